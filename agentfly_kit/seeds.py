@@ -1,0 +1,49 @@
+"""Seeds and noise: one run seed becomes a seed for every turn, and a turn's seed one number for every token.
+
+Knows nothing of models or chains. Both functions are counter-based: a number depends on its arguments alone, never on
+what was drawn before, so neither concurrency nor order can change it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+_MASK64 = (1 << 64) - 1
+
+
+def derive(seed: int, *parts: str | int) -> int:
+    """A 63-bit seed from a run seed and named parts (purpose, rollout index, task id, chain, fork path, turn).
+
+    Different parts give unrelated seeds; the same parts give the same seed on every machine and Python.
+    """
+    h = hashlib.blake2b(digest_size=8)
+    for part in (seed, *parts):
+        # The type and the length go in, so that ("ab", "c"), ("a", "bc") and (1,), ("1",) stay apart.
+        text = str(part).encode("utf-8", "surrogatepass")
+        h.update(f"{type(part).__name__}:{len(text)}:".encode())
+        h.update(text)
+    return int.from_bytes(h.digest(), "little") >> 1
+
+
+def uniforms(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) for each (seed, counter): the noise of one sampled token a row.
+
+    Shapes:  seeds (B,), counters (B,) -> (B,) float64, 53 random bits.
+    Source:  the finaliser of SplitMix64 (Steele, Lea, Flood 2014) applied twice.
+    """
+    import numpy as np
+
+    def mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+    with np.errstate(over="ignore"):  # wrapping at 2**64 is the arithmetic that is wanted
+        golden = np.uint64(0x9E3779B97F4A7C15)
+        z = mix(mix(seeds.astype(np.uint64) + golden) + (counters.astype(np.uint64) + np.uint64(1)) * golden)
+    return (z >> np.uint64(11)).astype(np.float64) * (1.0 / (1 << 53))
