@@ -1,7 +1,7 @@
 """A coroutine that says so when its `await` was forgotten.
 
-Knows nothing of what it runs. The public `async` calls of this package are decorated with `@awaited`; what they return is
-awaited like any coroutine, but `chain.step()` alone on a cell's last line prints what to type, and `chain.step().text`
+Knows nothing of what it runs. The public `async` calls of this package are decorated with `@awaited`; what they
+return is awaited like any coroutine, but `chain.step()` alone on a cell's last line prints what to type, and `chain.step().text`
 raises `NotAwaited` instead of "coroutine object has no attribute".
 """
 

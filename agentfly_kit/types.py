@@ -258,7 +258,7 @@ class ToolCall:
     """Set by a live chain: `call -> awaitable`, so that `rerun` can call the very tool that ran; lost on disk."""
 
     def rerun(self) -> Any:
-        """Await it: call the tool again with the same arguments and a throw-away lease; its exception is raised here."""
+        """Await it: call the tool again with the same arguments, on a throw-away lease; what it raises is raised."""
         if self.rerunner is None:
             raise EngineError(
                 f"this call of {self.name!r} has no tool behind it (it was loaded from disk, or its name was unknown); "
@@ -294,6 +294,8 @@ class Turn:
     versions: tuple[int, ...] | None = None
     text: str = ""
     """A view of the ids, for people and parsers; never encoded again."""
+    pieces: tuple[str, ...] | None = field(default=None, repr=False)
+    """The text of each id alone, for token views; shared strings, so it costs a pointer a token."""
     messages: tuple[Message, ...] = ()
     """What the turn says as chat messages: for rewards, text-only engines and people."""
     tool_calls: tuple[ToolCall, ...] = ()
@@ -311,7 +313,7 @@ class Turn:
             if self.sampled:
                 raise AlignmentError("a turn without ids cannot be marked as sampled")
             return
-        for name in ("logprobs", "entropies", "kept_mass", "versions"):
+        for name in ("logprobs", "entropies", "kept_mass", "versions", "pieces"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.ids):
                 raise AlignmentError(f"a turn of {len(self.ids)} ids has {len(values)} {name}; want one each")
@@ -394,6 +396,16 @@ class Trajectory:
     def entropies(self) -> npt.NDArray[np.float32]:
         """In nats; NaN where the mask is 0 or the engine gave none."""
         return self._per_token("entropies")
+
+    @cached_property
+    def pieces(self) -> tuple[str, ...]:
+        """The text of each token alone; the id in brackets where no tokenizer was at hand."""
+        self._need_ids()
+        return tuple(
+            piece
+            for turn in self.turns
+            for piece in (turn.pieces if turn.pieces is not None else [f"[{i}]" for i in turn.ids or ()])
+        )
 
     @cached_property
     def turn_index(self) -> npt.NDArray[np.int64]:
@@ -551,7 +563,7 @@ class RolloutEvent:
 
 @dataclass(frozen=True)
 class Stats:
-    """What one `ppo_step` did. Means over action tokens unless a field says otherwise; glossary in docs/conventions.md."""
+    """What one `ppo_step` did. Means over action tokens unless a field says otherwise."""
 
     loss: float
     policy_loss: float
@@ -587,7 +599,7 @@ class Stats:
     phases: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
     """Seconds a phase: old, forward, backward, optimizer."""
     detail: dict[str, Any] | None = field(default=None, compare=False, repr=False)
-    """With detail=True: (B, T) float32 arrays on the batch's rows (logprob before and after, ratio, clip state, ...)."""
+    """With detail=True: (B, T) float32 arrays on the batch's rows: logprob before and after, ratio, ..."""
     batch: Any = field(default=None, compare=False, repr=False)
 
     def numbers(self) -> dict[str, float]:
