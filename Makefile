@@ -1,0 +1,52 @@
+# Words for people and for CI. `make` alone lists them. Everything runs in .venv, which scripts/install makes.
+PY := .venv/bin/python
+NOTEBOOKS := notebooks
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo lab test test-real soak check format policy wheel clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+install:  ## make .venv with what the notebooks and the tests need (a second call does nothing)
+	@scripts/install lab test
+
+demo:  ## train the tiny agent in the quickstart, watch it here, and get build/demo/quickstart.html
+	@scripts/install lab
+	@$(PY) scripts/demo
+
+lab:  ## JupyterLab on the notebooks
+	@scripts/install lab
+	@$(PY) -m jupyterlab $(NOTEBOOKS)
+
+test: install  ## library, first notebooks, one browser smoke a widget: minutes
+	@$(PY) -m pytest $(ARGS)
+
+test-real: install  ## the slow and real things: every notebook, the wheel in an empty folder, vLLM and containers where present
+	@scripts/pytest-some -m real $(ARGS)
+
+soak: install  ## run for long: SOAK_MINUTES=30 make soak
+	@scripts/pytest-some -m soak $(ARGS)
+
+check: install  ## ruff format and lint, mypy strict, the layout
+	@$(PY) -m ruff format --check .
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+	@$(PY) -m pytest -q tests/test_layout.py
+
+format: install  ## let ruff put the tree in order
+	@$(PY) -m ruff format .
+	@$(PY) -m ruff check --fix .
+
+policy: install  ## remake the shipped policy in data/ (about a minute)
+	@$(PY) scripts/policy
+
+bench-%: install  ## bench-learning and the others in benchmarks/: JSON on standard output
+	@$(PY) benchmarks/$(subst -,_,$*).py $(ARGS)
+
+wheel: install  ## dist/*.whl, built from the sdist so that nothing stale gets in
+	@rm -rf dist build/lib && $(PY) -m build --no-isolation
+
+clean:  ## remove what can be made again, but the environment
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
