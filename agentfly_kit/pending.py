@@ -1,8 +1,8 @@
 """A coroutine that says so when its `await` was forgotten.
 
-Knows nothing of what it runs. The public `async` calls of this package are decorated with `@awaited`; what they
-return is awaited like any coroutine, but `chain.step()` alone on a cell's last line prints what to type, and `chain.step().text`
-raises `NotAwaited` instead of "coroutine object has no attribute".
+Knows nothing of what it runs. The public `async` calls of this package are decorated with `@awaited`; what they return
+is awaited like any coroutine, but `chain.step()` alone on a cell's last line prints what to type, and the text of a
+turn that was never awaited raises `NotAwaited` instead of "coroutine object has no attribute".
 """
 
 from __future__ import annotations

@@ -96,7 +96,8 @@ class Sampling:
     """Texts that end a turn. The last sampled token stays whole; only the parser cuts the text."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        stop: Any = self.stop  # a text alone is what people type; as a tuple it would be its letters
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise SettingsError(f"temperature={self.temperature!r}: give a finite number >= 0 (0 is greedy)")
         if self.max_tokens < 1:
