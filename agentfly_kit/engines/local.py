@@ -1,0 +1,500 @@
+"""Sampling with the policy's own weights, in this process: continuous batching over key-value slots, on one thread.
+
+Knows no chains and no tools. A request is ids, sampling and a seed; its row joins the running batch when its prompt is in
+the cache and leaves at its stop. What a session has in its slot is reused when the next turn begins with the same ids,
+and a prompt that another slot holds is copied instead of computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from agentfly_kit import seeds
+from agentfly_kit.engines.base import Engine
+from agentfly_kit.engines.sampling import draw
+from agentfly_kit.engines.slots import Slots
+from agentfly_kit.errors import EngineError
+from agentfly_kit.policy import Policy, compute_threads
+from agentfly_kit.types import Sample, Sampling, TurnRequest
+
+_IDLE_SECONDS = 2.0
+"""A thread with nothing to do ends, so that an engine that is dropped can be collected."""
+_MIN_ROWS = 4
+"""Fewer rows run another matrix kernel, whose last bits differ; see slots.py."""
+_PREFILL_ROWS = 32
+_PREFILL_TOKENS = (8, 16, 32, 64, 128, 256)
+"""A prefill chunk is as wide as one of these."""
+
+
+@dataclass(eq=False)
+class _Request:
+    ids: npt.NDArray[np.int64]
+    sampling: Sampling
+    seed: int
+    session: str | None
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Any]
+    top: int = 0
+    """Above 0: only the distribution of the next token is wanted."""
+    started: float = field(default_factory=time.perf_counter)
+    limit: int = 0
+    waited: int = 0
+    out_ids: list[int] = field(default_factory=list)
+    out_logprobs: list[float] = field(default_factory=list)
+    out_entropies: list[float] = field(default_factory=list)
+    out_kept: list[float] = field(default_factory=list)
+    out_versions: list[int] = field(default_factory=list)
+    cancelled: bool = False
+
+    def __post_init__(self) -> None:
+        self.limit = self.sampling.max_tokens
+
+
+class LocalEngine(Engine):
+    """Samples from `policy` as it is now: there are no weights to send, and `update` only checks that.
+
+    slots: sequences whose keys and values are held at once, running or between two turns. A chain that finds none left
+        takes the one unused for longest, whose chain then computes its history again.
+    """
+
+    def __init__(self, policy: Policy, *, slots: int = 256) -> None:
+        if slots < _MIN_ROWS:
+            raise EngineError(f"slots={slots}: give at least {_MIN_ROWS}")
+        self.policy = policy
+        self.slots = slots
+        self._wake = threading.Condition()
+        self._inbox: deque[_Request] = deque()
+        self._released: deque[str] = deque()
+        self._thread: threading.Thread | None = None
+        # From here on: touched by the engine's thread alone.
+        self._store: Slots | None = None
+        self._waiting: list[_Request] = []
+        self._rows: list[_Request | None] = []  # by slot; the running ones are the first `_active`
+        self._active = 0
+        self._session: dict[str, int] = {}
+        self._owner: list[str | None] = []  # by slot
+        self._used: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._version: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._tick = 0
+        self.prefilled = 0
+        """Tokens computed as context since the start; copies and reused history are not counted."""
+        self.sampled = 0
+
+    # --- what it declares ---
+
+    @property
+    def reproducible(self) -> bool:  # type: ignore[override]
+        parameter = next(iter(self.policy.model.parameters()))
+        return parameter.device.type == "cpu" and parameter.dtype == torch.float32
+
+    @property
+    def version(self) -> int:
+        return self.policy.version
+
+    @property
+    def max_length(self) -> int:
+        return self.policy.max_length
+
+    def __repr__(self) -> str:
+        return f"LocalEngine({self.policy!r}, {self.slots} slots)"
+
+    # --- calls from the event loop ---
+
+    async def sample(
+        self, ids: Sequence[int], sampling: Sampling, seed: int, *, request: TurnRequest | None = None
+    ) -> Sample:
+        session = request.session if request is not None else None
+        got: Sample = await self._submit(ids, sampling, seed, session, top=0)
+        return got
+
+    async def distribution(
+        self, ids: Sequence[int], sampling: Sampling, *, top: int = 20
+    ) -> tuple[list[int], list[float], float]:
+        got: tuple[list[int], list[float], float] = await self._submit(ids, sampling, 0, None, top=max(1, top))
+        return got
+
+    async def update(self, policy: Any) -> None:
+        if policy is not self.policy:
+            raise EngineError(
+                "this LocalEngine samples from the policy it was made with, and another one was handed to update(); "
+                "make the engine from the policy that is trained: LocalEngine(policy)"
+            )
+
+    def release(self, session: str) -> None:
+        with self._wake:
+            self._released.append(session)
+
+    async def _submit(self, ids: Sequence[int], sampling: Sampling, seed: int, session: str | None, top: int) -> Any:
+        if len(ids) == 0:
+            raise EngineError("an engine continues ids, and got none; give the prompt's ids")
+        if len(ids) >= self.max_length:
+            raise EngineError(f"{len(ids)} ids leave no room in a context of {self.max_length}")
+        array = np.asarray(ids, dtype=np.int64)
+        if array.min() < 0 or array.max() >= self.policy.vocab_size:
+            raise EngineError(
+                f"ids from {array.min()} to {array.max()} do not fit a vocabulary of {self.policy.vocab_size}: "
+                "they come from another tokenizer"
+            )
+        loop = asyncio.get_running_loop()
+        wanted = _Request(array, sampling, seed, session, loop, loop.create_future(), top=top)
+        wanted.limit = min(sampling.max_tokens, self.max_length - len(ids))
+        with self._wake:
+            self._inbox.append(wanted)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="agentfly-engine", daemon=True)
+                self._thread.start()
+            self._wake.notify()
+        try:
+            return await wanted.future
+        except asyncio.CancelledError:
+            wanted.cancelled = True  # the thread drops the row at its next step
+            raise
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        with torch.inference_mode(), compute_threads(self.policy):
+            while True:
+                with self._wake:
+                    while not (self._inbox or self._waiting or self._active):
+                        if not self._wake.wait(_IDLE_SECONDS) and not self._inbox:
+                            self._thread = None
+                            return
+                    self._waiting.extend(self._inbox)
+                    self._inbox.clear()
+                    released = list(self._released)
+                    self._released.clear()
+                try:
+                    self._step(released)
+                except Exception as error:
+                    self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Everything in flight gets the error; the slots are made anew, for their state is unknown."""
+        wrapped = EngineError(f"LocalEngine failed while sampling: {type(error).__name__}: {error}")
+        wrapped.__cause__ = error
+        requests = [*self._waiting, *(r for r in self._rows[: self._active] if r is not None)]
+        self._waiting, self._rows, self._active, self._store = [], [], 0, None
+        self._session, self._owner = {}, []
+        self._deliver([(request, wrapped) for request in requests])
+
+    @staticmethod
+    def _deliver(results: list[tuple[_Request, Any]]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Request, Any]]] = {}
+        for request, result in results:
+            by_loop.setdefault(request.loop, []).append((request, result))
+
+        def hand_over(batch: list[tuple[_Request, Any]]) -> None:
+            for request, result in batch:
+                if request.future.done():
+                    continue
+                if isinstance(result, BaseException):
+                    request.future.set_exception(result)
+                else:
+                    request.future.set_result(result)
+
+        for loop, batch in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(hand_over, batch)
+            except RuntimeError:
+                pass  # that loop is closed; nobody waits there any more
+
+    def _step(self, released: list[str]) -> None:
+        self._tick += 1
+        for session in released:
+            slot = self._session.pop(session, None)
+            if slot is not None:
+                self._owner[slot] = None
+        self._waiting = [r for r in self._waiting if not r.cancelled]
+        for row in reversed(range(self._active)):
+            request = self._rows[row]
+            if request is not None and request.cancelled:
+                self._retire(row)
+        if self._waiting:
+            for request in self._waiting:
+                request.waited += 1
+            # A prefill of one row costs as much as a decode of many: wait for company, but not for long.
+            if len(self._waiting) > self._active // 16 or self._waiting[0].waited > 4:
+                self._prefill()
+        if self._active:
+            self._decode()
+
+    # --- slots ---
+
+    def _room(self, capacity: int) -> Slots:
+        if self._store is None:
+            self._store = Slots(0, capacity)
+        store = self._store
+        free = any(owner is None for owner in self._owner[self._active :])
+        count = store.count
+        if not free and count < self.slots:
+            count = min(self.slots, max(2 * count, 16))
+        store.grow(count, capacity)
+        extra = store.count - len(self._rows)
+        if extra:
+            self._rows.extend([None] * extra)
+            self._owner.extend([None] * extra)
+            self._used = np.concatenate([self._used, np.zeros(extra, dtype=np.int64)])
+            self._version = np.concatenate([self._version, np.full(extra, -1, dtype=np.int64)])
+        return store
+
+    def _admit(self, request: _Request) -> tuple[int, int] | None:
+        """A slot for the request and how many of its ids are in it already; None if every slot is running."""
+        store = self._room(len(request.ids) + request.limit + max(_PREFILL_TOKENS) + 1)
+        stale = self._version != self.policy.version
+        stale[: self._active] = False  # running rows end their turn on what they have
+        store.length[stale] = 0
+        own = self._session.get(request.session) if request.session is not None else None
+        source, common = store.longest_prefix(request.ids, own)
+        common = min(common, len(request.ids) - 1)  # at least one token must run, for its logits
+        if own is None:
+            own = self._take(avoid=source if common else None)
+            if own is None:
+                return None
+        if source != own and common:
+            store.copy(source, own, common)
+        store.length[own] = common
+        self._version[own] = self.policy.version
+        self._used[own] = self._tick
+        if request.session is not None:
+            self._session[request.session] = own
+            self._owner[own] = request.session
+        return own, common
+
+    def _take(self, avoid: int | None) -> int | None:
+        """A slot that is not running: a free one, else the one unused for longest."""
+        idle = [i for i in range(self._active, len(self._rows)) if self._rows[i] is None]
+        free = [i for i in idle if self._owner[i] is None]
+        candidates = free or idle
+        if avoid in candidates and len(candidates) > 1:
+            candidates.remove(avoid)
+        if not candidates:
+            return None
+        slot = min(candidates, key=lambda i: (self._used[i], i))
+        owner = self._owner[slot]
+        if owner is not None:
+            del self._session[owner]
+            self._owner[slot] = None
+        return slot
+
+    def _swap(self, a: int, b: int) -> None:
+        if a == b or self._store is None:
+            return
+        self._store.swap(a, b)
+        for values in (self._rows, self._owner):
+            values[a], values[b] = values[b], values[a]  # type: ignore[index]
+        for array in (self._used, self._version):
+            array[[a, b]] = array[[b, a]]
+        for slot in (a, b):
+            owner = self._owner[slot]
+            if owner is not None:
+                self._session[owner] = slot
+
+    def _retire(self, row: int) -> None:
+        """Take a row out of the running batch. Its slot keeps the history for the session's next turn."""
+        self._active -= 1
+        self._swap(row, self._active)
+        self._rows[self._active] = None
+        self._used[self._active] = self._tick
+
+    # --- computing ---
+
+    def _forward(self, tokens: Tensor, positions: Tensor, rows: Tensor | int) -> Tensor:
+        """(R, C) tokens at (R, C) positions -> hidden states (R, C, d)."""
+        assert self._store is not None
+        mask = self._store.aim(rows, positions)
+        out = self.policy.model.get_decoder()(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self._store,
+            use_cache=False,
+            return_dict=True,
+        )
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+    def _prefill(self) -> None:
+        """Put waiting prompts into slots, one chunk each; those that are complete get their first token."""
+        chosen: list[tuple[_Request, int, int]] = []
+        later: list[_Request] = []
+        same: set[bytes] = set()
+        taken: set[int] = set()
+        for request in self._waiting:
+            key = request.ids.tobytes()
+            # Chains of one group bring the same prompt: one computes it, the others copy it a moment later.
+            if len(chosen) >= _PREFILL_ROWS or key in same:
+                later.append(request)
+                continue
+            place = self._admit(request)
+            if place is None or place[0] in taken:
+                later.append(request)
+                continue
+            same.add(key)
+            taken.add(place[0])
+            self._rows[place[0]] = request  # reserved: `_take` leaves it alone
+            chosen.append((request, *place))
+        self._waiting = later
+        if not chosen:
+            return
+        store = self._store
+        assert store is not None
+        device = self.policy.device
+        for request, slot, _ in chosen:
+            store.ids[slot, : len(request.ids)] = request.ids
+        done: dict[int, Tensor] = {}
+        left = [(request, slot, start) for request, slot, start in chosen]
+        with self.policy.lock:
+            while left:
+                longest = max(len(r.ids) - start for r, _, start in left)
+                width = next((w for w in _PREFILL_TOKENS if w >= longest), _PREFILL_TOKENS[-1])
+                tokens = np.zeros((len(left), width), dtype=np.int64)
+                starts = np.array([start for _, _, start in left])
+                counts = np.array([min(width, len(r.ids) - start) for r, _, start in left])
+                for i, (request, _, start) in enumerate(left):
+                    tokens[i, : counts[i]] = request.ids[start : start + counts[i]]
+                positions = torch.as_tensor(starts[:, None] + np.arange(width)[None], device=device)
+                slots = torch.as_tensor([slot for _, slot, _ in left], device=device)
+                hidden = self._forward(torch.as_tensor(tokens, device=device), positions, slots)
+                self.prefilled += int(counts.sum())
+                following = []
+                for i, (request, slot, start) in enumerate(left):
+                    end = start + int(counts[i])
+                    store.length[slot] = end
+                    if end == len(request.ids):
+                        done[slot] = hidden[i, int(counts[i]) - 1]
+                    else:
+                        following.append((request, slot, end))
+                left = following
+            states = torch.stack([done[slot] for _, slot, _ in chosen])
+            padded = torch.cat([states, states[:1].expand(max(0, _MIN_ROWS - len(chosen)), -1)])
+            logits = self.policy.logits(padded)[: len(chosen)]
+            version = self.policy.version
+        looking = [i for i, (r, _, _) in enumerate(chosen) if r.top]
+        if looking:
+            self._deliver([(chosen[i][0], self._top(logits[i], chosen[i][0])) for i in looking])
+            for i in looking:
+                self._rows[chosen[i][1]] = None
+        going = [i for i, (r, _, _) in enumerate(chosen) if not r.top]
+        if not going:
+            return
+        requests = [chosen[i][0] for i in going]
+        ended = self._extend(requests, logits[going], version)
+        results = []
+        for i, stop in zip(going, ended, strict=True):
+            request, slot, _ = chosen[i]
+            if stop is None:
+                # An earlier move in this loop may have carried the slot elsewhere.
+                slot = self._rows.index(request)
+                self._swap(slot, self._active)
+                self._active += 1
+            else:
+                self._rows[self._rows.index(request)] = None
+                results.append((request, self._sample(request, stop)))
+        self._deliver(results)
+
+    def _decode(self) -> None:
+        store = self._store
+        assert store is not None
+        count = self._active
+        rows = max(count, min(_MIN_ROWS, store.count))
+        tokens = np.zeros(rows, dtype=np.int64)
+        for i in range(count):
+            tokens[i] = self._rows[i].out_ids[-1]  # type: ignore[union-attr]
+        at = store.length[:rows].copy()  # for the rows that only fill up, a place that nobody reads
+        device = self.policy.device
+        with self.policy.lock:
+            hidden = self._forward(
+                torch.as_tensor(tokens, device=device)[:, None], torch.as_tensor(at, device=device)[:, None], rows
+            )
+            logits = self.policy.logits(hidden[:, 0])[:count]
+            version = self.policy.version
+        store.ids[np.arange(count), at[:count]] = tokens[:count]
+        store.length[:count] += 1
+        requests = [r for r in self._rows[:count] if r is not None]
+        ended = self._extend(requests, logits, version)
+        results = []
+        for row in reversed(range(count)):
+            stop = ended[row]
+            if stop is not None:
+                results.append((requests[row], self._sample(requests[row], stop)))
+                self._retire(row)
+        if results:
+            self._deliver(results[::-1])
+
+    def _extend(self, requests: list[_Request], logits: Tensor, version: int) -> list[str | None]:
+        """Sample one token for each request; returns why each ended, or None if it goes on."""
+        samplings = [r.sampling for r in requests]
+        noise = seeds.uniforms(
+            np.array([r.seed for r in requests], dtype=np.uint64),
+            np.array([len(r.out_ids) for r in requests], dtype=np.uint64),
+        )
+
+        def column(name: str, off: float, dtype: torch.dtype) -> Tensor | None:
+            values = [getattr(s, name) for s in samplings]
+            return None if all(v == off for v in values) else torch.tensor(values, dtype=dtype, device=logits.device)
+
+        drawn = draw(
+            logits,
+            torch.tensor([s.temperature for s in samplings], device=logits.device),
+            torch.as_tensor(noise, device=logits.device),
+            top_p=column("top_p", 1.0, torch.float32),
+            top_k=column("top_k", 0, torch.int64),
+            min_p=column("min_p", 0.0, torch.float32),
+        )
+        self.sampled += len(requests)
+        ids, logprobs, entropies = drawn.ids.tolist(), drawn.logprobs.tolist(), drawn.entropies.tolist()
+        kept = drawn.kept.tolist() if drawn.kept is not None else None
+        stops = self.policy.chat.stop_ids
+        ended: list[str | None] = []
+        for i, request in enumerate(requests):
+            request.out_ids.append(ids[i])
+            request.out_logprobs.append(logprobs[i])
+            request.out_entropies.append(entropies[i])
+            request.out_versions.append(version)
+            if kept is not None and request.sampling.truncates:
+                request.out_kept.append(kept[i])
+            if ids[i] in stops:
+                ended.append("stop")
+            elif request.sampling.stop and self._says(request):
+                ended.append("string")
+            elif len(request.out_ids) >= request.limit:
+                ended.append("length")
+            else:
+                ended.append(None)
+        return ended
+
+    def _says(self, request: _Request) -> bool:
+        text = self.policy.chat.text(request.out_ids)
+        return any(stop in text for stop in request.sampling.stop)
+
+    @staticmethod
+    def _sample(request: _Request, stop: Any) -> Sample:
+        return Sample(
+            ids=tuple(request.out_ids),
+            logprobs=tuple(request.out_logprobs),
+            entropies=tuple(request.out_entropies),
+            stop=stop,
+            versions=tuple(request.out_versions),
+            kept_mass=tuple(request.out_kept) if request.sampling.truncates else None,
+            seconds=time.perf_counter() - request.started,
+        )
+
+    @staticmethod
+    def _top(logits: Tensor, request: _Request) -> tuple[list[int], list[float], float]:
+        logp = torch.log_softmax(logits.float() / (request.sampling.temperature or 1.0), dim=-1)
+        best = logp.topk(min(request.top, len(logp)))
+        p = logp.exp()
+        entropy = float(-torch.where(p > 0, p * logp, torch.zeros_like(p)).sum())
+        return best.indices.tolist(), best.values.tolist(), entropy

@@ -1,0 +1,116 @@
+"""Keys and values of many sequences at once, one slot a sequence, each at its own position.
+
+Knows nothing of requests or sampling. The first `n` slots can be run as one batch without copying, so whoever decodes
+keeps its rows there (`swap`). It stands in for a transformers cache: a model's attention calls `update` and gets back
+everything that its queries may look at; the mask that goes with it is the engine's business.
+
+Why rows come out bit for bit the same in any company, in float32 on a CPU: a matrix product over four or more rows
+computes each row alone, attention reads one row at a time, and the keys beyond a row's end weigh exactly zero. (Over
+one to three rows another kernel runs, so the engine never decodes fewer than four.)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_STEP = 64
+"""Capacity in tokens is a multiple of this."""
+
+
+class Slots:
+    """`ids[i, :length[i]]` are the tokens whose keys and values slot i holds."""
+
+    def __init__(self, count: int, capacity: int) -> None:
+        self.count = count
+        self.capacity = -(-capacity // _STEP) * _STEP
+        self.ids: npt.NDArray[np.int64] = np.zeros((count, self.capacity), dtype=np.int64)
+        self.length: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
+        self._keys: list[Tensor] = []  # a layer each: (count, capacity, heads, head size); made at its first update
+        self._values: list[Tensor] = []
+        self._rows: Tensor | slice = slice(0, 0)
+        self._positions: Tensor = torch.zeros(0)
+        self._seen = 0
+
+    # --- one forward ---
+
+    def aim(self, rows: Tensor | int, positions: Tensor) -> Tensor:
+        """Say where the next forward writes, and get the mask that goes with it.
+
+        rows: a count n (the first n slots, no copy) or indices (R,). positions: (R, C) int64.
+        Returns (R, 1, C, S) bool, True where a query may look; S is a multiple of 64 that covers all positions.
+        """
+        self._seen = min(self.capacity, -(-(int(positions.max()) + 1) // _STEP) * _STEP)
+        self._positions = positions
+        self._rows = slice(0, rows) if isinstance(rows, int) else rows
+        span = torch.arange(self._seen, device=positions.device)
+        return span[None, None, None, :] <= positions[:, None, :, None]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Called by each attention layer: (R, heads, C, head size) in, (R, heads, S, head size) out."""
+        while len(self._keys) <= layer_idx:
+            shape = (self.count, self.capacity, key_states.shape[1], key_states.shape[3])
+            self._keys.append(key_states.new_zeros(shape))
+            self._values.append(value_states.new_zeros(*shape[:3], value_states.shape[3]))
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        rows, seen = self._rows, self._seen
+        if isinstance(rows, slice):
+            index = torch.arange(rows.stop, device=keys.device)
+            keys[index, self._positions[:, 0]] = key_states[:, :, 0]
+            values[index, self._positions[:, 0]] = value_states[:, :, 0]
+        else:
+            keys[rows[:, None], self._positions] = key_states.transpose(1, 2)
+            values[rows[:, None], self._positions] = value_states.transpose(1, 2)
+        return keys[rows, :seen].transpose(1, 2), values[rows, :seen].transpose(1, 2)
+
+    # --- moving ---
+
+    def longest_prefix(self, ids: npt.NDArray[np.int64], favourite: int | None) -> tuple[int, int]:
+        """The slot that holds most of the beginning of `ids`, and how many tokens of it. `favourite` wins a tie."""
+        width = min(len(ids), self.capacity)
+        same = self.ids[:, :width] == ids[:width]
+        common = np.where(same.all(axis=1), width, same.argmin(axis=1))
+        common = np.minimum(common, self.length)
+        best = int(common.argmax())
+        if favourite is not None and common[favourite] == common[best]:
+            best = favourite
+        return best, int(common[best])
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Give the target slot the first `length` tokens of the source."""
+        for tensor in (*self._keys, *self._values):
+            tensor[target, :length] = tensor[source, :length]
+        self.ids[target, :length] = self.ids[source, :length]
+        self.length[target] = length
+
+    def swap(self, a: int, b: int) -> None:
+        if a == b:
+            return
+        n = int(max(self.length[a], self.length[b])) + 1
+        for tensor in (*self._keys, *self._values):
+            kept = tensor[a, :n].clone()
+            tensor[a, :n] = tensor[b, :n]
+            tensor[b, :n] = kept
+        self.ids[[a, b]] = self.ids[[b, a]]
+        self.length[[a, b]] = self.length[[b, a]]
+
+    def grow(self, count: int, capacity: int) -> None:
+        """Make room; what is held stays."""
+        capacity = max(self.capacity, -(-capacity // _STEP) * _STEP)
+        count = max(self.count, count)
+        if (count, capacity) == (self.count, self.capacity):
+            return
+        ids = np.zeros((count, capacity), dtype=np.int64)
+        ids[: self.count, : self.capacity] = self.ids
+        length = np.zeros(count, dtype=np.int64)
+        length[: self.count] = self.length
+        for tensors in (self._keys, self._values):
+            for layer, old in enumerate(tensors):
+                new = old.new_zeros((count, capacity, *old.shape[2:]))
+                new[: self.count, : self.capacity] = old
+                tensors[layer] = new
+        self.ids, self.length, self.count, self.capacity = ids, length, count, capacity
