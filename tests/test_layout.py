@@ -1,0 +1,185 @@
+"""The import rule, and what keeps `import agentfly_kit` light. The table is the drawing in docs/architecture.md."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FLOORS = [  # the first three lines are the steps of the ground floor
+    "errors seeds",
+    "types pending",
+    "formats",
+    "chat pool sandboxes advantages losses data diagnosis",
+    "context batch record",
+    "policy tools rewards",
+    "engines ppo",
+    "rollout tiny",
+    "evaluation envs",
+    "trainer trl widgets",
+]
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms.split()}
+LIBRARY = sorted((ROOT / "agentfly_kit").rglob("*.py")) + sorted((ROOT / "widgets").rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    """agentfly_kit/engines/local.py -> agentfly_kit.engines.local; widgets/token.py -> agentfly_kit.widgets.token"""
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    if parts[0] == "widgets":
+        parts.insert(0, "agentfly_kit")
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in LIBRARY}
+
+
+def imported(name: str, path: Path) -> Iterator[tuple[int, str]]:
+    """Line and full name of every import, those inside functions and under TYPE_CHECKING included."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package.split(".")[: len(package.split(".")) + 1 - node.level]) if node.level else ""
+            origin = ".".join(part for part in (base, node.module) if part)
+            for alias in node.names:
+                deeper = f"{origin}.{alias.name}"
+                yield node.lineno, deeper if deeper in MODULES else origin
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from ((node.lineno, str(given.value)) for given in node.args[:1] if isinstance(given, ast.Constant))
+
+
+def room(name: str) -> str:
+    return name.split(".")[1] if "." in name else ""
+
+
+def test_imports_point_to_a_lower_floor() -> None:
+    """Down, or sideways inside one folder. The package itself is the roof: nothing below may lean on it."""
+    wrong = []
+    for name, path in MODULES.items():
+        if name == "agentfly_kit":  # the roof names everything, lazily; the next test looks at that
+            continue
+        for line, other in imported(name, path):
+            if other.split(".")[0] not in ("agentfly_kit", "widgets") or (room(other) == room(name) and room(name)):
+                continue
+            if FLOOR.get(room(other), 99) >= FLOOR[room(name)]:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {other}, which is not below it")
+    assert not wrong, "\n".join(sorted(set(wrong)))
+
+
+def test_every_room_has_a_floor() -> None:
+    unknown = {room(name) for name in MODULES if room(name)} - set(FLOOR)
+    assert not unknown, f"give {sorted(unknown)} a floor, here and in docs/architecture.md"
+
+
+def test_every_module_says_what_it_is_and_none_prints() -> None:
+    wrong = []
+    for path in LIBRARY:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if not ast.get_docstring(tree):
+            wrong.append(f"{path.relative_to(ROOT)}:1 has no docstring")
+        wrong += [
+            f"{path.relative_to(ROOT)}:{node.lineno} prints"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
+def run(code: str, *arguments: str) -> dict[str, list[str]]:
+    """Run in a fresh interpreter; its last line of output is JSON."""
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def test_import_is_light_and_changes_nothing() -> None:
+    found = run("""
+import os, sys, threading, json, warnings
+environment, filters, path = dict(os.environ), list(warnings.filters), list(sys.path)
+import agentfly_kit
+dir(agentfly_kit)
+print(json.dumps({
+    "loaded": sorted({name.split(".")[0] for name in sys.modules}),
+    "changed": [what for what, same in {
+        "os.environ": environment == dict(os.environ), "warnings.filters": filters == list(warnings.filters),
+        "sys.path": path == sys.path, "threads": threading.active_count() == 1}.items() if not same],
+}))
+""")
+    heavy = {
+        "torch",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "vllm",
+        "trl",
+        "datasets",
+        "pandas",
+        "pyarrow",
+        "numpy",
+    }
+    heavy |= {"plotly", "anywidget", "ipywidgets", "IPython", "ipykernel", "jinja2", "pydantic", "ray"}
+    assert heavy.isdisjoint(found["loaded"]), sorted(heavy & set(found["loaded"]))
+    assert found["changed"] == []
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_module_hides_a_public_name(seed: int) -> None:
+    """Importing agentfly_kit.x binds `x` on the package: a function of that name is lost, or not, by luck."""
+    found = run(
+        """
+import importlib, json, random, sys
+import agentfly_kit as af
+shuffled = random.Random(int(sys.argv[1])).sample
+problems = []
+def touch(names):
+    got = {}
+    for name in names:
+        try:
+            got[name] = getattr(af, name)
+        except ImportError as error:
+            if str(getattr(error, "name", None) or "").startswith("agentfly_kit"):
+                raise
+    return got
+for module in shuffled(sys.argv[2:], len(sys.argv) - 2):
+    try:
+        importlib.import_module(module)
+    except ImportError as error:    # an extra that is not installed; a name of ours must be there
+        if (error.name or "agentfly_kit").startswith("agentfly_kit"):
+            problems.append(f"{module}: {error}")
+names = [name for name in dir(af) if not name.startswith("_")]
+first = touch(shuffled(names, len(names)))
+second = touch(shuffled(names, len(names)))
+for name in first:
+    if first[name] is not second[name]:
+        problems.append(f"af.{name} changed between two looks")
+    module = sys.modules.get(f"agentfly_kit.{name}")
+    if module is not None and first[name] is not module:
+        problems.append(f"af.{name} is {first[name]!r}, and agentfly_kit/{name}.py is a module")
+print(json.dumps({"problems": problems, "names": names}))
+""",
+        str(seed),
+        *(name for name in MODULES if name != "agentfly_kit"),
+    )
+    assert found["problems"] == []
+
+
+def test_the_stub_names_what_is_there() -> None:
+    """Tab completion and the type checker read __init__.pyi; the interpreter reads __init__.py."""
+    stub = ast.parse((ROOT / "agentfly_kit" / "__init__.pyi").read_text(encoding="utf-8"))
+    named = set()
+    for node in stub.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            named |= {alias.asname for alias in node.names if alias.asname}  # only `x as x` is re-exported
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            named.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            named.add(node.target.id)
+    code = "import agentfly_kit as af, json; print(json.dumps({'names': dir(af)}))"
+    there = {name for name in run(code)["names"] if not name.startswith("_")}
+    assert {name for name in named if not name.startswith("_")} == there
