@@ -1,0 +1,477 @@
+"""Losses: every one against a slow loop for its value and against finite differences of that loop for its gradient.
+
+The loops see action tokens only and know nothing of masks, padding or batches. A second copy of the logprobs, `frozen`,
+stands wherever a paper stops the gradient; it is not moved by the finite differences.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from agentfly_kit import losses
+from agentfly_kit.errors import AlignmentError, SettingsError
+
+nan, inf = math.nan, math.inf
+Rows = list[list[float]]
+
+
+def close(a: Tensor, b: Any, tol: float = 1e-6) -> None:
+    torch.testing.assert_close(a, torch.as_tensor(b, dtype=a.dtype), atol=tol, rtol=tol)
+
+
+# --- worked by hand ------------------------------------------------------------------------------
+
+E = math.exp
+
+
+def test_golden_ppo() -> None:
+    old = torch.zeros(1, 6)
+    ratio = torch.tensor([[1.0, 1.5, 1.5, 0.5, 0.5, 4.0]])
+    a = torch.tensor([[2.0, 1.0, -1.0, 1.0, -1.0, -1.0]])
+    one = torch.ones(1, 6)
+    close(losses.ppo(ratio.log(), old, a, one), [[-2, -1.2, 1.5, -0.5, 0.8, 4.0]])
+    close(losses.ppo(ratio.log(), old, a, one, clip_high=0.28), [[-2, -1.28, 1.5, -0.5, 0.8, 4.0]])
+    close(losses.ppo(ratio.log(), old, a, one, dual_clip=3.0), [[-2, -1.2, 1.5, -0.5, 0.8, 3.0]])
+    assert losses.clipped(ratio.log(), old, a, one).tolist() == [[False, True, False, False, True, False]]
+    assert losses.clip_fraction(ratio.log(), old, a, one).item() == pytest.approx(2 / 6)
+    assert losses.clip_fraction(ratio.log(), old, a, one, dual_clip=3.0).item() == pytest.approx(3 / 6)
+    assert losses.clip_fraction(ratio.log(), old, a, torch.tensor([[1, 1, 1, 1, 0, 0]])).item() == pytest.approx(1 / 4)
+
+
+def test_clipped_is_where_the_gradient_is_zero() -> None:
+    old = torch.zeros(1, 5)
+    lp = torch.tensor([[1.4, 1.4, 0.6, 0.6, 4.0]]).log().requires_grad_()
+    a = torch.tensor([[1.0, -1.0, 1.0, -1.0, -1.0]])
+    losses.ppo(lp, old, a, torch.ones(1, 5), dual_clip=3.0).sum().backward()
+    assert lp.grad is not None
+    assert (lp.grad == 0).tolist() == losses.clipped(lp, old, a, torch.ones(1, 5), dual_clip=3.0).tolist()
+
+
+def test_golden_kl() -> None:
+    lp, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
+    close(losses.kl(lp, ref, "k1"), [[0.5, -1.0]])
+    close(losses.kl(lp, ref, "abs"), [[0.5, 1.0]])
+    close(losses.kl(lp, ref, "k2"), [[0.125, 0.5]])
+    close(losses.kl(lp, ref, "k3"), [[E(-0.5) - 1 + 0.5, E(1.0) - 1 - 1]])
+    close(losses.kl(lp, ref, "k3+"), [[E(-0.5) - 1 + 0.5, E(1.0) - 1 - 1]])
+    close(losses.kl(lp, ref, "k3", torch.tensor([[1, 0]])), [[E(-0.5) - 0.5, 0]])
+    # approx_kl takes the tokens to come from the *old* policy: ratio - 1 - log ratio.
+    close(losses.approx_kl(lp, ref, torch.ones(1, 2)), (E(0.5) - 1.5 + E(-1.0) - 1 + 1) / 2)
+
+
+def test_golden_value() -> None:
+    v, old, ret = torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 0.0]]), torch.tensor([[2.0, 0.0]])
+    one = torch.ones(1, 2)
+    close(losses.value(v, old, ret, one), [[0.5, 4.5]])
+    close(losses.value(v, None, ret, one), [[0.5, 4.5]])
+    close(losses.value(v, old, ret, one, clip=0.5), [[0.5 * 1.5**2, 4.5]])
+    with pytest.raises(SettingsError, match="old_values=None; give the values from before the update"):
+        losses.value(v, None, ret, one, clip=0.5)
+
+
+def test_golden_aggregate() -> None:
+    x = torch.tensor([[1.0, 2, nan], [6, nan, nan], [inf, nan, nan]])
+    m = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        close(losses.aggregate(x, m, "token_mean"), 9 / 3)
+        close(losses.aggregate(x, m, "seq_mean_token_mean"), (1.5 + 6) / 2)
+        close(losses.aggregate(x, m, "seq_mean_token_mean", empty_rows="count"), (1.5 + 6) / 3)
+        close(losses.aggregate(x, m, "seq_mean_token_sum"), 9 / 2)
+        close(losses.aggregate(x, m, "seq_mean_token_sum", empty_rows="count"), 9 / 3)
+        close(losses.aggregate(x, m, "fixed", denominator=10), 9 / (2 * 10))
+        close(losses.aggregate(x, m, "fixed", denominator=10, empty_rows="count"), 9 / (3 * 10))
+        close(losses.aggregate(x, m, "rollout_mean", rollouts=["a", "a", "b"]), 9 / 3)
+        close(losses.aggregate(x, m, "rollout_mean", rollouts=["a", "a", "b"], empty_rows="count"), 9 / 3 / 2)
+        close(losses.aggregate(x, m, "rollout_mean", rollouts=["a", "b", "b"]), (1.5 + 6) / 2)
+
+
+def test_golden_each_rollout_weighs_the_same() -> None:
+    """Rows A, A, B with 2, 1 and 3 tokens: a third of the mass each by rows, a half each by rollouts."""
+    m = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]])
+    x = torch.ones(3, 3, requires_grad=True)
+    for count, mass in (("rows", 1 / 3), ("rollouts", 1 / 2)):
+        (g,) = torch.autograd.grad(losses.aggregate(x, m, "rollout_mean", rollouts=[7, 7, 9], count=count), x)
+        close(g[:2].sum(), mass)
+        close(g[2].sum(), mass)
+
+
+def test_golden_kl_full() -> None:
+    logits, ref = torch.tensor([[[0.0, 0.0], [nan, inf]]]), torch.tensor([[[math.log(3.0), 0.0], [nan, nan]]])
+    got = losses.kl_full(logits, ref, torch.tensor([[1, 0]]))
+    close(got, [[0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25), 0]])
+    # What both forbid adds nothing, to the gradient neither; what only the reference forbids has no bound.
+    logits = torch.tensor([[[0.0, 0.0, -inf]]], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([[[math.log(3.0), 0.0, -inf]]], dtype=torch.float64)
+    loss = losses.kl_full(logits, ref, torch.ones(1, 1))
+    close(loss, got[:, :1])
+    (g,) = torch.autograd.grad(loss.sum(), logits)
+    assert bool(torch.isfinite(g).all())
+    assert losses.kl_full(torch.zeros(1, 1, 2), torch.tensor([[[0.0, -inf]]]), torch.ones(1, 1)).item() == inf
+
+
+# --- the slow loops -------------------------------------------------------------------------------
+
+
+def tokenwise(f: Callable[[float, float, float, float], float]) -> Callable[[Rows, Rows, Rows, Rows], Rows]:
+    """A loop over f(logprob, frozen logprob, old logprob, advantage)."""
+    return lambda lp, frozen, old, a: [
+        [f(*t) for t in zip(*row, strict=True)] for row in zip(lp, frozen, old, a, strict=True)
+    ]
+
+
+def slow_ppo(clip: float, high: float, dual: float) -> Any:
+    def f(lp: float, _: float, old: float, a: float) -> float:
+        ratio = E(lp - old)
+        gain = min(ratio * a, min(max(ratio, 1 - clip), 1 + high) * a)
+        return -max(gain, dual * a) if a < 0 else -gain
+
+    return tokenwise(f)
+
+
+def slow_value(clip: float) -> Any:
+    def f(v: float, _: float, old: float, target: float) -> float:
+        return 0.5 * max((v - target) ** 2, (old + min(max(v - old, -clip), clip) - target) ** 2)
+
+    return tokenwise(f)
+
+
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+# name -> (the loss as f(logprobs, old_logprobs, advantages, mask), its loop). For a value loss the first three are
+# values, old values and returns; for a KL the second is the reference and the third is not used.
+LOSSES: dict[str, tuple[Loss, Any]] = {
+    "ppo": (losses.ppo, slow_ppo(0.2, 0.2, inf)),
+    "ppo clip_high": (lambda *x: losses.ppo(*x, 0.1, 0.3), slow_ppo(0.1, 0.3, inf)),
+    "ppo dual_clip": (lambda *x: losses.ppo(*x, dual_clip=1.5), slow_ppo(0.2, 0.2, 1.5)),
+    "value": (losses.value, tokenwise(lambda v, _, old, target: 0.5 * (v - target) ** 2)),
+    "value clip": (lambda *x: losses.value(*x, clip=0.2), slow_value(0.2)),
+    "kl k1": (lambda lp, ref, _, m: losses.kl(lp, ref, "k1", m), tokenwise(lambda p, _, q, a: p - q)),
+    "kl abs": (lambda lp, ref, _, m: losses.kl(lp, ref, "abs", m), tokenwise(lambda p, _, q, a: abs(p - q))),
+    "kl k2": (lambda lp, ref, _, m: losses.kl(lp, ref, "k2", m), tokenwise(lambda p, _, q, a: (p - q) ** 2 / 2)),
+    "kl k3": (lambda lp, ref, _, m: losses.kl(lp, ref, "k3", m), tokenwise(lambda p, _, q, a: E(q - p) - 1 + p - q)),
+    "kl k3+": (
+        lambda lp, ref, _, m: losses.kl(lp, ref, "k3+", m),
+        tokenwise(lambda p, f, q, a: E(q - f) - 1 + f - q + ((p - q) ** 2 - (f - q) ** 2) / 2),
+    ),
+}
+NOT_PER_TOKEN = {"aggregate", "kl_full", "approx_kl", "clipped", "clip_fraction"}  # tested by name elsewhere here
+
+
+def test_every_loss_has_a_loop() -> None:
+    assert {name.split()[0] for name in LOSSES} | NOT_PER_TOKEN == set(losses.__all__)
+
+
+def slow_aggregate(rows: Rows, how: str, rollouts: list[str], empty_rows: str, count: str) -> float:
+    n_rows = len(rows) if empty_rows == "count" else sum(bool(r) for r in rows)
+    if how == "token_mean":
+        n = sum(map(len, rows))
+        return sum(map(sum, rows)) / n if n else 0.0
+    if how == "rollout_mean":
+        together: dict[str, list[float]] = {}
+        for name, row in zip(rollouts, rows, strict=True):
+            together.setdefault(name, []).extend(row)
+        n = len(together) if empty_rows == "count" else sum(bool(r) for r in together.values())
+        n = n_rows if count == "rows" else n
+        return sum(sum(r) / len(r) for r in together.values() if r) / n if n else 0.0
+    each = [sum(r) / len(r) if how == "seq_mean_token_mean" else sum(r) for r in rows if r]
+    scale = 7.0 if how == "fixed" else 1.0
+    return sum(each) / n_rows / scale if n_rows else 0.0
+
+
+AGGREGATES: dict[str, dict[str, Any]] = {
+    "token_mean": {},
+    "seq_mean_token_mean": {},
+    "seq_mean_token_mean count": {"empty_rows": "count"},
+    "seq_mean_token_sum": {},
+    "fixed": {"denominator": 7.0},
+    "fixed count": {"denominator": 7.0, "empty_rows": "count"},
+    "rollout_mean": {"rollouts": ["a", "b", "a"]},
+    "rollout_mean rows": {"rollouts": ["a", "b", "a"], "count": "rows"},
+}
+MASKS = {
+    "full": [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]],
+    "padded": [[0, 1, 1, 1], [0, 1, 1, 0], [0, 1, 0, 0]],
+    "holes": [[1, 0, 1, 1], [0, 1, 0, 1], [1, 0, 0, 1]],
+    "empty row": [[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 1, 0]],
+    "one token": [[0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]],
+    "nothing": [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
+}
+
+
+def compact(x: Tensor, mask: Tensor) -> Rows:
+    return [row[m.bool()].tolist() for row, m in zip(x, mask, strict=True)]
+
+
+def batch(seed: int, mask: list[list[int]], poison: float = nan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logprobs, old logprobs, advantages with both signs and ratios on all sides of every clip; poison where masked."""
+    noise = random.Random(seed)
+    m = torch.tensor(mask)
+    old = torch.tensor([[noise.uniform(-3, -0.5) for _ in row] for row in mask], dtype=torch.float64)
+    step = torch.tensor([[noise.choice([-0.7, -0.3, -0.05, 0.05, 0.3, 0.7]) for _ in row] for row in mask])
+    a = torch.tensor([[noise.choice([-1.5, -0.5, 0.5, 1.5]) for _ in row] for row in mask], dtype=torch.float64)
+    lp, old, a = (torch.where(m > 0, x.double(), poison) for x in (old + step, old, a))
+    return lp, old, a, m
+
+
+def options(name: str) -> tuple[Any, dict[str, Any]]:
+    return name.split()[0], AGGREGATES[name]
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Empty rows and k1 in a loss warn, as they should (tested by name below)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        warnings.filterwarnings("ignore", message="kl.kind='k1'", category=UserWarning)
+        yield
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.usefixtures("quiet")
+def test_value_and_gradient_are_those_of_the_loop(loss: str, mask: list[list[int]]) -> None:
+    fast, slow = LOSSES[loss]
+    lp, old, a, m = batch(seed=len(loss) + sum(map(sum, mask)), mask=mask)
+    lp.requires_grad_()
+    per_token = fast(lp, old, a, m)
+    assert per_token.shape == lp.shape
+    assert bool((per_token[m == 0] == 0).all())
+    rows = [compact(x.detach(), m) for x in (lp, lp, old, a)]
+    for g, w in zip(compact(per_token.detach(), m), slow(*rows), strict=True):
+        close(torch.tensor(g, dtype=torch.float64), w, 1e-10)
+    for name in AGGREGATES:
+        how, kw = options(name)
+        rest = (how, kw.get("rollouts", []), kw.get("empty_rows", "exclude"), kw.get("count", "rollouts"))
+        total = losses.aggregate(per_token, m, how, **kw)
+        close(total.detach(), slow_aggregate(slow(*rows), *rest), 1e-10)
+        (gradient,) = torch.autograd.grad(total, lp, retain_graph=True)
+        assert bool((gradient[m == 0] == 0).all())
+        for b, t in m.nonzero().tolist():
+            ends, i = [], int(m[b, :t].sum())
+            for h in (1e-5, -1e-5):
+                moved = [list(row) for row in rows[0]]
+                moved[b][i] += h
+                ends.append(slow_aggregate(slow(moved, *rows[1:]), *rest))
+            assert gradient[b, t].item() == pytest.approx((ends[0] - ends[1]) / 2e-5, abs=1e-7, rel=1e-6), (name, b, t)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.usefixtures("quiet")
+def test_poison_at_masked_positions_reaches_neither_value_nor_gradient(loss: str, mask: list[list[int]]) -> None:
+    seen = []
+    for poison in (0.0, nan, inf, -inf, 1e30, -1e30):
+        inputs = batch(3, mask, poison)
+        inputs[0].requires_grad_()
+        per_token = LOSSES[loss][0](*inputs)
+        (gradient,) = torch.autograd.grad(losses.aggregate(per_token, inputs[3], "token_mean"), inputs[0])
+        seen.append((per_token.detach(), gradient))
+    for per_token, gradient in seen[1:]:
+        assert per_token.equal(seen[0][0])
+        assert gradient.equal(seen[0][1])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.usefixtures("quiet")
+def test_far_off_ratios_stay_finite(loss: str) -> None:
+    """A ratio of e^200 overflows; inf times the zero gradient of a clipped token would be NaN."""
+    for sign in (-1.0, 1.0):
+        lp = torch.tensor([[-300.0, -1.0, -300.0, -1.0]], requires_grad=True)
+        old = torch.tensor([[-1.0, -300.0, -1.0, -300.0]])
+        per_token = LOSSES[loss][0](lp, old, sign * torch.tensor([[1.0, 1.0, -1.0, -1.0]]), torch.ones(1, 4))
+        (gradient,) = torch.autograd.grad(per_token.sum(), lp)
+        assert bool(torch.isfinite(per_token).all())
+        assert bool(torch.isfinite(gradient).all())
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.usefixtures("quiet")
+def test_half_precision_is_computed_in_float32(loss: str) -> None:
+    lp, old, a, m = batch(1, MASKS["holes"])
+    for dtype in (torch.float16, torch.bfloat16):
+        x = [t.to(dtype) for t in (lp, old, a)]
+        got = LOSSES[loss][0](*x, m)
+        assert got.dtype == torch.float32
+        close(got, LOSSES[loss][0](*(t.float() for t in x), m), 0)
+
+
+# --- what a mean is taken over --------------------------------------------------------------------
+
+uneven = st.lists(
+    st.lists(st.tuples(st.integers(-9, 9), st.booleans()), min_size=1, max_size=6), min_size=1, max_size=6
+)
+
+
+def padded(rows: Any, extra: int = 0) -> tuple[Tensor, Tensor]:
+    width = max(map(len, rows)) + extra
+    x = torch.tensor([[float(v) if on else nan for v, on in r] + [nan] * (width - len(r)) for r in rows]).double()
+    m = torch.tensor([[int(on) for _, on in r] + [0] * (width - len(r)) for r in rows])
+    return x, m
+
+
+def counts(m: Tensor, ids: list[str], empty_rows: str = "exclude", count: str = "rollouts") -> dict[str, int]:
+    rows = len(m) if empty_rows == "count" else int((m.sum(1) > 0).sum())
+    live = {i for i, row in zip(ids, m, strict=True) if bool(row.any())}
+    rollouts = rows if count == "rows" else len(set(ids) if empty_rows == "count" else live)
+    tokens = int(m.sum())
+    return {
+        "token_mean": tokens,
+        "seq_mean_token_mean": rows,
+        "seq_mean_token_sum": rows,
+        "fixed": rows,
+        "rollout_mean": rollouts,
+    }
+
+
+@pytest.mark.parametrize("name", AGGREGATES)
+@given(uneven, st.integers(0, 2**32))
+@settings(max_examples=40, deadline=None)
+def test_micro_batches_padding_and_order_change_nothing(name: str, rows: Any, seed: int) -> None:
+    how, kw = options(name)
+    noise = random.Random(seed)
+    ids = [noise.choice("ab") for _ in rows]
+    _, m = padded(rows)
+    own = dict(zip(ids, ids, strict=True))
+    tokens_of = {i: int(sum(row.sum() for row, j in zip(m, ids, strict=True) if i == j)) for i in own}
+    total = counts(m, ids, kw.get("empty_rows", "exclude"), kw.get("count", "rollouts"))[how]
+
+    def run(chosen: list[int], extra: int, total: float | None) -> float:
+        x, m = padded([rows[i] for i in chosen], extra)
+        more = dict(kw)
+        if how == "rollout_mean":
+            more |= {
+                "rollouts": [ids[i] for i in chosen],
+                "rollout_tokens": torch.tensor([tokens_of[ids[i]] for i in chosen]),
+            }
+        return losses.aggregate(x, m, how, total=total, **more).item()
+
+    everything = list(range(len(rows)))
+    whole = run(everything, 0, total)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        assert run(everything, 0, None) == pytest.approx(whole, abs=1e-9)
+        noise.shuffle(everything)
+        assert run(everything, 5, None) == pytest.approx(whole, abs=1e-9)
+    cut = sorted(noise.sample(range(1, len(rows)), k=noise.randrange(len(rows))))
+    parts = [everything[i:j] for i, j in zip([0, *cut], [*cut, len(rows)], strict=True)]
+    assert sum(run(part, 0, total) for part in parts) == pytest.approx(whole, abs=1e-9)
+
+
+def test_nothing_to_average_is_zero_with_a_warning() -> None:
+    x, m = torch.full((2, 3), nan, requires_grad=True), torch.zeros(2, 3)
+    for name in AGGREGATES:
+        how, kw = options(name)
+        kw = kw | ({"rollouts": [0, 1]} if "rollouts" in kw else {})
+        with pytest.warns(RuntimeWarning, match="no action token in this batch; the loss is 0"):
+            loss = losses.aggregate(x, m, how, **kw)
+        assert loss.item() == 0
+        (g,) = torch.autograd.grad(loss, x)
+        assert bool((g == 0).all())
+        losses.aggregate(x, m, how, total=5, **kw)  # an empty micro-batch of a counted whole is no surprise
+
+
+def test_empty_rows_warn_where_they_matter() -> None:
+    x, m = torch.ones(2, 2), torch.tensor([[1, 1], [0, 0]])
+    with pytest.warns(RuntimeWarning, match="rows without action tokens are left out of the mean"):
+        losses.aggregate(x, m, "seq_mean_token_mean")
+    with pytest.warns(RuntimeWarning, match="rows without action tokens are counted in the mean"):
+        losses.aggregate(x, m, "seq_mean_token_mean", empty_rows="count")
+    losses.aggregate(x, m, "token_mean")
+
+
+def test_one_row_without_a_batch_axis() -> None:
+    lp, old, a, m = (t[0] for t in batch(0, MASKS["holes"]))
+    per_token = losses.ppo(lp, old, a, m)
+    assert per_token.shape == (4,)
+    close(losses.aggregate(per_token, m, "token_mean"), per_token.sum() / 3)
+
+
+def test_one_advantage_a_row_is_spread_over_its_tokens() -> None:
+    lp, old, _, m = batch(0, MASKS["holes"])
+    row = torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64)
+    close(losses.ppo(lp, old, row, m), losses.ppo(lp, old, row[:, None].expand(3, 4), m))
+
+
+# --- which KL pulls -------------------------------------------------------------------------------
+
+
+def test_only_k2_and_k3_plus_have_the_gradient_of_the_kl() -> None:
+    """Exact expectations over a vocabulary of three: no sampling."""
+    ref = torch.log_softmax(torch.tensor([0.3, -0.2, 1.0], dtype=torch.float64), 0)
+    logits = torch.tensor([1.0, 0.1, -0.5], dtype=torch.float64, requires_grad=True)
+    lp = torch.log_softmax(logits, 0)
+    exact = losses.kl_full(logits[None, None], ref[None, None], torch.ones(1, 1)).sum()
+    (want,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    p = lp.exp().detach()
+    with pytest.warns(UserWarning, match=r"expected gradient of k1 is 0.*use kind='k2' or 'k3\+'"):
+        k1 = losses.kl(lp, ref, "k1")
+    for kind in ("k2", "k3", "k3+", "k1"):
+        per_token = k1 if kind == "k1" else losses.kl(lp, ref, kind)  # type: ignore[arg-type]
+        (got,) = torch.autograd.grad((p * per_token).sum(), logits, retain_graph=True)
+        if kind == "k1":
+            close(got, [0.0, 0, 0], 1e-12)
+        elif kind == "k3":
+            assert not torch.allclose(got, want, atol=1e-3)
+        else:
+            close(got, want, 1e-12)
+        if kind != "k2":
+            close((p * per_token).sum().detach(), exact.detach(), 1e-12)  # unbiased as values
+
+
+def test_kl_full_matches_finite_differences_and_ignores_poison() -> None:
+    noise = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 5, generator=noise, dtype=torch.float64)
+    ref = torch.randn(2, 3, 5, generator=noise, dtype=torch.float64)
+    for mask in ([[1, 1, 1], [1, 1, 1]], [[0, 1, 0], [1, 0, 1]], [[0, 0, 0], [0, 0, 0]]):
+        m = torch.tensor(mask)
+        x = torch.where(m[..., None] > 0, logits, nan).requires_grad_()
+        got = losses.kl_full(x, torch.where(m[..., None] > 0, ref, inf), m)
+        want = torch.distributions.kl_divergence(
+            torch.distributions.Categorical(logits=logits), torch.distributions.Categorical(logits=ref)
+        )
+        close(got, torch.where(m > 0, want, 0.0), 1e-12)
+        (g,) = torch.autograd.grad(got.sum(), x)
+        assert bool((g[m == 0] == 0).all())
+        assert torch.autograd.gradcheck(lambda z, m=m: losses.kl_full(z, ref, m), (logits.clone().requires_grad_(),))
+
+
+# --- doors ----------------------------------------------------------------------------------------
+
+
+def test_errors_say_what_was_given_and_what_is_wanted() -> None:
+    x, m = torch.zeros(2, 3), torch.ones(2, 3)
+    with pytest.raises(SettingsError, match=r"how='mean'; wanted one of 'token_mean', 'seq_mean_token_mean'"):
+        losses.aggregate(x, m, "mean")  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="how='fixed' with denominator=None; 'fixed' needs one"):
+        losses.aggregate(x, m, "fixed")
+    with pytest.raises(SettingsError, match="'token_mean' with denominator=3"):
+        losses.aggregate(x, m, "token_mean", denominator=3)
+    with pytest.raises(SettingsError, match="'rollout_mean' needs ids"):
+        losses.aggregate(x, m, "rollout_mean")
+    with pytest.raises(AlignmentError, match="3 rollout ids for 2 rows"):
+        losses.aggregate(x, m, "rollout_mean", rollouts=[1, 2, 3])
+    with pytest.raises(AlignmentError, match=r"mask has shape \(2, 2\), the tokens \(2, 3\)"):
+        losses.ppo(x, x, x, m[:, :2])
+    with pytest.raises(AlignmentError, match=r"advantages has shape \(3,\); wanted \(2, 3\)"):
+        losses.ppo(x, x, torch.zeros(3), m)
+    with pytest.raises(AlignmentError, match=r"old_logprobs has shape \(2, 2\)"):
+        losses.ppo(x, x[:, :2], x, m)
+    with pytest.raises(SettingsError, match=r"clip=-0.1; wanted a number >= 0"):
+        losses.ppo(x, x, x, m, clip=-0.1)
+    with pytest.raises(SettingsError, match=r"dual_clip=1.0; wanted a number above 1, or None"):
+        losses.ppo(x, x, x, m, dual_clip=1.0)
+    with pytest.raises(SettingsError, match="kind='k4'; wanted one of"):
+        losses.kl(x, x, "k4")  # type: ignore[arg-type]
+    with pytest.raises(AlignmentError, match=r"wanted \(B, T, V\) twice and \(B, T\)"):
+        losses.kl_full(torch.zeros(2, 3, 4), torch.zeros(2, 3, 5), m)
