@@ -170,7 +170,11 @@ def check(tokenizer: Any) -> ChatReport:
     tool: Message = {"role": "tool", "name": "probe", "tool_call_id": "call-0", "content": "qztoolzq"}
     schema = {
         "type": "function",
-        "function": {"name": "qzprobezq", "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
+        "function": {
+            "name": "qzprobezq",
+            "description": "A probe.",
+            "parameters": {"type": "object", "properties": {}},
+        },
     }
     opened = chat.render([user], generate=True)
     closed = chat.render([user, said], generate=False)
@@ -182,7 +186,9 @@ def check(tokenizer: Any) -> ChatReport:
     grown = chat.render([user, said, tool], generate=True)
     if chat._after_mark(grown) is None or not grown.startswith(closed[: closed.rfind(_MARK) + len(_MARK)]):
         raise ChatTemplateError(f"{chat._name}: adding a tool result changes what came before it")
-    thought = chat.render([user, {"role": "assistant", "content": f"<think>qzthinkzq</think>{_MARK}"}, user], generate=True)
+    thought = chat.render(
+        [user, {"role": "assistant", "content": f"<think>qzthinkzq</think>{_MARK}"}, user], generate=True
+    )
     tail = chat._after_mark(grown)
     return ChatReport(
         name=chat._name,

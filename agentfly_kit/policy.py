@@ -76,7 +76,7 @@ class Policy:
         self.version = version
         """Optimizer steps of `ppo_step` taken on these weights."""
         self.lock = threading.Lock()
-        """Held by whoever runs or changes the weights, so that an engine never samples from half an update."""
+        """Held by whoever changes the weights and by an engine's forward, so that none samples from half an update."""
         self._plain_head: bool | None = None
 
     # --- loading and saving ---
@@ -110,12 +110,17 @@ class Policy:
             model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=kind)
             tokenizer = AutoTokenizer.from_pretrained(str(path))
         except Exception as error:
-            raise PolicyError(f"no policy could be loaded from {str(path)!r}: {type(error).__name__}: {error}") from error
+            raise PolicyError(
+                f"no policy could be loaded from {str(path)!r}: {type(error).__name__}: {error}"
+            ) from error
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         model.to(device)
         policy = cls(
-            model, Chat(tokenizer, format=meta.get("format", format)), value_head=value_head, version=meta.get("version", 0)
+            model,
+            Chat(tokenizer, format=meta.get("format", format)),
+            value_head=value_head,
+            version=meta.get("version", 0),
         )
         head = folder / "value_head.safetensors"
         if policy.value_head is not None and head.exists():
@@ -127,8 +132,15 @@ class Policy:
     @staticmethod
     def _check_folder(folder: Path) -> None:
         if not folder.is_dir():
-            raise PolicyError(f"no policy folder at {str(folder)!r}; give a folder that Policy.save wrote, or a hub name")
-        weights = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+            raise PolicyError(
+                f"no policy folder at {str(folder)!r}; give a folder that Policy.save wrote, or a hub name"
+            )
+        weights = (
+            "model.safetensors",
+            "model.safetensors.index.json",
+            "pytorch_model.bin",
+            "pytorch_model.bin.index.json",
+        )
         for wanted in (("config.json",), weights, ("tokenizer.json", "tokenizer.model", "vocab.json")):
             if not any((folder / name).exists() for name in wanted):
                 raise PolicyError(
@@ -281,9 +293,7 @@ class Policy:
         return rows, cols
 
     @torch.no_grad()
-    def score(
-        self, batch: Any, want: Iterable[Want] = ("logprob", "entropy"), *, micro_tokens: int = 16384
-    ) -> Scored:
+    def score(self, batch: Any, want: Iterable[Want] = ("logprob", "entropy"), *, micro_tokens: int = 16384) -> Scored:
         """Score a batch as it stands, without gradients. Only positions with mask 1 are scored.
 
         Shapes:  batch.ids, batch.mask (B, T), batch.temperatures (B,) -> (B, T) each; see `Scored`.
@@ -294,10 +304,12 @@ class Policy:
         ids, mask = batch.ids, batch.mask
         shape = tuple(ids.shape)
         out = {
-            name: torch.full((*shape, self.width) if name == "hidden" else shape, 0.0 if name == "hidden" else torch.nan)
+            name: torch.full(
+                (*shape, self.width) if name == "hidden" else shape, 0.0 if name == "hidden" else torch.nan
+            )
             for name in wanted
         }
-        with compute_threads(self), self.lock:
+        with compute_threads(self):
             for rows in micro_batches(batch.lengths, micro_tokens):
                 width = int(batch.lengths[rows].max())
                 m = mask[rows, :width]

@@ -256,6 +256,8 @@ class LocalEngine(Engine):
         stale[: self._active] = False  # running rows end their turn on what they have
         store.length[stale] = 0
         own = self._session.get(request.session) if request.session is not None else None
+        if own is not None and self._rows[own] is not None:
+            raise EngineError(f"two requests of the session {request.session!r} at once; a chain samples one at a time")
         source, common = store.longest_prefix(request.ids, own)
         common = min(common, len(request.ids) - 1)  # at least one token must run, for its logits
         if own is None:

@@ -28,7 +28,9 @@ class ScriptedEngine(Engine):
 
     def __init__(self, script: Script, *, latency: float = 0.0) -> None:
         if isinstance(script, str):
-            raise EngineError(f"a script is a list of texts, one a turn, and got the text {script!r}; write [{script!r}]")
+            raise EngineError(
+                f"a script is a list of texts, one a turn, and got the text {script!r}; write [{script!r}]"
+            )
         self.script = script
         self.latency = latency
 
