@@ -5,7 +5,8 @@ Pure functions of tensors. They do not know the policy, the optimizer, or how a 
 any subtraction or exp, so that NaN or inf there (which records hold on purpose) reaches neither value nor gradient; the
 result is 0 there. Half precision is computed and returned in float32.
 
-The sign: a loss is minimised. The unit of a policy loss is the advantage's, of a KL nats a token.
+The sign: a loss is minimised. The unit of a policy loss is the advantage's, of a KL nats a token. All policy losses are
+called alike, f(logprobs, old_logprobs, advantages, mask, ...), where an advantage is (B, T), or (B,) for one a row.
 """
 
 from __future__ import annotations
@@ -25,11 +26,22 @@ KLKind: TypeAlias = Literal["k1", "abs", "k2", "k3", "k3+"]
 __all__ = [
     "aggregate",
     "approx_kl",
+    "cispo",
+    "clip_cov",
     "clip_fraction",
     "clipped",
+    "dppo",
+    "effective_sample_size",
+    "gmpo",
+    "gpg",
+    "gspo",
+    "importance_weights",
     "kl",
+    "kl_cov",
     "kl_full",
     "ppo",
+    "reinforce",
+    "sapo",
     "value",
 ]
 
@@ -46,6 +58,15 @@ def _choose(name: str, given: object, wanted: tuple[object, ...]) -> None:
 def _nonnegative(name: str, given: float | None) -> None:
     if given is not None and not given >= 0:
         raise SettingsError(f"{name}={given!r}; wanted a number >= 0")
+
+
+def _check_clip(clip: float, clip_high: float | None, dual_clip: float | None = None) -> float:
+    """The upper clip: clip_high, or clip where that is None."""
+    _nonnegative("clip", clip)
+    _nonnegative("clip_high", clip_high)
+    if dual_clip is not None and not dual_clip > 1:
+        raise SettingsError(f"dual_clip={dual_clip!r}; wanted a number above 1, or None")
+    return clip if clip_high is None else clip_high
 
 
 def _mask(mask: Tensor | None, like: Tensor) -> Tensor:
@@ -96,22 +117,14 @@ def ppo(
     Raises:  SettingsError for a negative clip or a dual_clip that is not above 1.
     Source:  PPO, arXiv 1707.06347, eq. 7; clip-higher: DAPO, arXiv 2503.14476, 3.1; dual clip: arXiv 1912.09729, eq. 5.
     """
-    _check_clip(clip, clip_high, dual_clip)
+    high = _check_clip(clip, clip_high, dual_clip)
     m = _mask(mask, logprobs)
     a = _at(advantages, m, "advantages")
     ratio = torch.exp(_log_ratio(logprobs, old_logprobs, m))
-    high = clip if clip_high is None else clip_high
     loss = torch.maximum(-ratio * a, -ratio.clamp(1 - clip, 1 + high) * a)
     if dual_clip is not None:
         loss = torch.where(a < 0, torch.minimum(loss, -dual_clip * a), loss)
     return torch.where(m, loss, 0.0)
-
-
-def _check_clip(clip: float, clip_high: float | None, dual_clip: float | None) -> None:
-    _nonnegative("clip", clip)
-    _nonnegative("clip_high", clip_high)
-    if dual_clip is not None and not dual_clip > 1:
-        raise SettingsError(f"dual_clip={dual_clip!r}; wanted a number above 1, or None")
 
 
 def value(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None = None) -> Tensor:
@@ -283,6 +296,61 @@ def _index(ids: Sequence[Hashable] | Tensor, mask: Tensor) -> Tensor:
     return torch.tensor([seen.setdefault(i, len(seen)) for i in listed], dtype=torch.long, device=mask.device)
 
 
+# --- when sampler and trainer differ --------------------------------------------------------------
+
+
+@torch.no_grad()
+def importance_weights(
+    logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    level: Literal["token", "sequence"] = "token",
+    cap: float = 2.0,
+    floor: float = 0.0,
+    beyond: Literal["truncate", "mask"] = "truncate",
+) -> Tensor:
+    """Truncated importance sampling: trainer's over sampler's probability, kept in (floor, cap). A weight for the loss.
+
+    level="token" weighs each token by its own ratio; "sequence" each token of a row by the row's ratio, the product of
+    its tokens' (unbiased before truncation, and far more spread). beyond="truncate" puts a weight outside on the bound,
+    "mask" puts it to 0, which drops the token or the whole row.
+
+    Shapes:  (B, T) each -> (B, T), 0 where masked, no gradient. Multiply the per-token loss by it.
+    Raises:  SettingsError unless 0 <= floor <= cap.
+    Source:  Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025), for truncation
+             by token; Liu et al., "When speed kills stability" (2025), for sequences and masking.
+    """
+    _choose("level", level, ("token", "sequence"))
+    _choose("beyond", beyond, ("truncate", "mask"))
+    if not 0 <= floor <= cap:
+        raise SettingsError(f"floor={floor!r}, cap={cap!r}; wanted 0 <= floor <= cap")
+    m = _mask(mask, logprobs)
+    d = _at(logprobs, m, "logprobs") - _at(sampler_logprobs, m, "sampler_logprobs")
+    if level == "sequence":
+        d = d.sum(-1, keepdim=True).expand_as(d)
+    w = torch.exp(d.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+    w = w.clamp(floor, cap) if beyond == "truncate" else torch.where((w >= floor) & (w <= cap), w, 0.0)
+    return torch.where(m, w, 0.0)
+
+
+@torch.no_grad()
+def effective_sample_size(weights: Tensor, mask: Tensor, *, level: Literal["token", "sequence"] = "token") -> Tensor:
+    """Share of the sample that is left after weighing: (sum w)^2 / (n sum w^2), 1 for equal weights.
+
+    Shapes:  weights, mask (B, T) -> (). level="sequence" counts rows, by the weight that all tokens of a row share.
+    Units:   share of action tokens, or of rows that have one; 0 when nothing is left.
+    Source:  Kish (1965).
+    """
+    _choose("level", level, ("token", "sequence"))
+    m = _mask(mask, weights)
+    w = _at(weights, m, "weights")
+    if level == "sequence":
+        w, m = w.amax(-1), m.any(-1)
+    bottom = m.sum() * w.square().sum()
+    return torch.where(bottom > 0, w.sum().square() / torch.where(bottom > 0, bottom, 1.0), 0.0)
+
+
 # --- what to look at -----------------------------------------------------------------------------
 
 
@@ -316,11 +384,10 @@ def clipped(
 
     Shapes:  as `ppo` -> (B, T) bool.
     """
-    _check_clip(clip, clip_high, dual_clip)
+    high = _check_clip(clip, clip_high, dual_clip)
     m = _mask(mask, logprobs)
     a = _at(advantages, m, "advantages")
     ratio = torch.exp(_log_ratio(logprobs, old_logprobs, m))
-    high = clip if clip_high is None else clip_high
     binds = ((a > 0) & (ratio > 1 + high)) | ((a < 0) & (ratio < 1 - clip))
     if dual_clip is not None:
         binds |= (a < 0) & (ratio > dual_clip)

@@ -30,8 +30,8 @@ from agentfly_kit.types import Sample, Sampling, TurnRequest
 
 _IDLE_SECONDS = 2.0
 """A thread with nothing to do ends, so that an engine that is dropped can be collected."""
-_MIN_ROWS = 4
-"""Fewer rows run another matrix kernel, whose last bits differ; see slots.py."""
+_ROWS = 8
+"""A batch is a multiple of this: other counts run other kernels, whose last bits differ; see slots.py."""
 _PREFILL_ROWS = 32
 _PREFILL_TOKENS = (8, 16, 32, 64, 128, 256)
 """A prefill chunk is as wide as one of these."""
@@ -69,10 +69,10 @@ class LocalEngine(Engine):
     """
 
     def __init__(self, policy: Policy, *, slots: int = 256) -> None:
-        if slots < _MIN_ROWS:
-            raise EngineError(f"slots={slots}: give at least {_MIN_ROWS}")
+        if slots < 1:
+            raise EngineError(f"slots={slots}: give at least 1; it is rounded up to a multiple of {_ROWS}")
         self.policy = policy
-        self.slots = slots
+        self.slots = -(-slots // _ROWS) * _ROWS
         self._wake = threading.Condition()
         self._inbox: deque[_Request] = deque()
         self._released: deque[str] = deque()
@@ -239,7 +239,7 @@ class LocalEngine(Engine):
         free = any(owner is None for owner in self._owner[self._active :])
         count = store.count
         if not free and count < self.slots:
-            count = min(self.slots, max(2 * count, 16))
+            count = min(self.slots, max(2 * count, 2 * _ROWS))
         store.grow(count, capacity)
         extra = store.count - len(self._rows)
         if extra:
@@ -380,7 +380,7 @@ class LocalEngine(Engine):
                         following.append((request, slot, end))
                 left = following
             states = torch.stack([done[slot] for _, slot, _ in chosen])
-            padded = torch.cat([states, states[:1].expand(max(0, _MIN_ROWS - len(chosen)), -1)])
+            padded = torch.cat([states, states[:1].expand(-len(chosen) % _ROWS, -1)])
             logits = self.policy.logits(padded)[: len(chosen)]
             version = self.policy.version
         looking = [i for i, (r, _, _) in enumerate(chosen) if r.top]
@@ -410,7 +410,7 @@ class LocalEngine(Engine):
         store = self._store
         assert store is not None
         count = self._active
-        rows = max(count, min(_MIN_ROWS, store.count))
+        rows = -(-count // _ROWS) * _ROWS
         tokens = np.zeros(rows, dtype=np.int64)
         for i in range(count):
             tokens[i] = self._rows[i].out_ids[-1]  # type: ignore[union-attr]

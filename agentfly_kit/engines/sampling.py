@@ -36,7 +36,8 @@ def draw(
     greedy = temperatures == 0
     scaled = logits.float() / torch.where(greedy, torch.ones_like(temperatures), temperatures).float()[:, None]
     logp = torch.log_softmax(scaled, dim=-1)
-    p = logp.exp()
+    # softmax, not logp.exp(): an elementwise function may round a row differently in another company (see slots.py).
+    p = torch.softmax(scaled, dim=-1)
     entropies = -torch.where(p > 0, p * logp, torch.zeros_like(p)).sum(-1)
     weights, kept = p, None
     if top_p is not None or top_k is not None or min_p is not None:

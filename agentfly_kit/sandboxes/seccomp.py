@@ -1,0 +1,82 @@
+"""The system-call filter of the strict level, as a classic BPF program written out by hand.
+
+Knows nothing but system-call numbers. It allows by default: namespaces, a private file tree and dropped capabilities do the
+confining; the filter takes away what reaches round them (new user namespaces, tracing, key rings, kernel interfaces with a
+long list of holes) and what would outlive a reset inside the sandbox (System V and POSIX message objects, another process's
+limits and priority).
+"""
+
+from __future__ import annotations
+
+import platform
+import struct
+import sys
+
+_ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NR, _ARCH, _FIRST, _SECOND = 0, 4, 16, 24  # offsets in struct seccomp_data; low halves of the first two arguments
+
+# name: (x86_64, aarch64), from the kernel's unistd tables; None where the machine has no such call.
+_DENIED: dict[str, tuple[int | None, int | None]] = {
+    # reaching into other processes, the zygote above all
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "move_pages": (279, 239), "migrate_pages": (256, 238),
+    # what a reset could not undo: objects and settings that outlive the process that made them
+    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
+    "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
+    "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181), "setpriority": (141, 140),
+    "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "sched_setattr": (314, 274), "ioprio_set": (251, 30),
+    "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
+    # namespaces and mounts
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
+    "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
+    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
+    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
+    # kernel interfaces that no exercise in Python needs
+    "bpf": (321, 280), "userfaultfd": (323, 282), "perf_event_open": (298, 241), "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "init_module": (175, 105),
+    "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104), "kexec_file_load": (320, 294),
+    "acct": (163, 89), "swapon": (167, 224), "swapoff": (168, 225), "reboot": (169, 142), "quotactl": (179, 60),
+    "syslog": (103, 116), "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171),
+    "clock_adjtime": (305, 266), "lookup_dcookie": (212, 18), "personality": (135, 92), "vhangup": (153, 58),
+    "iopl": (172, None), "ioperm": (173, None), "sethostname": (170, 161), "setdomainname": (171, 162),
+    "fanotify_init": (300, 262),
+}  # fmt: skip
+_CLONE, _CLONE3, _PRLIMIT, _AFFINITY, _SOCKET, _IOCTL = (56, 220), (435, 435), (302, 261), (203, 122), (41, 198), (16, 29)
+_NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag
+_FAMILIES = (1, 2, 10, 16)  # unix, inet, inet6, netlink; vsock would reach the machine's host past the network namespace
+_TIOCSTI = 0x5412
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+
+
+def _op(code: int, k: int, jt: int = 0, jf: int = 0) -> bytes:
+    return struct.pack("<HBBI", code, jt, jf, k)
+
+
+def program(machine: str | None = None) -> bytes | None:
+    """The filter for this machine, or None where it has not been written (then there is no strict level)."""
+    machine = machine or platform.machine()
+    if machine not in _MACHINES or sys.byteorder != "little":
+        return None
+    column, arch = _MACHINES[machine]
+    out = [_op(_LOAD, _ARCH), _op(_EQUAL, arch, 1, 0), _op(_RETURN, _KILL), _op(_LOAD, _NR)]
+    if machine == "x86_64":  # the x32 numbers are a second way to every call
+        out += [_op(_AT_LEAST, 0x40000000, 0, 1), _op(_RETURN, _EPERM)]
+    for numbers in _DENIED.values():
+        number = numbers[column]
+        if number is not None:
+            out += [_op(_EQUAL, number, 0, 1), _op(_RETURN, _EPERM)]
+    # clone3 takes its flags by pointer, out of a filter's sight: "no such call" makes libc fall back to clone.
+    out += [_op(_EQUAL, _CLONE3[column], 0, 1), _op(_RETURN, _ENOSYS)]
+    out += [_op(_EQUAL, _CLONE[column], 0, 4), _op(_LOAD, _FIRST), _op(_ANY_BIT, _NEW_NAMESPACES, 1, 0)]
+    out += [_op(_RETURN, _ALLOW), _op(_RETURN, _EPERM)]
+    for numbers in (_PRLIMIT, _AFFINITY):  # for itself (pid 0) only
+        out += [_op(_EQUAL, numbers[column], 0, 4), _op(_LOAD, _FIRST), _op(_EQUAL, 0, 0, 1)]
+        out += [_op(_RETURN, _ALLOW), _op(_RETURN, _EPERM)]
+    out += [_op(_EQUAL, _IOCTL[column], 0, 4), _op(_LOAD, _SECOND), _op(_EQUAL, _TIOCSTI, 1, 0)]
+    out += [_op(_RETURN, _ALLOW), _op(_RETURN, _EPERM)]
+    n = len(_FAMILIES)
+    out += [_op(_EQUAL, _SOCKET[column], 0, n + 3), _op(_LOAD, _FIRST)]
+    out += [_op(_EQUAL, family, n - 1 - i, 1 if i == n - 1 else 0) for i, family in enumerate(_FAMILIES)]
+    out += [_op(_RETURN, _ALLOW), _op(_RETURN, _EPERM)]
+    return b"".join([*out, _op(_RETURN, _ALLOW)])

@@ -1,0 +1,405 @@
+"""What runs inside a sandbox: a zygote that forks one interpreter per chain, and that interpreter.
+
+Run as a script by `python -s -S worker.py FD`; it imports only the standard library and knows neither the package nor the
+host. The zygote never runs code from outside. It holds the control socket, forks a fresh interpreter when told to, kills
+everything it ever forked, and empties the writable folders: a reset is a new process, not a cleared namespace.
+
+Control socket, JSON lines. Host to zygote: the settings once; then {"op": "fresh", "serial", "wipe"} with three file
+descriptors (data, stdout, stderr), {"op": "interrupt"}, {"op": "kill"}. Zygote to host: {"op": "ready"}, {"op": "fresh",
+"serial", "error"}, {"op": "exit", "serial", "status"}. When the socket ends, the zygote kills everything and exits.
+
+Data socket, JSON lines, straight between host and interpreter: {"id", "code"} gives {"id", "value", "error", "type",
+"truncated", "limit"}. What is printed goes through the two pipes, so that it survives a kill.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import errno
+import gc
+import json
+import linecache
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+import types
+from typing import Any, NoReturn, TextIO
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
+
+
+def prctl(option: int, value: int) -> None:
+    """Linux process control; nothing on systems without it."""
+    call = getattr(ctypes.CDLL(None), "prctl", None)
+    if call is not None:
+        call(option, value, 0, 0, 0)
+
+
+# --- the zygote ----------------------------------------------------------------------------------
+
+
+class Zygote:
+    """Forks, kills and wipes. `serial` counts the interpreters, so that the host knows which of them ended."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self.control = control
+        self.buffer = b""
+        self.descriptors: list[int] = []
+        self.settings: dict[str, Any] = {}
+        self.worker = 0
+        self.serial = 0
+
+    def serve(self) -> None:
+        # The host's Ctrl-C and a signal sent from inside must not end the zygote.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP):
+            signal.signal(number, signal.SIG_IGN)
+        wake, waker = os.pipe()
+        os.set_blocking(wake, False)
+        os.set_blocking(waker, False)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        poll = select.poll()
+        poll.register(self.control, select.POLLIN)
+        poll.register(wake, select.POLLIN)
+        while True:
+            for descriptor, _ in poll.poll():
+                if descriptor == wake:
+                    try:
+                        os.read(wake, 4096)
+                    except BlockingIOError:
+                        pass
+                    self.reap()
+                elif not self.receive():
+                    return
+
+    def receive(self) -> bool:
+        """Read what came; False at the end of the socket."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self.control, 65536, 16)
+        except ConnectionError:
+            return False
+        self.descriptors += descriptors
+        if not data:
+            return False
+        self.buffer += data
+        *lines, self.buffer = self.buffer.split(b"\n")
+        for line in lines:
+            self.handle(json.loads(line))
+        return True
+
+    def tell(self, **message: object) -> None:
+        try:
+            self.control.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            pass  # the host is gone: the next read says so
+
+    def handle(self, message: dict[str, Any]) -> None:
+        op = message["op"]
+        if op == "settings":
+            self.settings = message
+            confine(message)
+            self.tell(op="ready")
+        elif op == "fresh":
+            descriptors, self.descriptors = self.descriptors[:3], self.descriptors[3:]
+            error = None
+            try:
+                self.kill_all()
+                if message["wipe"]:
+                    for folder in self.settings["wipe"]:
+                        wipe(folder, self.settings["keep"])
+                self.serial = message["serial"]
+                self.fork(descriptors)
+            except Exception as failure:  # told to the host, which then throws this sandbox away
+                error = f"{type(failure).__name__}: {failure}"
+            for descriptor in descriptors:
+                os.close(descriptor)
+            self.tell(op="fresh", serial=message["serial"], error=error)
+        elif op == "interrupt":
+            if self.worker:
+                os.kill(self.worker, signal.SIGINT)
+        elif op == "kill":
+            self.kill_all(tell=True)
+
+    def fork(self, descriptors: list[int]) -> None:
+        pid = os.fork()
+        if pid:
+            self.worker = pid
+            return
+        try:
+            self.control.close()
+            signal.set_wakeup_fd(-1)
+            Interpreter(self.settings, *descriptors).serve()
+        finally:
+            os._exit(70)
+
+    def ended(self, pid: int, status: int) -> None:
+        if pid == self.worker:
+            self.worker = 0
+            self.tell(op="exit", serial=self.serial, status=os.waitstatus_to_exitcode(status))
+
+    def reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            self.ended(pid, status)
+
+    def kill_all(self, tell: bool = False) -> None:
+        """Kill and reap all that descends from here; afterwards nothing of the chain is left."""
+        if not tell:
+            self.worker = 0
+        deadline = time.monotonic() + 3.0
+        while True:
+            if os.getpid() == 1:
+                # Alone in a process namespace, -1 is every other process, and the kernel sends to all of them at once:
+                # a fork bomb cannot slip through between a listing and a kill.
+                try:
+                    os.kill(-1, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            else:
+                victims = descendants(os.getpid()) or ([self.worker] if self.worker else [])
+                for number in (signal.SIGSTOP, signal.SIGKILL):
+                    for pid in victims:
+                        try:
+                            os.kill(pid, number)
+                        except OSError:
+                            pass
+            while True:
+                try:
+                    pid, status = os.waitpid(-1, os.WNOHANG)
+                except ChildProcessError:
+                    return
+                if not pid:
+                    break
+                self.ended(pid, status)
+            if time.monotonic() > deadline:
+                raise TimeoutError("processes of the last chain are still alive after 3 s")
+            time.sleep(0.0002)
+
+
+def descendants(root: int) -> list[int]:
+    """Every process below `root`. Where the kernel keeps no list of children: empty."""
+    found: list[int] = []
+    unseen = [root]
+    while unseen:
+        pid = unseen.pop()
+        try:
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{task}/children") as lines:
+                    children = [int(child) for child in lines.read().split()]
+                found += children
+                unseen += children
+        except OSError:
+            continue  # it ended meanwhile
+    return found
+
+
+def wipe(folder: str, keep: list[str]) -> None:
+    """Delete all that is in a folder, whatever modes its owner gave it. `keep` are read-only mounts: Python itself."""
+    os.chmod(folder, 0o700)
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.path in keep:
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                wipe(entry.path, keep)
+                if not any(kept.startswith(entry.path + "/") for kept in keep):
+                    os.rmdir(entry.path)
+            else:
+                os.unlink(entry.path)
+
+
+def confine(settings: dict[str, Any]) -> None:
+    """Limits that every process of the sandbox inherits, and a zygote that the code inside cannot touch."""
+    if settings["pdeathsig"]:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    # Not dumpable: /proc/<zygote>/mem, environ and fd are closed to the code inside, which has the same uid.
+    prctl(PR_SET_DUMPABLE, 0)
+    for name, value in settings["rlimits"].items():
+        number = getattr(resource, name, None)
+        if number is None:
+            continue
+        hard = resource.getrlimit(number)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        try:
+            resource.setrlimit(number, (value, value))
+        except (ValueError, OSError):
+            pass  # a system without this one: the host's report does not claim it
+    sys.path += settings["path"]
+    for name in settings["preload"]:
+        __import__(name)
+    gc.freeze()  # a collection in a fork would copy every page that it only reads
+
+
+# --- the interpreter -----------------------------------------------------------------------------
+
+
+class CpuLimit(BaseException):
+    """The call used its processor time."""
+
+
+class Interpreter:
+    """One `__main__` namespace: cells come in as lines, values and errors go back."""
+
+    def __init__(self, settings: dict[str, Any], data: int, out: int, err: int) -> None:
+        self.settings = settings
+        self.limit = int(settings["max_output"])
+        self.running = False
+        self.pid = os.getpid()
+        os.setsid()
+        if settings["pdeathsig"]:
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_DUMPABLE, 1)
+        try:  # when memory runs out the kernel should take this process, not the zygote
+            with open("/proc/self/oom_score_adj", "w") as file:
+                file.write("500")
+        except OSError:
+            pass
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        self.socket = socket.socket(fileno=os.dup(data))
+        for descriptor in (null, data, out, err):
+            os.close(descriptor)
+        self.lines = self.socket.makefile("rb")
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        self.main = types.ModuleType("__main__")
+        self.main.__dict__["__builtins__"] = __builtins__
+        sys.modules["__main__"] = self.main
+        sys.argv = [""]
+        sys.executable = settings["executable"]
+        sys.path[:] = [folder for folder in sys.path if folder != os.path.dirname(os.path.abspath(__file__))]
+        sys.path.insert(0, "")
+        self.streams: dict[str, TextIO] = {}
+        self.cells = 0
+
+    def serve(self) -> NoReturn:
+        while True:
+            line = self.lines.readline()
+            if os.getpid() != self.pid or not line:
+                os._exit(0)
+            request = json.loads(line)
+            reply = self.run(request["code"])
+            if os.getpid() != self.pid:
+                os._exit(0)  # the code forked, and this is the child: it must not answer
+            reply["id"] = request["id"]
+            self.socket.sendall(json.dumps(reply).encode() + b"\n")
+
+    def run(self, code: str) -> dict[str, Any]:
+        reply: dict[str, Any] = {"value": None, "error": None, "type": None, "truncated": False, "limit": None}
+        try:
+            try:
+                self.prepare()
+                self.running = True
+                value = self.execute(code)
+                if value is not None:
+                    text = repr(value)
+                    reply["value"] = text[: self.limit]
+                    reply["truncated"] = len(text) > self.limit
+                self.running = False
+            except BaseException as error:
+                self.running = False
+                self.explain(reply, error)
+        except BaseException as error:  # an interrupt between the lines above, or no memory to explain with
+            self.running = False
+            reply["type"] = type(error).__name__
+            reply["error"] = reply["type"]
+        for stream in {sys.stdout, sys.stderr, *self.streams.values()}:
+            try:
+                stream.flush()
+            except BaseException:
+                pass  # the code closed or replaced it
+        return reply
+
+    def prepare(self) -> None:
+        signal.signal(signal.SIGINT, self.interrupt)
+        signal.signal(signal.SIGXCPU, self.out_of_time)
+        seconds = self.settings["cpu_seconds"]
+        if seconds is not None:
+            hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+            resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 1, hard))
+        for name, descriptor in (("stdout", 1), ("stderr", 2)):
+            stream = self.streams.get(name)
+            if stream is None or stream.closed:  # a cell may have closed it; the descriptor itself stays open
+                stream = open(  # noqa: SIM115
+                    descriptor, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=8192
+                )
+                self.streams[name] = stream
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+    def execute(self, code: str) -> object:
+        """Run a cell; the value is that of its last statement if that is an expression."""
+        self.cells += 1
+        name = f"<cell {self.cells}>"
+        linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+        tree = ast.parse(code, name)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        space = self.main.__dict__
+        if tree.body:
+            exec(compile(tree, name, "exec", dont_inherit=True), space)
+        if last is None:
+            return None
+        value: object = eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), space)
+        if value is not None:
+            space["_"] = value
+        return value
+
+    def interrupt(self, number: int, frame: object) -> None:
+        if self.running:  # once: the reply itself must not be interrupted
+            self.running = False
+            raise KeyboardInterrupt
+
+    def out_of_time(self, number: int, frame: object) -> None:
+        if self.running:
+            raise CpuLimit(f"{self.settings['cpu_seconds']} s of processor time used")
+
+    def explain(self, reply: dict[str, Any], error: BaseException) -> None:
+        step = error.__traceback__
+        while step is not None and not step.tb_frame.f_code.co_filename.startswith("<cell "):
+            step = step.tb_next  # the frames of this file say nothing to the reader
+        name = type(error).__name__
+        text = "".join(traceback.format_exception(type(error), error.with_traceback(step), step)).rstrip("\n")
+        text = text.replace("__main__.CpuLimit", "CpuLimit")
+        reply["type"] = name
+        reply["error"] = text[-self.limit :]
+        reply["truncated"] = reply["truncated"] or len(text) > self.limit
+        number = getattr(error, "errno", None)
+        if isinstance(error, MemoryError):
+            reply["limit"] = "memory"
+        elif isinstance(error, CpuLimit):
+            reply["limit"] = "cpu"
+        elif isinstance(error, OSError) and number in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            reply["limit"] = "disk"
+        elif isinstance(error, BlockingIOError) and number == errno.EAGAIN and "temporarily unavailable" in text:
+            reply["limit"] = "processes"
+        elif isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+            reply["limit"] = "processes"
+
+
+def start(descriptor: int) -> None:
+    zygote = Zygote(socket.socket(fileno=descriptor))
+    try:
+        zygote.serve()
+    finally:
+        try:
+            zygote.kill_all()
+        finally:
+            os._exit(0)
+
+
+if __name__ == "__main__":
+    start(int(sys.argv[1]))
