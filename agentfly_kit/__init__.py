@@ -1,0 +1,73 @@
+"""agentfly_kit: reinforcement learning of language-model agents that use tools, inside the notebook.
+
+Importing it is light and changes nothing: each name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Public name -> the module that holds it. `__init__.pyi` says the same to editors; a test keeps the two in step.
+_WHERE = {
+    "Agent": "rollout",
+    "Batch": "batch",
+    "Chat": "chat",
+    "Context": "context",
+    "Failure": "types",
+    "FromTask": "context",
+    "Group": "types",
+    "LocalEngine": "engines.local",
+    "Policy": "policy",
+    "Pool": "pool",
+    "PythonSandbox": "sandboxes.python",
+    "Rollout": "record",
+    "Run": "record",
+    "RunMismatch": "errors",
+    "Sample": "types",
+    "Sampling": "types",
+    "ScriptedEngine": "engines.scripted",
+    "Stats": "types",
+    "Task": "types",
+    "Tasks": "data",
+    "ToolCall": "types",
+    "ToolError": "errors",
+    "ToolResult": "types",
+    "ToolSet": "tools",
+    "TrainConfig": "trainer",
+    "Trajectory": "types",
+    "Turn": "types",
+    "adamw": "ppo",
+    "collate": "batch",
+    "doctor": "diagnosis",
+    "evaluate": "evaluation",
+    "load_tasks": "data",
+    "pools": "pool",
+    "ppo_step": "ppo",
+    "ppo_step_async": "ppo",
+    "reward": "rewards",
+    "sandbox_report": "sandboxes",
+    "tasks_from": "data",
+    "tool": "tools",
+    "train": "trainer",
+}
+_MODULES = ("advantages", "chat", "errors", "losses", "tiny", "widgets")
+
+__all__ = sorted([*_WHERE, *_MODULES])
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        value = getattr(importlib.import_module(f"agentfly_kit.{_WHERE[name]}"), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"agentfly_kit.{name}")
+    else:
+        raise AttributeError(f"agentfly_kit has no {name!r}; dir(agentfly_kit) lists what there is")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
