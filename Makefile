@@ -1,6 +1,5 @@
 # Words for people and for CI. `make` alone lists them. Everything runs in .venv, which scripts/install makes.
 PY := .venv/bin/python
-NOTEBOOKS := notebooks
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
@@ -18,7 +17,7 @@ demo:  ## train the tiny agent in the quickstart, watch it here, and get build/d
 
 lab:  ## JupyterLab on the notebooks
 	@scripts/install lab
-	@$(PY) -m jupyterlab $(NOTEBOOKS)
+	@$(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) notebooks
 
 test: install  ## library, first notebooks, one browser smoke a widget: minutes
 	@$(PY) -m pytest $(ARGS)

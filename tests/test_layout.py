@@ -14,7 +14,7 @@ FLOORS = [  # the first three lines are the steps of the ground floor
     "errors seeds",
     "types pending",
     "formats",
-    "chat pool sandboxes advantages losses data diagnosis",
+    "chat pool sandboxes advantages losses data diagnosis functions schema",
     "context batch record",
     "policy tools rewards",
     "engines ppo",

@@ -203,7 +203,10 @@ def test_what_is_imported_is_required() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_changelog_knows_this_version() -> None:
+def test_the_version_is_the_same_everywhere() -> None:
+    import agentfly_kit
+
+    assert agentfly_kit.__version__ == PROJECT["project"]["version"]
     assert f"## {PROJECT['project']['version']}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
