@@ -127,6 +127,236 @@ def ppo(
     return torch.where(m, loss, 0.0)
 
 
+def reinforce(logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
+    """-A log p: the policy gradient itself, for one update on fresh samples.
+
+    Shapes:  (B, T) each -> (B, T). old_logprobs is not read; it is there so that all policy losses are called alike.
+    Source:  Williams (1992). Correct stale samples with `importance_weights` times the loss.
+    """
+    m = _mask(mask, logprobs)
+    return torch.where(m, -_at(advantages, m, "advantages") * _at(logprobs, m, "logprobs"), 0.0)
+
+
+def gpg(logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
+    """The loss of Group Policy Gradient: that of `reinforce`. What is its own is in `advantages.gpg`.
+
+    Shapes:  (B, T) each -> (B, T). old_logprobs is not read.
+    Source:  GPG, arXiv 2504.02546.
+    """
+    return reinforce(logprobs, old_logprobs, advantages, mask)
+
+
+def gspo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip: float = 3e-4,
+    clip_high: float | None = 4e-4,
+) -> Tensor:
+    """PPO's clip on the ratio of the whole row, the geometric mean of its tokens' ratios.
+
+    In the GSPO-token form: each token has the row's ratio for a value and its own gradient, so that advantages may
+    differ by token. With one advantage a row and "seq_mean_token_mean" it is GSPO exactly.
+
+    Shapes:  (B, T) each -> (B, T).
+    Source:  GSPO, arXiv 2507.18071, 4.1 and 4.3 (GSPO-token); the default clips are those of its experiments.
+    """
+    high = _check_clip(clip, clip_high)
+    m = _mask(mask, logprobs)
+    a = _at(advantages, m, "advantages")
+    d = _log_ratio(logprobs, old_logprobs, m)
+    row = d.sum(-1, keepdim=True) / m.sum(-1, keepdim=True).clamp(min=1)
+    ratio = torch.exp(row.detach() + d - d.detach())
+    return torch.where(m, torch.maximum(-ratio * a, -ratio.clamp(1 - clip, 1 + high) * a), 0.0)
+
+
+def gmpo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip: float = 0.4,
+    clip_high: float | None = None,
+) -> Tensor:
+    """Geometric mean of the row's ratios, each clipped on its own: to (e^-clip, e^clip_high), in log space.
+
+    A quantity of the row: each action token carries the row's loss, so "seq_mean_token_mean" gives the published
+    objective. The row's advantage is the mean of its tokens'.
+
+    Shapes:  (B, T) each -> (B, T).
+    Source:  GMPO, arXiv 2507.20673; its clip is (e^-0.4, e^0.4).
+    """
+    high = _check_clip(clip, clip_high)
+    m = _mask(mask, logprobs)
+    a = _at(advantages, m, "advantages")
+    d = _log_ratio(logprobs, old_logprobs, m)
+    sign = a.sign()
+    kept = sign * torch.minimum(sign * d, sign * d.clamp(-clip, high))
+    n = m.sum(-1, keepdim=True).clamp(min=1)
+    row = -torch.exp(kept.sum(-1, keepdim=True) / n) * a.sum(-1, keepdim=True) / n
+    return torch.where(m, row, 0.0)
+
+
+def sapo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    tau: float = 1.0,
+    tau_negative: float = 1.05,
+) -> Tensor:
+    """A soft gate instead of a clip: -A (4 / tau) sigmoid(tau (ratio - 1)).
+
+    Its slope in the ratio is 1 on policy and fades on both sides, faster for a larger tau; tau_negative is the tau of
+    tokens with an advantage of 0 or less.
+
+    Shapes:  (B, T) each -> (B, T).
+    Raises:  SettingsError if a tau is not above 0.
+    Source:  SAPO, arXiv 2511.20347.
+    """
+    if not (tau > 0 and tau_negative > 0):
+        raise SettingsError(f"tau={tau!r}, tau_negative={tau_negative!r}; wanted numbers above 0")
+    m = _mask(mask, logprobs)
+    a = _at(advantages, m, "advantages")
+    ratio = torch.exp(_log_ratio(logprobs, old_logprobs, m))
+    t = torch.where(a > 0, torch.full_like(a, tau), tau_negative)
+    return torch.where(m, -a * torch.sigmoid(t * (ratio - 1)) * 4 / t, 0.0)
+
+
+def cispo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip: float = 0.2,
+    clip_high: float | None = None,
+    *,
+    bounds: Literal["both", "upper"] = "both",
+) -> Tensor:
+    """-sg(clipped ratio) A log p: the ratio is only a weight, so that no token loses its gradient.
+
+    bounds="both" (verl, SkyRL) clips the weight to (1 - clip, 1 + clip_high); "upper" (TRL) only caps it at
+    1 + clip_high and does not read `clip`. TRL's `epsilon_high` is that cap itself: its 5 is clip_high=4 here.
+
+    Shapes:  (B, T) each -> (B, T).
+    Source:  MiniMax-M1, arXiv 2506.13585, eq. 4 and 5. The paper sets no lower bound in its runs.
+    """
+    _choose("bounds", bounds, ("both", "upper"))
+    high = _check_clip(clip, clip_high)
+    m = _mask(mask, logprobs)
+    ratio = torch.exp(_log_ratio(logprobs, old_logprobs, m)).detach()
+    weight = ratio.clamp(1 - clip if bounds == "both" else None, 1 + high)
+    return torch.where(m, -weight * _at(advantages, m, "advantages") * _at(logprobs, m, "logprobs"), 0.0)
+
+
+def dppo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip: float = 0.2,
+    clip_high: float | None = None,
+    *,
+    divergence: Literal["tv", "kl"] = "tv",
+) -> Tensor:
+    """-M ratio A, where M drops a token whose update would push the two policies further apart than `clip`.
+
+    The distance is that of "this token or another one": |p - q| for "tv", KL(Bernoulli(q) || Bernoulli(p)) for "kl",
+    with q the probability under old_logprobs, which should be the sampler's own. Unlike a clip on the ratio it lets a
+    rare token's ratio move far. A usual threshold for "kl" is 0.05.
+
+    Shapes:  (B, T) each -> (B, T).
+    Units:   clip: probability for "tv", nats for "kl".
+    Source:  DPPO, arXiv 2602.04879, eq. 11 to 14.
+    """
+    _choose("divergence", divergence, ("tv", "kl"))
+    high = _check_clip(clip, clip_high)
+    m = _mask(mask, logprobs)
+    a = _at(advantages, m, "advantages")
+    ratio = torch.exp(_log_ratio(logprobs, old_logprobs, m))
+    with torch.no_grad():
+        log_p, log_q = _at(logprobs, m, "logprobs"), _at(old_logprobs, m, "old_logprobs")
+        p, q = log_p.exp(), log_q.exp()
+        if divergence == "tv":
+            far = (p - q).abs()
+        else:
+            # 1 - p of a near-certain token is below float32's grain.
+            other = torch.log1p(-q.clamp(max=1 - 1e-7)) - torch.log1p(-p.clamp(max=1 - 1e-7))
+            far = q * (log_q - log_p) + (1 - q) * other
+        dropped = ((a > 0) & (p > q) & (far > high)) | ((a < 0) & (p < q) & (far > clip))
+    return torch.where(m & ~dropped, -ratio * a, 0.0)
+
+
+def _covariance(logprobs: Tensor, advantages: Tensor, m: Tensor) -> Tensor:
+    """(A - mean A)(log p - mean log p), the means over the action tokens of this call; -inf where masked."""
+    lp, a = _at(logprobs, m, "logprobs").detach(), _at(advantages, m, "advantages")
+    n = m.sum().clamp(min=1)
+    return torch.where(m, (a - a.sum() / n) * (lp - lp.sum() / n), -torch.inf)
+
+
+def clip_cov(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip: float = 0.2,
+    clip_high: float | None = None,
+    *,
+    share: float = 2e-4,
+    low: float = 1.0,
+    high: float = 5.0,
+    seed: int = 0,
+) -> Tensor:
+    """`ppo`, with a random few of the tokens that drive entropy down taken out.
+
+    Those with low < covariance of advantage and logprob < high whose clip does not bind; of them `share` of all action
+    tokens are drawn, at least one if there is one. Means and draw are over this call: give the whole minibatch, and a
+    new seed each time.
+
+    Shapes:  (B, T) each -> (B, T).
+    Source:  The Entropy Mechanism of RL for Reasoning Language Models, arXiv 2505.22617 (Clip-Cov).
+    """
+    per_token = ppo(logprobs, old_logprobs, advantages, mask, clip, clip_high)
+    m = _mask(mask, logprobs)
+    cov = _covariance(logprobs, advantages, m)
+    free = ~clipped(logprobs, old_logprobs, advantages, mask, clip, clip_high)
+    candidates = ((cov > low) & (cov < high) & free).flatten().nonzero().flatten()
+    if not len(candidates):
+        return per_token
+    n = min(max(int(share * int(m.sum())), 1), len(candidates))
+    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed)).to(candidates.device)
+    taken = torch.zeros_like(m).flatten().index_fill(0, candidates[order[:n]], True).view_as(m)
+    return torch.where(taken, 0.0, per_token)
+
+
+def kl_cov(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    share: float = 2e-4,
+    coef: float = 1.0,
+) -> Tensor:
+    """-ratio A, with coef |log ratio| added on the tokens of highest covariance of advantage and logprob.
+
+    `share` of all action tokens, at least one. There is no clip. Means and choice are over this call.
+
+    Shapes:  (B, T) each -> (B, T).
+    Source:  arXiv 2505.22617 (KL-Cov); |log ratio| as the penalty is its code's choice.
+    """
+    m = _mask(mask, logprobs)
+    d = _log_ratio(logprobs, old_logprobs, m)
+    loss = torch.where(m, -torch.exp(d) * _at(advantages, m, "advantages"), 0.0)
+    tokens = int(m.sum())
+    if tokens == 0:
+        return loss
+    chosen = _covariance(logprobs, advantages, m).flatten().topk(max(int(share * tokens), 1)).indices
+    held = torch.zeros_like(m).flatten().index_fill(0, chosen, True).view_as(m)
+    return loss + torch.where(held, coef * d.abs(), 0.0)
+
+
 def value(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None = None) -> Tensor:
     """Half the squared error to the return; with `clip` the larger of it and that of a value kept near the old one.
 
