@@ -97,7 +97,9 @@ def choose(isolation: str | None, limits: Limits) -> str:
     if isolation is None:
         return "none" if strict_trouble() else "strict"
     if isolation not in LEVELS:
-        raise SettingsError(f"isolation={isolation!r}: want one of {', '.join(map(repr, LEVELS))}, or None for the best here")
+        raise SettingsError(
+            f"isolation={isolation!r}: want one of {', '.join(map(repr, LEVELS))}, or None for the best here"
+        )
     if isolation == "strict":
         if trouble := strict_trouble():
             raise IsolationError(f"isolation='strict' cannot be had here: {trouble}")
@@ -202,7 +204,9 @@ def shown_python() -> str:
 
 def python_folders() -> list[str]:
     """Folders that this Python and its packages need. /usr is always there and is left out."""
-    folders = {os.path.realpath(folder) for folder in (sys.base_prefix, sys.prefix, os.path.dirname(python()), *packages())}
+    folders = {
+        os.path.realpath(folder) for folder in (sys.base_prefix, sys.prefix, os.path.dirname(python()), *packages())
+    }
     kept: list[str] = []
     for folder in sorted(folders):
         if not folder.startswith("/usr/") and folder not in ("/", "/usr") and not any(_inside(folder, k) for k in kept):

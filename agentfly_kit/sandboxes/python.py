@@ -554,7 +554,9 @@ class _Call:
         seconds = time.perf_counter() - self.began
         if reply is None:
             self.sandbox._worker = False
-        hits = self.group.hits() if self.group and (reply is None or seconds > 0.005 or reply.get("error")) else self.hits
+        hits = (
+            self.group.hits() if self.group and (reply is None or seconds > 0.005 or reply.get("error")) else self.hits
+        )
         limit = self.limit
         if limit is None:
             told = reply.get("limit") if reply else None

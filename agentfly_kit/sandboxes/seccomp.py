@@ -42,9 +42,21 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "iopl": (172, None), "ioperm": (173, None), "sethostname": (170, 161), "setdomainname": (171, 162),
     "fanotify_init": (300, 262),
 }  # fmt: skip
-_CLONE, _CLONE3, _PRLIMIT, _AFFINITY, _SOCKET, _IOCTL = (56, 220), (435, 435), (302, 261), (203, 122), (41, 198), (16, 29)
+_CLONE, _CLONE3, _PRLIMIT, _AFFINITY, _SOCKET, _IOCTL = (
+    (56, 220),
+    (435, 435),
+    (302, 261),
+    (203, 122),
+    (41, 198),
+    (16, 29),
+)
 _NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag
-_FAMILIES = (1, 2, 10, 16)  # unix, inet, inet6, netlink; vsock would reach the machine's host past the network namespace
+_FAMILIES = (
+    1,
+    2,
+    10,
+    16,
+)  # unix, inet, inet6, netlink; vsock would reach the machine's host past the network namespace
 _TIOCSTI = 0x5412
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 

@@ -361,7 +361,7 @@ class Interpreter:
     def interrupt(self, number: int, frame: object) -> None:
         if self.running:  # once: the reply itself must not be interrupted
             self.running = False
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt("stopped from outside")
 
     def out_of_time(self, number: int, frame: object) -> None:
         if self.running:
@@ -371,6 +371,12 @@ class Interpreter:
         step = error.__traceback__
         while step is not None and not step.tb_frame.f_code.co_filename.startswith("<cell "):
             step = step.tb_next  # the frames of this file say nothing to the reader
+        last = step
+        while last is not None and last.tb_next is not None:
+            if last.tb_next.tb_frame.f_code.co_filename == __file__:
+                last.tb_next = None  # the signal handler that raised it
+            else:
+                last = last.tb_next
         name = type(error).__name__
         text = "".join(traceback.format_exception(type(error), error.with_traceback(step), step)).rstrip("\n")
         text = text.replace("__main__.CpuLimit", "CpuLimit")

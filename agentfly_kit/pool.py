@@ -1,0 +1,639 @@
+"""A pool of sandboxes of one kind, lent to chains one lease at a time.
+
+Every change of state is made by one synchronous method (pool_state.py), under a lock and without waiting; what it says must
+be started, reset or closed happens outside it, in tasks of its own that the cancellation of a waiter does not reach. The shape
+is that of httpcore's connection pool. The pool knows nothing of chains, tools or rewards, and nothing of what is in a sandbox:
+a kind is any class with some of `start, run, reset, fork, alive, close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import itertools
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Generic, Self, TypeVar, cast
+
+from .errors import IsolationError, PoolClosed, PoolTimeout, SandboxError, SettingsError
+from .pool_state import (
+    Change, Closed, CloseAll, Died, Event, GaveUp, PoolState, Reset, Returned, SlotState, Started, StartFailed, Tick, Todo,
+    Turn, Wanted,
+)  # fmt: skip
+
+S = TypeVar("S")
+_POOLS: weakref.WeakSet[Pool[Any]] = weakref.WeakSet()
+_numbers = itertools.count(1)
+_CLOSE_SECONDS = 5.0  # then it is killed
+
+
+def pools() -> list[Pool[Any]]:
+    """The pools that are alive and not closed, oldest first."""
+    return sorted((pool for pool in _POOLS if not pool.closed), key=lambda pool: pool.number)
+
+
+# --- what can be seen ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseInfo:
+    """Who holds a sandbox, since when (monotonic seconds) and in which turn, as far as the holder said."""
+
+    owner: str
+    sandbox: int
+    since: float
+    turn: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxInfo:
+    """One sandbox; `uses` counts its leases, the present one too; `since` is when it came into this state (monotonic)."""
+
+    id: int
+    state: SlotState
+    owner: str | None
+    uses: int
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSnapshot:
+    """A pool at one moment."""
+
+    kind: str
+    isolation: str | None
+    """The level in use; before the first start the one asked for, None for "the best there is" or a kind without levels."""
+    size: int
+    idle: int
+    starting: int
+    """Being made ready: started, or reset after a lease."""
+    leased: int
+    waiting: int
+    dead: int
+    """Sandboxes that were found dead so far; all were replaced when they were needed."""
+    closed: bool
+    time: float
+    """When this was (monotonic seconds)."""
+    leases: tuple[LeaseInfo, ...]
+    """Longest first."""
+    waiters: tuple[str, ...]
+    """Owners, in the order in which they will be served."""
+    sandboxes: tuple[SandboxInfo, ...]
+    error: str | None
+    """Why the last start failed, until one succeeds."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolEvent:
+    """One change of state. `sequence` counts from 1 without gaps; `time` is monotonic seconds."""
+
+    sequence: int
+    kind: Change
+    sandbox: int | None
+    owner: str | None
+    time: float
+    detail: str = ""
+
+
+class Lease(Generic[S]):
+    """A sandbox in somebody's hands, until `await pool.release(lease)`. Set `turn` to show where its holder is."""
+
+    def __init__(self, pool: Pool[S], id: int, sandbox: S, owner: str) -> None:
+        self._pool = pool
+        self.id = id
+        self.sandbox = sandbox
+        self.owner = owner
+        self.since = time.monotonic()
+        self.released = False
+        self._turn: object = None
+
+    @property
+    def pool(self) -> Pool[S]:
+        return self._pool
+
+    @property
+    def turn(self) -> object:
+        return self._turn
+
+    @turn.setter
+    def turn(self, turn: object) -> None:
+        self._turn = turn
+        if not self.released:
+            self._pool._change(Turn(self.id, turn))
+
+    async def release(self) -> None:
+        """The same as `pool.release(lease)`."""
+        await self._pool.release(self)
+
+    def __del__(self) -> None:
+        if not getattr(self, "released", True):
+            self._pool._lost(self)
+
+    def __repr__(self) -> str:
+        state = "released" if self.released else f"{time.monotonic() - self.since:.1f} s"
+        return f"<Lease {self._pool.name} {self.id} of {self.owner}, {state}>"
+
+
+# --- the pool ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """A waiter's place, and the loop to which its answer must be carried."""
+
+    future: asyncio.Future[int]
+    loop: asyncio.AbstractEventLoop
+
+
+class Pool(Generic[S]):
+    """At most `size` sandboxes of one kind, started when they are first wanted and lent in the order of asking.
+
+    kind             a class (or a function without arguments) that makes sandboxes: any object with some of `async start()`,
+                     `async run(...)`, `async reset()`, `async fork(into)`, `alive`, `async close()`, and `kill()` for the end
+                     of the process. Without `reset` a sandbox is replaced after each lease.
+    warm             keep this many ready beyond what is leased, once the first lease was asked for.
+    isolation, memory_mb, processes, cpu_seconds, disk_mb, network, and any other keyword
+                     go to the kind; left out, the kind's own default holds (see PythonSandbox). A kind that does not take
+                     one is told so here: a limit is applied or refused, never only noted.
+    acquire_timeout  seconds that a lease may be waited for when it says nothing itself.
+    start_timeout    seconds that a sandbox may take to start.
+
+    No `async with` is needed. A pool that is rebound, collected, or there when Python exits takes its sandboxes with it. It
+    may be used from one event loop after another.
+    """
+
+    def __init__(
+        self,
+        kind: Callable[..., S],
+        size: int = 8,
+        *,
+        warm: int = 0,
+        isolation: str | None = None,
+        memory_mb: int | None = None,
+        processes: int | None = None,
+        cpu_seconds: float | None = None,
+        disk_mb: int | None = None,
+        network: bool | None = None,
+        acquire_timeout: float = 120.0,
+        start_timeout: float = 60.0,
+        **options: Any,
+    ) -> None:
+        if size < 1:
+            raise SettingsError(f"size={size}: want at least 1")
+        if not 0 <= warm <= size:
+            raise SettingsError(f"warm={warm}: want between 0 and size={size}")
+        given: dict[str, Any] = {
+            "isolation": isolation, "memory_mb": memory_mb, "processes": processes, "cpu_seconds": cpu_seconds,
+            "disk_mb": disk_mb, "network": network,
+        }  # fmt: skip
+        self.kind = kind
+        self.name = getattr(kind, "__name__", type(kind).__name__)
+        self.size = size
+        self.warm = warm
+        self.acquire_timeout = acquire_timeout
+        self.start_timeout = start_timeout
+        self.options = {name: value for name, value in given.items() if value is not None} | options
+        self.number = next(_numbers)
+        self._check_options()
+        self._sandboxes: dict[int, S] = {}
+        sandboxes = self._sandboxes  # not self: a pool must go when its last name goes, not at the next collection
+        self._state = PoolState(size, warm, alive=lambda slot: _is_alive(sandboxes.get(slot)))
+        self._lock = threading.RLock()
+        self._tickets: dict[int, _Ticket] = {}
+        self._next_ticket = itertools.count(1)
+        self._tasks: dict[asyncio.Task[None], int] = {}  # what is under way -> its slot
+        self._listeners: list[Callable[[PoolEvent], object]] = []
+        self._events: deque[PoolEvent] = deque()
+        self._sequence = 0
+        self._telling = False
+        self._finalizer = weakref.finalize(self, _abandon, sandboxes)
+        _POOLS.add(self)
+
+    def _check_options(self) -> None:
+        try:
+            parameters = inspect.signature(self.kind).parameters
+        except (TypeError, ValueError):
+            return
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return
+        for name, value in self.options.items():
+            if name not in parameters:
+                raise SettingsError(f"Pool({self.name}, {name}={value!r}): {self.name} takes no {name}=")
+
+    # --- looking
+
+    @property
+    def closed(self) -> bool:
+        return self._state.closed
+
+    @property
+    def isolation(self) -> str | None:
+        for sandbox in list(self._sandboxes.values()):
+            return cast("str | None", getattr(sandbox, "isolation", None))
+        return self.options.get("isolation")
+
+    def snapshot(self) -> PoolSnapshot:
+        """Counts, leases and sandboxes at this moment. May be called from any thread."""
+        with self._lock:
+            state = self._state
+            slots = list(state.slots.values())
+            leases = [LeaseInfo(s.owner or "", s.id, s.since, s.turn) for s in slots if s.state == "leased"]
+            return PoolSnapshot(
+                kind=self.name,
+                isolation=self.isolation,
+                size=self.size,
+                idle=state.count("idle"),
+                starting=state.count("starting", "resetting"),
+                leased=len(leases),
+                waiting=len(state.waiters),
+                dead=state.dead,
+                closed=state.closed,
+                time=time.monotonic(),
+                leases=tuple(sorted(leases, key=lambda lease: lease.since)),
+                waiters=tuple(owner for owner, _ in state.waiters.values()),
+                sandboxes=tuple(SandboxInfo(s.id, s.state, s.owner, s.uses, s.since) for s in slots),
+                error=None if state.last_error is None else str(state.last_error),
+            )
+
+    def __repr__(self) -> str:
+        s = self.snapshot()
+        if s.closed:
+            return f"<Pool {s.kind} closed, size {s.size}>"
+        return f"<Pool {s.kind} {s.leased} leased, {s.idle} idle, {s.starting} starting, {s.waiting} waiting, size {s.size}>"
+
+    def subscribe(self, callback: Callable[[PoolEvent], object]) -> Callable[[], None]:
+        """Call `callback` with every change from now on, in order; returns what ends that.
+
+        It is called between the pool's steps, in the thread that made the change, and must be quick. One that raises is
+        warned about once and not called again.
+        """
+        with self._lock:
+            self._listeners.append(callback)
+
+        def unsubscribe() -> None:
+            with self._lock, contextlib.suppress(ValueError):
+                self._listeners.remove(callback)
+
+        return unsubscribe
+
+    # --- lending
+
+    @contextlib.asynccontextmanager
+    async def lease(self, owner: str = "somebody", timeout: float | None = None) -> AsyncIterator[S]:
+        """`async with pool.lease(owner="me") as sandbox`: yours until the block ends. Errors as in `acquire`."""
+        lease = await self.acquire(owner, timeout)
+        try:
+            yield lease.sandbox
+        finally:
+            await self.release(lease)
+
+    async def acquire(self, owner: str = "somebody", timeout: float | None = None) -> Lease[S]:
+        """A sandbox to keep over many calls, until `release`. First come, first served.
+
+        Units:   timeout in seconds; None means the pool's `acquire_timeout`.
+        Raises:  PoolTimeout, which says who holds what; PoolClosed; SandboxError or IsolationError if none can be started.
+        """
+        timeout = self.acquire_timeout if timeout is None else timeout
+        loop = asyncio.get_running_loop()
+        number = next(self._next_ticket)
+        ticket = _Ticket(loop.create_future(), loop)
+        with self._lock:
+            self._tickets[number] = ticket
+        self._forget_closed_loops()
+        self._change(Wanted(number, owner))
+        try:
+            if not ticket.future.done():
+                await asyncio.wait([ticket.future], timeout=timeout)
+            if not ticket.future.done():
+                raise PoolTimeout(self._why_none(timeout))
+            slot = ticket.future.result()
+        except BaseException:
+            # Also when it was granted just now and never reached us: then it goes to the next in the queue.
+            with self._lock:
+                del self._tickets[number]
+            self._change(GaveUp(number))
+            if ticket.future.done() and not ticket.future.cancelled():
+                ticket.future.exception()
+            raise
+        with self._lock:
+            del self._tickets[number]
+            return Lease(self, slot, self._sandboxes[slot], owner)
+
+    async def release(self, lease: Lease[S], *, reusable: bool = True) -> None:
+        """Give a sandbox back: it is reset, or replaced if that cannot be done (or `reusable` is False). Twice is once."""
+        if lease.pool is not self:
+            raise SettingsError(f"{lease!r} is a lease of another pool")
+        if lease.released:
+            return
+        lease.released = True
+        alive = _is_alive(lease.sandbox)
+        if alive or not reusable:
+            resettable = callable(getattr(lease.sandbox, "reset", None))
+            self._change(Returned(lease.id, reusable and resettable))
+        else:
+            self._change(Died(lease.id, "found dead when it came back"))
+        await self._until_done(lease.id)
+
+    async def fork(self, lease: Lease[S], owner: str | None = None, timeout: float | None = None) -> Lease[S]:
+        """A second lease whose sandbox is in the state of the first. The kind says how, or that it cannot.
+
+        Raises:  SandboxError if this kind, or this state, cannot be forked; and as `acquire`.
+        """
+        fork = getattr(lease.sandbox, "fork", None)
+        if not callable(fork):
+            raise SandboxError(f"{self.name} cannot fork: it has no fork method")
+        child = await self.acquire(owner or f"{lease.owner}, forked", timeout)
+        try:
+            await _maybe_await(fork(child.sandbox))
+        except BaseException:
+            await self.release(child)
+            raise
+        return child
+
+    async def close(self) -> None:
+        """End every sandbox, the leased ones too, and refuse everybody who waits. Nothing is left when it returns."""
+        self._change(CloseAll())
+        await self._until_done(None)
+        self._finalizer()  # what another, closed event loop was about to close
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    # --- the one place where the state changes
+
+    def _change(self, event: Event) -> None:
+        try:
+            running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            running = None
+        with self._lock:
+            todo = self._state.change(event, time.monotonic(), may_start=running is not None)
+            now = time.monotonic()
+            for kind, slot, owner, detail in todo.changes:
+                self._sequence += 1
+                if self._listeners:
+                    self._events.append(PoolEvent(self._sequence, kind, slot, owner, now, detail))
+        self._answer(todo)
+        for slot in todo.start:
+            self._spawn(slot, self._start(slot))
+        for slot in todo.reset:
+            self._spawn(slot, self._reset(slot)) if running else self._lose(slot)
+        for slot in todo.close:
+            self._spawn(slot, self._close(slot)) if running else self._lose(slot)
+        if running is None and self._state.waiters:
+            self._wake_a_loop()
+        self._tell()
+
+    def _answer(self, todo: Todo) -> None:
+        for number, slot in todo.grant:
+            self._deliver(number, lambda future, slot=slot: future.set_result(slot))
+        for number, error in todo.refuse:
+            refusal = self._refusal(error)
+            self._deliver(number, lambda future, refusal=refusal: future.set_exception(refusal))
+
+    def _deliver(self, number: int, put: Callable[[asyncio.Future[int]], object]) -> None:
+        with self._lock:
+            ticket = self._tickets.get(number)
+        if ticket is None:
+            return
+
+        def arrive() -> None:
+            if not ticket.future.done():
+                put(ticket.future)
+
+        try:
+            here = asyncio.get_running_loop() is ticket.loop
+        except RuntimeError:
+            here = False
+        if here:
+            arrive()
+            return
+        try:
+            ticket.loop.call_soon_threadsafe(arrive)
+        except RuntimeError:  # its loop is closed: nobody will come for it
+            with self._lock:
+                self._tickets.pop(number, None)
+            self._change(GaveUp(number))
+
+    def _refusal(self, error: BaseException | None) -> Exception:
+        if error is None:
+            return PoolClosed(f"the pool of {self.name} is closed; make a new one")
+        kind = IsolationError if isinstance(error, IsolationError) else SandboxError
+        refusal = kind(
+            f"no {self.name} could be started: {error}" if str(error) else f"no {self.name} could be started"
+        )
+        refusal.__cause__ = error
+        return refusal
+
+    def _wake_a_loop(self) -> None:
+        with self._lock:
+            loops = [self._tickets[number].loop for number in self._state.waiters if number in self._tickets]
+        for loop in loops:
+            try:
+                loop.call_soon_threadsafe(self._change, Tick())
+                return
+            except RuntimeError:
+                continue
+
+    def _forget_closed_loops(self) -> None:
+        """Waiters and work that belonged to an event loop which is no more. Nothing else would ever end them."""
+        with self._lock:
+            gone = [number for number, ticket in self._tickets.items() if ticket.loop.is_closed()]
+            for number in gone:
+                del self._tickets[number]
+            stuck = [(task, slot) for task, slot in self._tasks.items() if task.get_loop().is_closed()]
+            for task, _ in stuck:
+                del self._tasks[task]
+        for number in gone:
+            self._change(GaveUp(number))
+        for _, slot in stuck:
+            self._lose(slot)
+
+    # --- input and output, in tasks of their own
+
+    def _spawn(self, slot: int, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=f"{self.name} {slot}")
+        with self._lock:
+            self._tasks[task] = slot
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        with self._lock:
+            slot = self._tasks.pop(task, None)
+        if task.cancelled() and slot is not None:
+            self._lose(slot)  # cancelled before its first step: not even its own handler has run
+        elif not task.cancelled():
+            task.exception()
+
+    async def _until_done(self, slot: int | None) -> None:
+        """Wait for the work on a slot (None: on all); cancelling the wait does not cancel the work."""
+        while True:
+            loop = asyncio.get_running_loop()
+            with self._lock:
+                tasks = [
+                    t for t, s in self._tasks.items() if slot in (None, s) and t.get_loop() is loop and not t.done()
+                ]
+            if not tasks:
+                return
+            await asyncio.wait(tasks)
+
+    async def _start(self, slot: int) -> None:
+        try:
+            sandbox = self.kind(**self.options)
+            with self._lock:
+                self._sandboxes[slot] = sandbox
+            await asyncio.wait_for(_call(sandbox, "start"), self.start_timeout)
+        except asyncio.CancelledError:
+            self._lose(slot)
+            raise
+        except TimeoutError:
+            self._change(StartFailed(slot, SandboxError(f"it did not start within {self.start_timeout:g} s")))
+        except Exception as error:
+            hopeless = isinstance(error, IsolationError | SettingsError | TypeError)
+            self._change(StartFailed(slot, error, hopeless))
+        else:
+            self._change(Started(slot))
+
+    async def _reset(self, slot: int) -> None:
+        sandbox = self._sandboxes[slot]
+        try:
+            await asyncio.wait_for(_call(sandbox, "reset"), self.start_timeout)
+        except asyncio.CancelledError:
+            self._lose(slot)
+            raise
+        except NotImplementedError:
+            self._change(Died(slot, "this kind is not reset but replaced"))
+        except Exception as error:
+            self._change(Died(slot, f"its reset failed: {type(error).__name__}: {error}"))
+        else:
+            self._change(Reset(slot))
+
+    async def _close(self, slot: int) -> None:
+        with self._lock:
+            sandbox = self._sandboxes.get(slot)
+        try:
+            if sandbox is not None:
+                await asyncio.wait_for(_call(sandbox, "close"), _CLOSE_SECONDS)
+        except asyncio.CancelledError:
+            self._lose(slot)
+            raise
+        except Exception:
+            _kill(sandbox)  # what close did not manage; its error would help nobody
+        self._gone(slot)
+
+    def _gone(self, slot: int) -> None:
+        with self._lock:
+            self._sandboxes.pop(slot, None)
+        self._change(Closed(slot))
+
+    def _lose(self, slot: int) -> None:
+        """End a sandbox at once, without an event loop or while one is being torn down: nothing new may be started then."""
+        with self._lock:
+            sandbox = self._sandboxes.pop(slot, None)
+            todo = self._state.change(Died(slot, "its event loop ended"), time.monotonic(), may_start=False)
+            after = self._state.change(Closed(slot), time.monotonic(), may_start=False)
+        if sandbox is not None:
+            _kill(sandbox)
+        self._answer(todo)
+        self._answer(after)
+        if self._state.waiters:
+            self._wake_a_loop()
+
+    def _lost(self, lease: Lease[S]) -> None:
+        """A lease was collected and never released."""
+        warnings.warn(f"{lease!r} was dropped without a release", ResourceWarning, stacklevel=3)
+        self._lose(lease.id)
+
+    # --- telling
+
+    def _tell(self) -> None:
+        """Call the listeners, one event at a time, in order, whoever changed the state: one teller at a time, no lock held."""
+        with self._lock:
+            if self._telling:
+                return
+            self._telling = True
+        while True:
+            with self._lock:
+                if not self._events:
+                    self._telling = False
+                    return
+                event = self._events.popleft()
+                listeners = list(self._listeners)
+            for listener in listeners:
+                try:
+                    listener(event)
+                except Exception as error:
+                    with self._lock, contextlib.suppress(ValueError):
+                        self._listeners.remove(listener)
+                    warnings.warn(f"a listener of {self!r} raised and is not called again: {error!r}", stacklevel=2)
+
+    def _why_none(self, timeout: float) -> str:
+        s = self.snapshot()
+        counts = f"{s.leased} of {s.size} leased, {s.waiting} waiting"
+        if s.starting:
+            counts += f", {s.starting} starting"
+        text = f"no {self.name} free after {timeout:.1f} s ({counts}); "
+        if s.leases:
+            held = [
+                f"{lease.owner} ({s.time - lease.since:.1f} s{'' if lease.turn is None else f', turn {lease.turn}'})"
+                for lease in s.leases[:4]
+            ]
+            more = len(s.leases) - len(held)
+            text += f"held by {', '.join(held)}{f' and {more} more' if more > 0 else ''}; "
+        if s.leased < s.size and s.starting:
+            text += "starting takes long: raise timeout=, or keep some ready with warm="
+        else:
+            text += "raise size=, or look for a lease held while sampling"
+        return text if s.error is None else f"{text}; the last start failed: {s.error}"
+
+
+# --- any object as a sandbox ---------------------------------------------------------------------
+
+
+async def _maybe_await(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+async def _call(sandbox: object, method: str) -> None:
+    """Call a method that a kind may leave out, and may write without async."""
+    bound = getattr(sandbox, method, None)
+    if callable(bound):
+        await _maybe_await(bound())
+
+
+def _is_alive(sandbox: object) -> bool:
+    alive = getattr(sandbox, "alive", True)
+    return bool(alive() if callable(alive) else alive) if sandbox is not None else False
+
+
+def _kill(sandbox: object) -> None:
+    """End a sandbox without an event loop: its `kill()`, or its `close()` on a thread with a loop of its own."""
+    kill = getattr(sandbox, "kill", None)
+    if callable(kill):
+        with contextlib.suppress(Exception):
+            kill()
+        return
+    if callable(getattr(sandbox, "close", None)):
+        thread = threading.Thread(target=_close_elsewhere, args=(sandbox,), daemon=True)
+        thread.start()
+        thread.join(2.0)
+
+
+def _close_elsewhere(sandbox: object) -> None:
+    with contextlib.suppress(BaseException):
+        asyncio.run(_call(sandbox, "close"))
+
+
+def _abandon(sandboxes: dict[int, Any]) -> None:
+    """The pool is gone, or Python is about to be."""
+    while sandboxes:
+        _kill(sandboxes.popitem()[1])

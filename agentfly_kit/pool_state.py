@@ -1,0 +1,280 @@
+"""The pool's state and its one method that changes it. Pure: no clock, no event loop, no input or output.
+
+`PoolState.change(event, now)` takes what happened and returns what must be done about it: which sandboxes to start, reset or
+close, and which waiters have got one or are refused. Whoever does those things reports back with the next event.
+
+A slot is `starting -> idle <-> leased -> resetting -> idle`, and from anywhere `-> closing -> gone`. A slot that is closing
+still counts against the size: there are never more than `size` sandboxes, not even for a moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+SlotState = Literal["starting", "idle", "leased", "resetting", "closing"]
+Change = Literal[
+    "waiting", "gave up", "refused", "starting", "start failed", "idle", "leased", "turn", "resetting", "died", "closing",
+    "closed", "pool closed",
+]  # fmt: skip
+
+
+# --- what may happen -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Somebody wants a sandbox."""
+
+    ticket: int
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """That somebody does not want it any more: it was cancelled, or its time is up. Maybe it had been granted already."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailed:
+    slot: int
+    error: BaseException
+    hopeless: bool = False
+    """Trying again cannot help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A lease has ended. Not reusable: close it."""
+
+    slot: int
+    reusable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """It is as good as new."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """It was found dead, or could not be reset; or its start was given up."""
+
+    slot: int
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """It is closed and gone."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The holder says where it is."""
+
+    slot: int
+    turn: object
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Nothing happened; look again."""
+
+
+@dataclass(frozen=True, slots=True)
+class CloseAll:
+    """The pool ends."""
+
+
+Event = Wanted | GaveUp | Started | StartFailed | Returned | Reset | Died | Closed | Turn | Tick | CloseAll
+
+
+# --- what is to be done, and what is told --------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Slot:
+    """One sandbox, or the place of one that is coming or going."""
+
+    id: int
+    state: SlotState
+    since: float
+    owner: str | None = None
+    ticket: int | None = None
+    turn: object = None
+    uses: int = 0
+
+
+@dataclass(slots=True)
+class Todo:
+    """What the caller of `change` must do now, and what changed, in order."""
+
+    start: list[int] = field(default_factory=list)
+    reset: list[int] = field(default_factory=list)
+    close: list[int] = field(default_factory=list)
+    grant: list[tuple[int, int]] = field(default_factory=list)  # (ticket, slot)
+    refuse: list[tuple[int, BaseException | None]] = field(default_factory=list)  # (ticket, last error; None: closed)
+    changes: list[tuple[Change, int | None, str | None, str]] = field(default_factory=list)  # what, slot, owner, detail
+
+
+class PoolState:
+    """See the module. `alive` is asked before a sandbox is handed out.
+
+    The breaker: after `patience` starts in a row have failed, and while nothing else could serve them, waiters are refused
+    with the last error; so is everybody who comes within the pause, which doubles with each further failure. After any
+    failure one start at a time is tried.
+    """
+
+    def __init__(
+        self, size: int, warm: int = 0, *, alive: Callable[[int], bool] = lambda slot: True, patience: int = 3,
+        pause: float = 1.0, longest_pause: float = 60.0,
+    ) -> None:  # fmt: skip
+        self.size = size
+        self.warm = warm
+        self.slots: dict[int, Slot] = {}
+        self.waiters: dict[int, tuple[str, float]] = {}  # ticket -> (owner, since), in order of arrival
+        self.closed = False
+        self.failures = 0
+        self.last_error: BaseException | None = None
+        self.blocked_until = float("-inf")
+        self.dead = 0
+        self._alive = alive
+        self._patience, self._pause, self._longest_pause = patience, pause, longest_pause
+        self._next = 1
+        self._begun = False
+
+    def count(self, *states: SlotState) -> int:
+        return sum(slot.state in states for slot in self.slots.values())
+
+    def change(self, event: Event, now: float, may_start: bool = True) -> Todo:
+        """Take one event, then hand out what is free and start what is wanted. An event about a slot that is gone is late
+        news and changes nothing."""
+        todo = Todo()
+        slot = self.slots.get(getattr(event, "slot", 0))
+        match event:
+            case Wanted(ticket, owner):
+                if self.closed:
+                    todo.refuse.append((ticket, None))
+                else:
+                    self._begun = True
+                    self.waiters[ticket] = (owner, now)
+                    todo.changes.append(("waiting", None, owner, ""))
+            case GaveUp(ticket):
+                self._give_up(ticket, now, todo)
+            case Started() if slot and slot.state == "starting":
+                self.failures = 0
+                self.last_error = None
+                self._move(slot, "idle", now, todo)
+            case StartFailed(_, error, hopeless) if slot and slot.state == "starting":
+                self._start_failed(slot, error, hopeless, now, todo)
+            case Returned(_, reusable) if slot and slot.state == "leased":
+                self._move(slot, "resetting" if reusable and not self.closed else "closing", now, todo)
+            case Reset() if slot and slot.state == "resetting":
+                self._move(slot, "idle", now, todo)
+            case Died(_, why) if slot and slot.state != "closing":
+                self.dead += 1
+                todo.changes.append(("died", slot.id, slot.owner, why))
+                self._move(slot, "closing", now, todo)
+            case Closed() if slot:
+                todo.changes.append(("closed", slot.id, None, ""))
+                del self.slots[slot.id]
+            case Turn(_, turn) if slot and slot.state == "leased":
+                slot.turn = turn
+                todo.changes.append(("turn", slot.id, slot.owner, str(turn)))
+            case CloseAll() if not self.closed:
+                self.closed = True
+                todo.changes.append(("pool closed", None, None, ""))
+                self._refuse_all(None, todo)
+                for each in list(self.slots.values()):
+                    if each.state != "closing":
+                        self._move(each, "closing", now, todo)
+        if not self.closed:
+            self._hand_out(now, todo)
+            if may_start:
+                self._start(now, todo)
+        return todo
+
+    def _move(self, slot: Slot, state: SlotState, now: float, todo: Todo) -> None:
+        owner = slot.owner
+        if state != "leased":
+            slot.owner = slot.ticket = slot.turn = None
+        slot.state, slot.since = state, now
+        todo.changes.append((state, slot.id, owner, ""))
+        if state == "resetting":
+            todo.reset.append(slot.id)
+        elif state == "closing":
+            todo.close.append(slot.id)
+
+    def _give_up(self, ticket: int, now: float, todo: Todo) -> None:
+        waiter = self.waiters.pop(ticket, None)
+        if waiter is not None:
+            todo.changes.append(("gave up", None, waiter[0], ""))
+            return
+        for slot in self.slots.values():
+            if slot.ticket == ticket and slot.state == "leased":
+                todo.changes.append(("gave up", slot.id, slot.owner, ""))
+                slot.uses -= 1
+                self._move(slot, "idle", now, todo)  # nobody has touched it
+                return
+
+    def _start_failed(self, slot: Slot, error: BaseException, hopeless: bool, now: float, todo: Todo) -> None:
+        self.failures = max(self.failures + 1, self._patience if hopeless else 0)
+        self.last_error = error
+        todo.changes.append(("start failed", slot.id, None, f"{type(error).__name__}: {error}"))
+        self._move(slot, "closing", now, todo)
+        over = self.failures - self._patience
+        if over >= 0:
+            self.blocked_until = now + min(self._pause * 2**over, self._longest_pause)
+
+    def _refuse_all(self, error: BaseException | None, todo: Todo) -> None:
+        for ticket, (owner, _) in self.waiters.items():
+            todo.refuse.append((ticket, error))
+            todo.changes.append(("refused", None, owner, "" if error is None else str(error)))
+        self.waiters.clear()
+
+    def _hand_out(self, now: float, todo: Todo) -> None:
+        for slot in sorted((s for s in self.slots.values() if s.state == "idle"), key=lambda s: s.since, reverse=True):
+            if not self.waiters:
+                return
+            if not self._alive(slot.id):
+                self.dead += 1
+                todo.changes.append(("died", slot.id, None, "found dead when it was to be lent"))
+                self._move(slot, "closing", now, todo)
+                continue
+            ticket = next(iter(self.waiters))
+            owner, _ = self.waiters.pop(ticket)
+            slot.owner, slot.ticket = owner, ticket
+            slot.uses += 1
+            self._move(slot, "leased", now, todo)
+            todo.grant.append((ticket, slot.id))
+
+    def _start(self, now: float, todo: Todo) -> None:
+        if now < self.blocked_until:
+            if not self.count("starting", "idle", "leased", "resetting"):
+                self._refuse_all(self.last_error, todo)
+            return
+        coming = self.count("starting", "resetting")
+        wanted = len(self.waiters) - coming
+        if self._begun and not self.failures:
+            wanted = max(wanted, self.warm - self.count("idle") - coming)
+        if self.failures:
+            wanted = min(wanted, 1 - self.count("starting"))
+        for _ in range(min(wanted, self.size - len(self.slots))):
+            slot = Slot(self._next, "starting", now)
+            self._next += 1
+            self.slots[slot.id] = slot
+            todo.start.append(slot.id)
+            todo.changes.append(("starting", slot.id, None, ""))
