@@ -307,6 +307,8 @@ class Turn:
     """A turn reward; it is credited to the last action token before it."""
     seed: int | None = None
     seconds: float = field(default=0.0, compare=False)
+    place: str = field(default="", compare=False)
+    """Where it stands in its chain: "turn 3 of 6"."""
     parent: Turn | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -334,7 +336,8 @@ class Turn:
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= 60 else self.text[:57] + "..."
         count = "no ids" if self.ids is None else f"{len(self.ids)} tokens"
-        return f"Turn({self.kind} by {self.author}, {count}, {text!r})"
+        place = f"{self.place}, " if self.place else ""
+        return f"Turn({place}{self.kind} by {self.author}, {count}, {text!r})"
 
 
 @dataclass(frozen=True, eq=True)

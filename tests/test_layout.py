@@ -18,6 +18,7 @@ FLOORS = [  # the first three lines are the steps of the ground floor
     "context batch record",
     "policy tools rewards",
     "engines ppo",
+    "chain",
     "rollout tiny",
     "evaluation envs",
     "trainer trl widgets",
