@@ -1,0 +1,257 @@
+"""What a tool or a reward is handed: the task, the chain's place, its own state, and the sandboxes it holds.
+
+Makes no pool and runs no tool: pools belong to the agent; the chain closes its context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import typing
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeVar
+
+from agentfly_kit.errors import SandboxError, SettingsError
+from agentfly_kit.types import Task
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class _Marker:
+    what: str
+
+    def __repr__(self) -> str:
+        return self.what
+
+
+_FROM_TASK = _Marker("from the task")
+_FROM_POOL = _Marker("from a pool")
+
+FromTask: TypeAlias = Annotated[T, _FROM_TASK]
+"""`facts: FromTask[dict]`: the task's field of that name, hidden from the model."""
+
+FromPool: TypeAlias = Annotated[T, _FROM_POOL]
+"""`browser: FromPool[Browser]`: a lease from the pool of that kind, for a class that does not look like a sandbox."""
+
+
+class _Lease(Protocol):
+    @property
+    def sandbox(self) -> Any: ...
+
+
+class PoolLike(Protocol):
+    """What a context needs of `Pool`."""
+
+    @property
+    def kind(self) -> type: ...
+    async def acquire(self, *, owner: str, timeout: float | None = ...) -> Any: ...
+    async def release(self, lease: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Injection:
+    """What is handed to a parameter that the model does not see."""
+
+    what: Literal["sandbox", "context", "field"]
+    kind: type = object
+    """The sandbox class."""
+
+
+def injection(annotation: Any) -> Injection | None:
+    """What this annotation asks for; None if it is an ordinary argument."""
+    if typing.get_origin(annotation) is Annotated:
+        if _FROM_TASK in annotation.__metadata__:
+            return Injection("field")
+        inner = typing.get_args(annotation)[0]
+        if _FROM_POOL in annotation.__metadata__:
+            return Injection("sandbox", typing.get_origin(inner) or inner)
+        return injection(inner)
+    if inspect.isclass(annotation):
+        if issubclass(annotation, Context):
+            return Injection("context")
+        if all(callable(getattr(annotation, name, None)) for name in ("run", "close")):
+            return Injection("sandbox", annotation)
+    return None
+
+
+def own_copy(value: Any) -> Any:
+    """A copy that a tool may change without changing its siblings' task; what cannot be copied is shared."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return value
+
+
+class Fields(Mapping[str, Any]):
+    """A chain's own copy of its task's fields, each made at the first look: changes stay within the chain."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = fields
+        self._own: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._own:
+            self._own[name] = own_copy(self._fields[name])
+        return self._own[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def __repr__(self) -> str:
+        return f"Fields({', '.join(self) or 'none'})"
+
+
+class Context:
+    """One chain's surroundings, for its tools and its rewards. Belongs to one event loop, from the first lease on."""
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        trajectory_id: str = "",
+        turn: int = 0,
+        seed: int = 0,
+        pools: Sequence[PoolLike] = (),
+        timeout: float | None = 60.0,
+    ) -> None:
+        """`timeout` is how long a lease is waited for, in seconds. The chain moves `turn` and `seed` as it goes."""
+        self.task = task
+        self.fields = Fields(task.fields)
+        self.trajectory_id = trajectory_id or task.id
+        self.turn = turn
+        self.seed = seed
+        self.state: dict[str, Any] = {}
+        """The tools' own: whatever they keep between the turns of this chain. It ends with the chain."""
+        self.pools = tuple(pools)
+        self.timeout = timeout
+        self._leases: dict[int, tuple[PoolLike, asyncio.Task[_Lease]]] = {}
+        self._turns: dict[int, asyncio.Lock] = {}
+        self._closing: asyncio.Task[None] | None = None
+
+    async def sandbox(self, kind: type[S]) -> S:
+        """The chain's sandbox of this kind: leased at the first request, the same one until the context is closed.
+
+        Raises:  SettingsError where no pool has the kind; what the pool raises (PoolTimeout, PoolClosed, SandboxError).
+        """
+        pool = self.pool(kind)
+        if self._closing is not None:
+            raise SandboxError(f"the chain {self.trajectory_id!r} is over, and its {kind.__name__} was given back")
+        if id(pool) not in self._leases:
+            acquire = pool.acquire(owner=self.trajectory_id, timeout=self.timeout)
+            self._leases[id(pool)] = (pool, asyncio.ensure_future(acquire))
+        acquiring = self._leases[id(pool)][1]
+        # Waited for from outside: a call that is cancelled must not take the lease from the calls that wait beside it.
+        await asyncio.wait([acquiring])
+        if acquiring.cancelled():
+            raise SandboxError(f"the chain {self.trajectory_id!r} ended while it waited for a {kind.__name__}")
+        if acquiring.exception() is not None and self._leases.get(id(pool)) == (pool, acquiring):
+            del self._leases[id(pool)]  # the next request may have more luck
+        lease = acquiring.result()
+        return typing.cast(S, lease.sandbox)
+
+    @asynccontextmanager
+    async def using(self, kind: type[S]) -> AsyncIterator[S]:
+        """The sandbox for the length of one call: calls of one turn that share it run in the order written."""
+        turn = self._turns.setdefault(id(self.pool(kind)), asyncio.Lock())
+        async with turn:
+            yield await self.sandbox(kind)
+
+    def pool(self, kind: type) -> PoolLike:
+        """The pool whose sandboxes are of this kind: the very class first, else a class derived from it."""
+        exact = [pool for pool in self.pools if pool.kind is kind]
+        for found in (exact, [pool for pool in self.pools if issubclass(pool.kind, kind)]):
+            if len(found) > 1:
+                raise SettingsError(f"{len(found)} pools give a {kind.__name__}; keep one: Agent(pools=[...])")
+            if found:
+                return found[0]
+        have = ", ".join(pool.kind.__name__ for pool in self.pools) or "none"
+        raise SettingsError(
+            f"no pool gives a {kind.__name__} (pools here: {have}); give the agent one: "
+            f"Agent(pools=[af.Pool({kind.__name__})])"
+        )
+
+    @property
+    def held(self) -> dict[type, Any]:
+        """The sandboxes that the chain holds now, by kind."""
+        return {
+            pool.kind: lease.result().sandbox
+            for pool, lease in self._leases.values()
+            if lease.done() and not lease.cancelled() and lease.exception() is None
+        }
+
+    async def fork(self, trajectory_id: str) -> Context:
+        """A second context in the same state: copies of `state` and `fields`, and forks of the sandboxes held.
+
+        Raises:  SandboxError naming a kind that cannot fork; then nothing is leased.
+        """
+        for kind, sandbox in self.held.items():
+            if not callable(getattr(sandbox, "fork", None)):
+                raise SandboxError(
+                    f"the chain {self.trajectory_id!r} holds a {kind.__name__}, which cannot fork (it has no fork()); "
+                    "fork before its first use, or replay the calls in a new chain"
+                )
+        twin = Context(
+            self.task,
+            trajectory_id=trajectory_id,
+            turn=self.turn,
+            seed=self.seed,
+            pools=self.pools,
+            timeout=self.timeout,
+        )
+        twin.state = copy.deepcopy(self.state)
+        twin.fields._own = copy.deepcopy(self.fields._own)
+        try:
+            for kind, sandbox in self.held.items():
+                await sandbox.fork(await twin.sandbox(kind))
+        except BaseException:
+            await twin.close()
+            raise
+        return twin
+
+    async def close(self) -> None:
+        """Give every lease back; a second call waits for the first. A cancelled caller is cancelled after that."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._give_back())
+        cancelled: asyncio.CancelledError | None = None
+        while not self._closing.done():
+            try:
+                await asyncio.wait([self._closing])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        self._closing.result()
+
+    async def _give_back(self) -> None:
+        failed: list[BaseException] = []
+        for pool, acquiring in self._leases.values():
+            acquiring.cancel()  # does nothing to one that has its lease
+            await asyncio.wait([acquiring])
+            if acquiring.cancelled() or acquiring.exception() is not None:
+                continue
+            try:
+                await pool.release(acquiring.result())
+            except Exception as error:  # the other leases must go back too
+                failed.append(error)
+        self._leases.clear()
+        if failed:
+            raise failed[0]
+
+    async def __aenter__(self) -> Context:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        held = ", ".join(kind.__name__ for kind in self.held)
+        closed = ", closed" if self._closing is not None else ""
+        return f"<Context of {self.trajectory_id!r}, turn {self.turn}, holds {held or 'no sandbox'}{closed}>"
