@@ -1,6 +1,6 @@
 """What a tool or a reward is handed: the task, the chain's place, its own state, and the sandboxes it holds.
 
-Makes no pool and runs no tool: pools belong to the agent; the chain closes its context.
+Pools belong to the agent, and the chain closes its context; only `throwaway`, for one call in a cell, makes its own.
 """
 
 from __future__ import annotations
@@ -255,3 +255,23 @@ class Context:
         held = ", ".join(kind.__name__ for kind in self.held)
         closed = ", closed" if self._closing is not None else ""
         return f"<Context of {self.trajectory_id!r}, turn {self.turn}, holds {held or 'no sandbox'}{closed}>"
+
+
+@asynccontextmanager
+async def throwaway(task: Task, kinds: Sequence[type], pools: Sequence[PoolLike]) -> AsyncIterator[Context]:
+    """A context for one call, with a pool of its own for each kind that no pool gives."""
+    own: list[Any] = []
+    for kind in kinds:
+        if not any(issubclass(pool.kind, kind) for pool in pools):
+            from agentfly_kit.pool import Pool
+
+            own.append(Pool(kind, size=1))
+    context = Context(task, trajectory_id=f"try {task.id}", pools=[*pools, *own])
+    try:
+        yield context
+    finally:
+        try:
+            await context.close()
+        finally:
+            for pool in own:
+                await pool.close()

@@ -14,13 +14,13 @@ import re
 import types as pytypes
 import typing
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from agentfly_kit import functions
-from agentfly_kit.context import Context, Injection, PoolLike, injection
+from agentfly_kit.context import Context, Injection, PoolLike, injection, throwaway
 from agentfly_kit.errors import TaskError, ToolError, ToolSchemaError
 from agentfly_kit.pending import Pending, awaited
 from agentfly_kit.schema import REQUIRED, Arguments, Parameter, described, docstring
@@ -378,26 +378,6 @@ def _nothing() -> None:
     return None
 
 
-@asynccontextmanager
-async def throwaway(task: Task, kinds: Sequence[type], pools: Sequence[PoolLike]) -> AsyncIterator[Context]:
-    """A context for one call, with a pool of its own for each kind that no pool gives."""
-    own: list[Any] = []
-    for kind in kinds:
-        if not any(issubclass(pool.kind, kind) for pool in pools):
-            from agentfly_kit.pool import Pool
-
-            own.append(Pool(kind, size=1))
-    context = Context(task, trajectory_id=f"try {task.id}", pools=[*pools, *own])
-    try:
-        yield context
-    finally:
-        try:
-            await context.close()
-        finally:
-            for pool in own:
-                await pool.close()
-
-
 def _no_task() -> Task:
     return Task("none", ({"role": "user", "content": ""},))
 
@@ -500,10 +480,8 @@ def _plain(value: Any) -> Any:
     """What JSON knows no form for: arrays as lists, anything with a text of its own as that."""
     if callable(tolist := getattr(value, "tolist", None)):
         return tolist()
-    if type(value).__str__ is object.__str__ and type(value).__repr__ is object.__repr__:
-        raise TypeError(
-            f"a tool returned a {type(value).__qualname__}, which has no text; return str, a number or JSON"
-        )
+    if not any("__str__" in vars(c) or "__repr__" in vars(c) for c in type(value).__mro__[:-1]):
+        raise TypeError(f"a tool returned a {type(value).__qualname__}, which has no text; return str, number or JSON")
     return str(value)
 
 

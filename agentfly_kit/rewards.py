@@ -1,0 +1,496 @@
+"""Rewards: plain functions of a finished chain, injected by name, and a weighted sum of them.
+
+Knows no tokens and no advantages. Unscored is None, never 0.0; a reward that fails costs the score of its own chain
+and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import html
+import inspect
+import math
+import numbers
+import types as pytypes
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, overload
+
+from agentfly_kit import functions
+from agentfly_kit.context import Context, Injection, PoolLike, injection, own_copy, throwaway
+from agentfly_kit.errors import RewardError
+from agentfly_kit.pending import Pending, awaited
+from agentfly_kit.types import UNSCORED, Failure, Task, Trajectory, Turn
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Per: TypeAlias = Literal["trajectory", "turn"]
+
+_NAMED = {
+    "trajectory": ("final", "trajectory", "context"),
+    "turn": ("final", "trajectory", "context", "turn", "observation"),
+}
+"""What is injected by these names; every other name is a task field."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What one reward, or a set of them, said of one trajectory."""
+
+    reward: float | None
+    """None is unscored."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Each reward's own value by its name, and the other numbers that it returned by theirs."""
+    error: Failure | None = None
+    """Why it is unscored, if something failed; the first failure where several did."""
+    turn_rewards: dict[int, float] = field(default_factory=dict)
+    """Index in `trajectory.turns` of an action -> what `per="turn"` rewards gave it."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    """What a reward returned beside numbers."""
+    arguments: dict[str, Any] = field(default_factory=dict, compare=False)
+    """What was injected, by parameter."""
+    name: str = "reward"
+    seconds: float = field(default=0.0, compare=False)
+
+    def __repr__(self) -> str:
+        lines = [f"{self.name}: {_shown(self.reward)}"]
+        lines += [f"  {key} = {_short(value)}" for key, value in self.arguments.items()]
+        lines += [f"  -> {key} {value:g}" for key, value in self.metrics.items() if key != self.name]
+        lines += [f"  -> {key} {_short(value)}" for key, value in self.extras.items()]
+        lines += [f"  turn {turn}: {value:g}" for turn, value in self.turn_rewards.items()]
+        if self.error is not None:
+            lines.append(f"  {self.error}")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        def row(kind: str, key: str, value: str) -> str:
+            return (
+                f"<tr><td>{kind}</td><td><code>{html.escape(key)}</code></td>"
+                f"<td style='text-align:left'><code>{html.escape(value)}</code></td></tr>"
+            )
+
+        rows = [row("given", key, _short(value, 400)) for key, value in self.arguments.items()]
+        rows += [row("metric", key, f"{value:g}") for key, value in self.metrics.items() if key != self.name]
+        rows += [row("extra", key, _short(value, 400)) for key, value in self.extras.items()]
+        rows += [row("turn reward", str(turn), f"{value:g}") for turn, value in self.turn_rewards.items()]
+        failed = f"<pre>{html.escape(self.error.traceback or str(self.error))}</pre>" if self.error else ""
+        return (
+            f"<p><b>{html.escape(self.name)}</b>: {html.escape(_shown(self.reward))}</p>"
+            f"<table><thead><tr><th></th><th>name</th><th>value</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
+            + failed
+        )
+
+
+class Reward(Generic[P, R]):
+    """A function that scores a chain. Made by `@reward`; calling it calls the function.
+
+    `score`   its value for a trajectory, failures as values
+    `try_`    the same in a cell, with every injected argument shown
+    """
+
+    def __init__(
+        self,
+        function: Callable[P, R],
+        *,
+        weight: float = 1.0,
+        per: Per = "trajectory",
+        name: str | None = None,
+        timeout: float | None = 60.0,
+        frame: pytypes.FrameType | None = None,
+    ) -> None:
+        shown = getattr(function, "__qualname__", repr(function))
+        if not inspect.isfunction(function):
+            raise RewardError(
+                f"{shown} is no function that `def` made; wrap it in one whose parameters name what it needs"
+            )
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise RewardError(f"{shown} yields; a reward gives one result: return it")
+        if per not in _NAMED:
+            raise RewardError(f"{shown}: per={per!r}: give 'trajectory' or 'turn'")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+            raise RewardError(f"{shown}: weight={weight!r}: give a finite number")
+        if timeout is not None and not timeout > 0:
+            raise RewardError(f"{shown}: timeout={timeout!r}: give seconds above 0, or None for no limit")
+        self.function = function
+        self.name = name or function.__name__
+        self.weight = float(weight)
+        self.per: Per = per
+        self.timeout = timeout
+        self.source = functions.source_of(function)
+        self._parameters, self._hidden = _signature(self.name, function, frame)
+        self.__name__, self.__qualname__ = function.__name__, function.__qualname__
+        self.__doc__, self.__module__, self.__wrapped__ = function.__doc__, function.__module__, function
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        function: Callable[..., Any] = self.function
+        if inspect.iscoroutinefunction(function):
+            return typing.cast(R, Pending(f"{self.name}(...)", lambda: function(*args, **kwargs)))
+        return self.function(*args, **kwargs)
+
+    def replace(self, *, weight: float | None = None, name: str | None = None) -> Reward[P, R]:
+        """The same reward with another weight or name."""
+        other = copy.copy(self)
+        if weight is not None:
+            if not math.isfinite(weight):
+                raise RewardError(f"{self.name}: weight={weight!r}: give a finite number")
+            other.weight = float(weight)
+        if name is not None:
+            other.name = name
+        return other
+
+    @property
+    def fingerprint(self) -> str:
+        return functions.fingerprint(self.function, self.source, f"{self.name} {self.weight} {self.per} {self.timeout}")
+
+    @property
+    def sandbox_kinds(self) -> tuple[type, ...]:
+        """The sandbox classes that it asks for: the pools that its agent needs."""
+        return tuple(dict.fromkeys(ask.kind for ask in self._hidden.values() if ask.what == "sandbox"))
+
+    @property
+    def task_fields(self) -> tuple[str, ...]:
+        """The task fields that it cannot do without."""
+        return tuple(n for n, p in self._parameters.items() if self._asks(n) == "field" and p.default is p.empty)
+
+    def redefined(self) -> bool:
+        """Whether its name means another reward now, where it was defined: a later cell that ran with other source."""
+        now = functions.current(self.function)
+        return isinstance(now, Reward) and now.function is not self.function and now.fingerprint != self.fingerprint
+
+    def check(self, tasks: Task | Iterable[Task]) -> None:
+        """Raises RewardError naming function, field and the fields there are, if a task lacks one that it asks for."""
+        for task in [tasks] if isinstance(tasks, Task) else tasks:
+            for name in self.task_fields:
+                if name not in task.fields:
+                    raise RewardError(_lacks(self.name, name, task, self.per))
+
+    def __repr__(self) -> str:
+        weight = f", weight {self.weight:g}" if self.weight != 1 else ""
+        per = ", per turn" if self.per == "turn" else ""
+        return f"<Reward {self.name}({', '.join(self._parameters)}){weight}{per}>"
+
+    # --- scoring ---
+
+    @awaited
+    async def try_(
+        self, trajectory: Trajectory, /, *, turn: Turn | int | None = None, pool: PoolLike | None = None
+    ) -> Score:
+        """Its unweighted score of one trajectory, and the value of every injected argument.
+
+        A reward per turn is tried on `turn` (an action, or its index in `trajectory.turns`), by default the last one.
+        A sandbox is a fresh one, not the chain's, which went back to its pool: from `pool`, or started for this call.
+        """
+        if self.per == "turn":
+            turn = _action(trajectory, turn)
+        elif turn is not None:
+            raise RewardError(f"{self.name} scores a whole trajectory; turn= is for rewards per turn")
+        async with throwaway(trajectory.task, self.sandbox_kinds, () if pool is None else (pool,)) as context:
+            return await self.score(trajectory, context, turn=turn)
+
+    async def score(self, trajectory: Trajectory, context: Context, *, turn: Turn | None = None) -> Score:
+        """Its unweighted score. A sync function runs in a thread, so that a slow one blocks no other chain.
+
+        Raises:  CancelledError if the caller was cancelled, KeyboardInterrupt. A failure is an unscored Score.
+        """
+        where = f"reward {self.name}"
+        values: dict[str, Any] = {}
+        try:
+            async with AsyncExitStack() as stack:
+                values = await self._injected(trajectory, context, turn, stack)
+                shown = dict(values)
+                outcome = await functions.run(self.function, values, timeout=self.timeout, convert=self._result)
+        except Exception as error:  # the pool, or a field that the task lacks
+            return Score(None, error=functions.failure(where, error), arguments=values, name=self.name)
+        if outcome.late:
+            text = f"took longer than {self.timeout:g} s and was {outcome.late}; raise timeout=, or make it faster"
+            found = Failure(where, "TimeoutError", text)
+            return Score(None, error=found, arguments=shown, name=self.name, seconds=outcome.seconds)
+        if outcome.error is not None:
+            found = functions.failure(where, outcome.error)
+            return Score(None, error=found, arguments=shown, name=self.name, seconds=outcome.seconds)
+        reward, metrics, extras = outcome.value
+        if reward is not None:
+            metrics = {self.name: reward, **metrics}
+        return Score(reward, metrics, extras=extras, arguments=shown, name=self.name, seconds=outcome.seconds)
+
+    def _asks(self, name: str) -> str:
+        if name in self._hidden:
+            return self._hidden[name].what
+        return name if name in _NAMED[self.per] else "field"
+
+    async def _injected(
+        self, trajectory: Trajectory, context: Context, turn: Turn | None, stack: AsyncExitStack
+    ) -> dict[str, Any]:
+        ready = {"final": trajectory.final, "trajectory": trajectory, "context": context, "turn": turn}
+        values: dict[str, Any] = {}
+        kinds = {name: ask.kind for name, ask in self._hidden.items() if ask.what == "sandbox"}
+        # In one order everywhere, so that two rewards that need the same two sandboxes cannot wait for each other.
+        leased: dict[str, Any] = {
+            name: await stack.enter_async_context(context.using(kind))
+            for name, kind in sorted(kinds.items(), key=lambda item: item[1].__qualname__)
+        }
+        for name, parameter in self._parameters.items():
+            ask = self._asks(name)
+            if ask == "sandbox":
+                values[name] = leased[name]
+            elif ask == "observation":
+                values[name] = _after(trajectory, turn)
+            elif ask in ready:
+                values[name] = ready[ask]
+            elif name in trajectory.task.fields:
+                # The task's, not the chain's: what a tool did to its own copy must not change the right answer.
+                values[name] = own_copy(trajectory.task.fields[name])
+            elif parameter.default is parameter.empty:
+                raise RewardError(_lacks(self.name, name, trajectory.task, self.per))
+        return values
+
+    def _result(self, value: Any) -> tuple[float | None, dict[str, float], dict[str, Any]]:
+        if not isinstance(value, Mapping):
+            return self._number(value, "it"), {}, {}
+        if "reward" not in value:
+            raise RewardError(f"{self.name} returned a dict without 'reward' (its keys: {', '.join(map(str, value))})")
+        metrics: dict[str, float] = {}
+        extras: dict[str, Any] = {}
+        for key, part in value.items():
+            if key == "reward" or part is None:
+                continue
+            if _is_number(part):
+                number = self._number(part, f"metric {key!r}")
+                assert number is not None
+                metrics[str(key)] = number
+            else:
+                extras[str(key)] = part
+        return self._number(value["reward"], "'reward'"), metrics, extras
+
+    def _number(self, value: Any, what: str) -> float | None:
+        if value is None:
+            return None
+        if not _is_number(value):
+            raise RewardError(
+                f"{self.name}: {what} is {_short(value)}, a {type(value).__qualname__}; "
+                "return a number, True or False, None (unscored), or dict(reward=..., ...)"
+            )
+        number = float(value.item() if hasattr(value, "item") else value)
+        if not math.isfinite(number):
+            raise RewardError(f"{self.name}: {what} is {number}; return a finite number, or None for unscored")
+        return number
+
+
+@overload
+def reward(function: Callable[P, R], /) -> Reward[P, R]: ...
+@overload
+def reward(
+    *, weight: float = 1.0, per: Per = "trajectory", name: str | None = None, timeout: float | None = 60.0
+) -> Callable[[Callable[P, R]], Reward[P, R]]: ...
+def reward(
+    function: Callable[P, R] | None = None,
+    /,
+    *,
+    weight: float = 1.0,
+    per: Per = "trajectory",
+    name: str | None = None,
+    timeout: float | None = 60.0,
+) -> Reward[P, R] | Callable[[Callable[P, R]], Reward[P, R]]:
+    """Make a function a reward: `@reward`, or `@reward(weight=0.5, per="turn")`. It stays callable as before.
+
+    Injected by name: `final` (text of the last answer, None if the chain never answered), `trajectory`, `context`; with
+    per="turn" also `turn` (the action) and `observation` (the turn that answered it, or None); by its annotation a
+    sandbox, the one that the chain used; by any other name the task's field. It returns a number, True or False, None
+    for unscored, or dict(reward=..., anything=...): further numbers become metrics.
+
+    Units:   timeout in seconds of the function's own run; None is no limit. One that is late leaves its chain unscored.
+    Raises:  RewardError naming the function and the parameter.
+    """
+    frame = functions.frame_of_caller(1)
+
+    def decorate(function: Callable[P, R]) -> Reward[P, R]:
+        return Reward(function, weight=weight, per=per, name=name, timeout=timeout, frame=frame)
+
+    return decorate if function is None else decorate(function)
+
+
+class RewardSet(Sequence[Reward[..., Any]]):
+    """The rewards of one agent: the trajectory's reward is the sum of weight x value, each value a metric by name."""
+
+    def __init__(self, rewards: Iterable[Reward[..., Any] | Callable[..., Any]] = ()) -> None:
+        self._rewards = tuple(r if isinstance(r, Reward) else reward(r) for r in rewards)
+        names = [r.name for r in self._rewards]
+        for name in names:
+            if names.count(name) > 1:
+                raise RewardError(f"two rewards are named {name!r}; rename one: @af.reward(name=...)")
+
+    @classmethod
+    def of(cls, rewards: RewardSet | Reward[..., Any] | Callable[..., Any] | Iterable[Any] | None) -> RewardSet:
+        """From whatever `Agent(reward=)` was given: None, one, a list, or a set of them."""
+        if isinstance(rewards, RewardSet):
+            return rewards
+        if rewards is None:
+            return cls()
+        if isinstance(rewards, Reward) or callable(rewards):
+            return cls([rewards])
+        return cls(rewards)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(r.name for r in self._rewards)
+
+    @property
+    def sandbox_kinds(self) -> tuple[type, ...]:
+        """The sandbox classes that the rewards ask for."""
+        return tuple(dict.fromkeys(kind for r in self._rewards for kind in r.sandbox_kinds))
+
+    @property
+    def fingerprint(self) -> str:
+        return " ".join(f"{r.name}={r.fingerprint}" for r in self._rewards)
+
+    def redefined(self) -> tuple[str, ...]:
+        """Names of the rewards that a later cell defined again with other source: these ones still run the old."""
+        return tuple(r.name for r in self._rewards if r.redefined())
+
+    def check(self, tasks: Task | Iterable[Task]) -> None:
+        """Raises RewardError naming function, field and the fields there are, if a task lacks one that is asked for."""
+        for task in [tasks] if isinstance(tasks, Task) else tasks:
+            for r in self._rewards:
+                r.check(task)
+
+    async def score(self, trajectory: Trajectory, context: Context) -> Score:
+        """All of them, side by side. The sum is unscored where a weighted one is, and keeps what the others said.
+
+        A chain that failed or was cancelled is not scored at all: that is not the model's doing. With rewards per turn
+        only, the trajectory's own reward is 0.0: all there is sits on the turns.
+        """
+        if trajectory.stop in UNSCORED or not self._rewards:
+            return Score(None)
+        actions = [(i, t) for i, t in enumerate(trajectory.turns) if t.kind == "action"]
+        jobs: list[tuple[Reward[..., Any], int | None, Turn | None]] = []
+        for r in self._rewards:
+            jobs += [(r, None, None)] if r.per == "trajectory" else [(r, i, t) for i, t in actions]
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(r.score(trajectory, context, turn=turn)) for r, _, turn in jobs]
+        return _sum([(r, i, task.result()) for (r, i, _), task in zip(jobs, running, strict=True)])
+
+    @overload
+    def __getitem__(self, key: int) -> Reward[..., Any]: ...
+    @overload
+    def __getitem__(self, key: slice) -> RewardSet: ...
+    def __getitem__(self, key: int | slice) -> Reward[..., Any] | RewardSet:
+        return RewardSet(self._rewards[key]) if isinstance(key, slice) else self._rewards[key]
+
+    def __iter__(self) -> Iterator[Reward[..., Any]]:
+        return iter(self._rewards)
+
+    def __len__(self) -> int:
+        return len(self._rewards)
+
+    def __repr__(self) -> str:
+        return f"<RewardSet {' + '.join(f'{r.weight:g} {r.name}' for r in self._rewards) or 'empty'}>"
+
+
+def _sum(parts: Sequence[tuple[Reward[..., Any], int | None, Score]]) -> Score:
+    total = 0.0
+    scored = True
+    error: Failure | None = None
+    turn_rewards: dict[int, float] = {}
+    own: dict[str, float] = {}
+    others: dict[str, dict[str, float]] = {}
+    extras: dict[str, Any] = {}
+    for r, index, part in parts:
+        error = error or part.error
+        for key, value in part.metrics.items():
+            into = own if key == r.name else others.setdefault(key, {})
+            into[r.name] = into.get(r.name, 0.0) + value  # over the turns of a reward per turn: their sum
+        extras |= {key: value for key, value in part.extras.items() if index is None}
+        if r.weight == 0:
+            continue  # a metric only
+        if index is None:
+            scored = scored and part.reward is not None
+            total += r.weight * (part.reward or 0.0)
+        elif part.reward is not None:
+            turn_rewards[index] = turn_rewards.get(index, 0.0) + r.weight * part.reward
+        else:
+            scored = scored and part.error is None  # None for a turn is nothing to credit; a failure is unknown
+    metrics = dict(own)
+    for key, by_reward in others.items():
+        # One name from two rewards is ambiguous ("success", say): both are kept under their reward's name.
+        if len(by_reward) == 1 and key not in metrics:
+            metrics[key] = next(iter(by_reward.values()))
+        else:
+            metrics |= {f"{name}/{key}": value for name, value in by_reward.items()}
+    if not scored:
+        return Score(None, metrics, error, extras=extras)
+    return Score(total, metrics, error, turn_rewards, extras)
+
+
+# --- reading a function and its result -----------------------------------------------------------
+
+
+def _signature(
+    owner: str, function: Callable[..., Any], frame: pytypes.FrameType | None
+) -> tuple[dict[str, inspect.Parameter], dict[str, Injection]]:
+    try:
+        annotations = functions.hints(function, frame)
+    except Exception as error:
+        raise RewardError(
+            f"{owner}: an annotation cannot be resolved ({error}); define or import it before the function, "
+            "and not only under TYPE_CHECKING"
+        ) from None
+    parameters = dict(inspect.signature(function).parameters)
+    hidden: dict[str, Injection] = {}
+    for name, parameter in parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise RewardError(
+                f"{owner}: arguments are injected by name, so {str(parameter)!r} cannot be; name each one"
+            )
+        if name in annotations and (ask := injection(annotations[name])) is not None:
+            hidden[name] = ask
+        elif name == "sandbox" and name not in annotations:
+            raise RewardError(f"{owner}: say which sandbox: sandbox: af.PythonSandbox")
+    return parameters, hidden
+
+
+def _lacks(owner: str, name: str, task: Task, per: Per) -> str:
+    have = ", ".join(task.fields) or "none"
+    return (
+        f"reward {owner} asks for {name!r}, which task {task.id!r} does not have (its fields: {have}; there are also "
+        f"{', '.join(_NAMED[per])}); rename the parameter or give it a default"
+    )
+
+
+def _action(trajectory: Trajectory, turn: Turn | int | None) -> Turn:
+    if isinstance(turn, int):
+        turn = trajectory.turns[turn]
+    if turn is None:
+        actions = [t for t in trajectory.turns if t.kind == "action"]
+        if not actions:
+            raise RewardError(f"trajectory {trajectory.id!r} has no action to score")
+        turn = actions[-1]
+    if turn.kind != "action":
+        raise RewardError(f"a reward per turn scores an action; got {turn!r}")
+    return turn
+
+
+def _after(trajectory: Trajectory, turn: Turn | None) -> Turn | None:
+    for this, following in zip(trajectory.turns, trajectory.turns[1:], strict=False):
+        if this is turn:
+            return following if following.kind == "observation" else None
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    """int, float, bool, Fraction, Decimal, and the scalars of numpy and torch, which are arrays of one element."""
+    if isinstance(value, numbers.Number):
+        return not isinstance(value, complex)
+    shape = getattr(value, "shape", None)
+    return shape is not None and math.prod(shape) == 1 and hasattr(value, "item") and hasattr(value, "dtype")
+
+
+def _shown(reward: float | None) -> str:
+    return "unscored" if reward is None else f"{reward:g}"
+
+
+def _short(value: Any, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
