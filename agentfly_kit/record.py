@@ -1,6 +1,6 @@
 """Rollouts and runs on disk, and a rollout as frames. `load(save(x)) == x`; every file is written whole or not at all.
 
-Knows no engine, tool or policy. A rollout is one JSONL file: a header, then a trajectory a line. A run is a folder:
+Knows no engine and no policy. A rollout is one JSONL file: a header, then a trajectory a line. A run is a folder:
 `run.json` (what it is), `steps.jsonl` (a flat line of numbers a step), `rollouts/`, `checkpoint/`.
 """
 
@@ -17,9 +17,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from agentfly_kit.context import Context
 from agentfly_kit.errors import RunError, RunMismatch, SettingsError
 from agentfly_kit.pending import awaited
-from agentfly_kit.types import Failure, Group, Sampling, Task, ToolCall, ToolResult, Trajectory, Turn
+from agentfly_kit.rewards import RewardSet
+from agentfly_kit.types import UNSCORED, Failure, Group, Sampling, Task, ToolCall, ToolResult, Trajectory, Turn
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -259,10 +261,26 @@ class Rollout:
 
     @awaited
     async def rescore(self, reward: Any) -> Rollout:
-        """The same chains scored by another reward; nothing is sampled. Sandboxes are gone: a reward that needs one fails."""
+        """The same chains scored by another reward; nothing is sampled.
+
+        Their sandboxes went back to the pool: a reward that asks for one is refused for each chain, which is unscored.
+        """
+        rewards = RewardSet.of(reward)
+        rewards.check([group.task for group in self.groups])
         groups = []
         for group in self.groups:
-            groups.append(Group(group.id, tuple([await reward.rescore(t) for t in group.trajectories])))
+            scored = []
+            for t in group.trajectories:
+                if t.stop in UNSCORED:
+                    scored.append(t)
+                    continue
+                async with Context(t.task, trajectory_id=t.id) as context:
+                    score = await rewards.score(t, context)
+                turns = _credited(t.turns, score.turn_rewards)
+                scored.append(
+                    t.replace(reward=score.reward, metrics=dict(score.metrics), error=score.error, turns=turns)
+                )
+            groups.append(Group(group.id, tuple(scored)))
         return Rollout(tuple(groups), self.seconds)
 
     def diff(self, other: Rollout) -> RolloutDiff:
@@ -412,6 +430,17 @@ class RolloutDiff:
             if pairs
         )
         return f"<p><b>{html.escape(repr(self))}</b></p>{tables}"
+
+
+def _credited(turns: tuple[Turn, ...], rewards: dict[int, float]) -> tuple[Turn, ...]:
+    """Turns with these rewards. What a tool gave stays; what rewards gave to actions before is replaced."""
+    import dataclasses
+
+    out: list[Turn] = []
+    for i, turn in enumerate(turns):
+        reward = rewards.get(i) if turn.kind == "action" else turn.reward
+        out.append(dataclasses.replace(turn, reward=reward, parent=out[-1] if out else None))
+    return tuple(out)
 
 
 # --- a run's folder ------------------------------------------------------------------------------

@@ -439,7 +439,8 @@ class Trajectory:
 
     @property
     def actions(self) -> tuple[Turn, ...]:
-        return tuple(turn for turn in self.turns if turn.kind in ("action", "forced"))
+        """Turns that complete an assistant's message; a forced beginning belongs to the action after it."""
+        return tuple(turn for turn in self.turns if turn.kind in ("action", "forced") and turn.messages)
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:

@@ -1,0 +1,575 @@
+"""One running chain: sample, act, observe, by hand or to its end. Turns form a tree; a chain is the path to its leaf.
+
+Knows one task and one engine; many chains are rollout.py's business. Every token enters here exactly once, as what the
+engine was given or gave, and its provenance is written down at that moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from agentfly_kit import seeds
+from agentfly_kit.context import Context
+from agentfly_kit.errors import AlignmentError, EngineError, SettingsError
+from agentfly_kit.formats import Parsed
+from agentfly_kit.pending import awaited
+from agentfly_kit.types import (
+    UNSCORED,
+    Distribution,
+    Failure,
+    Message,
+    Sample,
+    Task,
+    ToolCall,
+    Trajectory,
+    Turn,
+    TurnRequest,
+)
+
+if TYPE_CHECKING:
+    from agentfly_kit.rollout import Agent
+
+Report = Callable[[str, str, str, int, str], None]
+"""(kind, phase, state, turn, detail): what the chain does now, for whoever watches."""
+
+# Failures of these types are the host's: the model did nothing that could have caused them.
+_HOST = frozenset({"PoolTimeout", "PoolClosed", "SandboxError", "IsolationError", "EngineError"})
+
+_sessions = itertools.count()  # names of KV sessions; never part of a seed
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What a chain's seeds are derived from, beside the turn."""
+
+    purpose: str = "chain"
+    rollout: int = 0
+    group: str = ""
+    chain: int = 0
+    fork: str = ""
+
+    @property
+    def id(self) -> str:
+        return f"{self.group}/{self.chain}{self.fork}"
+
+
+class Chain:
+    """Made by `agent.chain(task)`. Everything that may wait is awaited; every call returns the new turn.
+
+    turn         the leaf; `chain.turns` is the path to it
+    stop, error  why it ended, once it did
+    """
+
+    def __init__(self, agent: Agent, task: Task, place: Place | None = None, *, report: Report | None = None) -> None:
+        self.agent = agent
+        self.task = task
+        self.place = place if place is not None else Place(group=f"chain-0:{task.id}")
+        self.id = self.place.id
+        self.stop: str | None = None
+        self.error: Failure | None = None
+        self.context = Context(task, trajectory_id=self.id, seed=self._seed(0), pools=agent.pools)
+        self.gate: Callable[[], Awaitable[None]] | None = None
+        """Awaited before each sample and each act; a paused rollout waits here."""
+        self._session = f"{self.id}#{next(_sessions)}"
+        self._report: Report = report or (lambda *_: None)
+        self._began = time.perf_counter()
+        self._busy = False
+        self._closed = False
+        self._tools = tuple(agent.tools.schemas) if agent.tools else ()
+        self._trajectory: Trajectory | None = None
+        self.turn: Turn = self._prompt()
+
+    # --- where it stands ---
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        return self.turn.path
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """What the engine is given next: every token so far."""
+        return tuple(i for turn in self.turns for i in turn.ids or ())
+
+    @property
+    def actions(self) -> int:
+        """Actions taken: a forced beginning and what was sampled after it are one."""
+        return sum(1 for turn in self.turns if turn.kind in ("action", "forced") and turn.messages)
+
+    def __repr__(self) -> str:
+        where = f"stopped: {self.stop}" if self.stop else f"turn {self.actions} of {self.agent.max_turns}"
+        return f"Chain({self.id!r}, {where}, {sum(len(t.ids or ()) for t in self.turns)} tokens)"
+
+    def _repr_html_(self) -> str:
+        return self.row()._repr_html_()
+
+    def _seed(self, turn: int) -> int:
+        p = self.place
+        return seeds.derive(self.agent.seed, p.purpose, p.rollout, self.task.id, p.group, p.chain, p.fork, turn)
+
+    def _prompt(self) -> Turn:
+        messages: tuple[Message, ...] = self.task.messages
+        if self.agent.system is not None:
+            messages = ({"role": "system", "content": self.agent.system}, *messages)
+        ids = self.agent.chat.prompt(messages, self._tools)
+        return self._turn("prompt", "task", ids, messages=messages)
+
+    def _turn(self, kind: Any, author: str, ids: Sequence[int] | None, **more: Any) -> Turn:
+        if ids is not None:
+            ids = tuple(ids)
+            more.setdefault("text", self.agent.chat.text(ids))
+            more["pieces"] = self.agent.chat.pieces(ids)
+        return Turn(kind=kind, author=author, ids=ids, parent=getattr(self, "turn", None), **more)
+
+    # --- sampling ---
+
+    @awaited
+    async def distribution(self, top: int = 20) -> Distribution:
+        """What the model would sample next: the `top` most probable tokens. Nothing changes."""
+        with self._alone("distribution"):
+            ids, logprobs, entropy = await self.agent.engine.distribution(self.ids, self.agent.sampling, top=top)
+            return Distribution(tuple(ids), self.agent.chat.pieces(ids), tuple(logprobs), entropy)
+
+    @awaited
+    async def sample(self, greedy: bool = False) -> Turn:
+        """Let the policy write one action; `act` runs the tools that it calls. greedy: the most probable tokens."""
+        with self._alone("sample"):
+            return await self._sample(greedy)
+
+    async def _sample(self, greedy: bool = False) -> Turn:
+        self._open("sample")
+        if self._calls():
+            raise SettingsError(
+                "the last action called tools that have not run; await chain.act(), or chain.observe(text)"
+            )
+        if self.stop == "answered":
+            raise SettingsError("the chain has answered; chain.finish() scores it, chain.observe(text) goes on with it")
+        agent = self.agent
+        index = self.actions
+        sampling = agent.sampling.replace(temperature=0.0) if greedy else agent.sampling
+        if agent.max_tokens is not None:
+            left = agent.max_tokens - self._action_tokens()
+            sampling = sampling.replace(max_tokens=max(1, min(sampling.max_tokens, left)))
+        ids = self.ids
+        if len(ids) + 1 >= agent.engine.max_length:
+            return self._end("context_full")
+        await self._wait()
+        self._report("turn", "start", "sampling", index, "")
+        seed = self._seed(index)
+        request = TurnRequest(self.task, index, self._session, self._messages(), self._tools)
+        sample = await agent.engine.sample(ids, sampling, seed, request=request)
+        turn = self._action(sample, seed)
+        self._settle(turn, sample, sampling.max_tokens)
+        self._report("turn", "end", "waiting", index, turn.text)
+        return turn
+
+    def _action(self, sample: Sample, seed: int) -> Turn:
+        """The door through which sampled tokens enter: what the engine gave, as it gave it."""
+        engine, chat = self.agent.engine, self.agent.chat
+        ids, text = sample.ids, sample.text
+        if ids is None and engine.tokens == "exact":
+            # A script's text is encoded here, once; it was nobody's sample, so nothing is lost by it.
+            ids = (*chat.encode(text or ""), chat.stop_ids[0])
+        sampled = engine.author == "policy" and sample.logprobs is not None
+        if engine.logprobs == "yes" and ids and sample.logprobs is None:
+            raise AlignmentError(f"{type(engine).__name__} declares logprobs and gave none")
+        author = self.agent.name if engine.author == "policy" else engine.author
+        more: dict[str, Any] = {"text": text or ""} if ids is None else {}
+        written, calls = self._read(ids, text)
+        return self._turn(
+            "action",
+            author,
+            ids,
+            sampled=sampled and ids is not None,
+            logprobs=sample.logprobs,
+            entropies=sample.entropies,
+            kept_mass=sample.kept_mass,
+            versions=sample.versions,
+            messages=(written,),
+            tool_calls=calls,
+            stop=sample.stop,
+            seed=seed,
+            seconds=sample.seconds,
+            place=self._place(),
+            **more,
+        )
+
+    def _read(self, ids: Sequence[int] | None, text: str | None) -> tuple[Message, tuple[ToolCall, ...]]:
+        """The assistant's message: a forced beginning is read together with what was sampled after it."""
+        chat = self.agent.chat
+        if ids is None:
+            parsed = chat.format.parse(text or "")
+        else:
+            begun: list[int] = []
+            turn: Turn | None = getattr(self, "turn", None)
+            while turn is not None and turn.kind == "forced" and not turn.messages:
+                begun = [*(turn.ids or ()), *begun]
+                turn = turn.parent
+            parsed = chat.parse([*begun, *ids])
+        return self._message(parsed)
+
+    @staticmethod
+    def _message(parsed: Parsed) -> tuple[Message, tuple[ToolCall, ...]]:
+        message: Message = {"role": "assistant", "content": parsed.content}
+        if parsed.thinking is not None:
+            message["thinking"] = parsed.thinking
+        calls = parsed.calls
+        if parsed.unclosed:
+            # Never executed. If the model ended its turn like this, it is told; a turn that was cut has ended anyway.
+            broken = ToolCall(f"call-{len(calls)}", "", {}, error=parsed.complaint or "the tool call was not closed")
+            calls = (*calls, broken)
+        if calls:
+            message["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for c in calls
+                if c.error is None
+            ]
+        return message, calls
+
+    def _settle(self, turn: Turn, sample: Sample, limit: int) -> None:
+        """Make the action the leaf, and see whether it ends the chain."""
+        self.turn = turn
+        agent = self.agent
+        if sample.stop == "abort":
+            self._end("cancelled")
+        elif sample.stop == "length":
+            total = agent.max_tokens is not None and self._action_tokens() >= agent.max_tokens
+            short = len(sample.ids or ()) < limit
+            self._end("context_full" if short else "chain_tokens" if total else "turn_tokens")
+        elif not turn.tool_calls:
+            self.stop = "answered"
+
+    def _place(self) -> str:
+        return f"turn {self.actions + 1} of {self.agent.max_turns}"
+
+    def _action_tokens(self) -> int:
+        return sum(len(t.ids or ()) for t in self.turns if t.kind == "action")
+
+    def _calls(self) -> tuple[ToolCall, ...]:
+        """Calls of the last action that wait to be run."""
+        return self.turn.tool_calls if self.turn.kind in ("action", "forced") else ()
+
+    def _messages(self) -> tuple[Message, ...]:
+        return tuple(m for turn in self.turns for m in turn.messages)
+
+    # --- acting ---
+
+    @awaited
+    async def act(self) -> Turn:
+        """Run the tools that the last action called, side by side, and append what they gave."""
+        with self._alone("act"):
+            return await self._act()
+
+    async def _act(self) -> Turn:
+        self._open("act")
+        calls = self._calls()
+        if not calls:
+            raise SettingsError("there is nothing to run: the last action called no tool; await chain.sample() first")
+        await self._wait()
+        agent = self.agent
+        index = self.actions
+        self.context.turn = index
+        self.context.seed = self._seed(index)
+        began = time.perf_counter()
+        self._report("tool", "start", "tool", index, ", ".join(c.name for c in calls))
+        done = await agent.tools.call_all(calls, self.context)
+        self._report("tool", "end", "waiting", index, "")
+        rewards = [c.result.reward for c in done if c.result is not None and c.result.reward is not None]
+        turn = self._observation(
+            "tool", done, reward=math.fsum(rewards) if rewards else None, seconds=time.perf_counter() - began
+        )
+        host = next(
+            (c.result.error for c in done if c.result and c.result.error and c.result.error.type in _HOST), None
+        )
+        if host is not None:
+            self.error = host
+            self._end("error")
+        elif any(c.result is not None and c.result.done for c in done):
+            self._end("tool_stopped")
+        elif self._invalid_streak() >= agent.max_invalid_calls:
+            self._end("invalid_call")
+        elif index >= agent.max_turns:
+            self._end("max_turns")
+        else:
+            # Only now: what no action will follow, no engine is given, so it stays out of the row.
+            turn = self._given(turn)
+        self.turn = turn
+        return turn
+
+    def _observation(self, author: str, calls: Sequence[ToolCall], **more: Any) -> Turn:
+        messages: list[Message] = [
+            {
+                "role": "tool",
+                "tool_call_id": call.id,
+                "name": call.name,
+                "content": call.result.observation if call.result is not None else "",
+            }
+            for call in calls
+        ]
+        text = "\n".join(str(m["content"]) for m in messages)
+        return Turn(
+            kind="observation",
+            author=author,
+            ids=() if self._exact else None,
+            text=text,
+            messages=tuple(messages),
+            tool_calls=tuple(calls),
+            parent=self.turn,
+            place=self._place_now(),
+            **more,
+        )
+
+    def _given(self, turn: Turn) -> Turn:
+        """The observation with the ids that the engine will be given for it."""
+        if not self._exact:
+            return turn
+        ids = self.agent.chat.bridge(turn.messages, self._tools, after=self._last_action())
+        return dataclasses.replace(turn, ids=ids, text=self.agent.chat.text(ids), pieces=self.agent.chat.pieces(ids))
+
+    @property
+    def _exact(self) -> bool:
+        return self.agent.engine.tokens == "exact"
+
+    def _last_action(self) -> tuple[int, ...]:
+        return self.turn.ids or ()
+
+    def _place_now(self) -> str:
+        return f"turn {self.actions} of {self.agent.max_turns}"
+
+    def _invalid_streak(self) -> int:
+        """How many actions in a row called nothing but what is unreadable or unknown."""
+        streak = 0
+        for turn in reversed(self.turns):
+            if turn.kind not in ("action", "forced") or not turn.messages:
+                continue
+            if not turn.tool_calls or any(c.error is None and c.name in self.agent.tools for c in turn.tool_calls):
+                break
+            streak += 1
+        return streak
+
+    @awaited
+    async def step(self, greedy: bool = False) -> Turn:
+        """Sample an action, and run its tools if it called any. Returns the last turn made."""
+        with self._alone("step"):
+            turn = await self._sample(greedy)
+            return await self._act() if self.stop is None and self._calls() else turn
+
+    # --- by hand ---
+
+    def force(self, said: str | Sequence[int], *, end: bool = True, author: str = "person") -> Turn:
+        """Write for the model: a text or ids, with mask 0. end=False leaves the action open, and the policy goes on."""
+        self._open("force")
+        chat = self.agent.chat
+        if self._calls() or self.stop == "answered":
+            raise SettingsError(
+                "the last action is complete; chain.rewind() first, or answer it with act() or observe()"
+            )
+        ids = list(chat.encode(said) if isinstance(said, str) else (int(i) for i in said))
+        if end and not (ids and ids[-1] in chat.stop_ids):
+            ids.append(chat.stop_ids[0])
+        if not ids:
+            raise SettingsError("force was given nothing to say; give a text or ids")
+        more: dict[str, Any] = {"place": self._place()}
+        if end:
+            message, calls = self._read(ids, None)
+            more |= {"messages": (message,), "tool_calls": calls, "stop": "stop"}
+        turn = self._turn("forced", author, ids, **more)
+        self.turn = turn
+        if end and not turn.tool_calls:
+            self.stop = "answered"
+        return turn
+
+    def observe(self, text: str, *, author: str = "person") -> Turn:
+        """Answer the last action yourself: as the result of each call that it made, or as the user if it made none."""
+        self._open("observe")
+        if self.turn.kind not in ("action", "forced") or not self.turn.messages:
+            raise SettingsError("there is no action to answer; sample or force one first")
+        from agentfly_kit.types import ToolResult
+
+        calls = [dataclasses.replace(c, result=ToolResult(True, text)) for c in self._calls()]
+        turn = self._observation(author, calls)
+        if not calls:
+            turn = dataclasses.replace(turn, messages=({"role": "user", "content": text},), text=text)
+        self.stop = None
+        self.turn = self._given(turn)
+        return self.turn
+
+    def rewind(self, to: Turn | int) -> Turn:
+        """Go back to an earlier turn (or its index in `chain.turns`); what came after it leaves this chain.
+
+        Raises:  SettingsError if tools with a sandbox or state have run since: they cannot be taken back here.
+        """
+        self._open("rewind")
+        path = self.turns
+        target = path[to] if isinstance(to, int) else to
+        if not any(turn is target for turn in path):
+            raise SettingsError(f"{target!r} is not on this chain's path; give one of chain.turns, or its index")
+        if self.turn is not target and (self.context.held or self.context.state):
+            what = ", ".join(kind.__name__ for kind in self.context.held) or "state that its tools keep"
+            raise SettingsError(f"this chain cannot go back: it holds {what}, which would not go back with it")
+        self.turn = target
+        self.stop, self.error, self._trajectory = None, None, None
+        if target.kind in ("action", "forced") and target.messages and not target.tool_calls:
+            self.stop = "answered"
+        return target
+
+    @awaited
+    async def fork(self, *, same_noise: bool = False) -> Chain:
+        """Another chain from here: the same turn objects, its own future, sandboxes forked or refused by name.
+
+        same_noise: sample as this chain would; otherwise the fork's seeds are its own.
+        """
+        self._open("fork")
+        forks = self.__dict__.setdefault("_forks", itertools.count(1))
+        place = dataclasses.replace(self.place, fork=f"{self.place.fork}.{next(forks)}")
+        twin = object.__new__(Chain)
+        twin.__dict__.update(self.__dict__)
+        twin.__dict__.pop("_forks", None)
+        twin.place = self.place if same_noise else place
+        twin.id = place.id
+        twin._session = f"{place.id}#{next(_sessions)}"
+        twin.context = await self.context.fork(place.id)
+        twin._busy, twin._closed, twin._trajectory = False, False, None
+        return twin
+
+    def row(self) -> Trajectory:
+        """The chain as it is now, unscored: for a TokenView, or to see what would be trained."""
+        return self._record(None, {}, self.error, self.stop or "cancelled")
+
+    # --- the end ---
+
+    @awaited
+    async def finish(self) -> Trajectory:
+        """Score it, give its sandboxes back, and return the trajectory. One that was not at its end is unscored."""
+        if self._trajectory is not None:
+            return self._trajectory
+        with self._alone("finish"):
+            return await self._finish()
+
+    async def _finish(self) -> Trajectory:
+        if self._closed:
+            raise SettingsError("this chain was closed without a score; agent.chain(task) starts another")
+        if self.stop is None:
+            self.stop = "cancelled"
+        reward: float | None = None
+        metrics: dict[str, float] = {}
+        try:
+            if self.stop not in UNSCORED and self.agent.reward:
+                self._report("reward", "start", "scoring", self.actions, "")
+                scored = await self.agent.reward.score(self.row(), self.context)
+                self._apply(scored.turn_rewards)
+                reward, metrics = scored.reward, scored.metrics
+                if scored.error is not None:
+                    self.error = scored.error
+                self._report("reward", "end", "scoring", self.actions, "")
+        finally:
+            await self.close()
+        self._trajectory = self._record(reward, metrics, self.error, self.stop)
+        return self._trajectory
+
+    def _apply(self, turn_rewards: Any) -> None:
+        """Put per-turn rewards on their turns; the path is made anew, because turns never change."""
+        if not turn_rewards:
+            return
+        path = self.turns
+        leaf: Turn | None = None
+        for i, turn in enumerate(path):
+            extra = turn_rewards.get(i)
+            reward = turn.reward if extra is None else (turn.reward or 0.0) + extra
+            leaf = dataclasses.replace(turn, reward=reward, parent=leaf)
+        assert leaf is not None
+        self.turn = leaf
+
+    @awaited
+    async def close(self) -> None:
+        """Give up the chain: its sandboxes go back, nothing is scored. Twice is once."""
+        self._closed = True
+        self.agent.engine.release(self._session)
+        await self.context.close()
+
+    def _record(self, reward: float | None, metrics: dict[str, float], error: Failure | None, stop: str) -> Trajectory:
+        return Trajectory(
+            id=self.id,
+            task=self.task,
+            group=self.place.group,
+            chain=self.place.chain,
+            turns=self.turns,
+            stop=stop,
+            reward=reward,
+            metrics=metrics,
+            error=error,
+            seed=self._seed(0),
+            sampling=self.agent.sampling,
+            seconds=time.perf_counter() - self._began,
+            tools=self._tools,
+        )
+
+    @awaited
+    async def run(self) -> Trajectory:
+        """Step to the end and score. What goes wrong on our side ends the chain with `error`, unscored; it never raises."""
+        self._report("chain", "start", "waiting", 0, "")
+        try:
+            async with asyncio.timeout(self.agent.timeout):
+                while self.stop is None:
+                    await self.step()
+        except TimeoutError:
+            self._end("timeout")
+        except asyncio.CancelledError:
+            await self.close()
+            self._report("chain", "end", "cancelled", self.actions, "")
+            raise
+        except Exception as error:
+            self.error = Failure.of("engine" if isinstance(error, EngineError) else "chain", error)
+            self._end("error")
+        try:
+            trajectory = await self.finish()
+        except asyncio.CancelledError:
+            self._report("chain", "end", "cancelled", self.actions, "")
+            raise
+        except Exception as error:  # a pool that is closed under the chain, say: the chain stays as data
+            self.error = Failure.of("chain", error)
+            trajectory = self._record(None, {}, self.error, "error")
+        state: Literal["done", "failed"] = "failed" if trajectory.error is not None else "done"
+        self._report("chain", "end", state, self.actions, trajectory.stop)
+        return trajectory
+
+    # --- guards ---
+
+    def _end(self, why: str) -> Turn:
+        self.stop = why
+        return self.turn
+
+    async def _wait(self) -> None:
+        if self.gate is not None:
+            await self.gate()
+
+    def _open(self, call: str) -> None:
+        if self._closed:
+            raise SettingsError(f"chain.{call}: this chain is finished; agent.chain(task) starts another")
+        if self.stop not in (None, "answered") and call not in ("rewind", "fork"):
+            raise SettingsError(
+                f"chain.{call}: the chain was stopped by {self.stop}; chain.finish(), or chain.rewind(to=)"
+            )
+
+    def _alone(self, call: str) -> _Alone:
+        return _Alone(self, call)
+
+
+class _Alone:
+    """Two calls on one chain at once would write one history twice."""
+
+    def __init__(self, chain: Chain, call: str) -> None:
+        self._chain, self._call = chain, call
+
+    def __enter__(self) -> None:
+        if self._chain._busy:
+            raise SettingsError(f"chain.{self._call}: another call on this chain is still running; await it first")
+        self._chain._busy = True
+
+    def __exit__(self, *_: object) -> None:
+        self._chain._busy = False

@@ -1,0 +1,352 @@
+"""An agent, and many of its chains at once. Knows no training: a rollout is trajectories, whatever they are for.
+
+An agent is frozen settings. A rollout is a handle that starts when it is awaited; chains run side by side up to
+`max_concurrency`, each on its own, and the trajectories come back in the order of the tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentfly_kit.chain import Chain, Place
+from agentfly_kit.chat import Chat
+from agentfly_kit.engines.base import Engine
+from agentfly_kit.errors import NotAwaited, SettingsError, TaskError
+from agentfly_kit.record import Rollout
+from agentfly_kit.rewards import RewardSet
+from agentfly_kit.tools import ToolSet
+from agentfly_kit.types import RolloutEvent, Sampling, Task, Trajectory
+
+
+@dataclass(frozen=True, eq=False)
+class Agent:
+    """Settings: which engine writes, how its text becomes tokens, which tools it has and how its chains are scored."""
+
+    engine: Engine
+    chat: Chat
+    tools: Any = ()
+    """Tools or plain functions; kept as a `ToolSet`."""
+    reward: Any = None
+    """A reward, a list of them (their weighted sum), or None: chains stay unscored. Kept as a `RewardSet`."""
+    system: str | None = None
+    """A system message before each task's own."""
+    max_turns: int = 8
+    """Actions a chain may take."""
+    max_tokens: int | None = None
+    """Sampled tokens a chain may take; `Sampling.max_tokens` is one action's."""
+    max_invalid_calls: int = 3
+    """Actions in a row that call nothing but what is unreadable or unknown."""
+    timeout: float | None = None
+    """Seconds that a chain may take, its waits included."""
+    sampling: Sampling = field(default_factory=Sampling)
+    pools: Sequence[Any] = ()
+    seed: int = 0
+    name: str = "policy"
+    """The author of its tokens."""
+    _last: list[Any] = field(default_factory=list, repr=False, compare=False)
+    _warned: list[str] = field(default_factory=list, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.engine, Engine):
+            raise SettingsError(f"engine={self.engine!r}: give an engine, such as af.LocalEngine(policy)")
+        if not isinstance(self.chat, Chat):
+            raise SettingsError(f"chat={self.chat!r}: give a Chat, such as policy.chat or af.Chat(tokenizer)")
+        tools = self.tools if isinstance(self.tools, ToolSet) else ToolSet(self.tools)
+        object.__setattr__(self, "tools", tools)
+        object.__setattr__(self, "reward", RewardSet.of(self.reward))
+        pools = (self.pools,) if hasattr(self.pools, "acquire") else tuple(self.pools)
+        object.__setattr__(self, "pools", pools)
+        for name in ("max_turns", "max_invalid_calls", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SettingsError(f"{name}={value}: give at least 1")
+        kinds = (*tools.sandbox_kinds, *self.reward.sandbox_kinds)
+        for kind in dict.fromkeys(kinds):
+            if not any(issubclass(pool.kind, kind) for pool in pools):
+                raise SettingsError(
+                    f"a tool or the reward asks for a {kind.__name__} and no pool has it; "
+                    f"pools=[af.Pool({kind.__name__}, size=8)]"
+                )
+
+    def replace(self, **changes: Any) -> Agent:
+        """The same agent with other settings."""
+        return dataclasses.replace(self, _last=[], _warned=[], **changes)
+
+    def __repr__(self) -> str:
+        tools = ", ".join(self.tools.names) or "no tools"
+        reward = f", reward {' + '.join(self.reward.names)}" if self.reward else ", no reward"
+        return f"Agent({tools}{reward}, {self.max_turns} turns, {self.engine!r})"
+
+    @property
+    def last_run(self) -> RolloutRun:
+        """The handle of the last rollout that was started; after an interrupt, `last_run.partial` has what finished."""
+        if not self._last:
+            raise SettingsError("this agent has not rolled anything out yet; await agent.rollout(tasks)")
+        run: RolloutRun = self._last[0]
+        return run
+
+    def chain(self, task: Task) -> Chain:
+        """One chain of the task, to be stepped by hand."""
+        self._check([task])
+        return Chain(self, task)
+
+    def rollout(
+        self,
+        tasks: Iterable[Task] | Task,
+        group_size: int = 1,
+        *,
+        max_concurrency: int = 64,
+        index: int = 0,
+        purpose: str = "rollout",
+        progress: bool = False,
+    ) -> RolloutRun:
+        """Chains of many tasks, `group_size` of each. Starts when it is awaited.
+
+        index, purpose: part of every seed; the same ones give the same trajectories from an engine that can promise it.
+        """
+        return RolloutRun(self, tasks, group_size, max_concurrency, index, purpose, progress)
+
+    def _check(self, tasks: Sequence[Task]) -> None:
+        """Refuse before the first token what could only fail later; say once that a tool was redefined."""
+        self.tools.check(tasks)
+        self.reward.check(tasks)
+        for name in (*self.tools.redefined(), *self.reward.redefined()):
+            if name not in self._warned:
+                self._warned.append(name)
+                warnings.warn(
+                    f"this agent still has the {name!r} from before it was defined again; "
+                    f"agent.replace(tools=[...], reward=...) takes the new one",
+                    stacklevel=4,
+                )
+
+
+class RolloutRun:
+    """A rollout that can be watched and stopped. `await run` gives the `Rollout`; `async for t in run` each chain as it ends.
+
+    partial      what has finished so far
+    pause(), resume(), stop()
+    subscribe()  every change of a chain, in order
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        tasks: Iterable[Task] | Task,
+        group_size: int,
+        max_concurrency: int,
+        index: int,
+        purpose: str,
+        progress: bool,
+    ) -> None:
+        given = [tasks] if isinstance(tasks, Task) else list(tasks)
+        if not given:
+            raise TaskError("there is no task to roll out; give at least one")
+        for task in given:
+            if not isinstance(task, Task):
+                raise TaskError(f"{task!r} is no Task; make tasks of rows with af.tasks_from(rows)")
+        if group_size < 1 or max_concurrency < 1:
+            raise SettingsError(f"group_size={group_size}, max_concurrency={max_concurrency}: both are at least 1")
+        agent._check(given)
+        self.agent = agent
+        self.group_size = group_size
+        self.max_concurrency = max_concurrency
+        self._progress = progress
+        seen: dict[str, int] = {}
+        self._places: list[tuple[Task, Place]] = []
+        for task in given:
+            count = seen[task.id] = seen.get(task.id, 0) + 1
+            # A task that comes twice makes two groups, whose seeds differ.
+            group = f"{purpose}-{index}:{task.id}" + (f"~{count}" if count > 1 else "")
+            for chain in range(group_size):
+                self._places.append((task, Place(purpose, index, group, chain)))
+        self.total = len(self._places)
+        self._done: dict[str, Trajectory] = {}
+        self._listeners: list[Callable[[RolloutEvent], None]] = []
+        self._sequence = 0
+        self._task: asyncio.Task[Rollout] | None = None
+        self._open: asyncio.Event | None = None
+        self._paused = False
+        self._stopping = False
+        self._began = 0.0
+        self._ended = 0.0
+        self._finished: asyncio.Queue[Trajectory | None] | None = None
+
+    # --- watching ---
+
+    @property
+    def partial(self) -> Rollout:
+        """The chains that have finished, in the order of the tasks."""
+        done = [self._done[place.id] for _, place in self._places if place.id in self._done]
+        return Rollout.of(done, (self._ended or time.perf_counter()) - self._began if self._began else 0.0)
+
+    def subscribe(self, callback: Callable[[RolloutEvent], None]) -> Callable[[], None]:
+        """Be called with every change of a chain, in order, on the event loop. Returns what ends it."""
+        self._listeners.append(callback)
+
+        def unsubscribe() -> None:
+            if callback in self._listeners:
+                self._listeners.remove(callback)
+
+        return unsubscribe
+
+    def pause(self) -> None:
+        """Chains wait before their next action or tool call; what runs now ends its own."""
+        self._paused = True
+        if self._open is not None:
+            self._open.clear()
+
+    def resume(self) -> None:
+        self._paused = False
+        if self._open is not None:
+            self._open.set()
+
+    def stop(self) -> None:
+        """Cancel the chains that have not finished. An `await` on the run returns those that have."""
+        self._stopping = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def __repr__(self) -> str:
+        what = f"rollout of {self.total // self.group_size} tasks x {self.group_size}"
+        if self._task is None:
+            return f"<{what} has not run: write `await` before it>"
+        state = "done" if self._task.done() else "paused" if self._paused else "running"
+        return f"<{what}, {len(self._done)} of {self.total} chains done, {state}>"
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and hasattr(Rollout, name):
+            raise NotAwaited(
+                f"this rollout is a handle and has no .{name}; write (await run).{name}, or run.partial.{name}"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    # --- running ---
+
+    def __await__(self) -> Generator[Any, Any, Rollout]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> Rollout:
+        task = self._start()
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if self._stopping and task.done() and not _cancelling():
+                return self.partial
+            # The one who waits was cancelled: an interrupt, or another task. Nothing may go on behind its back.
+            await self._end(task)
+            raise
+
+    async def __aiter__(self) -> Any:
+        self._finished = asyncio.Queue()
+        task = self._start()
+        try:
+            while (trajectory := await self._finished.get()) is not None:
+                yield trajectory
+            if not self._stopping:
+                await task
+        finally:
+            await self._end(task)
+
+    @staticmethod
+    async def _end(task: asyncio.Task[Any]) -> None:
+        while not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()
+
+    def _start(self) -> asyncio.Task[Rollout]:
+        if self._task is None:
+            self.agent._last[:] = [self]
+            self._open = asyncio.Event()
+            if not self._paused:
+                self._open.set()
+            self._began = time.perf_counter()
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="agentfly-rollout")
+        return self._task
+
+    async def _run(self) -> Rollout:
+        places = iter(self._places)
+        bar = self._bar()
+        workers = [
+            asyncio.create_task(self._work(places, bar), name=f"agentfly-chain-{i}")
+            for i in range(min(self.max_concurrency, self.total))
+        ]
+        try:
+            done, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
+            for worker in done:
+                worker.result()
+        finally:
+            for worker in workers:
+                worker.cancel()
+            # A worker that was cancelled while it gave a sandbox back ends only after that.
+            await asyncio.gather(*workers, return_exceptions=True)
+            self._ended = time.perf_counter()
+            if bar is not None:
+                bar.close()
+            if self._finished is not None:
+                self._finished.put_nowait(None)
+        return self.partial
+
+    async def _work(self, places: Iterator[tuple[Task, Place]], bar: Any) -> None:
+        for task, place in places:
+            chain = Chain(self.agent, task, place, report=self._reporter(place.id, task.id))
+            chain.gate = self._gate
+            trajectory = await chain.run()
+            self._done[place.id] = trajectory
+            if self._finished is not None:
+                self._finished.put_nowait(trajectory)
+            if bar is not None:
+                bar.update()
+
+    async def _gate(self) -> None:
+        if self._open is not None and not self._open.is_set():
+            await self._open.wait()
+
+    def _reporter(self, trajectory: str, task: str) -> Callable[[str, str, str, int, str], None]:
+        def report(kind: str, phase: str, state: str, turn: int, detail: str) -> None:
+            if not self._listeners:
+                return
+            self._sequence += 1
+            seconds = time.perf_counter() - self._began
+            event = RolloutEvent(
+                self._sequence,
+                kind,  # type: ignore[arg-type]
+                phase,  # type: ignore[arg-type]
+                trajectory,
+                task,
+                turn,
+                state,  # type: ignore[arg-type]
+                seconds,
+                detail,
+            )
+            for listener in list(self._listeners):
+                try:
+                    listener(event)
+                except Exception as error:
+                    self._listeners.remove(listener)
+                    warnings.warn(
+                        f"a listener of a rollout raised {type(error).__name__}: {error}; it hears no more",
+                        stacklevel=2,
+                    )
+
+        return report
+
+    def _bar(self) -> Any:
+        if not self._progress:
+            return None
+        from tqdm.auto import tqdm
+
+        return tqdm(total=self.total, desc="chains", unit="chain")
+
+
+def _cancelling() -> bool:
+    """Whether the running task itself was asked to end, not only what it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
