@@ -125,10 +125,10 @@ class Reward(Generic[P, R]):
         self.__doc__, self.__module__, self.__wrapped__ = function.__doc__, function.__module__, function
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        function: Callable[..., Any] = self.function
+        function: Callable[..., R] = self.function
         if inspect.iscoroutinefunction(function):
             return typing.cast(R, Pending(f"{self.name}(...)", lambda: function(*args, **kwargs)))
-        return self.function(*args, **kwargs)
+        return function(*args, **kwargs)
 
     def replace(self, *, weight: float | None = None, name: str | None = None) -> Reward[P, R]:
         """The same reward with another weight or name."""
