@@ -324,7 +324,7 @@ def clip_cov(
     candidates = ((cov > low) & (cov < high) & free).flatten().nonzero().flatten()
     if not len(candidates):
         return per_token
-    n = min(max(int(share * int(m.sum())), 1), len(candidates))
+    n = max(int(share * int(m.sum())), 1)
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed)).to(candidates.device)
     taken = torch.zeros_like(m).flatten().index_fill(0, candidates[order[:n]], True).view_as(m)
     return torch.where(taken, 0.0, per_token)
@@ -618,10 +618,11 @@ def clipped(
     m = _mask(mask, logprobs)
     a = _at(advantages, m, "advantages")
     ratio = torch.exp(_log_ratio(logprobs, old_logprobs, m))
+    # An advantage is 0 where masked, so nothing binds there.
     binds = ((a > 0) & (ratio > 1 + high)) | ((a < 0) & (ratio < 1 - clip))
     if dual_clip is not None:
         binds |= (a < 0) & (ratio > dual_clip)
-    return binds & m
+    return binds
 
 
 @torch.no_grad()

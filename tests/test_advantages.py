@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -169,6 +170,210 @@ def test_a_row_without_actions_is_zero_everywhere() -> None:
     assert adv.grpo([], []).shape == (0,)
 
 
+def test_golden_remax_and_opo() -> None:
+    close(adv.remax([1, 0, None, 1], baselines=[0.25, 0.5, 0, nan]), [0.75, -0.5, 0, 0])
+    # (1 * 10 + 0 * 30) / 40 = 0.25
+    close(adv.opo([1, 0, None], [0, 0, 0], lengths=[10, 30, nan]), [0.75, -0.25, 0])
+    close(adv.opo([1, 0], [0, 0], lengths=[0, 0]), [0.5, -0.5])
+    assert adv.opo([0.1] * 3, [0] * 3, lengths=[1, 2, 3]).tolist() == [0, 0, 0]
+
+
+def test_golden_gpg() -> None:
+    """Half of the trajectories sit in a flat group: the others count double."""
+    r, g = [1, 0, 1, 1], ["a", "a", "b", "b"]
+    close(adv.gpg(r, g), [1.0, -1, 0, 0])
+    close(adv.gpg(r, g, rescale=False), [0.5, -0.5, 0, 0])
+    close(adv.gpg([1, 1], [0, 0]), [0.0, 0])
+
+
+def test_golden_passk() -> None:
+    close(adv.grpo_passk([1, 3, 2], [0, 0, 0], std=None), [0.0, 1, 0])  # the whole group: the lead over the second
+    close(adv.grpo_passk([1, 3, 2], [0, 0, 0], std="sample"), [0.0, 1, 0], 1e-5)
+    close(adv.grpo_passk([1, 3, 2], [0, 0, 0], k=2, std=None), [0.0, 1.5, 0.5])  # pairs (3, 1), (3, 2) and (2, 1)
+    close(adv.grpo_passk([1, 1, 0], [0, 0, 0], std=None), [0.0, 0, 0])  # either success would do
+    close(adv.grpo_passk([1, 1, None], [0, 1, 1], singleton="raw"), [1.0, 1, 0])
+    with pytest.raises(SettingsError, match=r"k=1; wanted 2 or more.*k=1 is grpo"):
+        adv.grpo_passk([1, 0], [0, 0], k=1)
+
+
+def test_golden_gdpo_keeps_apart_what_a_sum_confuses() -> None:
+    # Sums 1, 1, 0 and 2 would give the first two one advantage; their rewards have different spreads.
+    r = [[1.0, 0], [0, 1], [0, 0], [1, 1], [1, 0]]
+    a = adv.gdpo(r, [0] * 5, whiten=False)
+    assert a[0] != pytest.approx(a[1].item())
+    want = adv.grpo([x for x, _ in r], [0] * 5) + 2 * adv.grpo([y for _, y in r], [0] * 5)
+    close(adv.gdpo(r, [0] * 5, weights=[1, 2], whiten=False), want)
+    close(adv.gdpo(r, [0] * 5, weights=[1, 2]), (want - want.mean()) / want.std(), 1e-5)
+    with_nan = adv.gdpo([*r, [nan, 5.0]], [0] * 6)
+    close(with_nan[:5], adv.gdpo(r, [0] * 5))
+    assert with_nan[5] == 0
+    with pytest.raises(AlignmentError, match=r"wanted \(N, K\)"):
+        adv.gdpo([1, 0], [0, 0])
+    with pytest.raises(AlignmentError, match="1 weights for 2 rewards"):
+        adv.gdpo(r, [0] * 5, weights=[1])
+
+
+def test_golden_maxrl() -> None:
+    close(adv.maxrl([1, 0, 0, 0, 0, 0], [0] * 4 + [1] * 2), [3.0, -1, -1, -1, 0, 0])
+    with pytest.raises(ValueError, match=r"rewards\[1\] is -1.0; maxrl wants rewards of 0 or more"):
+        adv.maxrl([1, -1], [0, 0])
+
+
+def test_golden_rollout_level() -> None:
+    """A success of three rows and a failure of one."""
+    r, g = [1, 1, 1, 0], ["task"] * 4
+    close(adv.rollout_level(r, g, rollouts=["a", "a", "a", "b"]), [0.7071, 0.7071, 0.7071, -0.7071], 1e-4)
+    close(adv.grpo(r, g), [0.5, 0.5, 0.5, -1.5], 1e-4)  # what it is without
+    got = adv.rollout_level(r, g, rollouts=["a", "a", "a", "b"], estimator=adv.rloo)
+    close(got, [1.0, 1, 1, -1])
+    close(adv.rollout_level([1, nan, nan, 0], g, rollouts=[0, 1, 1, 2], std=None), [0.5, 0, 0, -0.5])
+    with pytest.raises(ValueError, match=r"rows 0 and 2 are of one rollout, with rewards 1 and 0"):
+        adv.rollout_level([1, 1, 0], [0, 0, 0], rollouts=[0, 0, 0])
+    with pytest.raises(ValueError, match="groups 'x' and 'y'"):
+        adv.rollout_level([1, 1], ["x", "y"], rollouts=[0, 0])
+
+
+def test_golden_gigpo() -> None:
+    """Two trajectories meet in state "s": one goes on to succeed, the other fails."""
+    rewards, groups = [1.0, 0.0], [0, 0]
+    turns, states = [[0, 0, 1.0], [0, 0.0]], [["start", "s", "end"], ["start", "s"]]
+    a = adv.gigpo(rewards, groups, turn_rewards=turns, states=states, gamma=0.5, std=None)
+    # start: 0.25 and 0; s: 0.5 and 0; end: alone. On top of ±0.5 for the episode.
+    close(a, [[0.5 + 0.125, 0.5 + 0.25, 0.5], [-0.5 - 0.125, -0.5 - 0.25, 0]])
+    a = adv.gigpo(rewards, groups, turn_rewards=turns, states=states, gamma=0.5, weight=0.0)
+    close(a, [[0.7071] * 3, [-0.7071, -0.7071, 0]], 1e-4)
+    # The same state in another group is another state; an unscored trajectory is in neither mean.
+    a = adv.gigpo([1, 0, None], [0, 1, 0], turn_rewards=[[1], [0], [5]], states=[["s"]] * 3, singleton="raw")
+    close(a, [[2.0], [0], [0]])
+    close(adv.gigpo([1, 0], [0, 0], turn_rewards=[[1], [None]], states=[["s"]] * 2, singleton="raw"), [[2.0], [0]])
+    assert adv.gigpo([], [], turn_rewards=[], states=[]).shape == (0, 0)
+    with pytest.raises(AlignmentError, match="trajectory 1: 1 turn rewards, 2 states"):
+        adv.gigpo([1, 0], [0, 0], turn_rewards=[[1], [0]], states=[["s"], ["s", "t"]])
+
+
+# A forked tree of three leaves and, beside it, a chain that was never forked.
+TREE = [["r", "a"], ["r", "b", "c"], ["r", "b", "d"], ["x"]]
+
+
+def test_golden_branch_weights() -> None:
+    close(adv.branch_weights(TREE, [0] * 4), [1 / 4, 1 / 8, 1 / 8, 1 / 2])
+    close(adv.branch_weights([["r", "a"], ["r", "a"]], [0, 1]), [1.0, 1.0])
+    for leaves, text in (
+        ([["r"], ["r"]], "two leaves end in"),
+        ([["r", "a"], ["x", "a", "b"]], "two parents"),
+        ([[]], "empty"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            adv.branch_weights(leaves, [0] * len(leaves))
+
+
+def test_golden_arpo() -> None:
+    r, g = [1.0, 0, 1, 0], [0] * 4
+    soft = adv.arpo(r, g, leaves=TREE, std=None)
+    close(soft, [[0.5, 0.5, 0], [-0.5] * 3, [0.5] * 3, [-0.5, 0, 0]])
+    hard = adv.arpo(r, g, leaves=TREE, attribution="hard", std=None)
+    close(hard, [[1 / 6, 0.5, 0], [1 / 6, 0, -0.5], [1 / 6, 0, 0.5], [-0.5, 0, 0]])
+    # Weighted mean 1/4 + 1/8 = 0.375; each row times 4 w.
+    unbiased = adv.arpo(r, g, leaves=TREE, attribution="inverse_branching", std=None)
+    close(unbiased, [[0.625, 0.625, 0], [-0.1875] * 3, [0.3125] * 3, [-0.75, 0, 0]])
+    # An unscored leaf leaves the means; the mean of a shared turn is over the scored leaves through it.
+    hard = adv.arpo([1, nan, 0, 0.5], g, leaves=TREE, attribution="hard", std=None)
+    close(hard, [[0, 0.5, 0], [0, 0, 0], [0, -0.5, -0.5], [0, 0, 0]])
+
+
+def test_hard_and_soft_attribution_weigh_every_turn_the_same_in_total() -> None:
+    r, g = [1.0, 0, 0.25, 0], [0] * 4
+    totals = []
+    for attribution in ("soft", "hard"):
+        a = adv.arpo(r, g, leaves=TREE, attribution=attribution)  # type: ignore[arg-type]
+        total: dict[str, float] = {}
+        for row, path in zip(a.tolist(), TREE, strict=True):
+            for x, turn in zip(row, path, strict=False):
+                total[turn] = total.get(turn, 0) + x
+        totals.append(total)
+    assert totals[0] == pytest.approx(totals[1], abs=1e-6)
+
+
+@given(
+    st.lists(st.tuples(st.integers(-8, 8), st.sampled_from("ab")), min_size=1, max_size=8),
+    st.sampled_from(["sample", "population", None]),
+)
+@settings(deadline=None)
+def test_without_forks_arpo_is_grpo(rows: Any, std: Any) -> None:
+    r, g = torch.tensor([float(x) for x, _ in rows], dtype=torch.float64), [h for _, h in rows]
+    leaves = [[("turn", i)] for i in range(len(rows))]
+    for attribution in ("soft", "hard", "inverse_branching"):
+        close(adv.arpo(r, g, leaves=leaves, attribution=attribution, std=std)[:, 0], adv.grpo(r, g, std=std))  # type: ignore[arg-type]
+
+
+def test_branch_weights_are_unbiased_where_the_plain_mean_is_not() -> None:
+    """Every outcome of two chains that are forked after a bad first turn only: the plain mean hears the bad twice."""
+    first, second = (0.6, 0.4), {0: (0.3, 0.7), 1: (0.8, 0.2)}  # chance of the first token; of failing or succeeding
+    truth = sum(first[a] * second[a][1] for a in (0, 1))
+    trees = []  # (chance, [(path, reward)]) of one chain and its forks
+    for a in (0, 1):
+        for ends in itertools.product((0, 1), repeat=2 if a == 0 else 1):
+            chance = first[a] * math.prod(second[a][e] for e in ends)
+            trees.append((chance, [((a,), (a, fork, e), float(e)) for fork, e in enumerate(ends)]))
+    plain = weighted = 0.0
+    for (p, one), (q, two) in itertools.product(trees, repeat=2):
+        leaves = [[("chain", n, *turn) for turn in path] for n, tree in enumerate((one, two)) for *path, _ in tree]
+        rewards = torch.tensor([x for tree in (one, two) for *_, x in tree], dtype=torch.float64)
+        plain += p * q * rewards.mean().item()
+        weighted += p * q * (adv.branch_weights(leaves, [0] * len(leaves)) * rewards).sum().item()
+    assert weighted == pytest.approx(truth, abs=1e-12)
+    assert abs(plain - truth) > 0.02
+
+
+# --- what the estimators estimate: exact expectations over a small policy ---------------------------
+
+POLICY = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+
+
+def expected_gradient(advantages: Callable[[Tensor], Tensor], outcome_rewards: list[float], n: int) -> Tensor:
+    """E over all groups of n of mean_i A_i grad log p_i, in the logits of POLICY: no sampling."""
+    total = torch.zeros(3, dtype=torch.float64)
+    for group in itertools.product(range(3), repeat=n):
+        a = advantages(torch.tensor([outcome_rewards[i] for i in group], dtype=torch.float64))
+        score = torch.eye(3, dtype=torch.float64)[list(group)] - POLICY
+        total += POLICY[list(group)].prod() * (a[:, None] * score).mean(0)
+    return total
+
+
+def gradient_of(f: Callable[[Tensor], Tensor]) -> Tensor:
+    logits = POLICY.log().requires_grad_()
+    (g,) = torch.autograd.grad(f(torch.softmax(logits, 0)), logits)
+    return g
+
+
+def test_rloo_is_unbiased_and_dr_grpo_is_shorter_by_one_nth() -> None:
+    outcome = [0.0, 0.5, 1.0]
+    want = gradient_of(lambda p: (p * torch.tensor(outcome, dtype=torch.float64)).sum())
+    close(expected_gradient(lambda r: adv.rloo(r, [0] * 3), outcome, 3), want, 1e-12)
+    close(expected_gradient(lambda r: adv.dr_grpo(r, [0] * 3), outcome, 3), want * 2 / 3, 1e-12)
+
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_passk_is_the_gradient_of_the_best_of_k(k: int) -> None:
+    outcome = [0.0, 0.5, 1.0]
+
+    def best(p: Tensor) -> Tensor:
+        below = torch.cumsum(p, 0)  # outcomes are in order of reward
+        return sum(
+            (x * (below[i] ** k - (below[i - 1] ** k if i else 0)) for i, x in enumerate(outcome)), torch.zeros(())
+        )
+
+    got = expected_gradient(lambda r: adv.grpo_passk(r, [0] * 4, k=k, std=None), outcome, 4)
+    close(k * got, gradient_of(best), 1e-12)
+
+
+def test_maxrl_is_the_gradient_of_log_success_cut_off() -> None:
+    for n in (2, 3, 5):
+        got = expected_gradient(lambda r, n=n: adv.maxrl(r, [0] * n), [0.0, 0.0, 1.0], n)
+        want = gradient_of(lambda p, n=n: -sum((1 - p[2]) ** (k + 1) / (k + 1) for k in range(n - 1)))
+        close(got, want, 1e-12)
+
+
 # --- doors ---------------------------------------------------------------------------------------
 
 
@@ -304,6 +509,50 @@ def test_rloo_is_its_loop(rows: Any, singleton: Any) -> None:
     )
 
 
+@given(grouped, st.sampled_from([None, 2, 3, 5]), singletons)
+@settings(deadline=None)
+def test_passk_is_its_loop(rows: Any, k: int | None, singleton: Any) -> None:
+    rewards, groups = [r for r, _ in rows], [g for _, g in rows]
+    want = []
+    for i, r in enumerate(rewards):
+        mates = [j for j, x in enumerate(rewards) if j != i and groups[j] == groups[i] and not math.isnan(x)]
+        if math.isnan(r):
+            want.append(0.0)
+        elif not mates:
+            want.append(r if singleton == "raw" else 0.0)
+        else:
+            size = len(mates) if k is None else min(k - 1, len(mates))
+            others = [max(rewards[j] for j in chosen) for chosen in itertools.combinations(mates, size)]
+            want.append(statistics.fmean(max(r - other, 0.0) for other in others))
+    got = adv.grpo_passk(torch.tensor(rewards, dtype=torch.float64), groups, k=k, std=None, singleton=singleton)
+    close(got, want)
+    scale = adv._Grouped.of(torch.tensor(rewards, dtype=torch.float64), groups).std("sample", 1e-6)
+    close(
+        adv.grpo_passk(torch.tensor(rewards, dtype=torch.float64), groups, k=k)[scale > 1e-3],
+        (got / scale)[scale > 1e-3],
+    )
+
+
+@given(grouped, st.lists(st.integers(0, 9), min_size=12, max_size=12))
+@settings(deadline=None)
+def test_opo_gpg_and_maxrl_are_their_loops(rows: Any, lengths: list[int]) -> None:
+    rewards, groups = [abs(r) for r, _ in rows], [g for _, g in rows]
+    scored = [i for i, r in enumerate(rewards) if not math.isnan(r)]
+    mates = {i: [j for j in scored if groups[j] == groups[i]] for i in scored}
+    live = [i for i in scored if len({rewards[j] for j in mates[i]}) > 1]
+    opo, gpg, maxrl = ([0.0] * len(rows) for _ in range(3))
+    for i in live:
+        weight = {j: lengths[j] if any(lengths[m] for m in mates[i]) else 1 for j in mates[i]}
+        opo[i] = rewards[i] - sum(weight[j] * rewards[j] for j in mates[i]) / sum(weight.values())
+        mean = statistics.fmean(rewards[j] for j in mates[i])
+        gpg[i] = (rewards[i] - mean) * len(scored) / len(live)
+        maxrl[i] = (rewards[i] - mean) / mean
+    r = torch.tensor(rewards, dtype=torch.float64)
+    close(adv.opo(r, groups, lengths=lengths[: len(rows)]), opo)
+    close(adv.gpg(r, groups), gpg)
+    close(adv.maxrl(r, groups), maxrl)
+
+
 # --- rows of actions, with observations put in anywhere -------------------------------------------
 
 POISON = [nan, inf, -inf, 1e30, -1e30]
@@ -367,6 +616,41 @@ def of_rows(f: Callable[..., Tensor]) -> Estimator:
     return on_tokens
 
 
+def of_turns(f: Callable[..., Tensor]) -> Estimator:
+    """A turn estimator as a token estimator: f(row rewards, groups, turn rewards, turn ids) in (N, K), spread out."""
+
+    def on_tokens(x: dict[str, Tensor], groups: list[str]) -> Tensor:
+        sums: list[dict[int, float]] = []
+        for b in range(len(groups)):
+            row: dict[int, float] = {}
+            for t in x["mask"][b].nonzero().flatten().tolist():
+                row[int(x["turn"][b, t])] = row.get(int(x["turn"][b, t]), 0.0) + x["reward"][b, t].item()
+            sums.append(row)
+        rewards = torch.tensor([sum(row.values()) for row in sums], dtype=torch.float64)
+        a = f(rewards, groups, [list(row.values()) for row in sums], [list(row) for row in sums])
+        out = torch.zeros_like(x["value"])
+        for b, t in x["mask"].nonzero().tolist():
+            out[b, t] = a[b, list(sums[b]).index(int(x["turn"][b, t]))]
+        return out
+
+    return on_tokens
+
+
+def forked(turns: list[list[int]]) -> list[list[Any]]:
+    """Paths of a tree: every row begins with the one turn "root", the others are its own."""
+    return [["root", *((b, t) for t in row)] for b, row in enumerate(turns)]
+
+
+def token_baseline(singleton: Any) -> Estimator:
+    def estimate(x: dict[str, Tensor], groups: list[str]) -> Tensor:
+        lp, squares = -x["weight"], x["weight"] / 2
+        return adv.optimal_token_baseline(
+            x["reward"], x["mask"], groups=groups, logprobs=lp, sum_squared_probs=squares, singleton=singleton
+        )
+
+    return estimate
+
+
 # Every public estimator, and every switch that changes how it walks over tokens. "step" is left out on purpose: reading
 # observations is what it is for.
 ESTIMATORS: dict[str, list[Estimator]] = {
@@ -376,6 +660,20 @@ ESTIMATORS: dict[str, list[Estimator]] = {
     ],
     "dr_grpo": [of_rows(lambda r, g, x: adv.dr_grpo(r, g))],
     "rloo": [of_rows(lambda r, g, x: adv.rloo(r, g))],
+    "remax": [of_rows(lambda r, g, x: adv.remax(r, baselines=r / 2 + 0.1))],
+    "opo": [of_rows(lambda r, g, x: adv.opo(r, g, lengths=x["mask"].sum(1)))],
+    "gpg": [of_rows(lambda r, g, x: adv.gpg(r, g)), of_rows(lambda r, g, x: adv.gpg(r, g, std="sample"))],
+    "grpo_passk": [of_rows(lambda r, g, x: adv.grpo_passk(r, g)), of_rows(lambda r, g, x: adv.grpo_passk(r, g, k=2))],
+    "gdpo": [of_rows(lambda r, g, x: adv.gdpo(torch.stack([r, r.square()], 1), g))],
+    "maxrl": [of_rows(lambda r, g, x: adv.maxrl(r.abs(), g))],
+    "rollout_level": [of_rows(lambda r, g, x: adv.rollout_level(r, g, rollouts=list(zip(g, r.tolist(), strict=True))))],
+    "gigpo": [of_turns(lambda r, g, turns, ids: adv.gigpo(r, g, turn_rewards=turns, states=ids))],
+    "branch_weights": [of_turns(lambda r, g, _, ids: adv.branch_weights(forked(ids), g).unsqueeze(1).expand(-1, 9))],
+    "arpo": [
+        of_turns(lambda r, g, _, ids, a=a: adv.arpo(r, g, leaves=forked(ids), attribution=a)[:, 1:])
+        for a in ("soft", "hard", "inverse_branching")
+    ],
+    "optimal_token_baseline": [token_baseline("zero"), token_baseline("raw")],
     "gae": [
         lambda x, g: adv.gae(x["reward"], x["value"], x["mask"], gamma=0.9, lam=0.8)[0],
         lambda x, g: adv.gae(x["reward"], x["value"], x["mask"], gamma=0.9, lam=0.8)[1],
@@ -452,6 +750,26 @@ def test_reinforce_plus_plus_is_its_loop(rows: Rows, gamma: float) -> None:
             rewards = [x["reward"][b, t].item() for t in at]
             want = [sum(gamma ** (far[k] - far[i]) * rewards[k] for k in range(i, len(at))) for i in range(len(at))]
             close(got[b, at], want)
+
+
+@given(rows(), singletons)
+@settings(max_examples=40, deadline=None)
+def test_optimal_token_baseline_is_its_loop(rows: Rows, singleton: Any) -> None:
+    x = rows.spread
+    got = token_baseline(singleton)(x, rows.groups)
+    at = [x["mask"][b].nonzero().flatten().tolist() for b in range(len(rows.groups))]
+    to_come = [[sum(x["reward"][b, t].item() for t in row[i:]) for i in range(len(row))] for b, row in enumerate(at)]
+    energy = []
+    for b, row in enumerate(at):
+        w = [max(0.0, 1 - 2 * math.exp(-x["weight"][b, t].item()) + x["weight"][b, t].item() / 2) for t in row]
+        energy.append(list(itertools.accumulate(w)))
+    for b, row in enumerate(at):
+        for i, t in enumerate(row):
+            mates = [c for c, other in enumerate(at) if rows.groups[c] == rows.groups[b] and len(other) > i]
+            weight = {c: energy[c][i] if any(energy[m][i] > 0 for m in mates) else 1.0 for c in mates}
+            baseline = sum(weight[c] * to_come[c][i] for c in mates) / sum(weight.values())
+            alone = to_come[b][i] if singleton == "raw" else 0.0
+            assert got[b, t].item() == pytest.approx(alone if len(mates) == 1 else to_come[b][i] - baseline, abs=1e-9)
 
 
 @given(rows())

@@ -45,6 +45,7 @@ def test_golden_ppo() -> None:
     assert losses.clipped(ratio.log(), old, a, one).tolist() == [[False, True, False, False, True, False]]
     assert losses.clip_fraction(ratio.log(), old, a, one).item() == pytest.approx(2 / 6)
     assert losses.clip_fraction(ratio.log(), old, a, one, dual_clip=3.0).item() == pytest.approx(3 / 6)
+    assert losses.clip_fraction(ratio.log(), old, a, one, clip_high=9.0, dual_clip=1.2).item() == pytest.approx(3 / 6)
     assert losses.clip_fraction(ratio.log(), old, a, torch.tensor([[1, 1, 1, 1, 0, 0]])).item() == pytest.approx(1 / 4)
 
 
@@ -174,11 +175,12 @@ def slow_cispo(low: float, high: float) -> Any:
     return tokenwise(lambda lp, frozen, old, a: -min(max(E(frozen - old), low), high) * a * lp)
 
 
-def slow_dppo(kind: str, limit: float) -> Any:
+def slow_dppo(kind: str, low: float, high: float | None = None) -> Any:
     def f(lp: float, frozen: float, old: float, a: float) -> float:
         p, q = E(frozen), E(old)
         far = abs(p - q) if kind == "tv" else q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
         away = p > q if a > 0 else p < q
+        limit = high if high is not None and a > 0 else low
         return 0.0 if away and far > limit else -E(lp - old) * a
 
     return tokenwise(f)
@@ -226,6 +228,7 @@ LOSSES: dict[str, tuple[Loss, Any]] = {
     "cispo": (lambda *x: losses.cispo(*x, 0.2, 0.3), slow_cispo(0.8, 1.3)),
     "cispo upper": (lambda *x: losses.cispo(*x, clip_high=0.3, bounds="upper"), slow_cispo(0.0, 1.3)),
     "dppo tv": (lambda *x: losses.dppo(*x, 0.1), slow_dppo("tv", 0.1)),
+    "dppo uneven": (lambda *x: losses.dppo(*x, 0.01, 0.3), slow_dppo("tv", 0.01, 0.3)),
     "dppo kl": (lambda *x: losses.dppo(*x, 0.03, divergence="kl"), slow_dppo("kl", 0.03)),
     "clip_cov": (lambda *x: losses.clip_cov(*x, share=1.0, low=0.1, high=1.0), slow_clip_cov),
     "kl_cov": (lambda *x: losses.kl_cov(*x, share=0.3, coef=0.5), slow_kl_cov),
