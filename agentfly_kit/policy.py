@@ -7,6 +7,7 @@ V(ids[:t]): both come from the hidden state at t - 1, and `_selected` is where t
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import threading
 from collections.abc import Iterable, Iterator
@@ -77,6 +78,8 @@ class Policy:
         """Optimizer steps of `ppo_step` taken on these weights."""
         self.lock = threading.Lock()
         """Held by whoever changes the weights and by an engine's forward, so that none samples from half an update."""
+        self.started: dict[str, str] = {}
+        """Run folder -> fingerprint of the weights with which its run began: a cell that is run again finds its run."""
         self._plain_head: bool | None = None
 
     # --- loading and saving ---
@@ -222,6 +225,14 @@ class Policy:
                     self.value_head.load_state_dict(head)
         except RuntimeError as error:
             raise PolicyError(f"these weights belong to another model: {error}") from error
+
+    def fingerprint(self) -> str:
+        """A digest of all weights by name."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, tensor in sorted(self.state().items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
     def __repr__(self) -> str:
         head = ", value head" if self.value_head is not None else ""

@@ -1,9 +1,9 @@
 """A pool of sandboxes of one kind, lent to chains one lease at a time.
 
-Every change of state is made by one synchronous method (pool_state.py), under a lock and without waiting; what it says must
-be started, reset or closed happens outside it, in tasks of its own that the cancellation of a waiter does not reach. The shape
-is that of httpcore's connection pool. The pool knows nothing of chains, tools or rewards, and nothing of what is in a sandbox:
-a kind is any class with some of `start, run, reset, fork, alive, close`.
+Every change of state is made by one synchronous method (pool_state.py), under a lock and without waiting; what it
+says must be started, reset or closed happens outside it, in tasks of its own that the cancellation of a waiter does
+not reach. The shape is that of httpcore's connection pool. The pool knows nothing of chains, tools or rewards, and
+nothing of what is in a sandbox: a kind is any class with some of `start, run, reset, fork, alive, close`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,23 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 from .errors import IsolationError, PoolClosed, PoolTimeout, SandboxError, SettingsError
 from .pool_state import (
-    Change, Closed, CloseAll, Died, Event, GaveUp, PoolState, Reset, Returned, SlotState, Started, StartFailed, Tick, Todo,
-    Turn, Wanted,
-)  # fmt: skip
+    Change,
+    CloseAll,
+    Closed,
+    Died,
+    Event,
+    GaveUp,
+    PoolState,
+    Reset,
+    Returned,
+    SlotState,
+    Started,
+    StartFailed,
+    Tick,
+    Todo,
+    Turn,
+    Wanted,
+)
 
 S = TypeVar("S")
 _POOLS: weakref.WeakSet[Pool[Any]] = weakref.WeakSet()
@@ -53,7 +67,7 @@ class LeaseInfo:
 
 @dataclass(frozen=True, slots=True)
 class SandboxInfo:
-    """One sandbox; `uses` counts its leases, the present one too; `since` is when it came into this state (monotonic)."""
+    """`uses` counts its leases, the present one too; `since` is when it came into this state (monotonic)."""
 
     id: int
     state: SlotState
@@ -68,7 +82,7 @@ class PoolSnapshot:
 
     kind: str
     isolation: str | None
-    """The level in use; before the first start the one asked for, None for "the best there is" or a kind without levels."""
+    """The level in use; before the first start the one asked for; None: the best, or a kind without levels."""
     size: int
     idle: int
     starting: int
@@ -154,23 +168,23 @@ class _Ticket:
 class Pool(Generic[S]):
     """At most `size` sandboxes of one kind, started when they are first wanted and lent in the order of asking.
 
-    kind             a class (or a function without arguments) that makes sandboxes: any object with some of `async start()`,
-                     `async run(...)`, `async reset()`, `async fork(into)`, `alive`, `async close()`, and `kill()` for the end
-                     of the process. Without `reset` a sandbox is replaced after each lease.
+    kind             a class whose objects have some of `async start()`, `async run(...)`, `async reset()`,
+                     `async fork(into)`, `alive`, `async close()`, and `kill()` for the end of the process. Without
+                     `reset` a sandbox is replaced after each lease.
     warm             keep this many ready beyond what is leased, once the first lease was asked for.
     isolation, memory_mb, processes, cpu_seconds, disk_mb, network, and any other keyword
-                     go to the kind; left out, the kind's own default holds (see PythonSandbox). A kind that does not take
-                     one is told so here: a limit is applied or refused, never only noted.
-    acquire_timeout  seconds that a lease may be waited for when it says nothing itself.
+                     go to the kind; left out, the kind's own default holds (see PythonSandbox). One that the kind does
+                     not take is refused here: a limit is applied or refused, never only noted.
+    acquire_timeout  seconds that a lease is waited for when the one who waits says nothing else.
     start_timeout    seconds that a sandbox may take to start.
 
-    No `async with` is needed. A pool that is rebound, collected, or there when Python exits takes its sandboxes with it. It
-    may be used from one event loop after another.
+    No `async with` is needed. A pool that is rebound, collected, or there when Python exits takes its sandboxes with
+    it. It may be used from one event loop after another.
     """
 
     def __init__(
         self,
-        kind: Callable[..., S],
+        kind: type[S],
         size: int = 8,
         *,
         warm: int = 0,
@@ -184,6 +198,8 @@ class Pool(Generic[S]):
         start_timeout: float = 60.0,
         **options: Any,
     ) -> None:
+        if not isinstance(kind, type):
+            raise SettingsError(f"Pool({kind!r}): want a class, such as PythonSandbox; a pool makes its own sandboxes")
         if size < 1:
             raise SettingsError(f"size={size}: want at least 1")
         if not 0 <= warm <= size:
@@ -193,7 +209,7 @@ class Pool(Generic[S]):
             "disk_mb": disk_mb, "network": network,
         }  # fmt: skip
         self.kind = kind
-        self.name = getattr(kind, "__name__", type(kind).__name__)
+        self.name = kind.__name__
         self.size = size
         self.warm = warm
         self.acquire_timeout = acquire_timeout
@@ -265,7 +281,8 @@ class Pool(Generic[S]):
         s = self.snapshot()
         if s.closed:
             return f"<Pool {s.kind} closed, size {s.size}>"
-        return f"<Pool {s.kind} {s.leased} leased, {s.idle} idle, {s.starting} starting, {s.waiting} waiting, size {s.size}>"
+        counts = f"{s.leased} leased, {s.idle} idle, {s.starting} starting, {s.waiting} waiting"
+        return f"<Pool {s.kind} {counts}, size {s.size}>"
 
     def subscribe(self, callback: Callable[[PoolEvent], object]) -> Callable[[], None]:
         """Call `callback` with every change from now on, in order; returns what ends that.
@@ -297,36 +314,44 @@ class Pool(Generic[S]):
         """A sandbox to keep over many calls, until `release`. First come, first served.
 
         Units:   timeout in seconds; None means the pool's `acquire_timeout`.
-        Raises:  PoolTimeout, which says who holds what; PoolClosed; SandboxError or IsolationError if none can be started.
+        Raises:  PoolTimeout, which says who holds what; PoolClosed; SandboxError or IsolationError if none can start.
         """
         timeout = self.acquire_timeout if timeout is None else timeout
         loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        self._forget_closed_loops()
+        while True:
+            slot = await self._wait(owner, loop, deadline, timeout)
+            with self._lock:
+                taken = self._state.slots.get(slot)
+                if taken is not None and taken.state == "leased" and slot in self._sandboxes:
+                    return Lease(self, slot, self._sandboxes[slot], owner)
+            # Between the grant and this line the pool was closed, which the next round says, or the sandbox was ended.
+
+    async def _wait(self, owner: str, loop: asyncio.AbstractEventLoop, deadline: float, timeout: float) -> int:
         number = next(self._next_ticket)
         ticket = _Ticket(loop.create_future(), loop)
         with self._lock:
             self._tickets[number] = ticket
-        self._forget_closed_loops()
         self._change(Wanted(number, owner))
         try:
             if not ticket.future.done():
-                await asyncio.wait([ticket.future], timeout=timeout)
+                await asyncio.wait([ticket.future], timeout=max(0.0, deadline - loop.time()))
             if not ticket.future.done():
                 raise PoolTimeout(self._why_none(timeout))
-            slot = ticket.future.result()
+            return ticket.future.result()
         except BaseException:
             # Also when it was granted just now and never reached us: then it goes to the next in the queue.
+            self._change(GaveUp(number))
+            raise
+        finally:
             with self._lock:
                 del self._tickets[number]
-            self._change(GaveUp(number))
             if ticket.future.done() and not ticket.future.cancelled():
-                ticket.future.exception()
-            raise
-        with self._lock:
-            del self._tickets[number]
-            return Lease(self, slot, self._sandboxes[slot], owner)
+                ticket.future.exception()  # seen, even if another exception was on its way
 
     async def release(self, lease: Lease[S], *, reusable: bool = True) -> None:
-        """Give a sandbox back: it is reset, or replaced if that cannot be done (or `reusable` is False). Twice is once."""
+        """Give a sandbox back: it is reset, or replaced where that fails or `reusable` is False. Twice is once."""
         if lease.pool is not self:
             raise SettingsError(f"{lease!r} is a lease of another pool")
         if lease.released:
@@ -339,22 +364,6 @@ class Pool(Generic[S]):
         else:
             self._change(Died(lease.id, "found dead when it came back"))
         await self._until_done(lease.id)
-
-    async def fork(self, lease: Lease[S], owner: str | None = None, timeout: float | None = None) -> Lease[S]:
-        """A second lease whose sandbox is in the state of the first. The kind says how, or that it cannot.
-
-        Raises:  SandboxError if this kind, or this state, cannot be forked; and as `acquire`.
-        """
-        fork = getattr(lease.sandbox, "fork", None)
-        if not callable(fork):
-            raise SandboxError(f"{self.name} cannot fork: it has no fork method")
-        child = await self.acquire(owner or f"{lease.owner}, forked", timeout)
-        try:
-            await _maybe_await(fork(child.sandbox))
-        except BaseException:
-            await self.release(child)
-            raise
-        return child
 
     async def close(self) -> None:
         """End every sandbox, the leased ones too, and refuse everybody who waits. Nothing is left when it returns."""
@@ -370,14 +379,16 @@ class Pool(Generic[S]):
 
     # --- the one place where the state changes
 
-    def _change(self, event: Event) -> None:
+    def _change(self, event: Event, *, may_start: bool = True) -> None:
+        """Tell the state what happened, and set going what it says is to be done. Never waits."""
         try:
-            running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+            loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
-            running = None
+            loop = None
+        may_start = may_start and loop is not None
         with self._lock:
-            todo = self._state.change(event, time.monotonic(), may_start=running is not None)
             now = time.monotonic()
+            todo = self._state.change(event, now, may_start)
             for kind, slot, owner, detail in todo.changes:
                 self._sequence += 1
                 if self._listeners:
@@ -386,29 +397,38 @@ class Pool(Generic[S]):
         for slot in todo.start:
             self._spawn(slot, self._start(slot))
         for slot in todo.reset:
-            self._spawn(slot, self._reset(slot)) if running else self._lose(slot)
+            if may_start:
+                self._spawn(slot, self._reset(slot))
+            else:
+                self._lose(slot)
         for slot in todo.close:
-            self._spawn(slot, self._close(slot)) if running else self._lose(slot)
-        if running is None and self._state.waiters:
+            if may_start:
+                self._spawn(slot, self._close(slot))
+            else:
+                self._lose(slot)
+        if not may_start and self._state.waiters:
             self._wake_a_loop()
         self._tell()
 
     def _answer(self, todo: Todo) -> None:
         for number, slot in todo.grant:
-            self._deliver(number, lambda future, slot=slot: future.set_result(slot))
+            self._deliver(number, slot)
         for number, error in todo.refuse:
-            refusal = self._refusal(error)
-            self._deliver(number, lambda future, refusal=refusal: future.set_exception(refusal))
+            self._deliver(number, self._refusal(error))
 
-    def _deliver(self, number: int, put: Callable[[asyncio.Future[int]], object]) -> None:
+    def _deliver(self, number: int, answer: int | Exception) -> None:
         with self._lock:
             ticket = self._tickets.get(number)
         if ticket is None:
             return
 
         def arrive() -> None:
-            if not ticket.future.done():
-                put(ticket.future)
+            if ticket.future.done():
+                return
+            if isinstance(answer, int):
+                ticket.future.set_result(answer)
+            else:
+                ticket.future.set_exception(answer)
 
         try:
             here = asyncio.get_running_loop() is ticket.loop
@@ -467,49 +487,43 @@ class Pool(Generic[S]):
         task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[None]) -> None:
+        """Work that ended by itself has reported. If it was cancelled its event loop is being torn down."""
         with self._lock:
             slot = self._tasks.pop(task, None)
-        if task.cancelled() and slot is not None:
-            self._lose(slot)  # cancelled before its first step: not even its own handler has run
-        elif not task.cancelled():
-            task.exception()
+        if slot is not None and (task.cancelled() or task.exception() is not None):
+            if slot not in self._tasks.values():  # else it was cancelled because the slot is being closed
+                self._lose(slot)
 
     async def _until_done(self, slot: int | None) -> None:
         """Wait for the work on a slot (None: on all); cancelling the wait does not cancel the work."""
+        loop = asyncio.get_running_loop()
         while True:
-            loop = asyncio.get_running_loop()
             with self._lock:
-                tasks = [
-                    t for t, s in self._tasks.items() if slot in (None, s) and t.get_loop() is loop and not t.done()
-                ]
+                tasks = [t for t, s in self._tasks.items() if slot in (None, s) and t.get_loop() is loop]
             if not tasks:
                 return
             await asyncio.wait(tasks)
+            await asyncio.sleep(0)  # their done callbacks
 
     async def _start(self, slot: int) -> None:
         try:
             sandbox = self.kind(**self.options)
             with self._lock:
                 self._sandboxes[slot] = sandbox
-            await asyncio.wait_for(_call(sandbox, "start"), self.start_timeout)
-        except asyncio.CancelledError:
-            self._lose(slot)
-            raise
-        except TimeoutError:
-            self._change(StartFailed(slot, SandboxError(f"it did not start within {self.start_timeout:g} s")))
+            async with asyncio.timeout(self.start_timeout) as clock:
+                await _call(sandbox, "start")
         except Exception as error:
+            if isinstance(error, TimeoutError) and clock.expired():
+                error = SandboxError(f"it did not start within {self.start_timeout:g} s")
             hopeless = isinstance(error, IsolationError | SettingsError | TypeError)
             self._change(StartFailed(slot, error, hopeless))
         else:
             self._change(Started(slot))
 
     async def _reset(self, slot: int) -> None:
-        sandbox = self._sandboxes[slot]
         try:
-            await asyncio.wait_for(_call(sandbox, "reset"), self.start_timeout)
-        except asyncio.CancelledError:
-            self._lose(slot)
-            raise
+            async with asyncio.timeout(self.start_timeout):
+                await _call(self._sandboxes[slot], "reset")
         except NotImplementedError:
             self._change(Died(slot, "this kind is not reset but replaced"))
         except Exception as error:
@@ -518,35 +532,32 @@ class Pool(Generic[S]):
             self._change(Reset(slot))
 
     async def _close(self, slot: int) -> None:
+        me = asyncio.current_task()
+        with self._lock:
+            others = [task for task, its in self._tasks.items() if its == slot and task is not me]
+        for task in others:  # a start or a reset that is not wanted any more
+            task.cancel()
+        if others:
+            await asyncio.wait(others)
         with self._lock:
             sandbox = self._sandboxes.get(slot)
         try:
             if sandbox is not None:
-                await asyncio.wait_for(_call(sandbox, "close"), _CLOSE_SECONDS)
-        except asyncio.CancelledError:
-            self._lose(slot)
-            raise
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    await _call(sandbox, "close")
         except Exception:
             _kill(sandbox)  # what close did not manage; its error would help nobody
-        self._gone(slot)
-
-    def _gone(self, slot: int) -> None:
         with self._lock:
             self._sandboxes.pop(slot, None)
         self._change(Closed(slot))
 
     def _lose(self, slot: int) -> None:
-        """End a sandbox at once, without an event loop or while one is being torn down: nothing new may be started then."""
+        """End a sandbox at once, without an event loop or while one is torn down: nothing may be started then."""
         with self._lock:
             sandbox = self._sandboxes.pop(slot, None)
-            todo = self._state.change(Died(slot, "its event loop ended"), time.monotonic(), may_start=False)
-            after = self._state.change(Closed(slot), time.monotonic(), may_start=False)
         if sandbox is not None:
             _kill(sandbox)
-        self._answer(todo)
-        self._answer(after)
-        if self._state.waiters:
-            self._wake_a_loop()
+        self._change(Closed(slot), may_start=False)
 
     def _lost(self, lease: Lease[S]) -> None:
         """A lease was collected and never released."""
@@ -556,7 +567,7 @@ class Pool(Generic[S]):
     # --- telling
 
     def _tell(self) -> None:
-        """Call the listeners, one event at a time, in order, whoever changed the state: one teller at a time, no lock held."""
+        """Call the listeners, one event at a time, in order, whoever changed the state; no lock is held meanwhile."""
         with self._lock:
             if self._telling:
                 return

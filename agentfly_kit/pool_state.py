@@ -1,10 +1,11 @@
 """The pool's state and its one method that changes it. Pure: no clock, no event loop, no input or output.
 
-`PoolState.change(event, now)` takes what happened and returns what must be done about it: which sandboxes to start, reset or
-close, and which waiters have got one or are refused. Whoever does those things reports back with the next event.
+`PoolState.change(event, now)` takes what happened and returns what must be done about it: which sandboxes to start,
+reset or close, and which waiters have got one or are refused. Whoever does those things reports back with the next
+event.
 
-A slot is `starting -> idle <-> leased -> resetting -> idle`, and from anywhere `-> closing -> gone`. A slot that is closing
-still counts against the size: there are never more than `size` sandboxes, not even for a moment.
+A slot is `starting -> idle <-> leased -> resetting -> idle`, and from anywhere `-> closing -> gone`. A slot that is
+closing still counts against the size: there are never more than `size` sandboxes, not even for a moment.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Literal
 
 SlotState = Literal["starting", "idle", "leased", "resetting", "closing"]
 Change = Literal[
-    "waiting", "gave up", "refused", "starting", "start failed", "idle", "leased", "turn", "resetting", "died", "closing",
-    "closed", "pool closed",
+    "waiting", "gave up", "refused", "starting", "start failed", "idle", "leased", "turn", "resetting", "died",
+    "closing", "closed", "pool closed",
 ]  # fmt: skip
 
 
@@ -33,7 +34,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class GaveUp:
-    """That somebody does not want it any more: it was cancelled, or its time is up. Maybe it had been granted already."""
+    """That somebody does not want it any more: cancelled, or its time is up. Maybe it had been granted already."""
 
     ticket: int
 
@@ -76,7 +77,7 @@ class Died:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """It is closed and gone."""
+    """It is gone: closed as it was told, or ended on the spot."""
 
     slot: int
 
@@ -133,9 +134,9 @@ class Todo:
 class PoolState:
     """See the module. `alive` is asked before a sandbox is handed out.
 
-    The breaker: after `patience` starts in a row have failed, and while nothing else could serve them, waiters are refused
-    with the last error; so is everybody who comes within the pause, which doubles with each further failure. After any
-    failure one start at a time is tried.
+    The breaker: after `patience` starts in a row have failed, and while nothing else could serve them, waiters are
+    refused with the last error; so is everybody who comes within the pause, which doubles with each further failure.
+    After any failure one start at a time is tried.
     """
 
     def __init__(
@@ -160,8 +161,10 @@ class PoolState:
         return sum(slot.state in states for slot in self.slots.values())
 
     def change(self, event: Event, now: float, may_start: bool = True) -> Todo:
-        """Take one event, then hand out what is free and start what is wanted. An event about a slot that is gone is late
-        news and changes nothing."""
+        """Take one event, then hand out what is free and start what is wanted.
+
+        An event about a slot that is gone, or in another state by now, is late news and changes nothing.
+        """
         todo = Todo()
         slot = self.slots.get(getattr(event, "slot", 0))
         match event:
@@ -189,6 +192,9 @@ class PoolState:
                 todo.changes.append(("died", slot.id, slot.owner, why))
                 self._move(slot, "closing", now, todo)
             case Closed() if slot:
+                if slot.state != "closing":
+                    self.dead += 1
+                    todo.changes.append(("died", slot.id, slot.owner, "ended without an event loop"))
                 todo.changes.append(("closed", slot.id, None, ""))
                 del self.slots[slot.id]
             case Turn(_, turn) if slot and slot.state == "leased":

@@ -459,14 +459,16 @@ class Run:
 
     # --- what it is ---
 
-    def begin(self, fingerprint: dict[str, Any], *, resume: bool) -> bool:
-        """Claim the folder for a run of this fingerprint. True if there is something to continue.
+    def check(self, fingerprint: dict[str, Any], *, resume: bool) -> bool:
+        """Whether the folder holds a run of this fingerprint that would be continued. Changes nothing.
 
-        Raises:  RunMismatch, showing the difference, if the folder holds another run and resume is True; RunError if the
-                 folder holds something that is no run.
+        Raises:  RunMismatch, showing the difference, if it holds another run and resume is True; RunError if it holds
+                 something that is no run.
         """
         file = self.path / "run.json"
-        if file.exists() and resume:
+        if file.exists():
+            if not resume:
+                return False
             try:
                 known = json.loads(file.read_text(encoding="utf-8"))["fingerprint"]
             except (OSError, ValueError, KeyError, TypeError) as error:
@@ -481,15 +483,21 @@ class Run:
                     "give the run another folder, or resume=False to replace what is there"
                 )
             return True
-        if self.path.exists() and any(self.path.iterdir()) and not file.exists():
-            raise RunError(f"{self.path} has files in it and is no run; give an empty or new folder")
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise RunError(f"{self.path} has something in it that is no run; give an empty or new folder")
+        return False
+
+    def begin(self, fingerprint: dict[str, Any], *, resume: bool) -> bool:
+        """Claim the folder for a run of this fingerprint. True if there is something to continue; raises as `check`."""
+        if self.check(fingerprint, resume=resume):
+            return True
         for name in ("rollouts", "checkpoint", "checkpoint.before"):
             shutil.rmtree(self.path / name, ignore_errors=True)
+        self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "steps.jsonl").unlink(missing_ok=True)
-        with whole_file(file) as out:
-            out.write(
-                json.dumps({"format": "agentfly_kit.run", "version": _VERSION, "fingerprint": fingerprint}, indent=1)
-            )
+        with whole_file(self.path / "run.json") as out:
+            about = {"format": "agentfly_kit.run", "version": _VERSION, "fingerprint": fingerprint}
+            out.write(json.dumps(about, indent=1))
         self._records = []
         return False
 

@@ -1,7 +1,8 @@
-"""How far the code in a sandbox is kept from the machine: the levels, what each of them holds, and which are to be had here.
+"""How far the code in a sandbox is kept from the machine: the levels, what each holds, and which are to be had here.
 
-Knows how to write the command that starts a zygote at a level; starts nothing but its own probe. A level is never lowered in
-silence: one that was asked for by name and cannot be had raises IsolationError; `None` takes the best and says which.
+Knows how to write the command that starts a zygote at a level; starts nothing but its own probe. A level is never
+lowered in silence: one that was asked for by name and cannot be had raises IsolationError; `None` takes the best and
+says which.
 """
 
 from __future__ import annotations
@@ -73,12 +74,12 @@ class SandboxReport:
 
 
 def sandbox_report(limits: Limits | None = None) -> SandboxReport:
-    """Which isolation levels there are here, how their limits are held, and what they do not isolate. Takes about 30 ms."""
+    """Which isolation levels there are here, how limits are held, and what is not isolated. Takes about 30 ms once."""
     limits = limits or Limits()
     trouble = strict_trouble()
     levels = (
         LevelReport(
-            "strict", not trouble, trouble or "bubblewrap: own namespaces, read-only files, no capabilities, call filter",
+            "strict", not trouble, trouble or "bubblewrap: namespaces, read-only files, no capabilities, call filter",
             applied("strict", limits, hierarchy()), NOT_ISOLATED["strict"],
         ),
         LevelReport(
@@ -89,24 +90,28 @@ def sandbox_report(limits: Limits | None = None) -> SandboxReport:
     return SandboxReport("none" if trouble else "strict", levels)
 
 
+def known(isolation: str | None) -> None:
+    """Raises SettingsError for a level that does not exist."""
+    if isolation is not None and isolation not in LEVELS:
+        names = ", ".join(map(repr, LEVELS))
+        raise SettingsError(f"isolation={isolation!r}: want one of {names}, or None for the best there is here")
+
+
 def choose(isolation: str | None, limits: Limits) -> str:
     """The level to use.
 
     Raises:  SettingsError for an unknown name, IsolationError if the named level cannot be had with these limits.
     """
+    known(isolation)
     if isolation is None:
         return "none" if strict_trouble() else "strict"
-    if isolation not in LEVELS:
-        raise SettingsError(
-            f"isolation={isolation!r}: want one of {', '.join(map(repr, LEVELS))}, or None for the best here"
-        )
     if isolation == "strict":
         if trouble := strict_trouble():
             raise IsolationError(f"isolation='strict' cannot be had here: {trouble}")
         if limits.processes is not None and hierarchy() is None and os.geteuid() == 0:
             raise IsolationError(
-                f"isolation='strict' with processes={limits.processes}: root is exempt from the kernel's own process limit "
-                "and no control group is writable here; run as another user, or say processes=None"
+                f"isolation='strict' with processes={limits.processes}: the kernel's own process limit does not hold "
+                "for root, and no control group is writable here; run as another user, or say processes=None"
             )
     return isolation
 
@@ -173,8 +178,8 @@ def strict_trouble() -> str:
             return f"bubblewrap is too old (0.8 or newer is wanted): {said}"
         if "uid map" in said or "namespace" in said.lower() or "not permitted" in said.lower():
             return (
-                f"user namespaces are refused here ({said}); on Ubuntu 24.04: "
-                "`sudo sysctl kernel.apparmor_restrict_unprivileged_userns=0`; in a container it must be allowed from outside"
+                f"user namespaces are refused here ({said}); on Ubuntu 24.04: `sudo sysctl "
+                "kernel.apparmor_restrict_unprivileged_userns=0`; a container must be allowed them from outside"
             )
         return f"bubblewrap did not run: {said}"
     return ""
@@ -243,8 +248,8 @@ STRICT_SHM_MB = 16
 def strict_command(limits: Limits, seccomp_fd: int) -> tuple[list[str], dict[str, str]]:
     """bwrap and its options, up to the program to run, and the environment to start bwrap itself in.
 
-    The environment is clean because bwrap keeps its own, readable inside as /proc/1/environ unless the program is pid 1;
-    both doors are closed here. The order of the mounts counts: a later one hides what lies below it.
+    The environment is clean because bwrap keeps its own, readable inside as /proc/1/environ unless the program is
+    pid 1; both doors are closed here. The order of the mounts counts: a later one hides what lies below it.
     """
     variables = environment(STRICT_HOME)
     command = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]

@@ -20,7 +20,7 @@ from ..errors import SettingsError
 class Limits:
     """What one sandbox may use between two resets; None is no limit.
 
-    Units: memory and disk in MB of 2**20 bytes; processes counts threads too; cpu_seconds is processor time of one call.
+    Units: memory and disk in MB of 2**20 bytes; processes, with their threads; cpu_seconds of processor time, a call.
     """
 
     memory_mb: int | None = 256

@@ -1,7 +1,7 @@
 """One sandbox's process on the host's side: started, held, and ended without a trace.
 
-Knows nothing of event loops or of Python code: everything here blocks for a moment, and runs on a thread of its own or at
-exit. A `Vessel` owns all that must not be left behind: process, control socket, control group, scratch folder.
+Knows nothing of event loops or of Python code: everything here blocks for a moment, and runs on a thread of its own
+or at exit. A `Vessel` owns all that must not be left behind: process, control socket, control group, scratch folder.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class Vessel:
         self.group: Group | None = None
         self.scratch: str | None = None
         self.errors: BinaryIO | None = None
-        self.files: list[int] = []  # the host's ends of the interpreter's socket and pipes
+        self.data: socket.socket | None = None  # the host's ends of the interpreter's channels
+        self.pipes: tuple[int, ...] = ()
         self._lock = threading.Lock()
         self._destroyed = False
 
@@ -97,14 +98,21 @@ class Vessel:
 
     def hang_up(self) -> None:
         """Close the host's ends; the zygote then kills all and exits. Never blocks."""
+        self.cut()
         if self.control is not None:
             self.control.close()
-        files, self.files = self.files, []
-        for file in files:
-            os.close(file)
         if self.errors is not None:
             self.errors.close()
             self.errors = None
+
+    def cut(self) -> None:
+        """Close the channels to the interpreter."""
+        pipes, self.pipes = self.pipes, ()
+        for pipe in pipes:
+            os.close(pipe)
+        if self.data is not None:
+            self.data.close()
+            self.data = None
 
     def said(self) -> str:
         """What the starting process wrote to its stderr: why it did not start."""
@@ -136,11 +144,15 @@ class Vessel:
             if self.scratch is not None:
                 shutil.rmtree(self.scratch, ignore_errors=True)
 
+    def stop(self) -> None:
+        """Kill it where it stands, and wait for that; what is left of it is `destroy`'s."""
+        if self.process is not None and self.process.poll() is None and os.getpid() == self.maker:
+            self._kill(self.process)
+
     def kill(self) -> None:
         """As `destroy`, without asking first."""
-        if self.process is not None and not self._destroyed and os.getpid() == self.maker:
-            self._kill_group(self.process)
-            self.process.kill()
+        if not self._destroyed:
+            self.stop()
         self.destroy()
 
     @staticmethod
@@ -158,7 +170,7 @@ class Vessel:
 
 
 def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int) -> Vessel:
-    """Start a zygote. Runs on the spawner's thread, takes about 2 ms; the zygote says "ready" on the control socket later.
+    """Start a zygote, on the spawner's thread. Takes about 2 ms; it says "ready" on the control socket later.
 
     Raises:  SandboxError if it cannot be started at all.
     """
@@ -202,8 +214,8 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int) 
         host.sendall(json.dumps(settings).encode() + b"\n")
         command = [*command, isolation.python(), "-s", "-S", worker, str(inside.fileno())]
         if vessel.group is not None:
-            # A shell enters the group and becomes the sandbox: no code of ours runs between fork and exec, where another
-            # thread's lock could hang it, and a big host process is not copied.
+            # A shell enters the group and becomes the sandbox: no code of ours runs between fork and exec, where
+            # another thread's lock could hang it, and a big host process is not copied.
             environment = {**environment, "JOIN": " ".join(vessel.group.joins)}
             command = ["/bin/sh", "-c", _PRELUDE, "sandbox", *command]
         vessel.process = subprocess.Popen(

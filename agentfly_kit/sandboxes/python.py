@@ -1,18 +1,21 @@
 """A Python interpreter that a chain keeps: variables live from call to call, and are gone with the chain.
 
-Knows how to talk to a zygote and its interpreter (worker.py) from whatever event loop is running; nothing of pools, tools or
-models. Between calls nothing of it is bound to a loop.
+Knows how to talk to a zygote and its interpreter (worker.py) from whatever event loop is running; nothing of pools,
+tools or models. Between calls nothing of it is bound to a loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import hashlib
 import json
 import os
 import socket
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, Self, cast
 
@@ -33,11 +36,13 @@ _CHUNK = 65536
 class PythonSandbox:
     """A persistent, confined Python interpreter.
 
-    `await start()`, `await run(code)` as often as wanted, `await reset()` for an interpreter that knows nothing of the last
-    one (new process, empty folder), `await close()`. `async with PythonSandbox() as sandbox` does the first and the last.
+    `await start()`, `await run(code)` as often as wanted, `await reset()` for an interpreter that knows nothing of the
+    last one (new process, empty folder), `await close()`. `async with PythonSandbox() as sandbox` does the first and
+    the last.
 
-    isolation   "strict" (bubblewrap), "none" (a bare process with limits), or None: the best there is here. A level that was
-                named and cannot be had raises IsolationError at `start`. `sandbox_report()` says what each keeps apart.
+    isolation   "strict" (bubblewrap), "none" (a bare process with limits), or None: the best there is here. A level
+                that was named and cannot be had raises IsolationError at `start`. `sandbox_report()` says what each
+                keeps apart.
     memory_mb, processes, cpu_seconds, disk_mb, network     see Limits; `applied` says how each one is held.
     preload     modules that every interpreter has loaded already (numpy: 0.1 s once instead of in each chain).
     max_output  bytes kept of each of stdout, stderr, value and error of a call.
@@ -61,8 +66,7 @@ class PythonSandbox:
             raise SettingsError(f"preload={preload!r}: want a list of module names")
         if max_output < 256:
             raise SettingsError(f"max_output={max_output}: want at least 256 bytes")
-        if isolation is not None and isolation not in levels.LEVELS:
-            levels.choose(isolation, Limits())  # raises, with the names that there are
+        levels.known(isolation)
         self.limits = Limits(memory_mb, processes, cpu_seconds, disk_mb, network)
         self.isolation = isolation
         """The level in use; before `start`, the one asked for."""
@@ -72,15 +76,16 @@ class PythonSandbox:
         self._vessel: process.Vessel | None = None
         self._finalizer: weakref.finalize[..., PythonSandbox] | None = None
         self._control: _Lines | None = None
-        self._data: socket.socket | None = None
-        self._pipes: tuple[int, int] = (-1, -1)
+        self._replies: _Lines | None = None
         self._serial = 0  # of the interpreter
-        self._call = 0  # of the call, over all interpreters
+        self._number = 0  # of the call, over all interpreters
         self._worker = False  # an interpreter runs
-        self._unanswered = False  # a call was abandoned while its code ran
+        self._abandoned: bytes | None = None  # a call was given up while its code ran: what of it is still to be sent
+        self._hits = (0, 0)
+        self._watches: set[_Watch] = set()
         self._tail: asyncio.Future[None] | None = None
         self._closed = False
-        self._history: list[tuple[str, float, SandboxResult]] = []
+        self._history: list[tuple[str, float, bytes | None]] = []  # code, timeout, what it gave; None: was stopped
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -96,28 +101,32 @@ class PythonSandbox:
         self._drop()
         future = process.spawner.submit(self._launch)
         try:
-            self.isolation, vessel = await asyncio.shield(asyncio.wrap_future(future))
+            level, vessel = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            future.cancel()
-            future.add_done_callback(_destroy_result)
+            future.add_done_callback(_end_launched)  # it may be under way on the other thread
             raise
-        self._vessel = vessel
-        self._finalizer = weakref.finalize(self, vessel.kill)
-        assert vessel.control is not None
-        self._control = _Lines(vessel.control)
+        self._adopt(level, vessel)
         try:
             await self._expect("ready", 0, _START_SECONDS)
             await self._fresh(wipe=False)
         except SandboxError as error:
-            process_ = vessel.process
-            if process_ is not None and process_.poll() is None:
-                process_.kill()
+            vessel.stop()
             said = vessel.said()
-            await self._end(vessel)
+            self._drop()
             raise SandboxError(f"{error}; it said: {said}" if said else str(error)) from None
         except BaseException:
-            vessel.kill()
+            self._drop()
             raise
+
+    def _adopt(self, level: str, vessel: process.Vessel) -> None:
+        if self._closed:
+            vessel.kill()
+            raise SandboxError("this PythonSandbox was closed while it started")
+        assert vessel.control is not None
+        self.isolation = level
+        self._vessel = vessel
+        self._finalizer = weakref.finalize(self, vessel.kill)
+        self._control = _Lines(vessel.control)
 
     def _launch(self) -> tuple[str, process.Vessel]:
         level = levels.choose(self._asked, self.limits)
@@ -137,8 +146,7 @@ class PythonSandbox:
     @property
     def pid(self) -> int | None:
         """The host's process id of the sandbox's outermost process."""
-        started = self._vessel is not None and self._vessel.process is not None
-        return self._vessel.process.pid if started else None  # type: ignore[union-attr]
+        return None if self._vessel is None or self._vessel.process is None else self._vessel.process.pid
 
     async def reset(self) -> None:
         """Kill all that runs inside, empty its folders, start a new interpreter (about 2 ms).
@@ -154,51 +162,49 @@ class PythonSandbox:
     async def fork(self, into: PythonSandbox) -> None:
         """Bring another, fresh sandbox into this one's state by replaying every call there.
 
-        Raises:  SandboxError if a call was ended by a limit or replays differently (time, randomness): then this state
-                 cannot be copied, and pretending would be worse. `into` is reset.
+        Raises:  SandboxError if a call was stopped, or replays differently (time, randomness): then this state cannot
+                 be copied, and pretending would be worse. `into` is reset.
         """
         history = list(self._history)
         if not into.alive:
             await into.start()
-        for position, (code, timeout, result) in enumerate(history, 1):
-            again: SandboxResult | None = None
-            if not (result.timed_out or result.died):
-                again = await into.run(code, timeout=timeout)
-                if _outcome(again) == _outcome(result):
-                    continue
+        for position, (code, timeout, digest) in enumerate(history, 1):
+            if digest is not None and _digest(await into.run(code, timeout=timeout)) == digest:
+                continue
             await into.reset()
-            why = "was ended by a limit" if again is None else "gave something else when it was replayed"
+            why = "was stopped on its way" if digest is None else "gave something else when it was replayed"
             raise SandboxError(f"this PythonSandbox cannot fork: call {position} of {len(history)} {why}")
 
     async def close(self) -> None:
-        """End it: no process and no file is left. May be called twice, and while a call runs."""
+        """End it: no process and no file is left. May be called twice, and while a call runs, which then ends."""
         self._closed = True
         vessel = self._vessel
-        if vessel is not None:
-            await self._end(vessel)
-
-    def kill(self) -> None:
-        """As `close`, at once and without an event loop."""
-        self._closed = True
-        self._drop()
-
-    async def _end(self, vessel: process.Vessel) -> None:
-        self._worker = False
-        self._data = None
-        if self._finalizer is not None:
-            self._finalizer.detach()
+        if vessel is None:
+            return
+        self._let_go()
         ending = asyncio.get_running_loop().run_in_executor(None, vessel.destroy)
         try:
             await asyncio.shield(ending)
         except asyncio.CancelledError:
-            vessel.destroy()  # waits for the thread, about 2 ms: nothing may be left when the loop is gone
+            vessel.destroy()  # waits for the thread, some ms: nothing may be left when the loop is gone
             raise
 
+    def kill(self) -> None:
+        """As `close`, at once and without an event loop. Not from another thread while a call runs."""
+        self._closed = True
+        self._drop()
+
     def _drop(self) -> None:
-        self._worker = False
-        self._data = None
+        self._let_go()
         if self._finalizer is not None:
             self._finalizer()
+
+    def _let_go(self) -> None:
+        """No event loop may watch a file that is about to be closed: its number is soon another file's."""
+        self._worker = False
+        self._abandoned = None
+        for watch in list(self._watches):
+            watch.stop()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -215,7 +221,7 @@ class PythonSandbox:
         elif not self.alive:
             state = "dead"
         else:
-            state = f"{self._call} call{'' if self._call == 1 else 's'}"
+            state = f"{self._number} call{'' if self._number == 1 else 's'}"
         return f"<PythonSandbox {self.isolation or 'best isolation there is'}, {state}>"
 
     # --- a call ----------------------------------------------------------------------------------
@@ -223,68 +229,71 @@ class PythonSandbox:
     async def run(self, code: str, timeout: float = 5.0) -> SandboxResult:
         """Run code in the chain's interpreter; the last expression's value is echoed.
 
-        When `timeout` seconds are over the code gets a KeyboardInterrupt and its variables live; if it has not ended half a
-        second later it is killed, and the next call finds a new interpreter beside the same files.
+        When `timeout` seconds are over the code gets a KeyboardInterrupt and its variables live; if it has not ended
+        half a second later it is killed, and the next call finds a new interpreter beside the same files.
 
         Raises:  SandboxError if the sandbox is closed or cannot be brought back to life; nothing that the code did.
         """
-        if not timeout > 0 or timeout == float("inf"):
+        if not 0 < timeout < float("inf"):
             raise SettingsError(f"timeout={timeout!r}: want a positive number of seconds")
         async with self._turn():
             if self._closed:
                 raise SandboxError("this PythonSandbox is closed")
             if not self.alive:
                 await self.start()
-            if self._unanswered:
-                await self._settle()
+            if self._abandoned is not None:
+                await self._settle(self._abandoned)
             if not self._worker:
                 await self._fresh(wipe=False)
-            result = await self._exchange(code, timeout)
-            self._history.append((code, timeout, result))
+            self._number += 1
+            self._history.append((code, timeout, None))  # as it stays if this call is abandoned
+            request = json.dumps({"id": self._number, "code": code}).encode() + b"\n"
+            call = _Call(self, request, timeout)
+            try:
+                result = await call.outcome()
+            except asyncio.CancelledError:
+                if not self._closed:
+                    self._abandoned = call.request
+                    self._command("interrupt")
+                raise
+            finally:
+                call.watch.stop()
+            stopped = result.timed_out or result.died or result.limit == "output"
+            self._history[-1] = (code, timeout, None if stopped else _digest(result))
             return result
 
-    @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        """Calls on one sandbox come one after the other, in order; not an asyncio.Lock, which belongs to one loop for ever."""
-        loop = asyncio.get_running_loop()
-        before, mine = self._tail, loop.create_future()
-        self._tail = mine
-        try:
-            if before is not None and not before.done() and before.get_loop() is loop:
-                await asyncio.wait([before])
-            yield
-        finally:
-            # A waiter that is cancelled must not let the next one pass before its turn has come.
-            if before is not None and not before.done() and before.get_loop() is loop:
-                before.add_done_callback(lambda _: mine.done() or mine.set_result(None))
-            elif not mine.done():
-                mine.set_result(None)
-
-    async def _exchange(self, code: str, timeout: float) -> SandboxResult:
-        self._call += 1
-        call = _Call(self, self._call, code, timeout)
-        try:
-            return await call.outcome()
-        except asyncio.CancelledError:
-            self._unanswered = True
-            self._command("interrupt")
-            raise
-        finally:
-            call.detach()
-
-    async def _settle(self) -> None:
+    async def _settle(self, unsent: bytes) -> None:
         """Get past an abandoned call: its code was interrupted when it was abandoned; if it goes on, kill it."""
-        call = _Call(self, self._call, None, _GRACE_SECONDS)
+        call = _Call(self, unsent, _GRACE_SECONDS)
         try:
             await call.outcome()
         finally:
-            call.detach()
-        self._unanswered = False
+            call.watch.stop()
+        self._abandoned = None
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Calls on one sandbox come one after the other, in order. An asyncio.Lock would be one loop's for ever."""
+        loop = asyncio.get_running_loop()
+        before, mine = self._tail, loop.create_future()
+        if before is not None and (before.done() or before.get_loop() is not loop):
+            before = None
+        self._tail = mine
+        try:
+            if before is not None:
+                await asyncio.wait([before])
+            yield
+        finally:
+            if before is not None and not before.done():
+                # Cancelled while it waited: the next one must not pass before the turn of this one has come.
+                before.add_done_callback(lambda _: mine.set_result(None))
+            else:
+                mine.set_result(None)
 
     # --- the zygote ------------------------------------------------------------------------------
 
     def _command(self, op: str, descriptors: Sequence[int] = (), **message: object) -> bool:
-        """Send to the zygote without waiting: the messages are small and it always reads."""
+        """Send to the zygote without waiting: the messages are small and it always reads. False if it is gone."""
         vessel = self._vessel
         if vessel is None or vessel.control is None or vessel.control.fileno() < 0:
             return False
@@ -303,22 +312,21 @@ class PythonSandbox:
         vessel = self._vessel
         assert vessel is not None
         self._worker = False
-        self._unanswered = False
+        self._abandoned = None
         self._serial += 1
-        old, vessel.files = vessel.files, []
-        for file in old:
-            os.close(file)
-        host, data = socket.socketpair()
-        out, out_in = os.pipe()
-        err, err_in = os.pipe()
-        for file in (out, err):
-            os.set_blocking(file, False)
-        host.setblocking(False)
-        vessel.files = [host.detach(), out, err]
+        vessel.cut()
+        vessel.data, data = socket.socketpair()
+        vessel.data.setblocking(False)
+        out, out_inside = os.pipe()
+        err, err_inside = os.pipe()
+        vessel.pipes = (out, err)
+        for pipe in vessel.pipes:
+            os.set_blocking(pipe, False)
         with data:
-            sent = self._command("fresh", (data.fileno(), out_in, err_in), serial=self._serial, wipe=wipe)
-        os.close(out_in)
-        os.close(err_in)
+            inside = (data.fileno(), out_inside, err_inside)
+            sent = self._command("fresh", inside, serial=self._serial, wipe=wipe)
+        os.close(out_inside)
+        os.close(err_inside)
         try:
             if not sent:
                 raise SandboxError("the sandbox has died")
@@ -326,50 +334,79 @@ class PythonSandbox:
             if reply.get("error"):
                 raise SandboxError(f"the sandbox could not be made fresh: {reply['error']}")
         except BaseException:
-            # Whatever it was, half a reset is no reset: this sandbox is not used again.
-            vessel.kill()
+            vessel.stop()  # half a reset is no reset: this sandbox is not used again
             raise
-        self._pipes = (out, err)
+        self._replies = _Lines(vessel.data, longest=16 * self.max_output + 4096)
+        if vessel.group is not None:
+            self._hits = vessel.group.hits()
         self._worker = True
 
     async def _expect(self, op: str, serial: int, timeout: float) -> dict[str, Any]:
         """Wait for one message of the zygote; its other messages are of interpreters that are gone."""
         control = self._control
-        assert control is not None
+        if control is None or control.socket.fileno() < 0:
+            raise SandboxError("the sandbox has died")
         loop = asyncio.get_running_loop()
-        found: asyncio.Future[dict[str, Any]] = loop.create_future()
+        found: asyncio.Future[dict[str, Any] | None] = loop.create_future()
 
         def read() -> None:
-            if found.done():
-                return
             try:
                 for message in control.read():
-                    if message.get("op") == op and message.get("serial", 0) == serial:
+                    if message.get("op") == op and message.get("serial", 0) == serial and not found.done():
                         found.set_result(message)
-                        return
             except EOFError:
-                found.set_exception(SandboxError("the sandbox has died"))
+                watch.stop()
 
-        if control.socket.fileno() < 0:
-            raise SandboxError("the sandbox has died")
-        loop.add_reader(control.socket, read)
-        timer = loop.call_later(
-            timeout,
-            lambda: found.done() or found.set_exception(SandboxError(f"no answer from the sandbox in {timeout:g} s")),
-        )
-        descriptor = control.socket.fileno()
+        watch = _Watch(self, found)
+        watch.add(control.socket.fileno(), read)
+        late = SandboxError(f"no answer from the sandbox in {timeout:g} s")
+        watch.timers.append(loop.call_later(timeout, lambda: None if found.done() else found.set_exception(late)))
         try:
-            return await found
+            message = await found
         finally:
-            timer.cancel()
-            loop.remove_reader(descriptor)
+            watch.stop()
+        if message is None:
+            raise SandboxError("the sandbox has died")
+        return message
+
+
+class _Watch:
+    """The files and clocks that an event loop watches for one wait. `stop` ends them all and the wait, once."""
+
+    def __init__(self, sandbox: PythonSandbox, done: asyncio.Future[dict[str, Any] | None]) -> None:
+        self.sandbox, self.done = sandbox, done
+        self.loop = asyncio.get_running_loop()
+        self.files: list[int] = []
+        self.timers: list[asyncio.TimerHandle] = []
+        sandbox._watches.add(self)
+
+    def add(self, file: int, call: Callable[[], object]) -> None:
+        self.loop.add_reader(file, call)
+        self.files.append(file)
+
+    def remove(self, file: int) -> None:
+        if file in self.files:
+            self.loop.remove_reader(file)
+            self.files.remove(file)
+
+    def stop(self) -> None:
+        self.sandbox._watches.discard(self)
+        files, self.files = self.files, []
+        if not self.loop.is_closed():
+            for file in files:
+                self.loop.remove_reader(file)
+                self.loop.remove_writer(file)
+            for timer in self.timers:
+                timer.cancel()
+            if not self.done.done():
+                self.done.set_result(None)
 
 
 class _Lines:
     """JSON lines from a non-blocking socket. What comes may be untrusted: bounded, and objects only."""
 
-    def __init__(self, socket_: socket.socket, longest: int = 2**20) -> None:
-        self.socket = socket_
+    def __init__(self, source: socket.socket, longest: int = 2**20) -> None:
+        self.socket = source
         self.longest = longest
         self.buffer = bytearray()
 
@@ -389,7 +426,11 @@ class _Lines:
             self.buffer += data
             if len(self.buffer) > self.longest:
                 raise ValueError("a message is too long")
+            if len(data) < _CHUNK:
+                break
         *lines, rest = self.buffer.split(b"\n")
+        if ended and not lines:
+            raise EOFError
         self.buffer = bytearray(rest)
         messages = []
         for line in lines:
@@ -397,88 +438,71 @@ class _Lines:
             if not isinstance(message, dict):
                 raise ValueError("a message is not an object")
             messages.append(message)
-        if ended and not messages:
-            raise EOFError
         return messages
 
 
 class _Call:
-    """One request on its way: sends it, gathers what is printed, and watches the clock until it is answered or dead.
+    """One request on its way: sends it, gathers what is printed, watches the clocks until it is answered or dead."""
 
-    Without code it waits for the answer to a call that was abandoned.
-    """
-
-    def __init__(self, sandbox: PythonSandbox, number: int, code: str | None, timeout: float) -> None:
-        vessel, control = sandbox._vessel, sandbox._control
-        assert vessel is not None and control is not None and len(vessel.files) == 3
-        self.sandbox, self.number, self.control = sandbox, number, control
+    def __init__(self, sandbox: PythonSandbox, request: bytes, timeout: float) -> None:
+        vessel, control, replies = sandbox._vessel, sandbox._control, sandbox._replies
+        assert vessel is not None and control is not None and replies is not None and vessel.data is not None
+        self.sandbox, self.control, self.replies = sandbox, control, replies
+        self.number = sandbox._number
+        self.request = request
+        self.timeout = timeout
         self.loop = asyncio.get_running_loop()
         self.done: asyncio.Future[dict[str, Any] | None] = self.loop.create_future()
-        self.data, *self.pipes = vessel.files
-        self.socket = socket.socket(fileno=os.dup(self.data))
-        self.lines = _Lines(self.socket, longest=16 * sandbox.max_output + 4096)
-        self.printed: tuple[bytearray, bytearray] = (bytearray(), bytearray())
+        self.pipes = vessel.pipes
+        self.printed = (bytearray(), bytearray())
         self.flood = 0
         self.truncated = self.timed_out = False
         self.limit: Limit | None = None
         self.status: int | None = None
-        self.timeout = timeout
-        self.began = time.perf_counter()
         self.group = vessel.group
-        self.used = self.group.cpu_seconds() if self.group else None
-        self.hits = self.group.hits() if self.group else (0, 0)
-        self.timers = [self.loop.call_later(timeout, self.interrupt)]
-        if self.used is not None and sandbox.limits.cpu_seconds is not None:
-            self.timers.append(self.loop.call_later(_CLOCK_SECONDS, self.look_at_clock))
-        self.readers: list[int] = []
-        self._read(self.socket.fileno(), self.read_reply)
-        self._read(control.socket.fileno(), self.read_control)
+        self.used: float | None = None
+        self.began = time.perf_counter()
+        self.watch = _Watch(sandbox, self.done)
+        self.watch.add(replies.socket.fileno(), self.read_reply)
+        self.watch.add(control.socket.fileno(), self.read_control)
         for pipe, kept in zip(self.pipes, self.printed, strict=True):
-            self._read(pipe, lambda pipe=pipe, kept=kept: self.read_pipe(pipe, kept))
-        self.request = b"" if code is None else json.dumps({"id": number, "code": code}).encode() + b"\n"
+            self.watch.add(pipe, functools.partial(self.read_pipe, pipe, kept))
+        self.after(timeout, self.time_is_up)
+        if self.group is not None and sandbox.limits.cpu_seconds is not None:
+            self.used = self.group.cpu_seconds()
+            self.after(_CLOCK_SECONDS, self.look_at_clock)
 
-    def _read(self, descriptor: int, call: Callable[[], object]) -> None:
-        self.loop.add_reader(descriptor, call)
-        self.readers.append(descriptor)
-
-    def detach(self) -> None:
-        for timer in self.timers:
-            timer.cancel()
-        for descriptor in self.readers:
-            self.loop.remove_reader(descriptor)
-        self.loop.remove_writer(self.socket.fileno())
-        self.readers.clear()
-        self.socket.close()
+    def after(self, seconds: float, call: Callable[[], object]) -> None:
+        self.watch.timers.append(self.loop.call_later(seconds, call))
 
     def finish(self, reply: dict[str, Any] | None) -> None:
         if not self.done.done():
             self.done.set_result(reply)
 
-    # --- what comes back
+    # --- what goes and comes
 
     def send(self) -> None:
+        file = self.replies.socket.fileno()
         try:
             while self.request:
-                sent = self.socket.send(self.request[: 4 * _CHUNK])
+                sent = self.replies.socket.send(self.request[: 4 * _CHUNK])
                 self.request = self.request[sent:]
         except (BlockingIOError, InterruptedError):
-            self.loop.add_writer(self.socket.fileno(), self.send)
+            self.loop.add_writer(file, self.send)
             return
         except OSError:
             self.request = b""  # it died: the readers will say so
-        self.loop.remove_writer(self.socket.fileno())
+        self.loop.remove_writer(file)
 
     def read_reply(self) -> None:
         try:
-            for message in self.lines.read():
+            for message in self.replies.read():
                 if message.get("id") == self.number:
                     self.finish(message)
                     return
-        except EOFError:
-            # Its own process has closed the socket: dead, or as good as. The zygote's word follows if it died.
-            self.loop.remove_reader(self.socket.fileno())
-            self.kill()
-        except ValueError:
+        except (EOFError, ValueError):
+            # It died, and the zygote's word follows; or it closed the socket, or it does not keep to the protocol.
+            self.watch.remove(self.replies.socket.fileno())
             self.kill()
 
     def read_control(self) -> None:
@@ -487,7 +511,8 @@ class _Call:
                 if message.get("op") == "exit" and message.get("serial") == self.sandbox._serial:
                     self.status = int(message["status"])
                     self.finish(None)
-        except (EOFError, ValueError):
+        except EOFError:
+            self.watch.remove(self.control.socket.fileno())
             self.finish(None)
 
     def read_pipe(self, pipe: int, kept: bytearray) -> bool:
@@ -497,7 +522,7 @@ class _Call:
         except (BlockingIOError, InterruptedError):
             return False
         if not data:
-            self.loop.remove_reader(pipe)
+            self.watch.remove(pipe)
             return False
         room = self.sandbox.max_output - len(kept)
         kept += data[:room]
@@ -511,73 +536,75 @@ class _Call:
 
     # --- the clocks
 
-    def interrupt(self) -> None:
+    def time_is_up(self) -> None:
         if self.limit is None:
             self.timed_out = True
             self.limit = "time"
-        self.stop()
-
-    def stop(self) -> None:
-        """Interrupt now, kill soon."""
-        self.sandbox._command("interrupt")
-        self.timers.append(self.loop.call_later(_GRACE_SECONDS, self.kill))
-
-    def kill(self) -> None:
-        if not self.sandbox._command("kill"):
-            self.finish(None)
-        self.timers.append(self.loop.call_later(_CONTROL_SECONDS, self.give_up))
-
-    def give_up(self) -> None:
-        if self.sandbox._vessel is not None and not self.done.done():
-            self.sandbox._vessel.kill()
-        self.finish(None)
+            self.stop()
 
     def look_at_clock(self) -> None:
         budget = self.sandbox.limits.cpu_seconds
         now = self.group.cpu_seconds() if self.group else None
-        if self.limit is None and budget is not None and now is not None and now - cast(float, self.used) > budget:
+        spent = 0.0 if now is None or self.used is None else now - self.used
+        if self.limit is None and budget is not None and spent > budget:
             self.limit = "cpu"
             self.stop()
+            return
+        self.after(_CLOCK_SECONDS, self.look_at_clock)
+
+    def stop(self) -> None:
+        """Interrupt now, kill soon."""
+        self.sandbox._command("interrupt")
+        self.after(_GRACE_SECONDS, self.kill)
+
+    def kill(self) -> None:
+        if self.sandbox._command("kill"):
+            self.after(_CONTROL_SECONDS, self.give_up)
         else:
-            self.timers.append(self.loop.call_later(_CLOCK_SECONDS, self.look_at_clock))
+            self.finish(None)
+
+    def give_up(self) -> None:
+        if not self.done.done():
+            self.sandbox._drop()
 
     # --- the result
 
     async def outcome(self) -> SandboxResult:
-        if self.request:
-            self.send()
+        self.send()
         reply = await self.done
-        for pipe, kept in zip(self.pipes, self.printed, strict=True):
-            for _ in range(16):  # all that was printed before the answer is in the pipe by now
-                if not self.read_pipe(pipe, kept):
-                    break
+        sandbox = self.sandbox
+        if not sandbox._closed and sandbox.alive:
+            for pipe, kept in zip(self.pipes, self.printed, strict=True):
+                # All that was printed before the answer is in the pipe by now; it holds 16 pages.
+                for _ in range(16):
+                    if not self.read_pipe(pipe, kept):
+                        break
         seconds = time.perf_counter() - self.began
         if reply is None:
-            self.sandbox._worker = False
-        hits = (
-            self.group.hits() if self.group and (reply is None or seconds > 0.005 or reply.get("error")) else self.hits
-        )
+            sandbox._worker = False
+        hits = before = sandbox._hits
+        if self.group is not None and (reply is None or seconds > 0.002 or reply.get("error")):
+            hits = sandbox._hits = self.group.hits()
         limit = self.limit
         if limit is None:
             told = reply.get("limit") if reply else None
-            if hits[0] > self.hits[0]:
+            if hits[0] > before[0]:
                 limit = "memory"
             elif told in ("memory", "cpu", "disk", "processes"):
                 limit = cast(Limit, told)
-            elif hits[1] > self.hits[1]:
+            elif hits[1] > before[1]:
                 limit = "processes"
-        stdout, stderr = (_text(bytes(kept)) for kept in self.printed)
         value = error = kind = None
         if reply is None:
-            error = _obituary(limit, self.status, self.timeout)
+            error = _obituary(limit, self.status, self.timeout, sandbox._closed)
         else:
             value, error, kind = (_clean(reply.get(name)) for name in ("value", "error", "type"))
-        most = 4 * self.sandbox.max_output
+        most = 4 * sandbox.max_output  # the interpreter has cut them already, unless the code inside speaks for it
         return SandboxResult(
-            stdout=stdout,
-            stderr=stderr,
-            value=value[:most] if value else value,
-            error=error[-most:] if error else error,
+            stdout=self.printed[0].decode("utf-8", "replace"),
+            stderr=self.printed[1].decode("utf-8", "replace"),
+            value=None if value is None else value[:most],
+            error=None if error is None else error[-most:],
             error_type=kind,
             seconds=seconds,
             truncated=self.truncated or bool(reply and reply.get("truncated")),
@@ -587,26 +614,26 @@ class _Call:
         )
 
 
-def _destroy_result(future: Any) -> None:
+def _end_launched(future: Future[tuple[str, process.Vessel]]) -> None:
     """A launch whose caller was cancelled: end what it made."""
     if not future.cancelled() and future.exception() is None:
         future.result()[1].kill()
 
 
-def _outcome(result: SandboxResult) -> tuple[object, ...]:
-    return result.stdout, result.stderr, result.value, result.error_type, result.limit, result.truncated
-
-
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "replace")
+def _digest(result: SandboxResult) -> bytes:
+    """What a replay must give again, in 32 bytes."""
+    same = (result.stdout, result.stderr, result.value, result.error, result.limit, result.truncated)
+    return hashlib.sha256(repr(same).encode()).digest()
 
 
 def _clean(text: object) -> str | None:
-    """Text from inside: any type, and halves of surrogate pairs that nothing later could encode."""
+    """Text from inside: it may be of any type, or hold halves of surrogate pairs that nothing later could encode."""
     return text.encode("utf-8", "replace").decode() if isinstance(text, str) else None
 
 
-def _obituary(limit: Limit | None, status: int | None, timeout: float) -> str:
+def _obituary(limit: Limit | None, status: int | None, timeout: float, closed: bool) -> str:
+    if closed:
+        return "the sandbox was closed"
     if limit == "time":
         return f"killed: it ran for more than {timeout:g} s and did not stop when it was interrupted"
     if limit is not None:

@@ -1,9 +1,9 @@
 """The system-call filter of the strict level, as a classic BPF program written out by hand.
 
-Knows nothing but system-call numbers. It allows by default: namespaces, a private file tree and dropped capabilities do the
-confining; the filter takes away what reaches round them (new user namespaces, tracing, key rings, kernel interfaces with a
-long list of holes) and what would outlive a reset inside the sandbox (System V and POSIX message objects, another process's
-limits and priority).
+Knows nothing but system-call numbers. It allows by default: namespaces, a private file tree and dropped capabilities
+do the confining; the filter takes away what reaches round them (new user namespaces, tracing, key rings, kernel
+interfaces with a long list of holes) and what would outlive a reset inside the sandbox (System V and POSIX message
+objects, another process's limits and priority).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
     "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
     "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181), "setpriority": (141, 140),
-    "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "sched_setattr": (314, 274), "ioprio_set": (251, 30),
-    "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
+    "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "sched_setattr": (314, 274),
+    "ioprio_set": (251, 30), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
     # namespaces and mounts
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
     "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),

@@ -1,12 +1,14 @@
 """What runs inside a sandbox: a zygote that forks one interpreter per chain, and that interpreter.
 
-Run as a script by `python -s -S worker.py FD`; it imports only the standard library and knows neither the package nor the
-host. The zygote never runs code from outside. It holds the control socket, forks a fresh interpreter when told to, kills
-everything it ever forked, and empties the writable folders: a reset is a new process, not a cleared namespace.
+Run as a script by `python -s -S worker.py FD`; it imports only the standard library and knows neither the package nor
+the host. The zygote never runs code from outside. It holds the control socket, forks a fresh interpreter when told
+to, kills everything it ever forked, and empties the writable folders: a reset is a new process, not a cleared
+namespace.
 
 Control socket, JSON lines. Host to zygote: the settings once; then {"op": "fresh", "serial", "wipe"} with three file
-descriptors (data, stdout, stderr), {"op": "interrupt"}, {"op": "kill"}. Zygote to host: {"op": "ready"}, {"op": "fresh",
-"serial", "error"}, {"op": "exit", "serial", "status"}. When the socket ends, the zygote kills everything and exits.
+descriptors (data, stdout, stderr), {"op": "interrupt"}, {"op": "kill"}. Zygote to host: {"op": "ready"}, {"op":
+"fresh", "serial", "error"}, {"op": "exit", "serial", "status"}. When the socket ends, the zygote kills everything and
+exits.
 
 Data socket, JSON lines, straight between host and interpreter: {"id", "code"} gives {"id", "value", "error", "type",
 "truncated", "limit"}. What is printed goes through the two pipes, so that it survives a kill.
@@ -347,7 +349,9 @@ class Interpreter:
         name = f"<cell {self.cells}>"
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
         tree = ast.parse(code, name)
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        last: ast.Expr | None = None
+        if tree.body and isinstance(tree.body[-1], ast.Expr):
+            last = tree.body.pop()  # type: ignore[assignment]
         space = self.main.__dict__
         if tree.body:
             exec(compile(tree, name, "exec", dont_inherit=True), space)

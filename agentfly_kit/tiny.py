@@ -1,0 +1,418 @@
+"""The small policy that ships: its tasks, its tokenizer, its model, and the warm-up that made it.
+
+Knows no engine, no agent and no reward. A policy here is made to be taught from: it can copy an expression into a tool
+call and read the result, but says "I don't know" or guesses most of the time, so that there is something to learn in a
+minute on one core.
+
+    python -m agentfly_kit.tiny tasks --out data/calculator
+    python -m agentfly_kit.tiny policy --out data/policies/calculator
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.resources
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentfly_kit.chat import Chat
+from agentfly_kit.errors import SettingsError
+from agentfly_kit.policy import Policy, compute_threads
+from agentfly_kit.types import ToolCall
+
+NAMES = ("calculator",)
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Evaluate an arithmetic expression.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "description": 'for example "3*(4+5)".'}},
+            "required": ["expression"],
+        },
+    },
+}
+"""What the warm-up showed the policy: a tool of this name with this parameter is one that it knows how to call."""
+
+TEMPLATE = """\
+{%- set lead = messages[0] if messages and messages[0].role == 'system' else none -%}
+{%- if lead or tools -%}
+  {{- '<|im_start|>system\\n' -}}
+  {%- if lead %}{{ lead.content }}{{ '\\n' if tools }}{% endif -%}
+  {%- for tool in tools or [] -%}
+    {%- set f = tool.function or tool -%}
+    {{- 'Tools: ' if loop.first else ', ' }}{{ f.name }}({{ ((f.parameters or {}).properties or {}) | join(', ') }})
+  {%- endfor -%}
+  {{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in (messages[1:] if lead else messages) -%}
+  {{- '<|im_start|>' + message.role + '\\n' -}}
+  {%- if message.role == 'tool' -%}
+    {{- '<tool_response>' }}{{ message.content }}{{ '</tool_response>' -}}
+  {%- else -%}
+    {{- message.content or '' -}}
+    {%- for call in message.tool_calls or [] -%}
+      {%- set f = call.function or call -%}
+      {{- '<tool_call>{"name":' }}{{ f.name | tojson }}{{ ',"arguments":' -}}
+      {{- f.arguments if f.arguments is string else f.arguments | tojson(separators=(',', ':')) -}}
+      {{- '}</tool_call>' -}}
+    {%- endfor -%}
+  {%- endif -%}
+  {{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{{- '<|im_start|>assistant\\n' if add_generation_prompt -}}
+"""
+"""ChatML. Tools are their names with the names of their parameters, so that a prompt stays short and yet says which."""
+
+_END = "<|im_end|>"
+_VOCABULARY = 400
+
+
+# --- tasks ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Expression:
+    """Integers, + - * and brackets, and what they come to."""
+
+    text: str
+    value: int
+
+    @property
+    def question(self) -> str:
+        return f"What is {self.text}?"
+
+
+def expression(rng: random.Random) -> Expression:
+    """One to three operations on small numbers: at most 12 characters, at most four digits in the value."""
+    while True:
+        text, value, _ = _grow(rng, rng.choice((1, 2, 2, 3, 3)))
+        if len(text) <= 12 and abs(value) <= 9999:
+            return Expression(text, value)
+
+
+def _grow(rng: random.Random, operations: int) -> tuple[str, int, int]:
+    """A random tree: its text without needless brackets, its value, how tightly its outermost operation binds."""
+    if operations == 0:
+        number = rng.randint(2, 9) if rng.random() < 0.6 else rng.randint(10, 99)
+        return str(number), number, 3
+    left = rng.randrange(operations)
+    sign = rng.choice("+-*")
+    binds = 2 if sign == "*" else 1
+    a, x, a_binds = _grow(rng, left)
+    b, y, b_binds = _grow(rng, operations - 1 - left)
+    if a_binds < binds:
+        a = f"({a})"
+    if b_binds < binds or (sign == "-" and b_binds == binds):
+        b = f"({b})"
+    return a + sign + b, x + y if sign == "+" else x - y if sign == "-" else x * y, binds
+
+
+def tasks(train: int = 2000, test: int = 1024, *, seed: int = 0) -> dict[str, list[dict[str, str]]]:
+    """Rows {"id", "question", "answer"} of both splits; no expression is in both, or twice in one."""
+    rng = random.Random(f"calculator tasks {seed}")
+    found: dict[str, Expression] = {}
+    while len(found) < train + test:
+        new = expression(rng)
+        found.setdefault(new.text, new)
+    every = list(found.values())
+    return {
+        split: [
+            {"id": f"calculator-{split}-{i:04}", "question": e.question, "answer": str(e.value)}
+            for i, e in enumerate(rows)
+        ]
+        for split, rows in (("train", every[:train]), ("test", every[train:]))
+    }
+
+
+# --- tokenizer and model -------------------------------------------------------------------------
+
+
+def tokenizer() -> Any:
+    """Byte-level BPE with single digits and signs, the specials of ChatML and Hermes, and a pad that is no real token.
+
+    Digits and signs stay alone so that copying an expression is copying characters. What it was made from is in this
+    function: the same vocabulary comes out every time.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[no-untyped-call]
+        [pre_tokenizers.Split(Regex(r"[0-9+\-*/()]"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()  # type: ignore[no-untyped-call]
+    specials = ["<|pad|>", "<|im_start|>", _END]
+    tags = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY - len(specials) - len(tags),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(_CORPUS, trainer)
+    bpe.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in specials])
+    # As in Qwen's own tokenizer the tags are no specials: servers that leave specials out of the text must show calls.
+    bpe.add_tokens([AddedToken(text, special=False, normalized=False) for text in tags])
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=_END, pad_token="<|pad|>", clean_up_tokenization_spaces=False
+    )
+    made.chat_template = TEMPLATE
+    return made
+
+
+_CORPUS = [
+    text
+    for count, texts in (
+        (40, ["system\n", "user\n", "assistant\n", "tool\n", "Tools: calculator(expression)", "What is 1?"]),
+        (40, ["I don't know"]),
+        (40, ['{"name":"calculator","arguments":{"expression":"1"}}', '{"name": "calculator", "arguments": {"a": 1}}']),
+        (10, ["Error: the tool call is not valid JSON", "error", "Compute", "How much is", "Answer with the result"]),
+        (4, ["a an and are as at be by can for from in it no not of on or that this to true false was with you"]),
+    )
+    for text in texts * count
+]
+
+
+def model(vocabulary: int = _VOCABULARY, *, seed: int = 0) -> Any:
+    """A Qwen3 with random weights: width 96, 2 layers, 4 heads, about 275k parameters, float32.
+
+    The head size is 32 because serving kernels refuse smaller or odd ones. Four turns of 64 sampled tokens, a question
+    and four short observations fit in 512 positions; a chain that grows past them would be reading positions that no
+    training ever touched.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=96,
+        intermediate_size=240,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        use_cache=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config).to(torch.float32)
+
+
+# --- demonstrations and warm-up ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """Token ids as an agent sees them, and which of them an assistant wrote."""
+
+    ids: tuple[int, ...]
+    mask: tuple[bool, ...]
+
+
+class Demonstrator:
+    """Writes conversations through the policy's own chat: all ids are those an agent would see."""
+
+    def __init__(self, chat: Chat) -> None:
+        self.chat = chat
+        self._observations: dict[str, tuple[int, ...]] = {}
+
+    def solved(self, e: Expression) -> Demonstration:
+        """Copies the expression into a call, reads the result, answers with it."""
+        call = ToolCall("call-0", "calculator", {"expression": e.text})
+        action = self.chat.encode(self.chat.format.render_call(call) + _END)
+        return self._joined(
+            (self._prompt(e), False),
+            (action, True),
+            (self._observation(str(e.value), action), False),
+            (self.chat.encode(str(e.value) + _END), True),
+        )
+
+    def said(self, e: Expression, text: str) -> Demonstration:
+        """Answers at once."""
+        return self._joined((self._prompt(e), False), (self.chat.encode(text + _END), True))
+
+    def _prompt(self, e: Expression) -> tuple[int, ...]:
+        return self.chat.prompt([{"role": "user", "content": e.question}], [TOOL])
+
+    def _observation(self, text: str, after: Sequence[int]) -> tuple[int, ...]:
+        if text not in self._observations:
+            message = {"role": "tool", "name": "calculator", "tool_call_id": "call-0", "content": text}
+            self._observations[text] = self.chat.bridge([message], [TOOL], after=after)
+        return self._observations[text]
+
+    @staticmethod
+    def _joined(*parts: tuple[tuple[int, ...], bool]) -> Demonstration:
+        return Demonstration(
+            tuple(i for ids, _ in parts for i in ids), tuple(by_assistant for ids, by_assistant in parts for _ in ids)
+        )
+
+
+def _expressions(seed: int, without: set[str]) -> Iterator[Expression]:
+    rng = random.Random(f"calculator warm-up {seed}")
+    while True:
+        e = expression(rng)
+        if e.text not in without:
+            yield e
+
+
+def _imitate(policy: Policy, batches: Iterator[list[Demonstration]], steps: int, lr: float) -> float:
+    """Supervised steps on assistant tokens; the rate rises for 20 steps and then falls to a tenth. The last loss."""
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    smooth = 0.0
+    with compute_threads(policy):
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = lr * min(1.0, (step + 1) / 20) * (1 - 0.9 * step / steps)
+            ids, mask = _padded(next(batches))
+            loss = -policy.forward(ids, mask, torch.ones(len(ids))).logprob.mean()
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
+            optimizer.step()
+            smooth = float(loss.detach()) if step == 0 else 0.9 * smooth + 0.1 * float(loss.detach())
+    return smooth
+
+
+def _padded(demonstrations: Sequence[Demonstration]) -> tuple[Tensor, Tensor]:
+    width = max(len(d.ids) for d in demonstrations)
+    ids = torch.zeros(len(demonstrations), width, dtype=torch.int64)
+    mask = torch.zeros(len(demonstrations), width, dtype=torch.bool)
+    for i, d in enumerate(demonstrations):
+        ids[i, : len(d.ids)] = torch.tensor(d.ids)
+        mask[i, : len(d.ids)] = torch.tensor(d.mask)
+    return ids, mask
+
+
+def build(
+    name: str = "calculator",
+    out: str | Path | None = None,
+    *,
+    seed: int = 0,
+    skill_steps: int = 400,
+    shy_steps: int = 60,
+    rows: int = 32,
+    report: Callable[[str], None] | None = None,
+) -> Policy:
+    """Make the policy anew: random weights, then two phases of imitation. About a minute on one core.
+
+    skill: clean demonstrations only. One mixed phase instead copies digits badly, and learning then stops early.
+    shy: a quarter of the demonstrations call the tool; the others say "I don't know" or guess a number. It hides the
+        skill without destroying it: that is what reinforcement learning then finds.
+    out: a folder to save it in. Held-out expressions are never shown.
+    """
+    _known(name)
+    say = report or (lambda _: None)
+    policy = Policy(model(seed=seed), Chat(tokenizer()))
+    config = policy.model.config
+    config.eos_token_id = policy.model.generation_config.eos_token_id = policy.chat.tokenizer.eos_token_id
+    config.pad_token_id = policy.model.generation_config.pad_token_id = policy.chat.tokenizer.pad_token_id
+    writer = Demonstrator(policy.chat)
+    test = {row["question"].removeprefix("What is ").removesuffix("?") for row in tasks()["test"]}
+    source = _expressions(seed, test)
+    rng = random.Random(f"calculator shy {seed}")
+
+    def skilled() -> Iterator[list[Demonstration]]:
+        while True:
+            yield [writer.solved(next(source)) for _ in range(rows)]
+
+    def shy(e: Expression) -> Demonstration:
+        if rng.random() < 0.25:
+            return writer.solved(e)
+        return writer.said(e, "I don't know" if rng.random() < 0.75 else str(rng.randint(-99, 999)))
+
+    def shying() -> Iterator[list[Demonstration]]:
+        while True:
+            yield [shy(next(source)) for _ in range(rows)]
+
+    for phase, batches, steps, lr in (("skill", skilled(), skill_steps, 3e-3), ("shy", shying(), shy_steps, 1e-3)):
+        began = time.process_time()
+        loss = _imitate(policy, batches, steps, lr)
+        say(f"{phase}: {steps} steps of {rows}, loss {loss:.4f}, {time.process_time() - began:.1f} cpu s")
+    if out is not None:
+        policy.save(out)
+    return policy
+
+
+# --- what ships ----------------------------------------------------------------------------------
+
+
+def policy(name: str = "calculator", *, value_head: bool = False) -> Policy:
+    """The shipped policy, fresh from disk: what one learns, another does not see.
+
+    Raises:  SettingsError naming the policies that ship.
+    """
+    _known(name)
+    folder = importlib.resources.files("agentfly_kit._data").joinpath("policies", name)
+    with importlib.resources.as_file(folder) as path:
+        return Policy.load(path, value_head=value_head)
+
+
+def _known(name: str) -> None:
+    if name not in NAMES:
+        raise SettingsError(f"no tiny policy is called {name!r}; there is {', '.join(map(repr, NAMES))}")
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Remake what ships, each with an ORIGIN.md that says how."""
+    parser = argparse.ArgumentParser(prog="python -m agentfly_kit.tiny", description=main.__doc__)
+    parser.add_argument("what", choices=("tasks", "policy"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(arguments)
+    given.out.mkdir(parents=True, exist_ok=True)
+    command = f"python -m agentfly_kit.tiny {given.what} --seed {given.seed} --out <folder>"
+    if given.what == "tasks":
+        for split, rows in tasks(seed=given.seed).items():
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            (given.out / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+        text = _TASKS_ORIGIN
+    else:
+        build("calculator", given.out, seed=given.seed, report=lambda line: sys.stderr.write(line + "\n") and None)
+        text = _POLICY_ORIGIN
+    (given.out / "ORIGIN.md").write_text(text.format(command=command), encoding="utf-8")
+
+
+_TASKS_ORIGIN = """\
+# Calculator tasks
+
+Made for this project by a random generator; no other source. Remade, byte for byte, by
+
+    {command}
+
+One to three operations (`+ - *`, brackets) on integers from 2 to 99; `answer` is the exact value as text. No expression
+is in both splits, or twice in one. Licence: that of the project.
+"""
+
+_POLICY_ORIGIN = """\
+# The calculator policy
+
+A Qwen3 of about 275 thousand parameters with a tokenizer of its own, from random weights by two phases of imitation on
+generated demonstrations (no other data, none of the held-out tasks), remade by
+
+    {command}
+
+in about a minute on one core. Another processor or torch version rounds differently, so the weights differ in their
+digits and its success within noise. Licence: that of the project.
+"""
+
+if __name__ == "__main__":
+    main()

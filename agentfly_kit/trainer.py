@@ -1,0 +1,495 @@
+"""The loop: roll out, score, update, record, again. Knows nothing of how each of them is done.
+
+A run is a folder that says what it is. Each iteration ends with its line in `steps.jsonl` and a checkpoint, so whatever
+stops the loop (an interrupt, a break, a crash) stops it between two iterations, and the same call goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import math
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from agentfly_kit import advantages as estimators
+from agentfly_kit import functions, losses, seeds
+from agentfly_kit.batch import Batch, collate
+from agentfly_kit.errors import BatchError, RunError, SettingsError, TaskError, TrainingError
+from agentfly_kit.evaluation import Evaluation, evaluate
+from agentfly_kit.policy import Policy
+from agentfly_kit.ppo import adamw, ppo_step_async
+from agentfly_kit.record import Rollout, Run
+from agentfly_kit.rollout import Agent, RolloutRun
+from agentfly_kit.types import Stats, Task
+
+_OUTCOME = ("grpo", "dr_grpo", "rloo")
+_TOKEN = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Settings of a training run. An iteration is one rollout and one `ppo_step`; an update is one optimizer step."""
+
+    steps: int = 24
+    """Iterations."""
+    tasks_per_step: int = 16
+    group_size: int = 8
+    """Chains a task."""
+    advantage: str | Callable[..., Tensor] = "grpo"
+    """"grpo", "dr_grpo", "rloo", "gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"; or a function
+    (rewards (N,), groups (N,)) -> (N,)."""
+    gamma: float = 1.0
+    lam: float = 0.95
+    whiten: bool = True
+    """Whiten token-level advantages over the sampled tokens of the batch (gae, reinforce_plus_plus)."""
+    lr: float = 3e-4
+    lr_end: float | None = 3e-5
+    """Reached linearly at the last iteration; None keeps `lr`."""
+    minibatch: int | None = 32
+    """Rollouts an update."""
+    epochs: int = 2
+    loss: Literal["ppo"] | Callable[..., Tensor] = "ppo"
+    aggregate: losses.How = "token_mean"
+    denominator: float | None = None
+    clip: float = 0.2
+    clip_high: float | None = None
+    dual_clip: float | None = None
+    value_coef: float = 0.5
+    value_clip: float | None = None
+    kl_coef: float = 0.0
+    kl_kind: losses.KLKind = "k3"
+    """The reference is a copy of the policy as it was before the first iteration."""
+    entropy_coef: float = 0.0
+    max_grad_norm: float | None = 1.0
+    target_kl: float | None = None
+    micro_tokens: int = 8192
+    truncated: Literal["score", "mask"] = "score"
+    max_concurrency: int = 128
+    evaluate_every: int = 0
+    """Iterations; 0 is never. Needs `eval_tasks=`."""
+    checkpoint_every: int = 1
+    save_rollouts: bool = False
+    """Keep every training rollout in the run's folder."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "tasks_per_step", "group_size", "epochs", "checkpoint_every", "max_concurrency"):
+            if getattr(self, name) < 1:
+                raise SettingsError(f"{name}={getattr(self, name)}: give at least 1")
+        if not callable(self.advantage) and self.advantage not in (*_OUTCOME, *_TOKEN):
+            known = ", ".join((*_OUTCOME, *_TOKEN))
+            raise SettingsError(f"advantage={self.advantage!r}: give one of {known}, or a function")
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise SettingsError(f"lr={self.lr}: give a positive number")
+
+    def replace(self, **changes: Any) -> TrainConfig:
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """What one iteration did. A step that was replayed from the record has only its numbers."""
+
+    step: int
+    """From 1."""
+    record: dict[str, float] = field(repr=False)
+    stats: Stats | None = field(default=None, repr=False)
+    rollout: Rollout | None = field(default=None, repr=False)
+    evaluation: Evaluation | None = None
+    replayed: bool = False
+
+    @property
+    def success(self) -> float:
+        """Of the sampled chains that this step was trained on; NaN if none was scored."""
+        return self.record.get("success", math.nan)
+
+    def __repr__(self) -> str:
+        shown = ("success", "reward", "approx_kl", "eval_success")
+        numbers = ", ".join(f"{k} {self.record[k]:.3f}" for k in shown if k in self.record)
+        return f"TrainStep({self.step}: {numbers}{', replayed' if self.replayed else ''})"
+
+
+def train(
+    agent: Agent,
+    policy: Policy,
+    tasks: Iterable[Task],
+    config: TrainConfig | None = None,
+    *,
+    run: str | Path | None = None,
+    eval_tasks: Iterable[Task] | None = None,
+    resume: bool = True,
+) -> TrainRun:
+    """A training run. `await` it, or `async for step in run`; it starts then.
+
+    run: a folder. One that holds an unfinished run of the same config, tasks, tools, reward and starting policy continues;
+        a finished one replays its recorded steps and loads its last weights. None is a fresh temporary folder.
+    resume: False throws away what the folder holds and starts anew.
+    Raises:  RunMismatch, at once, if the folder holds another run: it shows the difference.
+    """
+    return TrainRun(agent, policy, list(tasks), config or TrainConfig(), run, list(eval_tasks or ()), resume)
+
+
+class TrainRun:
+    """A handle. After an interrupt or a break, going on with the same handle, or calling `train` again, continues.
+
+    records, total, subscribe   what has been done, how much there is to do, and who wants to know
+    rollout                     the rollout that runs now, for a live view
+    stop(), pause(), resume()
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        policy: Policy,
+        tasks: list[Task],
+        config: TrainConfig,
+        run: str | Path | None,
+        eval_tasks: list[Task],
+        resume: bool,
+    ) -> None:
+        if not tasks:
+            raise TaskError("there is no task to train on; give at least one")
+        if config.advantage == "gae" and policy.value_head is None:
+            raise SettingsError("advantage='gae' needs values; load the policy with value_head=True")
+        if config.evaluate_every and not eval_tasks:
+            raise SettingsError(f"evaluate_every={config.evaluate_every} needs eval_tasks=, such as tasks.test")
+        if not agent.reward:
+            raise SettingsError("the agent has no reward, so there is nothing to learn from; agent.replace(reward=...)")
+        served = getattr(agent.engine, "policy", policy)
+        if served is not policy:
+            raise SettingsError(
+                "the agent's engine samples from another policy than the one that is trained; "
+                "use agent.replace(engine=af.LocalEngine(policy))"
+            )
+        agent._check([*tasks, *eval_tasks])
+        self.agent = agent
+        self.policy = policy
+        self.tasks = tasks
+        self.eval_tasks = eval_tasks
+        self.config = config
+        self.rollout: RolloutRun | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="agentfly-run-") if run is None else None
+        self.run = Run(self._folder.name if self._folder is not None else Path(str(run)))
+        self._fresh = not resume or run is None
+        self._key = str(self.run.path.resolve())
+        if self._fresh:
+            policy.started.pop(self._key, None)
+        start = policy.started.setdefault(self._key, policy.fingerprint())
+        self.fingerprint = fingerprint(agent, tasks, config, start)
+        self.run.check(self.fingerprint, resume=not self._fresh)
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._reference: Policy | None = None
+        self._next = 0
+        self._replay: list[dict[str, float]] = []
+        self._begun = False
+        self._stopping = False
+        self._open: asyncio.Event | None = None
+        self._paused = False
+        self._busy = False
+
+    # --- what a view needs ---
+
+    @property
+    def path(self) -> Path:
+        return self.run.path
+
+    @property
+    def records(self) -> list[dict[str, float]]:
+        return self.run.records if self._begun or not self._fresh else []
+
+    @property
+    def total(self) -> int:
+        return self.config.steps
+
+    def subscribe(self, callback: Callable[[dict[str, float]], None]) -> Callable[[], None]:
+        """Be called with each new step's numbers. Returns what ends it."""
+        return self.run.subscribe(callback)
+
+    def figure(self, *names: str) -> Any:
+        return self.run.figure(*names)
+
+    def stop(self) -> None:
+        """End after the iteration that runs now."""
+        self._stopping = True
+        self.resume()
+
+    def pause(self) -> None:
+        """Hold the chains that run, and the loop after this iteration."""
+        self._paused = True
+        if self._open is not None:
+            self._open.clear()
+        if self.rollout is not None:
+            self.rollout.pause()
+
+    def resume(self) -> None:
+        self._paused = False
+        if self._open is not None:
+            self._open.set()
+        if self.rollout is not None:
+            self.rollout.resume()
+
+    def __repr__(self) -> str:
+        done = len(self.records)
+        last = f", success {self.records[-1]['success']:.3f}" if done and "success" in self.records[-1] else ""
+        hint = "" if self._begun else "; write `await` before it"
+        return f"<training run, {done} of {self.total} steps done{last}, in {str(self.path)!r}{hint}>"
+
+    # --- running ---
+
+    def __await__(self) -> Generator[Any, Any, TrainRun]:
+        return self._all().__await__()
+
+    async def _all(self) -> TrainRun:
+        async for _ in self:
+            pass
+        return self
+
+    def __aiter__(self) -> TrainRun:
+        return self
+
+    async def __anext__(self) -> TrainStep:
+        if self._busy:
+            raise SettingsError("this run is already being awaited somewhere else; there is one loop a run")
+        self._busy = True
+        try:
+            if not self._begun:
+                await self._begin()
+            if self._replay:
+                record = self._replay.pop(0)
+                return TrainStep(int(record["step"]), record, replayed=True)
+            if self._stopping or self._next >= self.config.steps:
+                raise StopAsyncIteration
+            if self._open is not None:
+                await self._open.wait()
+            return await self._iterate(self._next)
+        finally:
+            self._busy = False
+
+    async def _begin(self) -> None:
+        policy, config = self.policy, self.config
+        self._open = asyncio.Event()
+        if not self._paused:
+            self._open.set()
+        known = self.run.begin(self.fingerprint, resume=not self._fresh)
+        self._fresh = False
+        self._optimizer = adamw(policy, config.lr)
+        checkpoint = self.run.checkpoint if known else None
+        if checkpoint is not None:
+            if config.kl_coef > 0:
+                self._reference = self._load_reference()
+            self._next = await asyncio.to_thread(self._load, checkpoint)
+        elif config.kl_coef > 0:
+            self._reference = policy.copy()
+            await asyncio.to_thread(self._save_reference)
+        self.run.truncate(self._next)
+        self._replay = list(self.run.records)
+        self._begun = True
+
+    async def _iterate(self, index: int) -> TrainStep:
+        config, policy = self.config, self.policy
+        assert self._optimizer is not None
+        began = time.perf_counter()
+        await self.agent.engine.update(policy)
+        self.rollout = self.agent.rollout(
+            self._draw(index), config.group_size, max_concurrency=config.max_concurrency, index=index, purpose="train"
+        )
+        if self._paused:
+            self.rollout.pause()
+        rollout = await self.rollout
+        self.rollout = None
+        rolled = time.perf_counter()
+        for group, lr in zip(self._optimizer.param_groups, self._rates(index), strict=True):
+            group["lr"] = lr
+        try:
+            batch = await asyncio.to_thread(self._batch, rollout)
+            stats = await ppo_step_async(
+                policy,
+                self._optimizer,
+                batch,
+                loss=config.loss,
+                aggregate=config.aggregate,
+                denominator=config.denominator,
+                clip=config.clip,
+                clip_high=config.clip_high,
+                dual_clip=config.dual_clip,
+                value_coef=config.value_coef,
+                value_clip=config.value_clip,
+                kl_coef=config.kl_coef,
+                kl_kind=config.kl_kind,
+                reference=self._reference,
+                entropy_coef=config.entropy_coef,
+                epochs=config.epochs,
+                minibatch=config.minibatch,
+                micro_tokens=config.micro_tokens,
+                max_grad_norm=config.max_grad_norm,
+                target_kl=config.target_kl,
+                seed=seeds.derive(config.seed, "update", index),
+            )
+        except (TrainingError, BatchError) as error:
+            raise type(error)(f"step {index + 1}: {error} (steps 1 to {index} are kept in {self.path})") from error
+        updated = time.perf_counter()
+        evaluation = None
+        if config.evaluate_every and ((index + 1) % config.evaluate_every == 0 or index + 1 == config.steps):
+            evaluation = await evaluate(self.agent, self.eval_tasks, max_concurrency=config.max_concurrency)
+        record = self._record(index, rollout, stats, evaluation)
+        record["seconds_rollout"] = rolled - began
+        record["seconds_update"] = updated - rolled
+        record["seconds"] = time.perf_counter() - began
+        if stats.unscored > 0.05:
+            why = next((str(t.error) for t in rollout.trajectories if t.error), "")
+            warnings.warn(f"step {index + 1}: {stats.unscored:.0%} of the chains were unscored. {why}", stacklevel=2)
+        await asyncio.shield(asyncio.to_thread(self._keep, index, rollout))
+        self.run.append(record)
+        self._next = index + 1
+        return TrainStep(index + 1, record, stats, rollout, evaluation)
+
+    def _draw(self, index: int) -> list[Task]:
+        """The tasks of an iteration: passes over all tasks, each in its own order. Depends on the index alone."""
+        count, size = len(self.tasks), self.config.tasks_per_step
+        out = []
+        for position in range(index * size, (index + 1) * size):
+            turn, place = divmod(position, count)
+            if place == 0 or not out:
+                generator = torch.Generator().manual_seed(seeds.derive(self.config.seed, "tasks", turn))
+                order = torch.randperm(count, generator=generator).tolist()
+            out.append(self.tasks[order[place]])
+        return out
+
+    def _rates(self, index: int) -> list[float]:
+        assert self._optimizer is not None
+        config = self.config
+        end = config.lr if config.lr_end is None else config.lr_end
+        share = index / max(1, config.steps - 1)
+        now = config.lr + (end - config.lr) * share
+        # The value head keeps its own multiple of the policy's rate.
+        return [now * group.setdefault("scale", group["lr"] / config.lr) for group in self._optimizer.param_groups]
+
+    def _batch(self, rollout: Rollout) -> Batch:
+        config = self.config
+        name = config.advantage
+        if callable(name):
+            return collate(rollout, name, truncated=config.truncated)
+        if name in _OUTCOME:
+            return collate(rollout, getattr(estimators, name), truncated=config.truncated)
+        batch = collate(rollout, truncated=config.truncated)
+        rewards = torch.where(batch.mask, batch.token_rewards, 0.0)
+        if name == "gae":
+            values = self.policy.score(batch, {"value"}, micro_tokens=config.micro_tokens)["value"]
+            adv, returns = estimators.gae(rewards, values, batch.mask, gamma=config.gamma, lam=config.lam)
+            if config.whiten:
+                adv = estimators.whiten(adv, batch.mask)
+            return batch.replace(advantages=adv, returns=returns, values=values)
+        if name == "reinforce_plus_plus":
+            adv = estimators.reinforce_plus_plus(rewards, batch.mask, gamma=config.gamma, whiten=config.whiten)
+        else:
+            adv = estimators.reinforce_plus_plus_baseline(
+                rewards, batch.mask, groups=batch.groups, whiten=config.whiten
+            )
+        return batch.replace(advantages=adv)
+
+    def _record(self, index: int, rollout: Rollout, stats: Stats, evaluation: Evaluation | None) -> dict[str, float]:
+        record: dict[str, float] = {"step": index + 1}
+        record |= {k: v for k, v in rollout.numbers().items() if k != "seconds"}
+        keep = (
+            "loss",
+            "policy_loss",
+            "value_loss",
+            "approx_kl",
+            "clip_fraction",
+            "entropy",
+            "grad_norm",
+            "lr",
+            "updates",
+        )
+        more = ("explained_variance", "kl_reference", "ratio_max", "sampler_gap", "dropped_groups", "advantage_mean")
+        numbers = stats.numbers()
+        record |= {k: numbers[k] for k in (*keep, *more) if k in numbers and math.isfinite(numbers[k])}
+        record["version"] = self.policy.version
+        if evaluation is not None:
+            record |= {
+                "eval_success": evaluation.success,
+                "eval_low": evaluation.low,
+                "eval_high": evaluation.high,
+            }
+        return record
+
+    # --- disk ---
+
+    def _keep(self, index: int, rollout: Rollout) -> None:
+        if self.config.save_rollouts:
+            rollout.save(self.run.rollout_path(f"step-{index + 1:05d}"))
+        if (index + 1) % self.config.checkpoint_every == 0 or index + 1 == self.config.steps:
+            assert self._optimizer is not None
+            with self.run.new_checkpoint() as folder:
+                state = {
+                    "version": 1,
+                    "steps": index + 1,
+                    "policy": self.policy.state(),
+                    "policy_version": self.policy.version,
+                    "optimizer": self._optimizer.state_dict(),
+                }
+                torch.save(state, folder / "state.pt")
+
+    def _load(self, checkpoint: Path) -> int:
+        """Put a checkpoint's weights and optimizer in place; returns how many iterations it has behind it."""
+        assert self._optimizer is not None
+        file = checkpoint / "state.pt"
+        try:
+            state = torch.load(file, map_location=self.policy.device, weights_only=True)
+            if state["version"] > 1:
+                raise RunError(f"{file} was written by a newer version; upgrade agentfly_kit")
+            self.policy.load_state(state["policy"])
+            self.policy.version = state["policy_version"]
+            self._optimizer.load_state_dict(state["optimizer"])
+            return int(state["steps"])
+        except RunError:
+            raise
+        except Exception as error:
+            raise RunError(f"{file} cannot be read ({error}); resume=False starts the run anew") from error
+
+    def _save_reference(self) -> None:
+        assert self._reference is not None
+        torch.save(self._reference.state(), self.path / "reference.pt")
+
+    def _load_reference(self) -> Policy:
+        reference = self.policy.copy()
+        reference.load_state(torch.load(self.path / "reference.pt", map_location=self.policy.device, weights_only=True))
+        return reference
+
+
+def fingerprint(agent: Agent, tasks: Sequence[Task], config: TrainConfig, start: str) -> dict[str, Any]:
+    """What makes two runs the same run: settings, tasks, the source of tools and reward, and the starting weights."""
+    digest = hashlib.blake2b(digest_size=8)
+    for task in tasks:
+        digest.update(repr((task.id, task.messages, sorted(task.fields.items(), key=lambda item: item[0]))).encode())
+    settings: dict[str, Any] = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        settings[f.name] = functions.source_of(value) if callable(value) else value
+    return {
+        "config": settings,
+        "agent": {
+            "system": agent.system,
+            "max_turns": agent.max_turns,
+            "max_tokens": agent.max_tokens,
+            "max_invalid_calls": agent.max_invalid_calls,
+            "timeout": agent.timeout,
+            "sampling": dataclasses.asdict(agent.sampling),
+            "seed": agent.seed,
+            "engine": type(agent.engine).__name__,
+        },
+        "tools": {t.name: {"source": t.source, "fingerprint": t.fingerprint} for t in agent.tools},
+        "reward": {r.name: {"source": r.source, "fingerprint": r.fingerprint} for r in agent.reward},
+        "tasks": {"count": len(tasks), "digest": digest.hexdigest()},
+        "policy": start,
+    }
