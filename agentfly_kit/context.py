@@ -40,6 +40,8 @@ FromPool: TypeAlias = Annotated[T, _FROM_POOL]
 
 
 class _Lease(Protocol):
+    turn: Any
+
     @property
     def sandbox(self) -> Any: ...
 
@@ -155,6 +157,8 @@ class Context:
         if acquiring.exception() is not None and self._leases.get(id(pool)) == (pool, acquiring):
             del self._leases[id(pool)]  # the next request may have more luck
         lease = acquiring.result()
+        if lease.turn != self.turn:
+            lease.turn = self.turn  # for whoever looks at the pool: who holds it, and how far they are
         return typing.cast(S, lease.sandbox)
 
     @asynccontextmanager
