@@ -220,7 +220,8 @@ class Pool(Generic[S]):
         self._sandboxes: dict[int, S] = {}
         sandboxes = self._sandboxes  # not self: a pool must go when its last name goes, not at the next collection
         self._state = PoolState(size, warm, alive=lambda slot: _is_alive(sandboxes.get(slot)))
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
+        self._dropped: deque[int] = deque()  # leases that were collected, not released
         self._tickets: dict[int, _Ticket] = {}
         self._next_ticket = itertools.count(1)
         self._tasks: dict[asyncio.Task[None], int] = {}  # what is under way -> its slot
@@ -409,6 +410,8 @@ class Pool(Generic[S]):
         if not may_start and self._state.waiters:
             self._wake_a_loop()
         self._tell()
+        if self._dropped:
+            self._end_dropped()
 
     def _answer(self, todo: Todo) -> None:
         for number, slot in todo.grant:
@@ -490,9 +493,9 @@ class Pool(Generic[S]):
         """Work that ended by itself has reported. If it was cancelled its event loop is being torn down."""
         with self._lock:
             slot = self._tasks.pop(task, None)
-        if slot is not None and (task.cancelled() or task.exception() is not None):
-            if slot not in self._tasks.values():  # else it was cancelled because the slot is being closed
-                self._lose(slot)
+            closing = slot in self._tasks.values()  # it was cancelled for that
+        if slot is not None and not closing and (task.cancelled() or task.exception() is not None):
+            self._lose(slot)
 
     async def _until_done(self, slot: int | None) -> None:
         """Wait for the work on a slot (None: on all); cancelling the wait does not cancel the work."""
@@ -506,6 +509,7 @@ class Pool(Generic[S]):
             await asyncio.sleep(0)  # their done callbacks
 
     async def _start(self, slot: int) -> None:
+        clock: asyncio.Timeout | None = None
         try:
             sandbox = self.kind(**self.options)
             with self._lock:
@@ -513,10 +517,10 @@ class Pool(Generic[S]):
             async with asyncio.timeout(self.start_timeout) as clock:
                 await _call(sandbox, "start")
         except Exception as error:
-            if isinstance(error, TimeoutError) and clock.expired():
-                error = SandboxError(f"it did not start within {self.start_timeout:g} s")
-            hopeless = isinstance(error, IsolationError | SettingsError | TypeError)
-            self._change(StartFailed(slot, error, hopeless))
+            late = clock is not None and clock.expired()
+            reason = SandboxError(f"it did not start within {self.start_timeout:g} s") if late else error
+            hopeless = isinstance(reason, IsolationError | SettingsError | TypeError)
+            self._change(StartFailed(slot, reason, hopeless))
         else:
             self._change(Started(slot))
 
@@ -560,9 +564,16 @@ class Pool(Generic[S]):
         self._change(Closed(slot), may_start=False)
 
     def _lost(self, lease: Lease[S]) -> None:
-        """A lease was collected and never released."""
+        """A lease was collected and never released. This may be called in the middle of anything in this thread."""
+        self._dropped.append(lease.id)
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+            self._end_dropped()
         warnings.warn(f"{lease!r} was dropped without a release", ResourceWarning, stacklevel=3)
-        self._lose(lease.id)
+
+    def _end_dropped(self) -> None:
+        while self._dropped:
+            self._lose(self._dropped.popleft())
 
     # --- telling
 

@@ -377,12 +377,22 @@ class _Watch:
         self.sandbox, self.done = sandbox, done
         self.loop = asyncio.get_running_loop()
         self.files: list[int] = []
+        self.writer: int | None = None
         self.timers: list[asyncio.TimerHandle] = []
         sandbox._watches.add(self)
 
     def add(self, file: int, call: Callable[[], object]) -> None:
         self.loop.add_reader(file, call)
         self.files.append(file)
+
+    def add_writer(self, file: int, call: Callable[[], object]) -> None:
+        self.loop.add_writer(file, call)
+        self.writer = file
+
+    def remove_writer(self) -> None:
+        if self.writer is not None:
+            self.loop.remove_writer(self.writer)
+            self.writer = None
 
     def remove(self, file: int) -> None:
         if file in self.files:
@@ -395,7 +405,7 @@ class _Watch:
         if not self.loop.is_closed():
             for file in files:
                 self.loop.remove_reader(file)
-                self.loop.remove_writer(file)
+            self.remove_writer()
             for timer in self.timers:
                 timer.cancel()
             if not self.done.done():
@@ -482,17 +492,16 @@ class _Call:
     # --- what goes and comes
 
     def send(self) -> None:
-        file = self.replies.socket.fileno()
         try:
             while self.request:
                 sent = self.replies.socket.send(self.request[: 4 * _CHUNK])
                 self.request = self.request[sent:]
         except (BlockingIOError, InterruptedError):
-            self.loop.add_writer(file, self.send)
+            self.watch.add_writer(self.replies.socket.fileno(), self.send)
             return
         except OSError:
             self.request = b""  # it died: the readers will say so
-        self.loop.remove_writer(file)
+        self.watch.remove_writer()
 
     def read_reply(self) -> None:
         try:
