@@ -51,6 +51,8 @@ class Batch:
     """(B, T) bool: which tokens this policy sampled."""
     logprobs: Tensor
     """(B, T) float32: the engine's, in nats; NaN where the mask is 0."""
+    entropies: Tensor
+    """(B, T) float32: the engine's, at the sampling temperature; NaN where the mask is 0 or the engine gave none."""
     advantages: Tensor
     """(B, T) float32; NaN where the mask is 0."""
     token_rewards: Tensor
@@ -163,6 +165,7 @@ def collate(
     ids = torch.zeros(shape, dtype=torch.int64)
     mask = torch.zeros(shape, dtype=torch.bool)
     logprobs = torch.full(shape, torch.nan)
+    entropies = torch.full(shape, torch.nan)
     versions = torch.full(shape, -1, dtype=torch.int64)
     token_rewards = torch.full(shape, torch.nan)
     for i, t in enumerate(rows):
@@ -170,6 +173,7 @@ def collate(
         ids[i, :n] = torch.tensor(t.ids)
         mask[i, :n] = torch.tensor(t.action_mask)
         logprobs[i, :n] = torch.tensor(t.logprobs)
+        entropies[i, :n] = torch.tensor(t.entropies)
         versions[i, :n] = torch.tensor(t.versions)
         token_rewards[i, :n] = _token_rewards(t)
     if bool(torch.isnan(logprobs[mask]).any()) or bool(mask[:, 0].any()):
@@ -180,6 +184,7 @@ def collate(
         attention=torch.arange(shape[1])[None] < lengths[:, None],
         mask=mask,
         logprobs=logprobs,
+        entropies=entropies,
         advantages=torch.full(shape, torch.nan),
         token_rewards=token_rewards,
         rewards=torch.tensor([float(t.reward) for t in rows if t.reward is not None]),

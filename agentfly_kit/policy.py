@@ -6,6 +6,7 @@ V(ids[:t]): both come from the hidden state at t - 1, and `_selected` is where t
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -110,8 +111,9 @@ class Policy:
         if not isinstance(kind, torch.dtype):
             raise SettingsError(f"dtype={dtype!r}: give a torch dtype or its name, such as 'float32' or 'bfloat16'")
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=kind)
-            tokenizer = AutoTokenizer.from_pretrained(str(path))
+            with _no_bar():
+                model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=kind)
+                tokenizer = AutoTokenizer.from_pretrained(str(path))
         except Exception as error:
             raise PolicyError(
                 f"no policy could be loaded from {str(path)!r}: {type(error).__name__}: {error}"
@@ -337,6 +339,20 @@ class Policy:
                 for name in wanted:
                     out[name][rows[r], c] = getattr(got, name).float().cpu()
         return Scored(**out)
+
+
+@contextlib.contextmanager
+def _no_bar() -> Iterator[None]:
+    """Without the progress bar of transformers, which a notebook would keep for ever."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def micro_batches(lengths: Tensor, micro_tokens: int) -> list[Tensor]:

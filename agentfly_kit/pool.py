@@ -565,6 +565,8 @@ class Pool(Generic[S]):
 
     def _lost(self, lease: Lease[S]) -> None:
         """A lease was collected and never released. This may be called in the middle of anything in this thread."""
+        if lease.id not in self._state.slots:
+            return  # the pool was closed, and took it
         self._dropped.append(lease.id)
         if self._lock.acquire(blocking=False):
             self._lock.release()

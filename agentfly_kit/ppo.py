@@ -118,6 +118,9 @@ def ppo_step(
             live = (torch.where(batch.mask, batch.advantages, 0.0) != 0).any(1)
         flat = {int(g) for g in batch.groups} - {int(g) for g in batch.groups[live]}
 
+        # The engine's entropies are exact and cover every row; only without them does the forward make its own.
+        known = not bool(torch.isnan(batch.entropies[batch.mask]).any())
+
         totals = _Totals()
         generator = torch.Generator().manual_seed(seed)
         rollouts = batch.rollouts.unique()
@@ -143,7 +146,7 @@ def ppo_step(
                         batch.ids[picked, :width].to(policy.device),
                         mask,
                         batch.temperatures[picked],
-                        entropy=True,
+                        entropy=entropy_coef > 0 or not known,
                         value=with_value,
                     )
                     where = mask.nonzero(as_tuple=True)
@@ -184,9 +187,10 @@ def ppo_step(
                         reference_kl = mean(losses.kl(logp, cut(ref_logprobs), kl_kind, mask))
                         objective = objective + kl_coef * reference_kl
                         sums.add("kl_reference", reference_kl)
-                    assert got.entropy is not None
-                    if entropy_coef > 0:
-                        objective = objective - entropy_coef * mean(grid(got.entropy))
+                    if got.entropy is not None:
+                        if entropy_coef > 0:
+                            objective = objective - entropy_coef * mean(grid(got.entropy))
+                        sums.add("entropy_sum", got.entropy.detach().sum())
                     sums.add("policy_loss", policy_loss)
                     sums.add("loss", objective)
                     count = int(mask.sum())
@@ -196,7 +200,6 @@ def ppo_step(
                         sums.add(
                             "clip_sum", losses.clip_fraction(logp, was, adv, mask, clip, clip_high, dual_clip) * count
                         )
-                        sums.add("entropy_sum", got.entropy.sum())
                         ratio = torch.where(mask, (logp - torch.where(mask, was, logp)).exp(), 1.0)
                         sums.largest("ratio_max", (ratio - 1).abs().max())
                     at = clock("forward", at)
@@ -226,7 +229,7 @@ def ppo_step(
         kl_reference=totals.get("kl_reference") / updates if kl_coef > 0 else math.nan,
         approx_kl=totals.rate("kl_sum"),
         clip_fraction=totals.rate("clip_sum"),
-        entropy=totals.rate("entropy_sum"),
+        entropy=float(batch.entropies[batch.mask].mean()) if known else totals.rate("entropy_sum"),
         grad_norm=norms / updates,
         explained_variance=_explained_variance(batch),
         ratio_max=1 + totals.get("ratio_max"),
@@ -272,7 +275,8 @@ class _Totals:
         self._sums: dict[str, float] = {}
 
     def add(self, name: str, value: Tensor | float) -> None:
-        self._sums[name] = self._sums.get(name, 0.0) + float(value)
+        number = float(value.detach()) if isinstance(value, Tensor) else float(value)
+        self._sums[name] = self._sums.get(name, 0.0) + number
 
     def largest(self, name: str, value: Tensor) -> None:
         self._sums[name] = max(self._sums.get(name, 0.0), float(value))
@@ -290,7 +294,7 @@ class _Totals:
 
     def rate(self, name: str) -> float:
         tokens = self.get("tokens")
-        return self.get(name) / tokens if tokens else 0.0
+        return self.get(name) / tokens if tokens else math.nan
 
 
 def _check(
