@@ -1,0 +1,671 @@
+"""The pool: its words, its order, its endings, and its one state machine against a short model."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import random
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from agentfly_kit import pool_state
+from agentfly_kit.errors import IsolationError, PoolClosed, PoolTimeout, SandboxError, SettingsError
+from agentfly_kit.pool import Pool, PoolEvent, pools
+from agentfly_kit.pool_state import PoolState
+
+# --- kinds, as one would write them in a cell ----------------------------------------------------
+
+
+class Notes:
+    """A kind that keeps what it is told. Counts those that are open, over all of them."""
+
+    open: set[Notes] = set()  # noqa: RUF012  (shared on purpose)
+    delay = 0.0
+
+    def __init__(self) -> None:
+        self.kept: list[str] = []
+        self.alive = True
+
+    async def start(self) -> None:
+        Notes.open.add(self)
+        await asyncio.sleep(self.delay)
+
+    async def run(self, text: str) -> list[str]:
+        self.kept.append(text)
+        await asyncio.sleep(self.delay)
+        return list(self.kept)
+
+    async def reset(self) -> None:
+        await asyncio.sleep(self.delay)
+        self.kept.clear()
+
+    async def close(self) -> None:
+        await asyncio.sleep(self.delay)
+        self.kill()
+
+    def kill(self) -> None:
+        self.alive = False
+        Notes.open.discard(self)
+
+
+class Slow(Notes):
+    delay = 0.002
+
+
+class Plain:
+    """The shortest kind there can be: no reset, no close, no alive."""
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+
+    async def run(self) -> int:
+        return self.number
+
+
+_numbers = itertools.count(1)
+
+
+class Broken:
+    starts = 0
+
+    async def start(self) -> None:
+        type(self).starts += 1
+        raise RuntimeError("no such image")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    Notes.open.clear()
+    Broken.starts = 0
+    yield
+    gc.collect()
+    assert not Notes.open, "a sandbox was left open"
+
+
+async def until(true: Callable[[], bool], patience: float = 2.0) -> None:
+    end = time.monotonic() + patience
+    while not true():
+        assert time.monotonic() < end, "it did not come about"
+        await asyncio.sleep(0.001)
+
+
+# --- what it says --------------------------------------------------------------------------------
+
+
+async def test_repr_is_a_specification():
+    async with Pool(Slow, size=4, warm=1) as pool:
+        assert repr(pool) == "<Pool Slow 0 leased, 0 idle, 0 starting, 0 waiting, size 4>"
+        first = await pool.acquire("a")
+        await until(lambda: "1 idle" in repr(pool))
+        assert repr(pool) == "<Pool Slow 1 leased, 1 idle, 0 starting, 0 waiting, size 4>"
+        leases = [await pool.acquire(f"b{i}") for i in range(3)]
+        waiting = [asyncio.ensure_future(pool.acquire(f"c{i}")) for i in range(2)]
+        await asyncio.sleep(0)
+        assert repr(pool) == "<Pool Slow 4 leased, 0 idle, 0 starting, 2 waiting, size 4>"
+        releasing = asyncio.ensure_future(pool.release(first))
+        await asyncio.sleep(0)
+        assert repr(pool) == "<Pool Slow 3 leased, 0 idle, 1 starting, 2 waiting, size 4>"
+        await releasing
+        leases += [await waiting[0]]
+        assert repr(pool) == "<Pool Slow 4 leased, 0 idle, 0 starting, 1 waiting, size 4>"
+        await leases.pop().release()
+        leases += [await waiting[1]]
+        for lease in leases:
+            await lease.release()
+    assert repr(pool) == "<Pool Slow closed, size 4>"
+
+
+async def test_timeout_says_who_holds_what():
+    async with Pool(Notes, size=2) as pool:
+        one, two = await pool.acquire("chain 3"), await pool.acquire("me")
+        one.turn = 2
+        with pytest.raises(PoolTimeout) as caught:
+            await pool.acquire("late", timeout=0.05)
+        # two decimals of a second may pass between the lease and the message
+        text = str(caught.value).replace("(0.1 s", "(0.0 s")
+        assert text == (
+            "no Notes free after 0.1 s (2 of 2 leased, 1 waiting); held by chain 3 (0.0 s, turn 2), me (0.0 s); "
+            "raise size=, or look for a lease held while sampling"
+        )
+        assert isinstance(caught.value, TimeoutError)
+        assert pool.snapshot().waiting == 0
+        await pool.release(one)
+        await pool.release(two)
+
+
+async def test_snapshot_tells_lease_turn_and_uses():
+    async with Pool(Notes, size=2) as pool:
+        async with pool.lease("first"):
+            pass
+        lease = await pool.acquire("second")
+        lease.turn = "turn 3 of 6"
+        s = pool.snapshot()
+        assert (s.kind, s.size, s.leased, s.idle, s.starting, s.waiting, s.dead) == ("Notes", 2, 1, 0, 0, 0, 0)
+        assert [(x.owner, x.sandbox, x.turn) for x in s.leases] == [("second", lease.id, "turn 3 of 6")]
+        assert [(x.id, x.state, x.owner, x.uses) for x in s.sandboxes] == [(1, "leased", "second", 2)]
+        await pool.release(lease)
+        assert [(x.state, x.owner) for x in pool.snapshot().sandboxes] == [("idle", None)]
+
+
+async def test_pools_lists_those_alive():
+    before = pools()
+    pool = Pool(Plain, size=1)
+    assert pools() == [*before, pool]
+    await pool.close()
+    assert pools() == before
+    pool = Pool(Plain, size=1)
+    del pool
+    assert pools() == before
+
+
+# --- order and time ------------------------------------------------------------------------------
+
+
+async def test_first_come_first_served():
+    async with Pool(Slow, size=2) as pool:
+        served: list[int] = []
+
+        async def chain(number: int) -> None:
+            async with pool.lease(f"chain {number}"):
+                served.append(number)
+                await asyncio.sleep(0.001)
+
+        await asyncio.gather(*(chain(number) for number in range(20)))
+        assert served == list(range(20))
+
+
+async def test_a_waiter_that_gives_up_leaves_the_order_of_the_others():
+    async with Pool(Notes, size=1) as pool:
+        held = await pool.acquire("holder")
+        waiting = [asyncio.ensure_future(pool.acquire(f"w{i}")) for i in range(4)]
+        await asyncio.sleep(0)
+        waiting[1].cancel()
+        await asyncio.sleep(0)
+        assert pool.snapshot().waiters == ("w0", "w2", "w3")
+        for task in (waiting[0], waiting[2], waiting[3]):
+            await held.release()
+            held = await asyncio.wait_for(task, 1)
+        await held.release()
+
+
+async def test_a_grant_that_is_cancelled_goes_to_the_next():
+    async with Pool(Notes, size=1) as pool:
+        held = await pool.acquire("holder")
+        first, second = (asyncio.ensure_future(pool.acquire(name)) for name in ("first", "second"))
+        await asyncio.sleep(0)
+        events: list[PoolEvent] = []
+        pool.subscribe(events.append)
+        # Cancel in the very step in which it is granted: the answer is there, and its owner never sees it.
+        pool.subscribe(lambda event: first.cancel() if (event.kind, event.owner) == ("leased", "first") else None)
+        await held.release()
+        held = await asyncio.wait_for(second, 1)
+        assert first.cancelled()
+        told = [(event.kind, event.owner) for event in events if event.kind in ("leased", "gave up")]
+        assert told == [("leased", "first"), ("gave up", "first"), ("leased", "second")]
+        await held.release()
+
+
+# --- state, death, failure -----------------------------------------------------------------------
+
+
+async def test_nothing_leaks_from_one_lease_to_the_next():
+    async with Pool(Notes, size=1) as pool:
+        for number in range(5):
+            async with pool.lease() as notes:
+                assert await notes.run(f"secret {number}") == [f"secret {number}"]
+        assert pool.snapshot().sandboxes[0].uses == 5
+
+
+async def test_a_kind_without_reset_is_replaced():
+    async with Pool(Plain, size=1) as pool:
+        seen = []
+        for _ in range(3):
+            async with pool.lease() as plain:
+                seen.append(await plain.run())
+        assert len(set(seen)) == 3
+
+
+async def test_dead_ones_are_never_handed_out():
+    async with Pool(Notes, size=2) as pool:
+        async with pool.lease() as dies_in_use:
+            dies_in_use.kill()
+        async with pool.lease() as dies_idle:
+            assert dies_idle is not dies_in_use
+        dies_idle.kill()
+        async with pool.lease() as third:
+            assert third.alive
+            assert third not in (dies_in_use, dies_idle)
+        assert pool.snapshot().dead == 2
+
+
+async def test_reset_that_fails_replaces():
+    class Stubborn(Notes):
+        async def reset(self) -> None:
+            raise OSError("full")
+
+    events: list[PoolEvent] = []
+    async with Pool(Stubborn, size=1) as pool:
+        pool.subscribe(events.append)
+        async with pool.lease() as first:
+            pass
+        async with pool.lease() as second:
+            assert second is not first
+        assert [e.detail for e in events if e.kind == "died"] == ["its reset failed: OSError: full"] * 2
+
+
+async def test_a_kind_that_cannot_start_opens_the_breaker():
+    async with Pool(Broken, size=8, acquire_timeout=5) as pool:
+        results = await asyncio.gather(*(pool.acquire(f"c{i}") for i in range(20)), return_exceptions=True)
+        assert all(type(result) is SandboxError for result in results)
+        assert str(results[0]) == "no Broken could be started: no such image"
+        assert isinstance(results[0], SandboxError)
+        assert isinstance(results[0].__cause__, RuntimeError)
+        # At most as many as were on their way at first, and some in a row; not one for each of the twenty.
+        assert Broken.starts <= 8 + 3
+        before = Broken.starts
+        for _ in range(5):
+            with pytest.raises(SandboxError, match="no such image"):
+                await pool.acquire(timeout=1)
+        assert Broken.starts == before, "the breaker is open: nothing is started"
+        assert pool.snapshot().error == "no such image"
+
+
+async def test_the_breaker_closes_when_a_start_succeeds(monkeypatch: pytest.MonkeyPatch):
+    class Flaky(Notes):
+        good = False
+
+        async def start(self) -> None:
+            await super().start()
+            if not self.good:
+                self.kill()
+                raise OSError("not yet")
+
+    async with Pool(Flaky, size=2) as pool:
+        with pytest.raises(SandboxError, match="not yet"):
+            await pool.acquire()
+        Flaky.good = True
+        with pytest.raises(SandboxError, match="not yet"):
+            await pool.acquire()
+        pool._state.blocked_until = time.monotonic()  # the pause is over
+        async with pool.lease(timeout=1):
+            assert pool.snapshot().error is None
+
+
+async def test_what_cannot_be_had_is_not_tried_again():
+    class Picky(Broken):
+        async def start(self) -> None:
+            type(self).starts += 1
+            raise IsolationError("isolation='strict' cannot be had here")
+
+    async with Pool(Picky, size=1) as pool:
+        with pytest.raises(IsolationError, match="cannot be had here"):
+            await pool.acquire()
+        assert Picky.starts == 1
+
+
+async def test_a_start_that_hangs_is_ended():
+    class Hangs(Notes):
+        delay = 60.0
+
+        async def close(self) -> None:
+            self.kill()
+
+    async with Pool(Hangs, size=1, start_timeout=0.02) as pool:
+        with pytest.raises(SandboxError, match="did not start within"):
+            await pool.acquire(timeout=5)
+
+
+def test_settings_that_cannot_be():
+    with pytest.raises(SettingsError, match="size=0"):
+        Pool(Plain, size=0)
+    with pytest.raises(SettingsError, match="warm=3"):
+        Pool(Plain, size=2, warm=3)
+    with pytest.raises(SettingsError, match="Plain takes no memory_mb="):
+        Pool(Plain, memory_mb=64)  # a limit that nothing would apply
+    with pytest.raises(SettingsError, match="want a class"):
+        Pool(Plain())  # type: ignore[arg-type]
+
+
+# --- listening -----------------------------------------------------------------------------------
+
+
+async def test_events_are_complete_and_in_order():
+    events: list[PoolEvent] = []
+    async with Pool(Notes, size=2) as pool:
+        unsubscribe = pool.subscribe(events.append)
+        async with pool.lease("a"):
+            pass
+        seen = len(events)
+        unsubscribe()
+        async with pool.lease("b"):
+            pass
+        assert len(events) == seen
+    kinds = [(event.kind, event.sandbox, event.owner) for event in events]
+    assert kinds == [
+        ("waiting", None, "a"), ("starting", 1, None), ("idle", 1, None), ("leased", 1, "a"), ("resetting", 1, "a"),
+        ("idle", 1, None),
+    ]  # fmt: skip
+    assert [event.sequence for event in events] == list(range(1, seen + 1))
+    assert [event.time for event in events] == sorted(event.time for event in events)
+
+
+async def test_a_listener_that_raises_harms_nobody_and_is_warned_about_once():
+    def bad(event: PoolEvent) -> None:
+        raise ZeroDivisionError(event.kind)
+
+    good: list[PoolEvent] = []
+    async with Pool(Notes, size=1) as pool:
+        pool.subscribe(bad)
+        pool.subscribe(good.append)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                async with pool.lease():
+                    pass
+        assert len([w for w in caught if "raised and is not called again" in str(w.message)]) == 1
+        assert len(good) > 10
+
+
+async def test_a_listener_may_use_the_pool():
+    async with Pool(Notes, size=1) as pool:
+        seen: list[str] = []
+        pool.subscribe(lambda event: seen.append(f"{event.kind}: {pool!r}"))
+        async with pool.lease():
+            pass
+        assert any(text.startswith("leased: <Pool Notes 1 leased") for text in seen)
+
+
+# --- endings -------------------------------------------------------------------------------------
+
+
+async def test_close_wakes_waiters_and_takes_leases():
+    pool = Pool(Slow, size=2)
+    lease = await pool.acquire("a")
+    other = await pool.acquire("b")
+    waiting = [asyncio.ensure_future(pool.acquire(f"w{i}")) for i in range(3)]
+    await asyncio.sleep(0)
+    await asyncio.wait_for(pool.close(), 2)
+    for task in waiting:
+        with pytest.raises(PoolClosed, match="the pool of Slow is closed"):
+            await task
+    assert not Notes.open
+    await pool.release(lease)  # late, and no harm
+    await other.release()
+    with pytest.raises(PoolClosed):
+        await pool.acquire()
+    await pool.close()
+
+
+async def test_close_while_starting_and_while_resetting():
+    pool = Pool(Slow, size=3)
+    starting = [asyncio.ensure_future(pool.acquire(f"s{i}")) for i in range(3)]
+    await asyncio.sleep(0.0005)
+    assert pool.snapshot().starting == 3
+    await pool.close()
+    assert all(isinstance(error, PoolClosed) for error in await asyncio.gather(*starting, return_exceptions=True))
+    pool = Pool(Slow, size=1)
+    releasing = asyncio.ensure_future((await pool.acquire()).release())
+    await asyncio.sleep(0.0005)
+    await pool.close()
+    await releasing
+    assert not Notes.open
+
+
+async def test_a_lease_that_is_dropped_gives_its_place_back():
+    async with Pool(Notes, size=1) as pool:
+        lease = await pool.acquire("forgetful")
+        waiting = asyncio.ensure_future(pool.acquire("next"))
+        await asyncio.sleep(0)
+        with pytest.warns(ResourceWarning, match="of forgetful"):
+            del lease
+        await (await asyncio.wait_for(waiting, 1)).release()
+
+
+def test_a_pool_that_is_rebound_closes_its_sandboxes_at_once():
+    pool = Pool(Notes, size=2, warm=2)
+
+    async def use() -> None:
+        async with pool.lease():
+            await until(lambda: pool.snapshot().idle == 1)
+
+    asyncio.run(use())
+    assert len(Notes.open) == 2
+    gc.disable()  # by counting alone: a notebook's old pool must not wait for a collection
+    try:
+        pool = Pool(Notes, size=1)
+        assert not Notes.open
+    finally:
+        gc.enable()
+
+
+def test_one_event_loop_after_another():
+    pool = Pool(Notes, size=1)
+
+    async def use() -> Notes:
+        async with pool.lease(timeout=1) as notes:
+            return notes
+
+    first = asyncio.run(use())
+    assert asyncio.run(use()) is first, "an idle sandbox outlives its loop"
+
+    async def leave_a_mess() -> None:
+        await pool.acquire("kept")
+        tasks.append(asyncio.ensure_future(pool.acquire("cut off")))
+        await asyncio.sleep(0)
+
+    tasks: list[asyncio.Future[Any]] = []
+    with pytest.warns(ResourceWarning, match="of kept"):
+        asyncio.run(leave_a_mess())
+    assert tasks[0].cancelled()
+    assert asyncio.run(use()) is not first
+    assert repr(pool) == "<Pool Notes 0 leased, 1 idle, 0 starting, 0 waiting, size 1>"
+    asyncio.run(pool.close())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+def test_a_loop_that_is_closed_under_its_work():
+    pool = Pool(Slow, size=1)
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(pool.acquire("lost"))
+    loop.run_until_complete(asyncio.sleep(0.0005))
+    loop.close()  # a start is under way and a waiter waits; nothing of theirs will ever run again
+    assert pool.snapshot().starting == 1
+
+    async def use() -> None:
+        async with pool.lease(timeout=2):
+            assert pool.snapshot().waiting == 0
+
+    asyncio.run(use())
+    asyncio.run(pool.close())
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+async def test_a_turn_may_be_set_from_another_thread():
+    async with Pool(Notes, size=1) as pool:
+        lease = await pool.acquire("a")
+        thread = threading.Thread(target=lambda: setattr(lease, "turn", 7))
+        thread.start()
+        thread.join()
+        assert pool.snapshot().leases[0].turn == 7
+        await lease.release()
+
+
+async def test_never_more_than_size_and_nothing_left_after_many_cancellations():
+    """Chains that are cancelled at any await at all: no slot, no waiter and no sandbox is lost."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    Notes.open.clear()
+    most = 0
+    async with Pool(Slow, size=3) as pool:
+
+        async def chain(steps: int) -> None:
+            nonlocal most
+            async with pool.lease(f"chain of {steps}", timeout=5) as notes:
+                most = max(most, len(Notes.open))
+                for step in range(steps):
+                    assert len(await notes.run(f"{step}")) == step + 1
+                if chance.random() < 0.2:
+                    notes.kill()
+
+        async def cancelled(task: asyncio.Task[None]) -> None:
+            for _ in range(chance.randrange(12)):
+                await asyncio.sleep(chance.choice((0, 0, 0.0005, 0.002)))
+            task.cancel()
+
+        for _ in range(25):
+            tasks = [asyncio.ensure_future(chain(chance.randrange(4))) for _ in range(12)]
+            await asyncio.gather(*(cancelled(task) for task in tasks))
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                assert result is None or isinstance(result, asyncio.CancelledError), result
+        await until(lambda: pool.snapshot().starting == 0)
+        s = pool.snapshot()
+        assert (s.leased, s.waiting) == (0, 0)
+        assert most <= 3
+        assert len(s.sandboxes) == len(Notes.open) <= 3
+        for _ in range(3):
+            await (await pool.acquire(timeout=1)).release()
+    assert not Notes.open
+
+
+# --- the state machine against a model -----------------------------------------------------------
+
+
+class StateMachine(RuleBasedStateMachine):
+    """Random events, in any order that a pool could see. The model: who waits (a list), who holds what, and what was
+    ordered and not yet reported (two dicts); after each event the state must agree with all three."""
+
+    @initialize(size=st.integers(1, 4), warm=st.integers(0, 2))
+    def begin(self, size: int, warm: int) -> None:
+        self.dead: set[int] = set()
+        self.state = PoolState(size, min(warm, size), alive=lambda slot: slot not in self.dead)
+        self.todo: dict[int, str] = {}  # slot -> what the pool was told to do with it
+        self.queue: list[int] = []
+        self.held: dict[int, int] = {}  # ticket -> slot
+        self.now = 0.0
+        self.tickets = itertools.count(1)
+
+    def tell(self, event: pool_state.Event) -> None:
+        self.now += 1.0
+        todo = self.state.change(event, self.now)
+        for slot, state in [(s, "closing") for s in todo.close] + [(s, "resetting") for s in todo.reset]:
+            self.todo[slot] = state
+        for slot in todo.start:
+            assert slot not in self.todo, "a slot is started once"
+            self.todo[slot] = "starting"
+        for ticket, slot in todo.grant:
+            assert ticket == self.queue.pop(0), "first come, first served"
+            assert slot not in self.dead, "a dead sandbox was handed out"
+            assert slot not in self.held.values(), "one sandbox, two holders"
+            self.held[ticket] = slot
+        for ticket, error in todo.refuse:
+            self.queue.remove(ticket)
+            assert error is not None or self.state.closed
+        if self.state.closed:
+            self.held = {}
+
+    def pick(self, data: Any, state: str) -> int | None:
+        slots = sorted(slot for slot, what in self.todo.items() if what == state)
+        return data.draw(st.sampled_from(slots)) if slots else None
+
+    @rule()
+    def want(self) -> None:
+        ticket = next(self.tickets)
+        if not self.state.closed:
+            self.queue.append(ticket)
+            self.tell(pool_state.Wanted(ticket, f"chain {ticket}"))
+        else:
+            assert self.state.change(pool_state.Wanted(ticket, ""), self.now).refuse == [(ticket, None)]
+
+    @rule(data=st.data())
+    def give_up(self, data: Any) -> None:
+        tickets = self.queue + list(self.held)
+        if tickets:
+            ticket = data.draw(st.sampled_from(tickets))
+            if ticket in self.queue:
+                self.queue.remove(ticket)
+            self.held.pop(ticket, None)
+            self.tell(pool_state.GaveUp(ticket))
+
+    @rule(data=st.data())
+    def started(self, data: Any) -> None:
+        slot = self.pick(data, "starting")
+        if slot is not None:
+            del self.todo[slot]
+            self.tell(pool_state.Started(slot))
+
+    @rule(data=st.data(), hopeless=st.booleans())
+    def start_failed(self, data: Any, hopeless: bool) -> None:
+        slot = self.pick(data, "starting")
+        if slot is not None:
+            self.tell(pool_state.StartFailed(slot, OSError("no"), hopeless))
+
+    @rule(data=st.data(), reusable=st.booleans())
+    def returned(self, data: Any, reusable: bool) -> None:
+        if self.held:
+            ticket = data.draw(st.sampled_from(sorted(self.held)))
+            self.tell(pool_state.Returned(self.held.pop(ticket), reusable))
+
+    @rule(data=st.data())
+    def reset(self, data: Any) -> None:
+        slot = self.pick(data, "resetting")
+        if slot is not None:
+            del self.todo[slot]
+            self.tell(pool_state.Reset(slot))
+
+    @rule(data=st.data())
+    def closed(self, data: Any) -> None:
+        slot = self.pick(data, "closing")
+        if slot is not None:
+            del self.todo[slot]
+            self.tell(pool_state.Closed(slot))
+            self.dead.discard(slot)
+
+    @rule(data=st.data())
+    def dies(self, data: Any) -> None:
+        if self.state.slots:
+            slot = data.draw(st.sampled_from(sorted(self.state.slots)))
+            self.dead.add(slot)
+            if data.draw(st.booleans()):
+                self.held = {ticket: its for ticket, its in self.held.items() if its != slot}
+                self.tell(pool_state.Died(slot))
+
+    @rule()
+    def time_passes(self) -> None:
+        self.now += 100.0
+        self.tell(pool_state.Tick())
+
+    @rule(sure=st.integers(0, 19))
+    def close_all(self, sure: int) -> None:
+        if sure == 0 and not self.state.closed:
+            self.tell(pool_state.CloseAll())
+            assert not self.queue, "closing wakes every waiter"
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "state"):
+            return
+        s = self.state
+        assert list(s.waiters) == self.queue
+        assert {slot.ticket: slot.id for slot in s.slots.values() if slot.state == "leased"} == self.held
+        assert len(s.slots) <= s.size
+        busy = {slot.id: slot.state for slot in s.slots.values() if slot.state in ("starting", "resetting", "closing")}
+        assert busy == self.todo, "what is under way is what was ordered, once"
+        idle = [slot.id for slot in s.slots.values() if slot.state == "idle"]
+        assert not (s.waiters and idle), "nobody waits beside a free sandbox"
+        if s.waiters and not s.closed:
+            # Somebody is coming for every waiter: something is leased or under way. Nobody waits for nothing.
+            assert len(idle) < len(s.slots)
+
+
+StateMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestStateMachine = StateMachine.TestCase
