@@ -38,8 +38,9 @@ format: install  ## let ruff put the tree in order
 	@$(PY) -m ruff format .
 	@$(PY) -m ruff check --fix .
 
-policy: install  ## remake the shipped policy in data/ (about a minute)
-	@$(PY) scripts/policy
+policy: install  ## remake the shipped tasks and policy in data/ (about a minute)
+	@$(PY) -m agentfly_kit.tiny tasks --out data/calculator
+	@$(PY) -m agentfly_kit.tiny policy --out data/policies/calculator
 
 bench-%: install  ## bench-learning and the others in benchmarks/: JSON on standard output
 	@$(PY) benchmarks/$(subst -,_,$*).py $(ARGS)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [  # the first three lines are the steps of the ground floor
     "errors seeds",
     "types pending",
-    "formats",
+    "formats pool_state",
     "chat pool sandboxes advantages losses data diagnosis functions schema",
     "context batch",
     "policy tools rewards",
@@ -23,6 +23,7 @@ FLOORS = [  # the first three lines are the steps of the ground floor
     "evaluation envs",
     "trainer trl widgets",
 ]
+TYPES_ONLY = {("chain", "rollout")}  # a chain is made by an agent and names its type; it runs nothing of it
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms.split()}
 LIBRARY = sorted((ROOT / "agentfly_kit").rglob("*.py")) + sorted((ROOT / "widgets").rglob("*.py"))
 
@@ -67,7 +68,7 @@ def test_imports_point_to_a_lower_floor() -> None:
         for line, other in imported(name, path):
             if other.split(".")[0] not in ("agentfly_kit", "widgets") or (room(other) == room(name) and room(name)):
                 continue
-            if FLOOR.get(room(other), 99) >= FLOOR[room(name)]:
+            if FLOOR.get(room(other), 99) >= FLOOR[room(name)] and (room(name), room(other)) not in TYPES_ONLY:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {other}, which is not below it")
     assert not wrong, "\n".join(sorted(set(wrong)))
 
