@@ -174,8 +174,7 @@ class _Grouped:
 
     def singleton(self, advantages: Tensor, rule: Singleton) -> Tensor:
         """The advantage of a row alone in its group: 0, or its own reward."""
-        alone = (self.count == 1) & self.scored
-        return torch.where(alone, self.reward if rule == "raw" else 0.0, advantages)
+        return torch.where(self.count == 1, self.reward if rule == "raw" else 0.0, advantages)
 
 
 # --- one advantage a trajectory ------------------------------------------------------------------

@@ -24,6 +24,7 @@ How: TypeAlias = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_su
 KLKind: TypeAlias = Literal["k1", "abs", "k2", "k3", "k3+"]
 
 __all__ = [
+    "adaptive_kl_coef",
     "aggregate",
     "approx_kl",
     "cispo",
@@ -377,7 +378,7 @@ def value(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, cli
     return torch.where(m, 0.5 * loss, 0.0)
 
 
-def kl(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = "k1", mask: Tensor | None = None) -> Tensor:
+def kl(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = "k3", mask: Tensor | None = None) -> Tensor:
     """Estimate of KL(policy || reference) at each token sampled from the policy, from its two logprobs alone.
 
     With d = log p - log q:  k1 d,  abs |d|,  k2 d²/2,  k3 exp(-d) - 1 + d,  and k3+ the value of k3 with the gradient
@@ -433,6 +434,20 @@ def kl_full(logits: Tensor, ref_logits: Tensor, mask: Tensor) -> Tensor:
     log_q = torch.where(possible, log_q, 0.0)
     per_token = torch.where(possible, log_p.exp() * (log_p - log_q), 0.0).sum(-1)
     return torch.zeros_like(mask, dtype=wide, device=logits.device).masked_scatter(m, per_token)
+
+
+def adaptive_kl_coef(coef: float, kl: float, *, target: float, steps: float, horizon: float = 10_000) -> float:
+    """The next KL coefficient: up when the KL is above its target, down when below, slowly.
+
+    coef (1 + clip(kl / target - 1, -0.2, 0.2) steps / horizon). A fixed coefficient is simply not updated.
+
+    Units:   kl and target in nats a token, steps and horizon in trajectories.
+    Raises:  SettingsError unless target and horizon are above 0.
+    Source:  Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593, 2.2.
+    """
+    if not (target > 0 and horizon > 0):
+        raise SettingsError(f"target={target!r}, horizon={horizon!r}; wanted numbers above 0")
+    return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * steps / horizon)
 
 
 # --- one number of many tokens -------------------------------------------------------------------

@@ -46,9 +46,16 @@ def test_golden_group_of_one_has_two_camps() -> None:
 
 
 def test_equal_rewards_give_exactly_zero() -> None:
-    for f in (adv.grpo, adv.dr_grpo, adv.rloo):
-        # 0.1 three times has a mean that is not 0.1: without care the residue, divided by itself, is no longer small.
-        assert f([0.1] * 3 + [1.0, 0.0], [0] * 3 + [1, 1])[:3].tolist() == [0.0] * 3
+    """A float32 mean of equal rewards can miss them; the residue over a std of its own size is no longer small."""
+    residues = 0
+    for r in (0.1, 0.3, 0.7, 1.1):
+        for n in range(2, 12):
+            flat = torch.full((n,), r)
+            residues += bool((flat - flat.sum() / n).any())
+            for f in (adv.grpo, adv.dr_grpo, adv.rloo, adv.gpg, adv.maxrl, adv.grpo_passk):
+                assert f(flat, [0] * n).tolist() == [0.0] * n
+            assert adv.opo(flat, [0] * n, lengths=range(1, n + 1)).tolist() == [0.0] * n
+    assert residues, "the case that this is about did not occur"
 
 
 def test_unscored_rewards_are_left_out() -> None:
@@ -108,6 +115,9 @@ def test_gae_bootstraps_a_cut_row() -> None:
     a, returns = adv.gae([[0.0, 0], [0, 0]], [[0.5, 0.5]] * 2, [[1, 1]] * 2, gamma=0.9, lam=1.0, bootstrap=[1.0, 0.0])
     close(returns, [[0.81, 0.9], [0, 0]])
     close(a, [[0.31, 0.4], [-0.5, -0.5]])
+    # Padding, or tokens that nobody acted upon, do not come between the last action and the state that was cut.
+    options: Any = {"gamma": 0.9, "lam": 1.0, "bootstrap": [1.0], "discount_observations": True}
+    close(adv.gae([[0.0, 0, 0, 0]], [[0.5, 0.5, nan, nan]], [[1, 1, 0, 0]], **options)[1], [[0.81, 0.9, 0, 0]])
     with pytest.raises(ValueError, match="bootstrap"):
         adv.gae([[0.0]], [[0.0]], [[1]], bootstrap=[nan])
     with pytest.raises(AlignmentError, match=r"bootstrap has shape \(3,\); wanted \(1,\)"):
@@ -125,6 +135,10 @@ def test_reinforce_plus_plus_baseline_by_hand() -> None:
     reward, mask = [[0.0, 1], [0, 0], [0, 3]], [[1, 1], [1, 1], [0, 1]]
     raw = adv.reinforce_plus_plus_baseline(reward, mask, groups=["a", "a", "b"], whiten=False)
     close(raw, [[0.5, 0.5], [-0.5, -0.5], [0, 0]])
+    # A row without an action token has no say in its group.
+    assert (
+        adv.reinforce_plus_plus_baseline(reward, [[1, 1], [0, 0], [0, 1]], groups=[0, 0, 0], whiten=False)[0, 0] == -1
+    )
     scale = statistics.stdev([0.5, 0.5, -0.5, -0.5, 0.0])
     close(adv.reinforce_plus_plus_baseline(reward, mask, groups=["a", "a", "b"]), raw / scale, 1e-5)
 

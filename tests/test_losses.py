@@ -70,6 +70,15 @@ def test_golden_kl() -> None:
     close(losses.approx_kl(lp, ref, torch.ones(1, 2)), (E(0.5) - 1.5 + E(-1.0) - 1 + 1) / 2)
 
 
+def test_golden_adaptive_kl_coef() -> None:
+    assert losses.adaptive_kl_coef(0.1, 0.06, target=0.06, steps=100) == 0.1
+    assert losses.adaptive_kl_coef(0.1, 1.0, target=0.05, steps=1000) == pytest.approx(0.1 * 1.02)
+    assert losses.adaptive_kl_coef(0.1, 0.0, target=0.05, steps=1000) == pytest.approx(0.1 * 0.98)
+    assert losses.adaptive_kl_coef(0.1, 0.055, target=0.05, steps=1000) == pytest.approx(0.1 * 1.01)
+    with pytest.raises(SettingsError, match="wanted numbers above 0"):
+        losses.adaptive_kl_coef(0.1, 0.1, target=0.0, steps=1)
+
+
 def test_golden_value() -> None:
     v, old, ret = torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 0.0]]), torch.tensor([[2.0, 0.0]])
     one = torch.ones(1, 2)
@@ -245,6 +254,7 @@ LOSSES: dict[str, tuple[Loss, Any]] = {
 }
 # Tested by name elsewhere here: they give no loss per token.
 OTHERS = {
+    "adaptive_kl_coef",
     "aggregate",
     "kl_full",
     "approx_kl",
