@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import enum
 import linecache
+import os
 import pickle
 import subprocess
 import sys
@@ -1120,12 +1121,18 @@ def test_types_are_kept(tmp_path: Path) -> None:
         "    'Do.'\n"
         "    return ''\n"
         "assert_type(f(1, b='x'), float)\n"
-        "assert_type(g(1), Coroutine[Any, Any, str])\n"
+        "_ = assert_type(g(1), Coroutine[Any, Any, str])\n"
         "f('x')\n"
     )
+    root = Path(__file__).resolve().parent.parent
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", str(tmp_path / "typed.py")], capture_output=True, text=True
+        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(tmp_path / "typed.py")],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env={**os.environ, "MYPYPATH": str(root)},
     )
-    assert done.stdout.count("error:") == 1, done.stdout
-    assert "typed.py:14" in done.stdout
-    assert "[arg-type]" in done.stdout
+    found = [line for line in done.stdout.splitlines() if "typed.py" in line and "error:" in line]
+    assert len(found) == 1, done.stdout
+    assert "typed.py:14" in found[0]
+    assert "[arg-type]" in found[0]

@@ -1,0 +1,544 @@
+"""Rewards: what is injected, what a value may be, and that a failure costs one chain its score and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import decimal
+import fractions
+import math
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentfly_kit.context import Context, FromTask
+from agentfly_kit.errors import RewardError
+from agentfly_kit.pool import Pool
+from agentfly_kit.rewards import Reward, RewardSet, Score, reward
+from agentfly_kit.types import Failure, Task, ToolCall, ToolResult, Trajectory, Turn
+
+TASK = Task("t", ({"role": "user", "content": "2+3"},), {"answer": "5", "tags": ["sum"]})
+
+
+def said(text: str, *calls: ToolCall) -> Turn:
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls:
+        message["tool_calls"] = [{"name": c.name} for c in calls]
+    return Turn("action", "policy", None, text=text, messages=(message,), tool_calls=calls)
+
+
+CALL = ToolCall("call-0", "calculator", {"expression": "2+3"})
+RESULT = ToolCall("call-0", "calculator", {"expression": "2+3"}, result=ToolResult(True, "5"))
+OBSERVED = Turn(
+    "observation", "tool", None, text="5", messages=({"role": "tool", "content": "5"},), tool_calls=(RESULT,)
+)
+PROMPT = Turn("prompt", "task", None, text="2+3", messages=TASK.messages)
+ANSWERED = Trajectory("x", TASK, "g", 0, (PROMPT, said("", CALL), OBSERVED, said("5")), "answered")
+CUT = Trajectory("y", TASK, "g", 1, (PROMPT, said("", CALL), OBSERVED), "max_turns")
+
+
+@reward
+def exact(final: str | None, answer: str) -> float:
+    """1 for the right answer."""
+    return float(final == answer)
+
+
+async def score(function: Any, trajectory: Trajectory = ANSWERED, **options: Any) -> Score:
+    made = function if isinstance(function, Reward) else reward(**options)(function)
+    return await made.score(trajectory, Context(trajectory.task))
+
+
+# --- injection -----------------------------------------------------------------------------------
+
+
+async def test_injection_by_name() -> None:
+    seen: dict[str, Any] = {}
+
+    @reward
+    def look(final, trajectory, context, answer, tags, missing="default"):  # type: ignore[no-untyped-def]
+        seen.update(locals())
+        return 1
+
+    context = Context(TASK)
+    assert (await look.score(ANSWERED, context)).reward == 1
+    assert seen == {
+        "final": "5",
+        "trajectory": ANSWERED,
+        "context": context,
+        "answer": "5",
+        "tags": ["sum"],
+        "missing": "default",
+        "seen": seen,
+    }
+
+
+async def test_no_answer_is_none_not_the_tools_observation() -> None:
+    """The right number stands in the observation; a chain that never answered did not say it."""
+    result = await exact.try_(CUT)
+    assert result.arguments["final"] is None
+    assert result.reward == 0.0
+    assert (await exact.try_(ANSWERED)).reward == 1.0
+
+
+async def test_a_reward_may_change_what_it_was_given() -> None:
+    def spoil(tags: list[str]) -> int:
+        tags.clear()
+        return 1
+
+    await score(spoil)
+    assert TASK.fields["tags"] == ["sum"]
+
+
+async def test_what_a_tool_did_to_its_fields_does_not_move_the_right_answer() -> None:
+    context = Context(TASK)
+    context.fields["tags"].append("cheat")
+
+    @reward
+    def count(tags: list[str]) -> int:
+        return len(tags)
+
+    assert (await count.score(ANSWERED, context)).reward == 1
+
+
+async def test_from_task_asks_for_a_field_whatever_its_name() -> None:
+    task = Task("t", TASK.messages, {"final": "field"})
+
+    def f(final: FromTask[str]) -> bool:
+        return final == "field"
+
+    assert (await score(f, ANSWERED.replace(task=task))).reward == 1.0
+
+
+async def test_a_turn_reward_sees_the_turn_and_its_observation() -> None:
+    seen = []
+
+    @reward(per="turn")
+    def each(turn: Turn, observation: Turn | None) -> float:
+        seen.append((turn, observation))
+        return float(observation is not None)
+
+    got = await RewardSet([each]).score(ANSWERED, Context(TASK))
+    assert {(t.text, o and o.text) for t, o in seen} == {("", "5"), ("5", None)}
+    assert got.turn_rewards == {1: 1.0, 3: 0.0}
+    assert (got.reward, got.metrics) == (0.0, {"each": 1.0})
+    assert (await each.try_(ANSWERED)).reward == 0.0  # the last action
+    assert (await each.try_(ANSWERED, turn=1)).reward == 1.0
+    with pytest.raises(RewardError, match="scores an action"):
+        await each.try_(ANSWERED, turn=0)
+    with pytest.raises(RewardError, match="scores a whole trajectory"):
+        await exact.try_(ANSWERED, turn=1)
+
+
+class Box:
+    def __init__(self) -> None:
+        self.files: dict[str, str] = {}
+
+    async def run(self, code: str) -> str:
+        return self.files.get(code, "")
+
+    async def close(self) -> None:
+        self.files["closed"] = "yes"
+
+
+@reward
+async def wrote(sandbox: Box, answer: str) -> float:
+    return float(await sandbox.run("out") == answer)
+
+
+async def test_the_reward_reads_the_sandbox_that_the_chain_used() -> None:
+    async with Pool(Box, size=2) as pool:
+        context = Context(TASK, pools=[pool])
+        box = await context.sandbox(Box)
+        box.files["out"] = "5"
+        assert (await wrote.score(ANSWERED, context)).reward == 1.0
+        assert "closed" not in box.files
+        await context.close()
+        assert wrote.sandbox_kinds == (Box,)
+        assert (await wrote.try_(ANSWERED, pool=pool)).reward == 0.0  # a fresh one
+        assert pool.snapshot().leased == 0
+    assert (await wrote.try_(ANSWERED)).reward == 0.0
+
+
+async def test_no_pool_is_an_unscored_chain_that_says_what_to_type() -> None:
+    result = await wrote.score(ANSWERED, Context(TASK))
+    assert result.reward is None
+    assert result.error is not None
+    assert "Agent(pools=[af.Pool(Box)])" in result.error.message
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (1, 1.0),
+        (0.25, 0.25),
+        (-3, -3.0),
+        (True, 1.0),
+        (False, 0.0),
+        (np.float32(0.5), 0.5),
+        (np.int64(2), 2.0),
+        (np.bool_(True), 1.0),
+        (np.array(0.5), 0.5),
+        (np.array([0.5]), 0.5),
+        (fractions.Fraction(1, 2), 0.5),
+        (decimal.Decimal("0.5"), 0.5),
+        ({"reward": 1}, 1.0),
+        ({"reward": np.float64(0.5)}, 0.5),
+    ],
+)
+async def test_numbers(value: Any, number: float) -> None:
+    def f() -> Any:
+        return value
+
+    result = await score(f)
+    assert result == Score(number, {"f": number}, name="f")
+    assert type(result.reward) is float
+
+
+async def test_torch_scalars() -> None:
+    torch = pytest.importorskip("torch")
+
+    def f() -> Any:
+        return {"reward": torch.tensor(0.5, requires_grad=True), "n": torch.tensor([3])}
+
+    assert (await score(f)).metrics == {"f": 0.5, "n": 3.0}
+
+
+async def test_none_is_unscored_without_a_failure() -> None:
+    def f() -> None:
+        return None
+
+    assert await score(f) == Score(None, name="f")
+
+    def g() -> dict[str, Any]:
+        return {"reward": None, "length": 3, "left_out": None, "note": "short"}
+
+    assert await score(g) == Score(None, {"length": 3.0}, extras={"note": "short"}, name="g")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (math.nan, "it is nan; return a finite number, or None"),
+        (math.inf, "it is inf"),
+        (np.float32("nan"), "it is nan"),
+        ("1.0", "it is '1.0', a str; return a number"),
+        ([1.0], "a list"),
+        (1j, "a complex"),
+        (np.array([1.0, 2.0]), "a ndarray"),
+        ({"score": 1.0}, "returned a dict without 'reward' (its keys: score)"),
+        ({"reward": "yes"}, "'reward' is 'yes', a str"),
+        ({"reward": 1.0, "f1": math.nan}, "metric 'f1' is nan"),
+    ],
+)
+async def test_a_value_that_is_no_score_is_a_failure(value: Any, words: str) -> None:
+    def f() -> Any:
+        return value
+
+    result = await score(f)
+    assert result.reward is None
+    assert result.metrics == {}
+    assert result.error is not None
+    assert (result.error.where, result.error.type) == ("reward f", "RewardError")
+    assert words in result.error.message
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+
+def raises(final: str) -> float:
+    raise ZeroDivisionError("oh")
+
+
+def exits(final: str) -> float:
+    sys.exit(1)
+
+
+async def raises_later(final: str) -> float:
+    await asyncio.sleep(0)
+    raise ZeroDivisionError("oh")
+
+
+@pytest.mark.parametrize(("function", "kind"), [(raises, "ZeroDivisionError"), (exits, "SystemExit")])
+async def test_one_that_raises_is_unscored_with_its_traceback(function: Any, kind: str) -> None:
+    result = await score(function)
+    assert result.reward is None
+    assert result.error is not None
+    assert (result.error.where, result.error.type) == (f"reward {function.__name__}", kind)
+    assert f"in {function.__name__}" in result.error.traceback
+    assert "functions.py" not in result.error.traceback
+
+
+async def test_a_failure_keeps_what_the_others_said() -> None:
+    got = await RewardSet([exact, raises, raises_later]).score(ANSWERED, Context(TASK))
+    assert got.reward is None
+    assert got.metrics == {"exact": 1.0}
+    assert got.error is not None
+    assert got.error.where == "reward raises"  # the first in order, not the first in time
+
+
+async def test_a_late_reward_is_unscored() -> None:
+    release = threading.Event()
+
+    @reward(timeout=0.02)
+    def slow() -> float:
+        release.wait(10)
+        return 1.0
+
+    result = await slow.try_(ANSWERED)
+    release.set()
+    assert result.reward is None
+    assert result.error is not None
+    assert (result.error.type, result.error.where) == ("TimeoutError", "reward slow")
+    assert "took longer than 0.02 s and was abandoned" in result.error.message
+
+
+async def test_a_blocking_reward_stops_no_other_chain() -> None:
+    release = threading.Event()
+
+    @reward
+    def block() -> float:
+        release.wait(10)
+        return 1.0
+
+    running = asyncio.ensure_future(block.try_(ANSWERED))
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    assert not running.done()
+    release.set()
+    assert (await running).reward == 1.0
+
+
+async def test_cancelling_is_not_a_failure_of_the_reward() -> None:
+    async def waits() -> float:
+        await asyncio.sleep(30)
+        return 1.0
+
+    task = asyncio.create_task(score(waits))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("stop", ["error", "cancelled"])
+async def test_a_chain_that_failed_is_not_scored(stop: str) -> None:
+    called = []
+
+    @reward
+    def f() -> int:
+        called.append(1)
+        return 1
+
+    assert await RewardSet([f]).score(ANSWERED.replace(stop=stop), Context(TASK)) == Score(None)
+    assert called == []
+
+
+# --- composition ---------------------------------------------------------------------------------
+
+
+@reward(weight=0.5)
+def short(final: str | None) -> dict[str, Any]:
+    return {"reward": len(final or "") < 3, "length": len(final or ""), "text": final}
+
+
+async def test_the_sum_is_weighted_and_each_value_a_metric() -> None:
+    got = await RewardSet([exact, short]).score(ANSWERED, Context(TASK))
+    assert got.reward == 1.5
+    assert got.metrics == {"exact": 1.0, "short": 1.0, "length": 1.0}
+    assert got.extras == {"text": "5"}
+    assert repr(RewardSet([exact, short])) == "<RewardSet 1 exact + 0.5 short>"
+
+
+async def test_one_unscored_leaves_the_sum_unscored_unless_its_weight_is_zero() -> None:
+    @reward
+    def unknown() -> None:
+        return None
+
+    rewards = [exact, unknown]
+    got = await RewardSet(rewards).score(ANSWERED, Context(TASK))
+    assert (got.reward, got.metrics, got.error) == (None, {"exact": 1.0}, None)
+    watched = [exact, unknown.replace(weight=0.0), reward(weight=0)(raises)]
+    got = await RewardSet(watched).score(ANSWERED, Context(TASK))
+    assert got.reward == 1.0
+    assert got.error is not None  # seen, though it costs nothing
+
+
+async def test_turn_rewards_add_up_on_their_turns() -> None:
+    @reward(per="turn", weight=0.1)
+    def calls(turn: Turn) -> int:
+        return len(turn.tool_calls)
+
+    @reward(per="turn", weight=2.0)
+    def only_first(turn: Turn, observation: Turn | None) -> float | None:
+        return 1.0 if observation else None
+
+    got = await RewardSet([exact, calls, only_first]).score(ANSWERED, Context(TASK))
+    assert got.reward == 1.0
+    assert got.turn_rewards == {1: pytest.approx(2.1), 3: 0.0}
+    assert got.metrics == {"exact": 1.0, "calls": 1.0, "only_first": 1.0}
+
+    @reward(per="turn")
+    def breaks(turn: Turn) -> float:
+        return 1.0 / len(turn.tool_calls)
+
+    got = await RewardSet([exact, breaks]).score(ANSWERED, Context(TASK))
+    assert (got.reward, got.turn_rewards) == (None, {})
+    assert got.error is not None
+
+
+async def test_one_metric_name_from_two_rewards_is_kept_apart() -> None:
+    @reward
+    def a() -> dict[str, float]:
+        return {"reward": 1, "success": 1}
+
+    @reward
+    def b() -> dict[str, float]:
+        return {"reward": 0, "success": 0}
+
+    assert (await RewardSet([a]).score(ANSWERED, Context(TASK))).metrics == {"a": 1.0, "success": 1.0}
+    got = await RewardSet([a, b]).score(ANSWERED, Context(TASK))
+    assert got.metrics == {"a": 1.0, "b": 0.0, "a/success": 1.0, "b/success": 0.0}
+
+
+async def test_rewards_run_side_by_side() -> None:
+    barrier = threading.Barrier(3, timeout=10)
+
+    def meet() -> int:
+        return barrier.wait() >= 0
+
+    names = ("a", "b", "c")
+    got = await RewardSet([reward(name=n)(meet) for n in names]).score(ANSWERED, Context(TASK))
+    assert got.reward == 3.0
+
+
+async def test_a_set_from_whatever_an_agent_is_given() -> None:
+    assert len(RewardSet.of(None)) == 0
+    assert await RewardSet.of(None).score(ANSWERED, Context(TASK)) == Score(None)
+    assert RewardSet.of(exact).names == ("exact",)
+    assert RewardSet.of([exact, raises]).names == ("exact", "raises")
+    assert RewardSet.of(raises).names == ("raises",)
+    whole = RewardSet([exact])
+    assert RewardSet.of(whole) is whole
+    with pytest.raises(RewardError, match="two rewards are named 'exact'"):
+        RewardSet([exact, exact])
+
+
+def test_a_field_that_no_task_has_is_refused_at_once() -> None:
+    wrong = Task("w", TASK.messages, {"anwser": "5", "level": 2})
+    with pytest.raises(RewardError) as caught:
+        RewardSet([exact]).check([TASK, wrong])
+    assert str(caught.value) == (
+        "reward exact asks for 'answer', which task 'w' does not have (its fields: anwser, level; there are also "
+        "final, trajectory, context); rename the parameter or give it a default"
+    )
+    exact.check(TASK)
+    RewardSet([exact]).check([TASK])
+
+    @reward
+    def turned(turn: Turn) -> int:  # a name of per="turn" only
+        return 1
+
+    with pytest.raises(RewardError, match="asks for 'turn'"):
+        turned.check(TASK)
+
+
+# --- it stays the function, and shows itself -----------------------------------------------------
+
+
+async def test_it_is_still_callable_as_the_function() -> None:
+    assert exact("5", "5") == 1.0
+    assert exact(None, answer="5") == 0.0
+    assert exact.__doc__ == "1 for the right answer."
+    assert await wrote(Box(), "") == 1.0
+    assert repr(exact) == "<Reward exact(final, answer)>"
+    assert repr(short) == "<Reward short(final), weight 0.5>"
+
+
+async def test_try_shows_the_score_and_every_argument() -> None:
+    result = await short.try_(ANSWERED)
+    assert result.reward == 1.0  # unweighted
+    assert repr(result) == "short: 1\n  final = '5'\n  -> length 1\n  -> text '5'"
+    page = result._repr_html_()
+    assert "<code>final</code>" in page
+    assert "&#x27;5&#x27;" in page
+    failed = await reward(raises).try_(ANSWERED)
+    assert repr(failed) == "raises: unscored\n  final = '5'\n  reward raises: ZeroDivisionError: oh"
+    assert "raise ZeroDivisionError" in failed._repr_html_()
+    assert " at 0x" not in repr(await exact.try_(CUT))
+
+
+def starred(*parts: int) -> float:
+    return 0.0
+
+
+def double_starred(**fields: int) -> float:
+    return 0.0
+
+
+def vague(sandbox) -> float:  # type: ignore[no-untyped-def]
+    return 0.0
+
+
+def yields() -> Any:
+    yield 1.0
+
+
+def unresolved(x: Nowhere) -> float:  # type: ignore[name-defined]  # noqa: F821
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "words"),
+    [
+        (starred, {}, "starred: arguments are injected by name"),
+        (double_starred, {}, "double_starred: arguments are injected by name"),
+        (vague, {}, "vague: say which sandbox: sandbox: af.PythonSandbox"),
+        (yields, {}, "yields yields"),
+        (unresolved, {}, "unresolved: an annotation cannot be resolved"),
+        (len, {}, "len is no function"),
+        (raises, {"per": "token"}, "per='token': give 'trajectory' or 'turn'"),
+        (raises, {"weight": math.nan}, "weight=nan: give a finite number"),
+        (raises, {"weight": "1"}, "weight='1': give a finite number"),
+        (raises, {"timeout": 0}, "timeout=0: give seconds above 0"),
+    ],
+)
+def test_what_cannot_be_a_reward_is_refused_when_decorated(function: Any, options: Any, words: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        reward(**options)(function)
+    assert words in str(caught.value)
+
+
+def test_fingerprints_and_redefinition() -> None:
+    import linecache
+
+    def cell(source: str, names: dict[str, Any]) -> Any:
+        file = f"<reward cell {abs(hash(source))}>"
+        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+        exec(compile(source, file, "exec"), names)
+        return names["f"]
+
+    source = (
+        "from agentfly_kit.rewards import reward\nSCALE = 2\n@reward\ndef f(answer):\n    return len(answer) * SCALE\n"
+    )
+    names: dict[str, Any] = {"__name__": "__main__"}
+    old = cell(source, names)
+    rewards = RewardSet([old])
+    before = rewards.fingerprint
+    assert cell(source, names).fingerprint == old.fingerprint
+    assert rewards.redefined() == ()
+    cell(source.replace("* SCALE", "+ SCALE"), names)
+    assert rewards.redefined() == ("f",)
+    assert rewards.fingerprint == before
+    for change in (("SCALE = 2", "SCALE = 3"), ("@reward", "@reward(weight=2)"), ("len(answer)", "1")):
+        assert cell(source.replace(*change), {"__name__": "__main__"}).fingerprint != old.fingerprint
+
+
+def test_a_score_compares_by_what_it_says() -> None:
+    failure = Failure("reward f", "ValueError", "no")
+    assert Score(None, error=failure, seconds=1.0) == Score(None, error=failure, seconds=2.0)
+    assert Score(None) != Score(0.0)
