@@ -1,0 +1,219 @@
+"""A real JupyterLab in a real Chromium, driven from a test.
+
+One server and one browser for all tests that want them: starting both takes several seconds, a new notebook less than
+one. Everything that JupyterLab would write goes to a temporary folder.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
+]  # fmt: skip
+
+_SETTINGS = {
+    "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
+    # Without windowing every output is in the page, on screen or not.
+    "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"},
+    "@jupyterlab/docmanager-extension:plugin": {"autosave": False},
+}
+
+
+def missing() -> str | None:
+    """Why there can be no browser test here, or None."""
+    if not Path(CHROMIUM).exists():
+        return f"no {CHROMIUM}: apt-get install --no-install-recommends chromium fonts-dejavu-core"
+    for module in ("jupyterlab", "playwright"):
+        try:
+            __import__(module)
+        except ImportError:
+            return f"no {module}: pip install 'agentfly_kit[lab,test]'"
+    return None
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Lab:
+    """The server, the browser and its pages. `close()` ends all three."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.root = folder / "root"
+        self.root.mkdir(parents=True)
+        settings = folder / "app-settings"
+        settings.mkdir()
+        (settings / "overrides.json").write_text(json.dumps(_SETTINGS))
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        own = {f"JUPYTER_{name}_DIR": str(folder / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
+        self.log = (folder / "server.log").open("wb")
+        self.server = subprocess.Popen(
+            [
+                sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={self.port}",
+                "--ServerApp.port_retries=0", "--IdentityProvider.token=", "--ServerApp.password=",
+                f"--ServerApp.root_dir={self.root}", "--LabApp.expose_app_in_browser=True",
+                "--LabApp.extension_manager=readonly", f"--LabApp.app_settings_dir={settings}",
+                f"--LabApp.user_settings_dir={folder / 'user-settings'}", f"--LabApp.workspaces_dir={folder / 'workspaces'}",
+            ],
+            env={**os.environ, **own, "OMP_NUM_THREADS": "1"}, stdout=self.log, stderr=subprocess.STDOUT, cwd=self.root,
+        )  # fmt: skip
+        self.playwright: Any = None
+        self.browser: Any = None
+        try:
+            self._wait()
+            from playwright.sync_api import sync_playwright
+
+            self.playwright = sync_playwright().start()
+            self.browser = self.playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait(self, seconds: float = 60) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if self.server.poll() is not None:
+                break
+            try:
+                with urllib.request.urlopen(f"{self.url}/api/status", timeout=2):
+                    return
+            except OSError:
+                time.sleep(0.1)
+        raise RuntimeError(f"JupyterLab did not start:\n{(self.folder / 'server.log').read_text()[-3000:]}")
+
+    def open(
+        self, name: str, cells: list[str], *, width: int = 1280, height: int = 1100, outputs: Any = None
+    ) -> Notebook:
+        """A notebook of these code cells, open and connected to a kernel; nothing has run yet."""
+        path = self.root / f"{name}.ipynb"
+        write(path, cells, outputs)
+        return Notebook(self, path, width, height)
+
+    def close(self) -> None:
+        for end in (self.browser and self.browser.close, self.playwright and self.playwright.stop):
+            if end:
+                end()
+        if self.server.poll() is None:
+            self.server.terminate()
+            try:
+                self.server.wait(10)
+            except subprocess.TimeoutExpired:
+                self.server.kill()
+                self.server.wait()
+        self.log.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def write(path: Path, cells: list[str], outputs: dict[int, list[Any]] | None = None) -> None:
+    nodes = [
+        {
+            "cell_type": "code", "id": f"cell{i}", "metadata": {}, "source": source, "execution_count": None,
+            "outputs": (outputs or {}).get(i, []),
+        }
+        for i, source in enumerate(cells)
+    ]  # fmt: skip
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    path.write_text(
+        json.dumps({"cells": nodes, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5})
+    )
+
+
+class Notebook:
+    """One open notebook. `errors` collects what the page complained about; a test asserts that it is empty."""
+
+    # Found in the page by its path: a page holds other widgets too.
+    _PANEL = """const app = window.jupyterapp; const panel = app.shell.currentWidget;"""
+
+    def __init__(self, lab: Lab, path: Path, width: int, height: int) -> None:
+        self.lab = lab
+        self.path = path
+        self.context = lab.browser.new_context(viewport={"width": width, "height": height})
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(20_000)
+        self.errors: list[str] = []
+        self.page.on("console", lambda m: self.errors.append(f"console: {m.text}") if m.type == "error" else None)
+        self.page.on("pageerror", lambda e: self.errors.append(f"page: {e}"))
+        self.page.goto(f"{lab.url}/lab/workspaces/{path.stem}/tree/{path.name}")
+        self.page.wait_for_function("() => window.jupyterapp?.restored", timeout=60_000)
+        self.page.wait_for_function("() => window.jupyterapp.shell.currentWidget?.context", timeout=60_000)
+        self.page.evaluate(
+            f"""async () => {{ await window.jupyterapp.restored; {self._PANEL}
+            await panel.context.ready; await panel.sessionContext.ready; await panel.sessionContext.session.kernel.info; }}"""
+        )
+
+    def run(self, *, wait: bool = True) -> None:
+        """Run all cells; what a cell raised is raised here."""
+        self.page.evaluate(
+            """() => { window.ran = false;
+            window.jupyterapp.commands.execute('notebook:run-all-cells').then(() => { window.ran = true; }); }"""
+        )
+        if wait:
+            self.finish()
+
+    def finish(self, seconds: float = 60) -> None:
+        self.page.wait_for_function("() => window.ran", timeout=seconds * 1000)
+        raised = self.page.evaluate(
+            f"""() => {{ {self._PANEL} const out = [];
+            for (const cell of panel.content.model.cells) {{
+              for (const o of cell.outputs?.toJSON() ?? []) if (o.output_type === 'error') out.push(o.traceback.join('\\n'));
+            }} return out; }}"""
+        )
+        if raised:
+            raise AssertionError("\n".join(raised))
+
+    def execute(self, code: str) -> None:
+        """Run code in the kernel, beside the cells."""
+        self.python("None", code)
+
+    def python(self, expression: str, code: str = "") -> Any:
+        """The value of an expression in the kernel; it must be a literal (numbers, texts, lists of them)."""
+        reply = self.page.evaluate(
+            f"""async ([code, expression]) => {{ {self._PANEL}
+            const future = panel.sessionContext.session.kernel.requestExecute(
+              {{ code, user_expressions: {{ value: expression }}, store_history: false, silent: false }});
+            return (await future.done).content; }}""",
+            [code, expression],
+        )
+        value = reply.get("user_expressions", {}).get("value")
+        if reply["status"] != "ok" or value is None or value["status"] != "ok":
+            raise AssertionError(f"in the kernel: {value or reply}")
+        return ast.literal_eval(value["data"]["text/plain"])
+
+    def wait_python(self, expression: str, wanted: Any, seconds: float = 10) -> None:
+        """Wait until an expression in the kernel has a value: a click takes a moment to arrive."""
+        until = time.monotonic() + seconds
+        while (got := self.python(expression)) != wanted:
+            assert time.monotonic() < until, f"{expression} is {got!r}, wanted {wanted!r}"
+            self.page.wait_for_timeout(50)
+
+    def theme(self, name: str) -> None:
+        """ "Light" or "Dark"."""
+        self.page.evaluate(
+            "(theme) => window.jupyterapp.commands.execute('apputils:change-theme', { theme })", f"JupyterLab {name}"
+        )
+        dark = "false" if name == "Dark" else "true"
+        self.page.wait_for_function(f"() => document.body.dataset.jpThemeLight === '{dark}'")
+
+    def command(self, name: str, args: Any = None) -> None:
+        self.page.evaluate("([name, args]) => window.jupyterapp.commands.execute(name, args)", [name, args or {}])
+
+    def close(self) -> None:
+        self.page.evaluate(f"async () => {{ {self._PANEL} await panel.sessionContext.shutdown(); }}")
+        self.context.close()

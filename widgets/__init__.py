@@ -1,0 +1,28 @@
+"""Views that draw records and live state in a notebook. They compute nothing, train nothing and decide nothing.
+
+from agentfly_kit import widgets as w
+w.TokenView(trajectory)     every token by signal: who wrote it, logprob, entropy, advantage, ratio, ...
+w.PoolView(pool)            the sandboxes of a pool, live
+w.TrainView(run)            the curves of a training run, live or from its folder
+"""
+
+from __future__ import annotations
+
+if __name__ == "widgets":
+    raise ImportError(
+        "this folder is the package agentfly_kit.widgets; importing it as `widgets` from the repository root would "
+        "make a second copy. Write: from agentfly_kit import widgets as w"
+    )
+
+try:
+    import anywidget as _anywidget  # noqa: F401
+except ImportError as error:  # pragma: no cover - the test environment has it
+    raise ImportError("the widgets need anywidget; type: pip install 'agentfly_kit[lab]'") from error
+
+from ._base import Static, View
+from ._tokens import Selection, Span
+from .pool_view import PoolView
+from .token_view import TokenView
+from .train_view import TrainView
+
+__all__ = ["PoolView", "Selection", "Span", "Static", "TokenView", "TrainView", "View"]

@@ -1,0 +1,287 @@
+"""What every view shares: its source, its static form, its life, and a limit on how often it sends.
+
+A view keeps numbers as bytes and a weak reference to the record they came from: showing a rollout does not keep it
+alive. It knows nothing of any one record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import anywidget
+import numpy as np
+import numpy.typing as npt
+import traitlets
+
+HERE = Path(__file__).parent
+STATIC_LIMIT = 100_000
+"""Bytes of a static form; a notebook of many views stays under a megabyte."""
+WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
+
+
+def source(stem: str, suffix: str) -> str:
+    """A widget's own source after the shared one: an ES module given as text cannot import a sibling."""
+    parts = [HERE / f"_shared.{suffix}", HERE / f"{stem}.{suffix}"]
+    return "\n".join(path.read_text(encoding="utf-8") for path in parts if path.exists())
+
+
+# --- numbers and text on their way to the page ---------------------------------------------------
+
+
+def pack(values: npt.ArrayLike) -> dict[str, bytes]:
+    """float32 bytes and one bit a value that says whether it is there.
+
+    NaN is missing. JSON has no NaN, and a missing number must never become 0 on the way: the bits say what is missing,
+    whatever the float holds.
+    """
+    array = np.asarray(values, dtype=np.float32).ravel()
+    present = ~np.isnan(array)
+    return {
+        "values": np.where(present, array, np.float32(0)).astype("<f4").tobytes(),
+        "present": np.packbits(present, bitorder="little").tobytes(),
+    }
+
+
+def number(value: float | None) -> str:
+    """A number as every view writes it; a dash for a missing one."""
+    if value is None or np.isnan(value):
+        return "–"
+    if np.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    text = f"{value:.4g}"
+    mantissa, e, exponent = text.partition("e")
+    text = mantissa + (f"e{int(exponent)}" if e else "")
+    return "0" if text == "-0" else text.replace("-", "−")
+
+
+def count(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
+def tag(name: str, *content: str, **attributes: str) -> str:
+    """An HTML element. Attributes are escaped here; content is HTML already, so text goes through `escape` first."""
+    inside = "".join(f' {key}="{html.escape(value, quote=True)}"' for key, value in attributes.items())
+    return f"<{name}{inside}>{''.join(content)}</{name}>"
+
+
+def escape(text: str) -> str:
+    """Text for HTML and for UTF-8: a lone surrogate cannot be sent at all, so it is shown as its number."""
+    safe = "".join(f"\\u{ord(ch):04x}" if 0xD800 <= ord(ch) <= 0xDFFF else ch for ch in text)
+    return html.escape(safe.replace("\x00", "␀"), quote=True)
+
+
+def sendable(text: str) -> str:
+    """Text that every JSON and UTF-8 encoder on the way takes: lone surrogates become their number."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+# --- how often -----------------------------------------------------------------------------------
+
+
+class Throttle:
+    """Calls `send` soon after `poke`, at most once in `seconds`; after the last poke there is always one more call.
+
+    `poke` may come from any thread, thousands of times a second. In a thread with a running event loop the call is made
+    on that loop, where the record can be read without tearing; elsewhere a timer thread makes it.
+    """
+
+    def __init__(self, send: Callable[[], None], seconds: float = 0.1) -> None:
+        self.send = send
+        self.seconds = seconds
+        self.sent = 0
+        self._lock = threading.Lock()
+        self._next = 0.0
+        self._planned: float | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+
+    def poke(self) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if self._closed or (self._planned is not None and not self._stuck(now)):
+                return
+            try:
+                loop = asyncio.get_running_loop() if self._planned is None else None
+            except RuntimeError:
+                loop = None
+            delay = max(0.0, self._next - now)
+            self._planned, self._loop = now + delay, loop
+            if loop is not None:
+                loop.call_later(delay, self._fire)
+                return
+        timer = threading.Timer(delay, self._fire)
+        timer.daemon = True
+        timer.start()
+
+    def _stuck(self, now: float) -> bool:
+        """A loop that was closed, or is kept busy by a blocking cell, will not make the call that was planned on it."""
+        loop = self._loop
+        if loop is None or self._planned is None:
+            return False
+        return loop.is_closed() or not loop.is_running() or now > self._planned + 2 * self.seconds + 0.2
+
+    def _fire(self) -> None:
+        with self._lock:
+            if self._closed or self._planned is None:
+                return
+            # Cleared before the call: a poke that comes while sending plans the next one, so the last state is sent.
+            self._planned = None
+            self._next = time.monotonic() + self.seconds
+        self.sent += 1
+        self.send()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+
+
+# --- views ---------------------------------------------------------------------------------------
+
+
+class Static:
+    """The picture of a view without the view: what a notebook shows to a reader who has no kernel."""
+
+    def __init__(self, text: str, page: str) -> None:
+        self.text = text
+        self.page = page
+
+    def __repr__(self) -> str:
+        return f"Static({self.text})"
+
+    def _repr_html_(self) -> str:
+        return self.page
+
+
+class View(anywidget.AnyWidget):
+    """Base of the widgets. A subclass sets `stem`, and gives `_static` and `__repr__`.
+
+    `is_open` is true while a page shows the view. Errors in a callback are put on the page (`_notice`) and kept.
+    """
+
+    stem: ClassVar[str] = ""
+
+    is_open = traitlets.Bool(False)
+    """Not synced: set from the pages' own messages."""
+    _notice = traitlets.Unicode("").tag(sync=True)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "stem" in cls.__dict__:
+            cls._esm = source(cls.stem, "js")
+            cls._css = source(cls.stem, "css")
+        super().__init_subclass__(**kwargs)
+
+    def __init__(self, record: Any = None, **traits: Any) -> None:
+        self._pages: set[str] = set()
+        self._seen = False
+        try:
+            self._record: Callable[[], Any] = weakref.ref(record)
+        except TypeError:  # a list or None cannot be referred to weakly, and must not be kept
+            self._record = lambda: None
+        super().__init__(**traits)
+        self.on_msg(self._on_message)
+
+    @property
+    def record(self) -> Any:
+        """What is shown, or None when nothing else keeps it."""
+        return self._record()
+
+    def _on_message(self, _: Any, content: Any, buffers: Any) -> None:
+        if not isinstance(content, dict) or not isinstance(content.get("page"), str):
+            return
+        if content.get("kind") == "open":
+            self._pages.add(content["page"])
+            self._seen = True
+        elif content.get("kind") == "close":
+            self._pages.discard(content["page"])
+        else:
+            return
+        was, self.is_open = self.is_open, bool(self._pages)
+        if self.is_open and not was:
+            self._opened()
+        elif was and not self.is_open:
+            self._left()
+
+    def _opened(self) -> None:
+        """The first page shows the view."""
+
+    def _left(self) -> None:
+        """The last page is gone; one that opens later calls `_opened` again."""
+
+    def _static(self) -> str:
+        raise NotImplementedError
+
+    def freeze(self) -> Static:
+        """The static form alone: what a saved notebook or a printed page can show. It does not change any more."""
+        return Static(repr(self), self._static())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        page = self._static()
+        assert len(page.encode()) <= STATIC_LIMIT, f"the static form of {self!r} is over {STATIC_LIMIT:,} bytes"
+        if self.comm is None:  # closed: there is nothing live to show
+            return {"text/plain": repr(self), "text/html": page}, {}
+        live: Any = super()._repr_mimebundle_(**kwargs)
+        return {**live[0], "text/html": page}, live[1]
+
+
+class LiveView(View):
+    """A view of something that changes. `subscribe(callback)` is called once and gives the way to end it.
+
+    The record holds the callback, the callback holds the view weakly, the view holds the record weakly: none keeps
+    another alive. Nothing is sent while every page that showed the view is closed.
+    """
+
+    def __init__(self, record: Any, subscribe: Callable[[Callable[..., None]], Callable[[], Any]] | None) -> None:
+        super().__init__(record)
+        me = weakref.ref(self)
+
+        def refresh() -> None:
+            view = me()
+            if view is not None:
+                view._refresh_safely()
+
+        throttle = Throttle(refresh)
+        self._throttle = throttle
+
+        def changed(*_: Any) -> None:
+            view = me()
+            if view is not None and not (view._seen and not view._pages):
+                throttle.poke()
+
+        end: Callable[[], Any] = subscribe(changed) if subscribe is not None else lambda: None
+        # Runs once: when the view is closed, or when it is collected, or when Python ends.
+        self._end = weakref.finalize(self, _end, end, throttle)
+
+    def refresh(self) -> None:
+        """Send the present state now."""
+        raise NotImplementedError
+
+    def _refresh_safely(self) -> None:
+        try:
+            self.refresh()
+        except Exception as error:
+            # In a timer or a loop's callback nobody would see it.
+            self._notice = f"{type(error).__name__}: {error}"
+
+    def _opened(self) -> None:
+        self._refresh_safely()
+
+    def close(self) -> None:
+        end = getattr(self, "_end", None)
+        if end is not None:
+            end()
+        super().close()
+
+
+def _end(unsubscribe: Callable[[], Any], throttle: Throttle) -> None:
+    throttle.close()
+    unsubscribe()

@@ -1,0 +1,124 @@
+// Put before every widget's own source. Pure functions first: they are tested with node, without a page.
+
+/** Copy of a buffer as a typed array: the one that arrives may start at an odd byte, where no view can be made. */
+export function typed(buffer, Type) {
+  if (!buffer) return new Type(0);
+  const view = buffer.buffer ? buffer : new DataView(buffer);
+  return new Type(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
+}
+
+/** One column: `at(i)` is a number, or null where it is missing. */
+export function column(packed) {
+  const values = typed(packed?.values, Float32Array);
+  const bits = typed(packed?.present, Uint8Array);
+  const has = (i) => i >= 0 && i < values.length && ((bits[i >> 3] >> (i & 7)) & 1) === 1;
+  return { length: values.length, has, at: (i) => (has(i) ? values[i] : null) };
+}
+
+/** A number as every view writes it; a dash for a missing one. */
+export function number(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  const text = size < 1e-4 || size >= 1e6 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+  return text.replace("e+", "e").replaceAll("-", "−");
+}
+
+export function plural(n, noun) {
+  return `${n.toLocaleString("en-US")} ${noun}${n === 1 ? "" : "s"}`;
+}
+
+/** Seconds for people: 4 s, 3 min 20 s, 2 h 5 min. */
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  if (seconds < 10) return `${seconds.toFixed(1)} s`;
+  const s = Math.round(seconds);
+  if (s < 60) return `${s} s`;
+  if (s < 3600) return `${Math.floor(s / 60)} min ${s % 60} s`;
+  return `${Math.floor(s / 3600)} h ${Math.floor((s % 3600) / 60)} min`;
+}
+
+/** Round numbers that cover [lo, hi], about `n` of them. */
+export function ticks(lo, hi, n = 4) {
+  if (!(hi > lo)) return [lo];
+  const raw = (hi - lo) / n;
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((k) => k * power).find((k) => k >= raw);
+  const out = [];
+  for (let i = Math.ceil(lo / step - 1e-9); i * step <= hi + step * 1e-9; i++) out.push(Number((i * step).toPrecision(12)));
+  return out;
+}
+
+// --- page ---
+
+/** An element. Text goes in as text only: nothing here reads HTML. */
+export function h(name, attributes = {}, ...children) {
+  const el = document.createElement(name);
+  setAll(el, attributes);
+  el.append(...children.filter((c) => c !== null && c !== undefined));
+  return el;
+}
+
+export function s(name, attributes = {}, ...children) {
+  const el = document.createElementNS("http://www.w3.org/2000/svg", name);
+  setAll(el, attributes);
+  el.append(...children);
+  return el;
+}
+
+function setAll(el, attributes) {
+  for (const [key, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (key.startsWith("on")) el.addEventListener(key.slice(2), value);
+    else el.setAttribute(key, value === true ? "" : value);
+  }
+}
+
+/** What every view does: frame, notice, keys kept from the notebook, listeners taken back, Python told of open and close. */
+export function mount({ model, el }, { label, build }) {
+  const page = crypto.randomUUID?.() ?? String(Math.random());
+  const root = h("div", { class: "afk", role: "region", "aria-label": label, "data-lm-suppress-shortcuts": "true" });
+  const notice = h("div", { class: "afk-notice", role: "alert" });
+  const stale = h("div", { class: "afk-stale", role: "status" }, "kernel restarted: this view shows what was last sent. Run its cell again.");
+  const ends = [];
+  const context = {
+    root,
+    /** Listen to a trait until the view goes. */
+    on(name, f) {
+      const event = `change:${name}`;
+      model.on(event, f);
+      ends.push(() => model.off(event, f));
+    },
+    /** Listen on an element that outlives the view, such as window. */
+    listen(target, name, f, options) {
+      target.addEventListener(name, f, options);
+      ends.push(() => target.removeEventListener(name, f, options));
+    },
+    end: (f) => ends.push(f),
+  };
+  const showNotice = () => {
+    notice.textContent = model.get("_notice") ?? "";
+    notice.hidden = !notice.textContent;
+  };
+  // The notebook moves its cells on arrows and letters: keys pressed in a view are the view's.
+  root.addEventListener("keydown", (event) => event.stopPropagation());
+  root.append(stale, notice);
+  build(context);
+  showNotice();
+  context.on("_notice", showNotice);
+  el.append(root);
+  const tell = (kind) => {
+    try {
+      model.send({ kind, page });
+    } catch {
+      // the kernel is gone: there is nobody to tell
+    }
+  };
+  tell("open");
+  return () => {
+    for (const end of ends) end();
+    tell("close");
+    root.remove();
+  };
+}

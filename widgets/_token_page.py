@@ -1,0 +1,168 @@
+"""The static form of a TokenView: HTML that a notebook shows without a kernel, and without trust."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ._base import count, escape, number, sendable, tag
+from ._tokens import Row, visible
+
+# Half-transparent, so that the page's own text colour stays readable on it in light and dark.
+_KINDS = {
+    "action": "background-color:rgba(40,120,220,0.25)",
+    "prompt": "border-bottom:1px dotted #888888",
+    "observation": "background-color:rgba(40,160,90,0.14);border-bottom:1px dashed #4a9a6a",
+    "forced": "background-color:rgba(220,110,30,0.18);border-bottom:2px double #c87830",
+}
+_BLUE, _ORANGE = "40,120,220", "220,110,30"
+
+
+def page(rows: list[Row], about: dict[str, Any], signal: str, title: str) -> str:
+    """HTML with inline styles only: a notebook that is not trusted keeps nothing else."""
+    summary = next((each for each in about["signals"] if each["name"] == signal), None)
+    out = [
+        tag("div", tag("b", escape(title)), escape(f" · {_legend_line(about, summary)}"), style="margin:2px 0 6px"),
+        *(tag("div", escape(note), style="font-style:italic") for note in about["notes"]),
+    ]
+    left = 78_000
+    if summary is not None and (telling := _telling(rows, signal, summary)):
+        table = "".join(
+            f"<tr><td>{escape(row.id)}</td><td>{row.start + i}</td><td><code>{escape(visible(row.pieces[i]))}</code>"
+            f"</td><td>{number(float(row.signals[signal][i]))}</td></tr>"
+            for row, i in telling
+        )
+        words = {"low": "lowest", "high": "highest", "far": f"farthest from {number(summary['middle'])}"}
+        head = escape(f"{words[summary['telling']]} {summary['label']}")
+        out.append(
+            f"<details><summary>{len(telling)} most telling tokens: {head}</summary><table><thead><tr>"
+            f"<th>trajectory</th><th>token</th><th>piece</th><th>{escape(summary['label'])}</th></tr></thead><tbody>{table}</tbody></table></details>"
+        )
+    shown = rows_shown = 0
+    for row in rows:
+        if left <= 0:
+            break
+        parts = [tag("div", tag("b", escape(row.id)), escape(_row_line(row)), style="margin-top:8px")]
+        if row.note:
+            parts.append(tag("div", escape(row.note)))
+        for turn, first, last in row.spans:
+            kind, author = row.turns[turn]
+            label = tag("b", escape(f"{turn} {kind}"))
+            text, used, n = _turn_html(row, first, last, signal, summary, left, kind)
+            left -= used + 260
+            shown += n
+            tokens = tag("span", text, style="white-space:pre-wrap;font-family:monospace")
+            parts.append(tag("div", label, escape(f" {author} "), tokens, style="margin:2px 0;line-height:1.7"))
+            if left <= 0:
+                break
+        rows_shown += 1
+        out.append("".join(parts))
+    total = about["total"]
+    if shown < total:
+        gone = f"{count(total - shown, 'token')} of {total:,}" + (
+            f" and {count(len(rows) - rows_shown, 'row')} of {len(rows)}" if rows_shown < len(rows) else ""
+        )
+        out.append(
+            tag(
+                "div", escape(f"Left out of this static form: {gone}. Run the cell to see all."), style="margin-top:8px"
+            )
+        )
+    return tag("div", *out, style="line-height:1.5")
+
+
+def _turn_html(
+    row: Row, first: int, last: int, signal: str, summary: dict[str, Any] | None, left: int, kind: str
+) -> tuple[str, int, int]:
+    """One turn within `left` bytes: its HTML, the bytes it took, the tokens it shows."""
+    style = _KINDS.get(kind, "")
+    if summary is None or not row.mask[first:last].any():
+        # One element for the turn: its tokens have no number of their own.
+        text, n = "", 0
+        for i in range(first, last):
+            text += escape(_line(row.pieces[i]))
+            n += 1
+            if len(text) > min(left, 20_000):
+                text += " …"
+                break
+        on = int(row.mask[first:last].sum())
+        title = f"{count(last - first, 'token')} by {row.turns[int(row.turn[first])][1]}, mask {1 if on else 0}"
+        html = tag("span", text, style=style, title=sendable(title))
+        return html, len(html.encode()), n
+    values = row.signals.get(signal)
+    out, size, n = [], 0, 0
+    for i in range(first, last):
+        value = float("nan") if values is None else float(values[i])
+        shade = _shade(value, summary) if row.mask[i] else "border-bottom:1px dotted #888888"
+        hint = f"{summary['label']} {number(value)}" if not np.isnan(value) else f"{summary['label']} missing"
+        piece = f'<span style="{shade}" title="{escape(hint)}">{escape(_line(row.pieces[i]))}</span>'
+        size += len(piece.encode())
+        if size > left:
+            break
+        out.append(piece)
+        n += 1
+    return "".join(out), size, n
+
+
+def _line(piece: str) -> str:
+    return visible(piece, 400) + ("\n" if "\n" in piece else "")
+
+
+def _shade(value: float, summary: dict[str, Any]) -> str:
+    if np.isnan(value):
+        return "border:1px dotted #888888"
+    if summary["scale"] == "flag":
+        return f"background-color:rgba({_ORANGE},0.45);border-bottom:3px solid #c87830" if value > 0 else ""
+    share, up = fraction(value, summary)
+    # The line under the token says the same as the tint, for those who do not see the tint.
+    line = round(share * 4)
+    colour, border = (_BLUE, "solid #2878dc") if up else (_ORANGE, "double #c87830")
+    under = f";border-bottom:{line}px {border}" if line else ""
+    return f"background-color:rgba({colour},{0.4 * share:.2f}){under}"
+
+
+def fraction(value: float, summary: Mapping[str, Any]) -> tuple[float, bool]:
+    """How far along its scale a number is, 0 to 1, and whether it is on the upper side."""
+    lo, hi = summary.get("lo", 0.0), summary.get("hi", 1.0)
+    if np.isinf(value):
+        full = summary["scale"] == "around" or (value > 0) == (summary["scale"] == "up")
+        return float(full), bool(value > 0)
+    if summary["scale"] == "around":
+        reach = hi - summary["middle"]
+        return min(1.0, abs(value - summary["middle"]) / reach) if reach > 0 else 0.0, bool(value >= summary["middle"])
+    share = min(1.0, max(0.0, (value - lo) / (hi - lo))) if hi > lo else 1.0
+    return (1.0 - share, False) if summary["scale"] == "down" else (share, True)
+
+
+def _telling(rows: list[Row], signal: str, summary: dict[str, Any], n: int = 8) -> list[tuple[Row, int]]:
+    found = [
+        (row, int(i)) for row in rows if signal in row.signals for i in np.flatnonzero(~np.isnan(row.signals[signal]))
+    ]
+    keys = {
+        "low": lambda v: v,
+        "high": lambda v: -v,
+        "far": lambda v: -abs(v - summary["middle"]),
+    }
+    return sorted(found, key=lambda at: keys[summary["telling"]](float(at[0].signals[signal][at[1]])))[:n]
+
+
+def _legend_line(about: dict[str, Any], summary: dict[str, Any] | None) -> str:
+    if summary is None:
+        return "; ".join(
+            f"{kind} by {author}: {count(n, 'token')}, mask {'1' if on == n else '0' if not on else f'1 on {on}'}"
+            for kind, author, n, on in about["authors"]
+        )
+    unit = f" {summary['unit']}" if summary["unit"] else ""
+    if "min" not in summary:
+        return f"{summary['label']}: missing on all {count(summary['missing'], 'sampled token')}"
+    return (
+        f"{summary['label']}: {number(summary['min'])} to {number(summary['max'])}{unit}, "
+        f"mean {number(summary['mean'])}, on {count(summary['n'], 'token')}; missing on {summary['missing']} sampled"
+    )
+
+
+def _row_line(row: Row) -> str:
+    reward = "unscored" if row.reward is None else f"reward {number(float(row.reward))}"
+    at = f" · from token {row.start}" if row.start else ""
+    return f" · {reward} · {row.stop} · {count(len(row.ids), 'token')}, {int(row.mask.sum())} trained{at}"

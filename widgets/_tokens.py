@@ -1,0 +1,420 @@
+"""Tokens as rows of numbers, from whatever record holds them. Knows no tokenizer, no model, no page.
+
+Rows are joined by (trajectory id, token span), never by position: a batch may hold its rows in another order than the
+rollout did, and a span starts where its tokens start in the trajectory.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ._base import count
+
+Floats = npt.NDArray[np.float32]
+
+# --- signals -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Signal:
+    """How one number a token is named and drawn."""
+
+    name: str
+    label: str
+    scale: str = "up"
+    """"up": a bar from the bottom. "down": a bar that hangs from the top, longer when lower. "around": from `middle`,
+    up or down. "flag": set or not."""
+    unit: str = ""
+    middle: float = 0.0
+    fixed: tuple[float, float] | None = None
+    """A domain that does not depend on the data."""
+    says: str = ""
+    telling: str = "high"
+    """Which end to jump to and to list first: "high", "low", or "far" from the middle."""
+
+
+SIGNALS = {
+    signal.name: signal
+    for signal in (
+        Signal("logprob", "logprob", "down", "nats", telling="low", says="of the sampler, when the token was made"),
+        Signal("entropy", "entropy", unit="nats", says="of the distribution that the token was sampled from"),
+        Signal("advantage", "advantage", "around", telling="far", says="what the step was told about the token"),
+        Signal("reward", "reward", "around", telling="far", says="credited to this token"),
+        Signal("return", "return", "around", telling="far"),
+        Signal("value", "value", "around", telling="far", says="of the value head"),
+        Signal("ratio", "ratio", "around", middle=1.0, telling="far", says="probability after / at sampling"),
+        Signal("clipped", "clipped", "flag", says="the clip binds: this token gives no gradient"),
+        Signal("kl_reference", "KL to reference", unit="nats", says="k3"),
+        Signal(
+            "sampler_gap", "sampler gap", "around", unit="nats", telling="far", says="trainer logprob − sampler logprob"
+        ),
+        Signal("logprob_before", "logprob before", "down", "nats", telling="low"),
+        Signal("logprob_after", "logprob after", "down", "nats", telling="low"),
+        Signal("prob_before", "probability before", fixed=(0.0, 1.0), telling="low"),
+        Signal("prob_after", "probability after", fixed=(0.0, 1.0), telling="low"),
+        Signal("prob_change", "probability change", "around", telling="far", says="after − before the step"),
+    )
+}
+ALIASES = {
+    "author": "mask",
+    "kind": "mask",
+    "clip": "clipped",
+    "before": "prob_before",
+    "after": "prob_after",
+    "kl": "kl_reference",
+    "gap": "sampler_gap",
+    "logprobs": "logprob",
+    "entropies": "entropy",
+    "advantages": "advantage",
+    "token_rewards": "reward",
+    "rewards": "reward",
+    "returns": "return",
+    "values": "value",
+}
+
+# --- text ----------------------------------------------------------------------------------------
+
+_SPECIAL = re.compile(r"<[^<>\s]{1,60}>|\[[A-Z_]{2,16}\]")
+_MARKS = {" ": "·", "\n": "⏎", "\r": "␍", "\t": "⇥", "\xa0": "⍽"}
+
+
+def visible(piece: str, limit: int = 120) -> str:
+    """The piece with every character that cannot be seen, or that would disturb its neighbours, made visible.
+
+    A space is ·, a new line ⏎, a tab ⇥, a non-breaking space ⍽; controls, zero-width and bidirectional marks, private
+    and lone surrogates are ‹U+XXXX›; a combining mark without its letter stands on ◌. What looks like one of the signs
+    itself is written as its number, so nothing is ambiguous.
+    """
+    if not piece:
+        return "∅"
+    out: list[str] = []
+    for ch in piece[: limit + 1]:
+        category = unicodedata.category(ch)
+        if ch in _MARKS:
+            out.append(_MARKS[ch])
+        elif category in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs") or ch in "·⏎␍⇥⍽‹›∅◌":
+            out.append(f"‹U+{ord(ch):04X}›")
+        elif category in ("Mn", "Me", "Mc") and not out:
+            out.append("◌" + ch)
+        else:
+            out.append(ch)
+    if len(piece) > limit:
+        out[limit:] = [f"… ({len(piece):,} characters)"]
+    return "".join(out)
+
+
+def flags(piece: str) -> int:
+    """1: looks like a special token; 2: ends its line; 4: nothing but white space."""
+    return bool(_SPECIAL.fullmatch(piece)) + 2 * ("\n" in piece) + 4 * (not piece.strip() and bool(piece))
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """Tokens `start` to `start + len(ids)` of one trajectory."""
+
+    id: str
+    task: str
+    chain: int | None
+    reward: float | None
+    stop: str
+    start: int
+    ids: npt.NDArray[np.int64]
+    pieces: tuple[str, ...]
+    turn: npt.NDArray[np.int64]
+    turns: tuple[tuple[str, str], ...]
+    """(kind, author) of every turn of the trajectory."""
+    mask: npt.NDArray[np.bool_]
+    signals: dict[str, Floats] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """(turn, first, last + 1) in the row's own tokens, in order."""
+        if not len(self.ids):
+            return []
+        cuts = np.flatnonzero(np.diff(self.turn)) + 1
+        edges = [0, *cuts.tolist(), len(self.ids)]
+        return [(int(self.turn[a]), a, b) for a, b in pairwise(edges)]
+
+    def holds(self, start: int, stop: int) -> bool:
+        """Whether tokens `start` to `stop` of the trajectory are all here."""
+        return self.start <= start < stop <= self.start + len(self.ids)
+
+
+def _array(values: Any, dtype: Any) -> npt.NDArray[Any]:
+    """A tensor, an array or a list as an array, without importing torch."""
+    for name in ("detach", "cpu"):
+        values = getattr(values, name)() if hasattr(values, name) else values
+    if hasattr(values, "numpy"):
+        values = values.float().numpy() if "bfloat16" in str(getattr(values, "dtype", "")) else values.numpy()
+    return np.asarray(values).astype(dtype, copy=False)
+
+
+def is_trajectory(x: Any) -> bool:
+    return hasattr(x, "turns") and hasattr(x, "action_mask" if getattr(x, "exact", True) else "task")
+
+
+def _trajectory_row(t: Any) -> Row:
+    if not getattr(t, "exact", True):
+        none = np.zeros(0, np.int64)
+        return Row(
+            id=t.id, task=t.task.id, chain=t.chain, reward=t.reward, stop=t.stop, start=0, ids=none, pieces=(),
+            turn=none, turns=(), mask=none.astype(bool),
+            note="This engine gave text only: there are no token ids to show.",
+        )  # fmt: skip
+    row = Row(
+        id=t.id, task=t.task.id, chain=t.chain, reward=t.reward, stop=t.stop, start=0, ids=_array(t.ids, np.int64),
+        pieces=tuple(t.pieces), turn=_array(t.turn_index, np.int64),
+        turns=tuple((turn.kind, turn.author) for turn in t.turns), mask=_array(t.action_mask, np.bool_),
+    )  # fmt: skip
+    row.signals = {"logprob": _array(t.logprobs, np.float32), "entropy": _array(t.entropies, np.float32)}
+    return row
+
+
+def _batch_rows(batch: Any, detail: Mapping[str, Any] | None) -> list[Row]:
+    from agentfly_kit.errors import AlignmentError
+
+    ids, attention = _array(batch.ids, np.int64), _array(batch.attention, np.bool_)
+    mask = _array(batch.mask, np.bool_)
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for given, name in (
+        ("logprobs", "logprob"), ("advantages", "advantage"), ("token_rewards", "reward"),
+        ("returns", "return"), ("values", "value"),
+    ):  # fmt: skip
+        values = getattr(batch, given, None)
+        if values is not None and not callable(values):
+            arrays[name] = _array(values, np.float32)
+    for given, values in (detail or {}).items():
+        if values is not None:
+            arrays[ALIASES.get(given, given)] = _array(values, np.float32)
+    before, after = arrays.get("logprob_before"), arrays.get("logprob_after")
+    with np.errstate(over="ignore", invalid="ignore"):
+        if before is not None:
+            arrays["prob_before"] = np.exp(before)
+            if "logprob" in arrays:
+                arrays.setdefault("sampler_gap", before - arrays["logprob"])
+        if after is not None:
+            arrays["prob_after"] = np.exp(after)
+        if before is not None and after is not None:
+            arrays["prob_change"] = arrays["prob_after"] - arrays["prob_before"]
+    for name, values in arrays.items():
+        if values.shape != ids.shape:
+            raise AlignmentError(f"{name!r} has shape {values.shape}, the batch's ids {ids.shape}; want one a token")
+    rows = []
+    for b, t in enumerate(batch.trajectories):
+        here = np.flatnonzero(attention[b])
+        whole = _trajectory_row(t)
+        start = _find(whole.ids, ids[b, here])
+        if start is None:
+            raise AlignmentError(
+                f"row {b} of the batch holds {len(here)} tokens that are no span of its trajectory {t.id!r}: "
+                "the two do not belong together"
+            )
+        span = slice(start, start + len(here))
+        row = Row(
+            id=whole.id, task=whole.task, chain=whole.chain, reward=whole.reward, stop=whole.stop, start=start,
+            ids=whole.ids[span], pieces=whole.pieces[span], turn=whole.turn[span], turns=whole.turns,
+            mask=mask[b, here],
+        )  # fmt: skip
+        row.signals = {name: values[span] for name, values in whole.signals.items()}
+        # A number on a token that is not trained on is no number of this step, whatever the tensor holds there.
+        row.signals.update({k: np.where(row.mask, v[b, here], np.float32(np.nan)) for k, v in arrays.items()})
+        rows.append(row)
+    return rows
+
+
+def _find(whole: npt.NDArray[np.int64], part: npt.NDArray[np.int64]) -> int | None:
+    for start in range(len(whole) - len(part) + 1):
+        if np.array_equal(whole[start : start + len(part)], part):
+            return start
+    return None
+
+
+def rows_of(source: Any) -> list[Row]:
+    """The rows of anything that holds tokens."""
+    if hasattr(source, "detail") and hasattr(source, "batch"):
+        if source.batch is None:
+            raise ValueError(
+                "these Stats hold no batch, so there is no token to show; call ppo_step(..., detail=True), "
+                "or give the batch"
+            )
+        return _batch_rows(source.batch, source.detail)
+    if hasattr(source, "attention") and hasattr(source, "trajectories"):
+        return _batch_rows(source, None)
+    if is_trajectory(source):
+        return [_trajectory_row(source)]
+    if hasattr(source, "row") and callable(source.row):
+        return rows_of(source.row())  # a chain that is still being stepped
+    items = getattr(source, "trajectories", source)
+    if isinstance(items, Iterable) and not isinstance(items, str | bytes | Mapping):
+        found = list(items)
+        if all(is_trajectory(t) for t in found):
+            return [_trajectory_row(t) for t in found]
+        if all(hasattr(t, "trajectories") for t in found):
+            return [row for t in found for row in rows_of(t)]
+    raise TypeError(
+        "TokenView shows a Trajectory, a list of them, a Group, a Rollout, a Batch or Stats; "
+        f"got {type(source).__name__}"
+    )
+
+
+def compare_rows(rows: list[Row], others: list[Row]) -> tuple[list[Row], list[str], dict[int, int]]:
+    """Put the other side's numbers beside ours, token by token; where the ids differ they are missing.
+
+    Two single trajectories that are not the same one are shown one under the other, with the place where they part.
+    """
+    notes: list[str] = []
+    if len(rows) == len(others) == 1 and rows[0].id != others[0].id:
+        a, b = rows[0].ids, others[0].ids
+        n = min(len(a), len(b))
+        differ = np.flatnonzero(a[:n] != b[:n])
+        shared = int(differ[0]) if len(differ) else n
+        notes.append(f"{rows[0].id} and {others[0].id} share their first {count(shared, 'token')}")
+        return [*rows, *others], notes, {0: shared, 1: shared}
+    by_id: dict[str, list[Row]] = {}
+    for other in others:
+        by_id.setdefault(other.id, []).append(other)
+    alone, differing = [], 0
+    for row in rows:
+        match = by_id.pop(row.id, None)
+        if match is None:
+            alone.append(row.id)
+            continue
+        names = sorted({name for other in match for name in other.signals})
+        for name in names:
+            values = np.full(len(row.ids), np.nan, np.float32)
+            for other in match:
+                lo = max(row.start, other.start)
+                hi = min(row.start + len(row.ids), other.start + len(other.ids))
+                if hi > lo:
+                    mine, theirs = slice(lo - row.start, hi - row.start), slice(lo - other.start, hi - other.start)
+                    same = row.ids[mine] == other.ids[theirs]
+                    differing += int((~same).sum()) if name == names[0] else 0
+                    values[mine] = np.where(same, other.signals[name][theirs], np.nan)
+            row.signals[f"{name} ′"] = values
+            if name in row.signals:
+                with np.errstate(invalid="ignore"):
+                    row.signals[f"Δ {name}"] = values - row.signals[name]
+    if alone:
+        notes.append(f"not in compare: {some(alone)}")
+    if by_id:
+        notes.append(f"only in compare, not shown: {some(list(by_id))}")
+    if differing:
+        notes.append(f"{count(differing, 'token')} of the same trajectory differ between the two; shown as missing")
+    return rows, notes, {}
+
+
+def some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def describe(name: str) -> Signal:
+    if name in SIGNALS:
+        return SIGNALS[name]
+    if name.endswith(" ′"):
+        base = describe(name[:-2])
+        return Signal(
+            name, f"{base.label} ′ (compare)", base.scale, base.unit, base.middle, base.fixed, "", base.telling
+        )
+    if name.startswith("Δ "):
+        base = describe(name[2:])
+        return Signal(name, f"Δ {base.label}", "around", base.unit, says="compare − source", telling="far")
+    return Signal(name, name.replace("_", " "))
+
+
+def summary(signal: Signal, values: Floats, sampled: npt.NDArray[np.bool_]) -> dict[str, Any]:
+    """The legend's numbers and the domain that is drawn, computed here so that page and cell agree."""
+    there = values[~np.isnan(values)]
+    finite = there[np.isfinite(there)].astype(np.float64)
+    out: dict[str, Any] = {
+        "name": signal.name, "label": signal.label, "scale": signal.scale, "unit": signal.unit, "says": signal.says,
+        "middle": signal.middle, "telling": signal.telling, "n": len(there),
+        "missing": int((np.isnan(values) & sampled).sum()), "infinite": len(there) - len(finite),
+    }  # fmt: skip
+    if len(finite):
+        out.update(min=float(finite.min()), max=float(finite.max()), mean=float(finite.mean()))
+        # One extreme token must not make all others look the same; the legend says how many lie outside.
+        many = len(finite) >= 200
+        low, high = np.quantile(finite, (0.01, 0.99)) if many else (finite.min(), finite.max())
+        if signal.fixed is not None:
+            low, high = signal.fixed
+        if signal.scale == "around":
+            reach = max(abs(low - signal.middle), abs(high - signal.middle)) or 1.0
+            low, high = signal.middle - reach, signal.middle + reach
+        elif signal.fixed is None:
+            # Bars start at 0 where they can: a height that starts elsewhere would say nothing.
+            low, high = (min(low, 0.0), max(high, 0.0)) if signal.scale == "down" or low >= 0 else (low, high)
+        out.update(lo=float(low), hi=float(high))
+        out["outside"] = int(((finite < low) | (finite > high)).sum())
+        if signal.scale == "flag":
+            out["set"] = int((finite > 0).sum())
+    return out
+
+
+# --- selection -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens `start` to `stop` (not included) of one trajectory, counted in the trajectory."""
+
+    trajectory: str
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+class Selection:
+    """What is selected in the browser. Empty is false."""
+
+    def __init__(self, spans: Iterable[Span], rows: list[Row]) -> None:
+        self.spans = tuple(spans)
+        self._rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.spans)
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(span) for span in self.spans)
+
+    def to_frame(self) -> Any:
+        """A row a token: trajectory, token, id, piece, turn, kind, author, mask, and every signal (NaN is missing)."""
+        import pandas as pd
+
+        names = list(dict.fromkeys(name for row in self._rows for name in row.signals))
+        records: list[dict[str, Any]] = []
+        for span in self.spans:
+            row = next(r for r in self._rows if r.id == span.trajectory and r.holds(span.start, span.stop))
+            for i in range(span.start - row.start, span.stop - row.start):
+                turn = int(row.turn[i])
+                record: dict[str, Any] = {"trajectory": row.id, "token": row.start + i, "id": int(row.ids[i])}
+                record.update(piece=row.pieces[i], turn=turn, kind=row.turns[turn][0], author=row.turns[turn][1])
+                record.update(mask=bool(row.mask[i]))
+                record.update({name: float(values[i]) for name, values in row.signals.items()})
+                records.append(record)
+        columns = ["trajectory", "token", "id", "piece", "turn", "kind", "author", "mask", *names]
+        return pd.DataFrame(records, columns=columns)
+
+    def __repr__(self) -> str:
+        if not self.spans:
+            return "Selection(nothing)"
+        shown = ", ".join(f"{s.trajectory}[{s.start}:{s.stop}]" for s in self.spans[:4])
+        more = f", and {len(self.spans) - 4} more" if len(self.spans) > 4 else ""
+        return f"Selection({count(self.tokens, 'token')}: {shown}{more})"

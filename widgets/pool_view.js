@@ -1,0 +1,148 @@
+// Tiles of sandboxes. Elements are kept from one update to the next: ten updates a second must not rebuild the page.
+
+const SIGN = { leased: "●", idle: "○", starting: "◐", resetting: "◑", closing: "✕", empty: "·" };
+const BANDS = ["leased", "starting", "idle"];
+
+/** Lanes in the order of their ids, then the places where nothing was started yet. */
+export function tiles(state) {
+  const lanes = state.lanes.map(([id, name, owner, uses, age, turn]) => ({ key: `s${id}`, id, name, owner, uses, age, turn })).sort((a, b) => a.id - b.id);
+  for (let k = 0; lanes.length < state.counts.size; k++) lanes.push({ key: `e${k}`, id: null, name: "empty", owner: null, uses: 0, age: null, turn: null });
+  return lanes;
+}
+
+/** Stacked shares of the size, as polygons in a box of `w` x `h`: what was leased, starting, idle over time. */
+export function bands(history, w, h, span, now) {
+  if (!history.length) return [];
+  const x = (t) => w * (1 - Math.min(span, now - t) / span);
+  const out = [];
+  let floor = history.map(() => 0);
+  for (const name of BANDS) {
+    const top = history.map((p, i) => floor[i] + (p.size ? p[name] / p.size : 0));
+    const up = [];
+    const down = [];
+    history.forEach((p, i) => {
+      // A state lasts until the next one: steps, not slopes.
+      const until = i + 1 < history.length ? history[i + 1].t : now;
+      up.push([x(p.t), h - top[i] * h], [x(until), h - top[i] * h]);
+      down.push([x(p.t), h - floor[i] * h], [x(until), h - floor[i] * h]);
+    });
+    out.push({ name, points: [...up, ...down.reverse()] });
+    floor = top;
+  }
+  return out;
+}
+
+export default {
+  render({ model, el }) {
+    return mount({ model, el }, {
+      label: "Pool of sandboxes",
+      build(context) {
+        const { root } = context;
+        root.classList.add("afk-poolview");
+        const title = h("span", { class: "afk-title" });
+        const what = h("span", { class: "afk-soft" });
+        const counts = h("div", { class: "afk-counts afk-num" });
+        const note = h("div", { class: "afk-note" });
+        const grid = h("div", { class: "afk-tiles", tabindex: "0", role: "list", "aria-label": "Sandboxes" });
+        const queue = h("div", { class: "afk-queue" });
+        const strip = s("svg", { class: "afk-strip", role: "img", preserveAspectRatio: "none", viewBox: "0 0 600 40" });
+        const stripTitle = h("div", { class: "afk-soft afk-stripnote" }, "the last 60 s: leased, starting and idle as shares of the size");
+        root.append(h("div", { class: "afk-bar" }, title, what, h("span", { class: "afk-grow" }), counts), note, grid, queue, strip, stripTitle);
+
+        const numbers = {};
+        for (const name of ["leased", "idle", "starting", "waiting", "dead"]) {
+          const value = h("b", {}, "0");
+          counts.append(h("span", { class: `afk-count afk-s-${name}` }, value, ` ${name === "dead" ? "died" : name}`));
+          numbers[name] = value;
+        }
+        const polygons = BANDS.map((name) => {
+          const polygon = s("polygon", { class: `afk-s-${name}` });
+          strip.append(polygon);
+          return polygon;
+        });
+
+        const made = new Map();
+        let sentAt = performance.now();
+        const history = [];
+
+        function tile(key) {
+          const sign = h("span", { class: "afk-sign", "aria-hidden": "true" });
+          const id = h("span", { class: "afk-id afk-num" });
+          const word = h("span", { class: "afk-word" });
+          const time = h("span", { class: "afk-time afk-num afk-soft" });
+          const owner = h("bdi", { class: "afk-owner" });
+          const turn = h("span", { class: "afk-soft afk-num" });
+          const box = h("div", { class: "afk-tile", role: "listitem" }, h("div", { class: "afk-tilehead" }, sign, id, word, time), h("div", { class: "afk-holder" }, owner, turn));
+          const parts = { box, sign, id, word, time, owner, turn, was: "" };
+          made.set(key, parts);
+          return parts;
+        }
+        const put = (node, text) => {
+          if (node.textContent !== text) node.textContent = text;
+        };
+        function draw() {
+          const state = model.get("_state");
+          if (!state?.counts) return;
+          sentAt = performance.now();
+          put(title, `${state.kind} pool`);
+          put(what, `${plural(state.counts.size, "place")} · isolation ${state.isolation ?? "as available"}${state.closed ? " · closed" : ""}`);
+          for (const [name, node] of Object.entries(numbers)) put(node, String(state.counts[name]));
+          put(note, state.gone ? "The pool is gone: this is its last state." : state.error ? `The last start failed: ${state.error}` : "");
+          note.hidden = !note.textContent;
+          const seen = new Set();
+          let last = null;
+          for (const t of tiles(state)) {
+            seen.add(t.key);
+            const parts = made.get(t.key) ?? tile(t.key);
+            parts.data = t;
+            if (parts.was !== t.name) {
+              parts.was = t.name;
+              parts.box.className = `afk-tile afk-s-${t.name}`;
+              put(parts.sign, SIGN[t.name] ?? "?");
+              put(parts.word, t.name === "empty" ? "not started" : t.name);
+            }
+            put(parts.id, t.id === null ? "" : `#${t.id}`);
+            put(parts.owner, t.owner ?? "");
+            put(parts.turn, t.turn !== null ? `turn ${t.turn}` : t.id !== null && t.owner === null ? plural(t.uses, "lease") : "");
+            parts.box.title = t.id === null ? "a place where no sandbox was started yet" : `sandbox ${t.id}: ${t.name}${t.owner ? `, held by ${t.owner}` : ""}, ${plural(t.uses, "lease")} so far`;
+            const next = last ? last.nextSibling : grid.firstChild;
+            if (next !== parts.box) grid.insertBefore(parts.box, next);
+            last = parts.box;
+          }
+          for (const [key, parts] of made) {
+            if (seen.has(key)) continue;
+            parts.box.remove();
+            made.delete(key);
+          }
+          const shown = state.queue.slice(0, 12);
+          const rest = state.counts.waiting - shown.length;
+          queue.replaceChildren(
+            h("b", {}, state.counts.waiting ? `${plural(state.counts.waiting, "chain")} waiting: ` : "nobody waits"),
+            ...shown.map((owner, i) => h("span", { class: "afk-waiter" }, `${i + 1} `, h("bdi", {}, owner))),
+            rest > 0 ? ` and ${rest} more` : "");
+          history.push({ t: performance.now() / 1000, ...state.counts });
+          tick();
+        }
+        /** Times go on between updates; a page whose kernel is gone stands still. */
+        function tick() {
+          if (root.closest(".jupyter-widgets-disconnected")) return;
+          const now = performance.now();
+          const passed = (now - sentAt) / 1000;
+          const frozen = model.get("_state")?.gone || model.get("_state")?.closed;
+          for (const { data, time } of made.values()) {
+            put(time, data.age === null || data.name === "idle" ? "" : duration(data.age + (frozen ? 0 : passed)));
+          }
+          while (history.length > 2 && history[1].t < now / 1000 - 60) history.shift();
+          if (history.length > 700) history.splice(1, history.length - 700);
+          bands(history, 600, 40, 60, now / 1000).forEach(({ points }, i) => polygons[i].setAttribute("points", points.map(([a, b]) => `${a.toFixed(1)},${b.toFixed(1)}`).join(" ")));
+          const c = model.get("_state")?.counts;
+          if (c) strip.setAttribute("aria-label", `now ${c.leased} leased, ${c.starting} starting, ${c.idle} idle of ${c.size}`);
+        }
+        const timer = setInterval(tick, 500);
+        context.end(() => clearInterval(timer));
+        context.on("_state", draw);
+        draw();
+      },
+    });
+  },
+};

@@ -1,0 +1,132 @@
+"""The sandboxes of a pool, live: who holds which, since when, who waits. Knows no sandbox and changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import traitlets
+
+from ._base import LiveView, count, escape, sendable, tag
+
+SIGNS = {"leased": "●", "idle": "○", "starting": "◐", "resetting": "◑", "closing": "✕"}
+"""A sign beside each state's word, so that neither colour nor reading is needed to tell them apart."""
+_TINTS = {
+    "leased": "40,120,220",
+    "idle": "40,160,90",
+    "starting": "200,150,20",
+    "resetting": "150,90,200",
+    "closing": "200,60,50",
+}
+_QUEUE = 50
+
+
+class PoolView(LiveView):
+    """A tile a sandbox and the queue, from the pool's events and `pool.snapshot()`, at most 10 updates a second.
+
+    `view.counts` has what was last sent; `view.refresh()` sends now; `view.close()` ends it.
+    """
+
+    stem: ClassVar[str] = "pool_view"
+
+    _state = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, pool: Any) -> None:
+        if not (callable(getattr(pool, "snapshot", None)) and callable(getattr(pool, "subscribe", None))):
+            raise TypeError(
+                f"PoolView shows a Pool (something with snapshot() and subscribe()); got {type(pool).__name__}"
+            )
+        super().__init__(pool, pool.subscribe)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Send the present state now. When the pool is gone, the last state stays and the page says so."""
+        pool = self.record
+        if pool is None:
+            if self._state:
+                self._state = {**self._state, "gone": True}
+            return
+        self._state = _state(pool.snapshot())
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """size, idle, starting, leased, waiting, dead: as last sent."""
+        return dict(self._state.get("counts", {}))
+
+    def __repr__(self) -> str:
+        c = self._state.get("counts")
+        if c is None:
+            return "PoolView()"
+        if self._state["closed"]:
+            return f"PoolView({self._state['kind']} closed, size {c['size']})"
+        return f"PoolView({self._state['kind']} {_counts(c)}, size {c['size']})"
+
+    def _static(self) -> str:
+        if self.record is not None:
+            state = _state(self.record.snapshot())
+        else:
+            state = {**self._state, "gone": True}
+        return _page(state)
+
+
+def _counts(c: dict[str, int]) -> str:
+    return f"{c['leased']} leased, {c['idle']} idle, {c['starting']} starting, {c['waiting']} waiting"
+
+
+def _state(s: Any) -> dict[str, Any]:
+    now = getattr(s, "time", None)
+    turns = {lease.sandbox: lease.turn for lease in s.leases}
+    since = {lease.sandbox: lease.since for lease in s.leases}
+    lanes = []
+    for box in s.sandboxes:
+        began = getattr(box, "since", since.get(box.id))
+        turn = turns.get(box.id)
+        lanes.append(
+            [
+                box.id, box.state, None if box.owner is None else sendable(str(box.owner))[:200], box.uses,
+                None if now is None or began is None else round(max(0.0, now - began), 2),
+                None if turn is None else sendable(str(turn))[:40],
+            ]
+        )  # fmt: skip
+    error = getattr(s, "error", None)
+    return {
+        "kind": sendable(str(s.kind)),
+        "isolation": None if s.isolation is None else sendable(str(s.isolation)),
+        "counts": {name: int(getattr(s, name)) for name in ("size", "idle", "starting", "leased", "waiting", "dead")},
+        "closed": bool(getattr(s, "closed", False)),
+        "gone": False,
+        "error": None if error is None else sendable(str(error))[:500],
+        "lanes": lanes,
+        "queue": [sendable(str(owner))[:200] for owner in tuple(getattr(s, "waiters", ()))[:_QUEUE]],
+    }
+
+
+def _page(state: dict[str, Any], limit: int = 100) -> str:
+    c = state["counts"]
+    head = f"{state['kind']}, isolation {state['isolation'] or 'as available'}: {_counts(c)}, "
+    head += f"{c['dead']} died, size {c['size']}"
+    head += " · closed" if state["closed"] else ""
+    out = [tag("div", tag("b", "PoolView"), escape(f" · {head} (when this was drawn)"), style="margin:2px 0 6px")]
+    if state["error"]:
+        out.append(tag("div", escape(f"last start failed: {state['error']}")))
+    for id, name, owner, uses, age, turn in state["lanes"][:limit]:
+        who = f" {owner}" if owner else ""
+        where = f", turn {turn}" if turn is not None else ""
+        hint = f"sandbox {id}: {name}{who}{where}, {count(uses, 'lease')}" + (
+            "" if age is None else f", for {age:.1f} s"
+        )
+        out.append(
+            tag(
+                "span", escape(f"{SIGNS.get(name, '?')} {id} {name}{who[:60]}{where}"), title=hint,
+                style=f"display:inline-block;margin:2px;padding:1px 7px;border:1px solid #888888;border-radius:5px;"
+                f"background-color:rgba({_TINTS.get(name, '128,128,128')},0.20)",
+            )
+        )  # fmt: skip
+    empty = c["size"] - len(state["lanes"])
+    if len(state["lanes"]) > limit:
+        out.append(tag("div", f"{len(state['lanes']) - limit} sandboxes are left out of this static form."))
+    if empty > 0:
+        out.append(tag("div", escape(f"{count(empty, 'place')} not started")))
+    if c["waiting"]:
+        more = f" and {c['waiting'] - len(state['queue'])} more" if c["waiting"] > len(state["queue"]) else ""
+        out.append(tag("div", escape(f"waiting, first to be served first: {', '.join(state['queue'])}{more}")))
+    return tag("div", *out, style="line-height:1.6")

@@ -1,0 +1,424 @@
+// Tokens by signal. Rows and turns come as JSON, numbers as buffers; elements are made when they come near the screen.
+
+const CHUNK = 300; // tokens made at once: more makes scrolling jerk, fewer makes the scroll bar jump
+
+/** How far along its scale a number is, 0 to 1, and on which side: "up", "down", "flag" or "none". */
+export function shade(value, signal) {
+  if (value === null) return { share: 0, side: "missing" };
+  const { scale, lo = 0, hi = 1, middle = 0 } = signal;
+  if (scale === "flag") return value > 0 ? { share: 1, side: "flag" } : { share: 0, side: "none" };
+  if (!Number.isFinite(value)) return { share: 1, side: value > 0 ? "up" : scale === "around" ? "low" : "down" };
+  if (scale === "around") {
+    const reach = hi - middle;
+    return { share: reach > 0 ? Math.min(1, Math.abs(value - middle) / reach) : 0, side: value >= middle ? "high" : "low" };
+  }
+  const share = hi > lo ? Math.min(1, Math.max(0, (value - lo) / (hi - lo))) : 1;
+  return scale === "down" ? { share: 1 - share, side: "down" } : { share, side: "up" };
+}
+
+/** Chunks of at most `size` tokens that never cross a turn: [row, turn index in the row, first, last + 1] in all tokens. */
+export function chunks(rows, size = CHUNK) {
+  const out = [];
+  let base = 0;
+  rows.forEach((row, r) => {
+    row.turns.forEach(([, , , first, last], t) => {
+      for (let a = first; a < last; a += size) out.push({ row: r, turn: t, first: base + a, last: base + Math.min(last, a + size) });
+    });
+    base += row.n;
+  });
+  return out;
+}
+
+/** The last entry of sorted `starts` that is <= x. */
+export function before(starts, x) {
+  let lo = 0;
+  let hi = starts.length - 1;
+  while (lo < hi) {
+    const mid = (lo + hi + 1) >> 1;
+    if (starts[mid] <= x) lo = mid;
+    else hi = mid - 1;
+  }
+  return lo;
+}
+
+/** The next token after `from` (around the end) whose number is the telling one; for flags the next that is set. */
+export function nextTelling(signal, col, from) {
+  const n = col.length;
+  if (signal.scale === "flag") {
+    for (let k = 1; k <= n; k++) {
+      const i = (((from + k) % n) + n) % n;
+      if (col.at(i) > 0) return i;
+    }
+    return null;
+  }
+  return ranked(signal, col)[0] ?? null;
+}
+
+/** Tokens that have a number, the most telling first. */
+export function ranked(signal, col) {
+  const key = { low: (v) => v, high: (v) => -v, far: (v) => -Math.abs(v - signal.middle) }[signal.telling];
+  const out = [];
+  for (let i = 0; i < col.length; i++) if (col.has(i)) out.push(i);
+  return out.sort((a, b) => key(col.at(a)) - key(col.at(b)) || a - b);
+}
+
+/** Add or replace a span of one row; spans of a row that touch become one. */
+export function joined(spans, span) {
+  const [row, a, b] = span;
+  const rest = [];
+  let lo = a;
+  let hi = b;
+  for (const [r, x, y] of spans) {
+    if (r === row && x <= hi && y >= lo) {
+      lo = Math.min(lo, x);
+      hi = Math.max(hi, y);
+    } else rest.push([r, x, y]);
+  }
+  return [...rest, [row, lo, hi]].sort((p, q) => p[0] - q[0] || p[1] - q[1]);
+}
+
+function read(model) {
+  const about = model.get("_about");
+  const buffers = model.get("_buffers");
+  const bits = typed(buffers.mask, Uint8Array);
+  const starts = [];
+  let base = 0;
+  for (const row of about.rows) {
+    starts.push(base);
+    base += row.n;
+  }
+  const columns = {};
+  for (const signal of about.signals) columns[signal.name] = column(buffers.columns[signal.name]);
+  return {
+    about,
+    starts,
+    columns,
+    piece: typed(buffers.piece, Int32Array),
+    id: typed(buffers.id, Int32Array),
+    mask: (i) => ((bits[i >> 3] >> (i & 7)) & 1) === 1,
+  };
+}
+
+const ICON = { prompt: "P", action: "A", observation: "O", forced: "F" };
+
+export default {
+  render({ model, el }) {
+    return mount({ model, el }, {
+      label: "Tokens by signal",
+      build(context) {
+        const { root } = context;
+        const data = read(model);
+        const { about, starts, columns } = data;
+        const parts = chunks(about.rows);
+        const partStarts = parts.map((p) => p.first);
+        const signals = Object.fromEntries(about.signals.map((x) => [x.name, x]));
+        let cursor = -1; // the token that the keys are on
+        let anchor = -1; // where a selection by shift or by dragging began
+        let dragging = false;
+
+        // --- frame ---
+        const select = h("select", { "aria-label": "Signal" }, h("option", { value: "mask" }, "mask and author"),
+          ...about.signals.map((x) => h("option", { value: x.name }, x.label)));
+        const jump = h("button", { type: "button", title: "Go to the most telling token of this signal, then the next (key: n)" }, "Most telling ▸");
+        const chosen = h("span", { class: "afk-soft afk-num", role: "status" });
+        const clear = h("button", { type: "button", title: "Select nothing (key: Escape)" }, "Clear");
+        const legend = h("div", { class: "afk-legend afk-num" });
+        const scroller = h("div", {
+          class: "afk-tokens", tabindex: "0", role: "application", "aria-label":
+            "Tokens. Arrow keys walk, with Shift they select, Enter selects, Page keys go by turn, n goes to the next telling token, Escape clears.",
+        });
+        const card = h("div", { class: "afk-card afk-num" });
+        const spoken = h("div", { class: "afk-spoken", "aria-live": "polite" });
+        root.classList.add("afk-tokenview");
+        root.append(
+          h("div", { class: "afk-bar" },
+            h("span", { class: "afk-title" }, `${plural(about.rows.length, "row")}, ${plural(about.total, "token")}`),
+            h("label", {}, "Signal ", select), jump, h("span", { class: "afk-grow" }), chosen, clear),
+          legend,
+          ...about.notes.map((note) => h("div", { class: "afk-note" }, note)),
+          scroller, card, spoken);
+
+        // --- tokens ---
+        const els = new Array(about.total);
+        const holders = new Array(parts.length);
+        const built = new Set();
+
+        const observer = new IntersectionObserver((entries) => {
+          for (const entry of entries) if (entry.isIntersecting) make(entry.target.part);
+        }, { root: scroller, rootMargin: "600px 0px" });
+        context.end(() => observer.disconnect());
+
+        let p = 0;
+        about.rows.forEach((row, r) => {
+          const head = h("div", { class: "afk-rowhead" }, h("b", { dir: "auto" }, row.id),
+            h("span", { class: "afk-soft afk-num" }, `${row.reward === null ? "unscored" : `reward ${row.reward}`} · ${row.stop} · ${plural(row.n, "token")}, ${row.sampled.toLocaleString("en-US")} trained${row.start ? ` · from token ${row.start}` : ""}`));
+          const body = h("div", { class: "afk-row", role: "group", "aria-label": `trajectory ${row.id}` }, head);
+          if (row.note) body.append(h("div", { class: "afk-note" }, row.note));
+          row.turns.forEach(([turn, kind, author, first, last], t) => {
+            const trained = data.mask(starts[r] + first);
+            const lines = h("div", { class: "afk-lines" });
+            body.append(h("div", { class: `afk-turn afk-${ICON[kind] ? kind : "prompt"}` },
+              h("div", { class: "afk-gutter", title: `turn ${turn}: ${kind} by ${author}, ${plural(last - first, "token")}, mask ${trained ? 1 : 0}` },
+                h("span", { class: "afk-badge", "aria-hidden": "true" }, ICON[kind] ?? "?"), h("span", { class: "afk-kind" }, `${turn} ${kind}`),
+                h("span", { class: "afk-soft" }, `${author}${trained ? "" : " · mask 0"}`)),
+              lines));
+            for (; p < parts.length && parts[p].row === r && parts[p].turn === t; p++) {
+              const holder = h("div", { class: "afk-chunk" });
+              holder.part = p;
+              holder.style.minHeight = `${Math.ceil((parts[p].last - parts[p].first) / 12) * 25}px`;
+              holders[p] = holder;
+              lines.append(holder);
+              observer.observe(holder);
+            }
+          });
+          scroller.append(body);
+        });
+
+        function make(index) {
+          if (built.has(index)) return;
+          built.add(index);
+          const { row, first, last } = parts[index];
+          const holder = holders[index];
+          const fork = about.rows[row].parts;
+          const fragment = document.createDocumentFragment();
+          for (let i = first; i < last; i++) {
+            const [text, flags] = about.vocabulary[data.piece[i]];
+            if (fork !== null && fork > 0 && i === starts[row] + fork) fragment.append(h("span", { class: "afk-fork" }, "⑂ they part here"));
+            const token = document.createElement("span");
+            token.className = "afk-tok";
+            token.i = i;
+            token.textContent = text;
+            els[i] = token;
+            paint(i);
+            fragment.append(token);
+            if (flags & 2) fragment.append(document.createElement("br"));
+          }
+          holder.style.minHeight = "";
+          holder.append(fragment);
+          observer.unobserve(holder);
+        }
+
+        function paint(i) {
+          const token = els[i];
+          const name = model.get("signal");
+          const flags = about.vocabulary[data.piece[i]][1];
+          let side = "plain";
+          let share = 0;
+          if (name !== "mask") {
+            const value = columns[name].at(i);
+            // Where nothing was sampled a number does not apply; it is missing only where it should be.
+            if (value === null && !data.mask(i)) side = "off";
+            else ({ side, share } = shade(value, signals[name]));
+          } else side = data.mask(i) ? "trained" : "off";
+          token.className = `afk-tok afk-${side}${flags & 1 ? " afk-special" : ""}${selected.has(i) ? " afk-sel" : ""}${i === cursor ? " afk-cur" : ""}`;
+          token.style.setProperty("--h", `${Math.round(share * 100)}%`);
+        }
+
+        function ensure(i) {
+          make(before(partStarts, i));
+          return els[i];
+        }
+
+        // --- selection ---
+        let selected = new Set();
+        function readSelection() {
+          const old = selected;
+          selected = new Set();
+          for (const [r, a, b] of model.get("_selected")) for (let i = a; i < b; i++) selected.add(starts[r] + i);
+          for (const i of old) if (!selected.has(i) && els[i]) els[i].classList.remove("afk-sel");
+          for (const i of selected) if (!old.has(i) && els[i]) els[i].classList.add("afk-sel");
+          chosen.textContent = selected.size ? `${plural(selected.size, "token")} selected → view.selection` : "";
+          clear.hidden = !selected.size;
+        }
+        function choose(from, to, add) {
+          const row = before(starts, to);
+          const lo = Math.max(Math.min(from, to), starts[row]);
+          const hi = Math.min(Math.max(from, to), starts[row] + about.rows[row].n - 1);
+          const span = [row, lo - starts[row], hi + 1 - starts[row]];
+          model.set("_selected", add ? joined(model.get("_selected"), span) : [span]);
+          model.save_changes();
+        }
+        function none() {
+          model.set("_selected", []);
+          model.save_changes();
+        }
+
+        // --- one token ---
+        let carded = -1;
+        function show(i) {
+          if (i === carded) return;
+          carded = i;
+          card.replaceChildren();
+          if (i < 0) {
+            card.append(h("span", { class: "afk-soft" }, "Point at a token, or click and use the arrow keys: all its numbers show here."));
+            return;
+          }
+          const r = before(starts, i);
+          const row = about.rows[r];
+          const [turn, kind, author] = row.turns.find(([, , , a, b]) => i - starts[r] >= a && i - starts[r] < b);
+          card.append(h("div", { class: "afk-cardhead" },
+            h("span", { class: "afk-tok afk-plain afk-big" }, about.vocabulary[data.piece[i]][0]),
+            h("span", {}, `id ${data.id[i]} · token ${row.start + i - starts[r]} of `, h("bdi", {}, row.id), ` · turn ${turn}, ${kind} by ${author} · ${data.mask(i) ? "mask 1, trained" : "mask 0, not trained"}`)));
+          const list = h("dl", { class: "afk-numbers" });
+          for (const signal of about.signals) {
+            const value = columns[signal.name].at(i);
+            const text = value !== null ? (signal.scale === "flag" ? (value > 0 ? "yes" : "no") : number(value)) : data.mask(i) ? "missing" : "–";
+            list.append(h("div", { class: signal.name === model.get("signal") ? "afk-on" : null }, h("dt", {}, signal.label), h("dd", {}, text)));
+          }
+          card.append(list);
+        }
+        function moveTo(i, { extend = false, block = "nearest" } = {}) {
+          if (i < 0 || i >= about.total) return;
+          const old = cursor;
+          cursor = i;
+          if (old >= 0 && els[old]) els[old].classList.remove("afk-cur");
+          const token = ensure(i);
+          token.classList.add("afk-cur");
+          token.scrollIntoView({ block, inline: "nearest" });
+          if (extend) choose(anchor < 0 ? i : anchor, i, false);
+          else anchor = i;
+          show(i);
+          spoken.textContent = card.textContent;
+        }
+
+        // --- mouse ---
+        const tokenOf = (event) => event.target.closest?.(".afk-tok")?.i ?? -1;
+        scroller.addEventListener("pointerover", (event) => {
+          const i = tokenOf(event);
+          if (i >= 0) show(i);
+        });
+        scroller.addEventListener("pointerleave", () => show(cursor));
+        scroller.addEventListener("pointerdown", (event) => {
+          const i = tokenOf(event);
+          if (i < 0 || event.button !== 0) return;
+          const add = event.ctrlKey || event.metaKey;
+          if (event.shiftKey && anchor >= 0) choose(anchor, i, add);
+          else if (!add && selected.size === 1 && selected.has(i)) none();
+          else choose(i, i, add);
+          const from = event.shiftKey && anchor >= 0 ? anchor : i;
+          moveTo(i);
+          anchor = from;
+          dragging = true;
+        });
+        scroller.addEventListener("pointermove", (event) => {
+          if (!dragging) return;
+          const i = tokenOf(event);
+          if (i >= 0 && i !== cursor) moveTo(i, { extend: true });
+        });
+        context.listen(window, "pointerup", () => { dragging = false; });
+
+        // --- keys ---
+        const step = { ArrowRight: 1, ArrowLeft: -1 };
+        scroller.addEventListener("keydown", (event) => {
+          const { key } = event;
+          if (event.ctrlKey || event.metaKey || event.altKey) return;
+          if (!about.total) return;
+          const at = Math.max(0, cursor);
+          const r = before(starts, at);
+          const extend = event.shiftKey;
+          if (key in step) moveTo(cursor < 0 ? 0 : Math.min(about.total - 1, Math.max(0, at + step[key])), { extend });
+          else if (key === "ArrowDown" || key === "ArrowUp") moveTo(vertical(at, key === "ArrowDown" ? 1 : -1), { extend });
+          else if (key === "Home") moveTo(starts[r], { extend });
+          else if (key === "End") moveTo(starts[r] + about.rows[r].n - 1, { extend });
+          else if (key === "PageDown" || key === "PageUp") moveTo(turnFrom(at, key === "PageDown" ? 1 : -1), { extend });
+          else if (key === "Enter" || key === " ") choose(at, at, false);
+          else if (key === "n") goTelling();
+          else if (key === "Escape") none();
+          else return;
+          event.preventDefault();
+        });
+        function vertical(i, way) {
+          const box = ensure(i).getBoundingClientRect();
+          const x = box.left + box.width / 2;
+          let best = i;
+          let line = null;
+          let far = Infinity;
+          for (let k = i + way; k >= 0 && k < about.total && Math.abs(k - i) < 2000; k += way) {
+            const other = ensure(k).getBoundingClientRect();
+            if (Math.abs(other.top - box.top) < 4) continue;
+            if (line !== null && Math.abs(other.top - line) > 4) break;
+            line = other.top;
+            const away = Math.abs(other.left + other.width / 2 - x);
+            if (away < far) [best, far] = [k, away];
+          }
+          return best;
+        }
+        function turnFrom(i, way) {
+          const edges = about.rows.flatMap((row, r) => row.turns.map(([, , , first]) => starts[r] + first));
+          const here = before(edges, i);
+          if (way < 0 && i > edges[here]) return edges[here];
+          return edges[Math.min(edges.length - 1, Math.max(0, here + way))];
+        }
+        let order = [];
+        let place = -1;
+        function goTelling() {
+          if (!order.length) return;
+          place = (place + 1) % order.length;
+          moveTo(order[place], { block: "center" });
+        }
+        jump.addEventListener("click", goTelling);
+        clear.addEventListener("click", none);
+
+        // --- signal and legend ---
+        function swatch(side, share, text) {
+          const box = h("span", { class: `afk-tok afk-swatch afk-${side}`, "aria-hidden": "true" }, "ab");
+          box.style.setProperty("--h", `${share * 100}%`);
+          return h("span", { class: "afk-key" }, box, text);
+        }
+        function drawLegend() {
+          const name = model.get("signal");
+          select.value = name;
+          legend.replaceChildren();
+          if (name === "mask") {
+            for (const [kind, author, n, on] of about.authors) {
+              legend.append(h("span", { class: "afk-key" },
+                h("span", { class: `afk-legendturn afk-${ICON[kind] ? kind : "prompt"}` }, h("span", { class: `afk-tok afk-${on ? "trained" : "off"}` }, `${kind} by ${author}`)),
+                `${plural(n, "token")}, ${on === n ? "mask 1" : on === 0 ? "mask 0" : `mask 1 on ${on.toLocaleString("en-US")}`}`));
+            }
+            order = about.rows.flatMap((row, r) => row.turns.filter(([, kind]) => kind === "action" || kind === "forced").map(([, , , first]) => starts[r] + first));
+            jump.textContent = "Next action ▸";
+          } else {
+            const x = signals[name];
+            const say = (v) => `${number(v)}${x.unit ? ` ${x.unit}` : ""}`;
+            if (x.scale === "flag") legend.append(swatch("flag", 1, `yes: ${plural(x.set ?? 0, "token")}`), swatch("none", 0, `no: ${plural(x.n - (x.set ?? 0), "token")}`));
+            else if (x.min === undefined) legend.append(h("span", {}, `no token has a finite ${x.label}`));
+            else if (x.scale === "around") legend.append(swatch("low", 1, say(x.lo)), swatch("none", 0, say(x.middle)), swatch("high", 1, say(x.hi)));
+            else if (x.scale === "down") legend.append(swatch("down", 0, say(x.hi)), swatch("down", 0.5, say((x.lo + x.hi) / 2)), swatch("down", 1, say(x.lo)));
+            else legend.append(swatch("up", 0, say(x.lo)), swatch("up", 0.5, say((x.lo + x.hi) / 2)), swatch("up", 1, say(x.hi)));
+            legend.append(swatch("missing", 0, `missing: ${plural(x.missing, "token")}`), swatch("off", 0, "not sampled"));
+            if (x.min !== undefined && x.scale !== "flag") {
+              legend.append(h("span", { class: "afk-soft" }, `${plural(x.n, "number")}: ${number(x.min)} to ${number(x.max)}, mean ${number(x.mean)}${x.outside ? `; ${x.outside} beyond the scale` : ""}${x.infinite ? `; ${x.infinite} infinite` : ""}`));
+            }
+            if (x.says) legend.append(h("span", { class: "afk-soft" }, x.says));
+            const col = columns[name];
+            order = x.scale === "flag" ? ranked(x, col).filter((i) => col.at(i) > 0) : ranked(x, col).slice(0, 50);
+            jump.textContent = x.scale === "flag" ? `Next ${x.label} ▸` : { low: "Lowest ▸", high: "Highest ▸", far: "Farthest ▸" }[x.telling];
+          }
+          place = -1;
+          jump.disabled = !order.length;
+        }
+        function recolour() {
+          drawLegend();
+          for (const index of built) for (let i = parts[index].first; i < parts[index].last; i++) paint(i);
+          const at = carded;
+          carded = -2;
+          show(at);
+        }
+        select.addEventListener("change", () => {
+          model.set("signal", select.value);
+          model.save_changes();
+        });
+        context.on("signal", recolour);
+        context.on("_selected", readSelection);
+        readSelection();
+        for (let i = 0, n = 0; i < parts.length && n < 1500; i++) {
+          make(i);
+          n += parts[i].last - parts[i].first;
+        }
+        drawLegend();
+        carded = -2;
+        show(-1);
+      },
+    });
+  },
+};

@@ -1,0 +1,185 @@
+"""Every token of trajectories, a batch or a step, by signal: `_tokens.py` reads the records, this shows the rows."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, ClassVar
+
+import numpy as np
+import traitlets
+
+from ._base import View, count, number, pack, sendable
+from ._token_page import page
+from ._tokens import (
+    ALIASES,
+    SIGNALS,
+    Row,
+    Selection,
+    Span,
+    compare_rows,
+    describe,
+    flags,
+    is_trajectory,
+    rows_of,
+    some,
+    summary,
+    visible,
+)
+
+
+class TokenView(View):
+    """Tokens coloured by a signal. Click, shift-click or drag selects; arrow keys walk; `view.selection` has it.
+
+    Source: a Trajectory, a sequence of them, a Group, a Rollout, a Batch, or the Stats of a step with detail=True.
+    compare: a second source; its numbers are joined by (trajectory id, token span) and shown as ′ and Δ.
+    Raises:  TypeError for anything else, ValueError for a signal that the source does not have.
+    """
+
+    stem: ClassVar[str] = "token_view"
+
+    signal = traitlets.Unicode("mask").tag(sync=True)
+    _about = traitlets.Dict().tag(sync=True)
+    """Rows, turns, vocabulary of shown pieces, legend numbers. Small: one entry a turn, none a token."""
+    _buffers = traitlets.Dict().tag(sync=True)
+    _selected: traitlets.List[Any] = traitlets.List().tag(sync=True)
+    """[row, first, last + 1] in the row's own tokens."""
+
+    def __init__(self, source: Any, compare: Any = None, *, signal: str = "mask") -> None:
+        rows = rows_of(source)
+        notes: list[str] = []
+        parts: dict[int, int] = {}
+        if compare is not None:
+            rows, notes, parts = compare_rows(rows, rows_of(compare))
+        self._rows = rows
+        about, buffers = _payload(rows, notes, parts)
+        self._signals = ["mask", *(each["name"] for each in about["signals"])]
+        self._trajectories = [_weak(t) for t in _trajectories(source)]
+        super().__init__(source, signal=signal, _about=about, _buffers=buffers)
+
+    @traitlets.validate("signal")
+    def _known(self, proposal: Any) -> str:
+        name = ALIASES.get(proposal["value"], proposal["value"])
+        if name not in self._signals:
+            raise ValueError(
+                f"signal={proposal['value']!r}: this source has {', '.join(self._signals)}. "
+                "Advantages and returns need a Batch; ratio, clipped, before and after need the Stats of "
+                "ppo_step(..., detail=True)"
+            )
+        return str(name)
+
+    @traitlets.validate("_selected")
+    def _in_range(self, proposal: Any) -> list[list[int]]:
+        spans = []
+        for span in proposal["value"]:
+            row, first, last = (int(x) for x in span)
+            if not (0 <= row < len(self._rows) and 0 <= first < last <= len(self._rows[row].ids)):
+                raise ValueError(f"no such tokens: row {row}, {first} to {last}")
+            spans.append([row, first, last])
+        return spans
+
+    @property
+    def signals(self) -> tuple[str, ...]:
+        """The names that `signal` takes for this source."""
+        return tuple(self._signals)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(row.ids) for row in self._rows)
+
+    @property
+    def selection(self) -> Selection:
+        """What is selected in the browser, as trajectory ids and token spans; `.to_frame()` has every number."""
+        spans = []
+        for r, first, last in self._selected:
+            row = self._rows[r]
+            spans.append(Span(row.id, row.start + first, row.start + last))
+        return Selection(spans, self._rows)
+
+    def select(self, trajectory: str, start: int, stop: int | None = None) -> None:
+        """Select tokens from Python; the browser shows them. Counted in the trajectory, `stop` not included."""
+        stop = start + 1 if stop is None else stop
+        for r, row in enumerate(self._rows):
+            if row.id == trajectory and row.holds(start, stop):
+                self._selected = [[r, start - row.start, stop - row.start]]
+                return
+        raise ValueError(
+            f"no tokens {start} to {stop} of {trajectory!r} here; rows: {some([r.id for r in self._rows])}"
+        )
+
+    def clear(self) -> None:
+        self._selected = []
+
+    @property
+    def trajectories(self) -> tuple[Any, ...]:
+        """The trajectories shown that something else still keeps; the view itself keeps none alive."""
+        return tuple(t for t in (ref() for ref in self._trajectories) if t is not None)
+
+    def __repr__(self) -> str:
+        return f"TokenView({count(len(self._rows), 'row')}, {count(self.tokens, 'token')})"
+
+    def _static(self) -> str:
+        return page(self._rows, self._about, self.signal, repr(self))
+
+
+def _weak(x: Any) -> Any:
+    try:
+        return weakref.ref(x)
+    except TypeError:
+        return lambda: None
+
+
+def _trajectories(source: Any) -> list[Any]:
+    if is_trajectory(source):
+        return [source]
+    items = getattr(getattr(source, "batch", None) or source, "trajectories", source)
+    try:
+        return [t for t in items if is_trajectory(t)]
+    except TypeError:
+        return []
+
+
+def _payload(rows: list[Row], notes: list[str], parts: dict[int, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    vocabulary: dict[str, int] = {}
+    pieces = [vocabulary.setdefault(piece, len(vocabulary)) for row in rows for piece in row.pieces]
+    total = sum(len(row.ids) for row in rows)
+    mask = np.concatenate([row.mask for row in rows]) if rows else np.zeros(0, bool)
+    # Missing is said of tokens that this policy sampled; elsewhere a signal does not apply.
+    names = [*SIGNALS, *dict.fromkeys(name for row in rows for name in row.signals if name not in SIGNALS)]
+    summaries, columns = [], {}
+    for name in names:
+        if not any(name in row.signals for row in rows):
+            continue
+        values = np.concatenate([row.signals.get(name, np.full(len(row.ids), np.nan, np.float32)) for row in rows])
+        if name not in ("logprob", "entropy") and np.isnan(values).all():
+            continue
+        summaries.append(summary(describe(name), values, mask))
+        columns[name] = pack(values)
+    authors: dict[tuple[str, str], list[int]] = {}
+    for row in rows:
+        for turn, first, last in row.spans:
+            tally = authors.setdefault(row.turns[turn], [0, 0])
+            tally[0] += last - first
+            tally[1] += int(row.mask[first:last].sum())
+    about = {
+        "total": total,
+        "rows": [
+            {
+                "id": sendable(row.id), "task": sendable(row.task), "chain": row.chain, "start": row.start,
+                "reward": None if row.reward is None else number(float(row.reward)), "stop": row.stop,
+                "n": len(row.ids), "sampled": int(row.mask.sum()), "note": row.note, "parts": parts.get(r),
+                "turns": [[turn, *row.turns[turn], first, last] for turn, first, last in row.spans],
+            }
+            for r, row in enumerate(rows)
+        ],
+        "vocabulary": [[visible(piece), flags(piece)] for piece in vocabulary],
+        "signals": summaries,
+        "authors": [[kind, sendable(author), n, on] for (kind, author), (n, on) in authors.items()],
+        "notes": [sendable(note) for note in notes],
+    }  # fmt: skip
+    buffers = {
+        "piece": np.asarray(pieces, "<i4").tobytes(),
+        "id": (np.concatenate([row.ids for row in rows]) if rows else np.zeros(0)).astype("<i4").tobytes(),
+        "mask": np.packbits(mask, bitorder="little").tobytes(),
+        "columns": columns,
+    }
+    return about, buffers
