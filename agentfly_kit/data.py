@@ -289,7 +289,7 @@ def _held_out(tasks: Tasks, share: float) -> Tasks:
     for i, task in enumerate(tasks):
         by_content.setdefault(_digest("split", _content(task)), []).append(i)
     held: set[int] = set()
-    want = max(1, round(share * len(tasks)))
+    want = min(max(1, round(share * len(tasks))), len(tasks) - 1)
     for key in sorted(by_content):
         if len(held) >= want:
             break
@@ -348,9 +348,7 @@ def _task(place: str, row: Any) -> tuple[Task, str | None, bool]:
     if isinstance(row, Task):
         return row, None, False
     if not isinstance(row, Mapping):
-        raise TaskError(
-            f"{place}: a row is an object with names, such as {{'question': ..., 'answer': ...}}; got {row!r:.60}"
-        )
+        raise TaskError(f"{place}: a row is an object such as {{'question': ..., 'answer': ...}}; got {row!r:.60}")
     values = {str(key): _native(value) for key, value in row.items()}
     column = next((c for c in _QUESTIONS if values.get(c) not in (None, "", [])), None)
     if column is None:
