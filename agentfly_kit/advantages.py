@@ -702,18 +702,22 @@ def _turn_gae(
     ids = ids.unsqueeze(0) if tok.flat and ids.ndim == 1 else ids
     if ids.shape != r.shape:
         raise AlignmentError(f"turns has shape {tuple(ids.shape)}; wanted {tuple(r.shape)}")
-    start = torch.zeros_like(tok.mask)
-    slot = torch.zeros_like(tok.mask, dtype=torch.long)
-    for b in range(r.shape[0]):
-        seen: list[int] = []
-        for t in tok.mask[b].nonzero().flatten().tolist():
+    ids = ids.to(r.device)
+    position = torch.where(tok.mask, torch.arange(r.shape[1], device=r.device), -1)
+    before = (
+        position.cummax(1).values.roll(1, 1) if position.numel() else position
+    )  # of each token: the action token before it
+    before[:, :1] = -1
+    start = tok.mask & ((before < 0) | (ids != ids.gather(1, before.clamp(min=0))))
+    row, at = start.nonzero(as_tuple=True)
+    if len(torch.unique(torch.stack([row, ids[row, at].to(row.dtype)]), dim=1)[0]) < len(row):
+        seen: set[tuple[int, int]] = set()
+        for b, t in zip(row.tolist(), at.tolist(), strict=True):
             turn = int(ids[b, t])
-            if not seen or seen[-1] != turn:
-                if turn in seen:
-                    raise ValueError(f"turns[{b}] comes back to turn {turn} at token {t}; number turns in order")
-                seen.append(turn)
-                start[b, t] = True
-            slot[b, t] = len(seen) - 1
+            if (b, turn) in seen:
+                raise ValueError(f"turns[{b}] comes back to turn {turn} at token {t}; number turns in order")
+            seen.add((b, turn))
+    slot = (start.cumsum(1) - 1).clamp(min=0)
     width = int(slot.max()) + 1 if slot.numel() else 0
     v = _finite(v, start, "values", "at the first action token of every turn")
     empty = r.new_zeros(r.shape[0], width)

@@ -18,6 +18,8 @@ from agentfly_kit.types import Message
 
 # Stands for an assistant's text in a rendered conversation. Plain letters: no template trims or escapes them.
 _MARK = "qzanswerzq"
+_KEEP = 1024
+"""Encoded texts that are remembered: the chains of a group all begin with the same prompt."""
 
 
 class Chat:
@@ -35,6 +37,7 @@ class Chat:
         self.tokenizer = tokenizer
         self.format = formats.get(format) if isinstance(format, str) else format
         self._pieces: dict[int, str] = {}
+        self._encoded: dict[str, tuple[int, ...]] = {}
         self.stop_ids: tuple[int, ...] = self._stop_ids()
         """Ids that end an assistant's turn: the template's own end of turn, and the tokenizer's eos."""
 
@@ -42,7 +45,13 @@ class Chat:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of a text as it stands: special tokens in it are read, none is added."""
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        known = self._encoded.get(text)
+        if known is None:
+            known = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            if len(self._encoded) >= _KEEP:
+                self._encoded.clear()
+            self._encoded[text] = known
+        return known
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included. A view: it is never encoded again."""

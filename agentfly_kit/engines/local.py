@@ -32,9 +32,16 @@ _IDLE_SECONDS = 2.0
 """A thread with nothing to do ends, so that an engine that is dropped can be collected."""
 _ROWS = 8
 """A batch is a multiple of this: other counts run other kernels, whose last bits differ; see slots.py."""
-_PREFILL_ROWS = 32
-_PREFILL_TOKENS = (8, 16, 32, 64, 128, 256)
+_PREFILL_TOKENS = 4096
+"""Tokens, padding included, of one prefill forward."""
+_WIDTHS = (8, 16, 32, 64, 128, 256)
 """A prefill chunk is as wide as one of these."""
+
+
+_COMPANY = 4
+"""A prefill waits until it has a row for each this many that run ..."""
+_PATIENCE = 8
+"""... or until it has waited for this many steps."""
 
 
 @dataclass(eq=False)
@@ -225,7 +232,7 @@ class LocalEngine(Engine):
             for request in self._waiting:
                 request.waited += 1
             # A prefill of one row costs as much as a decode of many: wait for company, but not for long.
-            if len(self._waiting) > self._active // 16 or self._waiting[0].waited > 4:
+            if len(self._waiting) > self._active // _COMPANY or self._waiting[0].waited > _PATIENCE:
                 self._prefill()
         if self._active:
             self._decode()
@@ -251,7 +258,7 @@ class LocalEngine(Engine):
 
     def _admit(self, request: _Request) -> tuple[int, int] | None:
         """A slot for the request and how many of its ids are in it already; None if every slot is running."""
-        store = self._room(len(request.ids) + request.limit + max(_PREFILL_TOKENS) + 1)
+        store = self._room(len(request.ids) + request.limit + 1)
         stale = self._version != self.policy.version
         stale[: self._active] = False  # running rows end their turn on what they have
         store.length[stale] = 0
@@ -333,10 +340,12 @@ class LocalEngine(Engine):
         later: list[_Request] = []
         same: set[bytes] = set()
         taken: set[int] = set()
+        width = 0
         for request in self._waiting:
             key = request.ids.tobytes()
+            width = max(width, min(len(request.ids), _WIDTHS[-1]))
             # Chains of one group bring the same prompt: one computes it, the others copy it a moment later.
-            if len(chosen) >= _PREFILL_ROWS or key in same:
+            if width * (len(chosen) + 1) > _PREFILL_TOKENS or key in same:
                 later.append(request)
                 continue
             place = self._admit(request)
@@ -360,13 +369,15 @@ class LocalEngine(Engine):
         with self.policy.lock:
             while left:
                 longest = max(len(r.ids) - start for r, _, start in left)
-                width = next((w for w in _PREFILL_TOKENS if w >= longest), _PREFILL_TOKENS[-1])
+                width = next((w for w in _WIDTHS if w >= longest), _WIDTHS[-1])
                 tokens = np.zeros((len(left), width), dtype=np.int64)
                 starts = np.array([start for _, _, start in left])
                 counts = np.array([min(width, len(r.ids) - start) for r, _, start in left])
                 for i, (request, _, start) in enumerate(left):
                     tokens[i, : counts[i]] = request.ids[start : start + counts[i]]
-                positions = torch.as_tensor(starts[:, None] + np.arange(width)[None], device=device)
+                # Padding is written just behind the row, where the next token will overwrite it unread.
+                ends = starts + counts
+                positions = torch.as_tensor(np.minimum(starts[:, None] + np.arange(width), ends[:, None]), device=device)
                 slots = torch.as_tensor([slot for _, slot, _ in left], device=device)
                 hidden = self._forward(torch.as_tensor(tokens, device=device), positions, slots)
                 self.prefilled += int(counts.sum())

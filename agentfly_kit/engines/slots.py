@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_STEP = 64
-"""Capacity in tokens is a multiple of this."""
+_STEP = 32
+"""Capacity in tokens is a multiple of this, and so is what one forward looks at."""
 
 
 class Slots:
@@ -30,7 +30,7 @@ class Slots:
         self.capacity = -(-capacity // _STEP) * _STEP
         self.ids: npt.NDArray[np.int64] = np.zeros((count, self.capacity), dtype=np.int64)
         self.length: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
-        self._keys: list[Tensor] = []  # a layer each: (count, capacity, heads, head size); made at its first update
+        self._keys: list[Tensor] = []  # a layer each: (count, heads, capacity, head size); made at its first update
         self._values: list[Tensor] = []
         self._rows: Tensor | slice = slice(0, 0)
         self._positions: Tensor = torch.zeros(0)
@@ -42,7 +42,7 @@ class Slots:
         """Say where the next forward writes, and get the mask that goes with it.
 
         rows: a count n (the first n slots, no copy) or indices (R,). positions: (R, C) int64.
-        Returns (R, 1, C, S) bool, True where a query may look; S is a multiple of 64 that covers all positions.
+        Returns (R, 1, C, S) bool, True where a query may look; S is a multiple of 32 that covers all positions.
         """
         self._seen = min(self.capacity, -(-(int(positions.max()) + 1) // _STEP) * _STEP)
         self._positions = positions
@@ -55,19 +55,19 @@ class Slots:
     ) -> tuple[Tensor, Tensor]:
         """Called by each attention layer: (R, heads, C, head size) in, (R, heads, S, head size) out."""
         while len(self._keys) <= layer_idx:
-            shape = (self.count, self.capacity, key_states.shape[1], key_states.shape[3])
-            self._keys.append(key_states.new_zeros(shape))
-            self._values.append(value_states.new_zeros(*shape[:3], value_states.shape[3]))
+            shape = (self.count, key_states.shape[1], self.capacity)
+            self._keys.append(key_states.new_zeros(*shape, key_states.shape[3]))
+            self._values.append(value_states.new_zeros(*shape, value_states.shape[3]))
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         rows, seen = self._rows, self._seen
         if isinstance(rows, slice):
             index = torch.arange(rows.stop, device=keys.device)
-            keys[index, self._positions[:, 0]] = key_states[:, :, 0]
-            values[index, self._positions[:, 0]] = value_states[:, :, 0]
+            keys[index, :, self._positions[:, 0]] = key_states[:, :, 0]
+            values[index, :, self._positions[:, 0]] = value_states[:, :, 0]
         else:
-            keys[rows[:, None], self._positions] = key_states.transpose(1, 2)
-            values[rows[:, None], self._positions] = value_states.transpose(1, 2)
-        return keys[rows, :seen].transpose(1, 2), values[rows, :seen].transpose(1, 2)
+            keys[rows[:, None], :, self._positions] = key_states.transpose(1, 2)
+            values[rows[:, None], :, self._positions] = value_states.transpose(1, 2)
+        return keys[rows, :, :seen], values[rows, :, :seen]
 
     # --- moving ---
 
@@ -85,7 +85,7 @@ class Slots:
     def copy(self, source: int, target: int, length: int) -> None:
         """Give the target slot the first `length` tokens of the source."""
         for tensor in (*self._keys, *self._values):
-            tensor[target, :length] = tensor[source, :length]
+            tensor[target, :, :length] = tensor[source, :, :length]
         self.ids[target, :length] = self.ids[source, :length]
         self.length[target] = length
 
@@ -94,9 +94,9 @@ class Slots:
             return
         n = int(max(self.length[a], self.length[b])) + 1
         for tensor in (*self._keys, *self._values):
-            kept = tensor[a, :n].clone()
-            tensor[a, :n] = tensor[b, :n]
-            tensor[b, :n] = kept
+            kept = tensor[a, :, :n].clone()
+            tensor[a, :, :n] = tensor[b, :, :n]
+            tensor[b, :, :n] = kept
         self.ids[[a, b]] = self.ids[[b, a]]
         self.length[[a, b]] = self.length[[b, a]]
 
@@ -112,7 +112,7 @@ class Slots:
         length[: self.count] = self.length
         for tensors in (self._keys, self._values):
             for layer, old in enumerate(tensors):
-                new = old.new_zeros((count, capacity, *old.shape[2:]))
-                new[: self.count, : self.capacity] = old
+                new = old.new_zeros((count, old.shape[1], capacity, old.shape[3]))
+                new[: self.count, :, : self.capacity] = old
                 tensors[layer] = new
         self.ids, self.length, self.count, self.capacity = ids, length, count, capacity

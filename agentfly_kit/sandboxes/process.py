@@ -115,11 +115,12 @@ class Vessel:
             self.data = None
 
     def said(self) -> str:
-        """What the starting process wrote to its stderr: why it did not start."""
+        """The last line that the starting process wrote to its stderr: why it did not start."""
         if self.errors is None:
             return ""
         self.errors.seek(0)
-        return self.errors.read(4096).decode(errors="replace").strip()
+        lines = self.errors.read(65536).decode(errors="replace").strip().splitlines()
+        return lines[-1][:500] if lines else ""
 
     def destroy(self) -> None:
         """End it and take everything away. Blocks for about 2 ms, at most a few seconds."""
@@ -203,13 +204,13 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int) 
             if limits.processes is not None and groups is None:
                 rlimits["RLIMIT_NPROC"] = limits.processes + 1  # counted in its own user namespace, with the zygote
         else:
-            vessel.scratch = folder = tempfile.mkdtemp(prefix="agentfly-")
+            vessel.scratch = folder = tempfile.mkdtemp(prefix=f"agentfly-sandbox-{os.getpid()}-")
             command, worker, home, wipes = [], str(isolation.WORKER), folder, [folder]
             environment = isolation.environment(home, os.environ.get("PATH", os.defpath))
         settings = {
             "op": "settings", "rlimits": rlimits, "cpu_seconds": limits.cpu_seconds, "max_output": max_output,
             "wipe": wipes, "keep": isolation.python_folders(), "path": isolation.packages(), "preload": list(preload),
-            "pdeathsig": level == "none", "executable": isolation.shown_python(),
+            "pdeathsig": level == "none", "scratch": folder, "executable": isolation.shown_python(),
         }  # fmt: skip
         host.sendall(json.dumps(settings).encode() + b"\n")
         command = [*command, isolation.python(), "-s", "-S", worker, str(inside.fileno())]

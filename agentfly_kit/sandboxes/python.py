@@ -113,7 +113,7 @@ class PythonSandbox:
             vessel.stop()
             said = vessel.said()
             self._drop()
-            raise SandboxError(f"{error}; it said: {said}" if said else str(error)) from None
+            raise SandboxError(f"{error}; its last words: {said}" if said else str(error)) from None
         except BaseException:
             self._drop()
             raise

@@ -221,10 +221,17 @@ def wipe(folder: str, keep: list[str]) -> None:
                 os.unlink(entry.path)
 
 
+def end(number: int, frame: object) -> NoReturn:
+    raise SystemExit
+
+
 def confine(settings: dict[str, Any]) -> None:
     """Limits that every process of the sandbox inherits, and a zygote that the code inside cannot touch."""
     if settings["pdeathsig"]:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        # Where a forked copy of the host keeps the socket open, its end says nothing. Not SIGKILL: the zygote must live
+        # long enough to kill what it forked.
+        signal.signal(signal.SIGTERM, end)
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     # Not dumpable: /proc/<zygote>/mem, environ and fd are closed to the code inside, which has the same uid.
     prctl(PR_SET_DUMPABLE, 0)
@@ -404,9 +411,15 @@ def start(descriptor: int) -> None:
     zygote = Zygote(socket.socket(fileno=descriptor))
     try:
         zygote.serve()
+    except Exception:
+        traceback.print_exc()  # for the host, which waits for "ready"
+        sys.stderr.flush()
     finally:
         try:
             zygote.kill_all()
+            if zygote.settings.get("scratch"):  # a host that was killed cannot do it
+                wipe(zygote.settings["scratch"], zygote.settings["keep"])
+                os.rmdir(zygote.settings["scratch"])
         finally:
             os._exit(0)
 
