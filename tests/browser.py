@@ -66,11 +66,13 @@ class Lab:
         self.log = (folder / "server.log").open("wb")
         self.server = subprocess.Popen(
             [
-                sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={self.port}",
+                sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1",
+                f"--port={self.port}",
                 "--ServerApp.port_retries=0", "--IdentityProvider.token=", "--ServerApp.password=",
                 f"--ServerApp.root_dir={self.root}", "--LabApp.expose_app_in_browser=True",
                 "--LabApp.extension_manager=readonly", f"--LabApp.app_settings_dir={settings}",
-                f"--LabApp.user_settings_dir={folder / 'user-settings'}", f"--LabApp.workspaces_dir={folder / 'workspaces'}",
+                f"--LabApp.user_settings_dir={folder / 'user-settings'}",
+                f"--LabApp.workspaces_dir={folder / 'workspaces'}",
             ],
             env={**os.environ, **own, "OMP_NUM_THREADS": "1"}, stdout=self.log, stderr=subprocess.STDOUT, cwd=self.root,
         )  # fmt: skip
@@ -99,12 +101,12 @@ class Lab:
         raise RuntimeError(f"JupyterLab did not start:\n{(self.folder / 'server.log').read_text()[-3000:]}")
 
     def open(
-        self, name: str, cells: list[str], *, width: int = 1280, height: int = 1100, outputs: Any = None
+        self, name: str, cells: list[str], *, size: tuple[int, int] = (1280, 1100), outputs: Any = None
     ) -> Notebook:
         """A notebook of these code cells, open and connected to a kernel; nothing has run yet."""
         path = self.root / f"{name}.ipynb"
         write(path, cells, outputs)
-        return Notebook(self, path, width, height)
+        return Notebook(self, path, *size)
 
     def close(self) -> None:
         for end in (self.browser and self.browser.close, self.playwright and self.playwright.stop):
@@ -155,7 +157,8 @@ class Notebook:
         self.page.wait_for_function("() => window.jupyterapp.shell.currentWidget?.context", timeout=60_000)
         self.page.evaluate(
             f"""async () => {{ await window.jupyterapp.restored; {self._PANEL}
-            await panel.context.ready; await panel.sessionContext.ready; await panel.sessionContext.session.kernel.info; }}"""
+            await panel.context.ready; await panel.sessionContext.ready;
+            await panel.sessionContext.session.kernel.info; }}"""
         )
 
     def run(self, *, wait: bool = True) -> None:
@@ -172,7 +175,8 @@ class Notebook:
         raised = self.page.evaluate(
             f"""() => {{ {self._PANEL} const out = [];
             for (const cell of panel.content.model.cells) {{
-              for (const o of cell.outputs?.toJSON() ?? []) if (o.output_type === 'error') out.push(o.traceback.join('\\n'));
+              const errors = (cell.outputs?.toJSON() ?? []).filter((o) => o.output_type === 'error');
+              out.push(...errors.map((o) => o.traceback.join('\\n')));
             }} return out; }}"""
         )
         if raised:

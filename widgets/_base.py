@@ -55,10 +55,12 @@ def number(value: float | None) -> str:
         return "–"
     if np.isinf(value):
         return "∞" if value > 0 else "−∞"
-    text = f"{value:.4g}"
-    mantissa, e, exponent = text.partition("e")
-    text = mantissa + (f"e{int(exponent)}" if e else "")
-    return "0" if text == "-0" else text.replace("-", "−")
+    if value == 0:
+        return "0"
+    if 1e-4 <= abs(value) < 1e6:
+        return np.format_float_positional(value, 4, fractional=False, trim="-").replace("-", "−")
+    mantissa, _, exponent = f"{value:.2e}".partition("e")
+    return f"{mantissa}e{int(exponent)}".replace("-", "−")
 
 
 def count(n: int, noun: str) -> str:

@@ -117,7 +117,7 @@ export default {
           const shown = state.queue.slice(0, 12);
           const rest = state.counts.waiting - shown.length;
           queue.replaceChildren(
-            h("b", {}, state.counts.waiting ? `${plural(state.counts.waiting, "chain")} waiting: ` : "nobody waits"),
+            h("b", {}, state.counts.waiting ? `${state.counts.waiting} waiting, served in this order: ` : "nobody waits"),
             ...shown.map((owner, i) => h("span", { class: "afk-waiter" }, `${i + 1} `, h("bdi", {}, owner))),
             rest > 0 ? ` and ${rest} more` : "");
           history.push({ t: performance.now() / 1000, ...state.counts });

@@ -77,6 +77,12 @@ export function joined(spans, span) {
   return [...rest, [row, lo, hi]].sort((p, q) => p[0] - q[0] || p[1] - q[1]);
 }
 
+/** A shown piece with its white-space signs set apart, to be drawn softer than what was written. */
+export function split(text) {
+  return text.match(/[·⏎⇥␍⍽]+|[^·⏎⇥␍⍽]+/gu) ?? [];
+}
+const marked = (text) => split(text).map((part) => (/^[·⏎⇥␍⍽]/u.test(part) ? h("i", { class: "afk-ws" }, part) : part));
+
 function read(model) {
   const about = model.get("_about");
   const buffers = model.get("_buffers");
@@ -187,7 +193,7 @@ export default {
             const token = document.createElement("span");
             token.className = "afk-tok";
             token.i = i;
-            token.textContent = text;
+            token.append(...marked(text));
             els[i] = token;
             paint(i);
             fragment.append(token);
@@ -389,7 +395,7 @@ export default {
             if (x.min !== undefined && x.scale !== "flag") {
               legend.append(h("span", { class: "afk-soft" }, `${plural(x.n, "number")}: ${number(x.min)} to ${number(x.max)}, mean ${number(x.mean)}${x.outside ? `; ${x.outside} beyond the scale` : ""}${x.infinite ? `; ${x.infinite} infinite` : ""}`));
             }
-            if (x.says) legend.append(h("span", { class: "afk-soft" }, x.says));
+            if (x.says) legend.append(h("span", { class: "afk-soft" }, `${x.label}: ${x.says}`));
             const col = columns[name];
             order = x.scale === "flag" ? ranked(x, col).filter((i) => col.at(i) > 0) : ranked(x, col).slice(0, 50);
             jump.textContent = x.scale === "flag" ? `Next ${x.label} ▸` : { low: "Lowest ▸", high: "Highest ▸", far: "Farthest ▸" }[x.telling];

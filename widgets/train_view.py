@@ -118,7 +118,7 @@ class TrainView(LiveView):
             self._records(run)
         )  # a path that is none is refused before anything is made
         super().__init__(None if self._path is not None else run, subscribe)
-        self._send(run)
+        self._show(run)
 
     def _records(self, run: Any) -> Sequence[Mapping[str, Any]]:
         return read_steps(self._path) if self._path is not None else list(run.records)
@@ -130,9 +130,9 @@ class TrainView(LiveView):
             self._about = {**self._about, "gone": True}
             return
         self._steps, self._columns = columns(self._records(run))
-        self._send(run)
+        self._show(run)
 
-    def _send(self, run: Any) -> None:
+    def _show(self, run: Any) -> None:
         steps, data = self._steps, self._columns
         total = getattr(run, "total", None) if self._path is None else None
         path = self._path if self._path is not None else getattr(run, "path", None)
