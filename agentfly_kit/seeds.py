@@ -23,9 +23,10 @@ def derive(seed: int, *parts: str | int) -> int:
     """
     h = hashlib.blake2b(digest_size=8)
     for part in (seed, *parts):
-        # The type and the length go in, so that ("ab", "c"), ("a", "bc") and (1,), ("1",) stay apart.
+        # The kind and the length go in, so that ("ab", "c"), ("a", "bc") and (1,), ("1",) stay apart. An integer of numpy
+        # is the integer.
         text = str(part).encode("utf-8", "surrogatepass")
-        h.update(f"{type(part).__name__}:{len(text)}:".encode())
+        h.update(f"{'str' if isinstance(part, str) else 'int'}:{len(text)}:".encode())
         h.update(text)
     return int.from_bytes(h.digest(), "little") >> 1
 

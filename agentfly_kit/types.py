@@ -107,6 +107,8 @@ class Sampling:
                 f"top_p={self.top_p!r}, top_k={self.top_k!r}, min_p={self.min_p!r}: "
                 "want 0 < top_p <= 1, top_k >= 0 (0 is off), 0 <= min_p <= 1"
             )
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise SettingsError(f"stop={self.stop!r}: give texts that are not empty (an empty one is in every text)")
 
     @property
     def greedy(self) -> bool:

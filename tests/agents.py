@@ -1,0 +1,202 @@
+"""Small agents that several test files share: a real one on the shipped policy, scripted ones, and random tiny models."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from agentfly_kit import tiny
+from agentfly_kit.chat import Chat
+from agentfly_kit.engines.base import Engine
+from agentfly_kit.engines.local import LocalEngine
+from agentfly_kit.engines.scripted import ScriptedEngine
+from agentfly_kit.policy import Policy
+from agentfly_kit.rewards import reward
+from agentfly_kit.rollout import Agent
+from agentfly_kit.tools import tool
+from agentfly_kit.types import Sample, Sampling, Task, TurnRequest
+
+
+@tool
+def calculator(expression: str) -> str:
+    """Evaluate an arithmetic expression.
+
+    Args:
+        expression: for example "3*(4+5)".
+    """
+    if set(expression) - set("0123456789+-*() ") or len(expression) > 40 or "**" in expression:
+        return "error"
+    try:
+        return str(eval(expression, {"__builtins__": {}}))
+    except Exception:
+        return "error"
+
+
+@reward
+def exact(final: str | None, answer: str) -> float:
+    return float(final is not None and final.strip() == answer)
+
+
+def tasks(count: int = 4, seed: int = 0) -> list[Task]:
+    """Calculator questions with their answers."""
+    rows = tiny.tasks(train=count, test=1, seed=seed)["train"]
+    return [Task(row["id"], ({"role": "user", "content": row["question"]},), {"answer": row["answer"]}) for row in rows]
+
+
+@functools.cache
+def shipped() -> Policy:
+    """The shipped policy, loaded once. Nobody trains it; those who do take `fresh()`."""
+    return tiny.policy("calculator")
+
+
+def fresh(*, value_head: bool = False) -> Policy:
+    policy = shipped().copy()
+    if value_head:
+        return Policy(policy.model, policy.chat, value_head=True)
+    return policy
+
+
+@functools.cache
+def chat() -> Chat:
+    return Chat(tiny.tokenizer())
+
+
+def random_policy(seed: int = 0, *, value_head: bool = False, spread: float = 0.25, width: int = 32) -> Policy:
+    """A Qwen3 of random weights, a few thousand of them, whose distributions are far from uniform."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=len(chat().tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        initializer_range=spread,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config).to(torch.float32)
+        policy = Policy(model, chat(), value_head=value_head)
+        if policy.value_head is not None:
+            torch.nn.init.normal_(policy.value_head.weight, std=0.1)
+    return policy
+
+
+def agent(policy: Policy | None = None, **settings: Any) -> Agent:
+    """The calculator agent, on the shipped policy unless another is given."""
+    policy = shipped() if policy is None else policy
+    settings.setdefault("engine", LocalEngine(policy))
+    settings.setdefault("chat", policy.chat)
+    settings.setdefault("tools", [calculator])
+    settings.setdefault("reward", exact)
+    settings.setdefault("max_turns", 4)
+    settings.setdefault("sampling", Sampling(max_tokens=64))
+    return Agent(**settings)
+
+
+def scripted(script: Any, **settings: Any) -> Agent:
+    """An agent whose texts are written down; no model is run."""
+    engine = ScriptedEngine(script, latency=settings.pop("latency", 0.0))
+    return agent(engine=engine, chat=chat(), **settings) if "policy" not in settings else agent(**settings)
+
+
+def call(expression: str = "1+1", name: str = "calculator") -> str:
+    """The text of a tool call."""
+    return f'<tool_call>{{"name":"{name}","arguments":{{"expression":"{expression}"}}}}</tool_call>'
+
+
+class Played(Engine):
+    """Plays texts as if a policy had sampled them: ids with logprobs, mask 1. A text that ends in "…" is cut there.
+
+    Wrapping nothing, it costs no model; `given` and `gave` are what crossed the door.
+    """
+
+    reproducible = True
+
+    def __init__(self, script: Any, *, max_length: int = 1 << 30) -> None:
+        self.script = script
+        self.given: list[tuple[int, ...]] = []
+        self.gave: list[tuple[int, ...]] = []
+        self.seeds: list[int] = []
+        self.samplings: list[Sampling] = []
+        self._max_length = max_length
+
+    @property
+    def max_length(self) -> int:
+        return self._max_length
+
+    async def sample(
+        self, ids: Sequence[int], sampling: Sampling, seed: int, *, request: TurnRequest | None = None
+    ) -> Sample:
+        assert request is not None
+        said = self.script(request.task, request.turn) if callable(self.script) else self.script[request.turn]
+        if isinstance(said, BaseException):
+            raise said
+        stop: Any = "stop"
+        if said.endswith("…"):
+            out, stop = chat().encode(said[:-1])[: sampling.max_tokens], "length"
+        elif said.endswith("§"):
+            out, stop = chat().encode(said[:-1]), "string"
+        else:
+            out = (*chat().encode(said), chat().stop_ids[0])
+        self.given.append(tuple(ids))
+        self.gave.append(tuple(out))
+        self.seeds.append(seed)
+        self.samplings.append(sampling)
+        n = len(out)
+        lp = tuple(-0.5 - 0.001 * i for i in range(n))
+        return Sample(tuple(out), lp, (1.0,) * n, stop, (0,) * n)
+
+
+def played(script: Any, *, max_length: int = 1 << 30, **settings: Any) -> Agent:
+    """An agent whose written texts count as sampled: everything around a model, at no model's cost."""
+    return agent(engine=Played(script, max_length=max_length), chat=chat(), **settings)
+
+
+class Recording(Engine):
+    """An engine that keeps what it was given and what the engine inside gave."""
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner = inner
+        self.tokens, self.logprobs, self.author = inner.tokens, inner.logprobs, inner.author
+        self.seen: list[tuple[str, tuple[int, ...], Sample]] = []
+
+    @property
+    def version(self) -> int:
+        return self.inner.version
+
+    @property
+    def max_length(self) -> int:
+        return self.inner.max_length
+
+    async def sample(
+        self, ids: Sequence[int], sampling: Sampling, seed: int, *, request: TurnRequest | None = None
+    ) -> Sample:
+        got = await self.inner.sample(ids, sampling, seed, request=request)
+        self.seen.append((request.session if request is not None else "", tuple(ids), got))
+        return got
+
+    def release(self, session: str) -> None:
+        self.inner.release(session)
+
+
+@torch.no_grad()
+def reference_logprobs(
+    policy: Policy, ids: Sequence[int], positions: Sequence[int], temperature: float = 1.0
+) -> tuple[list[float], list[float]]:
+    """log p(ids[t] | ids[:t]) and the entropy at each position, by one plain forward of the whole model."""
+    logits = policy.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].double() / temperature
+    logp = torch.log_softmax(logits, -1)
+    at = [t - 1 for t in positions]
+    entropy = -(logp.exp() * logp).sum(-1)
+    return [float(logp[a, ids[t]]) for a, t in zip(at, positions, strict=True)], [float(entropy[a]) for a in at]

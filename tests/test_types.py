@@ -1,0 +1,249 @@
+"""The records: what they refuse, and the per-token views of a trajectory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentfly_kit.errors import AlignmentError, EngineError, SettingsError, TaskError
+from agentfly_kit.types import (
+    Failure,
+    Sample,
+    Sampling,
+    Stats,
+    Task,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+)
+
+TASK = Task("t", ({"role": "user", "content": "2+3"},), {"answer": "5"})
+
+
+def prompt(*ids: int) -> Turn:
+    return Turn("prompt", "task", ids, messages=TASK.messages)
+
+
+def action(ids: tuple[int, ...], parent: Turn | None = None, **more: Any) -> Turn:
+    more.setdefault("messages", ({"role": "assistant", "content": "5"},))
+    return Turn(
+        "action",
+        "policy",
+        ids,
+        sampled=True,
+        logprobs=tuple(-float(i) for i in ids),
+        entropies=tuple(i / 2 for i in ids),
+        versions=(3,) * len(ids),
+        parent=parent,
+        **more,
+    )
+
+
+def trajectory(*turns: Turn, **more: Any) -> Trajectory:
+    more.setdefault("stop", "answered")
+    return Trajectory("g/0", TASK, "g", 0, turns, **more)
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Task("", TASK.messages), "non-empty text; got ''"),
+        (lambda: Task(3, TASK.messages), "got 3"),  # type: ignore[arg-type]
+        (lambda: Task("x", ()), "task 'x' has no messages"),
+        (lambda: Task("x", ({"role": "user"},)), "task 'x': message 0 needs 'role' and 'content'"),
+        (lambda: Task("x", ("hi",)), "message 0"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_task_says_what_is_wrong(make: Any, says: str) -> None:
+    with pytest.raises(TaskError, match=says):
+        make()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -0.1},
+        {"temperature": math.inf},
+        {"temperature": math.nan},
+        {"max_tokens": 0},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"min_p": 1.5},
+        {"top_p": math.nan},
+    ],
+)
+def test_sampling_refuses(options: dict[str, Any]) -> None:
+    name = next(iter(options))
+    with pytest.raises(SettingsError, match=name):
+        Sampling(**options)
+
+
+def test_a_stop_text_alone_is_one_stop() -> None:
+    assert Sampling(stop="END").stop == ("END",)  # type: ignore[arg-type]
+    assert Sampling(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stop", ["", ("a", "")])
+def test_an_empty_stop_text_is_refused(stop: Any) -> None:
+    # It is in every text: each turn would end after its first token.
+    with pytest.raises(SettingsError, match="stop"):
+        Sampling(stop=stop)
+
+
+def test_what_truncates() -> None:
+    assert not Sampling().truncates and Sampling(temperature=0).greedy
+    assert all(s.truncates for s in (Sampling(top_p=0.9), Sampling(top_k=5), Sampling(min_p=0.1)))
+
+
+def test_samples_are_aligned() -> None:
+    with pytest.raises(AlignmentError, match="2 ids came with 1 logprobs"):
+        Sample((1, 2), (-1.0,), None, "stop", None)
+    with pytest.raises(EngineError, match="needs ids, or text"):
+        Sample(None, None, None, "stop", None)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "entropies", "kept_mass", "versions", "pieces"])
+def test_turns_are_aligned(name: str) -> None:
+    with pytest.raises(AlignmentError, match=f"2 ids has 1 {name}"):
+        Turn("action", "policy", (1, 2), **{name: (0,)})  # type: ignore[arg-type]
+
+
+def test_a_sampled_turn_needs_what_training_needs() -> None:
+    with pytest.raises(AlignmentError, match="a logprob and a policy version"):
+        Turn("action", "policy", (1,), sampled=True, logprobs=(-1.0,))
+    with pytest.raises(AlignmentError, match="without ids"):
+        Turn("action", "policy", None, sampled=True)
+
+
+# --- per token ---
+
+
+def test_views_have_one_length_and_nan_where_nothing_was_sampled() -> None:
+    first = prompt(7, 8)
+    a = action((1, 2), first)
+    seen = Turn("observation", "tool", (9,), parent=a)
+    forced = Turn("forced", "person", (4,), parent=seen)
+    b = action((5,), forced)
+    t = trajectory(first, a, seen, forced, b)
+    assert t.ids.tolist() == [7, 8, 1, 2, 9, 4, 5]
+    assert t.action_mask.tolist() == [False, False, True, True, False, False, True]
+    assert t.turn_index.tolist() == [0, 0, 1, 1, 2, 3, 4]
+    assert t.versions.tolist() == [-1, -1, 3, 3, -1, -1, 3]
+    for values, wanted in ((t.logprobs, [-1, -2, -5]), (t.entropies, [0.5, 1, 2.5])):
+        assert np.isnan(values[~t.action_mask]).all()
+        assert values[t.action_mask].tolist() == wanted
+    assert t.pieces == ("[7]", "[8]", "[1]", "[2]", "[9]", "[4]", "[5]")
+    assert not t.ids.flags.writeable
+    assert t.turns[-1].path == t.turns
+
+
+def test_logprobs_of_what_was_not_sampled_are_not_shown() -> None:
+    forced = Turn("forced", "hook", (4,), logprobs=(-1.0,), versions=(0,), parent=prompt(1))
+    t = trajectory(prompt(1), forced)
+    assert np.isnan(t.logprobs).all() and t.versions.tolist() == [-1, -1] and not t.action_mask.any()
+
+
+def test_a_text_only_trajectory_refuses_token_views_by_name() -> None:
+    t = trajectory(
+        prompt(1), Turn("action", "policy", None, text="5", messages=({"role": "assistant", "content": "5"},))
+    )
+    assert not t.exact and t.final == "5"
+    for name in ("ids", "action_mask", "logprobs", "entropies", "versions", "pieces", "turn_index"):
+        with pytest.raises(AlignmentError, match="'g/0' came from an engine that gives text only"):
+            getattr(t, name)
+    assert "no ids" in repr(t) and "–" in t._repr_html_()
+
+
+# --- what happened ---
+
+
+@pytest.mark.parametrize(
+    ("stop", "final"),
+    [
+        ("answered", "5"),
+        ("env_done", "5"),
+        ("tool_stopped", "5"),
+        ("turn_tokens", None),
+        ("max_turns", None),
+        ("context_full", None),
+        ("timeout", None),
+        ("cancelled", None),
+        ("error", None),
+    ],
+)
+def test_there_is_a_final_answer_only_after_an_answer(stop: str, final: str | None) -> None:
+    assert trajectory(prompt(1), action((5,)), stop=stop).final == final
+
+
+def test_a_chain_that_still_called_a_tool_never_answered() -> None:
+    calls = [{"id": "call-0", "type": "function", "function": {"name": "c", "arguments": {}}}]
+    a = action((5,), messages=({"role": "assistant", "content": "let me see", "tool_calls": calls},))
+    assert trajectory(prompt(1), a, stop="tool_stopped").final is None
+
+
+@pytest.mark.parametrize(
+    ("reward", "metrics", "success"),
+    [
+        (None, {}, None),
+        (1.0, {}, True),
+        (0.9, {}, False),
+        (2.0, {"success": 0.0}, False),
+        (0.0, {"success": 1.0}, True),
+    ],
+)
+def test_success(reward: float | None, metrics: dict[str, float], success: bool | None) -> None:
+    assert trajectory(prompt(1), reward=reward, metrics=metrics).success is success
+
+
+def test_explain_says_why() -> None:
+    good = trajectory(prompt(1), action((5,)), reward=1.0, metrics={"exact": 1.0})
+    assert good.explain() == "1 action, then the chain answered '5'. Reward 1 (exact 1)."
+    bad = trajectory(prompt(1), action((5,)), reward=0.0)
+    assert bad.explain() == "1 action, then the chain answered '5'. Reward 0. The task's answer is '5'."
+    cut = trajectory(prompt(1), action((5,)), reward=0.0, stop="turn_tokens")
+    assert "was stopped by turn_tokens, without an answer" in cut.explain()
+    broken = trajectory(prompt(1), stop="error", error=Failure("pool", "PoolTimeout", "none free"))
+    assert broken.explain() == "0 actions, then the chain failed: pool: PoolTimeout: none free. Unscored."
+    unscored = trajectory(prompt(1), action((5,)), error=Failure("reward exact", "KeyError", "'x'"))
+    assert unscored.explain().endswith("Unscored: reward exact: KeyError: 'x'.")
+
+
+def test_reprs_have_no_addresses_and_escape_html() -> None:
+    nasty = Task("<b>", ({"role": "user", "content": "<script>"},), {"answer": 1})
+    t = Trajectory("<i>", nasty, "g", 0, (Turn("prompt", "<u>", (1,), text="<script>"),), "answered")
+    for record in (nasty, t, t.turns[0], Sampling(), ToolCall("c", "f", {"x": 1}), ToolResult(True, "y" * 100)):
+        assert " at 0x" not in repr(record)
+    shown = t._repr_html_()
+    assert "<script>" not in shown and "<u>" not in shown and "<i>" not in shown
+    assert len(repr(ToolResult(True, "y" * 100))) < 120
+
+
+async def test_a_call_without_its_tool_says_what_to_type() -> None:
+    with pytest.raises(EngineError, match=r"await tool\.try_"):
+        ToolCall("c", "f", {}).rerun()
+
+
+def test_a_failure_keeps_no_frames() -> None:
+    try:
+        raise ValueError("lost")
+    except ValueError as error:
+        failure = Failure.of("tool f", error)
+    assert str(failure) == "tool f: ValueError: lost"
+    assert 'raise ValueError("lost")' in failure.traceback
+
+
+def test_stats_give_only_numbers() -> None:
+    stats = Stats(loss=1.0, policy_loss=1.0, approx_kl=0.1, clip_fraction=0.0, entropy=2.0, grad_norm=1.0, detail={})
+    numbers = stats.numbers()
+    assert (
+        numbers["loss"] == 1.0 and "value_loss" not in numbers and "detail" not in numbers and "phases" not in numbers
+    )
+    assert all(isinstance(v, bool | int | float) for v in numbers.values())
