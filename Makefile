@@ -43,7 +43,7 @@ policy: install  ## remake the shipped tasks and policy in data/ (about a minute
 	@$(PY) -m agentfly_kit.tiny policy --out data/policies/calculator
 
 bench-%: install  ## bench-learning and the others in benchmarks/: JSON on standard output
-	@$(PY) benchmarks/$(subst -,_,$*).py $(ARGS)
+	@$(PY) benchmarks/bench_$(subst -,_,$*).py $(ARGS)
 
 wheel: install  ## dist/*.whl, built from the sdist so that nothing stale gets in
 	@rm -rf dist build/lib && $(PY) -m build --no-isolation
