@@ -122,9 +122,12 @@ class Context:
         turn: int = 0,
         seed: int = 0,
         pools: Sequence[PoolLike] = (),
-        timeout: float | None = 60.0,
+        timeout: float | None = None,
     ) -> None:
-        """`timeout` is how long a lease is waited for, in seconds. The chain moves `turn` and `seed` as it goes."""
+        """`timeout` is how long a lease is waited for, in seconds; None leaves it to the pool.
+
+        The chain moves `turn` and `seed` as it goes.
+        """
         self.task = task
         self.fields = Fields(task.fields)
         self.trajectory_id = trajectory_id or task.id
@@ -210,7 +213,13 @@ class Context:
             pools=self.pools,
             timeout=self.timeout,
         )
-        twin.state = copy.deepcopy(self.state)
+        try:
+            twin.state = copy.deepcopy(self.state)
+        except Exception as error:
+            raise SandboxError(
+                f"the chain {self.trajectory_id!r} cannot fork: what its tools keep in context.state "
+                f"({', '.join(self.state)}) cannot be copied ({type(error).__name__}: {error})"
+            ) from error
         twin.fields._own = copy.deepcopy(self.fields._own)
         try:
             for kind, sandbox in self.held.items():

@@ -438,6 +438,8 @@ def _signature(
             "and not only under TYPE_CHECKING"
         ) from None
     parameters = dict(inspect.signature(function).parameters)
+    if next(iter(parameters), None) == "self":
+        raise RewardError(f"{owner} is a method, and no instance is injected; make it a function, or wrap one: def ...")
     hidden: dict[str, Injection] = {}
     for name, parameter in parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):

@@ -139,12 +139,12 @@ class Tool(Generic[P, R]):
 
     @awaited
     async def try_(
-        self, /, *positional: Any, task: Any = _MISSING, pool: PoolLike | None = None, **arguments: Any
+        self, /, *positional: Any, task: Any = _MISSING, pool: Any = _MISSING, **arguments: Any
     ) -> ToolResult:
         """One call, exactly as the model would see it: arguments checked, a throw-away lease, failures as text.
 
-        `task` gives the fields that `FromTask` asks for; a tool whose own argument is named `task` gets it as that.
-        `pool` gives the sandbox; without it one is started for this call and closed after it.
+        `task` gives the fields that `FromTask` asks for; `pool` gives the sandbox, and without it one is started for
+        this call and closed after it. A tool whose own argument is named `task` or `pool` gets it as that.
         """
         visible = list(self._arguments.parameters)
         if len(positional) > len(visible):
@@ -155,9 +155,10 @@ class Tool(Generic[P, R]):
             arguments[name] = value
         if task is not _MISSING and "task" in visible:
             arguments["task"], task = task, _MISSING
-        if task is _MISSING or task is None:
-            task = _no_task()
-        async with throwaway(task, self.sandbox_kinds, () if pool is None else (pool,)) as context:
+        if pool is not _MISSING and "pool" in visible:
+            arguments["pool"], pool = pool, _MISSING
+        task = _no_task() if task in (_MISSING, None) else task
+        async with throwaway(task, self.sandbox_kinds, () if pool in (_MISSING, None) else (pool,)) as context:
             return await self.invoke(arguments, context)
 
     async def invoke(self, arguments: Mapping[str, Any], context: Context, *, raising: bool = False) -> ToolResult:
@@ -170,7 +171,8 @@ class Tool(Generic[P, R]):
         try:
             values, complaint = self._arguments.validate(arguments)
             if complaint:
-                return ToolResult(False, complaint)
+                text, truncated = self._cut(_clean(complaint))
+                return ToolResult(False, text, truncated=truncated)
             async with AsyncExitStack() as stack:
                 values |= await self._injected(context, stack)
                 outcome = await functions.run(self._bound(), values, timeout=self.timeout, convert=self._result)
@@ -246,6 +248,9 @@ def tool(
     Every parameter needs a type and a description, in the docstring or as `Annotated[int, "..."]`. Not shown to the
     model: sandbox classes (leased for the chain), `FromTask[...]` (a task field), `Context`.
 
+    A plain function runs in a thread, a coroutine function on the loop. A method becomes the tool of its instance,
+    which all chains then share: what belongs to one chain is kept in `context.state` or in a sandbox.
+
     Units:   timeout in seconds of the function's own run, max_chars in characters of the observation; None is no limit.
     Raises:  ToolSchemaError naming the function and the parameter.
     """
@@ -306,7 +311,7 @@ class ToolSet(Sequence[Tool[..., Any]]):
             return ToolResult(False, call.error)
         if call.name not in self._by_name:
             known = f"the tools are: {', '.join(self.names)}" if self._tools else "there are no tools"
-            return ToolResult(False, f"there is no tool named {call.name!r}; {known}")
+            return ToolResult(False, f"there is no tool named {call.name[:80]!r}; {known}")
         return await self._by_name[call.name].invoke(call.arguments, context)
 
     async def call_all(self, calls: Sequence[ToolCall], context: Context) -> tuple[ToolCall, ...]:

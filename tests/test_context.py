@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -210,8 +211,6 @@ async def test_fields_are_the_chains_own() -> None:
 
 
 async def test_what_cannot_be_copied_is_shared() -> None:
-    import threading
-
     lock = threading.Lock()
     context = Context(Task("t", TASK.messages, {"lock": lock}))
     assert context.fields["lock"] is lock
@@ -253,6 +252,13 @@ async def test_a_fork_that_cannot_be_refuses_by_name_and_leases_nothing() -> Non
             await context.fork("b")
         assert pool.snapshot().leased == 1
         await context.close()
+
+
+async def test_a_fork_names_state_that_cannot_be_copied() -> None:
+    context = Context(TASK, trajectory_id="a")
+    context.state.update(game=[1], lock=threading.Lock())
+    with pytest.raises(SandboxError, match=r"keep in context.state \(game, lock\) cannot be copied \(TypeError"):
+        await context.fork("b")
 
 
 async def test_with_a_real_pool() -> None:

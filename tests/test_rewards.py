@@ -488,6 +488,11 @@ def yields() -> Any:
     yield 1.0
 
 
+class Judge:
+    def judge(self, final: str) -> float:
+        return 0.0
+
+
 def unresolved(x: Nowhere) -> float:  # type: ignore[name-defined]  # noqa: F821
     return 0.0
 
@@ -499,6 +504,7 @@ def unresolved(x: Nowhere) -> float:  # type: ignore[name-defined]  # noqa: F821
         (double_starred, {}, "double_starred: arguments are injected by name"),
         (vague, {}, "vague: say which sandbox: sandbox: af.PythonSandbox"),
         (yields, {}, "yields yields"),
+        (Judge.judge, {}, "judge is a method, and no instance is injected"),
         (unresolved, {}, "unresolved: an annotation cannot be resolved"),
         (len, {}, "len is no function"),
         (raises, {"per": "token"}, "per='token': give 'trajectory' or 'turn'"),

@@ -256,6 +256,39 @@ async def test_types_become_schema_and_values(annotation: Any, schema: Any, give
     assert type(seen[0]) is type(got)
 
 
+def test_schemas_are_valid_and_mean_what_the_tool_takes() -> None:
+    """Against an independent reading of JSON schema: what it takes the tool takes, what it refuses the tool refuses."""
+    jsonschema = pytest.importorskip("jsonschema")
+
+    @tool
+    def f(
+        tree: Annotated[Tree, "recursive"],
+        where: Annotated[Address | None, "model"],
+        size: Annotated[Literal["s", "m"] | int, "mixed"],
+        windows: Annotated[list[Window], "dicts"],
+    ) -> str:
+        """Do."""
+        return ""
+
+    schema = parameters(f)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    good = {"tree": {"value": 1, "children": [{"value": 2}]}, "where": None, "size": "m", "windows": [{"left": 1}]}
+    bad = [
+        {**good, "tree": {"value": 1, "children": [{"children": []}]}},
+        {**good, "where": {"title": "x"}},
+        {**good, "size": "l"},
+        {**good, "windows": {"left": 1}},
+        {**good, "windows": [{"right": 1}]},
+        {key: value for key, value in good.items() if key != "tree"},
+    ]
+    assert validator.is_valid(good)
+    assert f._arguments.validate(good)[1] == ""
+    for arguments in bad:
+        assert not validator.is_valid(arguments)
+        assert f._arguments.validate(arguments)[1] != ""
+
+
 def test_a_recursive_type_keeps_valid_definitions() -> None:
     @tool
     def grow(tree: Annotated[Tree, "the tree"], spare: Annotated[Tree | None, "another"] = None) -> str:
@@ -437,6 +470,13 @@ async def test_it_is_still_callable_as_the_function() -> None:
         _ = forgotten.bit_length  # type: ignore[attr-defined]
 
 
+def test_no_tool_is_without_limits_unless_told() -> None:
+    assert calculator.timeout == 60.0
+    assert calculator.max_chars == 8192
+    free = tool(timeout=None, max_chars=None)(google)
+    assert (free.timeout, free.max_chars) == (None, None)
+
+
 def test_repr_says_how_it_is_called() -> None:
     assert repr(calculator) == "<Tool calculator(expression: string)>"
     assert repr(add) == "<Tool add(a: integer, b: integer = 1)>"
@@ -589,6 +629,9 @@ async def test_wrong_arguments_are_told_to_the_model() -> None:
     )
     missing = await add.try_()
     assert "a is missing" in missing.observation
+    flood = await add.try_(a=1, **{f"x{i}": 1 for i in range(2000)})
+    assert flood.truncated
+    assert len(flood.observation) < 8300
 
 
 async def test_arguments_are_coerced() -> None:
@@ -845,7 +888,7 @@ async def test_a_task_field_never_takes_the_place_of_an_argument() -> None:
 
 async def test_a_missing_field_is_our_failure_unless_it_has_a_default() -> None:
     @tool
-    def with_default(colour: FromTask[str] = "red") -> str:  # type: ignore[assignment]
+    def with_default(colour: FromTask[str] = "red") -> str:
         """See."""
         return colour
 
@@ -883,6 +926,13 @@ async def test_an_argument_that_is_called_task() -> None:
 
     assert (await note.try_(task="wash")).observation == "wash"
 
+    @tool
+    def swim(pool: Annotated[str, "which"]) -> str:
+        """Swim."""
+        return pool
+
+    assert (await swim.try_(pool="city")).observation == "city"
+
 
 class FakeBox:
     """Looks like a sandbox: run and close."""
@@ -919,6 +969,33 @@ async def test_try_leases_a_throw_away_sandbox() -> None:
     assert (await execute.try_(code="a")).observation == "a: 2"
     assert (await execute.try_(code="a")).observation == "a: 2"
     assert [box.closed for box in FakeBox.opened] == [True, True]
+
+
+async def test_the_real_sandbox_keeps_variables_for_a_chain_and_survives_a_cancelled_call() -> None:
+    from agentfly_kit.pool import Pool
+    from agentfly_kit.sandboxes.python import PythonSandbox
+
+    @tool(timeout=0.5)
+    async def python(code: Annotated[str, "Python"], sandbox: PythonSandbox) -> Any:
+        """Run Python."""
+        return await sandbox.run(code, timeout=30.0)
+
+    async def observed(code: str, here: Context) -> str:
+        result = await python.invoke({"code": code}, here)
+        assert result.error is None, result.error
+        return result.observation
+
+    async with Pool(PythonSandbox, size=1) as pool:
+        async with Context(TASK, trajectory_id="one", pools=[pool]) as one:
+            assert await observed("x = 6", one) == ""
+            assert await observed("x * 7", one) == "42"
+            assert (await python.invoke({"code": "1/0"}, one)).ok is False
+            late = await observed("while True: pass", one)
+            assert late == "python took longer than 0.5 s and was cancelled."
+            assert await observed("print('here')", one) == "here"
+        async with Context(TASK, trajectory_id="two", pools=[pool]) as two:
+            assert "NameError" in await observed("x", two)
+        assert pool.snapshot().leased == 0
 
 
 async def test_try_on_a_pool_of_ones_own() -> None:

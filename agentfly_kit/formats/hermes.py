@@ -109,7 +109,7 @@ def _check(body: Any) -> tuple[str, dict[str, Any], str]:
     if "arguments" not in body:
         others = [key for key in body if key not in ("name", "id", "type")]
         # A tool without arguments is often called without the key; any other key was meant to be one.
-        return name, {}, f'has no "arguments" (it has {", ".join(map(repr, others))})' if others else ""
+        return name, {}, f'has no "arguments" (it has {", ".join(map(_short, others[:3]))})' if others else ""
     arguments = body["arguments"]
     if not isinstance(arguments, dict):
         return name, {}, f'"arguments" is {_kind(arguments)}, not an object'
