@@ -170,7 +170,7 @@ def test_demo_shows_progress_and_leaves_a_whole_page(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == "success: 0.24 -> 0.95"
         assert "Train a little" in done.stdout
-        assert "step 3   reward 0.500   success 0.625" in done.stdout
+        assert "step   3   reward 0.500   success 0.625" in done.stdout
     html = (tmp_path / "out" / "toy.html").read_text(encoding="utf-8")
     assert "<b>still</b>" in html
     assert requests(html) == []
