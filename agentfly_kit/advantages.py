@@ -703,20 +703,16 @@ def _turn_gae(
     if ids.shape != r.shape:
         raise AlignmentError(f"turns has shape {tuple(ids.shape)}; wanted {tuple(r.shape)}")
     ids = ids.to(r.device)
-    position = torch.where(tok.mask, torch.arange(r.shape[1], device=r.device), -1)
-    before = (
-        position.cummax(1).values.roll(1, 1) if position.numel() else position
-    )  # of each token: the action token before it
-    before[:, :1] = -1
+    # A turn starts at an action token whose turn is not that of the action token before it.
+    place = torch.where(tok.mask, torch.arange(r.shape[1], device=r.device), -1)
+    before = torch.cat([torch.full_like(place[:, :1], -1), place[:, :-1]], 1).cummax(1).values
     start = tok.mask & ((before < 0) | (ids != ids.gather(1, before.clamp(min=0))))
     row, at = start.nonzero(as_tuple=True)
-    if len(torch.unique(torch.stack([row, ids[row, at].to(row.dtype)]), dim=1)[0]) < len(row):
-        seen: set[tuple[int, int]] = set()
-        for b, t in zip(row.tolist(), at.tolist(), strict=True):
-            turn = int(ids[b, t])
-            if (b, turn) in seen:
-                raise ValueError(f"turns[{b}] comes back to turn {turn} at token {t}; number turns in order")
-            seen.add((b, turn))
+    seen: set[tuple[int, int]] = set()
+    for b, t, turn in zip(row.tolist(), at.tolist(), ids[row, at].tolist(), strict=True):
+        if (b, turn) in seen:
+            raise ValueError(f"turns[{b}] comes back to turn {turn} at token {t}; number turns in order")
+        seen.add((b, turn))
     slot = (start.cumsum(1) - 1).clamp(min=0)
     width = int(slot.max()) + 1 if slot.numel() else 0
     v = _finite(v, start, "values", "at the first action token of every turn")

@@ -433,7 +433,7 @@ def counts(m: Tensor, ids: list[str], empty_rows: str = "exclude", count: str = 
 
 @pytest.mark.parametrize("name", AGGREGATES)
 @given(uneven, st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_micro_batches_padding_and_order_change_nothing(name: str, rows: Any, seed: int) -> None:
     how, kw = options(name)
     noise = random.Random(seed)
