@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import dis
 import hashlib
 import inspect
 import itertools
@@ -178,8 +179,10 @@ def _surroundings(function: Callable[..., Any], seen: set[int]) -> list[str]:
 
 
 def _names(code: pytypes.CodeType) -> set[str]:
+    """The outer names that it reads. Not `co_names`, which holds attributes too: `x.answer` reads no global `answer`."""
+    read = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     nested = (const for const in code.co_consts if isinstance(const, pytypes.CodeType))
-    return {*code.co_names, *code.co_freevars}.union(*map(_names, nested))
+    return read.union(code.co_freevars, *map(_names, nested))
 
 
 def _constant(value: Any) -> str | None:

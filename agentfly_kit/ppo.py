@@ -66,7 +66,7 @@ def ppo_step(
     entropy_coef: float = 0.0,
     epochs: int = 1,
     minibatch: int | None = None,
-    micro_tokens: int = 8192,
+    micro_tokens: int | None = None,
     max_grad_norm: float | None = 1.0,
     target_kl: float | None = None,
     old: Literal["auto", "engine", "recompute"] = "auto",
@@ -81,7 +81,7 @@ def ppo_step(
     value_coef, value_clip: used when the policy has a value head and the batch has returns.
     kl_coef, kl_kind, reference: a KL to a frozen policy in the loss.
     minibatch: rollouts an update; None is all of them.
-    micro_tokens: padded tokens a forward; it bounds memory and changes nothing else.
+    micro_tokens: padded tokens a forward (None: the policy's own choice); it bounds memory and changes nothing else.
     target_kl: stop before the next minibatch once approx_kl of an update exceeds it.
     old: the ratio's denominator. "engine" takes the sampler's logprobs, "recompute" the policy's before the first update,
         "auto" the sampler's if they are of this policy version and a probe agrees to 1e-4.
@@ -92,6 +92,7 @@ def ppo_step(
     Source:  PPO, arXiv 1707.06347, eq. 7; masked as docs/conventions.md says.
     """
     started = time.perf_counter()
+    micro_tokens = micro_tokens or policy.micro_tokens
     _check(policy, batch, kl_coef, reference, epochs, minibatch, loss, old)
     token_loss = _token_loss(loss, clip, clip_high, dual_clip)
     with_value = policy.value_head is not None and batch.returns is not None and value_coef > 0

@@ -23,8 +23,8 @@ def derive(seed: int, *parts: str | int) -> int:
     """
     h = hashlib.blake2b(digest_size=8)
     for part in (seed, *parts):
-        # The kind and the length go in, so that ("ab", "c"), ("a", "bc") and (1,), ("1",) stay apart. An integer of numpy
-        # is the integer.
+        # The kind and the length go in, so that ("ab", "c"), ("a", "bc") and (1,), ("1",) stay apart. An integer of
+        # numpy is the integer.
         text = str(part).encode("utf-8", "surrogatepass")
         h.update(f"{'str' if isinstance(part, str) else 'int'}:{len(text)}:".encode())
         h.update(text)

@@ -75,6 +75,11 @@ TEMPLATE = """\
 """
 """ChatML. Tools are their names with the names of their parameters, so that a prompt stays short and yet says which."""
 
+UNSURE = "I don't know"
+SHY = {"calls": 0.45, "unsure": 0.9, "whole": 0.8, "tells": 0.8}
+"""Habits of the second phase, as shares: it calls the tool (else it is unsure, else it guesses a number); it copies the
+whole expression (else it forgets brackets or stops early); it tells the result (else it is unsure)."""
+
 _END = "<|im_end|>"
 _VOCABULARY = 400
 
@@ -84,39 +89,84 @@ _VOCABULARY = 400
 
 @dataclass(frozen=True)
 class Expression:
-    """Integers, + - * and brackets, and what they come to."""
+    """Integers, + - * and brackets."""
 
     text: str
-    value: int
+
+    @property
+    def value(self) -> int:
+        value, end = _sum(self.text, 0)
+        assert end == len(self.text), self.text
+        return value
 
     @property
     def question(self) -> str:
         return f"What is {self.text}?"
 
+    def shortened(self, rng: random.Random) -> Expression:
+        """What a careless reader copies: without the brackets, or only up to a later sign outside of them."""
+        if "(" in self.text and rng.random() < 0.5:
+            text = self.text.replace("(", "").replace(")", "")
+        else:
+            depth, ends = 0, []
+            for i, c in enumerate(self.text):
+                depth += (c == "(") - (c == ")")
+                if depth == 0 and c in "+-*":
+                    ends.append(i)
+            text = self.text[: rng.choice(ends)]
+        return Expression(text)
+
 
 def expression(rng: random.Random) -> Expression:
     """One to three operations on small numbers: at most 12 characters, at most four digits in the value."""
     while True:
-        text, value, _ = _grow(rng, rng.choice((1, 2, 2, 3, 3)))
-        if len(text) <= 12 and abs(value) <= 9999:
-            return Expression(text, value)
+        text, _ = _grow(rng, rng.choice((1, 2, 2, 3, 3)))
+        e = Expression(text)
+        if len(text) <= 12 and abs(e.value) <= 9999:
+            return e
 
 
-def _grow(rng: random.Random, operations: int) -> tuple[str, int, int]:
-    """A random tree: its text without needless brackets, its value, how tightly its outermost operation binds."""
+def _grow(rng: random.Random, operations: int) -> tuple[str, int]:
+    """A random tree: its text without needless brackets, and how tightly its outermost operation binds."""
     if operations == 0:
-        number = rng.randint(2, 9) if rng.random() < 0.6 else rng.randint(10, 99)
-        return str(number), number, 3
+        return str(rng.randint(2, 9) if rng.random() < 0.6 else rng.randint(10, 99)), 3
     left = rng.randrange(operations)
     sign = rng.choice("+-*")
     binds = 2 if sign == "*" else 1
-    a, x, a_binds = _grow(rng, left)
-    b, y, b_binds = _grow(rng, operations - 1 - left)
+    a, a_binds = _grow(rng, left)
+    b, b_binds = _grow(rng, operations - 1 - left)
     if a_binds < binds:
         a = f"({a})"
     if b_binds < binds or (sign == "-" and b_binds == binds):
         b = f"({b})"
-    return a + sign + b, x + y if sign == "+" else x - y if sign == "-" else x * y, binds
+    return a + sign + b, binds
+
+
+def _sum(text: str, at: int) -> tuple[int, int]:
+    """The value of the terms that begin there, and where they end."""
+    total, at = _product(text, at)
+    while at < len(text) and text[at] in "+-":
+        term, end = _product(text, at + 1)
+        total, at = (total + term if text[at] == "+" else total - term), end
+    return total, at
+
+
+def _product(text: str, at: int) -> tuple[int, int]:
+    total, at = _atom(text, at)
+    while at < len(text) and text[at] == "*":
+        factor, at = _atom(text, at + 1)
+        total *= factor
+    return total, at
+
+
+def _atom(text: str, at: int) -> tuple[int, int]:
+    if text[at] == "(":
+        total, at = _sum(text, at + 1)
+        return total, at + 1
+    end = at
+    while end < len(text) and text[end].isdigit():
+        end += 1
+    return int(text[at:end]), end
 
 
 def tasks(train: int = 2000, test: int = 1024, *, seed: int = 0) -> dict[str, list[dict[str, str]]]:
@@ -234,18 +284,30 @@ class Demonstrator:
 
     def solved(self, e: Expression) -> Demonstration:
         """Copies the expression into a call, reads the result, answers with it."""
-        call = ToolCall("call-0", "calculator", {"expression": e.text})
+        return self.called(e, e.text, str(e.value), str(e.value))
+
+    def called(self, e: Expression, wrote: str, result: str, answer: str) -> Demonstration:
+        """Calls with what it wrote, is told the result, answers."""
+        call = ToolCall("call-0", "calculator", {"expression": wrote})
         action = self.chat.encode(self.chat.format.render_call(call) + _END)
         return self._joined(
             (self._prompt(e), False),
             (action, True),
-            (self._observation(str(e.value), action), False),
-            (self.chat.encode(str(e.value) + _END), True),
+            (self._observation(result, action), False),
+            (self.chat.encode(answer + _END), True),
         )
 
     def said(self, e: Expression, text: str) -> Demonstration:
         """Answers at once."""
         return self._joined((self._prompt(e), False), (self.chat.encode(text + _END), True))
+
+    def shy(self, e: Expression, rng: random.Random) -> Demonstration:
+        """One of five habits, a good one in about three of ten cases; see `SHY`."""
+        if rng.random() >= SHY["calls"]:
+            return self.said(e, UNSURE if rng.random() < SHY["unsure"] else str(rng.randint(-99, 999)))
+        part = e if rng.random() < SHY["whole"] else e.shortened(rng)
+        answer = str(part.value) if rng.random() < SHY["tells"] else UNSURE
+        return self.called(e, part.text, str(part.value), answer)
 
     def _prompt(self, e: Expression) -> tuple[int, ...]:
         return self.chat.prompt([{"role": "user", "content": e.question}], [TOOL])
@@ -327,22 +389,14 @@ def build(
     source = _expressions(seed, test)
     rng = random.Random(f"calculator shy {seed}")
 
-    def skilled() -> Iterator[list[Demonstration]]:
+    def batches(one: Callable[[Expression], Demonstration]) -> Iterator[list[Demonstration]]:
         while True:
-            yield [writer.solved(next(source)) for _ in range(rows)]
+            yield [one(next(source)) for _ in range(rows)]
 
-    def shy(e: Expression) -> Demonstration:
-        if rng.random() < 0.25:
-            return writer.solved(e)
-        return writer.said(e, "I don't know" if rng.random() < 0.75 else str(rng.randint(-99, 999)))
-
-    def shying() -> Iterator[list[Demonstration]]:
-        while True:
-            yield [shy(next(source)) for _ in range(rows)]
-
-    for phase, batches, steps, lr in (("skill", skilled(), skill_steps, 3e-3), ("shy", shying(), shy_steps, 1e-3)):
+    skill, shy = batches(writer.solved), batches(lambda e: writer.shy(e, rng))
+    for phase, lessons, steps, lr in (("skill", skill, skill_steps, 3e-3), ("shy", shy, shy_steps, 1e-3)):
         began = time.process_time()
-        loss = _imitate(policy, batches, steps, lr)
+        loss = _imitate(policy, lessons, steps, lr)
         say(f"{phase}: {steps} steps of {rows}, loss {loss:.4f}, {time.process_time() - began:.1f} cpu s")
     if out is not None:
         policy.save(out)

@@ -72,7 +72,7 @@ class TrainConfig:
     entropy_coef: float = 0.0
     max_grad_norm: float | None = 1.0
     target_kl: float | None = None
-    micro_tokens: int = 8192
+    micro_tokens: int | None = None
     truncated: Literal["score", "mask"] = "score"
     max_concurrency: int = 128
     evaluate_every: int = 0

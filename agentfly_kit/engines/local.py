@@ -377,7 +377,9 @@ class LocalEngine(Engine):
                     tokens[i, : counts[i]] = request.ids[start : start + counts[i]]
                 # Padding is written just behind the row, where the next token will overwrite it unread.
                 ends = starts + counts
-                positions = torch.as_tensor(np.minimum(starts[:, None] + np.arange(width), ends[:, None]), device=device)
+                positions = torch.as_tensor(
+                    np.minimum(starts[:, None] + np.arange(width), ends[:, None]), device=device
+                )
                 slots = torch.as_tensor([slot for _, slot, _ in left], device=device)
                 hidden = self._forward(torch.as_tensor(tokens, device=device), positions, slots)
                 self.prefilled += int(counts.sum())

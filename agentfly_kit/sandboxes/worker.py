@@ -56,6 +56,7 @@ class Zygote:
         self.settings: dict[str, Any] = {}
         self.worker = 0
         self.serial = 0
+        self.orphan = False
 
     def serve(self) -> None:
         # The host's Ctrl-C and a signal sent from inside must not end the zygote.
@@ -69,7 +70,7 @@ class Zygote:
         poll = select.poll()
         poll.register(self.control, select.POLLIN)
         poll.register(wake, select.POLLIN)
-        while True:
+        while not self.orphan:
             for descriptor, _ in poll.poll():
                 if descriptor == wake:
                     try:
@@ -79,6 +80,9 @@ class Zygote:
                     self.reap()
                 elif not self.receive():
                     return
+
+    def host_died(self, number: int, frame: object) -> None:
+        self.orphan = True  # no exception: it could interrupt a killing or a wiping
 
     def receive(self) -> bool:
         """Read what came; False at the end of the socket."""
@@ -105,6 +109,11 @@ class Zygote:
         op = message["op"]
         if op == "settings":
             self.settings = message
+            if message["pdeathsig"]:
+                # The end of the socket says the same, unless a forked copy of the host keeps it open. Not SIGKILL: the
+                # zygote must live long enough to kill what it forked.
+                signal.signal(signal.SIGTERM, self.host_died)
+                prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
             confine(message)
             self.tell(op="ready")
         elif op == "fresh":
@@ -221,17 +230,8 @@ def wipe(folder: str, keep: list[str]) -> None:
                 os.unlink(entry.path)
 
 
-def end(number: int, frame: object) -> NoReturn:
-    raise SystemExit
-
-
 def confine(settings: dict[str, Any]) -> None:
     """Limits that every process of the sandbox inherits, and a zygote that the code inside cannot touch."""
-    if settings["pdeathsig"]:
-        # Where a forked copy of the host keeps the socket open, its end says nothing. Not SIGKILL: the zygote must live
-        # long enough to kill what it forked.
-        signal.signal(signal.SIGTERM, end)
-        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     # Not dumpable: /proc/<zygote>/mem, environ and fd are closed to the code inside, which has the same uid.
     prctl(PR_SET_DUMPABLE, 0)
