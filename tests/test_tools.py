@@ -1153,6 +1153,15 @@ def test_a_fingerprint_follows_what_the_tool_does(change: tuple[str, str]) -> No
     assert cell(CELL + "\nUNRELATED = 1\n", {"__name__": "__main__"})["f"].fingerprint == before
 
 
+def test_a_fingerprint_does_not_take_an_attribute_for_a_global() -> None:
+    source = CELL.replace("helper(x) * LIMIT", "x.real") + "real = 1\n"
+    before = cell(source, {"__name__": "__main__"})["f"].fingerprint
+    assert cell(source.replace("real = 1", "real = 2"), {"__name__": "__main__"})["f"].fingerprint == before
+    nested = CELL.replace("helper(x) * LIMIT", "(lambda: helper(x) * LIMIT)()")
+    before = cell(nested, {"__name__": "__main__"})["f"].fingerprint
+    assert cell(nested.replace("LIMIT = 3", "LIMIT = 4"), {"__name__": "__main__"})["f"].fingerprint != before
+
+
 def test_a_fingerprint_sees_closures() -> None:
     def make(factor: int) -> Tool[..., int]:
         @tool
