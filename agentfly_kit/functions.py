@@ -179,7 +179,7 @@ def _surroundings(function: Callable[..., Any], seen: set[int]) -> list[str]:
 
 
 def _names(code: pytypes.CodeType) -> set[str]:
-    """The outer names that it reads. Not `co_names`, which holds attributes too: `x.answer` reads no global `answer`."""
+    """The outer names that it reads; not `co_names`, where `x.answer` looks like a global `answer`."""
     read = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     nested = (const for const in code.co_consts if isinstance(const, pytypes.CodeType))
     return read.union(code.co_freevars, *map(_names, nested))
