@@ -229,17 +229,33 @@ class View(anywidget.AnyWidget):
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         page = self._static()
         assert len(page.encode()) <= STATIC_LIMIT, f"the static form of {self!r} is over {STATIC_LIMIT:,} bytes"
-        if self.comm is None:  # closed: there is nothing live to show
-            return {"text/plain": repr(self), "text/html": page}, {}
         live: Any = super()._repr_mimebundle_(**kwargs)
         return {**live[0], "text/html": page}, live[1]
+
+    def _repr_html_(self) -> str | None:
+        # ipywidgets takes the bundle of a closed widget away; what stays to be seen is the picture.
+        return self._static() if self.comm is None else None
+
+
+class _Listener:
+    """What a record calls. Kept by the record alone: `end` may hold the record, and the view must not."""
+
+    def __init__(self, view: LiveView, throttle: Throttle) -> None:
+        self.view = weakref.ref(view)
+        self.throttle = throttle
+        self.end: Callable[[], Any] = lambda: None
+
+    def __call__(self, *_: Any) -> None:
+        view = self.view()
+        if view is not None and not view.resting:
+            self.throttle.poke()
 
 
 class LiveView(View):
     """A view of something that changes. `subscribe(callback)` is called once and gives the way to end it.
 
-    The record holds the callback, the callback holds the view weakly, the view holds the record weakly: none keeps
-    another alive. Nothing is sent while every page that showed the view is closed.
+    The record holds the listener, the listener holds the view weakly, the view holds both weakly: a view that is
+    forgotten does not keep a pool's sandboxes open. Nothing is sent while every page that showed the view is closed.
     """
 
     def __init__(self, record: Any, subscribe: Callable[[Callable[..., None]], Callable[[], Any]] | None) -> None:
@@ -252,16 +268,16 @@ class LiveView(View):
                 view._refresh_safely()
 
         throttle = Throttle(refresh)
-        self._throttle = throttle
-
-        def changed(*_: Any) -> None:
-            view = me()
-            if view is not None and not (view._seen and not view._pages):
-                throttle.poke()
-
-        end: Callable[[], Any] = subscribe(changed) if subscribe is not None else lambda: None
+        listener = _Listener(self, throttle)
+        if subscribe is not None:
+            listener.end = subscribe(listener)
         # Runs once: when the view is closed, or when it is collected, or when Python ends.
-        self._end = weakref.finalize(self, _end, end, throttle)
+        self._end = weakref.finalize(self, _end, weakref.ref(listener), throttle)
+
+    @property
+    def resting(self) -> bool:
+        """It was on a page, and no page shows it now."""
+        return self._seen and not self._pages
 
     def refresh(self) -> None:
         """Send the present state now."""
@@ -284,6 +300,8 @@ class LiveView(View):
         super().close()
 
 
-def _end(unsubscribe: Callable[[], Any], throttle: Throttle) -> None:
+def _end(listener: Callable[[], _Listener | None], throttle: Throttle) -> None:
     throttle.close()
-    unsubscribe()
+    alive = listener()
+    if alive is not None:
+        alive.end()

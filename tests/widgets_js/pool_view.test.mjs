@@ -1,0 +1,20 @@
+import assert from "node:assert/strict";
+import test from "node:test";
+import { load } from "./load.mjs";
+
+const { bands, tiles } = await load("pool_view");
+const counts = { size: 3, idle: 1, starting: 0, leased: 1, waiting: 0, dead: 0 };
+
+test("tiles: by id, then the places where nothing was started", () => {
+  const state = { counts, lanes: [[7, "idle", null, 2, 0.5, null], [4, "leased", "c1", 1, 3, "2"]] };
+  assert.deepEqual(tiles(state).map((t) => [t.key, t.name, t.owner, t.turn]), [["s4", "leased", "c1", "2"], ["s7", "idle", null, null], ["e0", "empty", null, null]]);
+});
+
+test("bands stay in their box and end now", () => {
+  const history = [{ t: 0, ...counts }, { t: 90, ...counts, leased: 3, idle: 0 }];
+  const all = bands(history, 600, 40, 60, 100);
+  assert.deepEqual(all.map((b) => b.name), ["leased", "starting", "idle"]);
+  for (const { points } of all) for (const [x, y] of points) assert.ok(x >= 0 && x <= 600 && y >= -1e-9 && y <= 40 + 1e-9);
+  assert.ok(all[0].points.some(([x, y]) => x === 600 && Math.abs(y) < 1e-9));
+  assert.deepEqual(bands([], 600, 40, 60, 100), []);
+});

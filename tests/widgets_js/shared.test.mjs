@@ -1,0 +1,45 @@
+import assert from "node:assert/strict";
+import test from "node:test";
+import { load, packed } from "./load.mjs";
+
+const { column, duration, number, plural, ticks, typed } = await load();
+
+test("a buffer that starts at an odd byte is copied, not viewed", () => {
+  const bytes = new Uint8Array(13);
+  new DataView(bytes.buffer).setFloat32(1, 1.5, true);
+  new DataView(bytes.buffer).setFloat32(5, -2, true);
+  assert.deepEqual([...typed(new DataView(bytes.buffer, 1, 8), Float32Array)], [1.5, -2]);
+  assert.deepEqual([...typed(undefined, Int32Array)], []);
+});
+
+test("missing is null, never 0", () => {
+  const col = column(packed([0, null, -1.5, ...Array(7).fill(null), 3]));
+  assert.equal(col.at(0), 0);
+  assert.equal(col.at(1), null);
+  assert.equal(col.at(2), -1.5);
+  assert.equal(col.at(10), 3);
+  assert.equal(col.at(11), null);
+  assert.equal(col.at(-1), null);
+  assert.equal(column(undefined).at(0), null);
+});
+
+test("numbers are written as Python writes them", () => {
+  const same = [[0, "0"], [1, "1"], [-0.25, "−0.25"], [1 / 3, "0.3333"], [1e-5, "1.00e−5"], [2.5e7, "2.50e7"], [Infinity, "∞"], [-Infinity, "−∞"], [null, "–"], [NaN, "–"]];
+  for (const [value, text] of same) assert.equal(number(value), text);
+});
+
+test("ticks are round and inside", () => {
+  assert.deepEqual(ticks(0, 1, 4), [0, 0.5, 1]);
+  assert.deepEqual(ticks(-0.02, 0.03, 4), [-0.02, 0, 0.02]);
+  assert.deepEqual(ticks(5, 5), [5]);
+  for (const t of ticks(-3.7, 19.2, 5)) assert.ok(t >= -3.7 && t <= 19.2);
+});
+
+test("words", () => {
+  assert.equal(plural(1, "token"), "1 token");
+  assert.equal(plural(1200, "token"), "1,200 tokens");
+  assert.equal(duration(4.25), "4.3 s");
+  assert.equal(duration(200), "3 min 20 s");
+  assert.equal(duration(7500), "2 h 5 min");
+  assert.equal(duration(null), "–");
+});
