@@ -12,18 +12,25 @@ tokens anywhere changes no action's advantage. Axis letters: N trajectories (or 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import comb
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from agentfly_kit.errors import AlignmentError, SettingsError
 
-Numbers: TypeAlias = Sequence[Any] | Tensor
-Groups: TypeAlias = Sequence[Hashable] | Tensor
+
+class Listable(Protocol):
+    """A numpy array or a pandas series, without importing either."""
+
+    def tolist(self) -> Any: ...
+
+
+Numbers: TypeAlias = Sequence[Any] | Listable | Tensor
+Groups: TypeAlias = Iterable[Hashable] | Tensor
 Std: TypeAlias = Literal["sample", "population"] | None
 Singleton: TypeAlias = Literal["zero", "raw"]
 Observations: TypeAlias = Literal["skip", "step"]
@@ -214,7 +221,7 @@ def rloo(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> 
     Shapes:  rewards (N,), groups (N,) -> (N,).
     Units:   reward.
     Raises:  ValueError if a reward is infinite. NaN is unscored.
-    Source:  Back to Basics, arXiv 2402.14740, 3.3. A trajectory alone in its group has no others: see `singleton`.
+    Source:  Back to Basics, arXiv 2402.14740. A trajectory alone in its group has no others: see `singleton`.
     """
     _choose("singleton", singleton, ("zero", "raw"))
     g = _Grouped.of(rewards, groups)
@@ -228,7 +235,7 @@ def remax(rewards: Numbers, groups: Groups | None = None, *, baselines: Numbers)
     Shapes:  rewards (N,), baselines (N,) -> (N,). groups is not read; it is there so that all are called alike.
     Units:   reward.
     Raises:  ValueError if a reward or a baseline is infinite. NaN in either is unscored.
-    Source:  ReMax, arXiv 2310.10505, Algorithm 1.
+    Source:  ReMax, arXiv 2310.10505.
     """
     r = _tensor(rewards, "rewards")
     b = _tensor(baselines, "baselines", r)
@@ -450,7 +457,7 @@ def gigpo(
              after a trajectory's last. turn_rewards holds the outcome too, on the turn that earned it.
     Units:   group standard deviations (reward, with std=None).
     Raises:  ValueError if a reward is infinite. A trajectory with a NaN reward, or one on a turn, is unscored.
-    Source:  GiGPO, arXiv 2505.10978, 4.1 to 4.3; std=None is its F_norm = 1.
+    Source:  GiGPO, arXiv 2505.10978, 4; std=None is its F_norm = 1.
     """
     r = _tensor(rewards, "rewards")
     if not len(r) == len(turn_rewards) == len(states):
@@ -748,7 +755,7 @@ def whiten(advantages: Numbers, mask: Any, *, std: Std = "sample", eps: float = 
     Units:   standard deviations over action tokens.
     Raises:  ValueError if an advantage at an action token is not finite. No action token at all: zeros and a warning.
              Equal advantages everywhere: exactly 0.
-    Source:  the "advantage normalization" of arXiv 2005.12729, 3, and of most PPO code.
+    Source:  as in most PPO code; studied in arXiv 2006.05990 ("per minibatch advantage normalization").
     """
     _choose("std", std, ("sample", "population", None))
     a = _tensor(advantages, "advantages")
@@ -775,7 +782,7 @@ def reinforce_plus_plus(
     Units:   reward, or standard deviations over action tokens when whitened.
     Raises:  ValueError if a reward at an action token is infinite. A row with a NaN one is unscored: left out of the
              mean and std, all 0.
-    Source:  REINFORCE++, arXiv 2501.03262, 3; its KL penalty belongs in token_rewards.
+    Source:  REINFORCE++, arXiv 2501.03262; its KL penalty belongs in token_rewards.
     """
     _choose("std", std, ("sample", "population", None))
     tok = _Tokens.of(token_rewards, mask)

@@ -12,7 +12,7 @@ called alike, f(logprobs, old_logprobs, advantages, mask, ...), where an advanta
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable
 from typing import Literal, TypeAlias
 
 import torch
@@ -46,8 +46,9 @@ __all__ = [
     "value",
 ]
 
-# exp(20) = 5e8. Past it a float32 ratio times an advantage heads for inf, and inf times a zero gradient is NaN. The
-# limit acts on exp alone: a token that far out is clipped by every loss here anyway.
+# exp(20) = 5e8. Far past it a float32 ratio is inf, and inf times the zero gradient of a clipped token is NaN. A token
+# beyond the limit gets no gradient. Where no clip would have stopped it already (a negative advantage, a ratio of 5e8)
+# that is the lesser harm.
 _MAX_LOG_RATIO = 20.0
 
 
@@ -364,7 +365,7 @@ def value(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, cli
     Shapes:  (B, T) each -> (B, T). old_values may be None without `clip`.
     Units:   reward squared.
     Raises:  SettingsError for a negative clip.
-    Source:  the clipped form is in the code of PPO (arXiv 1707.06347), not in its text; see arXiv 2005.12729, 3.
+    Source:  the clipped form is in the code of PPO (arXiv 1707.06347), not in its text; arXiv 2005.12729 looks into it.
     """
     _nonnegative("clip", clip)
     m = _mask(mask, values)
@@ -460,7 +461,7 @@ def aggregate(
     *,
     total: float | Tensor | None = None,
     denominator: float | None = None,
-    rollouts: Sequence[Hashable] | Tensor | None = None,
+    rollouts: Iterable[Hashable] | Tensor | None = None,
     rollout_tokens: Tensor | None = None,
     empty_rows: Literal["exclude", "count"] = "exclude",
     count: Literal["rollouts", "rows"] = "rollouts",
@@ -533,7 +534,7 @@ def aggregate(
     return top / torch.where(bottom > 0, bottom, 1.0)
 
 
-def _index(ids: Sequence[Hashable] | Tensor, mask: Tensor) -> Tensor:
+def _index(ids: Iterable[Hashable] | Tensor, mask: Tensor) -> Tensor:
     seen: dict[Hashable, int] = {}
     listed = ids.tolist() if isinstance(ids, Tensor) else list(ids)
     if len(listed) != len(mask):

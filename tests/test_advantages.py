@@ -118,6 +118,8 @@ def test_gae_bootstraps_a_cut_row() -> None:
     # Padding, or tokens that nobody acted upon, do not come between the last action and the state that was cut.
     options: Any = {"gamma": 0.9, "lam": 1.0, "bootstrap": [1.0], "discount_observations": True}
     close(adv.gae([[0.0, 0, 0, 0]], [[0.5, 0.5, nan, nan]], [[1, 1, 0, 0]], **options)[1], [[0.81, 0.9, 0, 0]])
+    # A row that has no scored action token needs no value either.
+    assert adv.gae([[0.0], [nan]], [[0.0], [nan]], [[0], [1]], bootstrap=[nan, nan])[0].tolist() == [[0], [0]]
     with pytest.raises(ValueError, match="bootstrap"):
         adv.gae([[0.0]], [[0.0]], [[1]], bootstrap=[nan])
     with pytest.raises(AlignmentError, match=r"bootstrap has shape \(3,\); wanted \(1,\)"):
@@ -296,6 +298,18 @@ def test_golden_arpo() -> None:
     # An unscored leaf leaves the means; the mean of a shared turn is over the scored leaves through it.
     hard = adv.arpo([1, nan, 0, 0.5], g, leaves=TREE, attribution="hard", std=None)
     close(hard, [[0, 0.5, 0], [0, 0, 0], [0, -0.5, -0.5], [0, 0, 0]])
+
+
+def test_golden_inverse_branching_without_a_leaf_and_with_a_std() -> None:
+    # Without the second leaf the weights are 2/7, 1/7, 4/7, the mean 4/7, and a row's factor 3 w.
+    got = adv.arpo([1, nan, 0, 0.5], [0] * 4, leaves=TREE, attribution="inverse_branching", std=None)
+    close(got[:, 0], [18 / 49, 0, -12 / 49, -6 / 49])
+    r, w = [1.0, 0, 1, 0], [1 / 4, 1 / 8, 1 / 8, 1 / 2]
+    variance = sum(y * (x - 0.375) ** 2 for x, y in zip(r, w, strict=True))
+    for std, grain in (("population", 1.0), ("sample", 1 - sum(y * y for y in w))):
+        got = adv.arpo(r, [0] * 4, leaves=TREE, attribution="inverse_branching", std=std)  # type: ignore[arg-type]
+        want = [4 * y * (x - 0.375) / math.sqrt(variance / grain) for x, y in zip(r, w, strict=True)]
+        close(got[:, 0], want, 1e-5)
 
 
 def test_hard_and_soft_attribution_weigh_every_turn_the_same_in_total() -> None:
