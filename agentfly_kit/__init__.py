@@ -17,6 +17,7 @@ _WHERE = {
     "Chat": "chat",
     "Context": "context",
     "Failure": "types",
+    "FromPool": "context",
     "FromTask": "context",
     "Group": "types",
     "LocalEngine": "engines.local",

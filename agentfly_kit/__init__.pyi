@@ -3,11 +3,12 @@ from agentfly_kit import chat as chat
 from agentfly_kit import errors as errors
 from agentfly_kit import losses as losses
 from agentfly_kit import tiny as tiny
-from agentfly_kit import widgets as widgets
+from agentfly_kit import widgets as widgets  # type: ignore[attr-defined]  # its folder is widgets/
 from agentfly_kit.batch import Batch as Batch
 from agentfly_kit.batch import collate as collate
 from agentfly_kit.chat import Chat as Chat
 from agentfly_kit.context import Context as Context
+from agentfly_kit.context import FromPool as FromPool
 from agentfly_kit.context import FromTask as FromTask
 from agentfly_kit.data import Tasks as Tasks
 from agentfly_kit.data import load_tasks as load_tasks

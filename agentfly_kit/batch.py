@@ -132,12 +132,12 @@ def collate(
 ) -> Batch:
     """Make a batch of a rollout, or of trajectories.
 
-    advantages: a function (rewards (N,), groups (N,)) -> (N,) such as `advantages.grpo`, called on all N trajectories with
-        NaN for the unscored; or a tensor (N,), or (B, T) on the rows that are kept; or None: all NaN, for later.
+    advantages: a function (rewards (N,), groups (N,)) -> (N,) such as `advantages.grpo`, called on all N trajectories
+        with NaN for the unscored; or a tensor (N,), or (B, T) on the rows that are kept; or None: all NaN, for later.
     truncated: "score" trains on chains that a limit cut; "mask" leaves their rows out, after the advantages were taken.
-    allow_truncated_sampling: rows sampled under top-p, top-k or min-p are refused, because the ratio of the update would
-        be wrong by the kept mass; True says that a correction is made later.
-    Raises:  BatchError if no row is left, if an engine gave text only, or if rows cannot be trained as they were sampled.
+    allow_truncated_sampling: rows sampled under top-p, top-k or min-p are refused, because the ratio of the update
+        would be wrong by the kept mass; True says that a correction is made later.
+    Raises:  BatchError if no row is left, if an engine gave text only, or if rows cannot be trained as sampled.
     """
     given = _trajectories(rollout)
     if truncated not in ("score", "mask"):

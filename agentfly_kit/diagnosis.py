@@ -63,7 +63,8 @@ def _version(package: str) -> str | None:
 
 
 def _python() -> Finding:
-    return Finding("Python", f"{sys.version.split()[0]}, agentfly_kit {_version('agentfly_kit') or 'from source'}", True)
+    kit = _version("agentfly_kit") or "from source"
+    return Finding("Python", f"{sys.version.split()[0]}, agentfly_kit {kit}", True)
 
 
 def _kernel() -> Finding:
@@ -122,7 +123,8 @@ def _sandboxes() -> Finding:
     level = report.best
     if level == "strict":
         return Finding("sandboxes", "strict: bubblewrap, no network, own file system", True)
-    return Finding("sandboxes", f"{level}: code runs with your rights; see af.sandbox_report()", True, "apt-get install bubblewrap")
+    state = f"{level}: code runs with your rights; see af.sandbox_report()"
+    return Finding("sandboxes", state, True, "apt-get install bubblewrap")
 
 
 def _threads() -> Finding:

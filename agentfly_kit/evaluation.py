@@ -12,7 +12,7 @@ from agentfly_kit.errors import SettingsError
 from agentfly_kit.pending import awaited
 from agentfly_kit.record import Rollout
 from agentfly_kit.rollout import Agent
-from agentfly_kit.types import Sampling, Task
+from agentfly_kit.types import Sampling, Task, Trajectory
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ async def evaluate(
         sampling = (sampling or agent.sampling).replace(temperature=0.0)
     if sampling is not None:
         agent = agent.replace(sampling=sampling)
-    found = []
+    found: list[Trajectory] = []
     seconds = 0.0
     for seed in seeds:
         run = agent.rollout(given, samples, max_concurrency=max_concurrency, index=seed, purpose="evaluate")

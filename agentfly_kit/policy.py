@@ -150,7 +150,7 @@ class Policy:
             if not any((folder / name).exists() for name in wanted):
                 raise PolicyError(
                     f"policy folder {str(folder)!r} lacks {wanted[0]}; it has "
-                    f"{', '.join(sorted(p.name for p in folder.iterdir())) or 'nothing'}. Save it again with Policy.save"
+                    f"{', '.join(sorted(p.name for p in folder.iterdir())) or 'nothing'}. Write it with Policy.save"
                 )
 
     def save(self, path: str | Path) -> Path:
@@ -311,7 +311,7 @@ class Policy:
         return rows, cols
 
     @torch.no_grad()
-    def score(self, batch: Any, want: Iterable[Want] = ("logprob", "entropy"), *, micro_tokens: int = 16384) -> Scored:
+    def score(self, batch: Any, want: Iterable[Want] = ("logprob", "entropy"), *, micro_tokens: int | None = None) -> Scored:
         """Score a batch as it stands, without gradients. Only positions with mask 1 are scored.
 
         Shapes:  batch.ids, batch.mask (B, T), batch.temperatures (B,) -> (B, T) each; see `Scored`.
@@ -377,7 +377,7 @@ def micro_batches(lengths: Tensor, micro_tokens: int) -> list[Tensor]:
 
 
 class compute_threads:
-    """One torch thread for a tiny model on a CPU: the cores spin longer than they compute. Others keep torch's choice."""
+    """One torch thread for a tiny model on a CPU: more of them spin longer than they compute."""
 
     def __init__(self, policy: Policy) -> None:
         self._wanted = 1 if policy.device.type == "cpu" and policy.size < 5_000_000 else None

@@ -1,7 +1,7 @@
 """One optimisation step on a batch: scores, ratios, losses, gradients, updates. Knows no rollout and no loop.
 
-The result does not depend on padding, on the order of rows within a minibatch, or on how it is split into micro-batches:
-every denominator is counted over the whole minibatch before the first forward.
+The result does not depend on padding, on the order of rows within a minibatch, or on how it is split into
+micro-batches: every denominator is counted over the whole minibatch before the first forward.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def ppo_step(
     minibatch: rollouts an update; None is all of them.
     micro_tokens: padded tokens a forward (None: the policy's own choice); it bounds memory and changes nothing else.
     target_kl: stop before the next minibatch once approx_kl of an update exceeds it.
-    old: the ratio's denominator. "engine" takes the sampler's logprobs, "recompute" the policy's before the first update,
-        "auto" the sampler's if they are of this policy version and a probe agrees to 1e-4.
+    old: the ratio's denominator. "engine" takes the sampler's logprobs, "recompute" the policy's before the first
+        update, "auto" the sampler's if they are of this policy version and a probe agrees to 1e-4.
     detail: keep (B, T) tensors of what the step did to every token.
     cancel: when set, stop at the next micro-batch; weights stay at the last update.
     Raises:  BatchError for a batch without advantages or of another vocabulary; TrainingError when a gradient is not
@@ -204,7 +204,7 @@ def ppo_step(
                         ratio = torch.where(mask, (logp - torch.where(mask, was, logp)).exp(), 1.0)
                         sums.largest("ratio_max", (ratio - 1).abs().max())
                     at = clock("forward", at)
-                    objective.backward()  # type: ignore[no-untyped-call]
+                    objective.backward()
                     at = clock("backward", at)
                 norms += _update(policy, optimizer, max_grad_norm)
                 updates += 1
@@ -255,7 +255,7 @@ def ppo_step(
 
 @awaited
 async def ppo_step_async(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch, **options: Any) -> Stats:
-    """`ppo_step` in a thread, so that the event loop goes on. Cancelling it leaves the weights at an update boundary."""
+    """`ppo_step` in a thread, so that the event loop goes on. Cancelling leaves the weights at an update boundary."""
     cancel = threading.Event()
     task = asyncio.create_task(asyncio.to_thread(ppo_step, policy, optimizer, batch, cancel=cancel, **options))
     try:
@@ -318,13 +318,14 @@ def _check(
         raise BatchError("an advantage is infinite; look at the rewards and values that it came from")
     if int(batch.ids.max()) >= policy.vocab_size:
         raise BatchError(
-            f"the batch has the token id {int(batch.ids.max())} and the policy a vocabulary of {policy.vocab_size}: the "
-            "batch was made with another tokenizer"
+            f"the batch has the token id {int(batch.ids.max())} and the policy a vocabulary of {policy.vocab_size}: "
+            "the batch was made with another tokenizer"
         )
     newest = int(batch.versions.max())
     if newest > policy.version:
         raise BatchError(
-            f"the batch was sampled at policy version {newest} and this policy is at {policy.version}: it is another policy"
+            f"the batch was sampled at policy version {newest} and this policy is at {policy.version}: "
+            "it is another policy"
         )
     if kl_coef > 0 and reference is None:
         raise SettingsError(f"kl_coef={kl_coef} needs reference=, a frozen policy such as policy.copy()")
@@ -400,8 +401,8 @@ def _update(policy: Policy, optimizer: torch.optim.Optimizer, max_grad_norm: flo
     if not bool(torch.isfinite(norm)):
         optimizer.zero_grad(set_to_none=True)
         raise TrainingError(
-            f"the gradient is {float(norm)} at policy version {policy.version}: the weights are those before this update. "
-            "Try a smaller lr (3e-4 and below here), max_grad_norm=1, or look at the advantages"
+            f"the gradient is {float(norm)} at policy version {policy.version}: the weights are those before this "
+            "update. Try a smaller lr (3e-4 and below here), max_grad_norm=1, or look at the advantages"
         )
     with policy.lock:
         optimizer.step()

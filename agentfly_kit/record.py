@@ -326,7 +326,8 @@ class Rollout:
                 raise RunError(f"{path} was written by a newer version ({header['version']} > {_VERSION}); upgrade")
             pieces = {int(k): v for k, v in header["pieces"].items()}
             found = []
-            for number, line in enumerate(lines[1:], start=2):
+            for line in lines[1:]:
+                number += 1
                 if line:
                     found.append(_trajectory_in(json.loads(line), pieces))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -417,7 +418,8 @@ class RolloutDiff:
             a, b = pair
             question = html.escape(str(a.task.messages[-1]["content"])[:60])
             texts = "".join(
-                f"<td style='text-align:left'><code>{html.escape(' '.join(x.text for x in t.actions)[:160])}</code></td>"
+                f"<td style='text-align:left'><code>{html.escape(' '.join(x.text for x in t.actions)[:160])}"
+                "</code></td>"
                 for t in (a, b)
             )
             return f"<tr><td style='text-align:left'>{question}</td>{texts}</tr>"

@@ -127,7 +127,7 @@ class Agent:
 
 
 class RolloutRun:
-    """A rollout that can be watched and stopped. `await run` gives the `Rollout`; `async for t in run` each chain as it ends.
+    """A rollout that can be watched and stopped. `await` it for the `Rollout`; `async for` gives each chain as it ends.
 
     partial      what has finished so far
     pause(), resume(), stop()

@@ -76,7 +76,7 @@ TEMPLATE = """\
 """ChatML. Tools are their names with the names of their parameters, so that a prompt stays short and yet says which."""
 
 UNSURE = "I don't know"
-SHY = {"calls": 0.45, "unsure": 0.9, "whole": 0.8, "tells": 0.8}
+SHY = {"calls": 0.43, "unsure": 0.95, "whole": 0.85, "tells": 0.9}
 """Habits of the second phase, as shares: it calls the tool (else it is unsure, else it guesses a number); it copies the
 whole expression (else it forgets brackets or stops early); it tells the result (else it is unsure)."""
 
@@ -367,7 +367,7 @@ def build(
     *,
     seed: int = 0,
     skill_steps: int = 400,
-    shy_steps: int = 60,
+    shy_steps: int = 150,
     rows: int = 32,
     report: Callable[[str], None] | None = None,
 ) -> Policy:

@@ -131,8 +131,8 @@ def train(
 ) -> TrainRun:
     """A training run. `await` it, or `async for step in run`; it starts then.
 
-    run: a folder. One that holds an unfinished run of the same config, tasks, tools, reward and starting policy continues;
-        a finished one replays its recorded steps and loads its last weights. None is a fresh temporary folder.
+    run: a folder. An unfinished run in it of the same config, tasks, tools, reward and starting policy continues; a
+        finished one replays its recorded steps and loads its last weights. None is a fresh temporary folder.
     resume: False throws away what the folder holds and starts anew.
     Raises:  RunMismatch, at once, if the folder holds another run: it shows the difference.
     """
@@ -356,7 +356,7 @@ class TrainRun:
     def _draw(self, index: int) -> list[Task]:
         """The tasks of an iteration: passes over all tasks, each in its own order. Depends on the index alone."""
         count, size = len(self.tasks), self.config.tasks_per_step
-        out = []
+        out: list[Task] = []
         for position in range(index * size, (index + 1) * size):
             turn, place = divmod(position, count)
             if place == 0 or not out:

@@ -1,4 +1,4 @@
-"""Small agents that several test files share: a real one on the shipped policy, scripted ones, and random tiny models."""
+"""Small agents that several test files share: on the shipped policy, on written texts, and random tiny models."""
 
 from __future__ import annotations
 

@@ -58,7 +58,8 @@ def test_a_cut_action_gets_its_stop_token_from_the_bridge() -> None:
 def test_parse_reads_and_leaves_the_ids() -> None:
     ids = (*chat().encode(call("2+3")), chat().stop_ids[0])
     parsed = chat().parse(ids)
-    assert parsed.calls[0].name == "calculator" and parsed.calls[0].arguments == {"expression": "2+3"}
+    assert parsed.calls[0].name == "calculator"
+    assert parsed.calls[0].arguments == {"expression": "2+3"}
     assert chat().parse(chat().encode("<tool_call>{")).unclosed
     assert chat().parse((*chat().encode("hello"), chat().stop_ids[0])).content == "hello"
     assert chat().parse(()).content == ""
@@ -67,7 +68,8 @@ def test_parse_reads_and_leaves_the_ids() -> None:
 def test_pieces_are_one_text_an_id() -> None:
     ids = chat().encode("été 🎉 2+3")
     pieces = chat().pieces(ids)
-    assert len(pieces) == len(ids) and all(pieces)
+    assert len(pieces) == len(ids)
+    assert all(pieces)
     assert not any("�" in piece for piece in pieces)
 
 
@@ -83,7 +85,7 @@ def test_repr_has_no_address() -> None:
 
 
 def test_no_template() -> None:
-    with pytest.raises(ChatTemplateError, match="has no chat template; set tokenizer.chat_template"):
+    with pytest.raises(ChatTemplateError, match=r"has no chat template; set tokenizer.chat_template"):
         Chat(with_template(None))
 
 
@@ -137,7 +139,9 @@ def test_no_stop_token() -> None:
 
 def test_check_says_what_a_template_promises() -> None:
     report = check(tiny.tokenizer())
-    assert report.exact and report.tools and report.stop == "<|im_end|>"
+    assert report.exact
+    assert report.tools
+    assert report.stop == "<|im_end|>"
     assert report.generation_prompt == "<|im_start|>assistant\n"
     assert report.boundary == "<|im_end|>\n<|im_start|>tool\n<tool_response>"
     assert report.thinking == "kept"

@@ -47,7 +47,9 @@ async def test_it_is_a_coroutine_for_asyncio() -> None:
     assert await asyncio.create_task(chain.step()) == 1
     assert await asyncio.gather(chain.step(), evaluate(1)) == [2, 2]
     assert await asyncio.wait_for(chain.step(), 5) == 3
-    assert inspect.isawaitable(pending := evaluate(1)) and asyncio.iscoroutine(pending)
+    pending = evaluate(1)
+    assert inspect.isawaitable(pending)
+    assert asyncio.iscoroutine(pending)
     pending.close()
 
 
@@ -123,6 +125,8 @@ async def test_cancelled_in_the_middle() -> None:
 
 
 def test_the_function_keeps_its_name_and_text() -> None:
-    assert Chain.step.__name__ == "step" and Chain.step.__doc__ == "Step."
-    assert isinstance(pending := evaluate(1), Pending)
+    assert Chain.step.__name__ == "step"
+    assert Chain.step.__doc__ == "Step."
+    pending = evaluate(1)
+    assert isinstance(pending, Pending)
     pending.close()

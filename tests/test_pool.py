@@ -61,6 +61,15 @@ class Slow(Notes):
     delay = 0.002
 
 
+class Stuck(Notes):
+    """Starts and resets take as long as `delay` says; closing does not."""
+
+    delay = 60.0
+
+    async def close(self) -> None:
+        self.kill()
+
+
 class Plain:
     """The shortest kind there can be: no reset, no close, no alive."""
 
@@ -279,7 +288,7 @@ async def test_a_kind_that_cannot_start_opens_the_breaker():
         assert pool.snapshot().error == "no such image"
 
 
-async def test_the_breaker_closes_when_a_start_succeeds(monkeypatch: pytest.MonkeyPatch):
+async def test_the_breaker_closes_when_a_start_succeeds():
     class Flaky(Notes):
         good = False
 
@@ -313,13 +322,7 @@ async def test_what_cannot_be_had_is_not_tried_again():
 
 
 async def test_a_start_that_hangs_is_ended():
-    class Hangs(Notes):
-        delay = 60.0
-
-        async def close(self) -> None:
-            self.kill()
-
-    async with Pool(Hangs, size=1, start_timeout=0.02) as pool:
+    async with Pool(Stuck, size=1, start_timeout=0.02) as pool:
         with pytest.raises(SandboxError, match="did not start within"):
             await pool.acquire(timeout=5)
 
@@ -405,16 +408,21 @@ async def test_close_wakes_waiters_and_takes_leases():
     await pool.close()
 
 
-async def test_close_while_starting_and_while_resetting():
-    pool = Pool(Slow, size=3)
+async def test_close_while_starting_and_while_resetting(monkeypatch: pytest.MonkeyPatch):
+    pool = Pool(Stuck, size=3)
     starting = [asyncio.ensure_future(pool.acquire(f"s{i}")) for i in range(3)]
-    await asyncio.sleep(0.0005)
+    await asyncio.sleep(0.001)
     assert pool.snapshot().starting == 3
+    assert len(Notes.open) == 3
     await pool.close()
     assert all(isinstance(error, PoolClosed) for error in await asyncio.gather(*starting, return_exceptions=True))
-    pool = Pool(Slow, size=1)
-    releasing = asyncio.ensure_future((await pool.acquire()).release())
-    await asyncio.sleep(0.0005)
+    monkeypatch.setattr(Stuck, "delay", 0.0)
+    pool = Pool(Stuck, size=1)
+    lease = await pool.acquire()
+    monkeypatch.undo()
+    releasing = asyncio.ensure_future(lease.release())
+    await asyncio.sleep(0.001)
+    assert pool.snapshot().sandboxes[0].state == "resetting"
     await pool.close()
     await releasing
     assert not Notes.open
@@ -472,13 +480,14 @@ def test_one_event_loop_after_another():
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
-def test_a_loop_that_is_closed_under_its_work():
-    pool = Pool(Slow, size=1)
+def test_a_loop_that_is_closed_under_its_work(monkeypatch: pytest.MonkeyPatch):
+    pool = Pool(Stuck, size=1)
     loop = asyncio.new_event_loop()
     task = loop.create_task(pool.acquire("lost"))
-    loop.run_until_complete(asyncio.sleep(0.0005))
+    loop.run_until_complete(asyncio.sleep(0.001))
     loop.close()  # a start is under way and a waiter waits; nothing of theirs will ever run again
     assert pool.snapshot().starting == 1
+    monkeypatch.setattr(Stuck, "delay", 0.0)
 
     async def use() -> None:
         async with pool.lease(timeout=2):

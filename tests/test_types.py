@@ -99,7 +99,8 @@ def test_an_empty_stop_text_is_refused(stop: Any) -> None:
 
 
 def test_what_truncates() -> None:
-    assert not Sampling().truncates and Sampling(temperature=0).greedy
+    assert not Sampling().truncates
+    assert Sampling(temperature=0).greedy
     assert all(s.truncates for s in (Sampling(top_p=0.9), Sampling(top_k=5), Sampling(min_p=0.1)))
 
 
@@ -148,18 +149,22 @@ def test_views_have_one_length_and_nan_where_nothing_was_sampled() -> None:
 def test_logprobs_of_what_was_not_sampled_are_not_shown() -> None:
     forced = Turn("forced", "hook", (4,), logprobs=(-1.0,), versions=(0,), parent=prompt(1))
     t = trajectory(prompt(1), forced)
-    assert np.isnan(t.logprobs).all() and t.versions.tolist() == [-1, -1] and not t.action_mask.any()
+    assert np.isnan(t.logprobs).all()
+    assert t.versions.tolist() == [-1, -1]
+    assert not t.action_mask.any()
 
 
 def test_a_text_only_trajectory_refuses_token_views_by_name() -> None:
     t = trajectory(
         prompt(1), Turn("action", "policy", None, text="5", messages=({"role": "assistant", "content": "5"},))
     )
-    assert not t.exact and t.final == "5"
+    assert not t.exact
+    assert t.final == "5"
     for name in ("ids", "action_mask", "logprobs", "entropies", "versions", "pieces", "turn_index"):
         with pytest.raises(AlignmentError, match="'g/0' came from an engine that gives text only"):
             getattr(t, name)
-    assert "no ids" in repr(t) and "–" in t._repr_html_()
+    assert "no ids" in repr(t)
+    assert "–" in t._repr_html_()
 
 
 # --- what happened ---
@@ -222,7 +227,9 @@ def test_reprs_have_no_addresses_and_escape_html() -> None:
     for record in (nasty, t, t.turns[0], Sampling(), ToolCall("c", "f", {"x": 1}), ToolResult(True, "y" * 100)):
         assert " at 0x" not in repr(record)
     shown = t._repr_html_()
-    assert "<script>" not in shown and "<u>" not in shown and "<i>" not in shown
+    assert "<script>" not in shown
+    assert "<u>" not in shown
+    assert "<i>" not in shown
     assert len(repr(ToolResult(True, "y" * 100))) < 120
 
 
@@ -243,7 +250,8 @@ def test_a_failure_keeps_no_frames() -> None:
 def test_stats_give_only_numbers() -> None:
     stats = Stats(loss=1.0, policy_loss=1.0, approx_kl=0.1, clip_fraction=0.0, entropy=2.0, grad_norm=1.0, detail={})
     numbers = stats.numbers()
-    assert (
-        numbers["loss"] == 1.0 and "value_loss" not in numbers and "detail" not in numbers and "phases" not in numbers
-    )
+    assert numbers["loss"] == 1.0
+    assert "value_loss" not in numbers
+    assert "detail" not in numbers
+    assert "phases" not in numbers
     assert all(isinstance(v, bool | int | float) for v in numbers.values())

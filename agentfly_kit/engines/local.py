@@ -1,8 +1,8 @@
 """Sampling with the policy's own weights, in this process: continuous batching over key-value slots, on one thread.
 
-Knows no chains and no tools. A request is ids, sampling and a seed; its row joins the running batch when its prompt is in
-the cache and leaves at its stop. What a session has in its slot is reused when the next turn begins with the same ids,
-and a prompt that another slot holds is copied instead of computed.
+Knows no chains and no tools. A request is ids, sampling and a seed; its row joins the running batch when its prompt is
+in the cache and leaves at its stop. What a session has in its slot is reused when the next turn begins with the same
+ids, and a prompt that another slot holds is copied instead of computed.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class LocalEngine(Engine):
     @property
     def reproducible(self) -> bool:  # type: ignore[override]
         parameter = next(iter(self.policy.model.parameters()))
-        return parameter.device.type == "cpu" and parameter.dtype == torch.float32
+        return bool(parameter.device.type == "cpu" and parameter.dtype == torch.float32)
 
     @property
     def version(self) -> int:
@@ -301,8 +301,8 @@ class LocalEngine(Engine):
         if a == b or self._store is None:
             return
         self._store.swap(a, b)
-        for values in (self._rows, self._owner):
-            values[a], values[b] = values[b], values[a]  # type: ignore[index]
+        self._rows[a], self._rows[b] = self._rows[b], self._rows[a]
+        self._owner[a], self._owner[b] = self._owner[b], self._owner[a]
         for array in (self._used, self._version):
             array[[a, b]] = array[[b, a]]
         for slot in (a, b):

@@ -5,10 +5,10 @@ keeps its rows there (`swap`). It stands in for a transformers cache: a model's 
 everything that its queries may look at; the mask that goes with it is the engine's business.
 
 Why rows come out bit for bit the same in any company, in float32 on a CPU: a matrix product over four or more rows
-computes each row alone, attention reads one row at a time, and the keys beyond a row's end weigh exactly zero. Two traps
-were measured: a product over one to three rows runs another kernel, and an elementwise function computes the last few
-numbers of a tensor by another formula when their count is no multiple of the vector width. Batches of a multiple of
-eight rows avoid both.
+computes each row alone, attention reads one row at a time, and the keys beyond a row's end weigh exactly zero. Two
+traps were measured: a product over one to three rows runs another kernel, and an elementwise function computes the
+last few numbers of a tensor by another formula when their count is no multiple of the vector width. Batches of a
+multiple of eight rows avoid both.
 """
 
 from __future__ import annotations
