@@ -511,7 +511,7 @@ class Chain:
 
     @awaited
     async def run(self) -> Trajectory:
-        """Step to the end and score. What goes wrong on our side is not raised: the chain ends unscored, with `error`."""
+        """Step to the end and score. What goes wrong on our side is not raised: it ends the chain, unscored."""
         self._report("chain", "start", "waiting", 0, "")
         try:
             async with asyncio.timeout(self.agent.timeout):

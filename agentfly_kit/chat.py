@@ -8,7 +8,8 @@ touching its ids.
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +88,7 @@ class Chat:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> tuple[int, ...]:
         """Ids of the opening messages and tool schemas, ending where the assistant begins to write."""
-        return self.encode(self.render(messages, tools, generate=True))
+        return self._encode_around(messages, lambda plain: self.render(plain, tools, generate=True))
 
     def bridge(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, after: Sequence[int] = ()
@@ -99,11 +100,38 @@ class Chat:
         Raises:  ChatTemplateError if the template rewrites the assistant's text when something follows it.
         """
         base: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-        tail = self._after_mark(self.render([*base, *messages], tools, generate=True))
-        ids = self.encode(tail)
+        ids = self._encode_around(
+            messages, lambda plain: self._after_mark(self.render([*base, *plain], tools, generate=True))
+        )
         if after and ids and after[-1] == ids[0] and ids[0] in self.stop_ids:
             ids = ids[1:]
         return ids
+
+    def _encode_around(self, messages: Sequence[Message], render: Callable[[list[Message]], str]) -> tuple[int, ...]:
+        """Encode a rendered text so that no message can write a control token: a tool's output that says <|im_end|>
+        is letters. Only messages that hold such a text are treated apart; all others keep the plain encoding."""
+        special = [t for t in self.tokenizer.all_special_tokens if t]
+        apart: dict[str, str] = {}
+        plain = []
+        for message in messages:
+            content = message.get("content")
+            if isinstance(content, str) and any(token in content for token in special):
+                mark = f"qzplain{len(apart)}zq"
+                apart[mark] = content
+                message = {**message, "content": mark}
+            plain.append(message)
+        text = render(plain)
+        if not apart:
+            return self.encode(text)
+        ids: list[int] = []
+        for part in re.split("(" + "|".join(apart) + ")", text):
+            if part in apart:
+                ids.extend(
+                    self.tokenizer(apart[part], add_special_tokens=False, split_special_tokens=True)["input_ids"]
+                )
+            else:
+                ids.extend(self.encode(part))
+        return tuple(ids)
 
     def _after_mark(self, text: str) -> str:
         at = text.rfind(_MARK)

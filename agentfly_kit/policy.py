@@ -311,7 +311,9 @@ class Policy:
         return rows, cols
 
     @torch.no_grad()
-    def score(self, batch: Any, want: Iterable[Want] = ("logprob", "entropy"), *, micro_tokens: int | None = None) -> Scored:
+    def score(
+        self, batch: Any, want: Iterable[Want] = ("logprob", "entropy"), *, micro_tokens: int | None = None
+    ) -> Scored:
         """Score a batch as it stands, without gradients. Only positions with mask 1 are scored.
 
         Shapes:  batch.ids, batch.mask (B, T), batch.temperatures (B,) -> (B, T) each; see `Scored`.
