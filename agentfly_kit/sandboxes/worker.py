@@ -121,6 +121,7 @@ class Zygote:
             error = None
             try:
                 self.kill_all()
+                favour("0")  # where the sandbox has the host's own root as its user, the code inside may write this
                 if message["wipe"]:
                     for folder in self.settings["wipe"]:
                         wipe(folder, self.settings["keep"])
@@ -216,18 +217,35 @@ def descendants(root: int) -> list[int]:
 
 
 def wipe(folder: str, keep: list[str]) -> None:
-    """Delete all that is in a folder, whatever modes its owner gave it. `keep` are read-only mounts: Python itself."""
+    """Delete all that is in a folder, whatever modes and depths its owner gave it. `keep`: read-only mounts in it.
+
+    A folder below is moved to the top before it is emptied: no path grows long, and nothing recurses.
+    """
     os.chmod(folder, 0o700)
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.path in keep:
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                wipe(entry.path, keep)
-                if not any(kept.startswith(entry.path + "/") for kept in keep):
-                    os.rmdir(entry.path)
-            else:
+    mark, number = os.urandom(8).hex(), 0
+    while True:
+        folders = []
+        for entry in list(os.scandir(folder)):
+            if not entry.is_dir(follow_symlinks=False):
                 os.unlink(entry.path)
+            elif entry.path in keep:
+                continue
+            elif any(kept.startswith(entry.path + "/") for kept in keep):
+                wipe(entry.path, keep)
+            else:
+                folders.append(entry.path)
+        if not folders:
+            return
+        for path in folders:
+            os.chmod(path, 0o700)
+            for entry in list(os.scandir(path)):
+                if entry.is_dir(follow_symlinks=False):
+                    number += 1
+                    os.chmod(entry.path, 0o700)
+                    os.rename(entry.path, f"{folder}/{mark}-{number}")
+                else:
+                    os.unlink(entry.path)
+            os.rmdir(path)
 
 
 def confine(settings: dict[str, Any]) -> None:
@@ -251,6 +269,15 @@ def confine(settings: dict[str, Any]) -> None:
     gc.freeze()  # a collection in a fork would copy every page that it only reads
 
 
+def favour(score: str) -> None:
+    """How gladly the kernel kills this process when memory runs out."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write(score)
+    except OSError:
+        pass  # not Linux
+
+
 # --- the interpreter -----------------------------------------------------------------------------
 
 
@@ -270,11 +297,7 @@ class Interpreter:
         if settings["pdeathsig"]:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         prctl(PR_SET_DUMPABLE, 1)
-        try:  # when memory runs out the kernel should take this process, not the zygote
-            with open("/proc/self/oom_score_adj", "w") as file:
-                file.write("500")
-        except OSError:
-            pass
+        favour("500")  # when memory runs out the kernel should take this process, not the zygote
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.dup2(out, 1)

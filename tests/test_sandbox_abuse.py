@@ -1,0 +1,518 @@
+"""Code that means harm, in the strict sandbox: what the attacker found, and that the machine is untouched."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import platform
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from agentfly_kit.errors import SandboxError
+from agentfly_kit.sandboxes import PythonSandbox, SandboxResult, isolation, seccomp
+from agentfly_kit.sandboxes.limits import Limits
+
+TROUBLE = isolation.strict_trouble()
+pytestmark = pytest.mark.skipif(bool(TROUBLE), reason=TROUBLE)
+
+
+@pytest_asyncio.fixture
+async def sandbox() -> AsyncIterator[PythonSandbox]:
+    async with PythonSandbox(isolation="strict", memory_mb=96, processes=16, disk_mb=8) as strict:
+        yield strict
+
+
+async def attack(sandbox: PythonSandbox, code: str, timeout: float = 10.0) -> SandboxResult:
+    """Run it, and see that the sandbox is still good for its chain afterwards."""
+    result = await sandbox.run(textwrap.dedent(code), timeout=timeout)
+    assert (await sandbox.run("6 * 7")).value == "42"
+    return result
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+async def test_home_and_secrets_of_the_host(sandbox: PythonSandbox, tmp_path: Path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("the host's secret")
+    paths = [
+        str(secret),
+        "/etc/shadow",
+        "/etc/passwd",
+        "/etc/hostname",
+        str(Path.home() / ".ssh"),
+        str(Path.home() / ".bashrc"),
+    ]
+    paths += [os.getcwd(), __file__, "/var/log", "/root/.bashrc", "/proc/1/root/etc/passwd", "/sys/class"]
+    code = f"import os\n[p for p in {paths!r} if os.path.lexists(p)]"
+    assert (await attack(sandbox, code)).value == "[]"
+
+
+async def test_environment_of_the_host(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2-of-the-host")
+    async with PythonSandbox(isolation="strict") as sandbox:
+        code = """
+        import glob, os
+        found = str(os.environ)
+        for path in glob.glob('/proc/*/environ') + glob.glob('/proc/*/task/*/environ') + glob.glob('/proc/*/cmdline'):
+            try:
+                found += open(path, 'rb').read().decode(errors='replace')
+            except OSError:
+                pass
+        'hunter2' in found, 'SECRET_TOKEN' in found, len(found) > 100
+        """
+        assert (await attack(sandbox, code)).value == "(False, False, True)"
+        result = await attack(sandbox, "open('/proc/1/environ').read()")
+        assert result.error_type == "PermissionError", "the zygote's own memory of its environment"
+
+
+async def test_the_zygote_is_out_of_reach(sandbox: PythonSandbox):
+    """It has the same uid as the code inside; what the code could do to it would be done to the next chain."""
+    code = """
+    import ctypes, os, resource, signal
+    libc = ctypes.CDLL(None, use_errno=True)
+    def attempt(call):
+        try:
+            return call() or 'done'
+        except OSError as error:
+            return error.__class__.__name__
+    def raw(*arguments):
+        if libc.syscall(*arguments) < 0:
+            raise PermissionError(ctypes.get_errno())
+    {
+        'mem': attempt(lambda: open('/proc/1/mem', 'r+b') and None),
+        'fds': attempt(lambda: os.readlink('/proc/1/fd/0') and None),
+        'open': attempt(lambda: open('/proc/1/fd/0') and None),
+        'maps': attempt(lambda: open('/proc/1/maps').read() and None),
+        'rlimit': attempt(lambda: resource.prlimit(1, resource.RLIMIT_NOFILE, (3, 3)) and None),
+        'nice': attempt(lambda: os.setpriority(os.PRIO_PROCESS, 1, 19)),
+        'affinity': attempt(lambda: os.sched_setaffinity(1, {0})),
+        'ptrace': attempt(lambda: libc.ptrace(16, 1, 0, 0) and os.strerror(1) and raw(-1)),
+        'kill': attempt(lambda: os.kill(1, signal.SIGKILL)),
+        'int': attempt(lambda: os.kill(1, signal.SIGINT)),
+        'term': attempt(lambda: os.kill(1, signal.SIGTERM)),
+        'stop': attempt(lambda: os.kill(1, signal.SIGSTOP)),
+    }
+    """
+    pid = sandbox.pid
+    result = await attack(sandbox, code)
+    found = eval(result.value or "{}")
+    refused = {name for name, outcome in found.items() if outcome == "PermissionError"}
+    assert refused == {"mem", "fds", "open", "maps", "rlimit", "nice", "affinity", "ptrace"}, found
+    # The kernel takes the signals and does nothing: nobody kills the first process of a namespace from inside.
+    await sandbox.run(
+        "open('/proc/1/oom_score_adj', 'w').write('1000')"
+    )  # allowed to the owner, who may be the same root
+    await sandbox.reset()
+    assert (await sandbox.run("open('/proc/1/oom_score_adj').read()")).value == repr("0\n")
+    assert sandbox.pid == pid
+
+
+async def test_nothing_of_the_machine_can_be_written(sandbox: PythonSandbox):
+    places = [
+        "/",
+        "/usr",
+        "/etc",
+        "/dev",
+        "/proc/sys/kernel",
+        "/var/tmp",
+        "/sandbox",
+        "/home",
+        "/run",
+        sys.prefix,
+        sys.base_prefix,
+    ]
+    code = f"""
+    import os
+    done = []
+    for place in {places!r}:
+        try:
+            open(place + '/mark', 'w').close()
+            done.append(place)
+        except OSError:
+            pass
+    done
+    """
+    assert (await attack(sandbox, code)).value == "[]"
+    result = await attack(sandbox, "open('/sandbox/worker.py', 'a')")
+    assert result.error_type in ("OSError", "PermissionError")
+
+
+# --- reaching out --------------------------------------------------------------------------------
+
+
+async def test_sockets_of_the_host(sandbox: PythonSandbox, tmp_path: Path):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(socket.AF_UNIX) as named,
+        socket.socket(socket.AF_UNIX) as abstract,
+    ):
+        path = f"/tmp/agentfly-test-{os.getpid()}.sock"
+        try:
+            named.bind(path)
+            named.listen()
+            abstract.bind(f"\0agentfly-test-{os.getpid()}")
+            abstract.listen()
+            code = f"""
+            import socket
+            def attempt(family, address):
+                try:
+                    with socket.socket(family) as s:
+                        s.settimeout(1)
+                        s.connect(address)
+                    return 'connected'
+                except OSError as error:
+                    return type(error).__name__
+            [
+                attempt(socket.AF_INET, ('127.0.0.1', {tcp.getsockname()[1]})),
+                attempt(socket.AF_UNIX, {path!r}),
+                attempt(socket.AF_UNIX, '\\0agentfly-test-{os.getpid()}'),
+                attempt(socket.AF_INET, ('192.0.2.1', 80)),
+                attempt(40, (2, 80)),
+            ]
+            """
+            result = await attack(sandbox, code)
+            found = eval(result.value or "[]")
+            assert "connected" not in found, found
+            assert found[4] == "PermissionError", "vsock would reach the machine's host: the filter refuses it"
+        finally:
+            await asyncio.to_thread(os.unlink, path)
+    result = await attack(sandbox, "import os\nos.listdir('/sys/class/net') if os.path.exists('/sys') else 'no /sys'")
+    assert result.value == "'no /sys'"
+    result = await attack(sandbox, "import socket\n[name for _, name in socket.if_nameindex()]")
+    assert result.value == "['lo']"
+
+
+async def test_its_own_loopback_works(sandbox: PythonSandbox):
+    """A chain may start a server and talk to it; that is no hole."""
+    code = """
+    import socket, threading
+    server = socket.create_server(('127.0.0.1', 0))
+    threading.Thread(target=lambda: server.accept()[0].sendall(b'hello'), daemon=True).start()
+    socket.create_connection(server.getsockname()).recv(5)
+    """
+    assert (await attack(sandbox, code)).value == "b'hello'"
+
+
+async def test_signals_to_the_host(sandbox: PythonSandbox):
+    got: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
+    try:
+        pids = {os.getpid(), os.getppid(), sandbox.pid or 0}
+        code = f"""
+        import os, signal
+        sent = []
+        for pid in {sorted(pids)}:
+            try:
+                os.kill(pid, signal.SIGUSR1)
+                sent.append(pid)
+            except OSError:
+                pass
+        sent
+        """
+        assert (await attack(sandbox, code)).value == "[]"
+        await sandbox.run("import os, signal\nos.kill(-1, signal.SIGUSR1)")  # to all that it can see
+        await asyncio.sleep(0.05)
+        assert got == []
+        assert (await sandbox.run("1")).value == "1"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["unshare", "mount", "ptrace", "keyctl", "bpf", "io_uring_setup", "userfaultfd", "shmget", "mq_open", "setns"],
+)
+async def test_the_filter_refuses(sandbox: PythonSandbox, call: str):
+    number = seccomp._DENIED[call][0 if platform.machine() == "x86_64" else 1]
+    code = f"""
+    import ctypes, errno
+    libc = ctypes.CDLL(None, use_errno=True)
+    result = libc.syscall({number}, 0, 0, 0, 0, 0)
+    result, errno.errorcode.get(ctypes.get_errno())
+    """
+    assert (await attack(sandbox, code)).value == "(-1, 'EPERM')"
+
+
+async def test_no_new_user_namespace(sandbox: PythonSandbox):
+    code = """
+    import ctypes, errno, platform
+    libc = ctypes.CDLL(None, use_errno=True)
+    clone, clone3 = (56, 435) if platform.machine() == 'x86_64' else (220, 435)
+    out = []
+    for number, arguments in ((clone, (0x10000000 | 17, 0, 0, 0, 0)), (clone3, (0, 0))):
+        libc.syscall(number, *arguments)
+        out.append(errno.errorcode[ctypes.get_errno()])
+    out
+    """
+    assert (await attack(sandbox, code)).value == "['EPERM', 'ENOSYS']"
+    assert (
+        await attack(sandbox, "import subprocess\nsubprocess.run(['unshare', '-Ur', 'id']).returncode")
+    ).value != "0"
+
+
+# --- using up ------------------------------------------------------------------------------------
+
+
+async def test_fork_bomb(sandbox: PythonSandbox):
+    code = """
+    import os, time
+    born = 0
+    while True:
+        if os.fork() == 0:
+            time.sleep(30)
+            os._exit(0)
+        born += 1
+    """
+    result = await attack(sandbox, code, timeout=10)
+    assert result.limit == "processes"
+    assert result.error_type == "BlockingIOError"
+    assert not result.died
+    born = int((await sandbox.run("born")).value or -1)
+    assert 8 <= born <= 16, "as many as were allowed, and no more"
+    # The bomb that multiplies: every child forks too, and none stops when it is refused.
+    code = """
+    import os
+    while True:
+        try:
+            os.fork()
+        except OSError:
+            pass
+    """
+    began = time.monotonic()
+    result = await attack(sandbox, code, timeout=1)
+    assert result.limit in ("time", "processes")
+    assert time.monotonic() - began < 6
+    await sandbox.reset()
+    assert (await sandbox.run("import os\nlen([p for p in os.listdir('/proc') if p.isdigit()])")).value == "2"
+
+
+async def test_threads_are_counted(sandbox: PythonSandbox):
+    code = """
+    import threading, time
+    threads = [threading.Thread(target=time.sleep, args=(30,), daemon=True) for _ in range(100)]
+    for thread in threads:
+        thread.start()
+    """
+    assert (await attack(sandbox, code)).limit == "processes"
+
+
+async def test_memory_bomb(sandbox: PythonSandbox):
+    result = await attack(sandbox, "x = []\nwhile True: x.append(bytearray(2 ** 20))")
+    assert result.limit == "memory"
+    # Many processes, each below the limit of one: what they hold together counts.
+    if isolation.hierarchy() is None:
+        pytest.skip("no control group is writable here: memory is limited for each process alone")
+    code = """
+    import os, time
+    x = None
+    for _ in range(6):
+        if os.fork() == 0:
+            x = b'x' * (48 * 2 ** 20)
+            time.sleep(30)
+            os._exit(0)
+    time.sleep(2)
+    """
+    result = await sandbox.run(textwrap.dedent(code), timeout=10)
+    assert result.limit == "memory"
+    assert (await sandbox.run("6 * 7")).value == "42"
+
+
+async def test_files_fill_their_own_disk_only(sandbox: PythonSandbox):
+    code = """
+    import os
+    written = 0
+    for place in ('/tmp', '/dev/shm'):
+        try:
+            for number in range(1000):
+                with open(f'{place}/{number}', 'wb') as file:
+                    for _ in range(16):
+                        written += file.write(b'x' * 65536)
+        except OSError as error:
+            print(error)
+    written / 2 ** 20
+    """
+    result = await attack(sandbox, code)
+    assert float(result.value or 0) <= 8 + 8, "8 MB of /tmp and no more of /dev/shm"
+    assert result.stdout.count("No space left") == 2
+    await sandbox.reset()
+    assert (await sandbox.run("import os\nos.listdir('/tmp'), os.listdir('/dev/shm')")).value == "([], [])"
+
+
+async def test_endless_loops_in_python_and_in_c(sandbox: PythonSandbox):
+    result = await attack(sandbox, "while True: pass", timeout=0.3)
+    assert (result.timed_out, result.died) == (True, False)
+    result = await attack(sandbox, "import ctypes\nctypes.CDLL(None).pause()", timeout=0.3)
+    assert result.timed_out
+    endless = "import collections, itertools\ncollections.deque(itertools.repeat(0), maxlen=0)"
+    result = await attack(sandbox, endless, timeout=0.3)  # never looks at signals
+    assert (result.timed_out, result.died) == (True, True)
+
+
+async def test_endless_output(sandbox: PythonSandbox):
+    result = await attack(sandbox, "import os\nos.system('yes')", timeout=10)
+    assert (result.limit, result.truncated, len(result.stdout)) == ("output", True, sandbox.max_output)
+    code = "import subprocess, sys\nprint('before', flush=True)\nsubprocess.Popen(['yes'], stdout=sys.stdout)\n'here'"
+    result = await attack(sandbox, code)
+    assert result.value == "'here'", "a process in the background does not hold the call"
+
+
+async def test_replies_that_lie(sandbox: PythonSandbox):
+    """The code can find the socket on which the interpreter answers and speak for it: it fools its own chain at most."""
+    find = "import os, socket, json\ns = [socket.socket(fileno=os.dup(int(f))) for f in os.listdir('/proc/self/fd') "
+    find += "if os.path.exists(f'/proc/self/fd/{f}') and os.readlink(f'/proc/self/fd/{f}').startswith('socket')][0]\n"
+    for lie in (
+        "s.send(b'x' * 10_000_000)",
+        "s.send(b'not json\\n')",
+        "s.send(b'[1, 2]\\n')",
+        "s.send(json.dumps({'id': 10 ** 9, 'value': 'early'}).encode() + b'\\n')",
+        's.send(b\'{"id": [], "error": {}, "value": 7, "limit": "nonsense"}\\n\')',
+    ):
+        result = await sandbox.run(find + lie, timeout=3)
+        assert isinstance(result, SandboxResult), lie
+        assert (await sandbox.run("6 * 7")).value == "42", lie
+    number = sandbox._number + 1
+    lie = {"id": number, "value": 7, "error": ["no text"], "type": None, "truncated": 3, "limit": "nonsense"}
+    result = await sandbox.run(f"{find}s.send(json.dumps({lie!r}).encode() + b'\\n')", timeout=3)
+    assert (result.value, result.error, result.limit) == (None, None, None), "only text is taken for text"
+    await sandbox.reset()
+    assert (await sandbox.run("6 * 7")).value == "42"
+
+
+# --- what lasts ----------------------------------------------------------------------------------
+
+
+async def test_a_reset_takes_all_of_it(sandbox: PythonSandbox):
+    code = """
+    import os, socket, subprocess, sys, time
+    os.makedirs('/tmp/' + 'd/' * 200)
+    os.symlink('/usr', '/tmp/link')
+    os.mkfifo('/tmp/fifo')
+    open('/dev/shm/note', 'w').write('x')
+    os.chmod('/tmp', 0)
+    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)
+    sock = socket.socket(socket.AF_UNIX); sock.bind('\\0note')
+    """
+    assert (await sandbox.run(textwrap.dedent(code))).ok
+    before = sandbox.pid
+    await sandbox.reset()
+    assert sandbox.pid == before, "the same namespace, and nothing of the last chain in it"
+    code = """
+    import os, socket
+    sock = socket.socket(socket.AF_UNIX); sock.bind('\\0note')
+    os.listdir('/tmp'), os.listdir('/dev/shm'), sorted(int(p) for p in os.listdir('/proc') if p.isdigit())[0], len(
+        [p for p in os.listdir('/proc') if p.isdigit()]), os.access('/usr/bin', os.R_OK)
+    """
+    assert (await sandbox.run(textwrap.dedent(code))).value == "([], [], 1, 2, True)"
+
+
+async def test_folders_deeper_than_any_path_and_closed_to_their_owner_are_wiped(sandbox: PythonSandbox):
+    code = "import os\nfor _ in range(3000):\n    os.mkdir('d'); os.chdir('d')\nopen('secret', 'w').write('x')"
+    assert (await sandbox.run(code)).ok
+    code = (
+        "os.chdir('/tmp')\nfor path in ('a/b/c', 'a/b', 'a'):\n    os.makedirs(path, exist_ok=True); os.chmod(path, 0)"
+    )
+    await sandbox.run("os.chdir('/tmp'); os.makedirs('a/b/c')")
+    assert (await sandbox.run(code.replace("os.makedirs(path, exist_ok=True); ", ""))).ok
+    await sandbox.reset()
+    assert (await sandbox.run("import os\nos.listdir('/tmp')")).value == "[]"
+
+
+async def test_a_reset_that_fails_costs_the_sandbox_and_no_secret(
+    sandbox: PythonSandbox, monkeypatch: pytest.MonkeyPatch
+):
+    await sandbox.run("import os\nfor i in range(1, 4000):\n    os.mkdir(f'/tmp/{i}')")
+    monkeypatch.setattr("agentfly_kit.sandboxes.python._CONTROL_SECONDS", 1e-6)
+    with pytest.raises(SandboxError, match="no answer from the sandbox"):
+        await sandbox.reset()
+    assert not sandbox.alive, "half a reset is no reset"
+    monkeypatch.undo()
+    assert (await sandbox.run("import os\nos.listdir('/tmp')")).value == "[]", "a whole new one"
+
+
+async def test_limits_are_told_as_they_are_held(sandbox: PythonSandbox):
+    group = isolation.hierarchy()
+    if group is None:
+        assert sandbox.applied["memory_mb"].startswith("RLIMIT_DATA")
+    else:
+        assert sandbox.applied["memory_mb"] == f"control group ({group.version}), all processes together"
+    assert sandbox.applied["disk_mb"] == "size of its own /tmp"
+    assert isolation.applied("strict", Limits(network=True), group)["network"] == "open, as asked"
+
+
+USER = """
+import asyncio, os, sys
+sys.path.insert(0, sys.argv[1])
+from agentfly_kit.errors import SandboxError
+from agentfly_kit.sandboxes import PythonSandbox, isolation
+async def main():
+    async with PythonSandbox(isolation="strict", processes=12, memory_mb=96) as sandbox:
+        print(sandbox.applied["processes"], sandbox.applied["memory_mb"], sep="|")
+        code = "import os, time\\nborn = 0\\nwhile True:\\n    if os.fork() == 0: time.sleep(30)\\n    born += 1"
+        result = await sandbox.run(code, timeout=10)
+        print(result.limit, (await sandbox.run("born")).value, sep="|")
+        print((await sandbox.run("x = bytearray(200 * 2 ** 20)")).limit)
+        print((await sandbox.run("import os; os.getuid(), os.path.exists('/etc/passwd')")).value)
+        pid = sandbox.pid
+    print(os.path.exists(f"/proc/{pid}"), isolation.hierarchy())
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests already run without root")
+@pytest.mark.skipif(not os.access("/usr/bin/python3", os.X_OK), reason="another user cannot reach this Python")
+def test_without_root_and_without_control_groups(tmp_path: Path):
+    """As another user, who may write no control group: the limits of the user namespace hold instead."""
+    version = subprocess.run(
+        ["/usr/bin/python3", "-c", "import sys; print(sys.version_info >= (3, 11))"], capture_output=True
+    )
+    if version.stdout != b"True\n":
+        pytest.skip("the system's Python is older than 3.11")
+    package = Path("/tmp") / f"agentfly-test-{os.getpid()}"
+    source = Path(isolation.__file__).parent.parent
+    try:
+        (package / "agentfly_kit").mkdir(parents=True)
+        (package / "agentfly_kit" / "__init__.py").touch()
+        shutil.copy(source / "errors.py", package / "agentfly_kit")
+        shutil.copytree(source / "sandboxes", package / "agentfly_kit" / "sandboxes")
+        subprocess.run(["chmod", "-R", "a+rX", str(package)], check=True)
+        done = subprocess.run(
+            ["/usr/bin/python3", "-c", USER, str(package)],
+            user=12345, group=12345, extra_groups=[], cwd="/", env={"PATH": "/usr/bin:/bin"},
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+    finally:
+        shutil.rmtree(package)
+    lines = done.stdout.splitlines()
+    assert lines, done.stderr
+    assert lines[0] == "RLIMIT_NPROC in its own user namespace|RLIMIT_DATA, each process"
+    limit, born = lines[1].split("|")
+    assert limit == "processes"
+    assert 6 <= int(born) <= 12
+    assert lines[2:] == ["memory", "(65534, False)", "False None"]
+
+
+def test_the_filter_is_valid_for_both_machines():
+    """Every jump lands inside the program, and every path ends in a verdict."""
+    for machine in ("x86_64", "aarch64"):
+        program = seccomp.program(machine)
+        assert program is not None
+        steps = [program[i : i + 8] for i in range(0, len(program), 8)]
+        for place, step in enumerate(steps):
+            code, jt, jf = int.from_bytes(step[:2], "little"), step[2], step[3]
+            if code in (seccomp._EQUAL, seccomp._AT_LEAST, seccomp._ANY_BIT):
+                assert max(jt, jf) + place + 1 < len(steps)
+        assert int.from_bytes(steps[-1][:2], "little") == seccomp._RETURN
+    assert seccomp.program("riscv64") is None
+    assert ctypes.sizeof(ctypes.c_long) == 8 or platform.machine() not in seccomp._MACHINES
