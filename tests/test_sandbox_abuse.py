@@ -369,7 +369,7 @@ async def test_endless_output(sandbox: PythonSandbox):
 
 
 async def test_replies_that_lie(sandbox: PythonSandbox):
-    """The code can find the socket on which the interpreter answers and speak for it: it fools its own chain at most."""
+    """The code can find the socket on which the interpreter answers and speak for it: to its own chain alone."""
     find = "import os, socket, json\ns = [socket.socket(fileno=os.dup(int(f))) for f in os.listdir('/proc/self/fd') "
     find += "if os.path.exists(f'/proc/self/fd/{f}') and os.readlink(f'/proc/self/fd/{f}').startswith('socket')][0]\n"
     for lie in (

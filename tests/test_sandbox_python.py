@@ -213,16 +213,13 @@ async def test_what_ignores_the_interrupt_is_killed(level: str):
         ("import os; os.kill(os.getpid(), 9)", "the interpreter was ended by signal 9"),
         ("import ctypes; ctypes.string_at(0)", "the interpreter was ended by signal 11"),
         ("import os; os.closerange(3, 256)", "the interpreter"),
-        ("import sys; sys.setrecursionlimit(10**8)\ndef f(): f()\nf()", "the interpreter was ended by signal 11"),
     ],
 )
 async def test_death_is_told_and_the_next_call_works(level: str, code: str, error: str):
     async with PythonSandbox(isolation=level, memory_mb=128) as sandbox:
         result = await sandbox.run(code, timeout=10)
-        if "setrecursionlimit" in code and not result.died:
-            pytest.skip("this Python raises where others overflow the stack")
         assert (result.died, result.timed_out, result.ok) == (True, False, False)
-        assert error in (result.error or "") or result.limit == "memory"
+        assert error in (result.error or "")
         assert sandbox.alive
         assert (await sandbox.run("1 + 1")).value == "2"
 

@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 from ..errors import IsolationError, SettingsError
 from . import seccomp
-from .limits import Hierarchy, Limits, find_hierarchy, sweep
+from .limits import Group, Hierarchy, Limits, find_hierarchy, sweep
 
 LEVELS = ("strict", "none")  # best first
 
@@ -141,8 +141,6 @@ def hierarchy() -> Hierarchy | None:
     found = find_hierarchy()
     if found is None:
         return None
-    from .limits import Group
-
     sweep(found)
     try:
         Group(found, Limits()).remove()
@@ -151,7 +149,6 @@ def hierarchy() -> Hierarchy | None:
     return found
 
 
-@functools.cache
 def strict_trouble() -> str:
     """Why there is no strict level here, and what to type; empty if there is one. Tried once, with the real command."""
     if sys.platform != "linux":
@@ -159,11 +156,17 @@ def strict_trouble() -> str:
     program = shutil.which("bwrap")
     if program is None:
         return "bubblewrap is not installed: `apt-get install bubblewrap`, or your system's word for it"
+    return _try(program)
+
+
+@functools.cache
+def _try(program: str) -> str:
+    """Run the interpreter at the strict level. Cached by program: one that is installed later is tried."""
     filter_ = seccomp_file()
     if filter_ is None:
         return f"no system-call filter has been written for {platform.machine()}"
     with filter_:
-        command, environment = strict_command(Limits(), filter_.fileno())
+        command, environment = strict_command(Limits(), filter_.fileno(), program)
         try:
             done = subprocess.run(
                 [*command, python(), "-s", "-S", "-c", "print(6 * 7)"],
@@ -245,14 +248,14 @@ STRICT_HOME = "/tmp"
 STRICT_SHM_MB = 16
 
 
-def strict_command(limits: Limits, seccomp_fd: int) -> tuple[list[str], dict[str, str]]:
+def strict_command(limits: Limits, seccomp_fd: int, program: str = "bwrap") -> tuple[list[str], dict[str, str]]:
     """bwrap and its options, up to the program to run, and the environment to start bwrap itself in.
 
     The environment is clean because bwrap keeps its own, readable inside as /proc/1/environ unless the program is
     pid 1; both doors are closed here. The order of the mounts counts: a later one hides what lies below it.
     """
     variables = environment(STRICT_HOME)
-    command = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
+    command = [shutil.which(program) or program, "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
     if limits.network:
         command += ["--share-net"]
     command += ["--cap-drop", "ALL", "--clearenv"]

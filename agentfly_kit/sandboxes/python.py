@@ -135,7 +135,9 @@ class PythonSandbox:
     @property
     def alive(self) -> bool:
         """It can be used, or reset. An interpreter that died does not make its sandbox dead."""
-        return not self._closed and self._vessel is not None and self._vessel.alive
+        if self._closed or self._vessel is None or self._control is None or self._control.ended:
+            return False
+        return self._vessel.alive
 
     @property
     def applied(self) -> Mapping[str, str]:
@@ -419,10 +421,10 @@ class _Lines:
         self.socket = source
         self.longest = longest
         self.buffer = bytearray()
+        self.ended = False
 
     def read(self) -> list[dict[str, Any]]:
         """The messages that have come. Raises EOFError at the end, ValueError if it is not the protocol."""
-        ended = False
         while True:
             try:
                 data = self.socket.recv(_CHUNK)
@@ -431,7 +433,7 @@ class _Lines:
             except OSError:
                 data = b""
             if not data:
-                ended = True
+                self.ended = True
                 break
             self.buffer += data
             if len(self.buffer) > self.longest:
@@ -439,7 +441,7 @@ class _Lines:
             if len(data) < _CHUNK:
                 break
         *lines, rest = self.buffer.split(b"\n")
-        if ended and not lines:
+        if self.ended and not lines:
             raise EOFError
         self.buffer = bytearray(rest)
         messages = []

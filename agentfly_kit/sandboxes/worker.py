@@ -155,45 +155,41 @@ class Zygote:
             self.worker = 0
             self.tell(op="exit", serial=self.serial, status=os.waitstatus_to_exitcode(status))
 
-    def reap(self) -> None:
+    def reap(self, options: int = os.WNOHANG) -> bool:
+        """Bury the dead; True if no child is left, alive or dead. With options 0 it waits for that."""
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, options)
             except ChildProcessError:
-                return
+                return True
             if not pid:
-                return
+                return False
             self.ended(pid, status)
 
     def kill_all(self, tell: bool = False) -> None:
         """Kill and reap all that descends from here; afterwards nothing of the chain is left."""
         if not tell:
             self.worker = 0
+        if os.getpid() == 1:
+            # Alone in a process namespace, -1 is every other process, and the kernel sends to all of them at once: a
+            # fork bomb cannot slip through between a listing and a kill.
+            try:
+                os.kill(-1, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            self.reap(0)
+            return
         deadline = time.monotonic() + 3.0
         while True:
-            if os.getpid() == 1:
-                # Alone in a process namespace, -1 is every other process, and the kernel sends to all of them at once:
-                # a fork bomb cannot slip through between a listing and a kill.
-                try:
-                    os.kill(-1, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
-            else:
-                victims = descendants(os.getpid()) or ([self.worker] if self.worker else [])
-                for number in (signal.SIGSTOP, signal.SIGKILL):
-                    for pid in victims:
-                        try:
-                            os.kill(pid, number)
-                        except OSError:
-                            pass
-            while True:
-                try:
-                    pid, status = os.waitpid(-1, os.WNOHANG)
-                except ChildProcessError:
-                    return
-                if not pid:
-                    break
-                self.ended(pid, status)
+            victims = descendants(os.getpid()) or ([self.worker] if self.worker else [])
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                for pid in victims:
+                    try:
+                        os.kill(pid, number)
+                    except OSError:
+                        pass
+            if self.reap():
+                return
             if time.monotonic() > deadline:
                 raise TimeoutError("processes of the last chain are still alive after 3 s")
             time.sleep(0.0002)
