@@ -276,7 +276,7 @@ class RolloutRun:
         bar = self._bar()
         workers = [
             asyncio.create_task(self._work(places, bar), name=f"agentfly-chain-{i}")
-            for i in range(min(self.max_concurrency, self.total))
+            for i in range(min(self.max_concurrency, self.total, getattr(self.agent.engine, "slots", self.total)))
         ]
         try:
             done, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)

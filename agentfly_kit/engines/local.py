@@ -8,6 +8,7 @@ ids, and a prompt that another slot holds is copied instead of computed.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import deque
@@ -92,7 +93,9 @@ class LocalEngine(Engine):
         self._session: dict[str, int] = {}
         self._owner: list[str | None] = []  # by slot
         self._used: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-        self._version: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._weights: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # by slot: which weights made its keys
+        self._now = 0
+        self._known: tuple[int, int] | None = None
         self._tick = 0
         self.prefilled = 0
         """Tokens computed as context since the start; copies and reused history are not counted."""
@@ -191,9 +194,11 @@ class LocalEngine(Engine):
         """Everything in flight gets the error; the slots are made anew, for their state is unknown."""
         wrapped = EngineError(f"LocalEngine failed while sampling: {type(error).__name__}: {error}")
         wrapped.__cause__ = error
-        requests = [*self._waiting, *(r for r in self._rows[: self._active] if r is not None)]
+        # All rows: those behind the running ones may be reserved by a prefill that did not end.
+        requests = [*self._waiting, *(r for r in self._rows if r is not None)]
         self._waiting, self._rows, self._active, self._store = [], [], 0, None
         self._session, self._owner = {}, []
+        self._used, self._weights = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
         self._deliver([(request, wrapped) for request in requests])
 
     @staticmethod
@@ -253,19 +258,27 @@ class LocalEngine(Engine):
             self._rows.extend([None] * extra)
             self._owner.extend([None] * extra)
             self._used = np.concatenate([self._used, np.zeros(extra, dtype=np.int64)])
-            self._version = np.concatenate([self._version, np.full(extra, -1, dtype=np.int64)])
+            self._weights = np.concatenate([self._weights, np.full(extra, -1, dtype=np.int64)])
         return store
+
+    def _look_at_weights(self) -> None:
+        """Number the weights that are there now. Not by `policy.version` alone: loading weights may bring it back."""
+        key = (self.policy.version, sum(p._version for p in self.policy.model.parameters()))
+        if key != self._known:
+            self._known = key
+            self._now += 1
 
     def _admit(self, request: _Request) -> tuple[int, int] | None:
         """A slot for the request and how many of its ids are in it already; None if every slot is running."""
         store = self._room(len(request.ids) + request.limit + 1)
-        stale = self._version != self.policy.version
-        stale[: self._active] = False  # running rows end their turn on what they have
-        store.length[stale] = 0
+        stale = self._weights != self._now
+        store.length[stale & (np.arange(len(stale)) >= self._active)] = (
+            0  # running rows end their turn on what they have
+        )
         own = self._session.get(request.session) if request.session is not None else None
         if own is not None and self._rows[own] is not None:
             raise EngineError(f"two requests of the session {request.session!r} at once; a chain samples one at a time")
-        source, common = store.longest_prefix(request.ids, own)
+        source, common = store.longest_prefix(request.ids, own, ~stale)
         common = min(common, len(request.ids) - 1)  # at least one token must run, for its logits
         if own is None:
             own = self._take(avoid=source if common else None)
@@ -274,7 +287,7 @@ class LocalEngine(Engine):
         if source != own and common:
             store.copy(source, own, common)
         store.length[own] = common
-        self._version[own] = self.policy.version
+        self._weights[own] = self._now
         self._used[own] = self._tick
         if request.session is not None:
             self._session[request.session] = own
@@ -303,7 +316,7 @@ class LocalEngine(Engine):
         self._store.swap(a, b)
         self._rows[a], self._rows[b] = self._rows[b], self._rows[a]
         self._owner[a], self._owner[b] = self._owner[b], self._owner[a]
-        for array in (self._used, self._version):
+        for array in (self._used, self._weights):
             array[[a, b]] = array[[b, a]]
         for slot in (a, b):
             owner = self._owner[slot]
@@ -339,63 +352,33 @@ class LocalEngine(Engine):
         chosen: list[tuple[_Request, int, int]] = []
         later: list[_Request] = []
         same: set[bytes] = set()
-        taken: set[int] = set()
         width = 0
-        for request in self._waiting:
-            key = request.ids.tobytes()
-            width = max(width, min(len(request.ids), _WIDTHS[-1]))
-            # Chains of one group bring the same prompt: one computes it, the others copy it a moment later.
-            if width * (len(chosen) + 1) > _PREFILL_TOKENS or key in same:
-                later.append(request)
-                continue
-            place = self._admit(request)
-            if place is None or place[0] in taken:
-                later.append(request)
-                continue
-            same.add(key)
-            taken.add(place[0])
-            self._rows[place[0]] = request  # reserved: `_take` leaves it alone
-            chosen.append((request, *place))
-        self._waiting = later
-        if not chosen:
-            return
-        store = self._store
-        assert store is not None
-        device = self.policy.device
-        for request, slot, _ in chosen:
-            store.ids[slot, : len(request.ids)] = request.ids
-        done: dict[int, Tensor] = {}
-        left = [(request, slot, start) for request, slot, start in chosen]
+        # Locked from here on: what is admitted as computed with these weights is continued with these weights.
         with self.policy.lock:
-            while left:
-                longest = max(len(r.ids) - start for r, _, start in left)
-                width = next((w for w in _WIDTHS if w >= longest), _WIDTHS[-1])
-                tokens = np.zeros((len(left), width), dtype=np.int64)
-                starts = np.array([start for _, _, start in left])
-                counts = np.array([min(width, len(r.ids) - start) for r, _, start in left])
-                for i, (request, _, start) in enumerate(left):
-                    tokens[i, : counts[i]] = request.ids[start : start + counts[i]]
-                # Padding is written just behind the row, where the next token will overwrite it unread.
-                ends = starts + counts
-                positions = torch.as_tensor(
-                    np.minimum(starts[:, None] + np.arange(width), ends[:, None]), device=device
-                )
-                slots = torch.as_tensor([slot for _, slot, _ in left], device=device)
-                hidden = self._forward(torch.as_tensor(tokens, device=device), positions, slots)
-                self.prefilled += int(counts.sum())
-                following = []
-                for i, (request, slot, start) in enumerate(left):
-                    end = start + int(counts[i])
-                    store.length[slot] = end
-                    if end == len(request.ids):
-                        done[slot] = hidden[i, int(counts[i]) - 1]
-                    else:
-                        following.append((request, slot, end))
-                left = following
-            states = torch.stack([done[slot] for _, slot, _ in chosen])
-            padded = torch.cat([states, states[:1].expand(-len(chosen) % _ROWS, -1)])
-            logits = self.policy.logits(padded)[: len(chosen)]
-            version = self.policy.version
+            self._look_at_weights()
+            for request in self._waiting:
+                key = request.ids.tobytes()
+                width = max(width, min(len(request.ids), _WIDTHS[-1]))
+                # Chains of one group bring the same prompt: one computes it, the others copy it in the next round.
+                if width * (len(chosen) + 1) > _PREFILL_TOKENS or key in same:
+                    later.append(request)
+                    continue
+                try:
+                    place = self._admit(request)
+                except EngineError as error:
+                    self._deliver([(request, error)])
+                    continue
+                if place is None:
+                    later.append(request)
+                    continue
+                if place[1] < len(request.ids) - 1:
+                    same.add(key)
+                self._rows[place[0]] = request  # reserved: `_take` leaves it alone
+                chosen.append((request, *place))
+            self._waiting = later
+            if not chosen:
+                return
+            logits, version = self._prompt_logits(chosen)
         looking = [i for i, (r, _, _) in enumerate(chosen) if r.top]
         if looking:
             self._deliver([(chosen[i][0], self._top(logits[i], chosen[i][0])) for i in looking])
@@ -418,6 +401,43 @@ class LocalEngine(Engine):
                 self._rows[self._rows.index(request)] = None
                 results.append((request, self._sample(request, stop)))
         self._deliver(results)
+
+    def _prompt_logits(self, chosen: list[tuple[_Request, int, int]]) -> tuple[Tensor, int]:
+        """Compute (request, slot, how much of it is there); logits after each prompt (R, V), and their version."""
+        store = self._store
+        assert store is not None
+        device = self.policy.device
+        for request, slot, _ in chosen:
+            store.ids[slot, : len(request.ids)] = request.ids
+        done: dict[int, Tensor] = {}
+        left = [(request, slot, start) for request, slot, start in chosen]
+        while left:
+            longest = max(len(r.ids) - start for r, _, start in left)
+            width = next((w for w in _WIDTHS if w >= longest), _WIDTHS[-1])
+            tokens = np.zeros((len(left), width), dtype=np.int64)
+            starts = np.array([start for _, _, start in left])
+            counts = np.array([min(width, len(r.ids) - start) for r, _, start in left])
+            for i, (request, _, start) in enumerate(left):
+                tokens[i, : counts[i]] = request.ids[start : start + counts[i]]
+            # Padding is written just behind the row, where the next token will overwrite it unread.
+            ends = starts + counts
+            positions = torch.as_tensor(np.minimum(starts[:, None] + np.arange(width), ends[:, None]), device=device)
+            slots = torch.as_tensor([slot for _, slot, _ in left], device=device)
+            hidden = self._forward(torch.as_tensor(tokens, device=device), positions, slots)
+            self.prefilled += int(counts.sum())
+            following = []
+            for i, (request, slot, start) in enumerate(left):
+                end = start + int(counts[i])
+                store.length[slot] = end
+                if end == len(request.ids):
+                    done[slot] = hidden[i, int(counts[i]) - 1]
+                else:
+                    following.append((request, slot, end))
+            left = following
+        states = torch.stack([done[slot] for _, slot, _ in chosen])
+        padded = torch.cat([states, states[:1].expand(-len(chosen) % _ROWS, -1)])
+        logits = self.policy.logits(padded)[: len(chosen)]
+        return logits, self.policy.version
 
     def _decode(self) -> None:
         store = self._store
@@ -470,6 +490,8 @@ class LocalEngine(Engine):
         )
         self.sampled += len(requests)
         ids, logprobs, entropies = drawn.ids.tolist(), drawn.logprobs.tolist(), drawn.entropies.tolist()
+        if not all(map(math.isfinite, logprobs)):
+            raise EngineError("the logits are not finite: the policy's weights have diverged")
         kept = drawn.kept.tolist() if drawn.kept is not None else None
         stops = self.policy.chat.stop_ids
         ended: list[str | None] = []

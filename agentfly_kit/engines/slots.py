@@ -71,12 +71,14 @@ class Slots:
 
     # --- moving ---
 
-    def longest_prefix(self, ids: npt.NDArray[np.int64], favourite: int | None) -> tuple[int, int]:
-        """The slot that holds most of the beginning of `ids`, and how many tokens of it. `favourite` wins a tie."""
+    def longest_prefix(
+        self, ids: npt.NDArray[np.int64], favourite: int | None, usable: npt.NDArray[np.bool_]
+    ) -> tuple[int, int]:
+        """The usable slot that holds most of the beginning of `ids`, and how many tokens. `favourite` wins a tie."""
         width = min(len(ids), self.capacity)
         same = self.ids[:, :width] == ids[:width]
         common = np.where(same.all(axis=1), width, same.argmin(axis=1))
-        common = np.minimum(common, self.length)
+        common = np.where(usable, np.minimum(common, self.length), 0)
         best = int(common.argmax())
         if favourite is not None and common[favourite] == common[best]:
             best = favourite
