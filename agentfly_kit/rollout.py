@@ -274,10 +274,9 @@ class RolloutRun:
     async def _run(self) -> Rollout:
         places = iter(self._places)
         bar = self._bar()
-        workers = [
-            asyncio.create_task(self._work(places, bar), name=f"agentfly-chain-{i}")
-            for i in range(min(self.max_concurrency, self.total, getattr(self.agent.engine, "slots", self.total)))
-        ]
+        # More chains than an engine holds would push each other's history out: slower, and other last bits.
+        count = min(self.max_concurrency, self.total, getattr(self.agent.engine, "slots", self.total))
+        workers = [asyncio.create_task(self._work(places, bar), name=f"agentfly-chain-{i}") for i in range(count)]
         try:
             done, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
             for worker in done:
