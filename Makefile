@@ -3,7 +3,7 @@ PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab test test-real soak check format policy wheel clean
+.PHONY: help install demo lab test test-real soak check format policy notebooks wheel clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -41,6 +41,11 @@ format: install  ## let ruff put the tree in order
 policy: install  ## remake the shipped tasks and policy in data/ (about a minute)
 	@$(PY) -m agentfly_kit.tiny tasks --out data/calculator
 	@$(PY) -m agentfly_kit.tiny policy --out data/policies/calculator
+
+notebooks: install  ## run all notebooks and keep what they put out (one: make notebooks NB=notebooks/01_quickstart.ipynb)
+	@for notebook in $(or $(NB),$(wildcard notebooks/*.ipynb)); do \
+		$(PY) scripts/demo $$notebook --save --out build/notebook && .venv/bin/nbstripout --keep-output --keep-count \
+		--extra-keys metadata.widgets $$notebook || exit 1; done
 
 bench-%: install  ## bench-learning and the others in benchmarks/: JSON on standard output
 	@$(PY) benchmarks/bench_$(subst -,_,$*).py $(ARGS)
