@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import inspect
 import itertools
+import logging
 import threading
 import time
 import warnings
@@ -154,6 +155,26 @@ class Lease(Generic[S]):
         return f"<Lease {self._pool.name} {self.id} of {self.owner}, {state}>"
 
 
+class _Listener:
+    """A callback, and whether it has been complained about."""
+
+    def __init__(self, callback: Callable[[PoolEvent], object]) -> None:
+        self.callback = callback
+        self.blamed = False
+
+    def tell(self, event: PoolEvent, name: str) -> None:
+        try:
+            self.callback(event)
+        except Exception as error:
+            if self.blamed:
+                return
+            self.blamed = True
+            try:
+                warnings.warn(f"a listener of the pool of {name} raised {error!r}; this is said once", stacklevel=2)
+            except Warning:  # where warnings are errors: they are the listener's, not those of whoever holds a lease
+                logging.getLogger(__name__).exception("a listener of the pool of %s raised", name)
+
+
 # --- the pool ------------------------------------------------------------------------------------
 
 
@@ -225,7 +246,7 @@ class Pool(Generic[S]):
         self._tickets: dict[int, _Ticket] = {}
         self._next_ticket = itertools.count(1)
         self._tasks: dict[asyncio.Task[None], int] = {}  # what is under way -> its slot
-        self._listeners: list[Callable[[PoolEvent], object]] = []
+        self._listeners: list[_Listener] = []
         self._events: deque[PoolEvent] = deque()
         self._sequence = 0
         self._telling = False
@@ -288,15 +309,16 @@ class Pool(Generic[S]):
     def subscribe(self, callback: Callable[[PoolEvent], object]) -> Callable[[], None]:
         """Call `callback` with every change from now on, in order; returns what ends that.
 
-        It is called between the pool's steps, in the thread that made the change, and must be quick. One that raises is
-        warned about once and not called again.
+        It is called between the pool's steps, in the thread that made the change, and must be quick. If it raises,
+        there is a warning, once, and the pool goes on.
         """
+        listener = _Listener(callback)
         with self._lock:
-            self._listeners.append(callback)
+            self._listeners.append(listener)
 
         def unsubscribe() -> None:
             with self._lock, contextlib.suppress(ValueError):
-                self._listeners.remove(callback)
+                self._listeners.remove(listener)
 
         return unsubscribe
 
@@ -593,12 +615,7 @@ class Pool(Generic[S]):
                 event = self._events.popleft()
                 listeners = list(self._listeners)
             for listener in listeners:
-                try:
-                    listener(event)
-                except Exception as error:
-                    with self._lock, contextlib.suppress(ValueError):
-                        self._listeners.remove(listener)
-                    warnings.warn(f"a listener of {self!r} raised and is not called again: {error!r}", stacklevel=2)
+                listener.tell(event, self.name)
 
     def _why_none(self, timeout: float) -> str:
         s = self.snapshot()

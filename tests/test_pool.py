@@ -361,7 +361,7 @@ async def test_events_are_complete_and_in_order():
     assert [event.time for event in events] == sorted(event.time for event in events)
 
 
-async def test_a_listener_that_raises_harms_nobody_and_is_warned_about_once():
+async def test_a_listener_that_raises_harms_nobody_and_is_warned_about_once(caplog: pytest.LogCaptureFixture):
     def bad(event: PoolEvent) -> None:
         raise ZeroDivisionError(event.kind)
 
@@ -374,8 +374,16 @@ async def test_a_listener_that_raises_harms_nobody_and_is_warned_about_once():
             for _ in range(3):
                 async with pool.lease():
                     pass
-        assert len([w for w in caught if "raised and is not called again" in str(w.message)]) == 1
+        assert [str(w.message) for w in caught] == [
+            "a listener of the pool of Notes raised ZeroDivisionError('waiting'); this is said once"
+        ]
         assert len(good) > 10
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # as in this project's own tests: still no harm
+            pool.subscribe(bad)
+            async with pool.lease():
+                pass
+    assert caplog.messages == ["a listener of the pool of Notes raised"]
 
 
 async def test_a_listener_may_use_the_pool():
@@ -506,6 +514,65 @@ async def test_a_turn_may_be_set_from_another_thread():
         thread.join()
         assert pool.snapshot().leases[0].turn == 7
         await lease.release()
+
+
+class Steps(Notes):
+    """Every method gives way to the loop three times: three awaits at which it can be cancelled."""
+
+    async def start(self) -> None:
+        Notes.open.add(self)
+        await three_steps()
+
+    async def reset(self) -> None:
+        await three_steps()
+        self.kept.clear()
+
+    async def close(self) -> None:
+        await three_steps()
+        self.kill()
+
+
+async def three_steps() -> None:
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("first", ["cold", "warm", "waiting"])
+async def test_cancelled_at_each_step_of_the_loop(first: str):
+    """One chain, cancelled after 0, 1, 2, ... steps until it is through; another one always waits behind it."""
+    finished = False
+    for steps in range(100):
+        async with Pool(Steps, size=1) as pool:
+            held = await pool.acquire("holder") if first == "waiting" else None
+            if first == "warm":
+                await (await pool.acquire()).release()
+
+            async def chain() -> None:
+                async with pool.lease("chain") as notes:
+                    await notes.run("x")
+                    await three_steps()
+
+            task = asyncio.ensure_future(chain())
+            await asyncio.sleep(0)
+            behind = asyncio.ensure_future(pool.acquire("behind", timeout=2))
+            if held is not None:
+                releasing = asyncio.ensure_future(held.release())
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            finished = task.done()
+            task.cancel()
+            await asyncio.wait([task])
+            lease = await behind
+            assert lease.sandbox.kept == [], "what the cancelled one wrote is gone"
+            if held is not None:
+                await releasing
+            assert repr(pool) == "<Pool Steps 1 leased, 0 idle, 0 starting, 0 waiting, size 1>"
+            await lease.release()
+        assert not Notes.open
+        if finished:
+            break
+    assert finished
+    assert steps > 5, "there were awaits to be cancelled at"
 
 
 async def test_never_more_than_size_and_nothing_left_after_many_cancellations():

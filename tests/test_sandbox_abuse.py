@@ -205,6 +205,17 @@ async def test_its_own_loopback_works(sandbox: PythonSandbox):
     assert (await attack(sandbox, code)).value == "b'hello'"
 
 
+async def test_the_network_is_there_when_it_was_asked_for():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code = (
+            f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), timeout=2).fileno() > 0"
+        )
+        async with PythonSandbox(isolation="strict", network=True) as sandbox:
+            assert (await attack(sandbox, code)).value == "True"
+        async with PythonSandbox(isolation="strict") as sandbox:
+            assert (await attack(sandbox, code)).error_type == "ConnectionRefusedError"
+
+
 async def test_signals_to_the_host(sandbox: PythonSandbox):
     got: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
@@ -427,6 +438,20 @@ async def test_folders_deeper_than_any_path_and_closed_to_their_owner_are_wiped(
     assert (await sandbox.run(code.replace("os.makedirs(path, exist_ok=True); ", ""))).ok
     await sandbox.reset()
     assert (await sandbox.run("import os\nos.listdir('/tmp')")).value == "[]"
+
+
+async def test_a_python_that_lies_below_tmp_is_seen_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its folder is bound after the sandbox's own /tmp is mounted, which would hide it, and a reset goes round it."""
+    venv = tmp_path / "venv"
+    venv.mkdir()
+    (venv / "module.py").write_text("x = 1")
+    folders = [*isolation.python_folders(), str(venv)]
+    monkeypatch.setattr(isolation, "python_folders", lambda: folders)
+    async with PythonSandbox(isolation="strict") as sandbox:
+        look = f"import os\nos.path.exists({str(venv / 'module.py')!r}), os.path.exists('/tmp/note')"
+        assert (await sandbox.run("open('/tmp/note', 'w').close()\n" + look)).value == "(True, True)"
+        await sandbox.reset()
+        assert (await sandbox.run(look)).value == "(True, False)"
 
 
 async def test_a_reset_that_fails_costs_the_sandbox_and_no_secret(

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -457,6 +458,22 @@ async def test_chains_that_are_cancelled_anywhere(level: str):
         assert (s.leased, s.waiting) == (0, 0)
         assert len(s.sandboxes) <= 3
     assert not zygotes()
+
+
+def test_a_sandbox_outlives_the_thread_that_started_it(level: str):
+    """ "Die with your parent" means the parent's thread: hence one thread, alive as long as Python, that starts them."""
+    sandbox = PythonSandbox(isolation=level)
+    thread = threading.Thread(target=lambda: asyncio.run(sandbox.start()))
+    thread.start()
+    thread.join()
+    time.sleep(0.05)
+    assert sandbox.alive
+
+    async def use() -> str | None:
+        async with sandbox:
+            return (await sandbox.run("6 * 7")).value
+
+    assert asyncio.run(use()) == "42"
 
 
 def test_one_event_loop_after_another(level: str):
