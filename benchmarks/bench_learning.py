@@ -1,0 +1,198 @@
+"""How well and how fast the shipped policy learns the calculator: several seeds, held-out tasks, cpu seconds.
+
+    make bench-learning            # or: python benchmarks/bench_learning.py --seeds 5 --out learning.json
+
+JSON goes to standard output (and to --out), a line a run to standard error. "cpu seconds" are this process's, so a
+busy machine counts little; time spent in evaluation is not in them. "first batch" is the first iteration whose sampled
+training chains succeed in 90 % of cases or more: its episodes include that iteration's own.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two threads make a model this small slower
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import argparse
+import ast
+import asyncio
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import agentfly_kit as af
+
+GOOD = 0.90
+BARS = {"grpo": {"success": 0.92, "cpu_seconds_to_good": 5.0}, "ppo": {"success": 0.88, "cpu_seconds_to_good": 12.0}}
+ADVANTAGE = {"grpo": "grpo", "ppo": "gae"}
+_SIGNS = {ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__}
+
+
+@af.tool
+def calculator(expression: str) -> str:
+    """Evaluate an arithmetic expression.
+
+    Args:
+        expression: for example "3*(4+5)".
+    """
+    try:
+        return str(_value(ast.parse(expression.strip(), mode="eval").body))
+    except (SyntaxError, ValueError) as error:
+        raise af.ToolError("only integers, + - * and brackets") from error
+
+
+def _value(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in _SIGNS:
+        return _SIGNS[type(node.op)](_value(node.left), _value(node.right))
+    raise ValueError(ast.dump(node))
+
+
+@af.reward
+def exact(final: str | None, answer: str) -> float:
+    """1 for the very number."""
+    return float(final == answer)
+
+
+async def learn(algorithm: str, seed: int, steps: int, tasks: Any, held_out: Any) -> dict[str, Any]:
+    """One run from the shipped policy."""
+    policy = af.tiny.policy("calculator", value_head=algorithm == "ppo")
+    agent = af.Agent(
+        af.LocalEngine(policy),
+        chat=policy.chat,
+        tools=[calculator],
+        reward=exact,
+        max_turns=4,
+        sampling=af.Sampling(temperature=1.0, max_tokens=64),
+        seed=seed,
+    )
+    config = af.TrainConfig(steps=steps, advantage=ADVANTAGE[algorithm], seed=seed)
+    before = await measure(agent, held_out)
+    batches: list[float] = []
+    good: tuple[int, float] | None = None
+    began, wall = time.process_time(), time.perf_counter()
+    async for step in af.train(agent, policy, tasks, config):
+        batches.append(round(step.success, 4))
+        if good is None and step.success >= GOOD:
+            good = (len(batches) * config.tasks_per_step * config.group_size, time.process_time() - began)
+    cpu, wall = time.process_time() - began, time.perf_counter() - wall
+    after = await measure(agent, held_out)
+    await agent.engine.close()
+    return {
+        "algorithm": algorithm,
+        "seed": seed,
+        "episodes": steps * config.tasks_per_step * config.group_size,
+        "before": before,
+        "after": after,
+        "batches": batches,
+        "episodes_to_good": good[0] if good else None,
+        "cpu_seconds_to_good": round(good[1], 2) if good else None,
+        "cpu_seconds": round(cpu, 2),
+        "wall_seconds": round(wall, 2),
+    }
+
+
+async def measure(agent: Any, held_out: Any) -> dict[str, Any]:
+    """Success on held-out tasks, sampled and greedy apart; intervals are 95 %, by bootstrap over tasks."""
+    sampled = await af.evaluate(agent, held_out)
+    greedy = await af.evaluate(agent, held_out, greedy=True)
+    return {
+        "n": sampled.tasks,
+        "sampled": round(sampled.success, 4),
+        "interval": [round(sampled.low, 4), round(sampled.high, 4)],
+        "greedy": round(greedy.success, 4),
+        "calls": round(sampled.calls, 3),
+        "tokens": round(sampled.tokens, 1),
+    }
+
+
+def summary(algorithm: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Over seeds; a run that never had a good batch counts as infinitely slow, so the median says so."""
+    after = [run["after"]["sampled"] for run in runs]
+    never = float("inf")
+    cpu = statistics.median(run["cpu_seconds_to_good"] or never for run in runs)
+    episodes = statistics.median(run["episodes_to_good"] or never for run in runs)
+    bar = BARS[algorithm]
+    return {
+        "seeds": len(runs),
+        "before": round(statistics.mean(run["before"]["sampled"] for run in runs), 4),
+        "success": round(statistics.mean(after), 4),
+        "success_by_seed": after,
+        "greedy": round(statistics.mean(run["after"]["greedy"] for run in runs), 4),
+        "cpu_seconds_to_good": cpu if cpu < never else None,
+        "episodes_to_good": episodes if episodes < never else None,
+        "cpu_seconds": round(statistics.median(run["cpu_seconds"] for run in runs), 2),
+        "lowest_batch_after_good": min(
+            (min(run["batches"][run["batches"].index(first) :]) for run in runs if (first := first_good(run))),
+            default=None,
+        ),
+        "bars": bar,
+        "met": statistics.mean(after) >= bar["success"] and cpu <= bar["cpu_seconds_to_good"],
+    }
+
+
+def first_good(run: dict[str, Any]) -> float | None:
+    return next((success for success in run["batches"] if success >= GOOD), None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=24, help="iterations of 128 episodes")
+    parser.add_argument("--algorithms", nargs="+", choices=sorted(BARS), default=sorted(BARS))
+    parser.add_argument("--out", type=Path, default=None)
+    given = parser.parse_args()
+    import torch
+    import transformers
+
+    tasks = af.load_tasks("calculator")
+    runs: list[dict[str, Any]] = []
+    for algorithm in given.algorithms:
+        for seed in range(given.seeds):
+            run = asyncio.run(learn(algorithm, seed, given.steps, tasks.train, tasks.test))
+            runs.append(run)
+            print(
+                f"{algorithm} seed {seed}: {run['before']['sampled']:.3f} -> {run['after']['sampled']:.3f} "
+                f"(greedy {run['after']['greedy']:.3f}), {GOOD:.0%} after {run['episodes_to_good']} episodes and "
+                f"{run['cpu_seconds_to_good']} cpu s, all {run['episodes']} in {run['cpu_seconds']} cpu s",
+                file=sys.stderr,
+                flush=True,
+            )
+    result = {
+        "benchmark": "learning",
+        "machine": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "threads": torch.get_num_threads(),
+            "processor": processor(),
+            "cores": os.cpu_count(),
+            "load": [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None,
+        },
+        "summary": {a: summary(a, [run for run in runs if run["algorithm"] == a]) for a in given.algorithms},
+        "runs": runs,
+    }
+    text = json.dumps(result, indent=1)
+    print(text)
+    if given.out is not None:
+        given.out.write_text(text + "\n", encoding="utf-8")
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    main()
