@@ -23,7 +23,7 @@ from agentfly_kit.errors import SandboxError
 from agentfly_kit.sandboxes import PythonSandbox, SandboxResult, isolation, seccomp
 from agentfly_kit.sandboxes.limits import Limits
 
-TROUBLE = isolation.strict_trouble()
+TROUBLE = isolation.strict_trouble() if shutil.which("bwrap") is None else ""
 pytestmark = pytest.mark.skipif(bool(TROUBLE), reason=TROUBLE)
 
 

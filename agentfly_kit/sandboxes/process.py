@@ -16,11 +16,12 @@ import socket
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import BinaryIO, TypeVar
 
 from ..errors import SandboxError
-from . import isolation
+from . import isolation, worker
 from .limits import Group, Limits
 
 T = TypeVar("T")
@@ -137,8 +138,6 @@ class Vessel:
                     process.wait(_PATIENCE)
                 except subprocess.TimeoutExpired:
                     self._kill(process)
-                if self.group is None:
-                    self._kill_group(process)
             if self.group is not None:
                 self.group.kill()
                 self.group.remove()
@@ -158,16 +157,32 @@ class Vessel:
 
     @staticmethod
     def _kill(process: subprocess.Popen[bytes]) -> None:
-        Vessel._kill_group(process)
+        """Kill it and all below it: without namespaces, what a dead zygote leaves behind is nobody's."""
+        _signal(process.pid, signal.SIGSTOP)  # stopped, it still adopts the orphans that its children leave
+        for _ in range(100):
+            below = [pid for pid in worker.descendants(process.pid) if not _is_dead(pid)]
+            for pid in below:
+                _signal(pid, signal.SIGKILL)
+            if not below:
+                break
+            time.sleep(0.001)
         process.kill()
         process.wait()
 
-    @staticmethod
-    def _kill_group(process: subprocess.Popen[bytes]) -> None:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)  # it leads its own session
-        except (ProcessLookupError, PermissionError):
-            pass
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def _is_dead(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int) -> Vessel:
@@ -200,12 +215,12 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int) 
             opened.append(filter_)
             passed.append(filter_.fileno())
             command, environment = isolation.strict_command(limits, filter_.fileno())
-            worker, home, wipes, folder = isolation.STRICT_WORKER, isolation.STRICT_HOME, ["/tmp", "/dev/shm"], None
+            script, home, wipes, folder = isolation.STRICT_WORKER, isolation.STRICT_HOME, ["/tmp", "/dev/shm"], None
             if limits.processes is not None and groups is None:
                 rlimits["RLIMIT_NPROC"] = limits.processes + 1  # counted in its own user namespace, with the zygote
         else:
             vessel.scratch = folder = tempfile.mkdtemp(prefix=f"agentfly-sandbox-{os.getpid()}-")
-            command, worker, home, wipes = [], str(isolation.WORKER), folder, [folder]
+            command, script, home, wipes = [], str(isolation.WORKER), folder, [folder]
             environment = isolation.environment(home, os.environ.get("PATH", os.defpath))
         settings = {
             "op": "settings", "rlimits": rlimits, "cpu_seconds": limits.cpu_seconds, "max_output": max_output,
@@ -213,7 +228,7 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int) 
             "pdeathsig": level == "none", "scratch": folder, "executable": isolation.shown_python(),
         }  # fmt: skip
         host.sendall(json.dumps(settings).encode() + b"\n")
-        command = [*command, isolation.python(), "-s", "-S", worker, str(inside.fileno())]
+        command = [*command, isolation.python(), "-s", "-S", script, str(inside.fileno())]
         if vessel.group is not None:
             # A shell enters the group and becomes the sandbox: no code of ours runs between fork and exec, where
             # another thread's lock could hang it, and a big host process is not copied.
