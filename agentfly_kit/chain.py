@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import itertools
 import math
 import time
+import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +27,7 @@ from agentfly_kit.types import (
     Failure,
     Message,
     Sample,
+    Sampling,
     Task,
     ToolCall,
     Trajectory,
@@ -66,24 +69,37 @@ class Chain:
     stop, error  why it ended, once it did
     """
 
-    def __init__(self, agent: Agent, task: Task, place: Place | None = None, *, report: Report | None = None) -> None:
+    def __init__(self, agent: Agent, task: Task, place: Place | None = None) -> None:
         self.agent = agent
         self.task = task
         self.place = place if place is not None else Place(group=f"chain-0:{task.id}")
+        self._noise = self.place  # of a fork with the same noise: the place of the chain that it samples like
         self.id = self.place.id
         self.stop: str | None = None
         self.error: Failure | None = None
         self.context = Context(task, trajectory_id=self.id, seed=self._seed(0), pools=agent.pools)
-        self.gate: Callable[[], Awaitable[None]] | None = None
-        """Awaited before each sample and each act; a paused rollout waits here."""
+        self._gate: Callable[[], Awaitable[None]] | None = None
+        self._spawn: Callable[[Chain], None] | None = None
         self._session = f"{self.id}#{next(_sessions)}"
-        self._report: Report = report or (lambda *_: None)
+        self._report: Report = lambda *_: None
         self._began = time.perf_counter()
         self._busy = False
         self._closed = False
+        self._forks = itertools.count(1)
         self._tools = tuple(agent.tools.schemas) if agent.tools else ()
         self._trajectory: Trajectory | None = None
         self.turn: Turn = self._prompt()
+
+    def watch(
+        self,
+        report: Report,
+        *,
+        gate: Callable[[], Awaitable[None]] | None = None,
+        spawn: Callable[[Chain], None] | None = None,
+    ) -> None:
+        """What a rollout gives its chains: someone to report to, a gate that is awaited before each sample and act (a
+        paused rollout waits there), and someone who runs the forks that `after_observation` asks for."""
+        self._report, self._gate, self._spawn = report, gate, spawn
 
     # --- where it stands ---
 
@@ -109,7 +125,7 @@ class Chain:
         return self.row()._repr_html_()
 
     def _seed(self, turn: int) -> int:
-        p = self.place
+        p = self._noise
         return seeds.derive(self.agent.seed, p.purpose, p.rollout, self.task.id, p.group, p.chain, p.fork, turn)
 
     def _prompt(self) -> Turn:
@@ -154,21 +170,23 @@ class Chain:
         sampling = agent.sampling.replace(temperature=0.0) if greedy else agent.sampling
         if agent.max_tokens is not None:
             left = agent.max_tokens - self._action_tokens()
-            sampling = sampling.replace(max_tokens=max(1, min(sampling.max_tokens, left)))
+            if left < 1:
+                return self._end_untold("chain_tokens")
+            sampling = sampling.replace(max_tokens=min(sampling.max_tokens, left))
         ids = self.ids
         if len(ids) + 1 >= agent.engine.max_length:
-            return self._end("context_full")
+            return self._end_untold("context_full")
         await self._wait()
         self._report("turn", "start", "sampling", index, "")
         seed = self._seed(index)
         request = TurnRequest(self.task, index, self._session, self._messages(), self._tools)
         sample = await agent.engine.sample(ids, sampling, seed, request=request)
-        turn = self._action(sample, seed)
+        turn = self._action(sample, sampling, seed)
         self._settle(turn, sample, sampling.max_tokens)
         self._report("turn", "end", "waiting", index, turn.text)
         return turn
 
-    def _action(self, sample: Sample, seed: int) -> Turn:
+    def _action(self, sample: Sample, sampling: Sampling, seed: int) -> Turn:
         """The door through which sampled tokens enter: what the engine gave, as it gave it."""
         engine, chat = self.agent.engine, self.agent.chat
         ids, text = sample.ids, sample.text
@@ -180,7 +198,10 @@ class Chain:
             raise AlignmentError(f"{type(engine).__name__} declares logprobs and gave none")
         author = self.agent.name if engine.author == "policy" else engine.author
         more: dict[str, Any] = {"text": text or ""} if ids is None else {}
-        written, calls = self._read(ids, text)
+        kept = sample.kept_mass
+        if kept is None and sampling.greedy and sample.logprobs is not None:
+            kept = tuple(math.exp(lp) for lp in sample.logprobs)  # greedy is the hardest truncation: to one token
+        written, calls = self._read(ids, text, sampling.stop if sample.stop == "string" else ())
         return self._turn(
             "action",
             author,
@@ -188,7 +209,7 @@ class Chain:
             sampled=sampled and ids is not None,
             logprobs=sample.logprobs,
             entropies=sample.entropies,
-            kept_mass=sample.kept_mass,
+            kept_mass=kept,
             versions=sample.versions,
             messages=(written,),
             tool_calls=calls,
@@ -199,19 +220,31 @@ class Chain:
             **more,
         )
 
-    def _read(self, ids: Sequence[int] | None, text: str | None) -> tuple[Message, tuple[ToolCall, ...]]:
-        """The assistant's message: a forced beginning is read together with what was sampled after it."""
+    def _read(
+        self, ids: Sequence[int] | None, text: str | None, stops: Sequence[str] = ()
+    ) -> tuple[Message, tuple[ToolCall, ...]]:
+        """The assistant's message: a forced beginning is read together with what was sampled after it.
+
+        stops: the texts of which one ended the turn. The message is cut before it; the ids stay whole.
+        """
         chat = self.agent.chat
-        if ids is None:
-            parsed = chat.format.parse(text or "")
-        else:
-            begun: list[int] = []
-            turn: Turn | None = getattr(self, "turn", None)
-            while turn is not None and turn.kind == "forced" and not turn.messages:
-                begun = [*(turn.ids or ()), *begun]
-                turn = turn.parent
-            parsed = chat.parse([*begun, *ids])
-        return self._message(parsed)
+        begun: list[int] = []
+        turn: Turn | None = self.turn
+        while turn is not None and turn.kind == "forced" and not turn.messages:
+            begun = [*(turn.ids or ()), *begun]
+            turn = turn.parent
+        if stops:
+            said = chat.text(ids) if ids is not None else text or ""
+            found = [(at, stop) for stop in stops if (at := said.find(stop)) >= 0]
+            if found:
+                at, stop = min(found)
+                parsed = chat.format.parse(chat.text(begun) + said[:at])
+                if parsed.unclosed:  # the text that ended the turn closes its call
+                    parsed = chat.format.parse(chat.text(begun) + said[: at + len(stop)])
+                return self._message(parsed)
+        return self._message(
+            chat.format.parse(chat.text(begun) + (text or "")) if ids is None else chat.parse([*begun, *ids])
+        )
 
     @staticmethod
     def _message(parsed: Parsed) -> tuple[Message, tuple[ToolCall, ...]]:
@@ -311,7 +344,7 @@ class Chain:
             }
             for call in calls
         ]
-        text = "\n".join(str(m["content"]) for m in messages)
+        text = _said(messages)
         return Turn(
             kind="observation",
             author=author,
@@ -328,15 +361,20 @@ class Chain:
         """The observation with the ids that the engine will be given for it."""
         if not self._exact:
             return turn
-        ids = self.agent.chat.bridge(turn.messages, self._tools, after=self._last_action())
+        after = turn.parent.ids if turn.parent is not None else None
+        ids = self.agent.chat.bridge(turn.messages, self._tools, after=after or ())
         return dataclasses.replace(turn, ids=ids, text=self.agent.chat.text(ids), pieces=self.agent.chat.pieces(ids))
 
     @property
     def _exact(self) -> bool:
         return self.agent.engine.tokens == "exact"
 
-    def _last_action(self) -> tuple[int, ...]:
-        return self.turn.ids or ()
+    def _end_untold(self, why: str) -> Turn:
+        """End before an action. What was to be told to it leaves the row, for no engine was given it."""
+        if self.turn.kind == "observation" and self._exact:
+            text = self.turn.text if not self.turn.tool_calls else _said(self.turn.messages)
+            self.turn = dataclasses.replace(self.turn, ids=(), pieces=None, text=text)
+        return self._end(why)
 
     def _place_now(self) -> str:
         return f"turn {self.actions} of {self.agent.max_turns}"
@@ -363,6 +401,7 @@ class Chain:
 
     def force(self, said: str | Sequence[int], *, end: bool = True, author: str = "person") -> Turn:
         """Write for the model: a text or ids, with mask 0. end=False leaves the action open, and the policy goes on."""
+        self._idle("force")
         self._open("force")
         chat = self.agent.chat
         if self._calls() or self.stop == "answered":
@@ -370,6 +409,10 @@ class Chain:
                 "the last action is complete; chain.rewind() first, or answer it with act() or observe()"
             )
         ids = list(chat.encode(said) if isinstance(said, str) else (int(i) for i in said))
+        if ids and not 0 <= min(ids) <= max(ids) < len(chat.tokenizer):
+            raise SettingsError(
+                f"force was given ids from {min(ids)} to {max(ids)}; the vocabulary is 0 to {len(chat.tokenizer) - 1}"
+            )
         if end and not (ids and ids[-1] in chat.stop_ids):
             ids.append(chat.stop_ids[0])
         if not ids:
@@ -386,6 +429,7 @@ class Chain:
 
     def observe(self, text: str, *, author: str = "person") -> Turn:
         """Answer the last action yourself: as the result of each call that it made, or as the user if it made none."""
+        self._idle("observe")
         self._open("observe")
         if self.turn.kind not in ("action", "forced") or not self.turn.messages:
             raise SettingsError("there is no action to answer; sample or force one first")
@@ -402,21 +446,27 @@ class Chain:
     def rewind(self, to: Turn | int) -> Turn:
         """Go back to an earlier turn (or its index in `chain.turns`); what came after it leaves this chain.
 
+        An observation that had ended the chain comes back with the ids that the next action is told it by.
+
         Raises:  SettingsError if tools with a sandbox or state have run since: they cannot be taken back here.
         """
+        self._idle("rewind")
         self._open("rewind")
         path = self.turns
-        target = path[to] if isinstance(to, int) else to
-        if not any(turn is target for turn in path):
+        target = path[to] if isinstance(to, int) and -len(path) <= to < len(path) else to
+        if isinstance(target, int) or not any(turn is target for turn in path):
             raise SettingsError(f"{target!r} is not on this chain's path; give one of chain.turns, or its index")
         if self.turn is not target and (self.context.held or self.context.state):
             what = ", ".join(kind.__name__ for kind in self.context.held) or "state that its tools keep"
             raise SettingsError(f"this chain cannot go back: it holds {what}, which would not go back with it")
         self.turn = target
         self.stop, self.error, self._trajectory = None, None, None
-        if target.kind in ("action", "forced") and target.messages and not target.tool_calls:
-            self.stop = "answered"
-        return target
+        if target.kind in ("action", "forced") and target.messages:
+            # What a cut turn says is no answer, and its calls are not run.
+            self.stop = "turn_tokens" if target.stop == "length" else None if target.tool_calls else "answered"
+        elif target.kind == "observation" and target.ids == ():
+            self.turn = self._given(target)  # it ended the chain, and so was told to nobody; now it will be
+        return self.turn
 
     @awaited
     async def fork(self, *, same_noise: bool = False) -> Chain:
@@ -424,18 +474,18 @@ class Chain:
 
         same_noise: sample as this chain would; otherwise the fork's seeds are its own.
         """
-        self._open("fork")
-        forks = self.__dict__.setdefault("_forks", itertools.count(1))
-        place = dataclasses.replace(self.place, fork=f"{self.place.fork}.{next(forks)}")
-        twin = object.__new__(Chain)
-        twin.__dict__.update(self.__dict__)
-        twin.__dict__.pop("_forks", None)
-        twin.place = self.place if same_noise else place
-        twin.id = place.id
-        twin._session = f"{place.id}#{next(_sessions)}"
-        twin.context = await self.context.fork(place.id)
-        twin._busy, twin._closed, twin._trajectory = False, False, None
-        return twin
+        with self._alone("fork"):
+            self._open("fork")
+            place = dataclasses.replace(self.place, fork=f"{self.place.fork}.{next(self._forks)}")
+            twin = object.__new__(Chain)
+            twin.__dict__.update(self.__dict__)
+            twin.place, twin._noise = place, self._noise if same_noise else place
+            twin.id = place.id
+            twin._session = f"{place.id}#{next(_sessions)}"
+            twin._forks = itertools.count(1)
+            twin.context = await self.context.fork(place.id)
+            twin._busy, twin._closed, twin._trajectory = False, False, None
+            return twin
 
     def row(self) -> Trajectory:
         """The chain as it is now, unscored: for a TokenView, or to see what would be trained."""
@@ -513,19 +563,21 @@ class Chain:
     async def run(self) -> Trajectory:
         """Step to the end and score. What goes wrong on our side is not raised: it ends the chain, unscored."""
         self._report("chain", "start", "waiting", 0, "")
+        limit = asyncio.timeout(self.agent.timeout)
         try:
-            async with asyncio.timeout(self.agent.timeout):
+            async with limit:
                 while self.stop is None:
-                    await self.step()
-        except TimeoutError:
-            self._end("timeout")
+                    await self._advance()
         except asyncio.CancelledError:
             await self.close()
             self._report("chain", "end", "cancelled", self.actions, "")
             raise
         except Exception as error:
-            self.error = Failure.of("engine" if isinstance(error, EngineError) else "chain", error)
-            self._end("error")
+            if limit.expired():
+                self._end("timeout")
+            else:  # also a TimeoutError of somebody else's, such as a server's: that is not the model's doing
+                self.error = Failure.of("engine" if isinstance(error, EngineError) else "chain", error)
+                self._end("error")
         try:
             trajectory = await self.finish()
         except asyncio.CancelledError:
@@ -534,9 +586,36 @@ class Chain:
         except Exception as error:  # a pool that is closed under the chain, say: the chain stays as data
             self.error = Failure.of("chain", error)
             trajectory = self._record(None, {}, self.error, "error")
+        try:
+            await self._hook(self.agent.after_chain, self, trajectory)
+        except Exception as error:  # it only looks on: the chain stays as it was
+            warnings.warn(f"after_chain raised {type(error).__name__}: {error}", stacklevel=2)
         state: Literal["done", "failed"] = "failed" if trajectory.error is not None else "done"
         self._report("chain", "end", state, self.actions, trajectory.stop)
         return trajectory
+
+    async def _advance(self) -> None:
+        """One step with the agent's hooks around it."""
+        agent = self.agent
+        await self._hook(agent.before_turn, self)
+        # A hook may have written the action itself: then there is nothing to sample.
+        if self.stop is None and not self._calls():
+            await self.sample()
+        if self.stop is None and self._calls():
+            await self.act()
+            if self.stop is None:
+                count = await self._hook(agent.after_observation, self)
+                for _ in range(int(count or 0)):
+                    if self._spawn is None:
+                        raise SettingsError("after_observation asked for forks of a chain that is not in a rollout")
+                    self._spawn(await self.fork())
+
+    @staticmethod
+    async def _hook(hook: Callable[..., Any] | None, *given: Any) -> Any:
+        if hook is None:
+            return None
+        result = hook(*given)
+        return await result if inspect.isawaitable(result) else result
 
     # --- guards ---
 
@@ -545,19 +624,28 @@ class Chain:
         return self.turn
 
     async def _wait(self) -> None:
-        if self.gate is not None:
-            await self.gate()
+        if self._gate is not None:
+            await self._gate()
 
     def _open(self, call: str) -> None:
         if self._closed:
             raise SettingsError(f"chain.{call}: this chain is finished; agent.chain(task) starts another")
-        if self.stop not in (None, "answered") and call not in ("rewind", "fork"):
+        going = ("answered", "turn_tokens") if call == "observe" else ("answered",)
+        if self.stop is not None and self.stop not in going and call not in ("rewind", "fork"):
             raise SettingsError(
                 f"chain.{call}: the chain was stopped by {self.stop}; chain.finish(), or chain.rewind(to=)"
             )
 
+    def _idle(self, call: str) -> None:
+        if self._busy:
+            raise SettingsError(f"chain.{call}: another call on this chain is still running; await it first")
+
     def _alone(self, call: str) -> _Alone:
         return _Alone(self, call)
+
+
+def _said(messages: Sequence[Message]) -> str:
+    return "\n".join(str(m["content"]) for m in messages)
 
 
 class _Alone:
@@ -567,8 +655,7 @@ class _Alone:
         self._chain, self._call = chain, call
 
     def __enter__(self) -> None:
-        if self._chain._busy:
-            raise SettingsError(f"chain.{self._call}: another call on this chain is still running; await it first")
+        self._chain._idle(self._call)
         self._chain._busy = True
 
     def __exit__(self, *_: object) -> None:

@@ -10,7 +10,8 @@ import asyncio
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +50,12 @@ class Agent:
     seed: int = 0
     name: str = "policy"
     """The author of its tokens."""
+    before_turn: Callable[[Chain], Any] | None = None
+    """In a rollout, called before each action; it may write it: `chain.force(text, author="hook")`. Sync or async."""
+    after_observation: Callable[[Chain], Any] | None = None
+    """In a rollout, called after each tool result that an action follows; returns how many forks to run from here."""
+    after_chain: Callable[[Chain, Trajectory], Any] | None = None
+    """In a rollout, called with each finished chain and its trajectory."""
     _last: list[Any] = field(default_factory=list, repr=False, compare=False)
     _warned: list[str] = field(default_factory=list, repr=False, compare=False)
 
@@ -167,6 +174,7 @@ class RolloutRun:
                 self._places.append((task, Place(purpose, index, group, chain)))
         self.total = len(self._places)
         self._done: dict[str, Trajectory] = {}
+        self._waiting: deque[tuple[Task, Place] | Chain] = deque()
         self._listeners: list[Callable[[RolloutEvent], None]] = []
         self._sequence = 0
         self._task: asyncio.Task[Rollout] | None = None
@@ -272,20 +280,40 @@ class RolloutRun:
         return self._task
 
     async def _run(self) -> Rollout:
-        places = iter(self._places)
+        self._waiting = deque(self._places)
         bar = self._bar()
         # More chains than an engine holds would push each other's history out: slower, and other last bits.
         count = min(self.max_concurrency, self.total, getattr(self.agent.engine, "slots", self.total))
-        workers = [asyncio.create_task(self._work(places, bar), name=f"agentfly-chain-{i}") for i in range(count)]
+        workers: set[asyncio.Task[None]] = set()
+
+        def hire() -> None:
+            if len(workers) < count:
+                workers.add(asyncio.create_task(self._work(bar, spawn), name=f"agentfly-chain-{len(workers)}"))
+
+        def spawn(fork: Chain) -> None:
+            place = fork.place
+            at = max(i for i, (_, p) in enumerate(self._places) if (p.group, p.chain) == (place.group, place.chain))
+            self._places.insert(at + 1, (fork.task, place))  # beside its parent, in its group
+            self.total += 1
+            self._waiting.append(fork)
+            hire()
+
         try:
-            done, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
-            for worker in done:
-                worker.result()
+            for _ in range(count):
+                hire()
+            while workers:
+                done, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_COMPLETED)
+                workers -= done
+                for worker in done:
+                    worker.result()
         finally:
             for worker in workers:
                 worker.cancel()
             # A worker that was cancelled while it gave a sandbox back ends only after that.
             await asyncio.gather(*workers, return_exceptions=True)
+            for item in self._waiting:
+                if isinstance(item, Chain):  # a fork that never ran holds what it forked
+                    await item.close()
             self._ended = time.perf_counter()
             if bar is not None:
                 bar.close()
@@ -293,12 +321,16 @@ class RolloutRun:
                 self._finished.put_nowait(None)
         return self.partial
 
-    async def _work(self, places: Iterator[tuple[Task, Place]], bar: Any) -> None:
-        for task, place in places:
-            chain = Chain(self.agent, task, place, report=self._reporter(place.id, task.id))
-            chain.gate = self._gate
+    async def _work(self, bar: Any, spawn: Callable[[Chain], None]) -> None:
+        while self._waiting:
+            item = self._waiting.popleft()
+            if isinstance(item, Chain):
+                chain = item
+            else:
+                chain = Chain(self.agent, *item)
+            chain.watch(self._reporter(chain.id, chain.task.id), gate=self._gate, spawn=spawn)
             trajectory = await chain.run()
-            self._done[place.id] = trajectory
+            self._done[chain.id] = trajectory
             if self._finished is not None:
                 self._finished.put_nowait(trajectory)
             if bar is not None:
