@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -75,6 +75,10 @@ class Batch:
     """(B, T), for a value loss."""
     values: Tensor | None = None
     """(B, T), from before the update."""
+    kept_mass: Tensor | None = None
+    """(B, T): the probability that top-p, top-k or min-p kept; NaN where the mask is 0. None where nothing was cut."""
+    ref_logprobs: Tensor | None = None
+    """(B, T): a frozen policy's, so that a KL in the reward and one in the loss need one forward."""
     dropped: tuple[Dropped, ...] = ()
     asked: int = 0
     """Trajectories that were given, dropped ones included."""
@@ -87,7 +91,7 @@ class Batch:
     def replace(self, **changes: Any) -> Batch:
         """The same rows with other tensors; (B, T) ones are checked for their shape."""
         for name, value in changes.items():
-            if name in ("advantages", "returns", "values", "token_rewards") and value is not None:
+            if name in _PER_TOKEN and value is not None:
                 if tuple(value.shape) != tuple(self.ids.shape):
                     raise AlignmentError(
                         f"{name} has the shape {tuple(value.shape)}, and the batch is {tuple(self.ids.shape)}"
@@ -120,6 +124,8 @@ class Batch:
         return f"<table><tbody>{cells}</tbody></table>"
 
 
+_PER_TOKEN = ("advantages", "returns", "values", "token_rewards", "kept_mass", "ref_logprobs")
+Truncated = Literal["score", "mask", "bootstrap", "penalty"]
 Advantages = Callable[..., Tensor] | Tensor | Sequence[float] | None
 
 
@@ -127,23 +133,28 @@ def collate(
     rollout: Any,
     advantages: Advantages = None,
     *,
-    truncated: Literal["score", "mask"] = "score",
+    truncated: Truncated = "score",
+    penalty: float = 0.5,
     allow_truncated_sampling: bool = False,
 ) -> Batch:
     """Make a batch of a rollout, or of trajectories.
 
     advantages: a function (rewards (N,), groups (N,)) -> (N,) such as `advantages.grpo`, called on all N trajectories
         with NaN for the unscored; or a tensor (N,), or (B, T) on the rows that are kept; or None: all NaN, for later.
-    truncated: "score" trains on chains that a limit cut; "mask" leaves their rows out, after the advantages were taken.
+    truncated: "score" trains on chains that a limit cut; "mask" leaves their rows out, after the advantages were taken;
+        "penalty" takes `penalty` from their reward first; "bootstrap" is "score" for an estimator that is then told the
+        value of the state in which they were cut: `advantages.gae(bootstrap=)`, see `Policy.end_values`.
     allow_truncated_sampling: rows sampled under top-p, top-k or min-p are refused, because the ratio of the update
-        would be wrong by the kept mass; True says that a correction is made later.
+        would be wrong by the kept mass; True keeps that mass, for `ppo_step(correction=)`.
     Raises:  BatchError if no row is left, if an engine gave text only, or if rows cannot be trained as sampled.
     """
     given = _trajectories(rollout)
-    if truncated not in ("score", "mask"):
-        raise SettingsError(f"truncated={truncated!r}: give 'score' or 'mask'")
+    if truncated not in get_args(Truncated):
+        raise SettingsError(f"truncated={truncated!r}: give one of {', '.join(map(repr, get_args(Truncated)))}")
     if not given:
         raise BatchError("collate was given no trajectory; roll some tasks out first")
+    if truncated == "penalty":
+        given = [t.replace(reward=t.reward - penalty) if t.truncated and t.reward is not None else t for t in given]
     rows: list[Trajectory] = []
     dropped: list[Dropped] = []
     index: list[int] = []
@@ -194,6 +205,7 @@ def collate(
         versions=versions,
         lengths=lengths,
         truncated=torch.tensor([t.truncated for t in rows]),
+        kept_mass=_kept_mass(rows, mask),
         dropped=tuple(dropped),
         asked=len(given),
         flagged=(sum(t.reward is None for t in given) / len(given), sum(t.truncated for t in given) / len(given)),
@@ -228,7 +240,8 @@ def _unfit(t: Trajectory, truncated: str, allow_truncated_sampling: bool) -> str
         raise BatchError(f"trajectory {t.id!r} has the reward {t.reward}; give a finite number, or None for unscored")
     if not bool(t.action_mask.any()):
         return "no token was sampled by a policy"
-    if t.sampling.greedy:
+    by_hand = not t.sampling.truncates and any(turn.sampled and turn.kept_mass is not None for turn in t.turns)
+    if t.sampling.greedy or by_hand:
         raise BatchError(
             f"trajectory {t.id!r} was sampled greedily (temperature 0): its tokens have no probability to learn from; "
             "roll out with temperature > 0 for training"
@@ -261,6 +274,70 @@ def _token_rewards(t: Trajectory) -> Tensor:
     assert t.reward is not None
     out[positions[-1]] += t.reward
     return out
+
+
+def _kept_mass(rows: list[Trajectory], mask: Tensor) -> Tensor | None:
+    if not any(t.sampling.truncates for t in rows):
+        return None
+    out = torch.full(mask.shape, torch.nan)
+    for i, t in enumerate(rows):
+        mass: list[float] = []
+        for turn in t.turns:
+            n = len(turn.ids or ())
+            if turn.sampled and t.sampling.truncates and turn.kept_mass is None:
+                raise BatchError(
+                    f"trajectory {t.id!r} was sampled under top-p, top-k or min-p, and its engine did not record what "
+                    "mass was kept, so nothing can correct for it; sample from the whole distribution"
+                )
+            mass.extend(turn.kept_mass if turn.kept_mass is not None else [1.0] * n)
+        out[i, : len(mass)] = torch.tensor(mass)
+    return torch.where(mask, out, torch.nan)
+
+
+def join(batches: Sequence[Batch]) -> Batch:
+    """One batch of several, in order: their groups and rollouts stay apart, their rows are padded to one width.
+
+    Values, returns, kept mass and reference logprobs are kept if every one has them.
+    Raises:  BatchError if there is none.
+    """
+    if not batches:
+        raise BatchError("join was given no batch")
+    width = max(b.ids.shape[1] for b in batches)
+    out: dict[str, Any] = {}
+    for name, fill in _FILL.items():
+        parts = [getattr(b, name) for b in batches]
+        if all(p is not None for p in parts):
+            parts = [
+                p if p.ndim == 1 else torch.cat([p, p.new_full((len(p), width - p.shape[1]), fill)], 1) for p in parts
+            ]
+            out[name] = torch.cat(parts)
+        else:
+            out[name] = None
+    for name in ("groups", "rollouts"):
+        start, parts = 0, []
+        for b in batches:
+            part = getattr(b, name)
+            parts.append(part + start)
+            start += int(part.max()) + 1
+        out[name] = torch.cat(parts)
+    asked = sum(b.asked for b in batches)
+    return Batch(
+        trajectories=tuple(t for b in batches for t in b.trajectories),
+        **out,
+        dropped=tuple(d for b in batches for d in b.dropped),
+        asked=asked,
+        flagged=(
+            sum(b.flagged[0] * b.asked for b in batches) / max(asked, 1),
+            sum(b.flagged[1] * b.asked for b in batches) / max(asked, 1),
+        ),
+    )
+
+
+# What stands on the padding of each tensor.
+_FILL: dict[str, Any] = dict.fromkeys(
+    ("ids", "attention", "mask", "rewards", "temperatures", "lengths", "truncated"), 0
+)
+_FILL |= {"versions": -1} | dict.fromkeys(("logprobs", "entropies", "values", "returns", *_PER_TOKEN), math.nan)
 
 
 def _spread(batch: Batch, advantages: Any, given: list[Trajectory], group_of: list[int], index: list[int]) -> Tensor:

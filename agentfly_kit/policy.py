@@ -11,7 +11,7 @@ import copy
 import hashlib
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -65,16 +65,42 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.bias)
 
 
-class Policy:
-    """A causal language model with its chat, perhaps a value head, and the count of optimizer steps behind it."""
+class Critic(nn.Module):
+    """V by a model of its own: a copy of the policy's decoder, trained apart from it, with a head that starts at zero.
 
-    def __init__(self, model: Any, chat: Chat, *, value_head: bool | ValueHead = False, version: int = 0) -> None:
+    It costs a second forward and backward, and no gradient of the value loss reaches the policy.
+    """
+
+    def __init__(self, trunk: Any, width: int) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.head = ValueHead(width)
+
+
+class Policy:
+    """A causal language model with its chat, perhaps a value head, and the count of optimizer steps behind it.
+
+    value_head: True reads values from the policy's own trunk, "separate" from a copy of it (see `Critic`).
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        chat: Chat,
+        *,
+        value_head: bool | Literal["separate"] | ValueHead | Critic = False,
+        version: int = 0,
+    ) -> None:
         self.model = model
         self.chat = chat
         self.model.eval()  # dropout would make the sampled and the trained distribution differ
         if value_head is True:
             value_head = ValueHead(self.width).to(self.device)
-        self.value_head: ValueHead | None = value_head or None
+        elif value_head == "separate":
+            value_head = _critic(self.model).to(self.device)
+        elif isinstance(value_head, str):
+            raise SettingsError(f"value_head={value_head!r}: give True, False or 'separate'")
+        self.value_head: ValueHead | Critic | None = value_head or None
         self.version = version
         """Optimizer steps of `ppo_step` taken on these weights."""
         self.lock = threading.Lock()
@@ -90,21 +116,33 @@ class Policy:
         cls,
         path: str | Path,
         *,
-        value_head: bool = False,
+        value_head: bool | Literal["separate"] = False,
+        lora: int | Mapping[str, Any] | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "float32",
         format: str = "hermes",
     ) -> Policy:
         """A policy from a folder in the transformers layout, or from a hub name.
 
+        value_head: True for one on the policy's trunk, "separate" for a critic of its own; see `Critic`.
+        lora: a rank, or the options of `peft.LoraConfig`: the weights are frozen and an adapter on all linear layers
+            learns; `reference()` is then the frozen base. A folder that holds an adapter needs no `lora=`.
         Raises:  PolicyError naming the file that a folder lacks or that cannot be read.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         folder = Path(path)
         meta: dict[str, Any] = {}
+        weights = str(path)
+        adapter = folder / "adapter_config.json"
         if folder.exists() or str(path).startswith((".", "/", "~")):
-            cls._check_folder(folder)
+            if adapter.exists():
+                if lora is not None:
+                    raise SettingsError(f"{str(folder)!r} holds an adapter already; load it without lora=")
+                weights = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+                _check_folder(folder, ("adapter_model.safetensors",))
+            else:
+                _check_folder(folder, _WEIGHTS)
             if (folder / "policy.json").exists():
                 meta = json.loads((folder / "policy.json").read_text(encoding="utf-8"))
         kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -112,7 +150,7 @@ class Policy:
             raise SettingsError(f"dtype={dtype!r}: give a torch dtype or its name, such as 'float32' or 'bfloat16'")
         try:
             with _no_bar():
-                model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=kind)
+                model: Any = AutoModelForCausalLM.from_pretrained(weights, dtype=kind)
                 tokenizer = AutoTokenizer.from_pretrained(str(path))
         except Exception as error:
             raise PolicyError(
@@ -121,40 +159,36 @@ class Policy:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         model.to(device)
+        # The critic is copied before an adapter is put into the model, which it does not share.
+        critic = _critic(model).to(device) if value_head == "separate" else value_head
+        if lora is not None:
+            model = _with_lora(model, lora)
+        elif adapter.exists():
+            from peft import PeftModel
+
+            model = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
         policy = cls(
             model,
             Chat(tokenizer, format=meta.get("format", format)),
-            value_head=value_head,
+            value_head=critic,
             version=meta.get("version", 0),
         )
         head = folder / "value_head.safetensors"
         if policy.value_head is not None and head.exists():
             from safetensors.torch import load_file
 
-            policy.value_head.load_state_dict(load_file(head))
+            try:
+                policy.value_head.load_state_dict(load_file(head))
+            except RuntimeError as error:
+                kind_of = "separate critic" if isinstance(policy.value_head, Critic) else "head on the shared trunk"
+                raise PolicyError(f"{head} does not hold the values of a {kind_of}: {error}") from error
         return policy
 
-    @staticmethod
-    def _check_folder(folder: Path) -> None:
-        if not folder.is_dir():
-            raise PolicyError(
-                f"no policy folder at {str(folder)!r}; give a folder that Policy.save wrote, or a hub name"
-            )
-        weights = (
-            "model.safetensors",
-            "model.safetensors.index.json",
-            "pytorch_model.bin",
-            "pytorch_model.bin.index.json",
-        )
-        for wanted in (("config.json",), weights, ("tokenizer.json", "tokenizer.model", "vocab.json")):
-            if not any((folder / name).exists() for name in wanted):
-                raise PolicyError(
-                    f"policy folder {str(folder)!r} lacks {wanted[0]}; it has "
-                    f"{', '.join(sorted(p.name for p in folder.iterdir())) or 'nothing'}. Write it with Policy.save"
-                )
-
     def save(self, path: str | Path) -> Path:
-        """Write the model, tokenizer, chat template, and the value head in a file of its own."""
+        """Write the model, tokenizer, chat template, and the value head in a file of its own.
+
+        Of a policy with an adapter the adapter alone is written, and where its base is; `merged().save()` writes all.
+        """
         from safetensors.torch import save_file
 
         folder = Path(path)
@@ -178,7 +212,33 @@ class Policy:
             head = copy.deepcopy(self.value_head)
         return Policy(model, self.chat, value_head=head if head is not None else False, version=self.version)
 
+    def reference(self) -> Policy:
+        """A frozen policy to keep near to: the base under an adapter (no copy), else a copy without a value head.
+
+        The base shares the adapter's model and switches the adapter off while it scores: it is for `score` alone.
+        """
+        if self.has_adapter:
+            return _Base(self)
+        with self.lock:
+            model = copy.deepcopy(self.model)
+        return Policy(model.requires_grad_(False), self.chat, version=self.version)
+
+    def merged(self) -> Policy:
+        """A copy with the adapter's weights added to the base's: an ordinary model that any engine loads."""
+        if not self.has_adapter:
+            return self.copy()
+        with self.lock:
+            model: Any = copy.deepcopy(self.model)
+            head = copy.deepcopy(self.value_head)
+        model = model.merge_and_unload()
+        model.requires_grad_(True)
+        return Policy(model, self.chat, value_head=head if head is not None else False, version=self.version)
+
     # --- facts ---
+
+    @property
+    def has_adapter(self) -> bool:
+        return hasattr(self.model, "peft_config")
 
     @property
     def device(self) -> torch.device:
@@ -213,21 +273,32 @@ class Policy:
             yield from self.value_head.parameters()
 
     def state(self) -> dict[str, Tensor]:
-        """All weights by name, the value head's under `value_head.`; tensors are the live ones."""
+        """All weights by name, the value head's under `value_head.`; tensors are the live ones.
+
+        Of a policy with an adapter, only what learns: the base is where it was loaded from.
+        """
+        learns = {k for k, p in self.model.named_parameters() if p.requires_grad} if self.has_adapter else None
+        return {k: v for k, v in self._everything().items() if learns is None or k in learns or k.startswith(_HEAD)}
+
+    def _everything(self) -> dict[str, Tensor]:
         out = dict(self.model.state_dict())
         if self.value_head is not None:
-            out |= {f"value_head.{k}": v for k, v in self.value_head.state_dict().items()}
+            out |= {_HEAD + k: v for k, v in self.value_head.state_dict().items()}
         return out
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Raises PolicyError if the names or shapes are another model's."""
-        own = {k: v for k, v in state.items() if not k.startswith("value_head.")}
-        head = {k.removeprefix("value_head."): v for k, v in state.items() if k.startswith("value_head.")}
+        own = {k: v for k, v in state.items() if not k.startswith(_HEAD)}
+        head = {k.removeprefix(_HEAD): v for k, v in state.items() if k.startswith(_HEAD)}
         if bool(head) != (self.value_head is not None):
             raise PolicyError("one of the two has a value head and the other has not; load with value_head= to match")
+        if self.has_adapter and set(own) != {k for k in self.state() if not k.startswith(_HEAD)}:
+            raise PolicyError(
+                "these weights belong to another adapter; load with the lora= that they were trained with"
+            )
         try:
             with self.lock:
-                self.model.load_state_dict(own)
+                self.model.load_state_dict(own, strict=not self.has_adapter)
                 if self.value_head is not None:
                     self.value_head.load_state_dict(head)
         except RuntimeError as error:
@@ -236,15 +307,19 @@ class Policy:
     def fingerprint(self) -> str:
         """A digest of all weights by name."""
         digest = hashlib.blake2b(digest_size=16)
-        for name, tensor in sorted(self.state().items()):
+        for name, tensor in sorted(self._everything().items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def __repr__(self) -> str:
-        head = ", value head" if self.value_head is not None else ""
-        kind = type(self.model).__name__
-        return f"Policy({kind}, {self.size:,} parameters{head}, version {self.version}, {self.device})"
+        head = {ValueHead: ", value head", Critic: ", separate critic"}.get(type(self.value_head), "")
+        model = self.model.get_base_model() if self.has_adapter else self.model
+        learns = ""
+        if self.has_adapter:
+            learns = f" of which {sum(p.numel() for p in self.model.parameters() if p.requires_grad):,} in an adapter"
+        kind = type(model).__name__
+        return f"Policy({kind}, {self.size:,} parameters{learns}{head}, version {self.version}, {self.device})"
 
     # --- the forward ---
 
@@ -253,11 +328,7 @@ class Policy:
 
         Positions are given, never guessed from a pad id: on the right, causal attention alone keeps pads out.
         """
-        positions = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)
-        out = self.model.get_decoder()(
-            input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False, return_dict=True
-        )
-        return cast(Tensor, out.last_hidden_state)
+        return _run(self.model.get_decoder(), ids, attention)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, d) -> (N, V) in float32. Includes whatever the model does after its output matrix."""
@@ -293,14 +364,56 @@ class Policy:
         return Selected(
             logprob=logp.gather(-1, ids[rows, cols, None])[:, 0],
             entropy=-(logp.exp() * logp).sum(-1) if entropy else None,
-            value=self._values(states) if value else None,
+            value=self._values(states, ids, rows, cols - 1) if value else None,
             hidden=states,
         )
 
-    def _values(self, states: Tensor) -> Tensor:
+    def _values(self, states: Tensor | None, ids: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
+        """V at the states (rows, cols): of the policy's own trunk where they are given, or of the critic's."""
         if self.value_head is None:
             raise PolicyError("this policy has no value head; load it with value_head=True")
-        return cast(Tensor, self.value_head(states.to(self.value_head.weight.dtype)))[:, 0].float()
+        if isinstance(self.value_head, Critic):
+            head, states = self.value_head.head, _run(self.value_head.trunk, ids)[rows, cols]
+        else:
+            head = self.value_head
+            states = self.hidden(ids)[rows, cols] if states is None else states
+        return cast(Tensor, head(states.to(head.weight.dtype)))[:, 0].float()
+
+    @torch.no_grad()
+    def end_values(self, batch: Any, *, micro_tokens: int | None = None) -> Tensor:
+        """V of the state after each row's last token: what a chain that a limit cut would still have got. (B,)."""
+        out = torch.zeros(len(batch.lengths))
+        with compute_threads(self):
+            for rows in micro_batches(batch.lengths, micro_tokens or self.micro_tokens):
+                ids = batch.ids[rows, : int(batch.lengths[rows].max())].to(self.device)
+                each = torch.arange(len(rows), device=self.device)
+                out[rows] = self._values(None, ids, each, batch.lengths[rows].to(self.device) - 1).cpu()
+        return out
+
+    @contextlib.contextmanager
+    def checkpointing(self, on: bool = True) -> Iterator[None]:
+        """Within it, a backward computes each layer's inner activations again instead of having kept them."""
+        models = [self.model, self.value_head.trunk] if isinstance(self.value_head, Critic) else [self.model]
+        if not on:
+            yield
+            return
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        if not layers:
+            raise PolicyError(f"{type(self.model).__name__} has no layers that can be checkpointed")
+        before = [(layer, layer.training) for layer in layers]
+        for model in models:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        for layer in layers:
+            layer.training = True  # the layer's own switch; the dropouts inside it stay off
+        try:
+            yield
+        finally:
+            for layer, training in before:
+                layer.training = training
+            for model in models:
+                model.gradient_checkpointing_disable()
 
     @staticmethod
     def _selected(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -323,6 +436,8 @@ class Policy:
             raise SettingsError(f"want={sorted(wanted)}: give some of {sorted(_WANTS)}")
         ids, mask = batch.ids, batch.mask
         shape = tuple(ids.shape)
+        if wanted == {"value"} and isinstance(self.value_head, Critic):
+            return Scored(value=self._critic_values(batch, micro_tokens or self.micro_tokens))
         out = {
             name: torch.full(
                 (*shape, self.width) if name == "hidden" else shape, 0.0 if name == "hidden" else torch.nan
@@ -346,6 +461,84 @@ class Policy:
                 for name in wanted:
                     out[name][rows[r], c] = getattr(got, name).float().cpu()
         return Scored(**out)
+
+    def _critic_values(self, batch: Any, micro_tokens: int) -> Tensor:
+        """(B, T) values without running the policy."""
+        out = torch.full(tuple(batch.ids.shape), torch.nan)
+        with compute_threads(self):
+            for rows in micro_batches(batch.lengths, micro_tokens):
+                width = int(batch.lengths[rows].max())
+                r, c = self._selected(batch.mask[rows, :width])
+                ids = batch.ids[rows, :width].to(self.device)
+                out[rows[r], c] = self._values(None, ids, r.to(self.device), c.to(self.device) - 1).cpu()
+        return out
+
+
+class _Base(Policy):
+    """The frozen base under a policy's adapter. It shares the weights, and the lock under which it scores."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.model, self.chat, self.version = policy.model, policy.chat, policy.version
+        self.value_head = None
+        self.lock = policy.lock
+        self.started = {}
+        self._plain_head = policy._plain_head
+
+    def score(
+        self, batch: Any, want: Iterable[Want] = ("logprob", "entropy"), *, micro_tokens: int | None = None
+    ) -> Scored:
+        with self.lock, self.model.disable_adapter():
+            return super().score(batch, want, micro_tokens=micro_tokens)
+
+    def __repr__(self) -> str:
+        return f"Policy(the base under an adapter, {self.size:,} parameters, frozen, {self.device})"
+
+
+def _run(decoder: Any, ids: Tensor, attention: Tensor | None = None) -> Tensor:
+    """Last hidden states of a decoder without its output matrix."""
+    positions = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)
+    out = decoder(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False, return_dict=True)
+    return cast(Tensor, out.last_hidden_state)
+
+
+def _critic(model: Any) -> Critic:
+    trunk = copy.deepcopy(model.get_decoder()).requires_grad_(True).eval()
+    return Critic(trunk, int(model.get_output_embeddings().weight.shape[1]))
+
+
+def _with_lora(model: Any, lora: int | Mapping[str, Any]) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    if isinstance(lora, int) and lora < 1:
+        raise SettingsError(f"lora={lora}: give a rank of at least 1, options of peft.LoraConfig, or None")
+    options = {"r": lora, "lora_alpha": 2 * lora} if isinstance(lora, int) else dict(lora)
+    options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "lora_dropout": 0.0} | options
+    if options["lora_dropout"]:
+        raise SettingsError("lora_dropout must be 0: with it the sampled and the trained distribution differ")
+    with torch.random.fork_rng(devices=[]):  # the same adapter every time, and no number taken from anyone's generator
+        torch.manual_seed(0)
+        return get_peft_model(model, LoraConfig(**options))
+
+
+_HEAD = "value_head."
+_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+
+def _check_folder(folder: Path, weights: tuple[str, ...]) -> None:
+    if not folder.is_dir():
+        raise PolicyError(f"no policy folder at {str(folder)!r}; give a folder that Policy.save wrote, or a hub name")
+    config = () if weights[0].startswith("adapter") else (("config.json",),)
+    for wanted in (*config, weights, ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        if not any((folder / name).exists() for name in wanted):
+            raise PolicyError(
+                f"policy folder {str(folder)!r} lacks {wanted[0]}; it has "
+                f"{', '.join(sorted(p.name for p in folder.iterdir())) or 'nothing'}. Write it with Policy.save"
+            )
 
 
 @contextlib.contextmanager

@@ -584,8 +584,11 @@ class Stats:
     """Mean over updates of the norm before clipping."""
     value_loss: float = math.nan
     kl_reference: float = math.nan
+    """To the reference policy, of the kind that was asked for, nats a token."""
     explained_variance: float = math.nan
     ratio_max: float = math.nan
+    effective_sample_size: float = math.nan
+    """Share of the sample that is left after `correction=` weighed it: of tokens, or of rows."""
     sampler_gap: float = math.nan
     """Largest |engine logprob - trainer logprob| before the first update, where it was measured."""
     reward_mean: float = math.nan

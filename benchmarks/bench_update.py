@@ -1,0 +1,191 @@
+"""What an update costs beside a plain supervised step over the same rows, in cpu seconds.
+
+    make bench-update              # or: python benchmarks/bench_update.py --repeats 9 --out update.json
+
+The rows are one batch of calculator episodes from the shipped policy: 128 of them, four minibatches of 32, one epoch.
+No row is dropped (advantages are made so that none is 0). Beside `ppo_step`:
+
+padded   the usual supervised step: each minibatch padded to its longest row, logits at every position, cross-entropy on
+         the same tokens, backward, gradient clipping, AdamW
+sorted   the same after sorting rows by length, in micro-batches of as many padded tokens as ppo_step's
+
+All are run in turn in one process, and the best of the repeats counts. JSON goes to standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+import agentfly_kit as af
+from agentfly_kit.policy import micro_batches
+
+BARS = {"padded": 0.72, "sorted": 1.0, "with reference and value": 1.1}
+
+
+@af.tool
+def calculator(expression: str) -> str:
+    """Evaluate an arithmetic expression.
+
+    Args:
+        expression: for example "3*(4+5)".
+    """
+    try:
+        return str(_value(ast.parse(expression, mode="eval").body))
+    except (SyntaxError, ValueError) as error:
+        raise af.ToolError("cannot read that") from error
+
+
+def _value(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
+    if isinstance(node, ast.BinOp):
+        a, b = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Add | ast.Sub | ast.Mult):
+            return a + b if isinstance(node.op, ast.Add) else a - b if isinstance(node.op, ast.Sub) else a * b
+    raise ValueError(ast.dump(node))
+
+
+@af.reward
+def exact(final: str | None, answer: str) -> float:
+    """1 for the very number."""
+    return float(final == answer)
+
+
+async def collect(policy: Any, rows: int) -> Any:
+    """A batch whose every row has an advantage."""
+    engine = af.LocalEngine(policy)
+    agent = af.Agent(
+        engine,
+        chat=policy.chat,
+        tools=[calculator],
+        reward=exact,
+        max_turns=4,
+        sampling=af.Sampling(max_tokens=64),
+    )
+    rollout = await agent.rollout(af.load_tasks("calculator").train[: rows // 8], group_size=8)
+    await engine.close()
+    signs = torch.where(torch.arange(rows) % 3 == 0, 1.0, -0.5)
+    return af.collate(rollout, advantages=signs)
+
+
+def supervised(policy: Any, optimizer: Any, batch: Any, *, by_length: bool, size: int = 32) -> None:
+    """Cross-entropy on the sampled tokens: forward, backward, clip, step, for each minibatch."""
+    model = policy.model
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
+    for start in range(0, len(batch), size):
+        rows = order[start : start + size]
+        optimizer.zero_grad()
+        tokens = int(batch.mask[rows].sum())
+        parts = micro_batches(batch.lengths[rows], policy.micro_tokens) if by_length else [torch.arange(len(rows))]
+        for part in parts:
+            picked = rows[part]
+            width = int(batch.lengths[picked].max())
+            ids, mask = batch.ids[picked, :width], batch.mask[picked, :width]
+            logits = model(input_ids=ids, attention_mask=batch.attention[picked, :width], use_cache=False).logits
+            labels = torch.where(mask, ids, -100)[:, 1:]
+            loss = torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+            )
+            (loss / tokens).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def measure(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, dict[str, Any]]:
+    """Best and median cpu seconds of each, run in turn so that what else the machine does hits all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    last: dict[str, Any] = {}
+    for _ in range(repeats + 1):
+        for name, run in runs.items():
+            began = time.process_time()
+            last[name] = run()
+            seconds[name].append(time.process_time() - began)
+    out: dict[str, dict[str, Any]] = {}
+    for name, taken in seconds.items():
+        taken = sorted(taken[1:])  # the first run warms up
+        out[name] = {"best": round(taken[0], 4), "median": round(taken[len(taken) // 2], 4)}
+        phases = getattr(last[name], "phases", None)
+        if phases:
+            whole = last[name].seconds
+            shares = {phase: round(spent / whole, 3) for phase, spent in phases.items()}
+            out[name]["share of wall time"] = shares | {"rest": round(1 - sum(shares.values()), 3)}
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--out", type=Path, default=None)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+
+    policy = af.tiny.policy("calculator")
+    batch = asyncio.run(collect(policy, given.rows))
+    judged = af.tiny.policy("calculator", value_head=True)
+    reference = judged.reference()
+    returns = torch.where(batch.mask, batch.rewards[:, None].expand(batch.ids.shape), 0.0)
+    full = batch.replace(returns=returns, values=torch.zeros_like(returns))
+    # A learning rate of 0 would let AdamW do the same work and leave the weights: every repeat then sees the same rows.
+    mine, theirs = af.adamw(policy, 1e-12), torch.optim.AdamW(policy.model.parameters(), lr=1e-12, fused=True)
+    judging = af.adamw(judged, 1e-12)
+    step = {"minibatch": 32, "old": "engine"}
+    runs: dict[str, Callable[[], Any]] = {
+        "ppo_step": lambda: af.ppo_step(policy, mine, batch, **step),
+        "ppo_step, probing the engine": lambda: af.ppo_step(policy, mine, batch, minibatch=32, old="recompute"),
+        "ppo_step, reference and value": lambda: af.ppo_step(
+            judged, judging, full, kl_coef=0.01, reference=reference, **step
+        ),
+        "padded": lambda: supervised(policy, theirs, batch, by_length=False),
+        "sorted": lambda: supervised(policy, theirs, batch, by_length=True),
+    }
+    seconds = measure(runs, given.repeats)
+    mine_best = seconds["ppo_step"]["best"]
+    with_both = seconds["ppo_step, reference and value"]["best"]
+    ratios = {
+        "padded": round(mine_best / seconds["padded"]["best"], 3),
+        "sorted": round(mine_best / seconds["sorted"]["best"], 3),
+        "with reference and value": round(with_both / seconds["padded"]["best"], 3),
+    }
+    result = {
+        "benchmark": "update",
+        "rows": len(batch),
+        "tokens": int(batch.lengths.sum()),
+        "action tokens": int(batch.mask.sum()),
+        "width": int(batch.ids.shape[1]),
+        "cpu seconds": seconds,
+        "ratios": ratios,
+        "bars": BARS,
+        "met": {name: ratios[name] <= bar for name, bar in BARS.items()},
+        "machine": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "cores": os.cpu_count(),
+            "load": [round(x, 2) for x in os.getloadavg()],
+        },
+    }
+    print(json.dumps(result, indent=1))
+    print("; ".join(f"{name} {ratio} (bar {BARS[name]})" for name, ratio in ratios.items()), file=sys.stderr)
+    if given.out is not None:
+        given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
