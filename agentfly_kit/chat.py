@@ -2,23 +2,28 @@
 
 Knows no models, no engines and no tools beyond their schemas. A prompt is rendered once. Everything later is appended:
 `bridge` gives the ids between the last sampled token and the next thing to sample, and `parse` reads an action without
-touching its ids.
+touching its ids. That appending gives what the template would write for the whole conversation is proved for each
+template before it is relied on (`template.py`), or refused by name.
 """
 
 from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from agentfly_kit import drift as drifting
 from agentfly_kit import formats
-from agentfly_kit.errors import ChatTemplateError
-from agentfly_kit.types import Message
+from agentfly_kit.drift import Drift
+from agentfly_kit.errors import ChatTemplateError, SettingsError
+from agentfly_kit.template import Following, Template
+from agentfly_kit.types import Message, Trajectory
 
-# Stands for an assistant's text in a rendered conversation. Plain letters: no template trims or escapes them.
-_MARK = "qzanswerzq"
+__all__ = ["Chat", "ChatReport", "Drift", "check"]
+
 _KEEP = 1024
 """Encoded texts that are remembered: the chains of a group all begin with the same prompt."""
 
@@ -26,21 +31,54 @@ _KEEP = 1024
 class Chat:
     """A tokenizer with its chat template, and the format in which this model writes tool calls.
 
-    Raises:  ChatTemplateError if there is no template, or if it does not keep an assistant's text.
+    format: its name, a `formats.Format`, or "auto": the one that reads back a call as the template writes it, else
+        hermes.
+    history: "exact" refuses, by name, what appending cannot give exactly. "append" appends as is: the model is then
+        given a history that its template would have written otherwise (without earlier thinking, most often), but
+        still what is trained is what was sampled. Nothing is ever rendered again.
+    stop: further texts, each one token, that end an action: what a generation config adds to the tokenizer's own.
+    options: variables for the template, such as {"enable_thinking": False}.
+    Raises:  ChatTemplateError if there is no template, or if it does not write what an assistant said.
     """
 
-    def __init__(self, tokenizer: Any, *, format: str | formats.Format = "hermes") -> None:
-        if not getattr(tokenizer, "chat_template", None):
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        format: str | formats.Format = "auto",
+        history: Literal["exact", "append"] = "exact",
+        stop: Sequence[str] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        source = getattr(tokenizer, "chat_template", None)
+        if not source:
             raise ChatTemplateError(
                 f"{type(tokenizer).__name__} {getattr(tokenizer, 'name_or_path', '')!r} has no chat template; "
                 "set tokenizer.chat_template, or load the tokenizer of an instruction-tuned model"
             )
+        if history not in ("exact", "append"):
+            raise SettingsError(f'history={history!r}: give "exact" or "append"')
         self.tokenizer = tokenizer
-        self.format = formats.get(format) if isinstance(format, str) else format
+        self.history = history
+        # A control token: a special one, or an added one that this template writes. Text from outside never makes one.
+        added = {str(t) for t in getattr(tokenizer, "added_tokens_decoder", {}).values()}
+        texts = {t for t in added if t.strip() and t in str(source)} | {t for t in tokenizer.all_special_tokens if t}
+        self._controls = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+        self.template = Template(tokenizer, options or {}, sorted(texts))
+        self.found = formats.find(self.template.written_call) if self.template.calls is not None else None
+        """The format that reads back a call as this template writes it; None if no format does."""
+        if format == "auto":
+            self.format = self.found or formats.get("hermes")
+        else:
+            self.format = formats.get(format)
+        self._unread = self.format.native and self.template.calls is not None and self.found is None
+        opening = self.template.opening()
+        self._opened = "<think>" if opening.rfind("<think>") > opening.rfind("</think>") else ""
+        self._shows: dict[int, bool] = {}
         self._pieces: dict[int, str] = {}
         self._encoded: dict[str, tuple[int, ...]] = {}
-        self.stop_ids: tuple[int, ...] = self._stop_ids()
-        """Ids that end an assistant's turn: the template's own end of turn, and the tokenizer's eos."""
+        self.stop_ids: tuple[int, ...] = self._stop_ids(stop)
+        """Ids that end an action: the template's own ends of turn, the tokenizer's eos, and `stop`."""
 
     # --- text and ids ---
 
@@ -74,165 +112,294 @@ class Chat:
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, generate: bool) -> str:
         """The template's text. Raises ChatTemplateError with the template's own complaint."""
-        try:
-            text = self.tokenizer.apply_chat_template(
-                [dict(m) for m in messages], tools=list(tools) or None, add_generation_prompt=generate, tokenize=False
-            )
-        except Exception as error:
-            roles = ", ".join(str(m.get("role")) for m in messages)
-            raise ChatTemplateError(
-                f"the chat template of {self._name} refused messages with the roles ({roles}): {error}; "
-                "leave out the role that it does not know, or give the tokenizer another chat_template"
-            ) from error
-        return str(text)
+        return self.template.render(self._told(messages), tools, generate=generate)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> tuple[int, ...]:
-        """Ids of the opening messages and tool schemas, ending where the assistant begins to write."""
-        return self._encode_around(messages, lambda plain: self.render(plain, tools, generate=True))
+        """Ids of the opening messages and tool schemas, ending where the assistant begins to write.
+
+        Where the template shows no tools, or shows them in another format than this chat's, the format's own
+        instructions open the system message.
+        Raises:  ChatTemplateError if there are tools, and their results cannot be appended exactly.
+        """
+        if tools:
+            self._require("tool")
+            if self._unread and self._shown(tools):
+                warnings.warn(
+                    f"no format reads the calls that the chat template of {self.template.name} teaches: as "
+                    f"{self.format.name} they are taken for answers; give format= your own formats.Format",
+                    stacklevel=3,
+                )
+        opened = self._told(messages)
+        if tools and not self._shown(tools):
+            opened = self._instructed(opened, tools)
+        shown = self._shown(tools)
+        return self._encode_around(opened, lambda plain: self.template.render(plain, shown, generate=True))
 
     def bridge(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, after: Sequence[int] = ()
     ) -> tuple[int, ...]:
         """Ids to append after an action so that `messages` (tool results, a user) are told and the assistant goes on.
 
-        after: the action's ids. If they end with the stop token that the template writes, it is not written again; an
-            action that was cut gets it here, where it has mask 0.
-        Raises:  ChatTemplateError if the template rewrites the assistant's text when something follows it.
+        after: the action's ids. If they end with the end of turn that the template writes, it is not written again; an
+            action that was cut, or ended with another token, gets it here, where it has mask 0.
+        Raises:  ChatTemplateError if the template writes history otherwise once such messages follow, and this chat
+            was not told to append as is.
         """
-        base: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-        ids = self._encode_around(
-            messages, lambda plain: self._after_mark(self.render([*base, *plain], tools, generate=True))
-        )
-        if after and ids and after[-1] == ids[0] and ids[0] in self.stop_ids:
-            ids = ids[1:]
+        if not messages:
+            raise SettingsError("bridge was given no messages; give what is told before the assistant goes on")
+        self._require("tool" if messages[0].get("role") == "tool" else "user")
+        told, shown = self._told(messages), self._shown(tools)
+        ids = self._encode_around(told, lambda plain: self.template.after(plain, shown))
+        for count in range(min(len(after), len(ids), 4), 0, -1):
+            if ids[count - 1] in self.stop_ids and tuple(after[-count:]) == ids[:count]:
+                return ids[count:]
         return ids
 
-    def _encode_around(self, messages: Sequence[Message], render: Callable[[list[Message]], str]) -> tuple[int, ...]:
-        """Encode a rendered text so that no message can write a control token: a tool's output that says <|im_end|>
-        is letters. Only messages that hold such a text are treated apart; all others keep the plain encoding."""
-        special = [t for t in self.tokenizer.all_special_tokens if t]
-        apart: dict[str, str] = {}
-        plain = []
-        for message in messages:
-            content = message.get("content")
-            if isinstance(content, str) and any(token in content for token in special):
-                mark = f"qzplain{len(apart)}zq"
-                apart[mark] = content
-                message = {**message, "content": mark}
-            plain.append(message)
-        text = render(plain)
-        if not apart:
-            return self.encode(text)
-        ids: list[int] = []
-        for part in re.split("(" + "|".join(apart) + ")", text):
-            if part in apart:
-                ids.extend(
-                    self.tokenizer(apart[part], add_special_tokens=False, split_special_tokens=True)["input_ids"]
-                )
-            else:
-                ids.extend(self.encode(part))
-        return tuple(ids)
+    def proof(self, following: Following) -> str:
+        """ "" if a conversation grows by appending alone when "tool" results or "user" messages follow, or why not."""
+        kind = "user" if following == "tool" and self._as_user else following
+        return self.template.proof(kind)
 
-    def _after_mark(self, text: str) -> str:
-        at = text.rfind(_MARK)
-        if at < 0:
+    def _require(self, following: Following) -> None:
+        if self.history == "append":
+            return
+        if reason := self.proof(following):
+            what = "tool results" if following == "tool" else "a user's message after an answer"
             raise ChatTemplateError(
-                f"the chat template of {self._name} drops or changes an earlier assistant message when others follow "
-                "it, so tokens cannot be appended exactly; use a template that keeps history"
+                f"the chat template of {self.template.name} cannot take {what} by appending: {reason}. Choose "
+                'Chat(tokenizer, history="append"), which appends as is and never renders again, or set '
+                "tokenizer.chat_template to one that keeps history"
             )
-        return text[at + len(_MARK) :]
-
-    def _stop_ids(self) -> tuple[int, ...]:
-        base: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-        tail = self.encode(self._after_mark(self.render(base, generate=False)))
-        special = set(self.tokenizer.all_special_ids) | set(getattr(self.tokenizer, "added_tokens_decoder", {}))
-        stops = [tail[0]] if tail and tail[0] in special else []
-        eos = self.tokenizer.eos_token_id
-        if eos is not None and eos not in stops:
-            stops.append(eos)
-        if not stops:
-            raise ChatTemplateError(
-                f"{self._name}: neither its template nor its tokenizer says which token ends a turn; set "
-                "tokenizer.eos_token"
-            )
-        return tuple(stops)
 
     @property
-    def _name(self) -> str:
-        return str(getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__)
+    def _as_user(self) -> bool:
+        """Whether tool results are told as a user's message."""
+        return not self.format.native or self.template.tool_role == "user"
+
+    def _told(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages as this template and format take them: tool results that follow one another may be one user's."""
+        if not self._as_user:
+            return list(messages)
+        told: list[Message] = []
+        merging = False
+        for message in messages:
+            if message.get("role") != "tool":
+                told.append(message)
+                merging = False
+                continue
+            text = self.format.observation(str(message.get("name") or ""), str(message.get("content") or ""))
+            if merging:
+                told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n{text}"}
+            else:
+                told.append({"role": "user", "content": text})
+            merging = True
+        return told
+
+    def _shown(self, tools: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        """The schemas that the template is given: none where it would not show them, or in another format."""
+        if not tools or not self.format.native:
+            return ()
+        key = hash(tuple(str(t.get("function", t).get("name")) for t in tools))
+        if key not in self._shows:
+            self._shows[key] = self.template.shows(tools)
+        return tools if self._shows[key] else ()
+
+    def _instructed(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+        """The messages with the format's instructions in the system message, or in the first one."""
+        text = self.format.instructions(tools)
+        out = list(messages)
+        if out and out[0].get("role") != "system" and self.template.takes_system():
+            return [{"role": "system", "content": text}, *out]
+        first = out[0]
+        content = first.get("content")
+        joined: Any = f"{content}\n\n{text}" if first.get("role") == "system" else f"{text}\n\n{content}"
+        if not isinstance(content, str):
+            joined = [{"type": "text", "text": text + "\n\n"}, *(content or [])]
+        return [{**first, "content": joined}, *out[1:]]
+
+    def _encode_around(self, messages: Sequence[Message], render: Callable[[list[Message]], str]) -> tuple[int, ...]:
+        """Encode a rendered text so that what tools and users say cannot write a control token: <|im_end|> in a tool's
+        output is letters. All other text is encoded as the tokenizer encodes it."""
+        held: dict[str, str] = {}
+        said = repr(list(messages))
+
+        def apart(match: re.Match[str]) -> str:
+            mark = f"qzcontrol{len(held)}zq"
+            while mark in said:
+                mark += "q"
+            held[mark] = match.group()
+            return mark
+
+        plain: list[Message] = []
+        for message in messages:
+            if message.get("role") in ("user", "tool"):
+                content = message.get("content")
+                if isinstance(content, str):
+                    message = {**message, "content": self._controls.sub(apart, content)}
+                elif isinstance(content, list):
+                    parts = [
+                        {**p, "text": self._controls.sub(apart, p["text"])}
+                        if isinstance(p, dict) and isinstance(p.get("text"), str)
+                        else p
+                        for p in content
+                    ]
+                    message = {**message, "content": parts}
+            plain.append(message)
+        text = render(plain)
+        if not held:
+            return self.encode(text)
+        # Each control text is cut after its first letter, and the halves are encoded with what stands beside them.
+        ids: list[int] = []
+        rest = ""
+        for part in re.split("(" + "|".join(sorted(map(re.escape, held), key=len, reverse=True)) + ")", text):
+            if part in held:
+                ids.extend(self.encode(rest + held[part][:1]))
+                rest = held[part][1:]
+            else:
+                rest += part
+        return (*ids, *self.encode(rest))
+
+    def _stop_ids(self, more: Sequence[str]) -> tuple[int, ...]:
+        stops: list[int] = []
+        for text in (*self.template.stops(), *((more,) if isinstance(more, str) else more)):
+            ids = self.encode(text)
+            if len(ids) != 1:
+                raise SettingsError(
+                    f"stop={text!r} is {len(ids)} tokens of {self.template.name}; give texts of one token"
+                )
+            stops.append(ids[0])
+        if (eos := self.tokenizer.eos_token_id) is not None:
+            stops.append(int(eos))
+        if not stops:
+            raise ChatTemplateError(
+                f"{self.template.name}: neither its template nor its tokenizer says which token ends a turn; set "
+                "tokenizer.eos_token"
+            )
+        return tuple(dict.fromkeys(stops))
 
     # --- ids to messages ---
 
-    def parse(self, ids: Sequence[int]) -> formats.Parsed:
-        """What an action says: answer, thinking, tool calls. The ids stay as they are."""
+    def parse(self, ids: Sequence[int], tools: Sequence[dict[str, Any]] = ()) -> formats.Parsed:
+        """What an action says: answer, thinking, tool calls. The ids stay as they are.
+
+        Where the prompt ends inside a thinking tag, the action begins there: if it is cut before the tag is closed, all
+        of it was thought, and nothing in it is a call.
+        """
         ids = list(ids)
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
-        return self.format.parse(self.text(ids))
+        return self.format.parse(self._opened + self.text(ids), tools)
+
+    # --- what encoding again would give ---
+
+    def drift(self, trajectory: Trajectory) -> Drift:
+        """Where the row would differ if its messages were rendered and encoded again, and why."""
+        turns = [(turn.kind, len(turn.ids or ())) for turn in trajectory.turns]
+        if any(turn.ids is None for turn in trajectory.turns):
+            raise SettingsError("this trajectory has no token ids: its engine gives text only")
+        ids = [i for turn in trajectory.turns for i in turn.ids or ()]
+        pieces, text = self.pieces(ids), self.text(ids)
+        # What no action followed has no ids, and is not in the row.
+        given = [turn for turn in trajectory.turns if turn.ids]
+        messages = [message for turn in given for message in turn.messages]
+        last = given[-1] if given else None
+        generate = last is not None and last.kind not in ("action", "forced")
+        opened = self._told(messages)
+        if trajectory.tools and not self._shown(trajectory.tools):
+            opened = self._instructed(opened, trajectory.tools)
+        try:
+            again_text = self.template.render(opened, self._shown(trajectory.tools), generate=generate)
+        except ChatTemplateError as error:
+            return Drift("other", 0, len(ids), "prompt, turn 0", pieces[:6], (), "", str(error))
+        again = self.encode(again_text)
+        return drifting.compare(ids, pieces, text, again, self.pieces(again), again_text, turns)
 
     def __repr__(self) -> str:
         stops = ", ".join(repr(p) for p in self.pieces(self.stop_ids))
-        return f"Chat({len(self.tokenizer)} tokens, format {self.format.name!r}, stops at {stops})"
+        kept = "" if self.history == "exact" else f", history {self.history!r}"
+        return f"Chat({len(self.tokenizer)} tokens, format {self.format.name!r}{kept}, stops at {stops})"
 
 
 @dataclass(frozen=True)
 class ChatReport:
-    """What a chat template promises. `exact` is whether chains can be grown by appending alone."""
+    """What a chat template promises. `exact` is whether chains can be grown by appending alone, whatever follows."""
 
     name: str
     exact: bool
-    stop: str
-    """The token that ends an assistant's turn."""
-    generation_prompt: str
+    tool_results: str
+    """"exact", or why tool results cannot be appended."""
+    user_messages: str
+    """"exact", or why a user's message after an answer cannot be appended."""
+    tool_role: str
+    """The role in which tool results are told."""
     tools: bool
-    """Whether tool schemas appear in the prompt."""
+    """Whether the template shows tool schemas; if not, the format's instructions are put into the prompt."""
+    format: str
+    """The format that reads back a call as the template writes it; "" if none does."""
+    stop: str
+    """The token that ends an answer."""
+    stops: tuple[str, ...]
+    """All tokens that end an action."""
+    generation_prompt: str
+    """What is written before the assistant's first token; some templates open, or close, thinking here."""
     boundary: str
-    """The text between an assistant's last token and a tool result's first."""
+    """The text between an action's last letter and a tool result's first."""
     thinking: str
-    """"kept", "dropped" or "unknown": what happens to earlier thinking if history is rendered again."""
+    """Earlier thinking when history is rendered: "kept", "kept until a user speaks", "dropped" or "unknown"."""
+    blanks: str
+    """Outer blanks of an answer when history is rendered: "kept" or "trimmed". A row keeps them as sampled."""
+
+    def __repr__(self) -> str:
+        said = (
+            "exact"
+            if self.exact
+            else "; ".join(
+                f"{what}: {why}" for what, why in (("tool", self.tool_results), ("user", self.user_messages))
+            )
+        )
+        return f"ChatReport({self.name!r}, {said})"
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><td>{html.escape(k)}</td><td style='text-align:left'><code>{html.escape(repr(v))}</code></td></tr>"
+            f"<tr><td>{html.escape(k.replace('_', ' '))}</td>"
+            f"<td style='text-align:left'><code>{html.escape(v if isinstance(v, str) and '<' not in v else repr(v))}"
+            "</code></td></tr>"
             for k, v in vars(self).items()
         )
         return f"<table><tbody>{rows}</tbody></table>"
 
 
-def check(tokenizer: Any) -> ChatReport:
-    """What this chat template promises; raises ChatTemplateError that names what it cannot."""
-    chat = tokenizer if isinstance(tokenizer, Chat) else Chat(tokenizer)
-    user: Message = {"role": "user", "content": "?"}
-    said: Message = {"role": "assistant", "content": _MARK}
-    tool: Message = {"role": "tool", "name": "probe", "tool_call_id": "call-0", "content": "qztoolzq"}
-    schema = {
-        "type": "function",
-        "function": {
-            "name": "qzprobezq",
-            "description": "A probe.",
-            "parameters": {"type": "object", "properties": {}},
-        },
-    }
-    opened = chat.render([user], generate=True)
-    closed = chat.render([user, said], generate=False)
-    if not closed.startswith(opened):
-        raise ChatTemplateError(
-            f"{chat._name}: the prompt for the assistant ({opened[-40:]!r}) is not how its finished message begins, so "
-            "what is sampled would not be what is trained; use a template whose generation prompt is a prefix"
-        )
-    grown = chat.render([user, said, tool], generate=True)
-    if chat._after_mark(grown) is None or not grown.startswith(closed[: closed.rfind(_MARK) + len(_MARK)]):
-        raise ChatTemplateError(f"{chat._name}: adding a tool result changes what came before it")
-    thought = chat.render(
-        [user, {"role": "assistant", "content": f"<think>qzthinkzq</think>{_MARK}"}, user], generate=True
-    )
-    tail = chat._after_mark(grown)
+_PROBE: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "qzprobezq", "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def check(tokenizer: Any, **settings: Any) -> ChatReport:
+    """What a tokenizer's chat template promises, as a table in a cell. Takes a `Chat` too. settings: those of `Chat`.
+
+    Raises:  ChatTemplateError only where no `Chat` can be made at all.
+    """
+    chat = tokenizer if isinstance(tokenizer, Chat) else Chat(tokenizer, **settings)
+    template = chat.template
+    tool, user = chat.proof("tool"), chat.proof("user")
+    told = chat._told([{"role": "tool", "name": "probe", "tool_call_id": "call-0", "content": "qztoolzq"}])
+    try:
+        boundary = template.after(told).partition("qztoolzq")[0]
+    except ChatTemplateError:
+        boundary = ""
     return ChatReport(
-        name=chat._name,
-        exact=True,
+        name=template.name,
+        exact=not tool and not user,
+        tool_results=tool or "exact",
+        user_messages=user or "exact",
+        tool_role="user" if chat._as_user else "tool",
+        tools=template.shows([_PROBE]),
+        format=chat.found.name if chat.found else "",
         stop=chat.pieces(chat.stop_ids)[0],
-        generation_prompt=opened[len(chat.render([user], generate=False)) :],
-        tools="qzprobezq" in chat.render([user], [schema], generate=True),
-        boundary=tail[: tail.find("qztoolzq")] if "qztoolzq" in tail else "",
-        thinking="kept" if "qzthinkzq" in thought else "dropped",
+        stops=chat.pieces(chat.stop_ids),
+        generation_prompt=template.opening(),
+        boundary=boundary,
+        thinking=template.thinking_kept(),
+        blanks="kept" if template.blanks_kept() else "trimmed",
     )

@@ -108,8 +108,9 @@ def test_a_template_that_drops_history_is_refused() -> None:
     broken = Chat(with_template(template))
     with pytest.raises(ChatTemplateError, match="drops or changes an earlier assistant message"):
         broken.bridge([USER])
-    with pytest.raises(ChatTemplateError, match="drops or changes"):
-        check(with_template(template))
+    report = check(with_template(template))
+    assert not report.exact
+    assert "drops or changes" in report.tool_results
 
 
 def test_a_generation_prompt_that_is_no_prefix_is_refused() -> None:
@@ -117,14 +118,27 @@ def test_a_generation_prompt_that_is_no_prefix_is_refused() -> None:
         "'<|im_start|>assistant\\n' if add_generation_prompt",
         "'<|im_start|>assistant\\n<think>\\n' if add_generation_prompt",
     )
+    # With thinking, a finished message does begin so; without, it does not: a model that must think is exact.
+    assert check(with_template(template)).exact
+    plain = template.replace("{{- message.content or ''", "{{- (message.content or '').split('</think>')[-1]")
+    report = check(with_template(plain))
+    assert not report.exact
+    assert "what is sampled would not be what is trained" in report.tool_results
+    assert report.thinking == "unknown"
+    with pytest.raises(ChatTemplateError, match=r'cannot take tool results by appending: .*history="append"'):
+        Chat(with_template(plain)).bridge([tool("5")])
     with pytest.raises(ChatTemplateError, match="what is sampled would not be what is trained"):
-        check(with_template(template))
+        Chat(with_template(plain)).prompt([USER], SCHEMAS)  # before a token is sampled
+    assert Chat(with_template(plain), history="append").bridge([tool("5")])
 
 
 def test_a_template_that_changes_what_came_before_is_refused() -> None:
-    template = QWEN_LIKE.replace("{{- message.content or ''", "{{- (message.content or '') + (loop.length | string)")
-    with pytest.raises(ChatTemplateError):
-        check(with_template(template))
+    template = QWEN_LIKE.replace("{{- message.content or ''", "{{- (message.content or '') ~ ('!' if loop.length > 3)")
+    report = check(with_template(template))
+    assert not report.exact
+    assert report.tool_results.startswith("it writes history otherwise once more follows: '")
+    with pytest.raises(ChatTemplateError, match=r"'\?<\|im_end\|>.* became .*'\?!<\|im_end\|>|writes history otherwise"):
+        Chat(with_template(template)).bridge([USER])
 
 
 def test_no_stop_token() -> None:
@@ -151,4 +165,6 @@ def test_check_says_what_a_template_promises() -> None:
 
 def test_check_sees_dropped_thinking() -> None:
     template = QWEN_LIKE.replace("{{- message.content or ''", "{{- (message.content or '').split('</think>')[-1]")
-    assert check(with_template(template)).thinking == "dropped"
+    report = check(with_template(template))
+    assert (report.thinking, report.exact) == ("dropped", False)
+    assert report.user_messages.startswith("it drops an assistant's thinking")

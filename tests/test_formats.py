@@ -206,5 +206,5 @@ def test_ten_thousand_broken_texts() -> None:
 def test_get() -> None:
     assert hermes.name == "hermes"
     assert formats.get(hermes) is hermes
-    with pytest.raises(errors.SettingsError, match="'hermez' is not known; give one of hermes"):
+    with pytest.raises(errors.SettingsError, match="'hermez' is not known; give one of action, code, hermes"):
         formats.get("hermez")

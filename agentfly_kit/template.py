@@ -1,0 +1,419 @@
+"""A chat template as text: what it writes, what it keeps, and the proof that a conversation grows by appending.
+
+Knows no token ids and no formats. Everything is found out by rendering probes whose texts are marks, never by reading
+the template's source: what a template does is what it writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+from agentfly_kit.errors import ChatTemplateError
+from agentfly_kit.types import Message
+
+Following = Literal["tool", "user"]
+"""What comes after an action: results of its calls, or a user's message."""
+
+_USER: Message = {"role": "user", "content": "?"}
+# Where a template may look for an assistant's thinking: the keys in use, or tags in the text itself.
+_THINKING = ("reasoning_content", "thinking", "reasoning", "tags")
+
+
+class Template:
+    """The chat template of a tokenizer, with the variables (`options`) that it is always given.
+
+    parts      it wants content as a list of parts, as vision models do
+    tool_role  "tool", or "user" where it knows no role for tool results
+    calls      how an assistant's calls are given to it: content and arguments as it takes them; None if it takes none
+    thinking   where it looks for an assistant's thinking: a key of the message, or "tags" in its text
+    """
+
+    def __init__(self, tokenizer: Any, options: Mapping[str, Any], controls: Sequence[str]) -> None:
+        self.tokenizer = tokenizer
+        self.options = dict(options)
+        self.name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
+        self._control = re.compile("|".join(map(re.escape, sorted(controls, key=len, reverse=True))) or r"(?!)")
+        self._short_ids = False
+        self._closings: dict[str, str] = {}
+        self._proofs: dict[Following, str] = {}
+        self.parts = False
+        self.parts = self._wants_parts()
+        self.answer_tail = self._answer_tail()
+        self.calls = self._calls()
+        self.tool_role: Literal["tool", "user"] = "tool" if self._takes_tools() else "user"
+        self.thinking = self._thinking()
+
+    # --- rendering ---
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, generate: bool) -> str:
+        """The template's text. Raises ChatTemplateError with the template's own complaint."""
+        try:
+            try:
+                return self._render(messages, tools, generate)
+            except Exception:
+                # Mistral's templates want ids of nine letters or digits; other ids are shortened where that helps.
+                if self._short_ids or not any("tool_call_id" in m or "tool_calls" in m for m in messages):
+                    raise
+                self._short_ids = True
+                try:
+                    return self._render(messages, tools, generate)
+                except Exception:
+                    self._short_ids = False
+                    raise
+        except Exception as error:
+            roles = ", ".join(str(m.get("role")) for m in messages)
+            raise ChatTemplateError(
+                f"the chat template of {self.name} refused messages with the roles ({roles}): {error}; "
+                "leave out the role that it does not know, or give the tokenizer another chat_template"
+            ) from error
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], generate: bool) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                [self._message(m) for m in messages],
+                tools=[dict(t) for t in tools] or None,
+                add_generation_prompt=generate,
+                tokenize=False,
+                **self.options,
+            )
+        )
+
+    def _message(self, message: Message) -> Message:
+        """A message as this template reads it. Its own keys stay."""
+        out = dict(message)
+        if isinstance(out.get("thinking"), str):
+            out.setdefault("reasoning_content", out["thinking"])
+        if self.parts and isinstance(out.get("content"), str):
+            out["content"] = [{"type": "text", "text": out["content"]}]
+        if self._short_ids:
+            if "tool_call_id" in out:
+                out["tool_call_id"] = _short_id(str(out["tool_call_id"]))
+            if out.get("tool_calls"):
+                out["tool_calls"] = [{**c, "id": _short_id(str(c.get("id", "")))} for c in out["tool_calls"]]
+        return out
+
+    def _try(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, generate: bool) -> str:
+        """The text, or "" where the template refuses: for looking what it takes."""
+        try:
+            return self.render(messages, tools, generate=generate)
+        except ChatTemplateError:
+            return ""
+
+    # --- what it takes ---
+
+    def _wants_parts(self) -> bool:
+        if "qzplainzq" in self._try([{"role": "user", "content": "qzplainzq"}], generate=True):
+            return False
+        parts = [{"role": "user", "content": [{"type": "text", "text": "qzplainzq"}]}]
+        return "qzplainzq" in self._try(parts, generate=True)
+
+    def _answer_tail(self) -> str:
+        """What ends a conversation after the last letter of an answer."""
+        text = self.render([_USER, {"role": "assistant", "content": "qzanswerzq"}], generate=False)
+        _, mark, tail = text.rpartition("qzanswerzq")
+        if not mark:
+            raise ChatTemplateError(
+                f"the chat template of {self.name} does not write what an assistant said; "
+                "give the tokenizer another chat_template"
+            )
+        return tail
+
+    def _calls(self) -> dict[str, Any] | None:
+        shapes: list[dict[str, Any]] = [
+            {"content": content, "json": as_json} for as_json in (False, True) for content in ("", None)
+        ]
+        for shape in shapes:
+            said = self._said_call("qzcallzq", [{"name": "qznamezq", "tool_call_id": "call-0"}], shape)
+            text = self._try([_USER, said], generate=False)
+            if "qzcallzq" in text and "qznamezq" in text:
+                return shape
+        return None
+
+    def _said_call(
+        self, mark: str, results: Sequence[Message], shape: Mapping[str, Any], thought: str | None = None
+    ) -> Message:
+        """An assistant's message with one call for each of these tool results; the mark is each call's argument."""
+        arguments: Any = {"x": mark}
+        calls = [
+            {
+                "id": r.get("tool_call_id", f"call-{i}"),
+                "type": "function",
+                "function": {
+                    "name": r.get("name") or "tool",
+                    "arguments": json.dumps(arguments) if shape["json"] else arguments,
+                },
+            }
+            for i, r in enumerate(results)
+        ]
+        return self._thought({"role": "assistant", "content": shape["content"], "tool_calls": calls}, thought)
+
+    def _said(self, mark: str, thought: str | None = None) -> Message:
+        return self._thought({"role": "assistant", "content": mark}, thought)
+
+    def _thought(self, message: Message, thought: str | None) -> Message:
+        if thought is None:
+            return message
+        if self.thinking == "tags":
+            return {**message, "content": f"<think>\n{thought}\n</think>\n\n{message['content'] or ''}"}
+        return {**message, str(self.thinking): thought}
+
+    def _takes_tools(self) -> bool:
+        try:
+            return "qztoolzq" in self.after([{**_probe("qztoolzq"), "name": "probe"}])
+        except ChatTemplateError:
+            return False
+
+    def _thinking(self) -> str:
+        for key in _THINKING:
+            self.thinking = key
+            said = [self._said("qzanswerzq", "qzthinkzq")]
+            if self.calls is not None and key != "tags":
+                said.append(self._said_call("qzcallzq", [_probe("")], self.calls, "qzthinkzq"))
+            if any("qzthinkzq" in self._try([_USER, one], generate=False) for one in said):
+                return key
+        return "tags"  # and they are dropped: whoever thinks there cannot be given the same history again
+
+    def takes_system(self) -> bool:
+        return "qzplainzq" in self._try([{"role": "system", "content": "qzplainzq"}, _USER], generate=True)
+
+    def shows(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether tool schemas appear in a prompt."""
+        return self._try([_USER], tools, generate=True) != self._try([_USER], generate=True)
+
+    # --- what comes after an action ---
+
+    def after(self, following: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The text from the end of an action to where the next one begins, with `following` told in between.
+
+        It starts with the template's own end of an assistant's turn. Tool results are rendered after calls of those
+        names and ids, because many templates look back at them; where a template takes no calls, after plain text.
+        Raises:  ChatTemplateError if the assistant's text cannot be found in what the template writes.
+        """
+        mark = _mark("qzsaidzq", following)
+        results = _leading_tools(following)
+        said: list[tuple[Message, str]] = []
+        if results and self.calls is not None:
+            for told in (results, results[:1]):  # some templates take one call at a time
+                one = self._said_call(mark, told, self.calls)
+                closing = self._closing(one, mark, tools)
+                if closing is not None:
+                    said.append((one, closing))
+        said.append((self._said(mark), ""))
+        problem = ChatTemplateError(
+            f"the chat template of {self.name} drops or changes an earlier assistant message when others follow it, "
+            "so tokens cannot be appended exactly; use a template that keeps history"
+        )
+        for message, closing in said:
+            try:
+                text = self.render([_USER, message, *following], tools, generate=True)
+            except ChatTemplateError as error:
+                problem = error
+                continue
+            tail = text.rpartition(mark)[2]
+            if mark in text and tail.startswith(closing):
+                return tail[len(closing) :]
+        raise problem
+
+    def _closing(self, said: Message, mark: str, tools: Sequence[Mapping[str, Any]]) -> str | None:
+        """What the model itself writes after its last argument to close a call: brackets, tags. None if it is refused.
+
+        The template's end of turn is not part of it: that is what ends an answer too, or a control token of its own
+        that closes nothing (`<|call|>`).
+        """
+        key = json.dumps([said, [t.get("function", {}).get("name") for t in tools]], default=str).replace(mark, "")
+        if key not in self._closings:
+            text = self._try([_USER, said], tools, generate=False)
+            tail = text.rpartition(mark)[2]
+            if mark not in text:
+                return None
+            if self.answer_tail and tail.endswith(self.answer_tail):
+                tail = tail[: -len(self.answer_tail)]
+            elif found := list(self._control.finditer(tail)):
+                last = found[-1]
+                if not last.group().startswith("</") and not tail[last.end() :].strip():
+                    tail = tail[: last.start()]
+            if len(self._closings) >= 256:
+                self._closings.clear()
+            self._closings[key] = tail
+        return self._closings[key]
+
+    # --- the proof ---
+
+    def proof(self, kind: Following) -> str:
+        """ "" if a conversation in which `kind` follows actions grows by appending alone, or why it does not.
+
+        Conversations of four actions are rendered as they grow, with one and with two tool results, with and without
+        thinking (as far as what the template writes before an action leaves that open), and a user between tool calls.
+        Each must begin with the one before it, letter by letter, and end with the text that `after` gives for what was
+        added: so what an engine is given is what the template would write for the whole. Found out once a kind.
+        """
+        if kind not in self._proofs:
+            reasons = [self._prove(kind, mode) for mode in self.modes] or [self._astray()]
+            self._proofs[kind] = next(filter(None, reasons), "")
+        return self._proofs[kind]
+
+    @cached_property
+    def modes(self) -> tuple[str | None, ...]:
+        """How a finished answer can begin as its prompt does: without thinking (None), or with it (a mark)."""
+        asked = self.render([_USER], generate=True)
+        return tuple(
+            mode
+            for mode in (None, "qzthinkzq")
+            if self._try([_USER, self._said("qzanswerzq", mode)], generate=False).startswith(asked)
+        )
+
+    def _astray(self) -> str:
+        asked = self.render([_USER], generate=True)
+        return (
+            f"the prompt for the assistant ({asked[-40:]!r}) is not how its finished message begins, so what is "
+            "sampled would not be what is trained"
+        )
+
+    def thinking_kept(self) -> str:
+        """ "kept", "kept until a user speaks", "dropped", or "unknown" where a prompt leaves no room for it."""
+        if "qzthinkzq" not in self.modes:
+            return "unknown"
+        if not self._prove("user", "qzthinkzq"):
+            return "kept"
+        tool = self.tool_role == "tool" and not self._prove("tool", "qzthinkzq")
+        return "kept until a user speaks" if tool else "dropped"
+
+    def _prove(self, kind: Following, thought: str | None) -> str:
+        calls = self.tool_role == "tool"
+        if kind == "tool":
+            if not calls:
+                return self._grow("uuu", thought)
+            return self._grow("1211" if self._takes_two() else "1111", thought)
+        mixed = calls and not self._prove("tool", thought)
+        return self._grow("uuu", thought) or (self._grow("1u1u", thought) if mixed else "")
+
+    def _takes_two(self) -> bool:
+        told = [_probe("qztold0zq", 0), _probe("qztold1zq", 1)]
+        said = self._said_call("qzsaidzq", told, self.calls) if self.calls else self._said("qzsaidzq")
+        text = self._try([_USER, said, *told], generate=True)
+        return "qztold0zq" in text and "qztold1zq" in text
+
+    def _grow(self, plan: str, thought: str | None) -> str:
+        """Grow a conversation: after each action "1" or "2" tool results, or "u", a user's message."""
+        messages: list[Message] = [_USER]
+        try:
+            before = self.render(messages, generate=True)
+            for i, step in enumerate(plan):
+                mark, seen = f"qzact{i}zq", f"{thought}{i}" if thought else None
+                if step == "u":
+                    told: list[Message] = [{"role": "user", "content": f"qztold{i}zq"}]
+                    said = self._said(mark, seen)
+                else:
+                    told = [_probe(f"qztold{i}n{n}zq", n) for n in range(int(step))]
+                    # Thinking in tags is part of the text, and so is then the call: only so can both be written.
+                    plain = self.calls is None or (seen and self.thinking == "tags")
+                    said = self._said(mark, seen) if plain else self._said_call(mark, told, self.calls or {}, seen)
+                messages += [said, *told]
+                whole = self.render(messages, generate=True)
+                bridge = self.after(told)
+                if not whole.startswith(before):
+                    return _rewritten(before, whole, thought, i)
+                if not whole.endswith(bridge):
+                    return f"what follows an action is written otherwise later on: {bridge[:60]!r} became another text"
+                action = whole[len(before) : len(whole) - len(bridge)]
+                if seen and seen not in action:
+                    return "it drops an assistant's thinking when something follows it"
+                if mark not in action or (step == "u" and not action.endswith(mark)):
+                    return f"an assistant's text is written otherwise when something follows it: {action[-60:]!r}"
+                before = whole
+        except ChatTemplateError as error:
+            return str(error)
+        return ""
+
+    # --- how it begins and ends an action ---
+
+    def stops(self) -> tuple[str, ...]:
+        """The control tokens with which it ends an action: an answer first, then a call, where that ends otherwise.
+
+        A template without an end of turn lets the next speaker's tag end it. What also stands inside an action, as
+        between thinking and answer, is no end.
+        """
+        tails = [self.answer_tail]
+        for told in ({"role": "user", "content": "?"}, _probe("?")):
+            if told["role"] == "user" and self._control.match(self.answer_tail):
+                continue
+            try:
+                tails.append(self.after([told]))
+            except ChatTemplateError:
+                continue
+        inside = ""
+        if "qzthinkzq" in self.modes:
+            text = self._try([_USER, self._said("qzanswerzq", "qzthinkzq")], generate=False)
+            inside = text.partition("qzthinkzq")[2].partition("qzanswerzq")[0]
+        found = (self._control.match(tail) for tail in tails)
+        return tuple(dict.fromkeys(m.group() for m in found if m and m.group() not in inside))
+
+    def written_call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """A call of that name as it writes one in an action, or "" where it takes no calls. One argument is a mark."""
+        if self.calls is None:
+            return ""
+        function = {"name": name, "arguments": json.dumps(dict(arguments)) if self.calls["json"] else dict(arguments)}
+        call = {"id": "call-0", "type": "function", "function": function}
+        said: Message = {"role": "assistant", "content": self.calls["content"], "tool_calls": [call]}
+        text, asked = self._try([_USER, said], generate=False), self.render([_USER], generate=True)
+        text = text[_same(asked, text) :]
+        return text[: -len(self.answer_tail)] if self.answer_tail and text.endswith(self.answer_tail) else text
+
+    def blanks_kept(self) -> bool:
+        """Whether outer blanks of an answer stay when it is rendered."""
+        return " qzanswerzq \n" in self._try([_USER, self._said(" qzanswerzq \n")], generate=False)
+
+    def opening(self) -> str:
+        """What it writes before an assistant's first token."""
+        asked, plain = self.render([_USER], generate=True), self.render([_USER], generate=False)
+        same = _same(asked, plain)
+        inside = [m.start() for m in self._control.finditer(asked) if m.start() < same < m.end()]
+        return asked[inside[0] if inside else same :]
+
+
+def _probe(text: str, n: int = 0) -> Message:
+    return {"role": "tool", "name": f"probe{n}", "tool_call_id": f"call-{n}", "content": text}
+
+
+def _leading_tools(messages: Sequence[Message]) -> list[Message]:
+    leading: list[Message] = []
+    for message in messages:
+        if message.get("role") != "tool":
+            break
+        leading.append(message)
+    return leading
+
+
+def _mark(mark: str, messages: Sequence[Message]) -> str:
+    """A text that none of these messages holds: a tool that prints our mark must not move the seam."""
+    held = repr(list(messages))
+    while mark in held:
+        mark += "q"
+    return mark
+
+
+def _short_id(id: str) -> str:
+    """Nine letters or digits; an id that is that already stays."""
+    if re.fullmatch(r"[A-Za-z0-9]{9}", id):
+        return id
+    if re.fullmatch(r"call-\d{1,5}", id):
+        return f"call{int(id[5:]):05d}"
+    return hashlib.blake2b(id.encode(), digest_size=5).hexdigest()[:9]
+
+
+def _rewritten(before: str, whole: str, thought: str | None, step: int) -> str:
+    at = _same(before, whole)
+    was, now = before[max(0, at - 20) : at + 30], whole[max(0, at - 20) : at + 30]
+    gone = bool(thought) and any(f"{thought}{i}" in before and f"{thought}{i}" not in whole for i in range(step + 1))
+    why = "it drops an assistant's earlier thinking" if gone else "it writes history otherwise once more follows"
+    return f"{why}: {was!r} became {now!r}"
+
+
+def _same(one: str, other: str) -> int:
+    """How many letters they begin with in common."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
