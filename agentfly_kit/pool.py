@@ -362,16 +362,20 @@ class Pool(Generic[S]):
                 await asyncio.wait([ticket.future], timeout=max(0.0, deadline - loop.time()))
             if not ticket.future.done():
                 raise PoolTimeout(self._why_none(timeout))
-            return ticket.future.result()
+            slot = ticket.future.result()
+        except GeneratorExit:
+            # Collected with its event loop, perhaps in the middle of a change of state in this very thread:
+            # `_forget_closed_loops` will find the ticket.
+            raise
         except BaseException:
             # Also when it was granted just now and never reached us: then it goes to the next in the queue.
+            self._tickets.pop(number, None)
             self._change(GaveUp(number))
-            raise
-        finally:
-            with self._lock:
-                del self._tickets[number]
             if ticket.future.done() and not ticket.future.cancelled():
                 ticket.future.exception()  # seen, even if another exception was on its way
+            raise
+        self._tickets.pop(number, None)
+        return slot
 
     async def release(self, lease: Lease[S], *, reusable: bool = True) -> None:
         """Give a sandbox back: it is reset, or replaced where that fails or `reusable` is False. Twice is once."""
@@ -652,8 +656,13 @@ async def _call(sandbox: object, method: str) -> None:
 
 
 def _is_alive(sandbox: object) -> bool:
-    alive = getattr(sandbox, "alive", True)
-    return bool(alive() if callable(alive) else alive) if sandbox is not None else False
+    if sandbox is None:
+        return False
+    try:
+        alive = getattr(sandbox, "alive", True)
+        return bool(alive() if callable(alive) else alive)
+    except Exception:
+        return False  # one that cannot say so
 
 
 def _kill(sandbox: object) -> None:
