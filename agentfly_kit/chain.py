@@ -168,6 +168,8 @@ class Chain:
         agent = self.agent
         index = self.actions
         sampling = agent.sampling.replace(temperature=0.0) if greedy else agent.sampling
+        if wanted := agent.chat.format.stop:  # ReAct's "Observation:", say
+            sampling = sampling.replace(stop=tuple(dict.fromkeys((*sampling.stop, *wanted))))
         if agent.max_tokens is not None:
             left = agent.max_tokens - self._action_tokens()
             if left < 1:
@@ -233,18 +235,20 @@ class Chain:
         while turn is not None and turn.kind == "forced" and not turn.messages:
             begun = [*(turn.ids or ()), *begun]
             turn = turn.parent
+        # A text-only engine's text is no continuation of a prompt whose last letters are known.
+        read = chat.format.parse if ids is None else chat.read
         if stops:
             said = chat.text(ids) if ids is not None else text or ""
             found = [(at, stop) for stop in stops if (at := said.find(stop)) >= 0]
             if found:
                 at, stop = min(found)
-                parsed = chat.format.parse(chat.text(begun) + said[:at])
+                parsed = read(chat.text(begun) + said[:at], self._tools)
                 if parsed.unclosed:  # the text that ended the turn closes its call
-                    parsed = chat.format.parse(chat.text(begun) + said[: at + len(stop)])
+                    parsed = read(chat.text(begun) + said[: at + len(stop)], self._tools)
                 return self._message(parsed)
-        return self._message(
-            chat.format.parse(chat.text(begun) + (text or "")) if ids is None else chat.parse([*begun, *ids])
-        )
+        if ids is None:
+            return self._message(read(chat.text(begun) + (text or ""), self._tools))
+        return self._message(chat.parse([*begun, *ids], self._tools))
 
     @staticmethod
     def _message(parsed: Parsed) -> tuple[Message, tuple[ToolCall, ...]]:

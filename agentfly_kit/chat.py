@@ -288,7 +288,11 @@ class Chat:
         ids = list(ids)
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
-        return self.format.parse(self._opened + self.text(ids), tools)
+        return self.read(self.text(ids), tools)
+
+    def read(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> formats.Parsed:
+        """What an action's text says, without the token that ended it."""
+        return self.format.parse(self._opened + text, tools)
 
     # --- what encoding again would give ---
 
