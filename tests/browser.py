@@ -7,6 +7,7 @@ one. Everything that JupyterLab would write goes to a temporary folder.
 from __future__ import annotations
 
 import ast
+import atexit
 import json
 import os
 import shutil
@@ -76,17 +77,27 @@ class Lab:
             ],
             env={**os.environ, **own, "OMP_NUM_THREADS": "1"}, stdout=self.log, stderr=subprocess.STDOUT, cwd=self.root,
         )  # fmt: skip
+        atexit.register(self.close)  # an interrupted test leaves no server behind
         self.playwright: Any = None
         self.browser: Any = None
         try:
             self._wait()
-            from playwright.sync_api import sync_playwright
-
-            self.playwright = sync_playwright().start()
-            self.browser = self.playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
         except BaseException:
             self.close()
             raise
+
+    def start_browser(self) -> None:
+        from playwright.sync_api import sync_playwright
+
+        self.playwright = sync_playwright().start()
+        self.browser = self.playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
+
+    def stop_browser(self) -> None:
+        """While playwright runs, its event loop runs in this thread, and no `async def` test can."""
+        for end in (self.browser and self.browser.close, self.playwright and self.playwright.stop):
+            if end:
+                end()
+        self.browser = self.playwright = None
 
     def _wait(self, seconds: float = 60) -> None:
         until = time.monotonic() + seconds
@@ -109,9 +120,8 @@ class Lab:
         return Notebook(self, path, *size)
 
     def close(self) -> None:
-        for end in (self.browser and self.browser.close, self.playwright and self.playwright.stop):
-            if end:
-                end()
+        atexit.unregister(self.close)
+        self.stop_browser()
         if self.server.poll() is None:
             self.server.terminate()
             try:
@@ -216,8 +226,10 @@ class Notebook:
         self.page.wait_for_function(f"() => document.body.dataset.jpThemeLight === '{dark}'")
 
     def command(self, name: str, args: Any = None) -> None:
-        self.page.evaluate("([name, args]) => window.jupyterapp.commands.execute(name, args)", [name, args or {}])
+        """Start a command of JupyterLab; one that asks something would otherwise wait for its answer."""
+        self.page.evaluate("([name, args]) => { window.jupyterapp.commands.execute(name, args); }", [name, args or {}])
 
     def close(self) -> None:
-        self.page.evaluate(f"async () => {{ {self._PANEL} await panel.sessionContext.shutdown(); }}")
+        # A kernel that is just restarting cannot be shut down; the server ends it later.
+        self.page.evaluate(f"async () => {{ {self._PANEL} await panel.sessionContext.shutdown().catch(() => {{}}); }}")
         self.context.close()

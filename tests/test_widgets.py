@@ -219,6 +219,23 @@ def test_a_view_keeps_no_record_alive() -> None:
     assert len(view.selection.to_frame()) == 2
 
 
+def test_what_the_page_sets_is_checked() -> None:
+    view = w.TokenView(trajectory())
+
+    def put(name: str, value: Any) -> None:
+        view._on_message(view, {"kind": "set", "page": "a", "name": name, "value": value}, [])
+
+    put("signal", "entropy")
+    put("_selected", [[0, 1, 3]])
+    assert (view.signal, view.selection.tokens, view._notice) == ("entropy", 2, "")
+    put("_about", {})
+    put("_rows", [])
+    assert view.tokens == 23
+    put("_selected", [[0, 9, 99]])
+    assert view.selection.tokens == 2
+    assert "no such tokens" in view._notice
+
+
 def test_open_and_close_are_told_by_the_pages() -> None:
     view = w.TokenView(trajectory())
     for content, expected in (

@@ -168,6 +168,8 @@ class View(anywidget.AnyWidget):
     """
 
     stem: ClassVar[str] = ""
+    settable: ClassVar[frozenset[str]] = frozenset()
+    """The traits that a page may set."""
 
     is_open = traitlets.Bool(False)
     """Not synced: set from the pages' own messages."""
@@ -197,18 +199,30 @@ class View(anywidget.AnyWidget):
     def _on_message(self, _: Any, content: Any, buffers: Any) -> None:
         if not isinstance(content, dict) or not isinstance(content.get("page"), str):
             return
-        if content.get("kind") == "open":
-            self._pages.add(content["page"])
-            self._seen = True
-        elif content.get("kind") == "close":
-            self._pages.discard(content["page"])
-        else:
+        kind, page = content.get("kind"), content["page"]
+        if kind == "set":
+            self._put(content.get("name"), content.get("value"))
             return
+        if kind == "open":
+            self._pages.add(page)
+            self._seen = True
+        elif kind == "close":
+            self._pages.discard(page)
         was, self.is_open = self.is_open, bool(self._pages)
         if self.is_open and not was:
             self._opened()
         elif was and not self.is_open:
             self._left()
+
+    def _put(self, name: Any, value: Any) -> None:
+        """A trait that the page set; what Python refuses goes back as it was, and the page says why."""
+        if name not in self.settable:
+            return
+        try:
+            setattr(self, name, value)
+        except (ValueError, TypeError, traitlets.TraitError) as error:
+            self._notice = str(error)
+            self.send_state(name)
 
     def _opened(self) -> None:
         """The first page shows the view."""
@@ -267,12 +281,17 @@ class LiveView(View):
             if view is not None:
                 view._refresh_safely()
 
-        throttle = Throttle(refresh)
+        throttle = self._throttle = Throttle(refresh)
         listener = _Listener(self, throttle)
         if subscribe is not None:
             listener.end = subscribe(listener)
         # Runs once: when the view is closed, or when it is collected, or when Python ends.
         self._end = weakref.finalize(self, _end, weakref.ref(listener), throttle)
+
+    @property
+    def updates(self) -> int:
+        """How many changes were sent so far; many events make one."""
+        return self._throttle.sent
 
     @property
     def resting(self) -> bool:

@@ -80,10 +80,18 @@ export function mount({ model, el }, { label, build }) {
   const page = crypto.randomUUID?.() ?? String(Math.random());
   const root = h("div", { class: "afk", role: "region", "aria-label": label, "data-lm-suppress-shortcuts": "true" });
   const notice = h("div", { class: "afk-notice", role: "alert" });
-  const stale = h("div", { class: "afk-stale", role: "status" }, "kernel restarted: this view shows what was last sent. Run its cell again.");
+  const stale = h("div", { class: "afk-stale", role: "status", hidden: true }, "kernel restarted: this view shows what was last sent. Run its cell again.");
   const ends = [];
+  function dead() {
+    stale.hidden = false;
+  }
+  // The widget manager says so of every model when the kernel is restarted; the class that it should put is not put.
+  model.on("comm_live_update", dead);
+  ends.push(() => model.off("comm_live_update", dead));
   const context = {
     root,
+    /** Whether the kernel that made this view is gone. */
+    stale: () => !stale.hidden,
     /** Listen to a trait until the view goes. */
     on(name, f) {
       const event = `change:${name}`;
@@ -96,7 +104,22 @@ export function mount({ model, el }, { label, build }) {
       ends.push(() => target.removeEventListener(name, f, options));
     },
     end: (f) => ends.push(f),
+    /**
+     * Set a trait here and in Python. Not by save_changes: while a cell awaits, the kernel reports no idle for such a
+     * message, and the widget manager then holds back every later one for good. Messages of our own are never held back.
+     */
+    put(name, value) {
+      model.set(name, value);
+      tell("set", { name, value });
+    },
   };
+  function tell(kind, more = {}) {
+    try {
+      model.send({ kind, page, ...more });
+    } catch {
+      dead(); // there is nobody to tell
+    }
+  }
   const showNotice = () => {
     notice.textContent = model.get("_notice") ?? "";
     notice.hidden = !notice.textContent;
@@ -108,13 +131,6 @@ export function mount({ model, el }, { label, build }) {
   showNotice();
   context.on("_notice", showNotice);
   el.append(root);
-  const tell = (kind) => {
-    try {
-      model.send({ kind, page });
-    } catch {
-      // the kernel is gone: there is nobody to tell
-    }
-  };
   tell("open");
   return () => {
     for (const end of ends) end();

@@ -125,7 +125,7 @@ export default {
         }
         /** Times go on between updates; a page whose kernel is gone stands still. */
         function tick() {
-          if (root.closest(".jupyter-widgets-disconnected")) return;
+          if (context.stale()) return;
           const now = performance.now();
           const passed = (now - sentAt) / 1000;
           const frozen = model.get("_state")?.gone || model.get("_state")?.closed;

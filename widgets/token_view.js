@@ -241,12 +241,10 @@ export default {
           const lo = Math.max(Math.min(from, to), starts[row]);
           const hi = Math.min(Math.max(from, to), starts[row] + about.rows[row].n - 1);
           const span = [row, lo - starts[row], hi + 1 - starts[row]];
-          model.set("_selected", add ? joined(model.get("_selected"), span) : [span]);
-          model.save_changes();
+          context.put("_selected", add ? joined(model.get("_selected"), span) : [span]);
         }
         function none() {
-          model.set("_selected", []);
-          model.save_changes();
+          context.put("_selected", []);
         }
 
         // --- one token ---
@@ -411,8 +409,7 @@ export default {
           show(at);
         }
         select.addEventListener("change", () => {
-          model.set("signal", select.value);
-          model.save_changes();
+          context.put("signal", select.value);
         });
         context.on("signal", recolour);
         context.on("_selected", readSelection);

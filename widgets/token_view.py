@@ -36,6 +36,7 @@ class TokenView(View):
     """
 
     stem: ClassVar[str] = "token_view"
+    settable: ClassVar[frozenset[str]] = frozenset({"signal", "_selected"})
 
     signal = traitlets.Unicode("mask").tag(sync=True)
     _about = traitlets.Dict().tag(sync=True)

@@ -220,13 +220,11 @@ export default {
         }
         function pick(i) {
           if (i < 0 || i >= steps.length) return;
-          model.set("step", steps[i]);
-          model.save_changes();
+          context.put("step", steps[i]);
         }
         function forget() {
           pointed = -1;
-          model.set("step", null);
-          model.save_changes();
+          context.put("step", null);
           readout();
         }
         clear.addEventListener("click", forget);

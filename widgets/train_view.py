@@ -98,6 +98,7 @@ class TrainView(LiveView):
     """
 
     stem: ClassVar[str] = "train_view"
+    settable: ClassVar[frozenset[str]] = frozenset({"step"})
 
     step = traitlets.Int(None, allow_none=True).tag(sync=True)
     """The step that was picked in the browser; None when none is."""
