@@ -132,6 +132,9 @@ class Chain:
         messages: tuple[Message, ...] = self.task.messages
         if self.agent.system is not None:
             messages = ({"role": "system", "content": self.agent.system}, *messages)
+        if not self._exact:  # the server has its own template, and nobody here knows what it made of them
+            text = "\n".join(str(message["content"]) for message in messages)
+            return self._turn("prompt", "task", None, messages=messages, text=text)
         ids = self.agent.chat.prompt(messages, self._tools)
         return self._turn("prompt", "task", ids, messages=messages)
 
@@ -203,7 +206,10 @@ class Chain:
         kept = sample.kept_mass
         if kept is None and sampling.greedy and sample.logprobs is not None:
             kept = tuple(math.exp(lp) for lp in sample.logprobs)  # greedy is the hardest truncation: to one token
-        written, calls = self._read(ids, text, sampling.stop if sample.stop == "string" else ())
+        if sample.calls is not None:
+            written, calls = self._message(Parsed(text or "", sample.calls))
+        else:
+            written, calls = self._read(ids, text, sampling.stop if sample.stop == "string" else ())
         return self._turn(
             "action",
             author,
@@ -276,7 +282,7 @@ class Chain:
             self._end("cancelled")
         elif sample.stop == "length":
             total = agent.max_tokens is not None and self._action_tokens() >= agent.max_tokens
-            short = len(sample.ids or ()) < limit
+            short = sample.ids is not None and len(sample.ids) < limit
             self._end("context_full" if short else "chain_tokens" if total else "turn_tokens")
         elif not turn.tool_calls:
             self.stop = "answered"

@@ -156,6 +156,8 @@ class Sample:
     """Probability that top-p, top-k, min-p kept, a token; None when nothing was cut."""
     text: str | None = None
     """Only from engines without tokens."""
+    calls: tuple[ToolCall, ...] | None = None
+    """Beside `text`: the tool calls, where the server took them apart itself."""
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
