@@ -10,9 +10,11 @@ import asyncio
 import dataclasses
 import hashlib
 import math
+import shutil
 import tempfile
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,11 +25,11 @@ from torch import Tensor
 
 from agentfly_kit import advantages as estimators
 from agentfly_kit import functions, losses, seeds
-from agentfly_kit.batch import Batch, collate
+from agentfly_kit.batch import Batch, Truncated, collate
 from agentfly_kit.errors import BatchError, RunError, SettingsError, TaskError, TrainingError
 from agentfly_kit.evaluation import Evaluation, evaluate
 from agentfly_kit.policy import Policy
-from agentfly_kit.ppo import adamw, ppo_step_async
+from agentfly_kit.ppo import Correction, LossName, adamw, ppo_step_async, shaped_rewards
 from agentfly_kit.record import Rollout, Run
 from agentfly_kit.rollout import Agent, RolloutRun
 from agentfly_kit.types import Stats, Task
@@ -58,22 +60,36 @@ class TrainConfig:
     minibatch: int | None = 32
     """Rollouts an update."""
     epochs: int = 2
-    loss: Literal["ppo"] | Callable[..., Tensor] = "ppo"
+    loss: LossName | Callable[..., Tensor] = "ppo"
     aggregate: losses.How = "token_mean"
     denominator: float | None = None
-    clip: float = 0.2
+    clip: float | None = None
+    """None is the loss's own: 0.2 for "ppo"."""
     clip_high: float | None = None
     dual_clip: float | None = None
     value_coef: float = 0.5
     value_clip: float | None = None
     kl_coef: float = 0.0
     kl_kind: losses.KLKind = "k3"
-    """The reference is a copy of the policy as it was before the first iteration."""
+    """The reference is the policy as it was before the first iteration; under an adapter, its base."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """"reward" takes it from each token's reward before the advantages; an outcome estimator sees its sum."""
+    kl_target: float | None = None
+    """nats a token: `kl_coef` is then only where the coefficient starts; see `losses.adaptive_kl_coef`."""
+    kl_horizon: float = 10_000
+    """Trajectories over which the coefficient adapts."""
     entropy_coef: float = 0.0
     max_grad_norm: float | None = 1.0
     target_kl: float | None = None
     micro_tokens: int | None = None
-    truncated: Literal["score", "mask"] = "score"
+    correction: Correction | None = None
+    """Importance weights of trainer over sampler; see `ppo_step`."""
+    autocast: Literal["bfloat16"] | None = None
+    checkpointing: bool = False
+    truncated: Truncated = "score"
+    """What a chain that a limit cut is worth; see `collate`. "bootstrap" needs advantage="gae"."""
+    truncated_penalty: float = 0.5
+    """Taken from its reward by truncated="penalty"."""
     max_concurrency: int = 128
     evaluate_every: int = 0
     """Iterations; 0 is never. Needs `eval_tasks=`."""
@@ -89,6 +105,13 @@ class TrainConfig:
         if not callable(self.advantage) and self.advantage not in (*_OUTCOME, *_TOKEN):
             known = ", ".join((*_OUTCOME, *_TOKEN))
             raise SettingsError(f"advantage={self.advantage!r}: give one of {known}, or a function")
+        if self.truncated == "bootstrap" and self.advantage != "gae":
+            raise SettingsError(f"truncated='bootstrap' needs values, so advantage='gae'; got {self.advantage!r}")
+        if self.kl_target is not None and not (self.kl_target > 0 and self.kl_coef > 0):
+            raise SettingsError(
+                f"kl_target={self.kl_target} with kl_coef={self.kl_coef}: both are above 0, the coefficient is where "
+                "it starts"
+            )
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise SettingsError(f"lr={self.lr}: give a positive number")
 
@@ -178,9 +201,12 @@ class TrainRun:
         self.eval_tasks = eval_tasks
         self.config = config
         self.rollout: RolloutRun | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="agentfly-run-") if run is None else None
-        self.run = Run(self._folder.name if self._folder is not None else Path(str(run)))
-        self._fresh = not resume or run is None
+        if run is None:
+            run = tempfile.mkdtemp(prefix="agentfly-run-")
+            weakref.finalize(self, shutil.rmtree, run, ignore_errors=True)
+            resume = False
+        self.run = Run(Path(run))
+        self._fresh = not resume
         self._key = str(self.run.path.resolve())
         if self._fresh:
             policy.started.pop(self._key, None)
@@ -189,6 +215,7 @@ class TrainRun:
         self.run.check(self.fingerprint, resume=not self._fresh)
         self._optimizer: torch.optim.Optimizer | None = None
         self._reference: Policy | None = None
+        self._kl_coef = config.kl_coef
         self._next = 0
         self._replay: list[dict[str, float]] = []
         self._begun = False
@@ -289,8 +316,9 @@ class TrainRun:
                 self._reference = self._load_reference()
             self._next = await asyncio.to_thread(self._load, checkpoint)
         elif config.kl_coef > 0:
-            self._reference = policy.copy()
-            await asyncio.to_thread(self._save_reference)
+            self._reference = policy.reference()
+            if not policy.has_adapter:
+                await asyncio.to_thread(self._save_reference)
         self.run.truncate(self._next)
         self._replay = list(self.run.records)
         self._begun = True
@@ -324,8 +352,9 @@ class TrainRun:
                 dual_clip=config.dual_clip,
                 value_coef=config.value_coef,
                 value_clip=config.value_clip,
-                kl_coef=config.kl_coef,
+                kl_coef=self._kl_coef,
                 kl_kind=config.kl_kind,
+                kl_in=config.kl_in,
                 reference=self._reference,
                 entropy_coef=config.entropy_coef,
                 epochs=config.epochs,
@@ -333,6 +362,9 @@ class TrainRun:
                 micro_tokens=config.micro_tokens,
                 max_grad_norm=config.max_grad_norm,
                 target_kl=config.target_kl,
+                correction=config.correction,
+                autocast=config.autocast,
+                checkpointing=config.checkpointing,
                 seed=seeds.derive(config.seed, "update", index),
             )
         except (TrainingError, BatchError) as error:
@@ -342,6 +374,16 @@ class TrainRun:
         if config.evaluate_every and ((index + 1) % config.evaluate_every == 0 or index + 1 == config.steps):
             evaluation = await evaluate(self.agent, self.eval_tasks, max_concurrency=config.max_concurrency)
         record = self._record(index, rollout, stats, evaluation)
+        if config.kl_coef > 0:
+            record["kl_coef"] = self._kl_coef
+        if config.kl_target is not None:
+            self._kl_coef = losses.adaptive_kl_coef(
+                self._kl_coef,
+                stats.kl_reference,
+                target=config.kl_target,
+                steps=len(rollout.trajectories),
+                horizon=config.kl_horizon,
+            )
         record["seconds_rollout"] = rolled - began
         record["seconds_update"] = updated - rolled
         record["seconds"] = time.perf_counter() - began
@@ -377,15 +419,25 @@ class TrainRun:
     def _batch(self, rollout: Rollout) -> Batch:
         config = self.config
         name = config.advantage
-        if callable(name):
-            return collate(rollout, name, truncated=config.truncated)
-        if name in _OUTCOME:
-            return collate(rollout, getattr(estimators, name), truncated=config.truncated)
-        batch = collate(rollout, truncated=config.truncated)
-        rewards = torch.where(batch.mask, batch.token_rewards, 0.0)
+        if callable(name) or name in _OUTCOME:
+            estimator: Any = name if callable(name) else getattr(estimators, name)
+            if config.kl_coef > 0 and config.kl_in == "reward":
+                return self._shaped_outcome(rollout, estimator)
+            return self._collate(rollout, estimator)
+        batch = self._referenced(self._collate(rollout, None))
+        rewards = batch.token_rewards
+        if config.kl_coef > 0 and config.kl_in == "reward":
+            rewards = shaped_rewards(batch, self._kl_coef)
+        rewards = torch.where(batch.mask, rewards, 0.0)
         if name == "gae":
             values = self.policy.score(batch, {"value"}, micro_tokens=config.micro_tokens)["value"]
-            adv, returns = estimators.gae(rewards, values, batch.mask, gamma=config.gamma, lam=config.lam)
+            bootstrap = None
+            if config.truncated == "bootstrap" and bool(batch.truncated.any()):
+                ends = self.policy.end_values(batch, micro_tokens=config.micro_tokens)
+                bootstrap = torch.where(batch.truncated, ends, 0.0)
+            adv, returns = estimators.gae(
+                rewards, values, batch.mask, gamma=config.gamma, lam=config.lam, bootstrap=bootstrap
+            )
             if config.whiten:
                 adv = estimators.whiten(adv, batch.mask)
             return batch.replace(advantages=adv, returns=returns, values=values)
@@ -396,6 +448,38 @@ class TrainRun:
                 rewards, batch.mask, groups=batch.groups, whiten=config.whiten
             )
         return batch.replace(advantages=adv)
+
+    def _collate(self, rollout: Rollout, advantages: Any, truncated: Truncated | None = None) -> Batch:
+        config = self.config
+        return collate(
+            rollout,
+            advantages,
+            truncated=truncated or config.truncated,
+            penalty=config.truncated_penalty,
+            allow_truncated_sampling=config.correction is not None,
+        )
+
+    def _referenced(self, batch: Batch) -> Batch:
+        """With the reference's logprobs where they are needed before the step."""
+        if self._reference is None or self.config.kl_in != "reward":
+            return batch
+        scored = self._reference.score(batch, {"logprob"}, micro_tokens=self.config.micro_tokens)
+        return batch.replace(ref_logprobs=scored["logprob"])
+
+    def _shaped_outcome(self, rollout: Rollout, estimator: Callable[..., Tensor]) -> Batch:
+        """An estimator of outcomes over rewards from which each chain's whole KL was taken."""
+        # Rows that are masked for being cut count in their group, so their KL is wanted too.
+        keep: Truncated = "score" if self.config.truncated == "mask" else self.config.truncated
+        every = self._referenced(self._collate(rollout, None, keep))
+        penalty = (every.token_rewards - shaped_rewards(every, self._kl_coef)).nansum(1)
+        shaped = {t.id: float(r - p) for t, r, p in zip(every.trajectories, every.rewards, penalty, strict=True)}
+        rewards = torch.tensor([shaped.get(t.id, math.nan) for t in rollout.trajectories])
+        names: dict[str, int] = {}
+        groups = torch.tensor([names.setdefault(t.group, len(names)) for t in rollout.trajectories])
+        batch = self._collate(rollout, estimator(rewards, groups))
+        if len(batch) == len(every):
+            return batch.replace(ref_logprobs=every.ref_logprobs)
+        return self._referenced(batch)
 
     def _record(self, index: int, rollout: Rollout, stats: Stats, evaluation: Evaluation | None) -> dict[str, float]:
         record: dict[str, float] = {"step": index + 1}
@@ -411,7 +495,15 @@ class TrainRun:
             "lr",
             "updates",
         )
-        more = ("explained_variance", "kl_reference", "ratio_max", "sampler_gap", "dropped_groups", "advantage_mean")
+        more = (
+            "explained_variance",
+            "kl_reference",
+            "effective_sample_size",
+            "ratio_max",
+            "sampler_gap",
+            "dropped_groups",
+            "advantage_mean",
+        )
         numbers = stats.numbers()
         record |= {k: numbers[k] for k in (*keep, *more) if k in numbers and math.isfinite(numbers[k])}
         record["version"] = self.policy.version
@@ -437,6 +529,7 @@ class TrainRun:
                     "policy": self.policy.state(),
                     "policy_version": self.policy.version,
                     "optimizer": self._optimizer.state_dict(),
+                    "kl_coef": self._kl_coef,
                 }
                 torch.save(state, folder / "state.pt")
 
@@ -451,6 +544,7 @@ class TrainRun:
             self.policy.load_state(state["policy"])
             self.policy.version = state["policy_version"]
             self._optimizer.load_state_dict(state["optimizer"])
+            self._kl_coef = float(state.get("kl_coef", self.config.kl_coef))
             return int(state["steps"])
         except RunError:
             raise
@@ -462,7 +556,9 @@ class TrainRun:
         torch.save(self._reference.state(), self.path / "reference.pt")
 
     def _load_reference(self) -> Policy:
-        reference = self.policy.copy()
+        reference = self.policy.reference()
+        if self.policy.has_adapter:
+            return reference
         reference.load_state(torch.load(self.path / "reference.pt", map_location=self.policy.device, weights_only=True))
         return reference
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import threading
 from typing import Any
 
@@ -17,6 +18,7 @@ from agentfly_kit.batch import Batch, collate, join
 from agentfly_kit.errors import BatchError, PolicyError, SettingsError
 from agentfly_kit.policy import Critic, Policy
 from agentfly_kit.ppo import adamw, ppo_step, shaped_rewards
+from agentfly_kit.trainer import TrainConfig, train
 from agentfly_kit.types import Sampling, Task, Trajectory, Turn
 
 LOSSES = ("ppo", "reinforce", "gpg", "gspo", "gmpo", "sapo", "cispo", "dppo", "clip_cov", "kl_cov")
@@ -491,3 +493,81 @@ def test_cancelling_leaves_the_last_update(name: Any) -> None:
     with pytest.raises(asyncio.CancelledError):
         ppo_step(policy, adamw(policy), batch, old="engine", loss=name, cancel=cancel)
     assert policy.fingerprint() == before and policy.version == 0
+
+
+# --- through the loop ----------------------------------------------------------------------------
+
+SMALL = TrainConfig(steps=2, tasks_per_step=2, group_size=4, minibatch=None, epochs=1, seed=3)
+
+
+def learner(**settings: Any) -> tuple[Any, Policy]:
+    policy = agents.fresh(value_head=settings.pop("value_head", False))
+    return agents.agent(policy, **settings), policy
+
+
+async def test_a_kl_in_the_reward_of_an_outcome_is_its_sum_over_the_row() -> None:
+    agent, policy = learner()
+    run = train(agent, policy, agents.tasks(4), SMALL.replace(kl_coef=0.2, kl_in="reward"))
+    rollout = await agent.rollout(agents.tasks(2), group_size=4)
+    run._reference = agents.random_policy(1)
+    batch = run._batch(rollout)
+    ref = run._reference.score(batch, {"logprob"})["logprob"]
+    whole = torch.where(batch.mask, batch.logprobs - ref, 0.0).sum(1)
+    wanted = advantages.grpo(batch.rewards - 0.2 * whole, batch.groups)
+    first = torch.stack([batch.advantages[i][batch.mask[i]][0] for i in range(len(batch))])
+    torch.testing.assert_close(first, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(batch.ref_logprobs, ref, equal_nan=True)
+    # By token, for an estimator of token rewards.
+    run.config = run.config.replace(advantage="reinforce_plus_plus", whiten=False)
+    batch = run._batch(rollout)
+    wanted = advantages.reinforce_plus_plus(
+        torch.where(batch.mask, shaped_rewards(batch.replace(ref_logprobs=ref), 0.2), 0.0), batch.mask, whiten=False
+    )
+    torch.testing.assert_close(batch.advantages[batch.mask], wanted[batch.mask])
+
+
+async def test_a_cut_chain_is_credited_with_the_value_of_where_it_stood() -> None:
+    agent, policy = learner(value_head=True, max_turns=1)
+    torch.nn.init.normal_(policy.value_head.weight, std=0.3, generator=torch.Generator().manual_seed(0))
+    config = SMALL.replace(advantage="gae", truncated="bootstrap", whiten=False)
+    run = train(agent, policy, agents.tasks(4), config)
+    rollout = await agent.rollout(agents.tasks(4), group_size=4)
+    batch = run._batch(rollout)
+    assert batch.truncated.any() and not batch.truncated.all()
+    ends = torch.where(batch.truncated, policy.end_values(batch), 0.0)
+    rewards = torch.where(batch.mask, batch.token_rewards, 0.0)
+    values = policy.score(batch, {"value"})["value"]
+    wanted = advantages.gae(rewards, values, batch.mask, lam=0.95, bootstrap=ends)[0]
+    torch.testing.assert_close(batch.advantages[batch.mask], wanted[batch.mask])
+    without = advantages.gae(rewards, values, batch.mask, lam=0.95)[0]
+    differs = (wanted - without).abs().amax(1) > 1e-4
+    assert torch.equal(differs, batch.truncated)
+    with pytest.raises(SettingsError, match="advantage='gae'"):
+        TrainConfig(truncated="bootstrap")
+
+
+async def test_the_kl_coefficient_adapts_and_survives_a_stop(tmp_path: Any) -> None:
+    agent, policy = learner()
+    config = SMALL.replace(steps=3, kl_coef=0.1, kl_target=1e-3, kl_horizon=100, lr=1e-3, lr_end=None)
+    seen = []
+    async for step in train(agent, policy, agents.tasks(4), config, run=tmp_path / "a"):
+        seen.append((step.record["kl_coef"], step.record["kl_reference"]))
+    for (coef, kl), (after, _) in itertools.pairwise(seen):
+        assert after == pytest.approx(losses.adaptive_kl_coef(coef, kl, target=1e-3, steps=8, horizon=100))
+    assert seen[0][0] == 0.1 and seen[1][0] < 0.1
+    agent, policy = learner()
+    async for _ in train(agent, policy, agents.tasks(4), config, run=tmp_path / "b"):
+        break
+    agent, policy = learner()
+    again = await train(agent, policy, agents.tasks(4), config, run=tmp_path / "b")
+    assert [r["kl_coef"] for r in again.records] == [coef for coef, _ in seen]
+    with pytest.raises(SettingsError, match="kl_target"):
+        TrainConfig(kl_target=0.1)
+
+
+async def test_top_p_can_be_trained_on_with_a_correction() -> None:
+    agent, policy = learner(sampling=Sampling(max_tokens=32, top_p=0.9))
+    config = SMALL.replace(steps=1, correction="token", loss="cispo", autocast=None, checkpointing=True)
+    async for step in train(agent, policy, agents.tasks(4), config):
+        assert 0 < step.stats.effective_sample_size <= 1
+        assert step.record["effective_sample_size"] == step.stats.effective_sample_size
