@@ -137,7 +137,9 @@ def test_a_template_that_changes_what_came_before_is_refused() -> None:
     report = check(with_template(template))
     assert not report.exact
     assert report.tool_results.startswith("it writes history otherwise once more follows: '")
-    with pytest.raises(ChatTemplateError, match=r"'\?<\|im_end\|>.* became .*'\?!<\|im_end\|>|writes history otherwise"):
+    with pytest.raises(
+        ChatTemplateError, match=r"'\?<\|im_end\|>.* became .*'\?!<\|im_end\|>|writes history otherwise"
+    ):
         Chat(with_template(template)).bridge([USER])
 
 

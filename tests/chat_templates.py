@@ -1,0 +1,45 @@
+"""The chat templates that TRL's wheel carries, each on a small local tokenizer with the control tokens it writes."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+
+from agentfly_kit import tiny
+
+_FOUND = importlib.util.find_spec("trl")
+FOLDER = Path(_FOUND.origin).parent / "chat_templates" if _FOUND is not None and _FOUND.origin else None
+NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja")) if FOLDER is not None else []
+
+# How control tokens are spelled in these families: <|x|>, <｜x｜>, <|x>, <x|>, [X], <start_of_x>, </s>, <s>.
+_SPECIAL = re.compile(
+    r"<\|[^|<>\s{}]{1,40}\|>|<｜[^｜<>]{1,40}｜>|<\|[a-z_\"]{1,20}>|<[a-z_]{1,20}\|>|</?s>|<(?:start|end)_of_\w+>"
+    r"|\[/?INST\]|\[gMASK\]|<sop>|<image>|\[(?:TOOL_CALLS|TOOL_RESULTS|/TOOL_RESULTS)\]"
+)
+# Tokens too, but no specials: they stay in the text that a server gives.
+_PLAIN = re.compile(r"</?(?:think|tool_call|tool_response)>")
+
+
+def tokenizer(template: str) -> Any:
+    """The shipped tokenizer with this template, and the control tokens that the template writes added to it."""
+    made = tiny.tokenizer()
+    made.chat_template = template
+    made.bos_token = "<s>"
+    known = set(made.get_vocab())
+    special = [t for t in sorted(set(_SPECIAL.findall(template))) if t not in known]
+    plain = [t for t in sorted(set(_PLAIN.findall(template))) if t not in known]
+    made.add_tokens([AddedToken(t, special=True, normalized=False) for t in special], special_tokens=True)
+    made.add_tokens([AddedToken(t, special=False, normalized=False) for t in plain])
+    return made
+
+
+@functools.cache
+def named(name: str) -> Any:
+    """The tokenizer with the template of that name. Shared: nobody changes it."""
+    assert FOLDER is not None
+    return tokenizer((FOLDER / f"{name}.jinja").read_text(encoding="utf-8"))
