@@ -1,0 +1,245 @@
+"""What sampling and orchestration cost: ratios against real rivals, in one run, JSON on standard output.
+
+    make bench-rollout            # or: python benchmarks/bench_rollout.py --rounds 5 --out figures.json
+
+engine   sampled tokens a cpu second of `LocalEngine` (chains as coroutines, exact logprobs and entropies) beside
+         transformers `generate` called once a turn on the whole batch (no logprobs asked), beside a bare decode loop
+         over the same cache with nothing around it, at two and five turns, batch 64. Rivals alternate with it, round by
+         round; a ratio is the median of the rounds' ratios.
+chains   `ScriptedEngine` at 20 ms a turn and 200 ms tools: wall time of 64 chains over one chain's own latencies, and
+         cost a trajectory at 4,096 chains over the same at 64, with the memory of a waiting chain.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import asyncio
+import gc
+import json
+import statistics
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import agentfly_kit as af
+from agentfly_kit.engines.sampling import draw
+from agentfly_kit.engines.slots import Slots
+from agentfly_kit.types import Task, TurnRequest
+
+PROMPT, NEW, OBSERVATION = 28, 24, 12
+"""Tokens: as in the calculator task."""
+
+
+def prompts(policy: af.Policy, batch: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    stops = set(policy.chat.stop_ids)
+    rows = torch.randint(5, 380, (batch, PROMPT), generator=generator).tolist()
+    return [[i if i not in stops else 5 for i in row] for row in rows]
+
+
+def observation(turn: int) -> list[int]:
+    return [(7 * turn + i) % 300 + 5 for i in range(OBSERVATION)]
+
+
+def ours(policy: af.Policy, batch: int, turns: int) -> int:
+    """Tokens sampled."""
+    engine = af.LocalEngine(policy)
+    sampling = af.Sampling(max_tokens=NEW)
+    task = Task("bench", ({"role": "user", "content": "?"},))
+
+    async def chain(name: int, ids: list[int]) -> None:
+        for turn in range(turns):
+            request = TurnRequest(task, turn, f"chain-{name}")
+            sample = await engine.sample(ids, sampling, seed=name * 100 + turn, request=request)
+            ids = [*ids, *(sample.ids or ()), *observation(turn)]
+        engine.release(f"chain-{name}")
+
+    async def all_chains() -> None:
+        await asyncio.gather(*(chain(i, ids) for i, ids in enumerate(prompts(policy, batch))))
+
+    asyncio.run(all_chains())
+    assert engine.sampled == batch * turns * NEW
+    return engine.sampled
+
+
+@torch.inference_mode()
+def generate(policy: af.Policy, batch: int, turns: int) -> int:
+    rows = torch.tensor(prompts(policy, batch))
+    for turn in range(turns):
+        rows = policy.model.generate(
+            rows,
+            attention_mask=torch.ones_like(rows),
+            do_sample=True,
+            top_k=0,
+            min_new_tokens=NEW,
+            max_new_tokens=NEW,
+            pad_token_id=policy.chat.tokenizer.pad_token_id,
+        )
+        rows = torch.cat([rows, torch.tensor([observation(turn)]).expand(batch, -1)], dim=1)
+    return batch * turns * NEW
+
+
+@torch.inference_mode()
+def bare(policy: af.Policy, batch: int, turns: int) -> int:
+    """The same cache, the same draw; rows in step, nothing else."""
+    store = Slots(batch, PROMPT + turns * (NEW + OBSERVATION) + 1)
+    decoder = policy.model.get_decoder()
+
+    def forward(tokens: torch.Tensor, start: int, rows: Any) -> torch.Tensor:
+        positions = torch.arange(start, start + tokens.shape[1])[None].expand(batch, -1)
+        mask = store.aim(rows, positions)
+        out = decoder(
+            input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=store, use_cache=False
+        )
+        return policy.logits(out.last_hidden_state[:, -1])
+
+    at, every, ones = 0, torch.arange(batch), torch.ones(batch)
+    context = torch.tensor(prompts(policy, batch))
+    for turn in range(turns):
+        logits = forward(context, at, every)
+        at += context.shape[1]
+        for _ in range(NEW):
+            token = draw(logits, ones, torch.rand(batch, dtype=torch.float64)).ids
+            logits = forward(token[:, None], at, batch)
+            at += 1
+        context = torch.tensor([observation(turn)]).expand(batch, -1)
+    return batch * turns * NEW
+
+
+def engine_figures(rounds: int, batch: int) -> dict[str, Any]:
+    policy = af.tiny.policy("calculator")
+    policy.chat.stop_ids = ()  # every turn has the same length
+    runs: dict[str, Callable[[af.Policy, int, int], int]] = {"local": ours, "generate": generate, "bare": bare}
+    out: dict[str, Any] = {}
+    torch.set_num_threads(1)
+    for turns in (2, 5):
+        for run in runs.values():
+            run(policy, batch, turns)
+        speed: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(rounds):
+            for name, run in runs.items():
+                gc.collect()
+                began = time.process_time()
+                tokens = run(policy, batch, turns)
+                speed[name].append(tokens / (time.process_time() - began))
+        ratio = {
+            rival: statistics.median(a / b for a, b in zip(speed["local"], speed[rival], strict=True))
+            for rival in ("generate", "bare")
+        }
+        out[f"{turns} turns"] = {
+            "tokens a cpu second": {name: round(statistics.median(values)) for name, values in speed.items()},
+            "local over generate": round(ratio["generate"], 2),
+            "local over bare loop": round(ratio["bare"], 2),
+        }
+    return out
+
+
+CALL = '<tool_call>{"name":"slow","arguments":{"n":1}}</tool_call>'
+
+
+@af.tool
+async def slow(n: int) -> int:
+    """Take a while.
+
+    Args:
+        n: any number.
+    """
+    await asyncio.sleep(0.2)
+    return n
+
+
+@af.reward
+async def right(final: str | None) -> float:
+    return float(final == "1")
+
+
+def chain_figures() -> dict[str, Any]:
+    policy = af.tiny.policy("calculator")
+    engine = af.ScriptedEngine([CALL, CALL, "1"], latency=0.02)
+    agent = af.Agent(engine, chat=policy.chat, tools=[slow], reward=right, max_turns=4)
+    own = 3 * 0.02 + 2 * 0.2
+
+    async def wall(count: int) -> tuple[float, float]:
+        tasks = [Task(f"t{i}", ({"role": "user", "content": f"question {i}"},)) for i in range(count)]
+        began, cpu = time.perf_counter(), time.process_time()
+        rollout = await agent.rollout(tasks, max_concurrency=count)
+        assert rollout.numbers()["success"] == 1
+        return time.perf_counter() - began, time.process_time() - cpu
+
+    async def waiting(count: int) -> float:
+        """Bytes a chain holds while it waits, beside what it will return."""
+        gate = asyncio.Event()
+
+        @af.tool
+        async def hold(n: int) -> int:
+            """Wait.
+
+            Args:
+                n: any number.
+            """
+            await gate.wait()
+            return n
+
+        script = af.ScriptedEngine([CALL.replace("slow", "hold"), "1"])
+        held = af.Agent(script, chat=policy.chat, tools=[hold], reward=right, max_turns=4)
+        tasks = [Task(f"t{i}", ({"role": "user", "content": f"question {i}"},)) for i in range(count)]
+        run = held.rollout(tasks, max_concurrency=count)
+        gc.collect()
+        tracemalloc.start()
+        going = asyncio.ensure_future(_awaited(run))
+        await asyncio.sleep(3.0)
+        gc.collect()
+        during = tracemalloc.get_traced_memory()[0]
+        gate.set()
+        rollout = await going
+        del going, run
+        held._last.clear()
+        gc.collect()
+        returned = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert len(rollout) == count
+        return max(0.0, (during - returned) / count)
+
+    async def measure() -> dict[str, Any]:
+        await wall(64)
+        few = [await wall(64) for _ in range(3)]
+        many = await wall(4096)
+        cost = statistics.median(cpu for _, cpu in few) / 64
+        return {
+            "64 chains, wall over one chain's latencies": round(min(w for w, _ in few) / own, 3),
+            "cpu milliseconds a trajectory at 64": round(1000 * cost, 3),
+            "4,096 chains, cost a trajectory over that at 64": round(many[1] / 4096 / cost, 3),
+            "KB a waiting chain, beside what is returned": round(await waiting(1024) / 1024, 1),
+        }
+
+    return asyncio.run(measure())
+
+
+async def _awaited(run: Any) -> Any:
+    return await run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    figures = {"engine": engine_figures(arguments.rounds, arguments.batch), "chains": chain_figures()}
+    text = json.dumps(figures, indent=1)
+    print(text)
+    if arguments.out is not None:
+        arguments.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
