@@ -20,7 +20,7 @@ from agentfly_kit import seeds
 from agentfly_kit.context import Context
 from agentfly_kit.errors import AlignmentError, EngineError, SettingsError
 from agentfly_kit.formats import Parsed
-from agentfly_kit.pending import awaited
+from agentfly_kit.pending import awaited, cancelling
 from agentfly_kit.types import (
     UNSCORED,
     Distribution,
@@ -129,9 +129,7 @@ class Chain:
         return seeds.derive(self.agent.seed, p.purpose, p.rollout, self.task.id, p.group, p.chain, p.fork, turn)
 
     def _prompt(self) -> Turn:
-        messages: tuple[Message, ...] = self.task.messages
-        if self.agent.system is not None:
-            messages = ({"role": "system", "content": self.agent.system}, *messages)
+        messages = self.agent.opening(self.task)
         if not self._exact:  # the server has its own template, and nobody here knows what it made of them
             text = "\n".join(str(message["content"]) for message in messages)
             return self._turn("prompt", "task", None, messages=messages, text=text)
@@ -578,10 +576,13 @@ class Chain:
             async with limit:
                 while self.stop is None:
                     await self._advance()
-        except asyncio.CancelledError:
-            await self.close()
-            self._report("chain", "end", "cancelled", self.actions, "")
-            raise
+        except asyncio.CancelledError as error:
+            if cancelling():
+                await self.close()
+                self._report("chain", "end", "cancelled", self.actions, "")
+                raise
+            self.error = Failure.of("chain", error)  # nobody cancelled us: something that we awaited was
+            self._end("error")
         except Exception as error:
             if limit.expired():
                 self._end("timeout")

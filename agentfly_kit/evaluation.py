@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import math
 from collections.abc import Iterable, Sequence
@@ -77,8 +78,11 @@ async def evaluate(
     given = list(tasks)
     if greedy:
         sampling = (sampling or agent.sampling).replace(temperature=0.0)
+    if len(seeds) == 0:
+        raise SettingsError("seeds=() rolls nothing out; give at least one")
     if sampling is not None:
-        agent = agent.replace(sampling=sampling)
+        # Still the same agent: it knows its last run, and what it warned of.
+        agent = dataclasses.replace(agent, sampling=sampling)
     found: list[Trajectory] = []
     seconds = 0.0
     for seed in seeds:

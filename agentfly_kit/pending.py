@@ -7,9 +7,10 @@ turn that was never awaited raises `NotAwaited` instead of "coroutine object has
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import warnings
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -65,6 +66,24 @@ class Pending(Coroutine[Any, Any, T], Generic[T]):
     def __del__(self) -> None:
         if self._start is not None and not self._shown:
             warnings.warn(f"{self._name} was never awaited: write `await {self._name}`", RuntimeWarning, stacklevel=2)
+
+
+def cancelling() -> bool:
+    """Whether the running task was asked to end. If not, a CancelledError in it is only that of what it awaited."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def ended(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Wait until all of them are done, however often the one who waits is cancelled: it is cancelled after that."""
+    cancelled: asyncio.CancelledError | None = None
+    while left := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(left)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
 def awaited(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Pending[T]]:

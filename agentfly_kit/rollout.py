@@ -19,10 +19,11 @@ from agentfly_kit.chain import Chain, Place
 from agentfly_kit.chat import Chat
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import NotAwaited, SettingsError, TaskError
+from agentfly_kit.pending import cancelling, ended
 from agentfly_kit.record import Rollout
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.tools import ToolSet
-from agentfly_kit.types import RolloutEvent, Sampling, Task, Trajectory
+from agentfly_kit.types import Failure, Message, RolloutEvent, Sampling, Task, Trajectory
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +72,12 @@ class Agent:
         object.__setattr__(self, "pools", pools)
         for name in ("max_turns", "max_invalid_calls", "max_tokens"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SettingsError(f"{name}={value}: give at least 1")
+            if not (isinstance(value, int) and value >= 1) and not (value is None and name == "max_tokens"):
+                raise SettingsError(f"{name}={value!r}: give at least 1")
+        if self.timeout is not None and not self.timeout > 0:
+            raise SettingsError(f"timeout={self.timeout!r}: give seconds above 0, or None for no limit")
+        if not isinstance(self.sampling, Sampling):
+            raise SettingsError(f"sampling={self.sampling!r}: give an af.Sampling(temperature=1.0, max_tokens=64)")
         kinds = (*tools.sandbox_kinds, *self.reward.sandbox_kinds)
         for kind in dict.fromkeys(kinds):
             if not any(issubclass(pool.kind, kind) for pool in pools):
@@ -97,6 +102,10 @@ class Agent:
             raise SettingsError("this agent has not rolled anything out yet; await agent.rollout(tasks)")
         run: RolloutRun = self._last[0]
         return run
+
+    def opening(self, task: Task) -> tuple[Message, ...]:
+        """The messages that open each chain of a task: its own, behind the agent's."""
+        return task.messages if self.system is None else ({"role": "system", "content": self.system}, *task.messages)
 
     def chain(self, task: Task) -> Chain:
         """One chain of the task, to be stepped by hand."""
@@ -160,6 +169,9 @@ class RolloutRun:
         if group_size < 1 or max_concurrency < 1:
             raise SettingsError(f"group_size={group_size}, max_concurrency={max_concurrency}: both are at least 1")
         agent._check(given)
+        if agent.engine.tokens == "exact":
+            # A template that refuses all of them says so now; one of many is that one's failure.
+            agent.chat.prompt(agent.opening(given[0]), agent.tools.schemas)
         self.agent = agent
         self.group_size = group_size
         self.max_concurrency = max_concurrency
@@ -183,7 +195,7 @@ class RolloutRun:
         self._stopping = False
         self._began = 0.0
         self._ended = 0.0
-        self._finished: asyncio.Queue[Trajectory | None] | None = None
+        self._readers: list[asyncio.Queue[Trajectory | None]] = []
 
     # --- watching ---
 
@@ -244,28 +256,34 @@ class RolloutRun:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if self._stopping and task.done() and not _cancelling():
+            if self._stopping and task.done() and not cancelling():
                 return self.partial
             # The one who waits was cancelled: an interrupt, or another task. Nothing may go on behind its back.
             await self._end(task)
             raise
 
     async def __aiter__(self) -> Any:
-        self._finished = asyncio.Queue()
+        finished: asyncio.Queue[Trajectory | None] = asyncio.Queue()
+        for known in self._done.values():
+            finished.put_nowait(known)
+        self._readers.append(finished)
         task = self._start()
+        if task.done():
+            finished.put_nowait(None)
         try:
-            while (trajectory := await self._finished.get()) is not None:
+            while (trajectory := await finished.get()) is not None:
                 yield trajectory
             if not self._stopping:
                 await task
         finally:
-            await self._end(task)
+            self._readers.remove(finished)
+            if not self._readers:  # the last one who looked has gone
+                await self._end(task)
 
     @staticmethod
     async def _end(task: asyncio.Task[Any]) -> None:
-        while not task.done():
-            task.cancel()
-            await asyncio.wait([task])
+        task.cancel()
+        await ended([task])
         if not task.cancelled():
             task.exception()
 
@@ -277,7 +295,14 @@ class RolloutRun:
                 self._open.set()
             self._began = time.perf_counter()
             self._task = asyncio.get_running_loop().create_task(self._run(), name="agentfly-rollout")
+            self._task.add_done_callback(lambda _: self._tell(None))
+            if self._stopping:
+                self._task.cancel()
         return self._task
+
+    def _tell(self, trajectory: Trajectory | None) -> None:
+        for reader in self._readers:
+            reader.put_nowait(trajectory)
 
     async def _run(self) -> Rollout:
         self._waiting = deque(self._places)
@@ -310,31 +335,40 @@ class RolloutRun:
             for worker in workers:
                 worker.cancel()
             # A worker that was cancelled while it gave a sandbox back ends only after that.
-            await asyncio.gather(*workers, return_exceptions=True)
-            for item in self._waiting:
-                if isinstance(item, Chain):  # a fork that never ran holds what it forked
-                    await item.close()
-            self._ended = time.perf_counter()
-            if bar is not None:
-                bar.close()
-            if self._finished is not None:
-                self._finished.put_nowait(None)
+            # A fork that never ran holds what it forked.
+            closing = [asyncio.ensure_future(item.close()) for item in self._waiting if isinstance(item, Chain)]
+            try:
+                await ended([*workers, *closing])
+            finally:
+                for over in (*workers, *closing):
+                    if not over.cancelled():
+                        over.exception()  # seen: whoever waits for the rollout gets the first one
+                self._ended = time.perf_counter()
+                if bar is not None:
+                    bar.close()
         return self.partial
 
     async def _work(self, bar: Any, spawn: Callable[[Chain], None]) -> None:
         while self._waiting:
             item = self._waiting.popleft()
-            if isinstance(item, Chain):
-                chain = item
-            else:
-                chain = Chain(self.agent, *item)
-            chain.watch(self._reporter(chain.id, chain.task.id), gate=self._gate, spawn=spawn)
-            trajectory = await chain.run()
-            self._done[chain.id] = trajectory
-            if self._finished is not None:
-                self._finished.put_nowait(trajectory)
+            trajectory = await self._chain(item, spawn)
+            self._done[trajectory.id] = trajectory
+            self._tell(trajectory)
             if bar is not None:
                 bar.update()
+
+    async def _chain(self, item: tuple[Task, Place] | Chain, spawn: Callable[[Chain], None]) -> Trajectory:
+        if isinstance(item, Chain):
+            chain = item
+        else:
+            task, place = item
+            try:
+                chain = Chain(self.agent, task, place)
+            except Exception as error:  # its messages, say, are none that the chat template knows
+                failure = Failure.of("chat", error)
+                return Trajectory(place.id, task, place.group, place.chain, (), "error", error=failure)
+        chain.watch(self._reporter(chain.id, chain.task.id), gate=self._gate, spawn=spawn)
+        return await chain.run()
 
     async def _gate(self) -> None:
         if self._open is not None and not self._open.is_set():
@@ -361,7 +395,8 @@ class RolloutRun:
                 try:
                     listener(event)
                 except Exception as error:
-                    self._listeners.remove(listener)
+                    if listener in self._listeners:
+                        self._listeners.remove(listener)
                     warnings.warn(
                         f"a listener of a rollout raised {type(error).__name__}: {error}; it hears no more",
                         stacklevel=2,
@@ -375,9 +410,3 @@ class RolloutRun:
         from tqdm.auto import tqdm
 
         return tqdm(total=self.total, desc="chains", unit="chain")
-
-
-def _cancelling() -> bool:
-    """Whether the running task itself was asked to end, not only what it waits for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
