@@ -1,4 +1,4 @@
-"""Real chat templates, all of them: none crashes, and each grows by appending, token by token, or is refused by name."""
+"""Real chat templates, all: none crashes, and each grows by appending, token by token, or is refused by name."""
 
 from __future__ import annotations
 

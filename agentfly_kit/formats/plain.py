@@ -264,7 +264,8 @@ class Tags(Format):
         """Its text where it is a call of the tag's own tool, and JSON where it is of another."""
         text = call.arguments.get(self.parameter)
         own = call.name == self.tool and set(call.arguments) == {self.parameter} and isinstance(text, str)
-        plain = own and str(text).strip() == text and text and not text.startswith("{")
+        shut = f"</{self.tag}>" in str(text)
+        plain = own and not shut and str(text).strip() == text and text and not text.startswith("{")
         body = text if plain else compact({"name": call.name, "arguments": call.arguments}).replace("</", "<\\/")
         return f"<{self.tag}>{body}</{self.tag}>"
 

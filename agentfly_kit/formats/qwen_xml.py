@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -107,11 +106,3 @@ def _schema(tools: Sequence[dict[str, Any]], name: str, key: str) -> dict[str, A
             found = (function.get("parameters") or {}).get("properties", {}).get(key)
             return found if isinstance(found, dict) else None
     return None
-
-
-def looks_like_json(text: str) -> bool:
-    """Whether a text value would be read back as another type where its schema is unknown."""
-    try:
-        return not isinstance(json.loads(text), str)
-    except (ValueError, RecursionError):
-        return False
