@@ -194,10 +194,10 @@ def test_token_view_by_mouse_and_keys(notebook: Any) -> None:
 
     # The card shows the numbers that Python holds.
     tokens.nth(first).hover()
-    ratio = page.locator(".afk-numbers .afk-on dd").inner_text()
+    ratio = page.locator(".afk-numbers .afk-on b").inner_text()
     assert ratio == nb.python(f"w._base.number(float(view._rows[0].signals['ratio'][{first}]))")
     tokens.nth(0).hover()
-    assert page.locator(".afk-numbers .afk-on dd").inner_text() == "–"
+    assert page.locator(".afk-numbers .afk-on b").inner_text() == "–"
 
     # Keys walk and select, and the notebook does not take them.
     cell = "() => window.jupyterapp.shell.currentWidget.content.activeCellIndex"
@@ -416,7 +416,7 @@ def test_pictures(notebook: Any, width: int) -> None:
         "w.TokenView(stats, signal='advantage').freeze()",
         "train.freeze()",
         "pool_view.freeze()",
-        size=(width, 1000),
+        size=(width, 1800),
     )
     nb.command("application:toggle-left-area")
     nb.run()

@@ -339,6 +339,18 @@ def test_stats_bring_before_after_ratio_and_clip() -> None:
         w.TokenView(dataclasses.replace(stats_of(batch_of(ts)), detail={"odd": np.zeros((2, 1))}))
 
 
+def test_a_batch_of_the_library() -> None:
+    from agentfly_kit import advantages
+    from agentfly_kit.batch import collate
+
+    ts = [dataclasses.replace(trajectory(f"t-{i}", 1 + i, seed=i), chain=i, reward=float(i % 2)) for i in range(4)]
+    batch = collate(ts, advantages=advantages.grpo)
+    view = w.TokenView(batch, signal="advantage")
+    values = unpack(view._buffers["columns"]["advantage"])
+    expected = np.concatenate([batch.advantages[b, : len(t.ids)].numpy() for b, t in enumerate(batch.trajectories)])
+    np.testing.assert_array_equal(values, expected)
+
+
 def test_two_steps_side_by_side() -> None:
     batch = batch_of([trajectory("a")])
     view = w.TokenView(stats_of(batch, 0.1), compare=stats_of(batch, 0.3), signal="Δ logprob_after")

@@ -15,7 +15,7 @@ _KINDS = {
     "action": "background-color:rgba(40,120,220,0.25)",
     "prompt": "border-bottom:1px dotted #888888",
     "observation": "background-color:rgba(40,160,90,0.14);border-bottom:1px dashed #4a9a6a",
-    "forced": "background-color:rgba(220,110,30,0.18);border-bottom:2px double #c87830",
+    "forced": "background-color:rgba(200,150,20,0.18);border-bottom:2px dashed #a08020",
 }
 _BLUE, _ORANGE = "40,120,220", "220,110,30"
 

@@ -263,11 +263,11 @@ export default {
           card.append(h("div", { class: "afk-cardhead" },
             h("span", { class: "afk-tok afk-plain afk-big" }, about.vocabulary[data.piece[i]][0]),
             h("span", {}, `id ${data.id[i]} · token ${row.start + i - starts[r]} of `, h("bdi", {}, row.id), ` · turn ${turn}, ${kind} by ${author} · ${data.mask(i) ? "mask 1, trained" : "mask 0, not trained"}`)));
-          const list = h("dl", { class: "afk-numbers" });
+          const list = h("div", { class: "afk-numbers" });
           for (const signal of about.signals) {
             const value = columns[signal.name].at(i);
             const text = value !== null ? (signal.scale === "flag" ? (value > 0 ? "yes" : "no") : number(value)) : data.mask(i) ? "missing" : "–";
-            list.append(h("div", { class: signal.name === model.get("signal") ? "afk-on" : null }, h("dt", {}, signal.label), h("dd", {}, text)));
+            list.append(h("span", { class: signal.name === model.get("signal") ? "afk-on" : null }, h("span", { class: "afk-soft" }, signal.label), h("b", {}, text)));
           }
           card.append(list);
         }
