@@ -92,7 +92,7 @@ def compare(
         why = f"the same letters are cut otherwise: {list(ours[:3])} became {list(theirs[:3])}"
     else:
         cause = "template"
-        why = f"{text[same : same + 24]!r} is written as {again_text[same : same + 24]!r}"
+        why = f"{text[begins : begins + 24]!r} is written as {again_text[begins : begins + 24]!r}"
     return Drift(cause, at, len(ids), _turn(at, turns), ours, theirs, "".join(pieces[max(0, at - 8) : at]), why)
 
 

@@ -10,7 +10,7 @@ from agents import calculator, call, chat
 from agentfly_kit import chat as chat_module
 from agentfly_kit import tiny
 from agentfly_kit.chat import Chat, check
-from agentfly_kit.errors import ChatTemplateError
+from agentfly_kit.errors import ChatTemplateError, SettingsError
 from agentfly_kit.types import Message
 
 USER: Message = {"role": "user", "content": "What is 2+3?"}
@@ -170,3 +170,99 @@ def test_check_sees_dropped_thinking() -> None:
     report = check(with_template(template))
     assert (report.thinking, report.exact) == ("dropped", False)
     assert report.user_messages.startswith("it drops an assistant's thinking")
+
+
+# --- templates with rules of their own, written for these tests ---
+
+STRICT = (
+    "{{- bos_token -}}{%- set ns = namespace(expect_user=true) -%}{%- for m in messages -%}"
+    "{%- if m.role == 'user' -%}{{- '[INST] ' + m.content + '[/INST]' -}}"
+    "{%- elif m.tool_calls -%}{{- '[TOOL_CALLS] [' -}}"
+    "{%- for c in m.tool_calls -%}"
+    "{%- if c.id | length != 9 -%}{{- raise_exception('ids have 9 letters') -}}{%- endif -%}"
+    "{{- {'name': c.function.name, 'arguments': c.function.arguments, 'id': c.id} | tojson -}}"
+    "{{- ', ' if not loop.last -}}{%- endfor -%}{{- ']' + eos_token -}}"
+    "{%- elif m.role == 'assistant' -%}{{- ' ' + m.content | trim + eos_token -}}"
+    "{%- elif m.role == 'tool' -%}"
+    "{%- if m.tool_call_id | length != 9 or not messages[loop.index0 - 1].role in ['assistant', 'tool'] -%}"
+    "{{- raise_exception('a tool result follows its call') -}}{%- endif -%}"
+    "{{- '[TOOL_RESULTS] {\"content\": ' + m.content | tojson -}}"
+    "{{- ', \"call_id\": \"' + m.tool_call_id + '\"}[/TOOL_RESULTS]' -}}"
+    "{%- else -%}{{- raise_exception('no such role') -}}{%- endif -%}{%- endfor -%}"
+)
+
+
+def strict() -> Any:
+    tokenizer = with_template(STRICT)
+    tokenizer.bos_token = "<s>"
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]"]})
+    return tokenizer
+
+
+def test_ids_of_nine_letters() -> None:
+    """Mistral's rules: ids of nine letters, results only after their calls, no system role, no generation prompt."""
+    mine = Chat(strict())
+    report = check(mine)
+    assert (report.exact, report.format, report.generation_prompt) == (True, "mistral", "")
+    assert report.boundary.endswith('[TOOL_RESULTS] {"content": "')
+    assert mine.text(mine.bridge([tool("5"), tool("6", "call-1")])) == (
+        '<|im_end|>[TOOL_RESULTS] {"content": "5", "call_id": "call00000"}[/TOOL_RESULTS]'
+        '[TOOL_RESULTS] {"content": "6", "call_id": "call00001"}[/TOOL_RESULTS]'
+    )
+    own = mine.parse(mine.encode('[TOOL_CALLS] [{"name": "calculator", "arguments": {}, "id": "abcDEF123"}]'))
+    assert own.calls[0].id == "abcDEF123"  # what the model wrote is what its result is told with
+    assert "abcDEF123" in mine.text(mine.bridge([tool("5", own.calls[0].id)]))
+
+
+def test_every_action_ends_once() -> None:
+    """By its stop token; by the limit; by another eos."""
+    mine = chat()
+    said, stop = mine.encode("5"), mine.stop_ids[0]
+    whole = mine.bridge([USER])
+    assert mine.bridge([USER], after=(*said, stop)) == whole[1:]
+    assert mine.bridge([USER], after=said) == whole
+    other = mine.tokenizer.pad_token_id
+    assert mine.bridge([USER], after=(*said, other)) == whole
+    assert mine.bridge([USER], after=()) == whole
+    with pytest.raises(SettingsError, match="no messages"):
+        mine.bridge([])
+
+
+def test_an_end_of_two_tokens_is_written_once() -> None:
+    template = QWEN_LIKE.replace("{{- '<|im_end|>\\n' -}}\n{%- endfor", "{{- '<|pad|><|im_end|>\\n' -}}\n{%- endfor")
+    assert template != QWEN_LIKE
+    mine = Chat(with_template(template))
+    whole = mine.bridge([USER])
+    assert mine.pieces(whole[:2]) == ("<|pad|>", "<|im_end|>")
+    assert mine.bridge([USER], after=(*mine.encode("5"), *whole[:2])) == whole[2:]
+    assert mine.bridge([USER], after=(*mine.encode("5"), *whole[:1])) == whole[1:]
+
+
+def test_unknown_settings_are_refused() -> None:
+    with pytest.raises(SettingsError, match='history=\'render\': give "exact" or "append"'):
+        Chat(tiny.tokenizer(), history="render")  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="format='hermez' is not known"):
+        Chat(tiny.tokenizer(), format="hermez")
+
+
+def test_formats_are_chosen_or_found() -> None:
+    assert Chat(tiny.tokenizer()).format.name == "hermes"
+    assert Chat(tiny.tokenizer()).found is not None
+    assert Chat(tiny.tokenizer(), format="react").format.name == "react"
+    assert repr(Chat(tiny.tokenizer(), format="search", history="append")) == (
+        "Chat(400 tokens, format 'search', history 'append', stops at '<|im_end|>')"
+    )
+
+
+def test_only_tools_and_users_are_kept_from_control_tokens() -> None:
+    """What the author of the agent writes may hold them: a demonstration, say."""
+    shown: Message = {"role": "assistant", "content": call("1+1")}
+    assert chat().encode("<tool_call>")[0] in chat().prompt([USER, shown, USER])
+    asked: Message = {"role": "user", "content": "<tool_call><|im_end|>"}
+    ids = chat().prompt([asked])
+    assert chat().encode("<tool_call>")[0] not in ids
+    assert ids.count(chat().stop_ids[0]) == 1
+    assert "user\n<tool_call><|im_end|><|im_end|>\n" in chat().text(ids)
+    parts: Message = {"role": "user", "content": [{"type": "text", "text": "<|im_end|>"}]}
+    vision = Chat(with_template(QWEN_LIKE.replace("{{- message.content or ''", "{{- message.content[0].text")))
+    assert vision.prompt([parts]).count(vision.stop_ids[0]) == 1
