@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import itertools
 import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -267,6 +268,14 @@ class Policy:
         """Padded tokens a forward, unless said otherwise: few on a CPU, where short rows then stay unpadded."""
         return 1536 if self.device.type == "cpu" else 32768
 
+    @property
+    def launch(self) -> int:
+        """What a forward and its backward cost beside their tokens, in tokens: see `micro_batches`.
+
+        Source:  measured for the shipped policy, docs/log.md; a larger model hides it. A GPU wants full groups.
+        """
+        return min(100, 30_000_000 // max(self.size, 1)) if self.device.type == "cpu" else 0
+
     def parameters(self) -> Iterator[nn.Parameter]:
         yield from self.model.parameters()
         if self.value_head is not None:
@@ -358,7 +367,7 @@ class Policy:
         Raises:  AlignmentError if position 0 is masked: nothing comes before it that could predict it.
         """
         rows, cols = self._selected(mask)
-        states = self.hidden(ids)[rows, cols - 1]
+        states = self.hidden(ids[:, :-1])[rows, cols - 1]  # nothing is predicted from a row's last token
         logits = self.logits(states) / temperatures.to(states.device, torch.float32)[rows, None]
         logp = torch.log_softmax(logits, dim=-1)
         return Selected(
@@ -384,7 +393,7 @@ class Policy:
         """V of the state after each row's last token: what a chain that a limit cut would still have got. (B,)."""
         out = torch.zeros(len(batch.lengths))
         with compute_threads(self):
-            for rows in micro_batches(batch.lengths, micro_tokens or self.micro_tokens):
+            for rows in micro_batches(batch.lengths, micro_tokens or self.micro_tokens, self.launch):
                 ids = batch.ids[rows, : int(batch.lengths[rows].max())].to(self.device)
                 each = torch.arange(len(rows), device=self.device)
                 out[rows] = self._values(None, ids, each, batch.lengths[rows].to(self.device) - 1).cpu()
@@ -445,7 +454,7 @@ class Policy:
             for name in wanted
         }
         with compute_threads(self):
-            for rows in micro_batches(batch.lengths, micro_tokens or self.micro_tokens):
+            for rows in micro_batches(batch.lengths, micro_tokens or self.micro_tokens, self.launch):
                 width = int(batch.lengths[rows].max())
                 m = mask[rows, :width]
                 if not bool(m.any()):
@@ -466,7 +475,7 @@ class Policy:
         """(B, T) values without running the policy."""
         out = torch.full(tuple(batch.ids.shape), torch.nan)
         with compute_threads(self):
-            for rows in micro_batches(batch.lengths, micro_tokens):
+            for rows in micro_batches(batch.lengths, micro_tokens, self.launch):
                 width = int(batch.lengths[rows].max())
                 r, c = self._selected(batch.mask[rows, :width])
                 ids = batch.ids[rows, :width].to(self.device)
@@ -555,20 +564,35 @@ def _no_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def micro_batches(lengths: Tensor, micro_tokens: int) -> list[Tensor]:
+def micro_batches(lengths: Tensor, micro_tokens: int, launch: int = 0) -> list[Tensor]:
     """Row indices in groups of at most `micro_tokens` padded tokens, rows of like length together, longest first.
 
-    A row longer than `micro_tokens` goes alone.
+    A row longer than `micro_tokens` goes alone. launch: what a forward costs beside its tokens, in tokens; the cuts are
+    then where padding and launches together are least. 0 fills every group.
     """
     order = torch.argsort(lengths, descending=True, stable=True)
-    groups: list[Tensor] = []
-    start = 0
-    while start < len(order):
-        width = max(int(lengths[order[start]]), 1)
-        count = max(1, micro_tokens // width)
-        groups.append(order[start : start + count])
-        start += count
-    return groups
+    sizes = [max(n, 1) for n in lengths[order].tolist()]
+    cuts = _fill(sizes, micro_tokens) if launch <= 0 else _cheapest(sizes, micro_tokens, launch)
+    return [order[a:b] for a, b in itertools.pairwise(cuts)]
+
+
+def _fill(sizes: list[int], micro_tokens: int) -> list[int]:
+    cuts = [0]
+    while cuts[-1] < len(sizes):
+        cuts.append(min(cuts[-1] + max(1, micro_tokens // sizes[cuts[-1]]), len(sizes)))
+    return cuts
+
+
+def _cheapest(sizes: list[int], micro_tokens: int, launch: int) -> list[int]:
+    """Cuts of rows sorted by length, longest first, that cost least: best[a] is the cost of the rows from a on."""
+    best, after = [0.0] * (len(sizes) + 1), [0] * (len(sizes) + 1)
+    for a in range(len(sizes) - 1, -1, -1):
+        limit = min(len(sizes), a + max(1, micro_tokens // sizes[a]))
+        best[a], after[a] = min((launch + sizes[a] * (b - a) + best[b], b) for b in range(a + 1, limit + 1))
+    cuts = [0]
+    while cuts[-1] < len(sizes):
+        cuts.append(after[cuts[-1]])
+    return cuts
 
 
 class compute_threads:

@@ -175,6 +175,7 @@ def ppo_step(
         entropy_coef=entropy_coef,
     )
     ranks = _Ranks(accelerator)
+    ranks.check(batch)
     phases = _Phases()
 
     with compute_threads(policy):
@@ -521,6 +522,7 @@ class _Forward:
         self.policy, self.micro_tokens = policy, micro_tokens
         self._half = autocast is not None
         self._checkpointing = checkpointing
+        self._launch = policy.launch
 
     def _precision(self) -> AbstractContextManager[Any]:
         if not self._half:
@@ -536,7 +538,7 @@ class _Forward:
             return (policy or self.policy).score(batch, want, micro_tokens=self.micro_tokens)
 
     def micro_batches(self, rows: Tensor, batch: Batch) -> Iterable[Tensor]:
-        return (rows[part] for part in micro_batches(batch.lengths[rows], self.micro_tokens))
+        return (rows[part] for part in micro_batches(batch.lengths[rows], self.micro_tokens, self._launch))
 
 
 @torch.no_grad()
@@ -806,6 +808,17 @@ class _Ranks:
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
         self.alone = accelerator is None or accelerator.num_processes == 1
+
+    def check(self, batch: Batch) -> None:
+        if self.alone:
+            return
+        seen = [float(len(batch)), float(batch.ids.sum()), float(batch.advantages.nansum())]
+        every = self.accelerator.gather(torch.tensor([seen], dtype=torch.float64, device=self.accelerator.device))
+        if not bool((every == every[0]).all()):
+            raise BatchError(
+                f"the processes gave batches of {[int(n) for n in every[:, 0]]} rows that are not the same; "
+                "give each of them gather(batch, accelerator)"
+            )
 
     def share(self, batch: Batch, rows: Tensor) -> Tensor:
         """This process's rows: longest first, each to the process that has the fewest tokens so far."""
