@@ -16,8 +16,6 @@ from typing import Any
 import agents
 import pytest
 
-pytest.importorskip("httpx")
-
 from agentfly_kit.batch import collate
 from agentfly_kit.engines.openai import OpenAIEngine
 from agentfly_kit.errors import BatchError, ChatTemplateError, EngineError

@@ -322,10 +322,8 @@ class OpenAIEngine(Engine):
         loop = asyncio.get_running_loop()
         client = self._clients.get(loop)
         if client is None:
-            try:
-                import httpx
-            except ImportError as error:
-                raise EngineError("OpenAIEngine needs httpx; pip install httpx") from error
+            import httpx
+
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
             headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
             client = httpx.AsyncClient(timeout=httpx.Timeout(self.timeout), limits=limits, headers=headers)
