@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _FORMAT = "agentfly_kit.rollout"
+_RUN = "agentfly_kit.run"
 _VERSION = 1
 
 
@@ -42,7 +43,12 @@ def _plain(value: Any) -> Any:
 
 def _dump(value: Any, where: str) -> str:
     try:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_plain, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_plain, allow_nan=False)
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can write
+            text = json.dumps(value, separators=(",", ":"), default=_plain, allow_nan=False)
+        return text
     except (TypeError, ValueError) as error:
         raise RunError(
             f"{where} holds what JSON cannot: {error}; keep task fields and metrics to texts, numbers, lists and dicts"
@@ -54,9 +60,12 @@ def _bare(record: Any, leave: Sequence[str] = ()) -> dict[str, Any]:
     out = {}
     for f in fields(record):
         value = getattr(record, f.name)
-        if f.name in leave or (value is None or value == () or value == {} or value == ""):
+        if f.name in leave:
             continue
-        out[f.name] = value
+        default = f.default if f.default_factory is MISSING else f.default_factory()
+        # None has no type of its own to differ in; () and "" are kept where they are not the default.
+        if type(value) is not type(default) or value != default:
+            out[f.name] = value
     return out
 
 
@@ -76,8 +85,8 @@ def _call_out(call: ToolCall) -> dict[str, Any]:
 
 def _turn_out(turn: Turn) -> dict[str, Any]:
     out = _bare(turn, ("parent", "pieces", "tool_calls"))
-    if turn.ids is not None:
-        out["ids"] = turn.ids
+    if turn.ids is not None and turn.pieces is None:
+        out["pieces"] = None  # its ids have pieces in the header, if another turn has the same, but it has none
     if turn.tool_calls:
         out["tool_calls"] = [_call_out(call) for call in turn.tool_calls]
     return out
@@ -106,12 +115,11 @@ def _trajectory_in(data: dict[str, Any], pieces: dict[int, str]) -> Trajectory:
     turns: list[Turn] = []
     for raw in data.pop("turns"):
         for name in ("ids", "logprobs", "entropies", "kept_mass", "versions", "messages"):
-            if name in raw:
+            if raw.get(name) is not None:
                 raw[name] = tuple(raw[name])
-        if "ids" in raw and pieces:
+        if raw["ids"] is not None and "pieces" not in raw:
             raw["pieces"] = tuple(pieces.get(i, f"[{i}]") for i in raw["ids"])
         calls = tuple(_call_in(call) for call in raw.pop("tool_calls", ()))
-        raw.setdefault("ids", None)
         turns.append(Turn(**raw, tool_calls=calls, parent=turns[-1] if turns else None))
     sampling = data.pop("sampling")
     return Trajectory(
@@ -126,9 +134,9 @@ def _trajectory_in(data: dict[str, Any], pieces: dict[int, str]) -> Trajectory:
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Any]:
     """Write a text file under another name and move it into place: a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("w", encoding="utf-8") as file:
             yield file
             file.flush()
@@ -285,12 +293,20 @@ class Rollout:
 
     def diff(self, other: Rollout) -> RolloutDiff:
         """What changed from this rollout to another of the same tasks: which chains flipped, and where."""
-        mine = {(t.task.id, t.chain): t for t in self.trajectories}
-        theirs = {(t.task.id, t.chain): t for t in other.trajectories}
+        mine, theirs = self._by_place(), other._by_place()
         both = [key for key in mine if key in theirs]
         if not both:
             raise SettingsError("these two rollouts have no task in common; roll out the same tasks with both agents")
         return RolloutDiff(tuple((mine[key], theirs[key]) for key in both))
+
+    def _by_place(self) -> dict[tuple[str, int, str], Trajectory]:
+        """By task, which of the task's groups it is in (a task may come twice), and place in the group."""
+        seen: dict[str, int] = {}
+        out: dict[tuple[str, int, str], Trajectory] = {}
+        for group in self.groups:
+            count = seen[group.task.id] = seen.get(group.task.id, 0) + 1
+            out |= {(t.task.id, count, t.id.removeprefix(t.group)): t for t in group}
+        return out
 
     # --- disk ---
 
@@ -315,7 +331,7 @@ class Rollout:
         path = Path(path)
         try:
             lines = path.read_text(encoding="utf-8").split("\n")
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise RunError(f"{path} cannot be read: {error}") from error
         number = 1
         try:
@@ -468,16 +484,23 @@ class Run:
                  something that is no run.
         """
         file = self.path / "run.json"
+        wanted = json.loads(_dump(fingerprint, "the run's fingerprint"))
         if file.exists():
-            if not resume:
-                return False
             try:
-                known = json.loads(file.read_text(encoding="utf-8"))["fingerprint"]
-            except (OSError, ValueError, KeyError, TypeError) as error:
+                about = json.loads(file.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                if not resume:
+                    return False
                 raise RunError(
                     f"{file} is damaged ({error}); give another folder, or resume=False to start anew"
                 ) from error
-            wanted = json.loads(_dump(fingerprint, "the run's fingerprint"))
+            if not isinstance(about, dict) or about.get("format") != _RUN or "fingerprint" not in about:
+                raise RunError(f"{file} is not the file of a run; give an empty or new folder")
+            if about.get("version", 0) > _VERSION:
+                raise RunError(f"{file} was written by a newer version ({about['version']} > {_VERSION}); upgrade")
+            if not resume:
+                return False
+            known = about["fingerprint"]
             if known != wanted:
                 lines = "\n".join(_differences(known, wanted))
                 raise RunMismatch(
@@ -485,7 +508,7 @@ class Run:
                     "give the run another folder, or resume=False to replace what is there"
                 )
             return True
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        if self.path.exists() and (not self.path.is_dir() or any(p not in self._begun() for p in self.path.iterdir())):
             raise RunError(f"{self.path} has something in it that is no run; give an empty or new folder")
         return False
 
@@ -493,15 +516,23 @@ class Run:
         """Claim the folder for a run of this fingerprint. True if there is something to continue; raises as `check`."""
         if self.check(fingerprint, resume=resume):
             return True
-        for name in ("rollouts", "checkpoint", "checkpoint.before"):
-            shutil.rmtree(self.path / name, ignore_errors=True)
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "steps.jsonl").unlink(missing_ok=True)
+        about = {"format": _RUN, "version": _VERSION, "fingerprint": json.loads(_dump(fingerprint, "the fingerprint"))}
+        try:
+            for name in ("rollouts", "checkpoint", "checkpoint.before", "checkpoint.new"):
+                shutil.rmtree(self.path / name, ignore_errors=True)
+            self.path.mkdir(parents=True, exist_ok=True)
+            for file in (self.path / "steps.jsonl", *self._begun()):
+                file.unlink(missing_ok=True)
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be made a run's folder ({error})") from error
         with whole_file(self.path / "run.json") as out:
-            about = {"format": "agentfly_kit.run", "version": _VERSION, "fingerprint": fingerprint}
             out.write(json.dumps(about, indent=1))
         self._records = []
         return False
+
+    def _begun(self) -> list[Path]:
+        """What is left of a `begin` that was killed."""
+        return list(self.path.glob(".run.json.*.tmp")) if self.path.is_dir() else []
 
     # --- steps ---
 
@@ -521,7 +552,12 @@ class Run:
         return self._records
 
     def append(self, record: dict[str, float]) -> None:
-        """Write a step's line and tell the listeners. A listener that raises harms nobody else."""
+        """Write a step's line and tell the listeners."""
+        self.write(record)
+        self.tell(record)
+
+    def write(self, record: dict[str, float]) -> None:
+        """Write a step's line."""
         line = _dump(record, f"step {record.get('step')}")
         self.records.append(record)
         try:
@@ -530,6 +566,9 @@ class Run:
         except OSError as error:
             self.records.pop()
             raise RunError(f"{self.path / 'steps.jsonl'} could not be written ({error})") from error
+
+    def tell(self, record: dict[str, float]) -> None:
+        """Tell the listeners. One that raises harms nobody else."""
         for listener in list(self._listeners):
             try:
                 listener(record)
@@ -539,12 +578,13 @@ class Run:
                 warnings.warn(f"a listener of {self.path.name} raised {type(error).__name__}: {error}", stacklevel=2)
 
     def truncate(self, steps: int) -> None:
-        """Forget the steps after the first `steps`: they are not in the checkpoint."""
+        """Forget the steps after the first `steps`, which are not in the checkpoint, and a last line that was cut."""
         kept = self.records[:steps]
-        if len(kept) == len(self.records) and steps:
-            return
-        with whole_file(self.path / "steps.jsonl") as file:
-            file.writelines(json.dumps(r, separators=(",", ":")) + "\n" for r in kept)
+        file = self.path / "steps.jsonl"
+        text = "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in kept)
+        if not file.exists() or file.read_text(encoding="utf-8") != text:
+            with whole_file(file) as out:
+                out.write(text)
         self._records = kept
 
     def subscribe(self, callback: Callable[[dict[str, float]], None]) -> Callable[[], None]:
@@ -579,8 +619,8 @@ class Run:
     def new_checkpoint(self) -> Iterator[Path]:
         """A folder to fill; it takes the place of the last checkpoint only when it is whole."""
         new, current, before = (self.path / n for n in ("checkpoint.new", "checkpoint", "checkpoint.before"))
-        shutil.rmtree(new, ignore_errors=True)
         try:
+            shutil.rmtree(new, ignore_errors=True)
             new.mkdir(parents=True)
             yield new
             with (new / "done").open("w") as file:
