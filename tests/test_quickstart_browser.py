@@ -21,6 +21,7 @@ PICTURES = QUICKSTART.parent.parent / "build" / "screenshots"
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[browser.Lab]:
     lab = browser.Lab(tmp_path / "lab")
+    lab.start_browser()
     yield lab
     lab.close()
 
