@@ -17,6 +17,8 @@ _KINDS = {
     "observation": "background-color:rgba(40,160,90,0.14);border-bottom:1px dashed #4a9a6a",
     "forced": "background-color:rgba(200,150,20,0.18);border-bottom:2px dashed #a08020",
 }
+_OPEN_ROWS = 4
+"""Rows that are in sight at once; the others open with a click, so that a page of many rows stays a page."""
 _BLUE, _ORANGE = "40,120,220", "220,110,30"
 
 
@@ -41,6 +43,7 @@ def page(rows: list[Row], about: dict[str, Any], signal: str, title: str) -> str
             f"<th>trajectory</th><th>token</th><th>piece</th><th>{escape(summary['label'])}</th></tr></thead><tbody>{table}</tbody></table></details>"
         )
     shown = rows_shown = 0
+    shown_rows: list[str] = []
     for row in rows:
         if left <= 0:
             break
@@ -58,7 +61,10 @@ def page(rows: list[Row], about: dict[str, Any], signal: str, title: str) -> str
             if left <= 0:
                 break
         rows_shown += 1
-        out.append("".join(parts))
+        shown_rows.append("".join(parts))
+    out += shown_rows[:_OPEN_ROWS]
+    if folded := shown_rows[_OPEN_ROWS:]:
+        out.append(f"<details><summary>{count(len(folded), 'more row')}</summary>{''.join(folded)}</details>")
     total = about["total"]
     if shown < total:
         gone = f"{count(total - shown, 'token')} of {total:,}" + (

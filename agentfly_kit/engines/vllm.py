@@ -164,7 +164,7 @@ class VLLMEngine(Engine):
             # Nobody waits for it any more: what half stands is taken down again, in its own time.
             if host.abandoned:
                 self._drop(host)
-                threading.Thread(target=host.stop, name="agentfly-vllm-stop", daemon=True).start()
+                threading.Thread(target=host.stop, name="agentfly-vllm-stop").start()  # no daemon: it is waited for
             raise
         except EngineError:
             self._drop(host)
