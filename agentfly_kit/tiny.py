@@ -76,7 +76,7 @@ TEMPLATE = """\
 """ChatML. Tools are their names with the names of their parameters, so that a prompt stays short and yet says which."""
 
 UNSURE = "I don't know"
-HABITS = {"solves": 9, "careless": 2, "forgets": 1, "guesses": 1, "unsure": 19}
+HABITS = {"solves": 9, "careless": 1, "forgets": 1, "guesses": 1, "unsure": 20}
 """Of 32 demonstrations of the second phase. It copies the whole expression into a call and tells the result; it calls
 with a part of it; it calls and then says that it does not know; it says a random number; it says that it does not know.
 Every batch has these very counts: drawn at random, the share that learning starts from would be a matter of luck."""
@@ -472,8 +472,8 @@ generated demonstrations (no other data, none of the held-out tasks), remade by
 
     {command}
 
-in about a minute on one core. Another processor or torch version rounds differently, so the weights differ in their
-digits and its success within noise. Licence: that of the project.
+in about a minute on one core. Another processor or torch version rounds differently: the weights then differ, and the
+success with them, within noise. Licence: that of the project.
 """
 
 if __name__ == "__main__":
