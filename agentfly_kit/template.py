@@ -20,6 +20,10 @@ Following = Literal["tool", "user"]
 """What comes after an action: results of its calls, or a user's message."""
 
 _USER: Message = {"role": "user", "content": "?"}
+_SCHEMA: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "probe0", "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
+}
 # Where a template may look for an assistant's thinking: the keys in use, or tags in the text itself.
 _THINKING = ("reasoning_content", "thinking", "reasoning", "tags")
 
@@ -248,7 +252,8 @@ class Template:
         """ "" if a conversation in which `kind` follows actions grows by appending alone, or why it does not.
 
         Conversations of four actions are rendered as they grow, with one and with two tool results, with and without
-        thinking (as far as what the template writes before an action leaves that open), and a user between tool calls.
+        thinking (as far as what the template writes before an action leaves that open), with and without a system
+        message and tool schemas, and with a user between tool calls.
         Each must begin with the one before it, letter by letter, and end with the text that `after` gives for what was
         added: so what an engine is given is what the template would write for the whole. Found out once a kind.
         """
@@ -300,9 +305,16 @@ class Template:
 
     def _grow(self, plan: str, thought: str | None) -> str:
         """Grow a conversation: after each action "1" or "2" tool results, or "u", a user's message."""
-        messages: list[Message] = [_USER]
+        tools = [_SCHEMA] if self._try([_USER], [_SCHEMA], generate=True) else []
+        system: list[Message] = [{"role": "system", "content": "?"}] if self.takes_system() else []
+        plain = self._grow_from([_USER], [], plan, thought)
+        return plain or self._grow_from([*system, _USER], tools, plan, thought)
+
+    def _grow_from(
+        self, messages: list[Message], tools: Sequence[Mapping[str, Any]], plan: str, thought: str | None
+    ) -> str:
         try:
-            before = self.render(messages, generate=True)
+            before = self.render(messages, tools, generate=True)
             for i, step in enumerate(plan):
                 mark, seen = f"qzact{i}zq", f"{thought}{i}" if thought else None
                 if step == "u":
@@ -314,8 +326,8 @@ class Template:
                     plain = self.calls is None or (seen and self.thinking == "tags")
                     said = self._said(mark, seen) if plain else self._said_call(mark, told, self.calls or {}, seen)
                 messages += [said, *told]
-                whole = self.render(messages, generate=True)
-                bridge = self.after(told)
+                whole = self.render(messages, tools, generate=True)
+                bridge = self.after(told, tools)
                 if not whole.startswith(before):
                     return _rewritten(before, whole, thought, i)
                 if not whole.endswith(bridge):

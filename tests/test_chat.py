@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from agents import calculator, call, chat
+from agents import calculator, call, chat, played
 
 from agentfly_kit import chat as chat_module
 from agentfly_kit import tiny
 from agentfly_kit.chat import Chat, check
 from agentfly_kit.errors import ChatTemplateError, SettingsError
-from agentfly_kit.types import Message
+from agentfly_kit.types import Message, Task
 
 USER: Message = {"role": "user", "content": "What is 2+3?"}
 SCHEMAS = [calculator.schema]
@@ -266,3 +266,46 @@ def test_only_tools_and_users_are_kept_from_control_tokens() -> None:
     parts: Message = {"role": "user", "content": [{"type": "text", "text": "<|im_end|>"}]}
     vision = Chat(with_template(QWEN_LIKE.replace("{{- message.content or ''", "{{- message.content[0].text")))
     assert vision.prompt([parts]).count(vision.stop_ids[0]) == 1
+
+
+def test_the_proof_has_a_system_message_and_tools_too() -> None:
+    """A template that rewrites history only there is refused all the same."""
+    marks = "'!' if loop.length > 3 and lead"
+    template = QWEN_LIKE.replace("{{- message.content or ''", f"{{{{- (message.content or '') ~ ({marks})")
+    report = check(with_template(template))
+    assert report.tool_results.startswith("it writes history otherwise")
+    marks = "'!' if loop.length > 3 and tools"
+    template = QWEN_LIKE.replace("{{- message.content or ''", f"{{{{- (message.content or '') ~ ({marks})")
+    assert check(with_template(template)).tool_results.startswith("it writes history otherwise")
+
+
+# --- formats of their own, through a whole chain ---
+
+TASK = Task("t", (USER,), {"answer": "5"})
+
+
+async def test_a_react_agent_on_a_template_that_was_made_for_another_format() -> None:
+    """It is told its tools in words, stops at "Observation:", is told results as a user, and is scored."""
+    react = Chat(tiny.tokenizer(), format="react")
+    asked = 'Thought: add.\nAction: calculator\nAction Input: {"expression": "2+3"}\nObservation:§'
+    made = played([asked, "Thought: I know.\nFinal Answer: 5"]).replace(chat=react)
+    trajectory = await made.chain(TASK).run()
+    assert (trajectory.stop, trajectory.reward) == ("answered", 1.0)
+    assert [s.stop for s in made.engine.samplings] == [("Observation:",)] * 2  # type: ignore[attr-defined]
+    opened, _, told, last = trajectory.turns
+    assert opened.text.startswith("<|im_start|>system\nYou can use these tools:\n")
+    assert '"name": "calculator"' in opened.text
+    assert told.text == "<|im_end|>\n<|im_start|>user\nObservation: 5<|im_end|>\n<|im_start|>assistant\n"
+    assert last.messages[0]["content"] == "5"
+    assert last.messages[0]["thinking"] == "I know."
+    assert trajectory.action_mask.sum() == sum(len(t.ids or ()) for t in (trajectory.turns[1], last))
+
+
+async def test_a_search_agent() -> None:
+    search = Chat(tiny.tokenizer(), format="search")
+    tags = '<search>{"name":"calculator","arguments":{"expression":"2+3"}}</search>§'
+    made = played([f"<think>hm</think>{tags}", "<answer>5</answer>§"]).replace(chat=search)
+    trajectory = await made.chain(TASK).run()
+    assert (trajectory.stop, trajectory.reward) == ("answered", 1.0)
+    assert "<information>5</information>" in trajectory.turns[2].text
+    assert made.engine.samplings[0].stop == ("</search>", "</answer>")  # type: ignore[attr-defined]
