@@ -243,6 +243,20 @@ async def test_a_refusal_is_not_tried_again(server: Server) -> None:
     await model.close()
 
 
+async def test_a_server_that_knows_no_tools_says_so(server: Server) -> None:
+    words = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+    server.answer = lambda path, body: (
+        chat("42") if body.get("tool_choice") == "none" else (400, {"error": {"message": words}}, {})
+    )
+    model = engine(server)
+    trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
+    assert trajectory.error is not None and "extra_body={'tool_choice': 'none'}" in trajectory.error.message
+    other = engine(server, extra_body={"tool_choice": "none"})
+    assert (await make(other).rollout(agents.tasks(1))).trajectories[0].final == "42"
+    await model.close()
+    await other.close()
+
+
 @pytest.mark.parametrize("said", [b"<html>", {"choices": []}, {"choices": [{"message": None}]}, [1]])
 async def test_an_answer_that_is_none_is_an_error_of_the_engine(server: Server, said: Any) -> None:
     server.answer = lambda path, body: (200, said, {})

@@ -4,8 +4,10 @@ One engine serves the tests in order; the last of them kill it. What needs no vL
 """
 
 import asyncio
+import gc
 import importlib.util
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,10 +23,9 @@ import torch
 from agentfly_kit.advantages import grpo
 from agentfly_kit.batch import Batch, collate
 from agentfly_kit.engines.base import Engine
-from agentfly_kit.engines.local import LocalEngine
 from agentfly_kit.engines.openai import OpenAIEngine
 from agentfly_kit.engines.sampling import truncate
-from agentfly_kit.engines.vllm import VLLMEngine
+from agentfly_kit.engines.vllm import VLLMEngine, write_weights
 from agentfly_kit.errors import EngineError
 from agentfly_kit.evaluation import evaluate
 from agentfly_kit.policy import Policy
@@ -105,6 +106,7 @@ def engine(policy: Policy) -> Iterator[VLLMEngine]:
     asyncio.run(engine.close())
     assert until(lambda: not processes())
     del os.environ["AGENTFLY_TEST"]
+    gc.collect()  # vLLM leaves a socket context to the collector, which warns: here, where it may
 
 
 # --- without vLLM --------------------------------------------------------------------------------
@@ -124,6 +126,24 @@ async def test_before_it_starts_it_says_what_it_will_be(tmp_path: Path) -> None:
     await engine.close()
     with pytest.raises(EngineError, match="was closed"):
         await engine.sample([1], Sampling(), 0)
+
+
+def test_weights_travel_merged_and_without_the_value_head() -> None:
+    pytest.importorskip("peft")
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
+
+    plain = agents.fresh(value_head=True)
+    options = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    adapted = Policy(get_peft_model(agents.fresh().model, options), plain.chat, version=3)
+    found = []
+    for policy in (plain, adapted):
+        path, version = write_weights(policy)
+        found.append(load_file(path))
+        assert version == policy.version
+        shutil.rmtree(path.parent)
+    assert found[0].keys() == found[1].keys() and not any("lora" in name or "value" in name for name in found[0])
+    assert not torch.equal(*(each["model.layers.0.mlp.up_proj.weight"] for each in found))
 
 
 @pytest.mark.parametrize(
@@ -213,9 +233,8 @@ async def test_truncation_is_recorded(engine: VLLMEngine, policy: Policy) -> Non
 @pytest.mark.real
 async def test_a_distribution_is_that_of_the_local_engine(engine: VLLMEngine, policy: Policy) -> None:
     task = agents.tasks(1)[0]
-    here, there = (
-        await agents.agent(policy, engine=e).chain(task).distribution(top=8) for e in (LocalEngine(policy), engine)
-    )
+    here = await agents.agent(policy).chain(task).distribution(top=8)
+    there = await agents.agent(policy, engine=engine).chain(task).distribution(top=8)
     assert here.ids == there.ids and abs(here.entropy - there.entropy) <= GAP
     assert max(abs(a - b) for a, b in zip(here.logprobs, there.logprobs, strict=True)) <= GAP
 
@@ -408,6 +427,7 @@ def server(tmp_path: Path) -> Iterator[tuple[str, Policy]]:
         f"-m vllm.entrypoints.openai.api_server --model {folder} --served-model-name tiny --host 127.0.0.1 "
         f"--port {port} --logprobs-mode processed_logprobs --generation-config vllm --dtype float32 --enforce-eager "
         "--max-num-seqs 64 --kv-cache-memory-bytes 134217728 "
+        "--enable-auto-tool-choice --tool-call-parser hermes "
         "--worker-extension-cls agentfly_kit.engines.vllm_worker.WorkerExtension"
     )
     environment = os.environ | {
@@ -459,8 +479,13 @@ async def test_a_vllm_server_gives_exact_tokens_and_takes_weights(server: tuple[
     await engine.update(policy)
     after = await batch_of(engine, policy)
     assert gaps(policy, after)[0] <= GAP and set(after.versions[after.mask].tolist()) == {1}
-    text = OpenAIEngine(url, "tiny")
-    rollout = await agents.agent(policy, engine=text, chat=text.chat).rollout(agents.tasks(4))
-    assert not any(t.error for t in rollout.trajectories) and not any(t.exact for t in rollout.trajectories)
     await engine.close()
-    await text.close()
+    # Text alone: the server takes calls apart, or leaves them in the text, where they are read here.
+    for extra in ({}, {"tool_choice": "none"}):
+        text = OpenAIEngine(url, "tiny", extra_body=extra)
+        rollout = await agents.agent(policy, engine=text, chat=text.chat).rollout(agents.tasks(12))
+        assert [str(t.error) for t in rollout.trajectories if t.error] == []
+        assert not any(t.exact for t in rollout.trajectories)
+        results = [call.result for t in rollout.trajectories for call in t.tool_calls]
+        assert any(result is not None and result.ok for result in results)
+        await text.close()

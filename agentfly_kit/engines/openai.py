@@ -263,7 +263,16 @@ class OpenAIEngine(Engine):
             body["min_p"] = sampling.min_p
         if sampling.stop:
             body["stop"] = list(sampling.stop)
-        answer = await self._request("POST", "/chat/completions", body | self._extra)
+        try:
+            answer = await self._request("POST", "/chat/completions", body | self._extra)
+        except _Refused as error:
+            if error.status != 400 or "tool" not in str(error):
+                raise
+            raise EngineError(
+                f"{error}. A vLLM server takes tool calls apart if it has --enable-auto-tool-choice and "
+                "--tool-call-parser hermes (or another); with OpenAIEngine(extra_body={'tool_choice': 'none'}) it "
+                "leaves them in the text, where they are read here"
+            ) from error
         try:
             choice = answer["choices"][0]
             message = choice["message"]

@@ -70,12 +70,14 @@ class VLLMEngine(Engine):
     def __init__(
         self, model: str | Path | Policy, *, stop_ids: Sequence[int] | None = None, **engine_args: Any
     ) -> None:
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._name = repr(model) if isinstance(model, Policy) else repr(str(model))
+        if not isinstance(model, Policy) and (Path(model) / "adapter_config.json").exists():
+            model = Policy.load(model)
         if isinstance(model, Policy) or (Path(model) / "value_head.safetensors").exists():
-            self._folder = tempfile.TemporaryDirectory(prefix="agentfly-model-")
-            _without_value_head(model, Path(self._folder.name))
-            model = self._folder.name
+            folder = tempfile.mkdtemp(prefix="agentfly-model-")
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            _without_value_head(model, Path(folder))
+            model = folder
         self.model = str(model)
         fixed = {"logprobs_mode", "worker_extension_cls", "generation_config"} & set(engine_args)
         if fixed:
@@ -116,7 +118,7 @@ class VLLMEngine(Engine):
             from transformers import AutoTokenizer
 
             self._chat = Chat(
-                AutoTokenizer.from_pretrained(self.model), format=_policy_json(self.model).get("format", "hermes")
+                AutoTokenizer.from_pretrained(self.model), format=_policy_json(self.model).get("format", "auto")
             )
         return self._chat
 
@@ -317,8 +319,8 @@ class VLLMEngine(Engine):
     async def update(self, policy: Any) -> None:
         """Sample from these weights from now on. Requests that run are held for a moment and go on with the new ones.
 
-        They travel as a file in shared memory; a value head stays behind. Nothing that was cached under the old
-        weights is used again.
+        They travel as a file in shared memory, an adapter merged into them; a value head stays behind. Nothing that was
+        cached under the old weights is used again.
         Raises:  EngineError if the policy is another architecture; the engine then keeps what it has.
         """
         if not isinstance(policy, Policy):
@@ -670,7 +672,8 @@ def _config_of(model: str) -> Any:
 def _without_value_head(model: str | Path | Policy, folder: Path) -> None:
     """vLLM loads every .safetensors file that it finds beside the config, and would stumble over the value head's."""
     if isinstance(model, Policy):
-        Policy(model.model, model.chat, version=model.version).save(folder)
+        whole = model.merged() if model.has_adapter else model
+        Policy(whole.model, whole.chat, version=model.version).save(folder)
         return
     for path in Path(model).iterdir():
         if path.name != "value_head.safetensors":
@@ -692,10 +695,12 @@ def _kv_bytes(config: Any, tokens: int) -> int:
 
 
 def write_weights(policy: Policy) -> tuple[Path, int]:
-    """The model's weights in a file of their own, without the value head and with tied ones once."""
+    """The model's weights in a file of their own: an adapter merged, without the value head, tied ones once."""
     from safetensors.torch import save_file
 
     shared = "/dev/shm"
+    if policy.has_adapter:
+        policy = policy.merged()
     with policy.lock:
         seen: set[tuple[int, tuple[int, ...]]] = set()
         tensors = {}
