@@ -249,15 +249,21 @@ class Chat:
         if not held:
             return self.encode(text)
         # Each control text is cut after its first letter, and the halves are encoded with what stands beside them.
+        # The later halves are encoded behind a control token: some tokenizers put a blank before a text's first word.
+        anchor = self.pieces(self.stop_ids[:1])[0]
         ids: list[int] = []
         rest = ""
         for part in re.split("(" + "|".join(sorted(map(re.escape, held), key=len, reverse=True)) + ")", text):
             if part in held:
-                ids.extend(self.encode(rest + held[part][:1]))
+                ids.extend(self._behind(anchor if ids else "", rest + held[part][:1]))
                 rest = held[part][1:]
             else:
                 rest += part
-        return (*ids, *self.encode(rest))
+        return (*ids, *self._behind(anchor if ids else "", rest))
+
+    def _behind(self, anchor: str, text: str) -> tuple[int, ...]:
+        """Ids of a text that does not stand at the beginning."""
+        return self.encode(anchor + text)[len(self.encode(anchor)) :] if anchor else self.encode(text)
 
     def _stop_ids(self, more: Sequence[str]) -> tuple[int, ...]:
         stops: list[int] = []
