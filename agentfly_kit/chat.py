@@ -41,6 +41,9 @@ class Chat:
     Raises:  ChatTemplateError if there is no template, or if it does not write what an assistant said.
     """
 
+    _opened = ""
+    """The thinking tag in which the template's prompt ends, if it does."""
+
     def __init__(
         self,
         tokenizer: Any,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 import warnings
 from typing import Any
 
@@ -225,6 +226,44 @@ def test_tokens_grown_over_a_dialogue_are_those_of_the_whole(name: str) -> None:
         action = mine.encode(whole[len(text) : len(whole) - len(tail)])
         assert [*ids, *action, *bridge] == list(mine.encode(whole))
         ids += [*action, *bridge]
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if TABLE[family(n)][0] != "refused"])
+def test_conversations_at_random_grow_as_they_are_rendered(name: str) -> None:
+    """Any number of calls, results of any text, users in between where that is exact: letter by letter the same."""
+    mine = chat(name)
+    rng = random.Random(name)
+    two = mine.template._takes_two()
+    words = ["21", "\n", " ", "degrees", "é🎉", '{"c": -3}', "<b>", "'", '"', "\\n", "{{ x }}", "[INST", "null", "a  b"]
+
+    def text() -> str:
+        return "x" + "".join(rng.choices(words, k=rng.randrange(8)))
+
+    for _ in range(6):
+        messages: list[Message] = [{"role": "user", "content": text()}]
+        if mine.template.takes_system() and rng.random() < 0.5:
+            messages.insert(0, {"role": "system", "content": text()})
+        grown = mine.text(prompt(name, messages))
+        for _ in range(rng.randrange(1, 7)):
+            if TABLE[family(name)][1] == "exact" and rng.random() < 0.3:
+                said: Message = {"role": "assistant", "content": f"x{rng.random()}"}
+                if None not in mine.template.modes:
+                    said = mine.template._said(str(said["content"]), "I know.")
+                following = [{"role": "user", "content": text()}]
+            else:
+                count = rng.randrange(1, 3) if two else 1
+                said = called(name, *(f"x{rng.random()}" for _ in range(count)))
+                following = [told(text(), n) for n in range(count)]
+            messages += [said, *following]
+            opened = mine._told(messages)
+            if not mine._shown([TOOL]):
+                opened = mine._instructed(opened, [TOOL])
+            whole = mine.template.render(opened, mine._shown([TOOL]), generate=True)
+            bridge = mine.text(mine.bridge(following, [TOOL]))
+            assert whole.startswith(grown)
+            assert whole.endswith(bridge)
+            assert len(grown) < len(whole) - len(bridge)
+            grown = whole
 
 
 @pytest.mark.parametrize("name", NAMES)
