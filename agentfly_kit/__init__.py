@@ -56,7 +56,7 @@ _WHERE = {
     "tool": "tools",
     "train": "trainer",
 }
-_MODULES = ("advantages", "chat", "errors", "losses", "tiny", "widgets")
+_MODULES = ("advantages", "chat", "errors", "losses", "tiny", "trl", "widgets")
 
 __all__ = sorted([*_WHERE, *_MODULES])
 

@@ -3,6 +3,7 @@ from agentfly_kit import chat as chat
 from agentfly_kit import errors as errors
 from agentfly_kit import losses as losses
 from agentfly_kit import tiny as tiny
+from agentfly_kit import trl as trl
 from agentfly_kit import widgets as widgets  # type: ignore[attr-defined]  # its folder is widgets/
 from agentfly_kit.batch import Batch as Batch
 from agentfly_kit.batch import collate as collate

@@ -29,7 +29,7 @@ from torch import Tensor
 from agentfly_kit import losses
 from agentfly_kit.batch import Batch, join
 from agentfly_kit.errors import BatchError, SettingsError, TrainingError
-from agentfly_kit.pending import awaited
+from agentfly_kit.pending import awaited, ended
 from agentfly_kit.policy import Critic, Policy, compute_threads, micro_batches
 from agentfly_kit.types import Stats
 
@@ -118,6 +118,7 @@ def ppo_step(
     kl_coef: float = 0.0,
     kl_kind: losses.KLKind = "k3",
     kl_in: Literal["loss", "reward"] = "loss",
+    kl_weighted: bool = False,
     reference: Policy | None = None,
     entropy_coef: float = 0.0,
     epochs: int = 1,
@@ -143,6 +144,8 @@ def ppo_step(
     value_coef, value_clip: used when the policy has a value head and the batch has returns.
     kl_coef, kl_kind, reference: a KL to a frozen policy in the loss. `batch.ref_logprobs` stands for `reference`.
     kl_in: "reward" says that the advantages hold the KL already (`shaped_rewards`): it is reported, and not added here.
+    kl_weighted: multiply each token's KL by its ratio to the old policy, which makes it, and its gradient, unbiased on
+        samples of that policy: TRL's `use_bias_correction_kl`. Without it an estimator holds for fresh samples.
     minibatch: rollouts an update; None is all of them.
     micro_tokens: padded tokens a forward (None: the policy's own choice); it bounds memory and changes nothing else.
     target_kl: stop before the next minibatch once approx_kl of an update exceeds it.
@@ -172,6 +175,7 @@ def ppo_step(
         value_clip=value_clip,
         kl_coef=kl_coef if kl_in == "loss" else 0.0,
         kl_kind=kl_kind,
+        kl_weighted=kl_weighted,
         entropy_coef=entropy_coef,
     )
     ranks = _Ranks(accelerator)
@@ -293,7 +297,7 @@ async def ppo_step_async(policy: Policy, optimizer: torch.optim.Optimizer, batch
     except asyncio.CancelledError:
         cancel.set()
         # The thread must have let go of the weights before anyone else touches them.
-        await asyncio.wait([task])
+        await ended([task])
         if not task.cancelled():
             task.exception()
         raise
@@ -360,6 +364,7 @@ class _Objective:
     value_clip: float | None
     kl_coef: float
     kl_kind: losses.KLKind
+    kl_weighted: bool
     entropy_coef: float
 
     @property
@@ -410,7 +415,8 @@ class _Objective:
         if self.kl_coef > 0:
             assert micro.ref is not None
             kl = losses.kl(leaf, micro.ref, self.kl_kind, torch.ones_like(leaf).bool())
-            term = self.kl_coef * (kl * micro.mass).sum()
+            weighed = kl * (leaf - micro.old).clamp(max=20.0).exp() if self.kl_weighted else kl
+            term = self.kl_coef * (weighed * micro.mass).sum()
             gradient = gradient + torch.autograd.grad(term, leaf)[0]
             total = total + term.detach()
             sums.add("kl_reference", kl.detach().sum())

@@ -571,3 +571,17 @@ async def test_top_p_can_be_trained_on_with_a_correction() -> None:
     async for step in train(agent, policy, agents.tasks(4), config):
         assert 0 < step.stats.effective_sample_size <= 1
         assert step.record["effective_sample_size"] == step.stats.effective_sample_size
+
+
+def test_a_weighted_kl_is_the_kl_times_the_ratio() -> None:
+    policy, reference = agents.random_policy(1), agents.random_policy(2)
+    batch = made(policy)
+    ref = reference.score(batch, {"logprob"})["logprob"]
+
+    def both(logp: Tensor, old: Tensor, adv: Tensor, mask: Tensor) -> Tensor:
+        ratio = torch.where(mask, logp - old, 0.0).exp()
+        return losses.ppo(logp, old, adv, mask) + 0.3 * ratio * losses.kl(logp, ref, "k3", mask)
+
+    wanted = plain(policy, batch, both, "token_mean")
+    got, _ = gradient(policy, batch.replace(ref_logprobs=ref), kl_coef=0.3, kl_weighted=True, micro_tokens=50)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-6)
