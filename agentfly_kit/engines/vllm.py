@@ -38,7 +38,8 @@ _COOLEST, _HOTTEST = 0.01, 2.0
 """vLLM raises lower temperatures to the first, so that a record would be wrong; it refuses those above the second."""
 _TOP = 256
 """The most tokens that `distribution` can show."""
-_SHUTDOWN_SECONDS = 10.0
+_SHUTDOWN_SECONDS = 1.0
+"""Then its processes are killed: they hold nothing that is not elsewhere, and its CPU worker never goes by itself."""
 _TAIL_LINES = 12
 _ERROR = re.compile(r"\b\w+(Error|Exception)\b: \S")
 
@@ -514,6 +515,7 @@ class _Host:
 
     async def _begin(self) -> None:
         with _starting, _environment(self.folder, self.log):
+            logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # nobody here asked for triton
             try:
                 from vllm.engine.arg_utils import AsyncEngineArgs
                 from vllm.sampling_params import RequestOutputKind, SamplingParams
