@@ -350,6 +350,8 @@ async def test_training_through_it_is_exact(engine: VLLMEngine, record_property:
 async def test_a_dead_core_is_an_error_of_each_chain_and_can_be_told(engine: VLLMEngine, policy: Policy) -> None:
     prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
     assert len(processes()) == 2
+    # Interrupting a cell signals the kernel's whole process group.
+    assert all(os.getpgid(process) != os.getpgrp() for process in processes())
     hot = Sampling(temperature=2.0, max_tokens=480)
     running = [asyncio.ensure_future(engine.sample(prompt, hot, i)) for i in range(64)]
     await asyncio.sleep(0.1)
@@ -376,6 +378,15 @@ async def test_a_model_that_a_cpu_core_would_die_of_is_refused_with_the_reason()
     with pytest.raises(EngineError, match="heads of size 16"):
         await engine.start()
     assert "not started" in repr(engine)
+
+
+@installed
+@pytest.mark.real
+async def test_a_start_that_fails_says_why() -> None:
+    engine = VLLMEngine(agents.shipped(), max_num_seqs=0)
+    with pytest.raises(EngineError, match=r"did not start: (.|\n)*max_num_seqs(.|\n)*Try: "):
+        await engine.start()
+    assert "not started" in repr(engine) and not processes()
 
 
 NOTEBOOK = """
