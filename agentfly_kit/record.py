@@ -634,7 +634,7 @@ class Run:
                 shutil.rmtree(current, ignore_errors=True)
             os.replace(new, current)
             shutil.rmtree(before, ignore_errors=True)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # torch has a RuntimeError for a full disk
             raise RunError(f"no checkpoint could be written to {self.path} ({error}); the last one is kept") from error
         finally:
             shutil.rmtree(new, ignore_errors=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
 import math
 import shutil
@@ -18,7 +19,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -28,11 +29,14 @@ from agentfly_kit import functions, losses, seeds
 from agentfly_kit.batch import Batch, Truncated, collate
 from agentfly_kit.errors import BatchError, RunError, SettingsError, TaskError, TrainingError
 from agentfly_kit.evaluation import Evaluation, evaluate
+from agentfly_kit.pending import ended
 from agentfly_kit.policy import Policy
 from agentfly_kit.ppo import Correction, LossName, adamw, ppo_step_async, shaped_rewards
 from agentfly_kit.record import Rollout, Run
 from agentfly_kit.rollout import Agent, RolloutRun
 from agentfly_kit.types import Stats, Task
+
+T = TypeVar("T")
 
 _OUTCOME = ("grpo", "dr_grpo", "rloo")
 _TOKEN = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -114,6 +118,15 @@ class TrainConfig:
             )
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise SettingsError(f"lr={self.lr}: give a positive number")
+        if self.minibatch is not None and self.minibatch < 1:
+            raise SettingsError(f"minibatch={self.minibatch}: give at least 1 rollout, or None for all of them")
+        for name in ("value_coef", "kl_coef", "entropy_coef"):
+            if not getattr(self, name) >= 0:
+                raise SettingsError(f"{name}={getattr(self, name)}: give 0 or more")
+        for name, kind in (("loss", LossName), ("aggregate", losses.How), ("truncated", Truncated)):
+            value = getattr(self, name)
+            if not callable(value) and value not in get_args(kind):
+                raise SettingsError(f"{name}={value!r}: give one of {', '.join(map(repr, get_args(kind)))}")
 
     def replace(self, **changes: Any) -> TrainConfig:
         return dataclasses.replace(self, **changes)
@@ -188,6 +201,11 @@ class TrainRun:
             raise SettingsError(f"evaluate_every={config.evaluate_every} needs eval_tasks=, such as tasks.test")
         if not agent.reward:
             raise SettingsError("the agent has no reward, so there is nothing to learn from; agent.replace(reward=...)")
+        if agent.sampling.greedy:
+            raise SettingsError(
+                "the agent samples greedily (temperature=0), so its tokens have no probability to learn from; "
+                "agent.replace(sampling=af.Sampling(temperature=1.0))"
+            )
         served = getattr(agent.engine, "policy", policy)
         if served is not policy:
             raise SettingsError(
@@ -218,6 +236,8 @@ class TrainRun:
         self._kl_coef = config.kl_coef
         self._next = 0
         self._replay: list[dict[str, float]] = []
+        self._given = 0
+        """Steps that this handle has given out; going on with it replays none of them."""
         self._begun = False
         self._stopping = False
         self._open: asyncio.Event | None = None
@@ -293,12 +313,20 @@ class TrainRun:
                 await self._begin()
             if self._replay:
                 record = self._replay.pop(0)
+                self._given += 1
                 return TrainStep(int(record["step"]), record, replayed=True)
             if self._stopping or self._next >= self.config.steps:
                 raise StopAsyncIteration
             if self._open is not None:
                 await self._open.wait()
-            return await self._iterate(self._next)
+            try:
+                step = await self._iterate(self._next)
+            except BaseException:
+                # The weights may be those of half an iteration: whoever goes on begins at the checkpoint.
+                self._begun = False
+                raise
+            self._given += 1
+            return step
         finally:
             self._busy = False
 
@@ -314,13 +342,18 @@ class TrainRun:
         if checkpoint is not None:
             if config.kl_coef > 0:
                 self._reference = self._load_reference()
-            self._next = await asyncio.to_thread(self._load, checkpoint)
-        elif config.kl_coef > 0:
-            self._reference = policy.reference()
-            if not policy.has_adapter:
-                await asyncio.to_thread(self._save_reference)
+            self._next = await _in_thread(self._load, checkpoint)
+        else:
+            if config.kl_coef > 0:
+                self._reference = policy.reference()
+                if not policy.has_adapter:
+                    await _in_thread(self._save_reference)
+            # Before the first update: whoever is interrupted in it has something to begin again from.
+            self._next = 0
+            await _in_thread(self._checkpoint, 0)
         self.run.truncate(self._next)
-        self._replay = list(self.run.records)
+        self._given = min(self._given, self._next)
+        self._replay = self.run.records[self._given :]
         self._begun = True
 
     async def _iterate(self, index: int) -> TrainStep:
@@ -339,7 +372,7 @@ class TrainRun:
         for group, lr in zip(self._optimizer.param_groups, self._rates(index), strict=True):
             group["lr"] = lr
         try:
-            batch = await asyncio.to_thread(self._batch, rollout)
+            batch = await _in_thread(self._batch, rollout)
             stats = await ppo_step_async(
                 policy,
                 self._optimizer,
@@ -390,8 +423,11 @@ class TrainRun:
         if stats.unscored > 0.05:
             why = next((str(t.error) for t in rollout.trajectories if t.error), "")
             warnings.warn(f"step {index + 1}: {stats.unscored:.0%} of the chains were unscored. {why}", stacklevel=2)
-        await asyncio.shield(asyncio.to_thread(self._keep, index, rollout))
-        self.run.append(record)
+        try:
+            await _in_thread(self._keep, index, rollout, record)
+        finally:  # who is interrupted here has the step all the same
+            if record in self.run.records[-1:]:
+                self.run.tell(record)
         self._next = index + 1
         return TrainStep(index + 1, record, stats, rollout, evaluation)
 
@@ -517,21 +553,26 @@ class TrainRun:
 
     # --- disk ---
 
-    def _keep(self, index: int, rollout: Rollout) -> None:
+    def _keep(self, index: int, rollout: Rollout, record: dict[str, float]) -> None:
         if self.config.save_rollouts:
             rollout.save(self.run.rollout_path(f"step-{index + 1:05d}"))
+        # The line comes first: one without a checkpoint is cut off by whoever goes on, one that is missing is lost.
+        self.run.write(record)
         if (index + 1) % self.config.checkpoint_every == 0 or index + 1 == self.config.steps:
-            assert self._optimizer is not None
-            with self.run.new_checkpoint() as folder:
-                state = {
-                    "version": 1,
-                    "steps": index + 1,
-                    "policy": self.policy.state(),
-                    "policy_version": self.policy.version,
-                    "optimizer": self._optimizer.state_dict(),
-                    "kl_coef": self._kl_coef,
-                }
-                torch.save(state, folder / "state.pt")
+            self._checkpoint(index + 1)
+
+    def _checkpoint(self, steps: int) -> None:
+        assert self._optimizer is not None
+        state = {
+            "version": 1,
+            "steps": steps,
+            "policy": self.policy.state(),
+            "policy_version": self.policy.version,
+            "optimizer": self._optimizer.state_dict(),
+            "kl_coef": self._kl_coef,
+        }
+        with self.run.new_checkpoint() as folder:
+            torch.save(state, folder / "state.pt")
 
     def _load(self, checkpoint: Path) -> int:
         """Put a checkpoint's weights and optimizer in place; returns how many iterations it has behind it."""
@@ -563,17 +604,37 @@ class TrainRun:
         return reference
 
 
+async def _in_thread(function: Callable[..., T], *given: Any) -> T:
+    """`function` in a thread. Who is cancelled meanwhile waits for its end: nothing goes on behind their back."""
+    task = asyncio.ensure_future(asyncio.to_thread(function, *given))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await ended([task])
+        if not task.cancelled():
+            task.exception()
+        raise
+
+
+def _said(value: Any) -> Any:
+    """A setting as JSON; of a function its source and what it closes over, of a partial one what was filled in too."""
+    if isinstance(value, functools.partial):
+        filled = [*map(repr, value.args), *(f"{k}={v!r}" for k, v in sorted(value.keywords.items()))]
+        return {"function": _said(value.func), "with": filled}
+    if callable(value):
+        function = value if hasattr(value, "__code__") else getattr(value, "function", type(value).__call__)
+        source = functions.source_of(function)
+        return {"source": source, "fingerprint": functions.fingerprint(function, source)}
+    return value
+
+
 def fingerprint(agent: Agent, tasks: Sequence[Task], config: TrainConfig, start: str) -> dict[str, Any]:
     """What makes two runs the same run: settings, tasks, the source of tools and reward, and the starting weights."""
     digest = hashlib.blake2b(digest_size=8)
     for task in tasks:
         digest.update(repr((task.id, task.messages, sorted(task.fields.items(), key=lambda item: item[0]))).encode())
-    settings: dict[str, Any] = {}
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        settings[f.name] = functions.source_of(value) if callable(value) else value
     return {
-        "config": settings,
+        "config": {f.name: _said(getattr(config, f.name)) for f in dataclasses.fields(config)},
         "agent": {
             "system": agent.system,
             "max_turns": agent.max_turns,

@@ -7,10 +7,13 @@ import functools
 import gc
 import math
 import random
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -590,6 +593,30 @@ async def test_the_event_loop_goes_on_while_it_computes() -> None:
         ticks += 1
     await running
     assert ticks > 20, f"{ticks} turns of the loop in {time.perf_counter() - began:.2f} s"
+
+
+SCRIPT = """
+import asyncio, sys
+sys.path.insert(0, {tests!r})
+import test_engine_local as t
+
+async def go():
+    engine = t.LocalEngine(t.endless())
+    for i in range(64):
+        asyncio.ensure_future(engine.sample(t.prompt(20, seed=i), t.Sampling(max_tokens=230), i))
+    while engine.sampled < 500:
+        await asyncio.sleep(0.001)
+    globals()["kept"] = engine
+    raise SystemExit(7)
+
+asyncio.run(go())
+"""
+
+
+def test_python_may_end_while_it_computes() -> None:
+    script = SCRIPT.format(tests=str(Path(__file__).parent))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 7, done.stderr
 
 
 async def test_reproducible_is_said_of_float32_on_cpu_only() -> None:

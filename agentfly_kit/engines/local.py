@@ -8,9 +8,11 @@ ids, and a prompt that another slot holds is copied instead of computed.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import math
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -85,6 +87,7 @@ class LocalEngine(Engine):
         self._inbox: deque[_Request] = deque()
         self._released: deque[str] = deque()
         self._thread: threading.Thread | None = None
+        self._ending = False
         # From here on: touched by the engine's thread alone.
         self._store: Slots | None = None
         self._waiting: list[_Request] = []
@@ -162,6 +165,9 @@ class LocalEngine(Engine):
         with self._wake:
             self._inbox.append(wanted)
             if self._thread is None:
+                _running.add(self)
+                atexit.unregister(_end_all)
+                atexit.register(_end_all)
                 self._thread = threading.Thread(target=self._run, name="agentfly-engine", daemon=True)
                 self._thread.start()
             self._wake.notify()
@@ -177,10 +183,12 @@ class LocalEngine(Engine):
         with torch.inference_mode(), compute_threads(self.policy):
             while True:
                 with self._wake:
-                    while not (self._inbox or self._waiting or self._active):
+                    while not (self._inbox or self._waiting or self._active or self._ending):
                         if not self._wake.wait(_IDLE_SECONDS) and not self._inbox:
                             self._thread = None
                             return
+                    if self._ending:
+                        return
                     self._waiting.extend(self._inbox)
                     self._inbox.clear()
                     released = list(self._released)
@@ -189,6 +197,15 @@ class LocalEngine(Engine):
                     self._step(released)
                 except Exception as error:
                     self._fail(error)
+
+    def _end(self) -> None:
+        """Python ends. A thread that is inside torch when the interpreter goes would abort the process."""
+        with self._wake:
+            self._ending = True
+            self._wake.notify()
+            thread = self._thread
+        if thread is not None:
+            thread.join(10)
 
     def _fail(self, error: Exception) -> None:
         """Everything in flight gets the error; the slots are made anew, for their state is unknown."""
@@ -535,3 +552,11 @@ class LocalEngine(Engine):
         p = logp.exp()
         entropy = float(-torch.where(p > 0, p * logp, torch.zeros_like(p)).sum())
         return best.indices.tolist(), best.values.tolist(), entropy
+
+
+_running: weakref.WeakSet[LocalEngine] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    for engine in list(_running):
+        engine._end()
