@@ -78,6 +78,7 @@ class TrainConfig:
     """The reference is the policy as it was before the first iteration; under an adapter, its base."""
     kl_in: Literal["loss", "reward"] = "loss"
     """"reward" takes it from each token's reward before the advantages; an outcome estimator sees its sum."""
+    kl_weighted: bool = False
     kl_target: float | None = None
     """nats a token: `kl_coef` is then only where the coefficient starts; see `losses.adaptive_kl_coef`."""
     kl_horizon: float = 10_000
@@ -388,6 +389,7 @@ class TrainRun:
                 kl_coef=self._kl_coef,
                 kl_kind=config.kl_kind,
                 kl_in=config.kl_in,
+                kl_weighted=config.kl_weighted,
                 reference=self._reference,
                 entropy_coef=config.entropy_coef,
                 epochs=config.epochs,

@@ -1,0 +1,200 @@
+"""A GRPO iteration here beside one of TRL's GRPOTrainer: same policy, tasks, tool, settings; cpu seconds, one process.
+
+    make bench-step                # or: python benchmarks/bench_step.py --steps 20 --out step.json
+
+An iteration is 64 episodes (8 calculator tasks, 8 chains each), one update, no KL. Both start from the shipped policy,
+and learn at the same rate from the same tasks in the same order; the first --steps iterations are timed, all that each
+trainer does in them included, its setup and imports not. TRL gets the tool as a plain function and the reward as the
+two lines that it is; generation is transformers' own.
+
+ours              as `af.train` does it, groups without signal left out of the update
+ours, every row   the same with every row run
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+
+import agentfly_kit as af
+
+FLOOR, AIM = 2.8, 3.5
+LR = 3e-4
+
+
+def calculator(expression: str) -> str:
+    """Evaluate an arithmetic expression.
+
+    Args:
+        expression: for example "3*(4+5)".
+    """
+    try:
+        return str(_value(ast.parse(expression, mode="eval").body))
+    except (SyntaxError, ValueError):
+        return "error"
+
+
+def _value(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
+    if isinstance(node, ast.BinOp):
+        a, b = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Add | ast.Sub | ast.Mult):
+            return a + b if isinstance(node.op, ast.Add) else a - b if isinstance(node.op, ast.Sub) else a * b
+    raise ValueError(ast.dump(node))
+
+
+@af.reward
+def exact(final: str | None, answer: str) -> float:
+    """1 for the very number."""
+    return float(final == answer)
+
+
+def ours(tasks: Any, steps: int, *, every_row: bool) -> dict[str, Any]:
+    policy = af.tiny.policy("calculator")
+    agent = af.Agent(
+        af.LocalEngine(policy),
+        chat=policy.chat,
+        tools=[af.tool(calculator)],
+        reward=exact,
+        max_turns=4,
+        sampling=af.Sampling(temperature=1.0, max_tokens=64),
+    )
+    config = af.TrainConfig(
+        steps=steps,
+        tasks_per_step=8,
+        group_size=8,
+        minibatch=None,
+        epochs=1,
+        lr=LR,
+        lr_end=None,
+        # Of a function that it does not know the step assumes nothing, and runs every row.
+        loss=(lambda *given: af.losses.ppo(*given)) if every_row else "ppo",
+        checkpoint_every=steps,
+    )
+    success: list[float] = []
+
+    async def run() -> None:
+        async for step in af.train(agent, policy, tasks, config):
+            success.append(step.success)
+        await agent.engine.close()
+
+    began = time.process_time()
+    asyncio.run(run())
+    return {"cpu": time.process_time() - began, "success": success}
+
+
+def theirs(tasks: Any, steps: int) -> dict[str, Any]:
+    from trl import GRPOConfig, GRPOTrainer
+
+    policy = af.tiny.policy("calculator")
+    policy.chat.tokenizer.response_template = af.trl.response_template()
+
+    def reward(prompts: Any, completions: Any, answer: Any, **_: Any) -> list[float]:
+        return [float(c[-1]["role"] == "assistant" and c[-1]["content"] == a) for c, a in zip(completions, answer)]  # noqa: B905
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = GRPOConfig(
+            output_dir=folder,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            logging_steps=1,
+            per_device_train_batch_size=64,
+            num_generations=8,
+            max_steps=steps,
+            learning_rate=LR,
+            lr_scheduler_type="constant",
+            adam_beta2=0.95,
+            max_grad_norm=1.0,
+            beta=0.0,
+            temperature=1.0,
+            max_completion_length=4 * 64,
+            max_tool_calling_iterations=3,
+            shuffle_dataset=False,
+        )
+        trainer = GRPOTrainer(
+            policy.model,
+            reward_funcs=reward,
+            args=args,
+            train_dataset=af.trl.dataset(tasks),
+            processing_class=policy.chat.tokenizer,
+            tools=[calculator],
+        )
+        began = time.process_time()
+        trainer.train()
+        cpu = time.process_time() - began
+    return {"cpu": cpu, "success": [e["reward"] for e in trainer.state.log_history if "reward" in e]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=1, help="the best counts")
+    parser.add_argument("--out", type=Path, default=None)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    import trl
+
+    tasks = af.load_tasks("calculator").train[: 8 * given.steps]
+    runs: dict[str, list[dict[str, Any]]] = {"trl": [], "ours": [], "ours, every row": []}
+    for _ in range(given.repeats):
+        runs["trl"].append(theirs(tasks, given.steps))
+        runs["ours"].append(ours(tasks, given.steps, every_row=False))
+        runs["ours, every row"].append(ours(tasks, given.steps, every_row=True))
+    best = {name: min(found, key=lambda run: run["cpu"]) for name, found in runs.items()}
+    each = {name: run["cpu"] / given.steps for name, run in best.items()}
+    ratios = {name: round(each["trl"] / each[name], 2) for name in ("ours", "ours, every row")}
+    result = {
+        "benchmark": "step",
+        "family": "calculator",
+        "episodes": 64,
+        "iterations": given.steps,
+        "cpu seconds an iteration": {name: round(seconds, 4) for name, seconds in each.items()},
+        "success of the last quarter": {
+            name: round(sum(run["success"][-(given.steps // 4 or 1) :]) / (given.steps // 4 or 1), 3)
+            for name, run in best.items()
+        },
+        "times less than trl": ratios,
+        "floor": FLOOR,
+        "aim": AIM,
+        "met": ratios["ours"] >= FLOOR,
+        "machine": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "trl": trl.__version__,
+            "threads": torch.get_num_threads(),
+            "cores": os.cpu_count(),
+            "load": [round(x, 2) for x in os.getloadavg()],
+        },
+    }
+    print(json.dumps(result, indent=1))
+    print(f"trl takes {ratios['ours']} times ours ({ratios['ours, every row']} with every row)", file=sys.stderr)
+    if given.out is not None:
+        given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
