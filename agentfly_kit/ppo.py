@@ -166,6 +166,9 @@ def ppo_step(
     """
     started = time.perf_counter()
     _check(policy, batch, kl_coef, kl_in, reference, epochs, minibatch, old, correction)
+    for name, coefficient in (("value_coef", value_coef), ("kl_coef", kl_coef), ("entropy_coef", entropy_coef)):
+        if not coefficient >= 0:
+            raise SettingsError(f"{name}={coefficient}: give 0 or more")
     forward = _Forward(policy, micro_tokens or policy.micro_tokens, autocast, checkpointing)
     objective = _Objective(
         loss=_Loss.of(loss, clip, clip_high, dual_clip),
@@ -194,7 +197,7 @@ def ppo_step(
         # A row whose advantage is exactly 0 moves nothing when nothing but the advantage speaks. It is not run, but it
         # stays in every denominator and in the schedule of updates.
         live = torch.ones(len(batch), dtype=torch.bool)
-        if objective.advantage_alone:
+        if objective.advantage_alone and target_kl is None:  # a target reads the KL of every row
             live = (torch.where(batch.mask, batch.advantages, 0.0) != 0).any(1)
         flat = len(batch.groups.unique()) - len(batch.groups[live].unique())
 
@@ -206,10 +209,10 @@ def ppo_step(
         generator = torch.Generator().manual_seed(seed)
         rollouts = batch.rollouts.unique()
         size = len(rollouts) if minibatch is None else minibatch
-        updates, norms, stopped = 0, 0.0, False
+        updates, norms, tokens, stopped = 0, 0.0, 0, False
         for _ in range(epochs):
             order = rollouts[torch.randperm(len(rollouts), generator=generator)]
-            last_epoch = _Sums()
+            last_epoch, tokens = _Sums(), 0
             for start in range(0, len(order), size):
                 rows = torch.isin(batch.rollouts, order[start : start + size]).nonzero()[:, 0]
                 data.mass = objective.mass(batch, rows)
@@ -238,6 +241,7 @@ def ppo_step(
                 phases.lap("optimizer")
                 totals.merge(sums)
                 last_epoch.merge(sums)
+                tokens += int(batch.mask[rows].sum())
                 if target_kl is not None and sums.rate("approx_kl") > target_kl:
                     stopped = True
                     break
@@ -262,7 +266,7 @@ def ppo_step(
         value_loss=totals["value_loss"] / updates if objective.value_coef > 0 else math.nan,
         kl_reference=kl_reference,
         approx_kl=last_epoch.rate("approx_kl"),
-        clip_fraction=last_epoch.rate("clipped"),
+        clip_fraction=last_epoch["clipped"] / tokens,  # of all: in a row that was left out nothing binds
         entropy=float(batch.entropies[batch.mask].mean()) if known else last_epoch.rate("entropy"),
         grad_norm=norms / updates,
         explained_variance=_explained_variance(batch),
