@@ -441,17 +441,17 @@ async def test_folders_deeper_than_any_path_and_closed_to_their_owner_are_wiped(
 
 
 async def test_a_python_that_lies_below_tmp_is_seen_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its folder is bound after the sandbox's own /tmp is mounted, which would hide it, and a reset goes round it."""
+    """/tmp is the sandbox's own and begins empty, so it is shown in another place, which a reset leaves alone."""
     venv = tmp_path / "venv"
     venv.mkdir()
     (venv / "module.py").write_text("x = 1")
     folders = [*isolation.python_folders(), str(venv)]
     monkeypatch.setattr(isolation, "python_folders", lambda: folders)
     async with PythonSandbox(isolation="strict") as sandbox:
-        look = f"import os\nos.path.exists({str(venv / 'module.py')!r}), os.path.exists('/tmp/note')"
-        assert (await sandbox.run("open('/tmp/note', 'w').close()\n" + look)).value == "(True, True)"
+        look = f"import os\nos.path.exists({isolation.seen(str(venv / 'module.py'))!r}), os.listdir('/tmp')"
+        assert (await sandbox.run("open('/tmp/note', 'w').close()\n" + look)).value == "(True, ['note'])"
         await sandbox.reset()
-        assert (await sandbox.run(look)).value == "(True, False)"
+        assert (await sandbox.run(look)).value == "(True, [])"
 
 
 async def test_a_reset_that_fails_costs_the_sandbox_and_no_secret(

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -658,3 +659,20 @@ def test_control_groups_version_1(tmp_path: Path):
     group = Group(found, Limits(memory_mb=None, processes=3))
     assert not (group.folders["memory"] / "memory.limit_in_bytes").exists()
     assert (group.folders["pids"] / "pids.max").read_text() == "5"
+
+
+@pytest.mark.skipif(bool(STRICT), reason=STRICT)
+async def test_packages_that_lie_below_tmp_are_there_and_the_sandbox_begins_empty(monkeypatch: pytest.MonkeyPatch):
+    """A virtual environment in /tmp, as a fresh clone may have it."""
+    site = Path(tempfile.mkdtemp(dir="/tmp", prefix="agentfly-test-site-"))
+    try:
+        (site / "lies_in_tmp.py").write_text("number = 7\n")
+        monkeypatch.setattr(isolation, "packages", lambda: [str(site)])
+        async with Pool(PythonSandbox, size=1, isolation="strict") as pool, pool.lease("me") as sandbox:
+            assert (
+                await sandbox.run("import os, lies_in_tmp\nlies_in_tmp.number, os.listdir('/tmp')")
+            ).value == "(7, [])"
+            await sandbox.reset()
+            assert (await sandbox.run("import lies_in_tmp\nlies_in_tmp.number")).value == "7"
+    finally:
+        shutil.rmtree(site)

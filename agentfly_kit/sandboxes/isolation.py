@@ -248,6 +248,16 @@ STRICT_HOME = "/tmp"
 STRICT_SHM_MB = 16
 
 
+def seen(path: str) -> str:
+    """Where a folder of the host's Python, or a file in it, is found inside a strict sandbox: in its own place.
+
+    Not so below /tmp, which is the sandbox's own folder and begins empty: a virtual environment there is shown
+    elsewhere. The interpreter alone cannot move, for it looks for its library in its own place.
+    """
+    fixed = any(_inside(place, path) or _inside(path, place) for place in (os.path.realpath(sys.base_prefix), python()))
+    return path if fixed or not _inside(path, STRICT_HOME) else f"/sandbox/host{path}"
+
+
 def strict_command(limits: Limits, seccomp_fd: int, program: str = "bwrap") -> tuple[list[str], dict[str, str]]:
     """bwrap and its options, up to the program to run, and the environment to start bwrap itself in.
 
@@ -280,7 +290,7 @@ def strict_command(limits: Limits, seccomp_fd: int, program: str = "bwrap") -> t
         command += ["--size", str(limits.disk_mb * 2**20)]
     command += ["--tmpfs", STRICT_HOME]
     for folder in python_folders():
-        command += ["--ro-bind", folder, folder]
+        command += ["--ro-bind", folder, seen(folder)]
     command += ["--ro-bind", str(WORKER), STRICT_WORKER]
     command += ["--chdir", STRICT_HOME, "--remount-ro", "/", "--seccomp", str(seccomp_fd), "--"]
     return command, {"PATH": "/usr/bin:/bin"}

@@ -222,10 +222,12 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int) 
             vessel.scratch = folder = tempfile.mkdtemp(prefix=f"agentfly-sandbox-{os.getpid()}-")
             command, script, home, wipes = [], str(isolation.WORKER), folder, [folder]
             environment = isolation.environment(home, os.environ.get("PATH", os.defpath))
+        place = isolation.seen if level == "strict" else str
         settings = {
             "op": "settings", "rlimits": rlimits, "cpu_seconds": limits.cpu_seconds, "max_output": max_output,
-            "wipe": wipes, "keep": isolation.python_folders(), "path": isolation.packages(), "preload": list(preload),
-            "pdeathsig": level == "none", "scratch": folder, "executable": isolation.shown_python(),
+            "wipe": wipes, "keep": [place(path) for path in isolation.python_folders()],
+            "path": [place(path) for path in isolation.packages()], "preload": list(preload),
+            "pdeathsig": level == "none", "scratch": folder, "executable": place(isolation.shown_python()),
         }  # fmt: skip
         host.sendall(json.dumps(settings).encode() + b"\n")
         command = [*command, isolation.python(), "-s", "-S", script, str(inside.fileno())]
