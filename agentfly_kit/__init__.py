@@ -52,6 +52,7 @@ _WHERE = {
     "ppo_step_async": "ppo",
     "reward": "rewards",
     "sandbox_report": "sandboxes",
+    "shaped_rewards": "ppo",
     "tasks_from": "data",
     "tool": "tools",
     "train": "trainer",

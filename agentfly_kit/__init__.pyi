@@ -28,6 +28,7 @@ from agentfly_kit.pool import pools as pools
 from agentfly_kit.ppo import adamw as adamw
 from agentfly_kit.ppo import ppo_step as ppo_step
 from agentfly_kit.ppo import ppo_step_async as ppo_step_async
+from agentfly_kit.ppo import shaped_rewards as shaped_rewards
 from agentfly_kit.record import Rollout as Rollout
 from agentfly_kit.record import Run as Run
 from agentfly_kit.rewards import reward as reward
