@@ -121,13 +121,15 @@ class Policy:
         lora: int | Mapping[str, Any] | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "float32",
-        format: str = "hermes",
+        format: str = "auto",
+        history: Literal["exact", "append"] = "exact",
     ) -> Policy:
         """A policy from a folder in the transformers layout, or from a hub name.
 
         value_head: True for one on the policy's trunk, "separate" for a critic of its own; see `Critic`.
         lora: a rank, or the options of `peft.LoraConfig`: the weights are frozen and an adapter on all linear layers
             learns; `reference()` is then the frozen base. A folder that holds an adapter needs no `lora=`.
+        format, history: how it writes tool calls, and what to do where its template rewrites history; see `Chat`.
         Raises:  PolicyError naming the file that a folder lacks or that cannot be read.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -170,7 +172,7 @@ class Policy:
             model = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
         policy = cls(
             model,
-            Chat(tokenizer, format=meta.get("format", format)),
+            Chat(tokenizer, format=meta.get("format", format), history=history, stop=_stop_texts(model, tokenizer)),
             value_head=critic,
             version=meta.get("version", 0),
         )
@@ -194,7 +196,7 @@ class Policy:
 
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        with self.lock:
+        with self.lock, _no_bar():
             self.model.save_pretrained(folder)
             if self.value_head is not None:
                 save_file(
@@ -204,6 +206,9 @@ class Policy:
         self.chat.tokenizer.save_pretrained(folder)
         meta = {"format": self.chat.format.name, "version": self.version}
         (folder / "policy.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+        readable = (folder / "policy.json").stat().st_mode
+        for file in folder.glob("*.safetensors"):  # safetensors writes for the owner alone; others may read the rest
+            file.chmod(readable)
         return folder
 
     def copy(self) -> Policy:
@@ -548,6 +553,13 @@ def _check_folder(folder: Path, weights: tuple[str, ...]) -> None:
                 f"policy folder {str(folder)!r} lacks {wanted[0]}; it has "
                 f"{', '.join(sorted(p.name for p in folder.iterdir())) or 'nothing'}. Write it with Policy.save"
             )
+
+
+def _stop_texts(model: Any, tokenizer: Any) -> list[str]:
+    """What a model's generation config names as ends beside the tokenizer's own."""
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    return [str(tokenizer.convert_ids_to_tokens(i)) for i in ids if i != tokenizer.eos_token_id]
 
 
 @contextlib.contextmanager
