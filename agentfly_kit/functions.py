@@ -12,6 +12,7 @@ import dis
 import hashlib
 import inspect
 import itertools
+import os
 import sys
 import textwrap
 import threading
@@ -19,6 +20,7 @@ import time
 import types as pytypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from agentfly_kit.types import Failure
@@ -106,8 +108,41 @@ async def _in_thread(work: Callable[[], T]) -> tuple[T | None, BaseException | N
         with contextlib.suppress(RuntimeError):  # the loop was closed while an abandoned call ran on
             loop.call_soon_threadsafe(deliver, outcome)
 
-    threading.Thread(target=body, name=f"agentfly-call-{next(_count)}", daemon=True).start()
+    _on_a_thread(body)
     return await future
+
+
+# Threads that wait for a next call. A new thread for every call cost more than most calls. A call that never ends keeps
+# its thread, and the next call gets another.
+_idle: list[SimpleQueue[Callable[[], None]]] = []
+_idle_lock = threading.Lock()
+_IDLE_SECONDS = 2.0
+os.register_at_fork(after_in_child=_idle.clear)  # the child has none of these threads
+
+
+def _on_a_thread(job: Callable[[], None]) -> None:
+    with _idle_lock:
+        queue = _idle.pop() if _idle else None
+    if queue is None:
+        queue = SimpleQueue()
+        threading.Thread(target=_serve, args=(queue,), name=f"agentfly-call-{next(_count)}", daemon=True).start()
+    queue.put(job)
+
+
+def _serve(queue: SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        try:
+            job = queue.get(timeout=_IDLE_SECONDS)
+        except Empty:
+            with _idle_lock:
+                if queue in _idle:
+                    _idle.remove(queue)
+                    return
+            continue  # it was taken just now: a call is on its way
+        job()
+        del job  # what the call held is not held by a waiting thread
+        with _idle_lock:
+            _idle.append(queue)
 
 
 def _own(error: BaseException, function: Callable[..., Any]) -> BaseException:

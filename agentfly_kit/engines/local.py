@@ -37,7 +37,7 @@ _ROWS = 8
 """A batch is a multiple of this: other counts run other kernels, whose last bits differ; see slots.py."""
 _PREFILL_TOKENS = 4096
 """Tokens, padding included, of one prefill forward."""
-_WIDTHS = (8, 16, 32, 64, 128, 256)
+_WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256)
 """A prefill chunk is as wide as one of these."""
 
 
@@ -285,8 +285,11 @@ class LocalEngine(Engine):
             self._known = key
             self._now += 1
 
-    def _admit(self, request: _Request) -> tuple[int, int] | None:
-        """A slot for the request and how many of its ids are in it already; None if every slot is running."""
+    def _admit(self, request: _Request, *, empty: bool = False) -> tuple[int, int] | None:
+        """A slot for the request and how many of its ids are in it already; None if every slot is running.
+
+        empty: nothing is looked up, because all of it will be copied.
+        """
         store = self._room(len(request.ids) + request.limit + 1)
         stale = self._weights != self._now
         store.length[stale & (np.arange(len(stale)) >= self._active)] = (
@@ -295,7 +298,12 @@ class LocalEngine(Engine):
         own = self._session.get(request.session) if request.session is not None else None
         if own is not None and self._rows[own] is not None:
             raise EngineError(f"two requests of the session {request.session!r} at once; a chain samples one at a time")
-        source, common = store.longest_prefix(request.ids, own, ~stale)
+        source, common = -1, 0
+        if own is not None and 0 < (held := int(store.length[own])) < len(request.ids):
+            # The usual second turn: all that the session holds is the beginning of what it asks.
+            source, common = own, held if bool((store.ids[own, :held] == request.ids[:held]).all()) else 0
+        if not common and not empty:
+            source, common = store.longest_prefix(request.ids, own, ~stale)
         common = min(common, len(request.ids) - 1)  # at least one token must run, for its logits
         if own is None:
             own = self._take(avoid=source if common else None)
@@ -367,35 +375,44 @@ class LocalEngine(Engine):
     def _prefill(self) -> None:
         """Put waiting prompts into slots, one chunk each; those that are complete get their first token."""
         chosen: list[tuple[_Request, int, int]] = []
+        twins: list[tuple[_Request, int, int]] = []
         later: list[_Request] = []
-        same: set[bytes] = set()
+        lead: dict[bytes, int] = {}
         width = 0
         # Locked from here on: what is admitted as computed with these weights is continued with these weights.
         with self.policy.lock:
             self._look_at_weights()
             for request in self._waiting:
+                # Chains of one group bring the same prompt: one computes it, and the others take what it found.
                 key = request.ids.tobytes()
                 width = max(width, min(len(request.ids), _WIDTHS[-1]))
-                # Chains of one group bring the same prompt: one computes it, the others copy it in the next round.
-                if width * (len(chosen) + 1) > _PREFILL_TOKENS or key in same:
+                if key not in lead and width * (len(chosen) + 1) > _PREFILL_TOKENS:
                     later.append(request)
                     continue
                 try:
-                    place = self._admit(request)
+                    place = self._admit(request, empty=key in lead)
                 except EngineError as error:
                     self._deliver([(request, error)])
                     continue
                 if place is None:
                     later.append(request)
                     continue
-                if place[1] < len(request.ids) - 1:
-                    same.add(key)
                 self._rows[place[0]] = request  # reserved: `_take` leaves it alone
-                chosen.append((request, *place))
+                if key in lead:
+                    twins.append((request, place[0], lead[key]))
+                else:
+                    lead[key] = len(chosen)
+                    chosen.append((request, *place))
             self._waiting = later
             if not chosen:
                 return
             logits, version = self._prompt_logits(chosen)
+            store = self._store
+            assert store is not None
+            for request, slot, first in twins:
+                store.copy(chosen[first][1], slot, len(request.ids))
+            logits = torch.cat([logits, logits[[first for _, _, first in twins]]])
+            chosen += twins
         looking = [i for i, (r, _, _) in enumerate(chosen) if r.top]
         if looking:
             self._deliver([(chosen[i][0], self._top(logits[i], chosen[i][0])) for i in looking])
