@@ -331,7 +331,9 @@ def test_stats_bring_before_after_ratio_and_clip() -> None:
     np.testing.assert_allclose(unpack(columns["prob_change"]), change, atol=1e-6)
     legend = next(x for x in view._about["signals"] if x["name"] == "clipped")
     assert legend["set"] == legend["n"] == int(sum(t.action_mask.sum() for t in ts))
-    assert next(x for x in view._about["signals"] if x["name"] == "ratio")["middle"] == 1.0
+    ratio = next(x for x in view._about["signals"] if x["name"] == "ratio")
+    assert ratio["middle"] == 1.0
+    assert ratio["lo"] >= 0, "a ratio is never below 0"
     check_static(view)
     with pytest.raises(ValueError, match="detail=True"):
         w.TokenView(Stats(0.0, 0.0, 0.0, 0.0, 0.0, 0.0))

@@ -351,6 +351,8 @@ def summary(signal: Signal, values: Floats, sampled: npt.NDArray[np.bool_]) -> d
             low, high = signal.fixed
         if signal.scale == "around":
             reach = max(abs(low - signal.middle), abs(high - signal.middle)) or 1.0
+            if signal.name == "ratio":
+                reach = min(reach, 1.0)  # a ratio is never below 0, and neither is its scale
             low, high = signal.middle - reach, signal.middle + reach
         elif signal.fixed is None:
             # Bars start at 0 where they can: a height that starts elsewhere would say nothing.
