@@ -185,6 +185,8 @@ class RolloutRun:
             for chain in range(group_size):
                 self._places.append((task, Place(purpose, index, group, chain)))
         self.total = len(self._places)
+        """Chains, with the forks that hooks have asked for so far."""
+        self._tasks = len(given)
         self._done: dict[str, Trajectory] = {}
         self._waiting: deque[tuple[Task, Place] | Chain] = deque()
         self._listeners: list[Callable[[RolloutEvent], None]] = []
@@ -233,7 +235,7 @@ class RolloutRun:
             self._task.cancel()
 
     def __repr__(self) -> str:
-        what = f"rollout of {self.total // self.group_size} tasks x {self.group_size}"
+        what = f"rollout of {self._tasks} tasks x {self.group_size}"
         if self._task is None:
             return f"<{what} has not run: write `await` before it>"
         state = "done" if self._task.done() else "paused" if self._paused else "running"
@@ -308,7 +310,7 @@ class RolloutRun:
         self._waiting = deque(self._places)
         bar = self._bar()
         # More chains than an engine holds would push each other's history out: slower, and other last bits.
-        count = min(self.max_concurrency, self.total, getattr(self.agent.engine, "slots", self.total))
+        count = min(self.max_concurrency, getattr(self.agent.engine, "slots", self.max_concurrency))
         workers: set[asyncio.Task[None]] = set()
 
         def hire() -> None:
@@ -324,7 +326,7 @@ class RolloutRun:
             hire()
 
         try:
-            for _ in range(count):
+            for _ in range(min(count, len(self._waiting))):
                 hire()
             while workers:
                 done, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_COMPLETED)

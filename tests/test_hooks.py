@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from typing import Any
 
@@ -116,3 +117,21 @@ async def test_one_that_only_looks_on_cannot_harm_the_chain() -> None:
     with pytest.warns(UserWarning, match="after_chain raised ValueError"):
         rollout = await agent([CALL, "6"], after_chain=bad).rollout(TASKS[:1])
     assert rollout.trajectories[0].reward == 1
+
+
+async def test_forks_of_a_single_task_run_side_by_side() -> None:
+    running, most = 0, 0
+
+    async def script(task: af.Task, turn: int) -> str:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.05)
+        running -= 1
+        return CALL if turn == 0 else "6"
+
+    run = agent(script, after_observation=lambda chain: 5 if chain.place.fork == "" else 0).rollout(TASKS[:1])
+    rollout = await run
+    assert len(rollout) == 6
+    assert most == 6
+    assert "rollout of 1 tasks x 1, 6 of 6 chains done" in repr(run)
