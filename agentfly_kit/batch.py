@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from agentfly_kit.errors import AlignmentError, BatchError, SettingsError
-from agentfly_kit.types import Trajectory
+from agentfly_kit.types import UNSCORED, Trajectory
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,8 @@ def _unfit(t: Trajectory, truncated: str, allow_truncated_sampling: bool) -> str
             f"trajectory {t.id!r} has no token ids: its engine gives text only, and cannot be trained from"
         )
     if t.reward is None:
-        return f"unscored ({t.error.where if t.error else t.stop})"
+        ended = t.stop if t.stop in UNSCORED else "no reward said a number"
+        return f"unscored ({t.error.where if t.error else ended})"
     if not math.isfinite(t.reward):
         raise BatchError(f"trajectory {t.id!r} has the reward {t.reward}; give a finite number, or None for unscored")
     if not bool(t.action_mask.any()):

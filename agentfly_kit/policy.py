@@ -176,7 +176,7 @@ class Policy:
             value_head=critic,
             version=meta.get("version", 0),
         )
-        head = folder / "value_head.safetensors"
+        head = folder / _VALUE_HEAD
         if policy.value_head is not None and head.exists():
             from safetensors.torch import load_file
 
@@ -199,15 +199,16 @@ class Policy:
         with self.lock, _no_bar():
             self.model.save_pretrained(folder)
             if self.value_head is not None:
+                (folder / _VALUE_HEAD).parent.mkdir(exist_ok=True)
                 save_file(
                     {k: v.detach().cpu().contiguous() for k, v in self.value_head.state_dict().items()},
-                    folder / "value_head.safetensors",
+                    folder / _VALUE_HEAD,
                 )
         self.chat.tokenizer.save_pretrained(folder)
         meta = {"format": self.chat.format.name, "version": self.version}
         (folder / "policy.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
         readable = (folder / "policy.json").stat().st_mode
-        for file in folder.glob("*.safetensors"):  # safetensors writes for the owner alone; others may read the rest
+        for file in folder.rglob("*.safetensors"):  # safetensors writes for the owner alone; others may read the rest
             file.chmod(readable)
         return folder
 
@@ -535,6 +536,8 @@ def _with_lora(model: Any, lora: int | Mapping[str, Any]) -> Any:
 
 
 _HEAD = "value_head."
+_VALUE_HEAD = Path("value_head") / "value_head.safetensors"
+"""In a folder of its own: engines load every .safetensors that they find beside the config."""
 _WEIGHTS = (
     "model.safetensors",
     "model.safetensors.index.json",

@@ -407,6 +407,7 @@ class TrainRun:
         updated = time.perf_counter()
         evaluation = None
         if config.evaluate_every and ((index + 1) % config.evaluate_every == 0 or index + 1 == config.steps):
+            await self.agent.engine.update(self.policy)  # what is evaluated is what this step made
             evaluation = await evaluate(self.agent, self.eval_tasks, max_concurrency=config.max_concurrency)
         record = self._record(index, rollout, stats, evaluation)
         if config.kl_coef > 0:

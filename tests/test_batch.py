@@ -147,7 +147,7 @@ TEXT = dataclasses.replace(GOOD, turns=(Turn("action", "policy", None, text="x")
             [GOOD.replace(reward=None)],
             {},
             BatchError,
-            r"none of 1 trajectories can be trained on: unscored \(answered\)",
+            r"none of 1 trajectories can be trained on: unscored \(no reward said a number\)",
         ),
         ([GOOD.replace(reward=math.inf)], {}, BatchError, "'g/0' has the reward inf"),
         ([GOOD.replace(reward=math.nan)], {}, BatchError, "'g/0' has the reward nan"),

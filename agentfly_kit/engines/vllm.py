@@ -74,10 +74,11 @@ class VLLMEngine(Engine):
         self._name = repr(model) if isinstance(model, Policy) else repr(str(model))
         if not isinstance(model, Policy) and (Path(model) / "adapter_config.json").exists():
             model = Policy.load(model)
-        if isinstance(model, Policy) or (Path(model) / "value_head.safetensors").exists():
+        if isinstance(model, Policy):
             folder = tempfile.mkdtemp(prefix="agentfly-model-")
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-            _without_value_head(model, Path(folder))
+            whole = model.merged() if model.has_adapter else model
+            Policy(whole.model, whole.chat, version=model.version).save(folder)
             model = folder
         self.model = str(model)
         fixed = {"logprobs_mode", "worker_extension_cls", "generation_config"} & set(engine_args)
@@ -669,17 +670,6 @@ def _config_of(model: str) -> Any:
             f"no model could be found at {model!r} ({type(error).__name__}: {error}); give a folder that Policy.save "
             "wrote, or a hub name"
         ) from error
-
-
-def _without_value_head(model: str | Path | Policy, folder: Path) -> None:
-    """vLLM loads every .safetensors file that it finds beside the config, and would stumble over the value head's."""
-    if isinstance(model, Policy):
-        whole = model.merged() if model.has_adapter else model
-        Policy(whole.model, whole.chat, version=model.version).save(folder)
-        return
-    for path in Path(model).iterdir():
-        if path.name != "value_head.safetensors":
-            (folder / path.name).symlink_to(path.resolve())
 
 
 def _policy_json(model: str) -> dict[str, Any]:
