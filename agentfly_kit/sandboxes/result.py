@@ -38,6 +38,13 @@ class SandboxResult:
     def ok(self) -> bool:
         return self.error is None and not self.timed_out and not self.died
 
+    def __repr__(self) -> str:
+        said = [f"{name}={value!r}" for name in ("stdout", "stderr", "value") if (value := getattr(self, name))]
+        said += [self.error_type] if self.error_type else []
+        said += [name for name in ("truncated", "timed_out", "died") if getattr(self, name)]
+        said += [f"limit={self.limit!r}"] if self.limit else []
+        return f"SandboxResult({', '.join(said) or 'nothing said'})"
+
     @property
     def text(self) -> str:
         """All of it, in the order in which a reader of a terminal would see it, with a note for what is missing."""
