@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import numbers
 import shutil
 import tempfile
 import time
@@ -58,6 +59,9 @@ class TrainConfig:
     lam: float = 0.95
     whiten: bool = True
     """Whiten token-level advantages over the sampled tokens of the batch (gae, reinforce_plus_plus)."""
+    difficulty: str | Callable[[Task], float] | None = None
+    """A task field, or a function of a task: each pass over the tasks goes from the lowest to the highest, and only
+    tasks of one difficulty are shuffled. None shuffles all."""
     lr: float = 3e-4
     lr_end: float | None = 3e-5
     """Reached linearly at the last iteration; None keeps `lr`."""
@@ -165,15 +169,18 @@ def train(
     run: str | Path | None = None,
     eval_tasks: Iterable[Task] | None = None,
     resume: bool = True,
+    progress: bool = False,
 ) -> TrainRun:
     """A training run. `await` it, or `async for step in run`; it starts then.
 
     run: a folder. An unfinished run in it of the same config, tasks, tools, reward and starting policy continues; a
         finished one replays its recorded steps and loads its last weights. None is a fresh temporary folder.
     resume: False throws away what the folder holds and starts anew.
+    progress: a bar with rate and time left (for curves, display `widgets.TrainView(run)` before the `await`).
     Raises:  RunMismatch, at once, if the folder holds another run: it shows the difference.
     """
-    return TrainRun(agent, policy, list(tasks), config or TrainConfig(), run, list(eval_tasks or ()), resume)
+    given = list(eval_tasks or ())
+    return TrainRun(agent, policy, list(tasks), config or TrainConfig(), run, given, resume, progress)
 
 
 class TrainRun:
@@ -193,6 +200,7 @@ class TrainRun:
         run: str | Path | None,
         eval_tasks: list[Task],
         resume: bool,
+        progress: bool = False,
     ) -> None:
         if not tasks:
             raise TaskError("there is no task to train on; give at least one")
@@ -219,6 +227,9 @@ class TrainRun:
         self.tasks = tasks
         self.eval_tasks = eval_tasks
         self.config = config
+        self._levels = _levels(tasks, config.difficulty)
+        self._progress = progress
+        self._bar: Any = None
         self.rollout: RolloutRun | None = None
         if run is None:
             run = tempfile.mkdtemp(prefix="agentfly-run-")
@@ -302,6 +313,21 @@ class TrainRun:
             pass
         return self
 
+    def _show(self, step: TrainStep | None) -> None:
+        """Move the bar to a step; None takes it away."""
+        if step is None or not self._progress:
+            if self._bar is not None:
+                self._bar.close()
+                self._bar = None
+            return
+        if self._bar is None:
+            from tqdm.auto import tqdm
+
+            # What was replayed took no time: the rate is that of the steps that ran.
+            self._bar = tqdm(total=self.total, initial=step.step - 1, desc="training", unit="step")
+        self._bar.set_postfix(success=f"{step.success:.3f}", refresh=False)
+        self._bar.update(step.step - self._bar.n)
+
     def __aiter__(self) -> TrainRun:
         return self
 
@@ -317,6 +343,7 @@ class TrainRun:
                 self._given += 1
                 return TrainStep(int(record["step"]), record, replayed=True)
             if self._stopping or self._next >= self.config.steps:
+                self._show(None)
                 raise StopAsyncIteration
             if self._open is not None:
                 await self._open.wait()
@@ -325,8 +352,10 @@ class TrainRun:
             except BaseException:
                 # The weights may be those of half an iteration: whoever goes on begins at the checkpoint.
                 self._begun = False
+                self._show(None)
                 raise
             self._given += 1
+            self._show(step)
             return step
         finally:
             self._busy = False
@@ -443,6 +472,7 @@ class TrainRun:
             if place == 0 or not out:
                 generator = torch.Generator().manual_seed(seeds.derive(self.config.seed, "tasks", turn))
                 order = torch.randperm(count, generator=generator).tolist()
+                order.sort(key=self._levels.__getitem__)  # stable: the shuffle stays within a level
             out.append(self.tasks[order[place]])
         return out
 
@@ -629,6 +659,25 @@ def _said(value: Any) -> Any:
         source = functions.source_of(function)
         return {"source": source, "fingerprint": functions.fingerprint(function, source)}
     return value
+
+
+def _levels(tasks: Sequence[Task], difficulty: str | Callable[[Task], float] | None) -> list[float]:
+    """The difficulty of each task; 0 for all where none is asked for."""
+    if difficulty is None:
+        return [0.0] * len(tasks)
+    out = []
+    for task in tasks:
+        if callable(difficulty):
+            value: Any = difficulty(task)
+        elif difficulty in task.fields:
+            value = task.fields[difficulty]
+        else:
+            known = ", ".join(task.fields) or "none"
+            raise SettingsError(f"difficulty={difficulty!r}: task {task.id!r} has no such field (its fields: {known})")
+        if not isinstance(value, numbers.Real) or not math.isfinite(float(value)):
+            raise SettingsError(f"difficulty: task {task.id!r} has {value!r}; give a finite number")
+        out.append(float(value))
+    return out
 
 
 def fingerprint(agent: Agent, tasks: Sequence[Task], config: TrainConfig, start: str) -> dict[str, Any]:

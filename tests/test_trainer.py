@@ -505,6 +505,38 @@ async def test_rollouts_can_be_kept(tmp_path: Path) -> None:
     assert Run(tmp_path / "run").rollout(2) == seen[1].rollout
 
 
+def test_a_pass_goes_from_easy_to_hard_and_shuffles_within_a_level() -> None:
+    level = {t.id: i // 4 for i, t in enumerate(TASKS)}
+    run = start(config=SMALL.replace(difficulty=lambda task: level[task.id]))
+    passes = [[t.id for i in range(4 * k, 4 * k + 4) for t in run._draw(i)] for k in range(6)]
+    for one in passes:
+        assert sorted(one) == sorted(t.id for t in TASKS)
+        assert [level[i] for i in one] == [0] * 4 + [1] * 4 + [2] * 4
+    assert len({tuple(one) for one in passes}) > 1
+
+
+def test_a_difficulty_that_a_task_lacks_is_named() -> None:
+    with pytest.raises(SettingsError, match=r"difficulty='masks': task .* has no such field \(its fields: answer\)"):
+        start(config=SMALL.replace(difficulty="masks"))
+    with pytest.raises(SettingsError, match=r"difficulty: task .* has None; give a finite number"):
+        start(config=SMALL.replace(difficulty=lambda task: None))  # type: ignore[arg-type,return-value]
+    with pytest.raises(SettingsError, match="give a finite number"):
+        start(config=SMALL.replace(difficulty="answer"))  # a text
+
+
+async def test_a_bar_shows_the_steps_and_goes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = start(tmp_path / "run", progress=True)
+    async for step in run:
+        if step.step == 2:
+            break
+    await run
+    said = capsys.readouterr().err
+    assert "4/4" in said
+    assert "success=" in said
+    assert run._bar is None
+    assert capsys.readouterr().out == ""
+
+
 def test_each_pass_takes_every_task_once() -> None:
     run = start(config=SMALL.replace(tasks_per_step=5))
     drawn = [t.id for i in range(12) for t in run._draw(i)]
