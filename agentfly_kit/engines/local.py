@@ -261,14 +261,17 @@ class LocalEngine(Engine):
 
     # --- slots ---
 
-    def _room(self, capacity: int) -> Slots:
+    def _room(self, capacity: int, *, another: bool) -> Slots:
+        """The slots, each with room for so many tokens; with `another`, one more than are in use if it may be."""
         if self._store is None:
             self._store = Slots(0, capacity)
         store = self._store
         free = any(owner is None for owner in self._owner[self._active :])
         count = store.count
-        if not free and count < self.slots:
-            count = min(self.slots, max(2 * count, 2 * _ROWS))
+        if another and not free and count < self.slots:
+            # Room for all that wait now: growing copies everything that is held.
+            wanted = -(-(self._active + len(self._waiting)) // _ROWS) * _ROWS
+            count = min(self.slots, max(2 * count, 2 * _ROWS, wanted))
         store.grow(count, capacity)
         extra = store.count - len(self._rows)
         if extra:
@@ -290,12 +293,12 @@ class LocalEngine(Engine):
 
         empty: nothing is looked up, because all of it will be copied.
         """
-        store = self._room(len(request.ids) + request.limit + 1)
+        own = self._session.get(request.session) if request.session is not None else None
+        store = self._room(len(request.ids) + request.limit + 1, another=own is None)
         stale = self._weights != self._now
         store.length[stale & (np.arange(len(stale)) >= self._active)] = (
             0  # running rows end their turn on what they have
         )
-        own = self._session.get(request.session) if request.session is not None else None
         if own is not None and self._rows[own] is not None:
             raise EngineError(f"two requests of the session {request.session!r} at once; a chain samples one at a time")
         source, common = -1, 0
