@@ -26,7 +26,7 @@ _WHERE = {
     "Pool": "pool",
     "PythonSandbox": "sandboxes.python",
     "Rollout": "record",
-    "Run": "record",
+    "Run": "runs",
     "RunMismatch": "errors",
     "Sample": "types",
     "Sampling": "types",

@@ -30,9 +30,9 @@ from agentfly_kit.ppo import ppo_step as ppo_step
 from agentfly_kit.ppo import ppo_step_async as ppo_step_async
 from agentfly_kit.ppo import shaped_rewards as shaped_rewards
 from agentfly_kit.record import Rollout as Rollout
-from agentfly_kit.record import Run as Run
 from agentfly_kit.rewards import reward as reward
 from agentfly_kit.rollout import Agent as Agent
+from agentfly_kit.runs import Run as Run
 from agentfly_kit.sandboxes import sandbox_report as sandbox_report
 from agentfly_kit.sandboxes.python import PythonSandbox as PythonSandbox
 from agentfly_kit.tools import ToolSet as ToolSet

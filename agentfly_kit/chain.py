@@ -30,6 +30,7 @@ from agentfly_kit.types import (
     Sampling,
     Task,
     ToolCall,
+    ToolResult,
     Trajectory,
     Turn,
     TurnRequest,
@@ -441,8 +442,6 @@ class Chain:
         self._open("observe")
         if self.turn.kind not in ("action", "forced") or not self.turn.messages:
             raise SettingsError("there is no action to answer; sample or force one first")
-        from agentfly_kit.types import ToolResult
-
         calls = [dataclasses.replace(c, result=ToolResult(True, text)) for c in self._calls()]
         turn = self._observation(author, calls)
         if not calls:

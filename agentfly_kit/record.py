@@ -1,7 +1,6 @@
-"""Rollouts and runs on disk, and a rollout as frames. `load(save(x)) == x`; every file is written whole or not at all.
+"""A rollout: its numbers, its frames, its file. `load(save(x)) == x`, and a file is written whole or not at all.
 
-Knows no engine and no policy. A rollout is one JSONL file: a header, then a trajectory a line. A run is a folder:
-`run.json` (what it is), `steps.jsonl` (a flat line of numbers a step), `rollouts/`, `checkpoint/`.
+Knows no engine and no policy. On disk a rollout is JSONL: a header, then a trajectory a line.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ import html
 import json
 import math
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from agentfly_kit.context import Context
-from agentfly_kit.errors import RunError, RunMismatch, SettingsError
+from agentfly_kit.errors import RunError, SettingsError
 from agentfly_kit.pending import awaited
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.types import UNSCORED, Failure, Group, Sampling, Task, ToolCall, ToolResult, Trajectory, Turn
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _FORMAT = "agentfly_kit.rollout"
-_RUN = "agentfly_kit.run"
 _VERSION = 1
 
 
@@ -41,7 +38,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__}")
 
 
-def _dump(value: Any, where: str) -> str:
+def dump(value: Any, where: str) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_plain, allow_nan=False)
         try:
@@ -320,9 +317,9 @@ class Rollout:
                     pieces.update(zip(turn.ids, turn.pieces, strict=True))
         header = {"format": _FORMAT, "version": _VERSION, "seconds": self.seconds, "pieces": pieces}
         with whole_file(path) as file:
-            file.write(_dump(header, "the header") + "\n")
+            file.write(dump(header, "the header") + "\n")
             for t in self.trajectories:
-                file.write(_dump(_trajectory_out(t), f"trajectory {t.id!r}") + "\n")
+                file.write(dump(_trajectory_out(t), f"trajectory {t.id!r}") + "\n")
         return path
 
     @classmethod
@@ -459,231 +456,3 @@ def _credited(turns: tuple[Turn, ...], rewards: dict[int, float]) -> tuple[Turn,
         reward = rewards.get(i) if turn.kind == "action" else turn.reward
         out.append(dataclasses.replace(turn, reward=reward, parent=out[-1] if out else None))
     return tuple(out)
-
-
-# --- a run's folder ------------------------------------------------------------------------------
-
-
-class Run:
-    """A folder that a training run writes and continues from.
-
-    `records` are flat dicts of numbers, one a step. `subscribe(callback)` calls back with each new one.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self._listeners: list[Callable[[dict[str, float]], None]] = []
-        self._records: list[dict[str, float]] | None = None
-
-    # --- what it is ---
-
-    def check(self, fingerprint: dict[str, Any], *, resume: bool) -> bool:
-        """Whether the folder holds a run of this fingerprint that would be continued. Changes nothing.
-
-        Raises:  RunMismatch, showing the difference, if it holds another run and resume is True; RunError if it holds
-                 something that is no run.
-        """
-        file = self.path / "run.json"
-        wanted = json.loads(_dump(fingerprint, "the run's fingerprint"))
-        if file.exists():
-            try:
-                about = json.loads(file.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                if not resume:
-                    return False
-                raise RunError(
-                    f"{file} is damaged ({error}); give another folder, or resume=False to start anew"
-                ) from error
-            if not isinstance(about, dict) or about.get("format") != _RUN or "fingerprint" not in about:
-                raise RunError(f"{file} is not the file of a run; give an empty or new folder")
-            if about.get("version", 0) > _VERSION:
-                raise RunError(f"{file} was written by a newer version ({about['version']} > {_VERSION}); upgrade")
-            if not resume:
-                return False
-            known = about["fingerprint"]
-            if known != wanted:
-                lines = "\n".join(_differences(known, wanted))
-                raise RunMismatch(
-                    f"{self.path} holds a run with other settings:\n{lines}\n"
-                    "give the run another folder, or resume=False to replace what is there"
-                )
-            return True
-        if self.path.exists() and (not self.path.is_dir() or any(p not in self._begun() for p in self.path.iterdir())):
-            raise RunError(f"{self.path} has something in it that is no run; give an empty or new folder")
-        return False
-
-    def begin(self, fingerprint: dict[str, Any], *, resume: bool) -> bool:
-        """Claim the folder for a run of this fingerprint. True if there is something to continue; raises as `check`."""
-        if self.check(fingerprint, resume=resume):
-            return True
-        about = {"format": _RUN, "version": _VERSION, "fingerprint": json.loads(_dump(fingerprint, "the fingerprint"))}
-        try:
-            for name in ("rollouts", "checkpoint", "checkpoint.before", "checkpoint.new"):
-                shutil.rmtree(self.path / name, ignore_errors=True)
-            self.path.mkdir(parents=True, exist_ok=True)
-            for file in (self.path / "steps.jsonl", *self._begun()):
-                file.unlink(missing_ok=True)
-        except OSError as error:
-            raise RunError(f"{self.path} cannot be made a run's folder ({error})") from error
-        with whole_file(self.path / "run.json") as out:
-            out.write(json.dumps(about, indent=1))
-        self._records = []
-        return False
-
-    def _begun(self) -> list[Path]:
-        """What is left of a `begin` that was killed."""
-        return list(self.path.glob(".run.json.*.tmp")) if self.path.is_dir() else []
-
-    # --- steps ---
-
-    @property
-    def records(self) -> list[dict[str, float]]:
-        """The recorded steps, oldest first. A last line that was cut by a crash is left out."""
-        if self._records is None:
-            self._records = []
-            file = self.path / "steps.jsonl"
-            lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-            for number, line in enumerate(lines, start=1):
-                try:
-                    self._records.append(json.loads(line))
-                except ValueError as error:
-                    if number < len(lines):
-                        raise RunError(f"{file}:{number} is damaged: {error}") from error
-        return self._records
-
-    def append(self, record: dict[str, float]) -> None:
-        """Write a step's line and tell the listeners."""
-        self.write(record)
-        self.tell(record)
-
-    def write(self, record: dict[str, float]) -> None:
-        """Write a step's line."""
-        line = _dump(record, f"step {record.get('step')}")
-        self.records.append(record)
-        try:
-            with (self.path / "steps.jsonl").open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-        except OSError as error:
-            self.records.pop()
-            raise RunError(f"{self.path / 'steps.jsonl'} could not be written ({error})") from error
-
-    def tell(self, record: dict[str, float]) -> None:
-        """Tell the listeners. One that raises harms nobody else."""
-        for listener in list(self._listeners):
-            try:
-                listener(record)
-            except Exception as error:
-                import warnings
-
-                warnings.warn(f"a listener of {self.path.name} raised {type(error).__name__}: {error}", stacklevel=2)
-
-    def truncate(self, steps: int) -> None:
-        """Forget the steps after the first `steps`, which are not in the checkpoint, and a last line that was cut."""
-        kept = self.records[:steps]
-        file = self.path / "steps.jsonl"
-        text = "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in kept)
-        if not file.exists() or file.read_text(encoding="utf-8") != text:
-            with whole_file(file) as out:
-                out.write(text)
-        self._records = kept
-
-    def subscribe(self, callback: Callable[[dict[str, float]], None]) -> Callable[[], None]:
-        self._listeners.append(callback)
-
-        def unsubscribe() -> None:
-            if callback in self._listeners:
-                self._listeners.remove(callback)
-
-        return unsubscribe
-
-    # --- rollouts ---
-
-    def rollout_path(self, name: str) -> Path:
-        return self.path / "rollouts" / f"{name}.jsonl"
-
-    def rollout(self, step: int) -> Rollout:
-        """The training rollout of a step, from 1."""
-        return Rollout.load(self.rollout_path(f"step-{step:05d}"))
-
-    # --- checkpoint ---
-
-    @property
-    def checkpoint(self) -> Path | None:
-        """The newest whole checkpoint."""
-        for name in ("checkpoint", "checkpoint.before"):
-            if (self.path / name / "done").exists():
-                return self.path / name
-        return None
-
-    @contextlib.contextmanager
-    def new_checkpoint(self) -> Iterator[Path]:
-        """A folder to fill; it takes the place of the last checkpoint only when it is whole."""
-        new, current, before = (self.path / n for n in ("checkpoint.new", "checkpoint", "checkpoint.before"))
-        try:
-            shutil.rmtree(new, ignore_errors=True)
-            new.mkdir(parents=True)
-            yield new
-            with (new / "done").open("w") as file:
-                file.write("whole\n")
-                file.flush()
-                os.fsync(file.fileno())
-            if (current / "done").exists():
-                shutil.rmtree(before, ignore_errors=True)
-                os.replace(current, before)
-            else:
-                shutil.rmtree(current, ignore_errors=True)
-            os.replace(new, current)
-            shutil.rmtree(before, ignore_errors=True)
-        except (OSError, RuntimeError) as error:  # torch has a RuntimeError for a full disk
-            raise RunError(f"no checkpoint could be written to {self.path} ({error}); the last one is kept") from error
-        finally:
-            shutil.rmtree(new, ignore_errors=True)
-
-    def figure(self, *names: str) -> Any:
-        """A plotly figure of recorded numbers, for a paper; for live curves use widgets.TrainView."""
-        import plotly.graph_objects as go
-
-        wanted = names or tuple(
-            n for n in ("success", "reward", "approx_kl", "entropy") if any(n in r for r in self.records)
-        )
-        figure = go.Figure()
-        for name in wanted:
-            points = [(r["step"], r[name]) for r in self.records if name in r]
-            figure.add_trace(go.Scatter(x=[p[0] for p in points], y=[p[1] for p in points], name=name, mode="lines"))
-        figure.update_layout(xaxis_title="step", template="plotly_white")
-        return figure
-
-    def __repr__(self) -> str:
-        last = self.records[-1] if self.records else {}
-        success = f", success {last['success']:.3f}" if "success" in last else ""
-        return f"Run({str(self.path)!r}, {len(self.records)} steps{success})"
-
-
-def _differences(known: Any, wanted: Any, path: str = "") -> list[str]:
-    """One line for each leaf that differs: name, what the folder has, what was asked for."""
-    if isinstance(known, dict) and isinstance(wanted, dict):
-        out = []
-        for key in sorted({*known, *wanted}):
-            where = f"{path}.{key}" if path else key
-            if key not in known:
-                out.append(f"  {where}: not in the folder's run, now {_short(wanted[key])}")
-            elif key not in wanted:
-                out.append(f"  {where}: was {_short(known[key])}, now not there")
-            elif known[key] != wanted[key]:
-                out.extend(_differences(known[key], wanted[key], where))
-        return out
-    if isinstance(known, str) and isinstance(wanted, str) and ("\n" in known or "\n" in wanted):
-        import difflib
-
-        changed = [
-            f"    {line}"
-            for line in difflib.unified_diff(known.splitlines(), wanted.splitlines(), "then", "now", lineterm="", n=0)
-            if not line.startswith(("---", "+++", "@@"))
-        ]
-        return [f"  {path} changed:", *changed[:20]]
-    return [f"  {path}: was {_short(known)}, now {_short(wanted)}"]
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "..."

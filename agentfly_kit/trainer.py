@@ -33,8 +33,9 @@ from agentfly_kit.evaluation import Evaluation, evaluate
 from agentfly_kit.pending import ended
 from agentfly_kit.policy import Policy
 from agentfly_kit.ppo import Correction, LossName, adamw, ppo_step_async, shaped_rewards
-from agentfly_kit.record import Rollout, Run
+from agentfly_kit.record import Rollout
 from agentfly_kit.rollout import Agent, RolloutRun
+from agentfly_kit.runs import Run
 from agentfly_kit.types import Stats, Task
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ FLOORS = [  # the first three lines are the steps of the ground floor
     "context batch diagnosis",
     "policy tools rewards",
     "engines ppo record",
-    "chain",
+    "chain runs",
     "rollout tiny",
     "evaluation envs",
     "trainer trl widgets",

@@ -17,8 +17,9 @@ import pytest
 from agents import agent, call, played, tasks
 
 from agentfly_kit.errors import RunError, RunMismatch, SettingsError
-from agentfly_kit.record import Rollout, Run, whole_file
+from agentfly_kit.record import Rollout, whole_file
 from agentfly_kit.rewards import reward
+from agentfly_kit.runs import Run
 from agentfly_kit.types import Failure, Sampling, Task, ToolCall, ToolResult, Trajectory, Turn
 
 MESSAGES = ({"role": "user", "content": "?"},)

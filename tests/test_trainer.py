@@ -22,9 +22,9 @@ from agentfly_kit import advantages, trainer
 from agentfly_kit.engines.local import LocalEngine
 from agentfly_kit.errors import BatchError, EngineError, RunError, RunMismatch, SettingsError, TaskError, TrainingError
 from agentfly_kit.policy import Policy
-from agentfly_kit.record import Run
 from agentfly_kit.rewards import reward
 from agentfly_kit.rollout import Agent
+from agentfly_kit.runs import Run
 from agentfly_kit.trainer import TrainConfig, TrainRun, train
 from agentfly_kit.types import Sampling
 
