@@ -41,8 +41,8 @@ installed = pytest.mark.skipif(
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 GAP = 1e-4
-"""nats between the engine's logprobs and a full forward: measured 3e-6 to 6e-6 in float32, and up to 4e-5 on rare tokens
-of nudged weights. A wrong temperature or an old embedding is off by 1e-2 and more."""
+"""nats between the engine's logprobs and a full forward: measured 3e-6 to 6e-6 in float32, and up to 4e-5 on rare
+tokens of nudged weights. A wrong temperature or an old embedding is off by 1e-2 and more."""
 
 
 def nudge(policy: Policy, scale: float = 0.02) -> None:
