@@ -40,9 +40,10 @@ installed = pytest.mark.skipif(
 # vLLM and what it brings are full of deprecations; its sockets end with its processes.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-GAP = 1e-4
-"""nats between the engine's logprobs and a full forward: measured 3e-6 to 6e-6 in float32, and up to 4e-5 on rare
-tokens of nudged weights. A wrong temperature or an old embedding is off by 1e-2 and more."""
+GAP = 2e-5
+"""nats between the engine's logprobs and a full forward with the shipped weights: measured 3e-6 to 6e-6 in float32."""
+NUDGED_GAP = 1e-4
+"""The same after random noise on every weight: up to 4e-5 was measured on a rare token.."""
 
 
 def nudge(policy: Policy, scale: float = 0.02) -> None:
@@ -312,7 +313,7 @@ async def test_new_weights_are_in_place_and_nothing_of_the_old_is_used(engine: V
     await engine.update(policy)
     assert engine.version == policy.version
     batch = await batch_of(engine, policy, temperature=0.7)
-    assert max(gaps(policy, batch)) <= GAP
+    assert max(gaps(policy, batch)) <= NUDGED_GAP
     assert set(batch.versions[batch.mask].tolist()) == {policy.version}
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("agentfly-weights-")]
 
