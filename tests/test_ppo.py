@@ -12,11 +12,11 @@ import torch
 from agents import agent, fresh, random_policy, reference_logprobs, tasks
 from torch import Tensor
 
-from agentfly_kit import advantages, ppo
+from agentfly_kit import advantages
 from agentfly_kit.batch import Batch, collate
 from agentfly_kit.errors import BatchError, SettingsError, TrainingError
 from agentfly_kit.policy import Policy
-from agentfly_kit.ppo import adamw, ppo_step, ppo_step_async
+from agentfly_kit.ppo import adamw, objective, ppo_step, ppo_step_async, step
 from agentfly_kit.types import Sampling, Task, Trajectory, Turn
 
 TASK = Task("t", ({"role": "user", "content": "?"},))
@@ -266,7 +266,7 @@ def test_leaving_out_rows_without_advantage_is_exact(
         return weights(twin), stats
 
     left_out, some = go()
-    monkeypatch.setattr(ppo._Objective, "advantage_alone", property(lambda self: False))
+    monkeypatch.setattr(objective.Objective, "advantage_alone", property(lambda self: False))
     run_all, every = go()
     torch.testing.assert_close(left_out, run_all, atol=5e-7, rtol=0)  # the last bits of weights of about 2
     assert some.updates == every.updates
@@ -285,7 +285,7 @@ def test_when_a_target_ends_the_step_does_not_depend_on_what_was_left_out(monkey
 
     targets = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
     left_out = [updates(t) for t in targets]
-    monkeypatch.setattr(ppo._Objective, "advantage_alone", property(lambda self: False))
+    monkeypatch.setattr(objective.Objective, "advantage_alone", property(lambda self: False))
     assert left_out == [updates(t) for t in targets]
     assert len(set(left_out)) > 1
 
@@ -406,7 +406,7 @@ def test_a_step_that_diverges_keeps_the_weights_of_the_last_update(at: int, monk
     wanted = policy.copy()
     if at:
         calls = 0
-        real = ppo._update
+        real = step.update
 
         def stop(*args: Any) -> float:
             nonlocal calls
@@ -415,7 +415,7 @@ def test_a_step_that_diverges_keeps_the_weights_of_the_last_update(at: int, monk
                 raise KeyboardInterrupt
             return real(*args)
 
-        monkeypatch.setattr(ppo, "_update", stop)
+        monkeypatch.setattr(step, "update", stop)
         with pytest.raises(KeyboardInterrupt):
             ppo_step(wanted, adamw(wanted), batch, minibatch=2)
         monkeypatch.undo()
@@ -442,7 +442,7 @@ async def test_cancelling_leaves_the_weights_at_an_update_however_often_it_is_do
     batch = batch_of(policy)
     boundaries = {0: policy.fingerprint()}
     twin = policy.copy()
-    real = ppo._update
+    real = step.update
 
     def noting(p: Policy, *args: Any) -> float:
         norm = real(p, *args)
@@ -450,7 +450,7 @@ async def test_cancelling_leaves_the_weights_at_an_update_however_often_it_is_do
         return norm
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ppo, "_update", noting)
+        patch.setattr(step, "update", noting)
         ppo_step(twin, adamw(twin), batch, minibatch=1, epochs=20)
     going = asyncio.create_task(ppo_step_async(policy, adamw(policy), batch, minibatch=1, epochs=20))
     while policy.version < 3:

@@ -1,0 +1,19 @@
+"""One step of PPO on a batch, a noun a file: `step` is the whole of it, the others are what it is made of."""
+
+from agentfly_kit.ppo.objective import LossName, TokenLoss
+from agentfly_kit.ppo.old import Correction
+from agentfly_kit.ppo.optimizer import adamw
+from agentfly_kit.ppo.ranks import gather
+from agentfly_kit.ppo.shaping import shaped_rewards
+from agentfly_kit.ppo.step import ppo_step, ppo_step_async
+
+__all__ = [
+    "Correction",
+    "LossName",
+    "TokenLoss",
+    "adamw",
+    "gather",
+    "ppo_step",
+    "ppo_step_async",
+    "shaped_rewards",
+]

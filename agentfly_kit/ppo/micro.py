@@ -1,0 +1,123 @@
+"""Micro-batches: the rows of one forward, the values of their sampled tokens, and the forward itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentfly_kit.batch import Batch
+from agentfly_kit.errors import SettingsError
+from agentfly_kit.policy import Policy, micro_batches
+
+
+@dataclass
+class Micro:
+    """Rows of one forward, and (N,) values of their sampled tokens on the policy's device."""
+
+    ids: Tensor
+    mask: Tensor
+    temperatures: Tensor
+    where: tuple[Tensor, Tensor]
+    """Row and column of each token in the batch."""
+    old: Tensor
+    advantages: Tensor
+    mass: Tensor
+    weights: Tensor | None
+    ref: Tensor | None
+    values: Tensor
+    returns: Tensor | None
+
+    def grid(self, values: Tensor) -> Tensor:
+        """(N,) -> (b, w), 0 where the mask is 0."""
+        return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values)
+
+
+class Data:
+    """The per-token inputs of a step, (B, T) each, and how a micro-batch is cut from them."""
+
+    def __init__(self, batch: Batch, old: Tensor, ref: Tensor | None, weights: Tensor | None) -> None:
+        self.batch, self.old, self.ref, self.weights = batch, old, ref, weights
+        self.mass = torch.zeros(0)
+        self.values = batch.values
+        if batch.values is None and batch.returns is not None:
+            self.values = torch.zeros_like(batch.returns)
+
+    def at(self, rows: Tensor, device: torch.device) -> Micro:
+        batch = self.batch
+        width = int(batch.lengths[rows].max())
+        mask = batch.mask[rows, :width]
+        r, c = mask.nonzero(as_tuple=True)
+        where = (rows[r], c)
+
+        def cut(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[where].to(device)
+
+        old, advantages, mass = cut(self.old), cut(batch.advantages), cut(self.mass)
+        assert old is not None and advantages is not None and mass is not None
+        values = cut(self.values)
+        return Micro(
+            ids=batch.ids[rows, :width].to(device),
+            mask=mask.to(device),
+            temperatures=batch.temperatures[rows],
+            where=where,
+            old=old,
+            advantages=advantages,
+            mass=mass,
+            weights=cut(self.weights),
+            ref=cut(self.ref),
+            values=values if values is not None else torch.zeros_like(old),
+            returns=cut(batch.returns),
+        )
+
+
+class Forward:
+    """The policy, run in a precision and with or without kept activations."""
+
+    def __init__(self, policy: Policy, micro_tokens: int, autocast: str | None, checkpointing: bool) -> None:
+        if autocast not in (None, "bfloat16"):
+            raise SettingsError(f"autocast={autocast!r}: give 'bfloat16' or None")
+        if micro_tokens < 1:
+            raise SettingsError(f"micro_tokens={micro_tokens}: give at least 1")
+        self.policy, self.micro_tokens = policy, micro_tokens
+        self._half = autocast is not None
+        self._checkpointing = checkpointing
+        self._launch = policy.launch
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        if not self._half:
+            return contextlib.nullcontext()
+        return torch.autocast(self.policy.device.type, dtype=torch.bfloat16)
+
+    def __call__(self, micro: Micro, *, entropy: bool, value: bool) -> Any:
+        with self._precision(), self.policy.checkpointing(self._checkpointing):
+            return self.policy.forward(micro.ids, micro.mask, micro.temperatures, entropy=entropy, value=value)
+
+    def score(self, batch: Any, want: Any, policy: Policy | None = None) -> Any:
+        with self._precision():
+            return (policy or self.policy).score(batch, want, micro_tokens=self.micro_tokens)
+
+    def micro_batches(self, rows: Tensor, batch: Batch) -> Iterable[Tensor]:
+        return (rows[part] for part in micro_batches(batch.lengths[rows], self.micro_tokens, self._launch))
+
+
+class Rows:
+    """A few rows of a batch, for scoring."""
+
+    def __init__(self, batch: Batch, rows: Tensor) -> None:
+        self.ids, self.mask = batch.ids[rows], batch.mask[rows]
+        self.temperatures, self.lengths = batch.temperatures[rows], batch.lengths[rows]
+
+
+def stop_if(cancel: threading.Event | None, optimizer: torch.optim.Optimizer | None, *, force: bool = False) -> None:
+    if force or (cancel is not None and cancel.is_set()):
+        if optimizer is not None:
+            optimizer.zero_grad(set_to_none=True)
+        raise asyncio.CancelledError("ppo_step was cancelled; the weights are those of the last update")

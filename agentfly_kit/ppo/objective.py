@@ -1,0 +1,214 @@
+"""What is minimised: a loss a token, what each token weighs, and the gradient in what a forward gave.
+
+Losses are differentiated down to the numbers at the sampled tokens; who owns the forward takes it from there.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from agentfly_kit import losses
+from agentfly_kit.batch import Batch
+from agentfly_kit.errors import SettingsError
+from agentfly_kit.ppo.micro import Data, Forward, Micro, stop_if
+from agentfly_kit.ppo.ranks import Ranks
+from agentfly_kit.ppo.sums import Sums
+
+TokenLoss = Callable[..., Tensor]
+LossName = Literal[
+    "ppo", "reinforce", "gpg", "gspo", "gmpo", "sapo", "cispo", "dppo", "clip_cov", "kl_cov"
+]  # each a function of losses.py
+
+_ROW_WISE = ("gspo", "gmpo")
+"""Losses in which a token's loss depends on its whole row: they need rows, the others only tokens."""
+_BATCH_WIDE = ("clip_cov", "kl_cov")
+"""Losses in which it depends on the whole minibatch, rows without advantage included."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A policy loss, and what of the minibatch it must be shown at once."""
+
+    function: TokenLoss
+    rows: bool
+    """It needs (B, T) rows; else N tokens will do."""
+    batch_wide: bool
+    own: bool
+    """A function of the user's: nothing is known of it."""
+    seeded: bool = False
+
+    @classmethod
+    def of(cls, loss: Any, clip: float | None, clip_high: float | None, dual_clip: float | None) -> Loss:
+        given = {"clip": clip, "clip_high": clip_high, "dual_clip": dual_clip}
+        options = {name: value for name, value in given.items() if value is not None}
+        if callable(loss):
+            if options:
+                raise SettingsError(
+                    f"{', '.join(options)} with a function as loss: it is not handed on; "
+                    "give functools.partial(function, clip=...)"
+                )
+            inner = loss.func if isinstance(loss, functools.partial) else loss
+            name = next((n for n in get_args(LossName) if inner is getattr(losses, n)), "")
+            return cls(loss, name in _ROW_WISE or not name, name in _BATCH_WIDE, not name, name == "clip_cov")
+        if loss not in get_args(LossName):
+            known = ", ".join(get_args(LossName))
+            raise SettingsError(f"loss={loss!r}: give one of {known}, or a function such as af.losses.ppo")
+        function = getattr(losses, loss)
+        takes = inspect.signature(function).parameters
+        if unknown := [name for name in options if name not in takes]:
+            raise SettingsError(f"{unknown[0]}={options[unknown[0]]!r} with loss={loss!r}, which takes no {unknown[0]}")
+        made = functools.partial(function, **options) if options else function
+        return cls(made, loss in _ROW_WISE, loss in _BATCH_WIDE, False, loss == "clip_cov")
+
+    def __call__(self, logprobs: Tensor, micro: Micro, seed: int = 0) -> Tensor:
+        """(N,) of (N,)."""
+        more = {"seed": seed} if self.seeded else {}
+        if not self.rows:
+            return self.function(logprobs, micro.old, micro.advantages, torch.ones_like(micro.old).bool(), **more)
+        grid = [micro.grid(x) for x in (logprobs, micro.old, micro.advantages)]
+        out = self.function(*grid, micro.mask, **more)
+        if tuple(out.shape) != tuple(micro.mask.shape):
+            raise SettingsError(f"the loss function gave {tuple(out.shape)} for {tuple(micro.mask.shape)} tokens")
+        return out[micro.mask]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised, as a function of the numbers that a forward gave."""
+
+    loss: Loss
+    aggregate: losses.How
+    denominator: float | None
+    value_coef: float
+    value_clip: float | None
+    kl_coef: float
+    kl_kind: losses.KLKind
+    kl_weighted: bool
+    entropy_coef: float
+
+    @property
+    def advantage_alone(self) -> bool:
+        """Whether a row without advantage has no gradient."""
+        quiet = self.value_coef == 0 and self.kl_coef == 0 and self.entropy_coef == 0
+        return quiet and not self.loss.own and not self.loss.batch_wide
+
+    def mass(self, batch: Batch, rows: Tensor) -> Tensor:
+        """What each token's loss is multiplied by, over the whole minibatch: (B, T), 0 outside of `rows`.
+
+        Every aggregate is linear in the per-token losses, so its gradient is all there is to know of it.
+        """
+        ones = torch.zeros(len(rows), batch.ids.shape[1], requires_grad=True)
+        one = losses.aggregate(
+            ones,
+            batch.mask[rows],
+            self.aggregate,
+            denominator=self.denominator,
+            rollouts=batch.rollouts[rows] if self.aggregate == "rollout_mean" else None,
+        )
+        out = torch.zeros(batch.ids.shape)
+        out[rows] = torch.autograd.grad(one, ones)[0]
+        return out
+
+    def policy_loss(self, leaf: Tensor, micro: Micro, seed: int = 0) -> Tensor:
+        per_token = self.loss(leaf, micro, seed)
+        if not per_token.requires_grad:
+            raise SettingsError("the loss function gave something without a gradient in the logprobs")
+        if micro.weights is not None:
+            per_token = per_token * micro.weights
+        return (per_token * micro.mass).sum()
+
+    def differentiate(
+        self, got: Any, micro: Micro, sums: Sums, whole: tuple[Tensor, Tensor] | None
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """The forward's tensors with the objective's gradient in each. Adds to the statistics."""
+        logp = got.logprob
+        leaf = logp.detach().requires_grad_()
+        if whole is None:
+            policy_loss = self.policy_loss(leaf, micro)
+            pull = torch.autograd.grad(policy_loss, leaf)[0]
+            policy_loss = policy_loss.detach()
+        else:  # the loss of the minibatch was taken before; its value is spread over the tokens that carry it
+            pull, policy_loss = whole[0][micro.where].to(leaf.device), whole[1][micro.where].sum()
+        gradient, total = pull, policy_loss
+        out: list[tuple[Tensor, Tensor | None]] = []
+        if self.kl_coef > 0:
+            assert micro.ref is not None
+            kl = losses.kl(leaf, micro.ref, self.kl_kind, torch.ones_like(leaf).bool())
+            weighed = kl * (leaf - micro.old).clamp(max=20.0).exp() if self.kl_weighted else kl
+            term = self.kl_coef * (weighed * micro.mass).sum()
+            gradient = gradient + torch.autograd.grad(term, leaf)[0]
+            total = total + term.detach()
+            sums.add("kl_reference", kl.detach().sum())
+        out.append((logp, gradient))
+        if got.value is not None:
+            assert micro.returns is not None
+            value = got.value.detach().requires_grad_()
+            per_token = losses.value(
+                value, micro.values, micro.returns, torch.ones_like(value).bool(), clip=self.value_clip
+            )
+            value_loss = (per_token * micro.mass).sum()
+            out.append((got.value, self.value_coef * torch.autograd.grad(value_loss, value)[0]))
+            total = total + self.value_coef * value_loss.detach()
+            sums.add("value_loss", value_loss.detach())
+        if got.entropy is not None:
+            sums.add("entropy", got.entropy.detach().sum())
+            if self.entropy_coef > 0:
+                out.append((got.entropy, -self.entropy_coef * micro.mass))
+                total = total - self.entropy_coef * (got.entropy.detach() * micro.mass).sum()
+        sums.add("policy_loss", policy_loss)
+        sums.add("loss", total)
+        with torch.no_grad():
+            difference = (leaf.detach() - micro.old).clamp(max=20.0)  # a float32 exp ends at 88
+            ratio = difference.exp()
+            sums.add("approx_kl", (ratio - 1 - difference).sum())
+            sums.add("clipped", held_by_clip(pull, micro).sum())
+            sums.largest("ratio", (ratio - 1).abs().max())
+        sums.add("tokens", torch.tensor(float(len(leaf)), device=leaf.device))
+        return out
+
+
+def held_by_clip(pull: Tensor, micro: Micro) -> Tensor:
+    """Tokens that have an advantage and get no gradient from it: the clip binds."""
+    held = (pull == 0) & (micro.advantages != 0)
+    return held if micro.weights is None else held & (micro.weights != 0)
+
+
+@torch.no_grad()
+def whole_gradient(
+    forward: Forward,
+    objective: Objective,
+    data: Data,
+    rows: Tensor,
+    seed: int,
+    ranks: Ranks,
+    cancel: threading.Event | None,
+) -> tuple[Tensor, Tensor]:
+    """For a loss of the whole minibatch: its gradient in each logprob, and its value a token. (B, T) both.
+
+    It costs a forward without gradients, and is the same whatever the micro-batches.
+    """
+    device = forward.policy.device
+    logprobs = torch.zeros(data.batch.ids.shape)
+    for picked in forward.micro_batches(ranks.share(data.batch, rows), data.batch):
+        if ranks.alone:
+            stop_if(cancel, None)
+        micro = data.at(picked, device)
+        logprobs[micro.where] = forward(micro, entropy=False, value=False).logprob.cpu()
+    logprobs = ranks.sum_tensor(logprobs, device)
+    everything = data.at(rows, device)
+    with torch.enable_grad():
+        leaf = logprobs[everything.where].to(device).requires_grad_()
+        loss = objective.policy_loss(leaf, everything, seed)
+        pull = torch.autograd.grad(loss, leaf)[0]
+    gradient, value = torch.zeros(data.batch.ids.shape), torch.zeros(data.batch.ids.shape)
+    gradient[everything.where] = pull.cpu()
+    value[everything.where] = float(loss.detach()) / len(leaf)
+    return gradient, value

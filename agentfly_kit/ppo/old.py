@@ -1,0 +1,57 @@
+"""The ratio's denominator: the sampler's own logprobs or the policy's, and the weight of a token where they differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from agentfly_kit import losses
+from agentfly_kit.batch import Batch
+from agentfly_kit.errors import SettingsError
+from agentfly_kit.ppo.micro import Forward, Rows
+
+Correction = Literal["token", "sequence"] | Mapping[str, Any]
+
+_EXACT = 1e-4
+"""nats: an engine whose logprobs are closer than this to a full forward is taken at its word."""
+
+
+def sampler_weights(batch: Batch, old: Tensor, correction: Any) -> tuple[Tensor | None, float]:
+    """Importance weights (B, T) of the sampled tokens, and the effective sample size they leave."""
+    if correction is None:
+        return None, math.nan
+    options: dict[str, Any] = {"level": correction} if isinstance(correction, str) else dict(correction)
+    sampler = batch.logprobs
+    if batch.kept_mass is not None:  # what is recorded is from before the cut; the token was drawn from what was kept
+        sampler = sampler - torch.where(batch.mask, batch.kept_mass, 1.0).log()
+    try:
+        weights = losses.importance_weights(old, sampler, batch.mask, **options)
+    except TypeError as error:
+        raise SettingsError(f"correction={correction!r}: {error}") from error
+    level = options.get("level", "token")
+    return weights, float(losses.effective_sample_size(weights, batch.mask, level=level))
+
+
+def choose_old(forward: Forward, batch: Batch, old: str) -> tuple[Tensor, float]:
+    """The ratio's denominator (B, T), and the largest gap to the engine's logprobs where it was measured."""
+
+    def gap(rows: Tensor, scored: Tensor) -> float:
+        mask = batch.mask[rows]
+        return float((scored[mask] - batch.logprobs[rows][mask]).abs().max())
+
+    if old == "recompute":
+        scored = forward.score(batch, {"logprob"})["logprob"]
+        return scored, gap(torch.arange(len(batch)), scored)
+    if old == "auto":
+        measured = math.inf
+        if bool((batch.versions[batch.mask] == forward.policy.version).all()):
+            some = torch.linspace(0, len(batch) - 1, min(8, len(batch))).long().unique()
+            measured = gap(some, forward.score(Rows(batch, some), {"logprob"})["logprob"])
+        if measured > _EXACT:
+            return choose_old(forward, batch, "recompute")
+        return batch.logprobs, measured
+    return batch.logprobs, math.nan

@@ -1,0 +1,52 @@
+"""The optimizer: what learns at which rate, and one update that refuses a gradient that is not finite."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from agentfly_kit.errors import TrainingError
+from agentfly_kit.policy import Critic, Policy
+
+
+def adamw(
+    policy: Policy,
+    lr: float = 3e-4,
+    *,
+    betas: tuple[float, float] = (0.9, 0.95),
+    weight_decay: float = 0.0,
+    value_lr: float | None = None,
+) -> torch.optim.AdamW:
+    """AdamW over what learns in a policy; its value head at `value_lr` (ten times `lr` unless given).
+
+    The trunk of a separate critic learns at `lr`.
+    Source:  betas and the value head's rate were measured on the calculator task; see docs/log.md.
+    """
+    groups: list[dict[str, Any]] = [{"params": [p for p in policy.model.parameters() if p.requires_grad], "lr": lr}]
+    head = policy.value_head
+    if isinstance(head, Critic):
+        groups.append({"params": list(head.trunk.parameters()), "lr": lr})
+        head = head.head
+    if head is not None:
+        groups.append({"params": list(head.parameters()), "lr": 10 * lr if value_lr is None else value_lr})
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+
+
+def update(policy: Policy, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> float:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in parameters:
+        if p.grad is None:  # an update moves by Adam's moments even where a minibatch had no signal
+            p.grad = torch.zeros_like(p)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if max_grad_norm is None else max_grad_norm)
+    if not bool(torch.isfinite(norm)):
+        optimizer.zero_grad(set_to_none=True)
+        raise TrainingError(
+            f"the gradient is {float(norm)} at policy version {policy.version}: the weights are those before this "
+            "update. Try a smaller lr (3e-4 and below here), max_grad_norm=1, or look at the advantages"
+        )
+    with policy.lock:
+        optimizer.step()
+        policy.version += 1
+    return float(norm)

@@ -1,0 +1,292 @@
+"""One optimisation step on a batch: scores, ratios, losses, gradients, updates. Knows no rollout and no loop.
+
+The result does not depend on padding, on the order of rows within a minibatch, on how it is split into micro-batches,
+or on how many processes share it: what a token weighs is computed over the whole minibatch before the first forward.
+
+How a gradient is made. All losses are functions of what the forward gave at the sampled tokens: logprobs, values,
+entropies, N numbers each. They are differentiated down to these numbers first, on leaves of their own, and one backward
+then takes these gradients through the model. So no loss sees a grid with holes, a token's gradient is known (one that
+the clip holds is one whose gradient is 0), and a loss of the whole minibatch can be split like any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from typing import Any, Literal
+
+import torch
+
+from agentfly_kit import losses
+from agentfly_kit.batch import Batch
+from agentfly_kit.errors import BatchError, SettingsError
+from agentfly_kit.pending import awaited, ended
+from agentfly_kit.policy import Policy, compute_threads
+from agentfly_kit.ppo.detail import token_detail
+from agentfly_kit.ppo.micro import Data, Forward, stop_if
+from agentfly_kit.ppo.objective import Loss, LossName, Objective, TokenLoss, whole_gradient
+from agentfly_kit.ppo.old import Correction, choose_old, sampler_weights
+from agentfly_kit.ppo.optimizer import update
+from agentfly_kit.ppo.ranks import Ranks
+from agentfly_kit.ppo.sums import Phases, Sums
+from agentfly_kit.types import Stats
+
+
+def ppo_step(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    *,
+    loss: LossName | TokenLoss = "ppo",
+    aggregate: losses.How = "token_mean",
+    denominator: float | None = None,
+    clip: float | None = None,
+    clip_high: float | None = None,
+    dual_clip: float | None = None,
+    value_coef: float = 0.5,
+    value_clip: float | None = None,
+    kl_coef: float = 0.0,
+    kl_kind: losses.KLKind = "k3",
+    kl_in: Literal["loss", "reward"] = "loss",
+    kl_weighted: bool = False,
+    reference: Policy | None = None,
+    entropy_coef: float = 0.0,
+    epochs: int = 1,
+    minibatch: int | None = None,
+    micro_tokens: int | None = None,
+    max_grad_norm: float | None = 1.0,
+    target_kl: float | None = None,
+    old: Literal["auto", "engine", "recompute"] = "auto",
+    correction: Correction | None = None,
+    autocast: Literal["bfloat16"] | None = None,
+    checkpointing: bool = False,
+    accelerator: Any = None,
+    seed: int = 0,
+    detail: bool = False,
+    cancel: threading.Event | None = None,
+) -> Stats:
+    """Masked PPO on a batch: `epochs` passes over minibatches of rollouts, one `optimizer.step()` each.
+
+    loss: the name of one in `losses`, or a function (logprobs, old_logprobs, advantages, mask) -> (B, T), such as
+        functools.partial(af.losses.cispo, bounds="upper"). A function of your own is given whole rows of a micro-batch.
+    clip, clip_high, dual_clip: those of the loss; None is its own default (0.2 for ppo).
+    aggregate: how per-token losses become one; see `losses.aggregate`.
+    value_coef, value_clip: used when the policy has a value head and the batch has returns.
+    kl_coef, kl_kind, reference: a KL to a frozen policy in the loss. `batch.ref_logprobs` stands for `reference`.
+    kl_in: "reward" says that the advantages hold the KL already (`shaped_rewards`): it is reported, and not added here.
+    kl_weighted: multiply each token's KL by its ratio to the old policy, which makes it, and its gradient, unbiased on
+        samples of that policy: TRL's `use_bias_correction_kl`. Without it an estimator holds for fresh samples.
+    minibatch: rollouts an update; None is all of them.
+    micro_tokens: padded tokens a forward (None: the policy's own choice); it bounds memory and changes nothing else.
+    target_kl: stop before the next minibatch once approx_kl of an update exceeds it.
+    old: the ratio's denominator. "engine" takes the sampler's logprobs, "recompute" the policy's before the first
+        update, "auto" the sampler's if they are of this policy version and a probe agrees to 1e-4.
+    correction: weigh tokens by p_old / p_sampler: "token", "sequence", or the options of `losses.importance_weights`,
+        such as {"level": "sequence", "cap": 5.0, "beyond": "mask"}. What truncated sampling kept belongs to p_sampler.
+    autocast: run the model in bfloat16; weights, losses and optimizer stay in theirs.
+    checkpointing: keep no activations inside layers, and compute them again in the backward.
+    accelerator: an accelerate.Accelerator of several processes. Each has the same policy and gives the same batch (see
+        `gather`); rows of a minibatch are dealt so that tokens balance, and counts and gradients are summed. Every
+        process holds all weights: a model that is sharded over them is not supported.
+    detail: keep (B, T) tensors of what the step did to every token.
+    cancel: when set, stop at the next micro-batch (with several processes: update); weights stay at the last update.
+    Raises:  BatchError for a batch without advantages or of another vocabulary; TrainingError when a gradient is not
+             finite, with the weights left at the last update; SettingsError for options that contradict each other.
+    Source:  PPO, arXiv 1707.06347, eq. 7; masked as docs/conventions.md says.
+    """
+    started = time.perf_counter()
+    _check(policy, batch, kl_coef, kl_in, reference, epochs, minibatch, old, correction)
+    for name, coefficient in (("value_coef", value_coef), ("kl_coef", kl_coef), ("entropy_coef", entropy_coef)):
+        if not coefficient >= 0:
+            raise SettingsError(f"{name}={coefficient}: give 0 or more")
+    forward = Forward(policy, micro_tokens or policy.micro_tokens, autocast, checkpointing)
+    objective = Objective(
+        loss=Loss.of(loss, clip, clip_high, dual_clip),
+        aggregate=aggregate,
+        denominator=denominator,
+        value_coef=value_coef if policy.value_head is not None and batch.returns is not None else 0.0,
+        value_clip=value_clip,
+        kl_coef=kl_coef if kl_in == "loss" else 0.0,
+        kl_kind=kl_kind,
+        kl_weighted=kl_weighted,
+        entropy_coef=entropy_coef,
+    )
+    ranks = Ranks(accelerator)
+    ranks.check(batch)
+    phases = Phases()
+
+    with compute_threads(policy):
+        old_logprobs, gap = choose_old(forward, batch, old)
+        ref_logprobs = batch.ref_logprobs
+        if ref_logprobs is None and reference is not None and (kl_coef > 0 or detail):
+            ref_logprobs = forward.score(batch, {"logprob"}, reference)["logprob"]
+        weights, sample_size = sampler_weights(batch, old_logprobs, correction)
+        before = forward.score(batch, {"entropy"})["entropy"] if detail else None
+        phases.lap("old")
+
+        # A row whose advantage is exactly 0 moves nothing when nothing but the advantage speaks. It is not run, but it
+        # stays in every denominator and in the schedule of updates.
+        live = torch.ones(len(batch), dtype=torch.bool)
+        if objective.advantage_alone and target_kl is None:  # a target reads the KL of every row
+            live = (torch.where(batch.mask, batch.advantages, 0.0) != 0).any(1)
+        flat = len(batch.groups.unique()) - len(batch.groups[live].unique())
+
+        # The engine's entropies are exact and cover every row; only without them does the forward make its own.
+        known = not bool(torch.isnan(batch.entropies[batch.mask]).any())
+        data = Data(batch, old_logprobs, ref_logprobs, weights)
+
+        totals, last_epoch = Sums(), Sums()
+        generator = torch.Generator().manual_seed(seed)
+        rollouts = batch.rollouts.unique()
+        size = len(rollouts) if minibatch is None else minibatch
+        updates, norms, tokens, stopped = 0, 0.0, 0, False
+        for _ in range(epochs):
+            order = rollouts[torch.randperm(len(rollouts), generator=generator)]
+            last_epoch, tokens = Sums(), 0
+            for start in range(0, len(order), size):
+                rows = torch.isin(batch.rollouts, order[start : start + size]).nonzero()[:, 0]
+                data.mass = objective.mass(batch, rows)
+                running = rows[live[rows]]
+                optimizer.zero_grad(set_to_none=False)
+                sums = Sums()
+                whole = None
+                if objective.loss.batch_wide:
+                    whole = whole_gradient(forward, objective, data, running, seed + updates, ranks, cancel)
+                for picked in forward.micro_batches(ranks.share(batch, running), batch):
+                    if ranks.alone:
+                        stop_if(cancel, optimizer)
+                    micro = data.at(picked, policy.device)
+                    got = forward(micro, entropy=entropy_coef > 0 or not known, value=objective.value_coef > 0)
+                    gradients = objective.differentiate(got, micro, sums, whole)
+                    phases.lap("forward")
+                    tensors = [t for t, g in gradients if g is not None]
+                    torch.autograd.backward(tensors, [g for _, g in gradients if g is not None])
+                    phases.lap("backward")
+                if not ranks.alone:
+                    ranks.sum_gradients(optimizer)
+                    if ranks.sum(sums.tensor(cancel is not None and cancel.is_set()), sums):
+                        stop_if(cancel, optimizer, force=True)
+                norms += update(policy, optimizer, max_grad_norm)
+                updates += 1
+                phases.lap("optimizer")
+                totals.merge(sums)
+                last_epoch.merge(sums)
+                tokens += int(batch.mask[rows].sum())
+                if target_kl is not None and sums.rate("approx_kl") > target_kl:
+                    stopped = True
+                    break
+            if stopped:
+                break
+
+        after = None
+        if detail:
+            assert before is not None
+            after = token_detail(forward, objective, batch, old_logprobs, ref_logprobs, before, weights)
+
+    kl_reference = math.nan
+    if kl_coef > 0:
+        if kl_in == "loss":
+            kl_reference = totals.rate("kl_reference")
+        elif ref_logprobs is not None:
+            kl_reference = float(losses.kl(old_logprobs, ref_logprobs, kl_kind, batch.mask).sum() / batch.mask.sum())
+    scored = batch.rewards
+    return Stats(
+        loss=totals["loss"] / updates,
+        policy_loss=totals["policy_loss"] / updates,
+        value_loss=totals["value_loss"] / updates if objective.value_coef > 0 else math.nan,
+        kl_reference=kl_reference,
+        approx_kl=last_epoch.rate("approx_kl"),
+        clip_fraction=last_epoch["clipped"] / tokens,  # of all: in a row that was left out nothing binds
+        entropy=float(batch.entropies[batch.mask].mean()) if known else last_epoch.rate("entropy"),
+        grad_norm=norms / updates,
+        explained_variance=_explained_variance(batch),
+        ratio_max=1 + totals["ratio"],
+        effective_sample_size=sample_size,
+        sampler_gap=gap,
+        reward_mean=float(scored.mean()),
+        reward_std=float(scored.std()) if len(scored) > 1 else 0.0,
+        advantage_mean=float(batch.advantages[batch.mask].mean()),
+        unscored=batch.flagged[0],
+        truncated=batch.flagged[1],
+        updates=updates,
+        rows=len(batch),
+        tokens=int(batch.mask.sum()),
+        dropped_groups=flat,
+        stopped_early=stopped,
+        lr=float(optimizer.param_groups[0]["lr"]),
+        seconds=time.perf_counter() - started,
+        phases=phases.seconds,
+        detail=after,
+        batch=batch if detail else None,
+    )
+
+
+@awaited
+async def ppo_step_async(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch, **options: Any) -> Stats:
+    """`ppo_step` in a thread, so that the event loop goes on. Cancelling leaves the weights at an update boundary."""
+    cancel = threading.Event()
+    task = asyncio.create_task(asyncio.to_thread(ppo_step, policy, optimizer, batch, cancel=cancel, **options))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        cancel.set()
+        # The thread must have let go of the weights before anyone else touches them.
+        await ended([task])
+        if not task.cancelled():
+            task.exception()
+        raise
+
+
+def _check(
+    policy: Policy,
+    batch: Batch,
+    kl_coef: float,
+    kl_in: str,
+    reference: Policy | None,
+    epochs: int,
+    minibatch: int | None,
+    old: str,
+    correction: Any,
+) -> None:
+    advantages = batch.advantages[batch.mask]
+    if bool(torch.isnan(advantages).any()):
+        raise BatchError(
+            "the batch has no advantages (NaN at sampled tokens); collate(rollout, advantages=af.advantages.grpo), or "
+            "batch.replace(advantages=...)"
+        )
+    if bool(torch.isinf(advantages).any()):
+        raise BatchError("an advantage is infinite; look at the rewards and values that it came from")
+    if int(batch.ids.max()) >= policy.vocab_size:
+        raise BatchError(
+            f"the batch has the token id {int(batch.ids.max())} and the policy a vocabulary of {policy.vocab_size}: "
+            "the batch was made with another tokenizer"
+        )
+    newest = int(batch.versions.max())
+    if newest > policy.version:
+        raise BatchError(
+            f"the batch was sampled at policy version {newest} and this policy is at {policy.version}: "
+            "it is another policy"
+        )
+    if kl_in not in ("loss", "reward"):
+        raise SettingsError(f"kl_in={kl_in!r}: give 'loss' or 'reward'")
+    if kl_coef > 0 and kl_in == "loss" and reference is None and batch.ref_logprobs is None:
+        raise SettingsError(f"kl_coef={kl_coef} needs reference=, a frozen policy such as policy.reference()")
+    if epochs < 1 or (minibatch is not None and minibatch < 1):
+        raise SettingsError(f"epochs={epochs}, minibatch={minibatch}: both are at least 1")
+    if old not in ("auto", "engine", "recompute"):
+        raise SettingsError(f"old={old!r}: give 'auto', 'engine' or 'recompute'")
+    if correction is None and batch.kept_mass is not None and bool((batch.kept_mass[batch.mask] < 1).any()):
+        raise BatchError(
+            "the batch was sampled under top-p, top-k or min-p, and the ratio would be wrong by the mass that was "
+            "kept; give correction='token' or 'sequence'"
+        )
+
+
+def _explained_variance(batch: Batch) -> float:
+    if batch.values is None or batch.returns is None:
+        return math.nan
+    returns, values = batch.returns[batch.mask], batch.values[batch.mask]
+    variance = float(returns.var()) if len(returns) > 1 else 0.0
+    return 1 - float((returns - values).var()) / variance if variance > 0 else math.nan
