@@ -248,6 +248,64 @@ def test_open_and_close_are_told_by_the_pages() -> None:
         assert view.is_open is expected
 
 
+class Doer(w.View):
+    doable = frozenset({"plain", "slow", "bad", "late"})
+    done: list[Any]
+
+    def _do_plain(self, value: Any) -> None:
+        self.done.append((value, threading.current_thread()))
+
+    async def _do_slow(self, value: Any) -> None:
+        await asyncio.sleep(0)
+        self.done.append((value, threading.current_thread()))
+
+    def _do_bad(self, value: Any) -> None:
+        raise ValueError("no\ud800")
+
+    async def _do_late(self, value: Any) -> None:
+        await asyncio.sleep(value)
+        raise KeyError("late")
+
+    def _do_secret(self, value: Any) -> None:
+        raise AssertionError("a page must not reach this")
+
+
+async def test_what_a_page_asks_for_runs_on_the_loop_of_the_cell() -> None:
+    view = Doer()
+    view.done = []
+
+    def ask(name: str, value: Any = None) -> None:
+        content = {"kind": "do", "page": "a", "name": name, "value": value}
+        thread = threading.Thread(target=view._on_message, args=(view, content, []))  # as a kernel's subshell does
+        thread.start()
+        thread.join()
+
+    ask("plain", 1)
+    ask("slow", 2)
+    ask("secret")
+    await asyncio.sleep(0.05)
+    assert view.done == [(1, threading.main_thread()), (2, threading.main_thread())]
+    ask("bad")
+    await asyncio.sleep(0.02)
+    assert view._notice == "ValueError: no\\ud800"
+    ask("late", 0.0)
+    await asyncio.sleep(0.05)
+    assert view._notice == "KeyError: 'late'"
+    ask("late", 60)
+    await asyncio.sleep(0.02)
+    (job,) = view._jobs
+    view.close()
+    await asyncio.sleep(0.02)
+    assert job.cancelled()
+    assert not view._jobs
+
+
+def test_without_a_loop_a_click_says_so() -> None:
+    view = Doer()
+    view._on_message(view, {"kind": "do", "page": "a", "name": "plain", "value": 1}, [])
+    assert "no event loop" in view._notice
+
+
 # --- text ----------------------------------------------------------------------------------------
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import html
+import inspect
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -170,6 +171,8 @@ class View(anywidget.AnyWidget):
     stem: ClassVar[str] = ""
     settable: ClassVar[frozenset[str]] = frozenset()
     """The traits that a page may set."""
+    doable: ClassVar[frozenset[str]] = frozenset()
+    """What a page may ask for by `context.ask(name, value)`: the method `_do_<name>(value)`, plain or async."""
 
     is_open = traitlets.Bool(False)
     """Not synced: set from the pages' own messages."""
@@ -184,6 +187,11 @@ class View(anywidget.AnyWidget):
     def __init__(self, record: Any = None, **traits: Any) -> None:
         self._pages: set[str] = set()
         self._seen = False
+        self._jobs: set[asyncio.Future[Any]] = set()
+        try:
+            self._loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            self._loop = None
         try:
             self._record: Callable[[], Any] = weakref.ref(record)
         except TypeError:  # a list or None cannot be referred to weakly, and must not be kept
@@ -203,6 +211,9 @@ class View(anywidget.AnyWidget):
         if kind == "set":
             self._put(content.get("name"), content.get("value"))
             return
+        if kind == "do":
+            self._ask(content.get("name"), content.get("value"))
+            return
         if kind == "open":
             self._pages.add(page)
             self._seen = True
@@ -221,8 +232,48 @@ class View(anywidget.AnyWidget):
         try:
             setattr(self, name, value)
         except (ValueError, TypeError, traitlets.TraitError) as error:
-            self._notice = str(error)
+            self._notice = sendable(str(error))
             self.send_state(name)
+
+    def _ask(self, name: Any, value: Any) -> None:
+        """Do what the page asks, on the loop in which the view was made: messages may arrive in another thread."""
+        if name not in self.doable:
+            return
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            self._notice = f"{name}: no event loop runs where this view was made; make it in a notebook's cell"
+            return
+        loop.call_soon_threadsafe(self._begin, getattr(self, f"_do_{name}"), value)
+
+    def _begin(self, handler: Callable[[Any], Any], value: Any) -> None:
+        self._notice = ""
+        try:
+            result = handler(value)
+        except Exception as error:
+            self._failed(error)
+            return
+        if inspect.isawaitable(result):
+            self._job(result)
+
+    def _job(self, work: Awaitable[Any]) -> asyncio.Future[Any]:
+        """Run it beside the cells. It is kept until it ends, and what it raises is shown on the page."""
+        job = asyncio.ensure_future(work)
+        self._jobs.add(job)
+        job.add_done_callback(self._job_ended)
+        return job
+
+    def _job_ended(self, job: asyncio.Future[Any]) -> None:
+        self._jobs.discard(job)
+        if not job.cancelled() and (error := job.exception()) is not None:
+            self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        self._notice = sendable(f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        for job in list(getattr(self, "_jobs", ())):
+            job.cancel()
+        super().close()
 
     def _opened(self) -> None:
         """The first page shows the view."""
@@ -306,8 +357,7 @@ class LiveView(View):
         try:
             self.refresh()
         except Exception as error:
-            # In a timer or a loop's callback nobody would see it.
-            self._notice = f"{type(error).__name__}: {error}"
+            self._failed(error)  # in a timer or a loop's callback nobody would see it
 
     def _opened(self) -> None:
         self._refresh_safely()

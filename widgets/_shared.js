@@ -112,6 +112,8 @@ export function mount({ model, el }, { label, build }) {
       model.set(name, value);
       tell("set", { name, value });
     },
+    /** Have Python do something: the view's `_do_<name>(value)`, on the notebook's loop. */
+    ask: (name, value = null) => tell("do", { name, value }),
   };
   function tell(kind, more = {}) {
     try {
