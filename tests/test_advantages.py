@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from agentfly_kit import advantages as adv
+from agentfly_kit.advantages import inputs
 from agentfly_kit.errors import AlignmentError, SettingsError
 
 nan, inf = math.nan, math.inf
@@ -557,7 +558,7 @@ def test_passk_is_its_loop(rows: Any, k: int | None, singleton: Any) -> None:
             want.append(statistics.fmean(max(r - other, 0.0) for other in others))
     got = adv.grpo_passk(torch.tensor(rewards, dtype=torch.float64), groups, k=k, std=None, singleton=singleton)
     close(got, want)
-    scale = adv._Grouped.of(torch.tensor(rewards, dtype=torch.float64), groups).std("sample", 1e-6)
+    scale = inputs.Grouped.of(torch.tensor(rewards, dtype=torch.float64), groups).std("sample", 1e-6)
     close(
         adv.grpo_passk(torch.tensor(rewards, dtype=torch.float64), groups, k=k)[scale > 1e-3],
         (got / scale)[scale > 1e-3],

@@ -25,7 +25,7 @@ from agentfly_kit.ppo.sums import Sums
 TokenLoss = Callable[..., Tensor]
 LossName = Literal[
     "ppo", "reinforce", "gpg", "gspo", "gmpo", "sapo", "cispo", "dppo", "clip_cov", "kl_cov"
-]  # each a function of losses.py
+]  # each a function of losses/surrogates.py
 
 _ROW_WISE = ("gspo", "gmpo")
 """Losses in which a token's loss depends on its whole row: they need rows, the others only tokens."""

@@ -1,0 +1,193 @@
+"""What an estimator is given: numbers of any kind, groups, masks; checked, and brought to tensors once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from agentfly_kit.errors import AlignmentError, SettingsError
+
+
+class Listable(Protocol):
+    """A numpy array or a pandas series, without importing either."""
+
+    def tolist(self) -> Any: ...
+
+
+Numbers: TypeAlias = Sequence[Any] | Listable | Tensor
+Groups: TypeAlias = Iterable[Hashable] | Tensor
+Std: TypeAlias = Literal["sample", "population"] | None
+Singleton: TypeAlias = Literal["zero", "raw"]
+Observations: TypeAlias = Literal["skip", "step"]
+
+
+def _none_to_nan(x: Any) -> Any:
+    if isinstance(x, (list, tuple)):
+        return [_none_to_nan(v) for v in x]
+    return float("nan") if x is None else x
+
+
+def floats(x: Any, name: str, like: Tensor | None = None) -> Tensor:
+    """A detached float tensor, float32 or wider: sums in half precision lose whole rewards."""
+    if isinstance(x, Tensor):
+        out = x.detach()
+    else:
+        values = x.tolist() if hasattr(x, "tolist") else x  # numpy, pandas; object columns may hold None
+        try:
+            out = torch.tensor(_none_to_nan(values), dtype=torch.float64)
+        except (TypeError, ValueError) as e:
+            raise AlignmentError(
+                f"{name} cannot become a tensor ({e}); give numbers, in rows of equal length"
+            ) from None
+        out = out.to(getattr(torch, str(getattr(x, "dtype", "")), torch.float32))
+    if not out.dtype.is_floating_point or out.dtype.itemsize < 4:
+        out = out.to(torch.float32)
+    return out if like is None else out.to(device=like.device, dtype=torch.promote_types(out.dtype, like.dtype))
+
+
+def boolean(mask: Any, like: Tensor, name: str = "mask") -> Tensor:
+    m = mask.detach() if isinstance(mask, Tensor) else torch.as_tensor(mask)
+    if m.shape != like.shape:
+        raise AlignmentError(f"{name} has shape {tuple(m.shape)}, the rewards {tuple(like.shape)}; give equal shapes")
+    return m.to(device=like.device, dtype=torch.bool)
+
+
+def no_inf(x: Tensor, name: str) -> None:
+    if bool(torch.isinf(x).any()):
+        where = torch.isinf(x).nonzero()[0].tolist()
+        raise ValueError(f"{name}{where} is infinite; give a finite number, or NaN for unscored")
+
+
+def finite(x: Tensor, where: Tensor, name: str, why: str) -> Tensor:
+    """x, 0 where it is not needed; an error names the first place that is needed and not finite."""
+    bad = where & ~torch.isfinite(x)
+    if bool(bad.any()):
+        place = bad.nonzero()[0].tolist()
+        raise ValueError(f"{name}{place} is {x[tuple(place)].item()}; wanted a finite number {why}")
+    return torch.where(where, x, 0.0)
+
+
+def choose(name: str, given: object, wanted: tuple[object, ...]) -> None:
+    if given not in wanted:
+        raise SettingsError(f"{name}={given!r}; wanted one of {', '.join(map(repr, wanted))}")
+
+
+def group_index(groups: Groups, n: int, device: torch.device) -> Tensor:
+    """(N,) group of each row as 0, 1, 2, ...; ids may be ints, strings or anything hashable."""
+    if isinstance(groups, str):
+        raise AlignmentError(f"groups={groups!r} is one string; give a list with a group id for each of {n} rows")
+    if isinstance(groups, Tensor):
+        groups = groups.tolist()
+    seen: dict[Hashable, int] = {}
+    index = [seen.setdefault(g, len(seen)) for g in groups]
+    if len(index) != n:
+        raise AlignmentError(f"{len(index)} group ids for {n} rewards; give one group id for each reward")
+    return torch.tensor(index, dtype=torch.long, device=device)
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Rewards with their groups; every method gives each row a number of its own group's scored members."""
+
+    reward: Tensor  # (N,), 0 where unscored
+    scored: Tensor  # (N,) bool
+    index: Tensor  # (N,)
+
+    @classmethod
+    def of(cls, rewards: Numbers, groups: Groups) -> Grouped:
+        r = floats(rewards, "rewards")
+        if r.ndim != 1:
+            raise AlignmentError(f"rewards has shape {tuple(r.shape)}; wanted (N,), one number a trajectory")
+        no_inf(r, "rewards")
+        scored = ~torch.isnan(r)
+        return cls(torch.where(scored, r, 0.0), scored, group_index(groups, len(r), r.device))
+
+    @property
+    def slots(self) -> int:
+        return int(self.index.max()) + 1 if self.index.numel() else 0
+
+    def total(self, x: Tensor) -> Tensor:
+        x = torch.where(self.scored, x, 0.0)
+        return x.new_zeros(self.slots).index_add(0, self.index, x)[self.index]
+
+    @property
+    def count(self) -> Tensor:
+        return self.total(self.scored.to(self.reward.dtype))
+
+    def mean(self, x: Tensor) -> Tensor:
+        return self.total(x) / self.count.clamp(min=1)
+
+    def _largest(self, x: Tensor) -> Tensor:
+        x = torch.where(self.scored, x, -torch.inf)
+        top = x.new_full((self.slots,), -torch.inf).scatter_reduce(0, self.index, x, "amax")
+        return top[self.index]
+
+    @property
+    def flat(self) -> Tensor:
+        """Where the scored rewards of a group are all equal."""
+        return self._largest(self.reward) == -self._largest(-self.reward)
+
+    def against(self, weights: Tensor) -> Tensor:
+        """Reward minus the group's weighted mean; exactly 0 where a group is flat.
+
+        Without that rule three rewards of 0.1 leave a residue of 1e-9, and dividing it by a std of the same size makes
+        an advantage out of rounding. Weights that are all 0 count as equal.
+        """
+        none = self.total(weights) <= 0
+        w = torch.where(none, 1.0, weights)
+        mean = self.total(w * self.reward) / torch.where(self.scored, self.total(w), 1.0)
+        return torch.where(self.flat | ~self.scored, 0.0, self.reward - mean)
+
+    def centred(self) -> Tensor:
+        return self.against(torch.ones_like(self.reward))
+
+    def std(self, kind: Std, eps: float) -> Tensor:
+        """Std + eps; 1 for `kind=None`."""
+        if kind is None:
+            return torch.ones_like(self.reward)
+        n = self.count - 1 if kind == "sample" else self.count
+        variance = self.total(self.centred().square()) / n.clamp(min=1)
+        return torch.sqrt(variance) + eps
+
+    def singleton(self, advantages: Tensor, rule: Singleton) -> Tensor:
+        """The advantage of a row alone in its group: 0, or its own reward."""
+        return torch.where(self.count == 1, self.reward if rule == "raw" else 0.0, advantages)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token rewards with their mask: rewards are 0 and the mask is False on rows that are not scored."""
+
+    reward: Tensor  # (B, T)
+    mask: Tensor  # (B, T) bool
+    flat: bool  # given as (T,)
+
+    @classmethod
+    def of(cls, token_rewards: Numbers, mask: Any) -> Tokens:
+        r = floats(token_rewards, "token_rewards")
+        if r.ndim not in (1, 2):
+            raise AlignmentError(f"token_rewards has shape {tuple(r.shape)}; wanted (B, T), or (T,) for one row")
+        m = boolean(mask, r)
+        flat = r.ndim == 1
+        if flat:
+            r, m = r.unsqueeze(0), m.unsqueeze(0)
+        r = torch.where(m, r, 0.0)
+        no_inf(r, "token_rewards")
+        scored = ~torch.isnan(r).any(1, keepdim=True)
+        return cls(torch.where(scored, r, 0.0), m & scored, flat)
+
+    def align(self, x: Any, name: str) -> Tensor:
+        given = floats(x, name, self.reward)
+        if self.flat and given.ndim == 1:
+            given = given.unsqueeze(0)
+        if given.shape != self.reward.shape:
+            raise AlignmentError(f"{name} has shape {tuple(given.shape)}; wanted {tuple(self.reward.shape)}")
+        return given
+
+    def out(self, x: Tensor) -> Tensor:
+        x = torch.where(self.mask, x, 0.0)
+        return x.squeeze(0) if self.flat else x

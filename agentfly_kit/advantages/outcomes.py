@@ -1,0 +1,263 @@
+"""One advantage a trajectory: its reward against those of its group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import comb
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentfly_kit.advantages.inputs import (
+    Grouped,
+    Groups,
+    Numbers,
+    Singleton,
+    Std,
+    choose,
+    finite,
+    floats,
+    group_index,
+    no_inf,
+)
+from agentfly_kit.advantages.whitening import whitened
+from agentfly_kit.errors import AlignmentError, SettingsError
+
+
+def grpo(
+    rewards: Numbers, groups: Groups, *, std: Std = "sample", singleton: Singleton = "zero", eps: float = 1e-6
+) -> Tensor:
+    """Advantage of each trajectory against its own group: (r - mean) / (std + eps).
+
+    Shapes:  rewards (N,), groups (N,) ints or strings -> (N,).
+    Units:   reward in; group standard deviations out (reward, with std=None).
+    Raises:  ValueError if a reward is infinite. NaN is unscored: left out, advantage 0.
+    Source:  DeepSeekMath, arXiv 2402.03300, 4.1.2. It does not say which std: see `std`. Nor what a group of one gets:
+             see `singleton`. A group whose rewards are all equal gives exactly 0.
+    """
+    choose("std", std, ("sample", "population", None))
+    choose("singleton", singleton, ("zero", "raw"))
+    g = Grouped.of(rewards, groups)
+    return g.singleton(g.centred() / g.std(std, eps), singleton)
+
+
+def dr_grpo(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> Tensor:
+    """Reward minus group mean, not divided by a std, so that easy and hard tasks keep their own weight.
+
+    Shapes:  rewards (N,), groups (N,) -> (N,).
+    Units:   reward.
+    Raises:  ValueError if a reward is infinite. NaN is unscored.
+    Source:  Understanding R1-Zero-Like Training, arXiv 2503.20783, 3.2. Its other half is the aggregation "fixed".
+    """
+    return grpo(rewards, groups, std=None, singleton=singleton)
+
+
+def rloo(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> Tensor:
+    """Reward minus the mean reward of the *other* trajectories of its group.
+
+    Shapes:  rewards (N,), groups (N,) -> (N,).
+    Units:   reward.
+    Raises:  ValueError if a reward is infinite. NaN is unscored.
+    Source:  Back to Basics, arXiv 2402.14740. A trajectory alone in its group has no others: see `singleton`.
+    """
+    choose("singleton", singleton, ("zero", "raw"))
+    g = Grouped.of(rewards, groups)
+    # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1), which keeps a flat group at exactly 0.
+    return g.singleton(g.centred() * g.count / (g.count - 1).clamp(min=1), singleton)
+
+
+def remax(rewards: Numbers, groups: Groups | None = None, *, baselines: Numbers) -> Tensor:
+    """Reward minus the reward of the greedy answer to the same task.
+
+    Shapes:  rewards (N,), baselines (N,) -> (N,). groups is not read; it is there so that all are called alike.
+    Units:   reward.
+    Raises:  ValueError if a reward or a baseline is infinite. NaN in either is unscored.
+    Source:  ReMax, arXiv 2310.10505.
+    """
+    r = floats(rewards, "rewards")
+    b = floats(baselines, "baselines", r)
+    if r.shape != b.shape or r.ndim != 1:
+        raise AlignmentError(f"rewards {tuple(r.shape)}, baselines {tuple(b.shape)}; wanted (N,) twice")
+    no_inf(r, "rewards")
+    no_inf(b, "baselines")
+    return torch.nan_to_num(r - b, nan=0.0)
+
+
+def opo(rewards: Numbers, groups: Groups, *, lengths: Numbers, singleton: Singleton = "zero") -> Tensor:
+    """Reward minus the length-weighted mean reward of the group.
+
+    It is the baseline of least variance if the squared size of a trajectory's gradient grows with its length.
+
+    Shapes:  rewards (N,), groups (N,), lengths (N,) in *action* tokens -> (N,).
+    Units:   reward.
+    Raises:  ValueError if a reward is infinite, or a length of a scored trajectory is negative or not finite.
+    Source:  OPO, arXiv 2505.23585, its practical baseline.
+    """
+    choose("singleton", singleton, ("zero", "raw"))
+    g = Grouped.of(rewards, groups)
+    n = floats(lengths, "lengths", g.reward)
+    if n.shape != g.reward.shape:
+        raise AlignmentError(f"lengths has shape {tuple(n.shape)}; wanted {tuple(g.reward.shape)}")
+    n = finite(torch.where(n < 0, torch.nan, n), g.scored, "lengths", "of action tokens, 0 or more")
+    return g.singleton(g.against(n), singleton)
+
+
+def gpg(
+    rewards: Numbers,
+    groups: Groups,
+    *,
+    std: Std = None,
+    singleton: Singleton = "zero",
+    rescale: bool = True,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Reward minus group mean, scaled up by the share of trajectories that carry no gradient.
+
+    A group whose rewards are all equal adds nothing to the sum but stays in the denominator; rescale=True multiplies by
+    scored trajectories / those in groups that are not flat. verl's code counts non-zero *rewards* there instead, which
+    agrees with this only by accident.
+
+    Shapes:  rewards (N,), groups (N,) -> (N,).
+    Units:   reward, times at least 1.
+    Raises:  ValueError if a reward is infinite. NaN is unscored.
+    Source:  GPG, arXiv 2504.02546, "accurate gradient estimation"; its F_norm is `std`, by default none.
+    """
+    choose("std", std, ("sample", "population", None))
+    choose("singleton", singleton, ("zero", "raw"))
+    g = Grouped.of(rewards, groups)
+    a = g.singleton(g.centred() / g.std(std, eps), singleton)
+    live = (g.scored & ~g.flat).sum()
+    return a * g.scored.sum() / live if rescale and int(live) else a
+
+
+def grpo_passk(
+    rewards: Numbers,
+    groups: Groups,
+    *,
+    k: int | None = None,
+    std: Std = "sample",
+    singleton: Singleton = "zero",
+    eps: float = 1e-6,
+) -> Tensor:
+    """What a trajectory adds to the *best* reward among k.
+
+    The mean, over the k-subsets of its group that contain it, of the best with it minus the best without it. k=None is
+    the whole group: then only the best trajectory gets anything, its lead over the second (verl). Averaged over
+    trajectories and times k it is, with std=None, an unbiased gradient of the expected best of k. A group with fewer
+    than k scored trajectories uses all it has.
+
+    Shapes:  rewards (N,), groups (N,) -> (N,), never negative.
+    Units:   group standard deviations (reward, with std=None).
+    Raises:  SettingsError for k < 2; k = 1 is `grpo`. ValueError if a reward is infinite. NaN is unscored.
+    Source:  k = group: arXiv 2503.19595; any k: PKPO, arXiv 2505.15201 (leave one out of each subset).
+    """
+    choose("std", std, ("sample", "population", None))
+    choose("singleton", singleton, ("zero", "raw"))
+    if k is not None and k < 2:
+        raise SettingsError(f"k={k!r}; wanted 2 or more, or None for the whole group (k=1 is grpo)")
+    g = Grouped.of(rewards, groups)
+    out = torch.zeros_like(g.reward)
+    for slot in range(g.slots):
+        rows = ((g.index == slot) & g.scored).nonzero().flatten()
+        n = len(rows)
+        if n < 2:
+            continue
+        size = n if k is None else min(k, n)
+        rows = rows[torch.argsort(g.reward[rows], stable=True)]
+        best = g.reward[rows].tolist()
+        # In a subset where the sorted i-th is best, the sorted j-th is second in C(j, size - 2) ways.
+        ways = [comb(j, size - 2) / comb(n - 1, size - 1) for j in range(n)]
+        lead = [sum(ways[j] * (best[i] - best[j]) for j in range(i)) for i in range(n)]
+        out[rows] = torch.tensor(lead, dtype=out.dtype, device=out.device)
+    return g.singleton(out / g.std(std, eps), singleton)
+
+
+def gdpo(
+    rewards: Numbers,
+    groups: Groups,
+    *,
+    weights: Sequence[float] | None = None,
+    whiten: bool = True,
+    std: Std = "sample",
+    singleton: Singleton = "zero",
+    eps: float = 1e-6,
+) -> Tensor:
+    """Several rewards, each normalised in its group before they are added, so that none drowns another.
+
+    The sum is then whitened over all scored trajectories of the call (whiten=True), so that its size does not grow with
+    the number of rewards.
+
+    Shapes:  rewards (N, K), groups (N,), weights (K,), default 1 each -> (N,).
+    Units:   standard deviations.
+    Raises:  ValueError if a reward is infinite. A trajectory with a NaN among its rewards is unscored altogether.
+    Source:  GDPO, arXiv 2601.05242. verl's code whitens over tokens, so that long rows count more; this counts rows.
+    """
+    choose("std", std, ("sample", "population", None))
+    r = floats(rewards, "rewards")
+    if r.ndim != 2:
+        raise AlignmentError(f"rewards has shape {tuple(r.shape)}; wanted (N, K), one column a reward")
+    w = [1.0] * r.shape[1] if weights is None else list(weights)
+    if len(w) != r.shape[1]:
+        raise AlignmentError(f"{len(w)} weights for {r.shape[1]} rewards; give one weight for each")
+    scored = ~torch.isnan(r).any(1)
+    out = torch.zeros(len(r), dtype=r.dtype, device=r.device)
+    for j, weight in enumerate(w):
+        column = torch.where(scored, r[:, j], torch.nan)
+        out = out + weight * grpo(column, groups, std=std, singleton=singleton, eps=eps)
+    return whitened(out, scored, std, eps, "gdpo") if whiten and len(out) else out
+
+
+def maxrl(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> Tensor:
+    """(r - mean) / mean of the group: the gradient of log success instead of success, so that hard tasks weigh more.
+
+    For rewards 0 and 1 and a group of n, its mean over rows is an unbiased gradient of log p cut off after n - 1 terms,
+    sum_{k<n-1} (1 - p)^k grad p.
+
+    Shapes:  rewards (N,), groups (N,) -> (N,). A group of zeros gives zeros.
+    Units:   group means.
+    Raises:  ValueError if a reward is infinite or negative: it stands for a chance of success. NaN is unscored.
+    Source:  MaxRL, arXiv 2602.02710, Algorithm 1.
+    """
+    choose("singleton", singleton, ("zero", "raw"))
+    g = Grouped.of(rewards, groups)
+    if bool((g.reward < 0).any()):
+        at = int((g.reward < 0).nonzero()[0])
+        raise ValueError(f"rewards[{at}] is {g.reward[at].item()}; maxrl wants rewards of 0 or more, success as 1")
+    mean = g.mean(g.reward)
+    return g.singleton(torch.where(mean > 0, g.centred() / torch.where(mean > 0, mean, 1.0), 0.0), singleton)
+
+
+def rollout_level(
+    rewards: Numbers,
+    groups: Groups,
+    *,
+    rollouts: Groups,
+    estimator: Callable[..., Tensor] = grpo,
+    **options: Any,
+) -> Tensor:
+    """One advantage a *rollout*, handed to all of its rows.
+
+    Estimated by row, a rollout of many rows pulls its group's mean towards its own reward: with rewards 1 and 0 in
+    three rows and one, row level gives 0.5, 0.5, 0.5, -1.5 where rollout level gives ±0.7071.
+
+    Shapes:  rewards, groups, rollouts (N,), one entry a row -> (N,).
+    Units:   the estimator's; options are handed on to it.
+    Raises:  ValueError if the rows of one rollout differ in group or in reward.
+    Source:  Agent Lightning v1, its rollout-level advantage.
+    """
+    r = floats(rewards, "rewards")
+    ids = groups.tolist() if isinstance(groups, Tensor) else list(groups)
+    group = group_index(groups, len(r), r.device)
+    index = group_index(rollouts, len(r), r.device)
+    first: dict[int, int] = {}
+    for row, rollout in enumerate(index.tolist()):
+        head = first.setdefault(rollout, row)
+        same = bool(r[row] == r[head]) or bool(r[row].isnan() and r[head].isnan())
+        if not same or group[row] != group[head]:
+            raise ValueError(
+                f"rows {head} and {row} are of one rollout, with rewards {r[head].item():g} and {r[row].item():g}, "
+                f"groups {ids[head]!r} and {ids[row]!r}; give all rows of a rollout its one reward and group"
+            )
+    heads = list(first.values())
+    return estimator(r[heads], group[heads], **options)[index]

@@ -1,0 +1,237 @@
+"""One advantage a token: rewards still to come, against values or against a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentfly_kit.advantages.inputs import (
+    Grouped,
+    Groups,
+    Numbers,
+    Observations,
+    Singleton,
+    Std,
+    Tokens,
+    choose,
+    finite,
+    floats,
+    group_index,
+)
+from agentfly_kit.advantages.outcomes import grpo
+from agentfly_kit.advantages.whitening import whitened
+from agentfly_kit.errors import AlignmentError, SettingsError
+
+
+def _backward(reward: Tensor, value: Tensor, steps: Tensor, discount: Tensor, lam: float, last: Tensor) -> Tensor:
+    """The GAE recursion over the positions where `steps` is true; all others are stepped over.
+
+    discount (B, T) is applied between a step and the step after it; last (B,) is the value after the last step.
+    """
+    adv = torch.zeros_like(reward)
+    next_value, carry = last, torch.zeros_like(last)
+    for t in range(reward.shape[1] - 1, -1, -1):
+        d = discount[:, t]
+        a = reward[:, t] + d * next_value - value[:, t] + d * lam * carry
+        adv[:, t] = a
+        carry = torch.where(steps[:, t], a, carry)
+        next_value = torch.where(steps[:, t], value[:, t], next_value)
+    return torch.where(steps, adv, 0.0)
+
+
+def _discounts(steps: Tensor, gamma: float, over_gaps: bool, like: Tensor) -> Tensor:
+    """gamma, or gamma ** (distance to the next step) when observation tokens are discounted too."""
+    if not over_gaps or gamma == 1.0:
+        return torch.full_like(like, gamma)
+    out = torch.full_like(like, gamma)
+    gap = torch.ones_like(like[:, 0])  # after the last step: one step to the end
+    for t in range(like.shape[1] - 1, -1, -1):
+        out[:, t] = gamma**gap
+        gap = torch.where(steps[:, t], 1.0, gap + 1.0)
+    # Positions after the last step must not lengthen its gap: they are padding, or nothing is sampled after them.
+    after_last = steps.flip(1).cumsum(1).flip(1) == 1
+    return torch.where(after_last, gamma, out)
+
+
+def gae(
+    token_rewards: Numbers,
+    values: Numbers,
+    mask: Any,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    turns: Any = None,
+    bootstrap: Numbers | None = None,
+    observations: Observations = "skip",
+    discount_observations: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation; raw (advantages, returns), 0 where masked, not whitened.
+
+    A step is an action token or, with `turns`, a whole turn: its reward is the sum of its token rewards, its value is
+    the one at its first action token, and all its action tokens get its advantage and return.
+
+    observations="skip" (verl) steps over tokens with mask 0: the value after the last token of an action is the value
+    of the next *action* token. "step" (TRL PPO, torchtune) makes an ordinary time step, discounted and read by the
+    critic, of every token between a row's first and last action token: values must then be finite there too.
+    discount_observations=True (slime) keeps skipping, but discounts by the distance in tokens.
+
+    Shapes:  token_rewards, values, mask (B, T) or (T,); turns (B, T) ids, read at action tokens; bootstrap (B,), the
+             value of the state in which a row was cut, 0 for a row that ended by itself.
+    Units:   reward.
+    Raises:  ValueError for an infinite reward, a value that is needed and not finite, a turn id that comes back after
+             another. A row with a NaN reward at an action token is unscored: all 0.
+    Source:  arXiv 1506.02438, eq. 16; turns: the same recursion with a turn for a step.
+    """
+    choose("observations", observations, ("skip", "step"))
+    tok = Tokens.of(token_rewards, mask)
+    v = tok.align(values, "values")
+    r = tok.reward.to(v.dtype)
+    last = torch.zeros_like(v[:, 0]) if v.shape[1] else v.new_zeros(v.shape[0])
+    if bootstrap is not None:
+        b = floats(bootstrap, "bootstrap", v).reshape(-1)
+        if b.shape != last.shape:
+            raise AlignmentError(f"bootstrap has shape {tuple(b.shape)}; wanted ({len(last)},), one value a row")
+        last = finite(b, tok.mask.any(1), "bootstrap", "(0 for a row that was not cut)")
+
+    if turns is not None:
+        if observations == "step" or discount_observations:
+            raise SettingsError(
+                "a turn is one step: with turns=, leave observations='skip', discount_observations=False"
+            )
+        return _turn_gae(tok, r, v, turns, gamma, lam, last)
+
+    steps = tok.mask
+    if observations == "step":
+        # Between the first and the last action token. What comes after is padding or was never acted upon.
+        steps = (tok.mask.cumsum(1) > 0) & (tok.mask.flip(1).cumsum(1).flip(1) > 0)
+    why = "at every action token" if observations == "skip" else "between the first and last action token"
+    v = finite(v, steps, "values", why)
+    adv = _backward(r, v, steps, _discounts(steps, gamma, discount_observations, v), lam, last)
+    return tok.out(adv), tok.out(adv + v)
+
+
+def _turn_gae(
+    tok: Tokens, r: Tensor, v: Tensor, turns: Any, gamma: float, lam: float, last: Tensor
+) -> tuple[Tensor, Tensor]:
+    ids = turns.detach() if isinstance(turns, Tensor) else torch.as_tensor(turns)
+    ids = ids.unsqueeze(0) if tok.flat and ids.ndim == 1 else ids
+    if ids.shape != r.shape:
+        raise AlignmentError(f"turns has shape {tuple(ids.shape)}; wanted {tuple(r.shape)}")
+    ids = ids.to(r.device)
+    # A turn starts at an action token whose turn is not that of the action token before it.
+    place = torch.where(tok.mask, torch.arange(r.shape[1], device=r.device), -1)
+    before = torch.cat([torch.full_like(place[:, :1], -1), place[:, :-1]], 1).cummax(1).values
+    start = tok.mask & ((before < 0) | (ids != ids.gather(1, before.clamp(min=0))))
+    row, at = start.nonzero(as_tuple=True)
+    seen: set[tuple[int, int]] = set()
+    for b, t, turn in zip(row.tolist(), at.tolist(), ids[row, at].tolist(), strict=True):
+        if (b, turn) in seen:
+            raise ValueError(f"turns[{b}] comes back to turn {turn} at token {t}; number turns in order")
+        seen.add((b, turn))
+    slot = (start.cumsum(1) - 1).clamp(min=0)
+    width = int(slot.max()) + 1 if slot.numel() else 0
+    v = finite(v, start, "values", "at the first action token of every turn")
+    empty = r.new_zeros(r.shape[0], width)
+    by_turn_r = empty.scatter_add(1, slot, r)
+    by_turn_v = empty.scatter_add(1, slot, v)  # one value a turn: v is 0 off the starts
+    exists = empty.scatter_add(1, slot, start.to(r.dtype)) > 0
+    adv = _backward(by_turn_r, by_turn_v, exists, torch.full_like(empty, gamma), lam, last)
+    return tok.out(adv.gather(1, slot)), tok.out((adv + by_turn_v).gather(1, slot))
+
+
+def reinforce_plus_plus(
+    token_rewards: Numbers,
+    mask: Any,
+    *,
+    gamma: float = 1.0,
+    whiten: bool = True,
+    discount_observations: bool = False,
+    std: Std = "sample",
+    eps: float = 1e-6,
+) -> Tensor:
+    """Discounted reward still to come at each action token, whitened over the batch.
+
+    The return is carried *through* observation tokens: a frame that restarts it there punishes the first turn of a
+    rollout that succeeded in its second. whiten=False gives the bare reward to come.
+
+    Shapes:  token_rewards, mask (B, T) or (T,) -> the same.
+    Units:   reward, or standard deviations over action tokens when whitened.
+    Raises:  ValueError if a reward at an action token is infinite. A row with a NaN one is unscored: left out of the
+             mean and std, all 0.
+    Source:  REINFORCE++, arXiv 2501.03262; its KL penalty belongs in token_rewards.
+    """
+    choose("std", std, ("sample", "population", None))
+    tok = Tokens.of(token_rewards, mask)
+    zero = torch.zeros_like(tok.reward)
+    discount = _discounts(tok.mask, gamma, discount_observations, zero)
+    to_come = _backward(tok.reward, zero, tok.mask, discount, 1.0, zero[:, :1].sum(1))
+    return tok.out(whitened(to_come, tok.mask, std, eps, "reinforce_plus_plus") if whiten else to_come)
+
+
+def reinforce_plus_plus_baseline(
+    token_rewards: Numbers,
+    mask: Any,
+    *,
+    groups: Groups,
+    whiten: bool = True,
+    singleton: Singleton = "zero",
+    std: Std = "sample",
+    eps: float = 1e-6,
+) -> Tensor:
+    """Reward of the row minus the mean of its group, on every action token, whitened over the batch.
+
+    Shapes:  token_rewards, mask (B, T), groups (B,) -> (B, T).
+    Units:   as in `reinforce_plus_plus`.
+    Raises:  ValueError if a reward at an action token is infinite. A row with a NaN one is unscored.
+    Source:  REINFORCE++, arXiv 2501.03262, the variant with a group baseline and global normalisation.
+    """
+    choose("std", std, ("sample", "population", None))
+    choose("singleton", singleton, ("zero", "raw"))
+    tok = Tokens.of(token_rewards, mask)
+    # A row without any scored action token has no say in its group's mean.
+    row = torch.where(tok.mask.any(1), tok.reward.sum(1), torch.nan)
+    per_token = grpo(row, groups, std=None, singleton=singleton).unsqueeze(1).expand_as(tok.reward)
+    return tok.out(whitened(per_token, tok.mask, std, eps, "reinforce_plus_plus_baseline") if whiten else per_token)
+
+
+def optimal_token_baseline(
+    token_rewards: Numbers,
+    mask: Any,
+    *,
+    groups: Groups,
+    logprobs: Numbers,
+    sum_squared_probs: Numbers,
+    singleton: Singleton = "zero",
+) -> Tensor:
+    """Reward to come minus a baseline of its own for each token position.
+
+    The baseline is the group's mean reward to come at that position, each row weighted by the gradient it has gathered
+    so far: the running sum over action tokens of |e_token - p|^2 = 1 - 2 p(token) + sum p^2, the squared length of the
+    gradient of the token's logprob in its logits. Positions count action tokens. Where only one row of a group is that
+    long, `singleton`: 0, or the bare reward to come (verl).
+
+    Shapes:  token_rewards, mask, logprobs, sum_squared_probs (B, T), groups (B,) -> (B, T).
+    Units:   reward.
+    Raises:  ValueError for an infinite reward, or a logprob or sum that is not finite at an action token. A row with a
+             NaN reward there is unscored.
+    Source:  Optimal Token Baseline, arXiv 2602.07078, with its logit-gradient proxy.
+    """
+    choose("singleton", singleton, ("zero", "raw"))
+    tok = Tokens.of(token_rewards, mask)
+    lp = finite(tok.align(logprobs, "logprobs"), tok.mask, "logprobs", "at every action token")
+    squares = tok.align(sum_squared_probs, "sum_squared_probs")
+    squares = finite(squares, tok.mask, "sum_squared_probs", "at every action token")
+    energy = torch.where(tok.mask, 1 - 2 * lp.exp() + squares, 0.0).clamp(min=0).cumsum(1)
+    zero = torch.zeros_like(energy)
+    to_come = _backward(tok.reward.to(energy.dtype), zero, tok.mask, zero + 1, 1.0, zero.sum(1))
+    row, at = tok.mask.nonzero(as_tuple=True)
+    position = tok.mask.cumsum(1)[row, at]
+    group = group_index(groups, len(energy), energy.device)[row]
+    # One group for each (group, position), so that everything said of groups holds for positions.
+    key = torch.unique(torch.stack([group, position], 1), dim=0, return_inverse=True)[1]
+    g = Grouped(to_come[row, at], torch.ones_like(row, dtype=torch.bool), key)
+    out = zero.clone()
+    out[row, at] = g.singleton(g.against(energy[row, at]), singleton)
+    return tok.out(out)

@@ -1,0 +1,50 @@
+"""Mean 0 and std 1 over all action tokens of a batch."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentfly_kit.advantages.inputs import (
+    Numbers,
+    Std,
+    boolean,
+    choose,
+    finite,
+    floats,
+)
+
+
+def whitened(x: Tensor, mask: Tensor, std: Std, eps: float, what: str) -> Tensor:
+    n = mask.sum()
+    if int(n) == 0:
+        warnings.warn(
+            f"{what}: no scored action token to whiten over; all advantages are 0", RuntimeWarning, stacklevel=3
+        )
+        return torch.zeros_like(x)
+    kept = x[mask]
+    if bool((kept == kept[0]).all()):
+        return torch.zeros_like(x)  # as in a flat group: do not divide rounding by rounding
+    mean = kept.mean()
+    scale = 1.0 if std is None else kept.std(unbiased=std == "sample") + eps
+    return torch.where(mask, (torch.where(mask, x, 0.0) - mean) / scale, 0.0)
+
+
+def whiten(advantages: Numbers, mask: Any, *, std: Std = "sample", eps: float = 1e-6) -> Tensor:
+    """Shift and scale to mean 0 and std 1 over all action tokens of the batch; 0 where masked.
+
+    Whiten the whole minibatch at once: the result depends on what is in it. std=None only shifts.
+
+    Shapes:  advantages, mask (B, T) -> (B, T).
+    Units:   standard deviations over action tokens.
+    Raises:  ValueError if an advantage at an action token is not finite. No action token at all: zeros and a warning.
+             Equal advantages everywhere: exactly 0.
+    Source:  as in most PPO code; studied in arXiv 2006.05990 ("per minibatch advantage normalization").
+    """
+    choose("std", std, ("sample", "population", None))
+    a = floats(advantages, "advantages")
+    m = boolean(mask, a)
+    return whitened(finite(a, m, "advantages", "at every action token"), m, std, eps, "whiten")

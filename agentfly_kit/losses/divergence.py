@@ -1,0 +1,98 @@
+"""KL: its estimators from logprobs, the exact one from logits, and a coefficient that follows a target."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from agentfly_kit.errors import AlignmentError, SettingsError
+from agentfly_kit.losses.inputs import MAX_LOG_RATIO, boolean, choose, masked, mean
+
+KLKind: TypeAlias = Literal["k1", "abs", "k2", "k3", "k3+"]
+
+
+def kl(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = "k3", mask: Tensor | None = None) -> Tensor:
+    """Estimate of KL(policy || reference) at each token sampled from the policy, from its two logprobs alone.
+
+    With d = log p - log q:  k1 d,  abs |d|,  k2 d²/2,  k3 exp(-d) - 1 + d,  and k3+ the value of k3 with the gradient
+    of k2. k1 and k3 are unbiased values; only k2 (and so k3+) has the gradient of the KL in expectation. k1's expected
+    gradient is 0: in the reward it is right, in a loss it does nothing but noise.
+
+    Shapes:  (B, T) each -> (B, T), 0 where masked.
+    Units:   nats a token.
+    Raises:  SettingsError for an unknown kind. UserWarning for k1 when logprobs carry a gradient.
+    Source:  Schulman, "Approximating KL divergence" (2020): k1, k2, k3.
+    """
+    choose("kind", kind, ("k1", "abs", "k2", "k3", "k3+"))
+    m = boolean(mask, logprobs)
+    d = masked(logprobs, m, "logprobs") - masked(ref_logprobs, m, "ref_logprobs")
+    if kind == "k1":
+        if d.requires_grad:
+            warnings.warn(
+                "kl(kind='k1') in a loss: the expected gradient of k1 is 0, so it adds noise and no pull to the "
+                "reference; use kind='k2' or 'k3+', or put k1 in the reward (under torch.no_grad())",
+                UserWarning,
+                stacklevel=2,
+            )
+        return d
+    if kind == "abs":
+        return d.abs()
+    k2 = 0.5 * d.square()
+    if kind == "k2":
+        return k2
+    k3 = torch.exp((-d).clamp(max=MAX_LOG_RATIO)) - 1 + d
+    return k3 if kind == "k3" else k2 + (k3 - k2).detach()
+
+
+def kl_full(logits: Tensor, ref_logits: Tensor, mask: Tensor) -> Tensor:
+    """Exact KL(policy || reference) of the two next-token distributions at each action token.
+
+    A token that both forbid (logit -inf) adds nothing; one that only the reference forbids makes the KL infinite.
+
+    Shapes:  logits, ref_logits (B, T, V), mask (B, T) -> (B, T).
+    Units:   nats a token.
+    """
+    if logits.shape != ref_logits.shape or logits.shape[:-1] != mask.shape:
+        raise AlignmentError(
+            f"logits {tuple(logits.shape)}, ref_logits {tuple(ref_logits.shape)}, mask {tuple(mask.shape)}; "
+            "wanted (B, T, V) twice and (B, T)"
+        )
+    m = mask.to(device=logits.device, dtype=torch.bool)
+    # Only the rows that count are ever read: V is large, and poison elsewhere stays where it is.
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    log_p = torch.log_softmax(logits[m].to(wide), -1)
+    log_q = torch.log_softmax(ref_logits[m].to(wide), -1)
+    possible = log_p > -torch.inf
+    log_p = torch.where(possible, log_p, 0.0)  # 0 * -inf would be NaN
+    log_q = torch.where(possible, log_q, 0.0)
+    per_token = torch.where(possible, log_p.exp() * (log_p - log_q), 0.0).sum(-1)
+    return torch.zeros_like(mask, dtype=wide, device=logits.device).masked_scatter(m, per_token)
+
+
+def adaptive_kl_coef(coef: float, kl: float, *, target: float, steps: float, horizon: float = 10_000) -> float:
+    """The next KL coefficient: up when the KL is above its target, down when below, slowly.
+
+    coef (1 + clip(kl / target - 1, -0.2, 0.2) steps / horizon). A fixed coefficient is simply not updated.
+
+    Units:   kl and target in nats a token, steps and horizon in trajectories.
+    Raises:  SettingsError unless target and horizon are above 0.
+    Source:  Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593, 2.2.
+    """
+    if not (target > 0 and horizon > 0):
+        raise SettingsError(f"target={target!r}, horizon={horizon!r}; wanted numbers above 0")
+    return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * steps / horizon)
+
+
+@torch.no_grad()
+def approx_kl(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Mean over action tokens of (ratio - 1) - log ratio: k3 of KL(old || new), for tokens sampled from the old policy.
+
+    Shapes:  (B, T) each -> (). Never negative.
+    Units:   nats a token.
+    Source:  Schulman, "Approximating KL divergence" (2020).
+    """
+    m = boolean(mask, logprobs)
+    return mean(kl(old_logprobs, logprobs, "k3", m), m)

@@ -1,0 +1,63 @@
+"""Weights for tokens that came from another distribution than the trainer's."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from agentfly_kit.errors import SettingsError
+from agentfly_kit.losses.inputs import MAX_LOG_RATIO, boolean, choose, masked
+
+
+@torch.no_grad()
+def importance_weights(
+    logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    level: Literal["token", "sequence"] = "token",
+    cap: float = 2.0,
+    floor: float = 0.0,
+    beyond: Literal["truncate", "mask"] = "truncate",
+) -> Tensor:
+    """Truncated importance sampling: trainer's over sampler's probability, kept in (floor, cap). A weight for the loss.
+
+    level="token" weighs each token by its own ratio; "sequence" each token of a row by the row's ratio, the product of
+    its tokens' (unbiased before truncation, and far more spread). beyond="truncate" puts a weight outside on the bound,
+    "mask" puts it to 0, which drops the token or the whole row.
+
+    Shapes:  (B, T) each -> (B, T), 0 where masked, no gradient. Multiply the per-token loss by it.
+    Raises:  SettingsError unless 0 <= floor <= cap.
+    Source:  Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025), for truncation
+             by token; Liu et al., "When speed kills stability" (2025), for sequences and masking.
+    """
+    choose("level", level, ("token", "sequence"))
+    choose("beyond", beyond, ("truncate", "mask"))
+    if not 0 <= floor <= cap:
+        raise SettingsError(f"floor={floor!r}, cap={cap!r}; wanted 0 <= floor <= cap")
+    m = boolean(mask, logprobs)
+    d = masked(logprobs, m, "logprobs") - masked(sampler_logprobs, m, "sampler_logprobs")
+    if level == "sequence":
+        d = d.sum(-1, keepdim=True).expand_as(d)
+    w = torch.exp(d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    w = w.clamp(floor, cap) if beyond == "truncate" else torch.where((w >= floor) & (w <= cap), w, 0.0)
+    return torch.where(m, w, 0.0)
+
+
+@torch.no_grad()
+def effective_sample_size(weights: Tensor, mask: Tensor, *, level: Literal["token", "sequence"] = "token") -> Tensor:
+    """Share of the sample that is left after weighing: (sum w)^2 / (n sum w^2), 1 for equal weights.
+
+    Shapes:  weights, mask (B, T) -> (). level="sequence" counts rows, by the weight that all tokens of a row share.
+    Units:   share of action tokens, or of rows that have one; 0 when nothing is left.
+    Source:  Kish (1965).
+    """
+    choose("level", level, ("token", "sequence"))
+    m = boolean(mask, weights)
+    w = masked(weights, m, "weights")
+    if level == "sequence":
+        w, m = w.amax(-1), m.any(-1)
+    bottom = m.sum() * w.square().sum()
+    return torch.where(bottom > 0, w.sum().square() / torch.where(bottom > 0, bottom, 1.0), 0.0)

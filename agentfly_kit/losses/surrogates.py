@@ -1,0 +1,271 @@
+"""Policy losses: one number a token from ratio and advantage."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from agentfly_kit.errors import SettingsError
+from agentfly_kit.losses.clipping import clipped
+from agentfly_kit.losses.inputs import boolean, choose, log_ratio, masked, upper_clip
+
+
+def ppo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip: float = 0.2,
+    clip_high: float | None = None,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """Clipped surrogate: -min(ratio A, clip(ratio, 1 - clip, 1 + clip_high) A).
+
+    clip_high=None is `clip`; a larger one is DAPO's clip-higher. dual_clip=c (> 1) bounds the loss of a token with a
+    negative advantage by c |A|: without it a ratio far above 1 there has no bound.
+
+    Shapes:  (B, T) each; advantages also (B,), one a row -> (B, T).
+    Units:   the advantage's.
+    Raises:  SettingsError for a negative clip or a dual_clip that is not above 1.
+    Source:  PPO, arXiv 1707.06347, eq. 7; clip-higher: DAPO, arXiv 2503.14476, 3.1; dual clip: arXiv 1912.09729, eq. 5.
+    """
+    high = upper_clip(clip, clip_high, dual_clip)
+    m = boolean(mask, logprobs)
+    a = masked(advantages, m, "advantages")
+    ratio = torch.exp(log_ratio(logprobs, old_logprobs, m))
+    loss = torch.maximum(-ratio * a, -ratio.clamp(1 - clip, 1 + high) * a)
+    if dual_clip is not None:
+        loss = torch.where(a < 0, torch.minimum(loss, -dual_clip * a), loss)
+    return torch.where(m, loss, 0.0)
+
+
+def reinforce(logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
+    """-A log p: the policy gradient itself, for one update on fresh samples.
+
+    Shapes:  (B, T) each -> (B, T). old_logprobs is not read; it is there so that all policy losses are called alike.
+    Source:  Williams (1992). Correct stale samples with `importance_weights` times the loss.
+    """
+    m = boolean(mask, logprobs)
+    return torch.where(m, -masked(advantages, m, "advantages") * masked(logprobs, m, "logprobs"), 0.0)
+
+
+def gpg(logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
+    """The loss of Group Policy Gradient: that of `reinforce`. What is its own is in `advantages.gpg`.
+
+    Shapes:  (B, T) each -> (B, T). old_logprobs is not read.
+    Source:  GPG, arXiv 2504.02546.
+    """
+    return reinforce(logprobs, old_logprobs, advantages, mask)
+
+
+def gspo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip: float = 3e-4,
+    clip_high: float | None = 4e-4,
+) -> Tensor:
+    """PPO's clip on the ratio of the whole row, the geometric mean of its tokens' ratios.
+
+    In the GSPO-token form: each token has the row's ratio for a value and its own gradient, so that advantages may
+    differ by token. With one advantage a row and "seq_mean_token_mean" it is GSPO exactly.
+
+    Shapes:  (B, T) each -> (B, T).
+    Source:  GSPO, arXiv 2507.18071, 4.1 and 4.3 (GSPO-token); the default clips are those of its experiments.
+    """
+    high = upper_clip(clip, clip_high)
+    m = boolean(mask, logprobs)
+    a = masked(advantages, m, "advantages")
+    d = log_ratio(logprobs, old_logprobs, m)
+    row = d.sum(-1, keepdim=True) / m.sum(-1, keepdim=True).clamp(min=1)
+    ratio = torch.exp(row.detach() + d - d.detach())
+    return torch.where(m, torch.maximum(-ratio * a, -ratio.clamp(1 - clip, 1 + high) * a), 0.0)
+
+
+def gmpo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip: float = 0.4,
+    clip_high: float | None = None,
+) -> Tensor:
+    """Geometric mean of the row's ratios, each clipped on its own: to (e^-clip, e^clip_high), in log space.
+
+    A quantity of the row: each action token carries the row's loss, so "seq_mean_token_mean" gives the published
+    objective. The row's advantage is the mean of its tokens'.
+
+    Shapes:  (B, T) each -> (B, T).
+    Source:  GMPO, arXiv 2507.20673; its clip is (e^-0.4, e^0.4).
+    """
+    high = upper_clip(clip, clip_high)
+    m = boolean(mask, logprobs)
+    a = masked(advantages, m, "advantages")
+    d = log_ratio(logprobs, old_logprobs, m)
+    sign = a.sign()
+    kept = sign * torch.minimum(sign * d, sign * d.clamp(-clip, high))
+    n = m.sum(-1, keepdim=True).clamp(min=1)
+    row = -torch.exp(kept.sum(-1, keepdim=True) / n) * a.sum(-1, keepdim=True) / n
+    return torch.where(m, row, 0.0)
+
+
+def sapo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    tau: float = 1.0,
+    tau_negative: float = 1.05,
+) -> Tensor:
+    """A soft gate instead of a clip: -A (4 / tau) sigmoid(tau (ratio - 1)).
+
+    Its slope in the ratio is 1 on policy and fades on both sides, faster for a larger tau; tau_negative is the tau of
+    tokens with an advantage of 0 or less.
+
+    Shapes:  (B, T) each -> (B, T).
+    Raises:  SettingsError if a tau is not above 0.
+    Source:  SAPO, arXiv 2511.20347.
+    """
+    if not (tau > 0 and tau_negative > 0):
+        raise SettingsError(f"tau={tau!r}, tau_negative={tau_negative!r}; wanted numbers above 0")
+    m = boolean(mask, logprobs)
+    a = masked(advantages, m, "advantages")
+    ratio = torch.exp(log_ratio(logprobs, old_logprobs, m))
+    t = torch.where(a > 0, torch.full_like(a, tau), tau_negative)
+    return torch.where(m, -a * torch.sigmoid(t * (ratio - 1)) * 4 / t, 0.0)
+
+
+def cispo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip: float = 0.2,
+    clip_high: float | None = None,
+    *,
+    bounds: Literal["both", "upper"] = "both",
+) -> Tensor:
+    """-sg(clipped ratio) A log p: the ratio is only a weight, so that no token loses its gradient.
+
+    bounds="both" (verl, SkyRL) clips the weight to (1 - clip, 1 + clip_high); "upper" (TRL) only caps it at
+    1 + clip_high and does not read `clip`. TRL's `epsilon_high` is that cap itself: its 5 is clip_high=4 here.
+
+    Shapes:  (B, T) each -> (B, T).
+    Source:  MiniMax-M1, arXiv 2506.13585, eq. 4 and 5. The paper sets no lower bound in its runs.
+    """
+    choose("bounds", bounds, ("both", "upper"))
+    high = upper_clip(clip, clip_high)
+    m = boolean(mask, logprobs)
+    ratio = torch.exp(log_ratio(logprobs, old_logprobs, m)).detach()
+    weight = ratio.clamp(1 - clip if bounds == "both" else None, 1 + high)
+    return torch.where(m, -weight * masked(advantages, m, "advantages") * masked(logprobs, m, "logprobs"), 0.0)
+
+
+def dppo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip: float = 0.2,
+    clip_high: float | None = None,
+    *,
+    divergence: Literal["tv", "kl"] = "tv",
+) -> Tensor:
+    """-M ratio A, where M drops a token whose update would push the two policies further apart than `clip`.
+
+    The distance is that of "this token or another one": |p - q| for "tv", KL(Bernoulli(q) || Bernoulli(p)) for "kl",
+    with q the probability under old_logprobs, which should be the sampler's own. Unlike a clip on the ratio it lets a
+    rare token's ratio move far. A usual threshold for "kl" is 0.05.
+
+    Shapes:  (B, T) each -> (B, T).
+    Units:   clip: probability for "tv", nats for "kl".
+    Source:  DPPO, arXiv 2602.04879, eq. 11 to 14.
+    """
+    choose("divergence", divergence, ("tv", "kl"))
+    high = upper_clip(clip, clip_high)
+    m = boolean(mask, logprobs)
+    a = masked(advantages, m, "advantages")
+    ratio = torch.exp(log_ratio(logprobs, old_logprobs, m))
+    with torch.no_grad():
+        log_p, log_q = masked(logprobs, m, "logprobs"), masked(old_logprobs, m, "old_logprobs")
+        p, q = log_p.exp(), log_q.exp()
+        if divergence == "tv":
+            far = (p - q).abs()
+        else:
+            # 1 - p of a near-certain token is below float32's grain.
+            other = torch.log1p(-q.clamp(max=1 - 1e-7)) - torch.log1p(-p.clamp(max=1 - 1e-7))
+            far = q * (log_q - log_p) + (1 - q) * other
+        dropped = ((a > 0) & (p > q) & (far > high)) | ((a < 0) & (p < q) & (far > clip))
+    return torch.where(m & ~dropped, -ratio * a, 0.0)
+
+
+def _covariance(logprobs: Tensor, advantages: Tensor, m: Tensor) -> Tensor:
+    """(A - mean A)(log p - mean log p), the means over the action tokens of this call; -inf where masked."""
+    lp, a = masked(logprobs, m, "logprobs").detach(), masked(advantages, m, "advantages")
+    n = m.sum().clamp(min=1)
+    return torch.where(m, (a - a.sum() / n) * (lp - lp.sum() / n), -torch.inf)
+
+
+def clip_cov(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip: float = 0.2,
+    clip_high: float | None = None,
+    *,
+    share: float = 2e-4,
+    low: float = 1.0,
+    high: float = 5.0,
+    seed: int = 0,
+) -> Tensor:
+    """`ppo`, with a random few of the tokens that drive entropy down taken out.
+
+    Those with low < covariance of advantage and logprob < high whose clip does not bind; of them `share` of all action
+    tokens are drawn, at least one if there is one. Means and draw are over this call: give the whole minibatch, and a
+    new seed each time.
+
+    Shapes:  (B, T) each -> (B, T).
+    Source:  The Entropy Mechanism of RL for Reasoning Language Models, arXiv 2505.22617 (Clip-Cov).
+    """
+    per_token = ppo(logprobs, old_logprobs, advantages, mask, clip, clip_high)
+    m = boolean(mask, logprobs)
+    cov = _covariance(logprobs, advantages, m)
+    free = ~clipped(logprobs, old_logprobs, advantages, mask, clip, clip_high)
+    candidates = ((cov > low) & (cov < high) & free).flatten().nonzero().flatten()
+    if not len(candidates):
+        return per_token
+    n = max(int(share * int(m.sum())), 1)
+    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed)).to(candidates.device)
+    taken = torch.zeros_like(m).flatten().index_fill(0, candidates[order[:n]], True).view_as(m)
+    return torch.where(taken, 0.0, per_token)
+
+
+def kl_cov(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    share: float = 2e-4,
+    coef: float = 1.0,
+) -> Tensor:
+    """-ratio A, with coef |log ratio| added on the tokens of highest covariance of advantage and logprob.
+
+    `share` of all action tokens, at least one. There is no clip. Means and choice are over this call.
+
+    Shapes:  (B, T) each -> (B, T).
+    Source:  arXiv 2505.22617 (KL-Cov); |log ratio| as the penalty is its code's choice.
+    """
+    m = boolean(mask, logprobs)
+    d = log_ratio(logprobs, old_logprobs, m)
+    loss = torch.where(m, -torch.exp(d) * masked(advantages, m, "advantages"), 0.0)
+    tokens = int(m.sum())
+    if tokens == 0:
+        return loss
+    chosen = _covariance(logprobs, advantages, m).flatten().topk(max(int(share * tokens), 1)).indices
+    held = torch.zeros_like(m).flatten().index_fill(0, chosen, True).view_as(m)
+    return loss + torch.where(held, coef * d.abs(), 0.0)
