@@ -7,20 +7,20 @@ engine was given or gave, and its provenance is written down at that moment.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import inspect
 import itertools
 import math
 import time
-import warnings
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from agentfly_kit import seeds
 from agentfly_kit.context import Context
 from agentfly_kit.errors import AlignmentError, EngineError, SettingsError
 from agentfly_kit.formats import Parsed
-from agentfly_kit.pending import awaited, cancelling
+from agentfly_kit.pending import awaited, cancelling, complain
 from agentfly_kit.types import (
     UNSCORED,
     Distribution,
@@ -39,8 +39,8 @@ from agentfly_kit.types import (
 if TYPE_CHECKING:
     from agentfly_kit.rollout import Agent
 
-Report = Callable[[str, str, str, int, str], None]
-"""(kind, phase, state, turn, detail): what the chain does now, for whoever watches."""
+Report = Callable[[str, str, str, int, str, str], None]
+"""(kind, phase, state, turn, detail, call): what the chain does now, for whoever watches."""
 
 # Failures of these types are the host's: the model did nothing that could have caused them.
 _HOST = frozenset({"PoolTimeout", "PoolClosed", "SandboxError", "IsolationError", "EngineError"})
@@ -83,6 +83,8 @@ class Chain:
         self._spawn: Callable[[Chain], None] | None = None
         self._session = f"{self.id}#{next(_sessions)}"
         self._report: Report = lambda *_: None
+        self._running = 0
+        """Of what it reported the start, and not yet the end."""
         self._began = time.perf_counter()
         self._busy = False
         self._closed = False
@@ -181,13 +183,13 @@ class Chain:
         if len(ids) + 1 >= agent.engine.max_length:
             return self._end_untold("context_full")
         await self._wait()
-        self._report("turn", "start", "sampling", index, "")
-        seed = self._seed(index)
-        request = TurnRequest(self.task, index, self._session, self._messages(), self._tools)
-        sample = await agent.engine.sample(ids, sampling, seed, request=request)
-        turn = self._action(sample, sampling, seed)
-        self._settle(turn, sample, sampling.max_tokens)
-        self._report("turn", "end", "waiting", index, turn.text)
+        with self._telling("turn", "sampling", index) as told:
+            seed = self._seed(index)
+            request = TurnRequest(self.task, index, self._session, self._messages(), self._tools)
+            sample = await agent.engine.sample(ids, sampling, seed, request=request)
+            turn = self._action(sample, sampling, seed)
+            self._settle(turn, sample, sampling.max_tokens)
+            told.detail = turn.text
         return turn
 
     def _action(self, sample: Sample, sampling: Sampling, seed: int) -> Turn:
@@ -318,9 +320,9 @@ class Chain:
         self.context.turn = index
         self.context.seed = self._seed(index)
         began = time.perf_counter()
-        self._report("tool", "start", "tool", index, ", ".join(c.name for c in calls))
-        done = await agent.tools.call_all(calls, self.context)
-        self._report("tool", "end", "waiting", index, "")
+        done = await agent.tools.call_all(
+            calls, self.context, around=lambda call: self._telling("tool", "tool", index, call.name, call.id)
+        )
         rewards = [c.result.reward for c in done if c.result is not None and c.result.reward is not None]
         turn = self._observation(
             "tool", done, reward=math.fsum(rewards) if rewards else None, seconds=time.perf_counter() - began
@@ -491,7 +493,7 @@ class Chain:
             twin._session = f"{place.id}#{next(_sessions)}"
             twin._forks = itertools.count(1)
             twin.context = await self.context.fork(place.id)
-            twin._busy, twin._closed, twin._trajectory = False, False, None
+            twin._busy, twin._closed, twin._trajectory, twin._running = False, False, None, 0
             return twin
 
     def row(self) -> Trajectory:
@@ -517,13 +519,13 @@ class Chain:
         metrics: dict[str, float] = {}
         try:
             if self.stop not in UNSCORED and self.agent.reward:
-                self._report("reward", "start", "scoring", self.actions, "")
-                scored = await self.agent.reward.score(self.row(), self.context)
-                self._apply(scored.turn_rewards)
-                reward, metrics = scored.reward, scored.metrics
-                if scored.error is not None:
-                    self.error = scored.error
-                self._report("reward", "end", "scoring", self.actions, "")
+                with self._telling("reward", "scoring", self.actions) as told:
+                    scored = await self.agent.reward.score(self.row(), self.context)
+                    self._apply(scored.turn_rewards)
+                    reward, metrics = scored.reward, scored.metrics
+                    if scored.error is not None:
+                        self.error = scored.error
+                    told.detail = "unscored" if reward is None else f"{reward:g}"
         finally:
             await self.close()
         self._trajectory = self._record(reward, metrics, self.error, self.stop)
@@ -569,7 +571,21 @@ class Chain:
     @awaited
     async def run(self) -> Trajectory:
         """Step to the end and score. What goes wrong on our side is not raised: it ends the chain, unscored."""
-        self._report("chain", "start", "waiting", 0, "")
+        state, detail = "cancelled", ""
+        self._report("chain", "start", "waiting", self.actions, "", "")
+        try:
+            await self._to_its_end()
+            trajectory = await self._scored()
+            state, detail = "failed" if trajectory.error is not None else "done", trajectory.stop
+            try:
+                await self._hook(self.agent.after_chain, self, trajectory)
+            except Exception as error:  # it only looks on: the chain stays as it was
+                complain(f"after_chain raised {type(error).__name__}: {error}")
+            return trajectory
+        finally:
+            self._report("chain", "end", state, self.actions, detail, "")
+
+    async def _to_its_end(self) -> None:
         limit = asyncio.timeout(self.agent.timeout)
         try:
             async with limit:
@@ -578,7 +594,6 @@ class Chain:
         except asyncio.CancelledError as error:
             if cancelling():
                 await self.close()
-                self._report("chain", "end", "cancelled", self.actions, "")
                 raise
             self.error = Failure.of("chain", error)  # nobody cancelled us: something that we awaited was
             self._end("error")
@@ -588,21 +603,16 @@ class Chain:
             else:  # also a TimeoutError of somebody else's, such as a server's: that is not the model's doing
                 self.error = Failure.of("engine" if isinstance(error, EngineError) else "chain", error)
                 self._end("error")
+
+    async def _scored(self) -> Trajectory:
         try:
-            trajectory = await self.finish()
-        except asyncio.CancelledError:
-            self._report("chain", "end", "cancelled", self.actions, "")
-            raise
-        except Exception as error:  # a pool that is closed under the chain, say: the chain stays as data
+            return await self.finish()
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and cancelling():
+                raise
+            # A pool that is closed under the chain, say: the chain stays as data.
             self.error = Failure.of("chain", error)
-            trajectory = self._record(None, {}, self.error, "error")
-        try:
-            await self._hook(self.agent.after_chain, self, trajectory)
-        except Exception as error:  # it only looks on: the chain stays as it was
-            warnings.warn(f"after_chain raised {type(error).__name__}: {error}", stacklevel=2)
-        state: Literal["done", "failed"] = "failed" if trajectory.error is not None else "done"
-        self._report("chain", "end", state, self.actions, trajectory.stop)
-        return trajectory
+            return self._record(None, {}, self.error, "error")
 
     async def _advance(self) -> None:
         """One step with the agent's hooks around it."""
@@ -626,6 +636,21 @@ class Chain:
             return None
         result = hook(*given)
         return await result if inspect.isawaitable(result) else result
+
+    @contextlib.contextmanager
+    def _telling(self, kind: str, state: str, turn: int, detail: str = "", call: str = "") -> Iterator[_Told]:
+        """Report the start and, however it ends, the end."""
+        told = _Told(detail)
+        self._running += 1
+        self._report(kind, "start", state, turn, detail, call)
+        try:
+            yield told
+        except BaseException as error:
+            told.detail = f"{type(error).__name__}: {error}".removesuffix(": ")
+            raise
+        finally:
+            self._running -= 1
+            self._report(kind, "end", state if self._running else "waiting", turn, told.detail, call)
 
     # --- guards ---
 
@@ -656,6 +681,13 @@ class Chain:
 
 def _said(messages: Sequence[Message]) -> str:
     return "\n".join(str(m["content"]) for m in messages)
+
+
+@dataclasses.dataclass
+class _Told:
+    """What the end of something says of it."""
+
+    detail: str
 
 
 class _Alone:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from types import TracebackType
@@ -84,6 +85,14 @@ async def ended(tasks: Iterable[asyncio.Future[Any]]) -> None:
             cancelled = error
     if cancelled is not None:
         raise cancelled
+
+
+def complain(text: str) -> None:
+    """Warn of what somebody's callback did. Where warnings are errors it is logged: a chain must not pay for it."""
+    try:
+        warnings.warn(text, stacklevel=3)
+    except Warning:
+        logging.getLogger("agentfly_kit").warning(text)
 
 
 def awaited(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Pending[T]]:

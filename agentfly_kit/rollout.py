@@ -15,11 +15,11 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentfly_kit.chain import Chain, Place
+from agentfly_kit.chain import Chain, Place, Report
 from agentfly_kit.chat import Chat
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import NotAwaited, SettingsError, TaskError
-from agentfly_kit.pending import cancelling, ended
+from agentfly_kit.pending import cancelling, complain, ended
 from agentfly_kit.record import Rollout
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.tools import ToolSet
@@ -191,6 +191,8 @@ class RolloutRun:
         self._waiting: deque[tuple[Task, Place] | Chain] = deque()
         self._listeners: list[Callable[[RolloutEvent], None]] = []
         self._sequence = 0
+        self._events: deque[RolloutEvent] = deque()
+        self._telling = False
         self._task: asyncio.Task[Rollout] | None = None
         self._open: asyncio.Event | None = None
         self._paused = False
@@ -368,6 +370,9 @@ class RolloutRun:
                 chain = Chain(self.agent, task, place)
             except Exception as error:  # its messages, say, are none that the chat template knows
                 failure = Failure.of("chat", error)
+                report = self._reporter(place.id, task.id)
+                report("chain", "start", "waiting", 0, "", "")
+                report("chain", "end", "failed", 0, "error", "")
                 return Trajectory(place.id, task, place.group, place.chain, (), "error", error=failure)
         chain.watch(self._reporter(chain.id, chain.task.id), gate=self._gate, spawn=spawn)
         return await chain.run()
@@ -376,35 +381,39 @@ class RolloutRun:
         if self._open is not None and not self._open.is_set():
             await self._open.wait()
 
-    def _reporter(self, trajectory: str, task: str) -> Callable[[str, str, str, int, str], None]:
-        def report(kind: str, phase: str, state: str, turn: int, detail: str) -> None:
+    def _reporter(self, trajectory: str, task: str) -> Report:
+        def report(kind: Any, phase: Any, state: Any, turn: int, detail: str, call: str) -> None:
             if not self._listeners:
                 return
             self._sequence += 1
             seconds = time.perf_counter() - self._began
-            event = RolloutEvent(
-                self._sequence,
-                kind,  # type: ignore[arg-type]
-                phase,  # type: ignore[arg-type]
-                trajectory,
-                task,
-                turn,
-                state,  # type: ignore[arg-type]
-                seconds,
-                detail,
+            self._events.append(
+                RolloutEvent(self._sequence, kind, phase, trajectory, task, turn, state, seconds, detail, call)
             )
-            for listener in list(self._listeners):
-                try:
-                    listener(event)
-                except Exception as error:
-                    if listener in self._listeners:
-                        self._listeners.remove(listener)
-                    warnings.warn(
-                        f"a listener of a rollout raised {type(error).__name__}: {error}; it hears no more",
-                        stacklevel=2,
-                    )
+            self._hand_out()
 
         return report
+
+    def _hand_out(self) -> None:
+        """One event at a time to all who listen, also when a listener itself causes the next."""
+        if self._telling:
+            return
+        self._telling = True
+        try:
+            while self._events:
+                event = self._events.popleft()
+                for listener in list(self._listeners):
+                    try:
+                        listener(event)
+                    except (Exception, asyncio.CancelledError) as error:
+                        self._drop(listener, error)
+        finally:
+            self._telling = False
+
+    def _drop(self, listener: Callable[[RolloutEvent], None], error: BaseException) -> None:
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+        complain(f"a listener of a rollout raised {type(error).__name__}: {error}; it hears no more")
 
     def _bar(self) -> Any:
         if not self._progress:

@@ -15,7 +15,7 @@ import types as pytypes
 import typing
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
@@ -314,16 +314,28 @@ class ToolSet(Sequence[Tool[..., Any]]):
             return ToolResult(False, f"there is no tool named {call.name[:80]!r}; {known}")
         return await self._by_name[call.name].invoke(call.arguments, context)
 
-    async def call_all(self, calls: Sequence[ToolCall], context: Context) -> tuple[ToolCall, ...]:
+    async def call_all(
+        self,
+        calls: Sequence[ToolCall],
+        context: Context,
+        *,
+        around: Callable[[ToolCall], AbstractContextManager[Any]] = lambda _: nullcontext(),
+    ) -> tuple[ToolCall, ...]:
         """Run the calls of one turn side by side; the same calls come back in their order, with results.
 
         Calls that share a sandbox run in the order written, so that what the second sees of the first is no race.
+        around: entered when a call starts and left when it ends, however it ends.
         """
+
+        async def one(call: ToolCall) -> ToolResult:
+            with around(call):
+                return await self.call(call, context)
+
         if len(calls) == 1:
-            results = [await self.call(calls[0], context)]
+            results = [await one(calls[0])]
         else:
             async with asyncio.TaskGroup() as group:
-                running = [group.create_task(self.call(call, context)) for call in calls]
+                running = [group.create_task(one(call)) for call in calls]
             results = [task.result() for task in running]
         return tuple(
             replace(call, result=result, rerunner=self._rerunner(call, context))

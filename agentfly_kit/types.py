@@ -553,7 +553,11 @@ class Group:
 
 @dataclass(frozen=True)
 class RolloutEvent:
-    """One change of a chain, in order. `state` is what the chain does from now on."""
+    """One change of a chain. `state` is what the chain does from now on.
+
+    All events of a rollout come in the order of `sequence`, without gaps. Of one chain they nest: every start is
+    followed by its own end, also where something failed or was cancelled; a chain's own are its first and its last.
+    """
 
     sequence: int
     kind: Literal["chain", "turn", "tool", "reward"]
@@ -565,6 +569,9 @@ class RolloutEvent:
     time: float
     """Seconds since the rollout started."""
     detail: str = ""
+    """Of a turn's end its text, of a tool its name, of a chain's end its stop reason; of what failed, how."""
+    call: str = ""
+    """Of a tool event: the call's id. The calls of one action run side by side."""
 
 
 # --- one optimisation step -----------------------------------------------------------------------

@@ -423,6 +423,125 @@ async def test_a_listener_that_raises_hears_no_more_and_harms_nobody() -> None:
     assert heard == list(range(1, len(heard) + 1))
 
 
+async def test_where_warnings_are_errors_a_bad_listener_harms_nobody_either(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = scripted(["5"]).rollout(numbered(3))
+
+    def bad(event: RolloutEvent) -> None:
+        raise asyncio.CancelledError("listener") if event.trajectory.startswith("rollout-0:t1") else ValueError("no")
+
+    run.subscribe(bad)
+    assert [t.stop for t in await run] == ["answered"] * 3
+    assert "a listener of a rollout raised ValueError: no" in caplog.text
+    run = scripted(["5"]).rollout(numbered(3)[1:])
+    run.subscribe(bad)
+    assert [t.stop for t in await run] == ["answered"] * 2
+    assert "raised CancelledError: listener" in caplog.text
+
+
+async def test_a_listener_may_end_the_run_and_hears_of_every_end() -> None:
+    run = scripted(staggered).rollout(numbered(6), max_concurrency=3)
+    events: list[RolloutEvent] = []
+
+    def stop(event: RolloutEvent) -> None:
+        events.append(event)
+        if (event.kind, event.phase, event.task) == ("turn", "start", "t4"):
+            run.stop()
+
+    run.subscribe(stop)
+    await asyncio.wait_for(run, 10)
+    check_events(events)
+    assert {e.trajectory: e.state for e in events if (e.kind, e.phase) == ("chain", "end")}.keys() == {
+        e.trajectory for e in events
+    }
+    assert "cancelled" in {e.state for e in events}
+
+
+async def test_a_chain_that_could_not_begin_is_told_too() -> None:
+    odd = Task("odd", ({"role": 3, "content": "?"},), TASK.fields)
+    run = scripted(["5"]).rollout([TASK, odd])
+    events: list[RolloutEvent] = []
+    run.subscribe(events.append)
+    await run
+    check_events(events)
+    assert [(e.phase, e.state, e.detail) for e in events if e.task == "odd"] == [
+        ("start", "waiting", ""),
+        ("end", "failed", "error"),
+    ]
+
+
+def check_events(events: list[RolloutEvent]) -> None:
+    """No gap, no time that goes back; of each chain every start has its end, and they nest."""
+    assert [e.sequence for e in events] == list(range(1, len(events) + 1))
+    assert [e.time for e in events] == sorted(e.time for e in events)
+    for name in {e.trajectory for e in events}:
+        mine = [e for e in events if e.trajectory == name]
+        assert [(e.kind, e.phase) for e in (mine[0], mine[-1])] == [("chain", "start"), ("chain", "end")]
+        assert mine[-1].state in ("done", "failed", "cancelled")
+        running: list[tuple[str, str]] = []
+        for e in mine[1:-1]:
+            key = (e.kind, e.call)
+            assert not running or running[0][0] == e.kind  # tools run beside tools, everything else alone
+            if e.phase == "start":
+                assert e.kind == "tool" or not running
+                running.append(key)
+                assert e.state == {"turn": "sampling", "tool": "tool", "reward": "scoring"}[e.kind]
+            else:
+                running.remove(key)
+                assert e.state == ("tool" if running else "waiting")
+        assert not running, (name, running)
+
+
+async def test_whatever_goes_wrong_every_start_has_its_end() -> None:
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+
+    async def doze(*more: type[BaseException]) -> None:
+        await asyncio.sleep(rng.random() * 0.003)
+        if rng.random() < 0.1:
+            raise rng.choice([ValueError, TimeoutError, *more])("no")
+
+    async def script(task: Task, turn: int) -> str:
+        await doze() if rng.random() < 0.3 else await asyncio.sleep(0)
+        return put_call("x") * rng.randrange(1, 4) if rng.random() < 0.7 else rng.choice(["5", "<tool_call>{"])
+
+    @tool(name="put", timeout=0.002)
+    async def bad_put(text: str, box: Box) -> str:
+        """Put.
+
+        Args:
+            text: any.
+        """
+        await doze(SystemExit)
+        return await box.run(text)
+
+    @reward
+    async def bad_reward(final: str | None, box: Box) -> float:
+        await doze(SystemExit)
+        return 1.0
+
+    kinds: set[tuple[str, str]] = set()
+    async with Pool(Box, size=4) as pool:
+        for i in range(60):
+            a = scripted(script, tools=[bad_put], reward=bad_reward, pools=[pool], timeout=rng.choice([None, 0.01]))
+            run = a.rollout(numbered(6), group_size=2, max_concurrency=5)
+            events: list[RolloutEvent] = []
+            run.subscribe(events.append)
+            waiting = asyncio.create_task(run._wait())
+            if i % 3 == 0:
+                await asyncio.sleep(rng.random() * 0.03)
+                run.stop()
+            await asyncio.wait([waiting], timeout=20)
+            assert waiting.done() and (waiting.cancelled() or waiting.exception() is None), f"seed {seed}, {i}"
+            check_events(events)
+            kinds |= {(e.kind, e.state) for e in events}
+            ended = [e.trajectory for e in events if (e.kind, e.phase) == ("chain", "end") and e.state != "cancelled"]
+            assert sorted(ended) == sorted(t.id for t in run.partial), f"seed {seed}, {i}"
+    assert {("chain", "done"), ("chain", "failed"), ("tool", "tool"), ("reward", "scoring")} <= kinds
+
+
 async def test_unsubscribing() -> None:
     run = scripted(["5"]).rollout(TASK)
     heard: list[RolloutEvent] = []
