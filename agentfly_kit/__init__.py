@@ -26,6 +26,7 @@ _WHERE = {
     "Pool": "pool",
     "PythonSandbox": "sandboxes.python",
     "Rollout": "record",
+    "Row": "types",
     "Run": "runs",
     "RunMismatch": "errors",
     "Sample": "types",

@@ -41,6 +41,7 @@ from agentfly_kit.trainer import TrainConfig as TrainConfig
 from agentfly_kit.trainer import train as train
 from agentfly_kit.types import Failure as Failure
 from agentfly_kit.types import Group as Group
+from agentfly_kit.types import Row as Row
 from agentfly_kit.types import Sample as Sample
 from agentfly_kit.types import Sampling as Sampling
 from agentfly_kit.types import Stats as Stats

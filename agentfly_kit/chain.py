@@ -67,6 +67,7 @@ class Chain:
     """Made by `agent.chain(task)`. Everything that may wait is awaited; every call returns the new turn.
 
     turn         the leaf; `chain.turns` is the path to it
+    author       in whose name the policy samples: the agent's, until a hook or a cell says otherwise
     stop, error  why it ended, once it did
     """
 
@@ -76,6 +77,7 @@ class Chain:
         self.place = place if place is not None else Place(group=f"chain-0:{task.id}")
         self._noise = self.place  # of a fork with the same noise: the place of the chain that it samples like
         self.id = self.place.id
+        self.author = agent.name
         self.stop: str | None = None
         self.error: Failure | None = None
         self.context = Context(task, trajectory_id=self.id, seed=self._seed(0), pools=agent.pools)
@@ -112,8 +114,8 @@ class Chain:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """What the engine is given next: every token so far."""
-        return tuple(i for turn in self.turns for i in turn.ids or ())
+        """What the engine is given next: every token of the row so far."""
+        return tuple(i for turn in _row_of(self.turn) for i in turn.ids or ())
 
     @property
     def actions(self) -> int:
@@ -122,7 +124,8 @@ class Chain:
 
     def __repr__(self) -> str:
         where = f"stopped: {self.stop}" if self.stop else f"turn {self.actions} of {self.agent.max_turns}"
-        return f"Chain({self.id!r}, {where}, {sum(len(t.ids or ()) for t in self.turns)} tokens)"
+        rows = f" in {self.turn.row + 1} rows" if self.turn.row else ""
+        return f"Chain({self.id!r}, {where}, {sum(len(t.ids or ()) for t in self.turns)} tokens{rows})"
 
     def _repr_html_(self) -> str:
         return self.row()._repr_html_()
@@ -144,7 +147,9 @@ class Chain:
             ids = tuple(ids)
             more.setdefault("text", self.agent.chat.text(ids))
             more["pieces"] = self.agent.chat.pieces(ids)
-        return Turn(kind=kind, author=author, ids=ids, parent=getattr(self, "turn", None), **more)
+        before: Turn | None = getattr(self, "turn", None)
+        more.setdefault("row", before.row if before is not None else 0)
+        return Turn(kind=kind, author=author, ids=ids, parent=before, **more)
 
     # --- sampling ---
 
@@ -202,7 +207,7 @@ class Chain:
         sampled = engine.author == "policy" and sample.logprobs is not None
         if engine.logprobs == "yes" and ids and sample.logprobs is None:
             raise AlignmentError(f"{type(engine).__name__} declares logprobs and gave none")
-        author = self.agent.name if engine.author == "policy" else engine.author
+        author = self.author if engine.author == "policy" else engine.author
         more: dict[str, Any] = {"text": text or ""} if ids is None else {}
         kept = sample.kept_mass
         if kept is None and sampling.greedy and sample.logprobs is not None:
@@ -299,7 +304,8 @@ class Chain:
         return self.turn.tool_calls if self.turn.kind in ("action", "forced") else ()
 
     def _messages(self) -> tuple[Message, ...]:
-        return tuple(m for turn in self.turns for m in turn.messages)
+        """The conversation of the row that is being written."""
+        return tuple(m for turn in _row_of(self.turn) for m in turn.messages)
 
     # --- acting ---
 
@@ -341,7 +347,7 @@ class Chain:
             self._end("max_turns")
         else:
             # Only now: what no action will follow, no engine is given, so it stays out of the row.
-            turn = self._given(turn)
+            return self._tell(turn)
         self.turn = turn
         return turn
 
@@ -364,9 +370,29 @@ class Chain:
             messages=tuple(messages),
             tool_calls=tuple(calls),
             parent=self.turn,
+            row=self.turn.row,
             place=self._place_now(),
             **more,
         )
+
+    def _tell(self, turn: Turn) -> Turn:
+        """Make an observation the leaf, with the ids that tell it to the next action. Where this chat renders history
+        anew, and that gives other ids than the row holds, it has none: the next row begins with the whole."""
+        chat = self.agent.chat
+        if self._exact and chat.rewrites(turn.messages):
+            row = _row_of(turn)
+            messages = tuple(m for t in row for m in t.messages)
+            ids, before = chat.prompt(messages, self._tools), tuple(i for t in row[:-1] for i in t.ids or ())
+            if ids[: len(before)] != before:
+                self.turn = turn
+                self._begin_row(messages, "template")
+                return turn
+            rest = ids[len(before) :]
+            turn = dataclasses.replace(turn, ids=rest, text=chat.text(rest), pieces=chat.pieces(rest))
+        else:
+            turn = self._given(turn)
+        self.turn = turn
+        return turn
 
     def _given(self, turn: Turn) -> Turn:
         """The observation with the ids that the engine will be given for it."""
@@ -382,10 +408,12 @@ class Chain:
 
     def _end_untold(self, why: str) -> Turn:
         """End before an action. What was to be told to it leaves the row, for no engine was given it."""
-        if self.turn.kind == "observation" and self._exact:
-            text = self.turn.text if not self.turn.tool_calls else _said(self.turn.messages)
-            self.turn = dataclasses.replace(self.turn, ids=(), pieces=None, text=text)
+        self._untell()
         return self._end(why)
+
+    def _untell(self) -> None:
+        if self.turn.kind == "observation" and self._exact:
+            self.turn = dataclasses.replace(self.turn, ids=(), pieces=None, text=_said(self.turn.messages))
 
     def _place_now(self) -> str:
         return f"turn {self.actions} of {self.agent.max_turns}"
@@ -439,9 +467,18 @@ class Chain:
         return turn
 
     def observe(self, text: str, *, author: str = "person") -> Turn:
-        """Answer the last action yourself: as the result of each call that it made, or as the user if it made none."""
+        """Answer the last action yourself: as the result of each call that it made, or as the user if it made none.
+
+        After an observation that no action has followed yet, the text is told behind it, as the user's.
+        """
         self._idle("observe")
         self._open("observe")
+        if self.turn.kind == "observation":
+            messages = (*self.turn.messages, {"role": "user", "content": text})
+            told = dataclasses.replace(
+                self.turn, ids=() if self._exact else None, pieces=None, messages=messages, text=_said(messages)
+            )
+            return self._tell(told)
         if self.turn.kind not in ("action", "forced") or not self.turn.messages:
             raise SettingsError("there is no action to answer; sample or force one first")
         calls = [dataclasses.replace(c, result=ToolResult(True, text)) for c in self._calls()]
@@ -449,8 +486,50 @@ class Chain:
         if not calls:
             turn = dataclasses.replace(turn, messages=({"role": "user", "content": text},), text=text)
         self.stop = None
-        self.turn = self._given(turn)
-        return self.turn
+        return self._tell(turn)
+
+    def fold(self, said: str | Sequence[Message], *, author: str = "hook") -> Turn:
+        """Close this row, and go on in a new one that begins with `said`: a shorter context than all that was said.
+
+        said: a text is put under the task (the agent's opening messages, the last one with the text behind it);
+            messages are the whole of the new prompt, system message included. Tool schemas are in it as in the first.
+        What was told after the last action leaves the row, for no engine was given it. Every row is kept, and what was
+        sampled in it is trained: `trajectory.rows`. A chain that has answered, or was cut for want of room or of tokens
+        in its last turn, goes on; one without an action left has its end, by max_turns. Returns the new prompt.
+        Raises:  SettingsError while calls wait to be run or an action is half written.
+        """
+        self._idle("fold")
+        self._open("fold")
+        if self._calls() and self.stop not in ("context_full", "turn_tokens"):  # what was cut is never run
+            raise SettingsError("the last action called tools that have not run; await chain.act(), or chain.observe()")
+        if self.turn.kind == "forced" and not self.turn.messages:
+            raise SettingsError("an action is half written (force with end=False); sample its rest, or chain.rewind()")
+        if isinstance(said, str):
+            *before, last = self.agent.opening(self.task)
+            content = last["content"]
+            more: Any = f"{content}\n\n{said}"
+            if not isinstance(content, str):
+                more = [*(content or []), {"type": "text", "text": said}]
+            messages: tuple[Message, ...] = (*before, {**last, "content": more})
+        else:
+            messages = tuple(said)
+            if not messages or not all({"role", "content"} <= set(m) for m in messages):
+                raise SettingsError(f"fold was given {said!r}; give a text, or messages with 'role' and 'content'")
+        if self.actions >= self.agent.max_turns:
+            return self._end_untold("max_turns")
+        self._untell()
+        turn = self._begin_row(messages, author)
+        self.stop = None
+        return turn
+
+    def _begin_row(self, messages: tuple[Message, ...], author: str) -> Turn:
+        more: dict[str, Any] = {"messages": messages, "row": self.turn.row + 1, "place": self._place_now()}
+        if self._exact:
+            turn = self._turn("prompt", author, self.agent.chat.prompt(messages, self._tools), **more)
+        else:
+            turn = self._turn("prompt", author, None, text=_said(messages), **more)
+        self.turn = turn
+        return turn
 
     def rewind(self, to: Turn | int) -> Turn:
         """Go back to an earlier turn (or its index in `chain.turns`); what came after it leaves this chain.
@@ -474,7 +553,7 @@ class Chain:
             # What a cut turn says is no answer, and its calls are not run.
             self.stop = "turn_tokens" if target.stop == "length" else None if target.tool_calls else "answered"
         elif target.kind == "observation" and target.ids == ():
-            self.turn = self._given(target)  # it ended the chain, and so was told to nobody; now it will be
+            self._tell(target)  # it ended the chain or its row, and so was told to nobody; now it will be
         return self.turn
 
     @awaited
@@ -621,6 +700,8 @@ class Chain:
         # A hook may have written the action itself: then there is nothing to sample.
         if self.stop is None and not self._calls():
             await self.sample()
+            if self._full():
+                await self._hook(agent.when_full, self)
         if self.stop is None and self._calls():
             await self.act()
             if self.stop is None:
@@ -629,6 +710,10 @@ class Chain:
                     if self._spawn is None:
                         raise SettingsError("after_observation asked for forks of a chain that is not in a rollout")
                     self._spawn(await self.fork())
+
+    def _full(self) -> bool:
+        """A row that is full with its prompt alone does not count: folding it again would never end."""
+        return self.stop == "context_full" and len(_row_of(self.turn)) > 1
 
     @staticmethod
     async def _hook(hook: Callable[..., Any] | None, *given: Any) -> Any:
@@ -665,7 +750,9 @@ class Chain:
     def _open(self, call: str) -> None:
         if self._closed:
             raise SettingsError(f"chain.{call}: this chain is finished; agent.chain(task) starts another")
-        going = ("answered", "turn_tokens") if call == "observe" else ("answered",)
+        going = {"observe": ("answered", "turn_tokens"), "fold": ("answered", "turn_tokens", "context_full")}.get(
+            call, ("answered",)
+        )
         if self.stop is not None and self.stop not in going and call not in ("rewind", "fork"):
             raise SettingsError(
                 f"chain.{call}: the chain was stopped by {self.stop}; chain.finish(), or chain.rewind(to=)"
@@ -677,6 +764,14 @@ class Chain:
 
     def _alone(self, call: str) -> _Alone:
         return _Alone(self, call)
+
+
+def _row_of(turn: Turn) -> list[Turn]:
+    """The turns of its row, up to it."""
+    found = [turn]
+    while (before := found[-1].parent) is not None and before.row == turn.row:
+        found.append(before)
+    return found[::-1]
 
 
 def _said(messages: Sequence[Message]) -> str:

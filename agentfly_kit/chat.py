@@ -13,16 +13,18 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 from agentfly_kit import drift as drifting
 from agentfly_kit import formats
 from agentfly_kit.drift import Drift
 from agentfly_kit.errors import ChatTemplateError, SettingsError
 from agentfly_kit.template import Following, Template
-from agentfly_kit.types import Message, Trajectory
+from agentfly_kit.types import Message, Row, Trajectory
 
 __all__ = ["Chat", "ChatReport", "Drift", "check"]
+
+History: TypeAlias = Literal["exact", "append", "rerender"]
 
 _KEEP = 1024
 """Encoded texts that are remembered: the chains of a group all begin with the same prompt."""
@@ -33,9 +35,11 @@ class Chat:
 
     format: its name, a `formats.Format`, or "auto": the one that reads back a call as the template writes it, else
         hermes.
-    history: "exact" refuses, by name, what appending cannot give exactly. "append" appends as is: the model is then
-        given a history that its template would have written otherwise (without earlier thinking, most often), but
-        still what is trained is what was sampled. Nothing is ever rendered again.
+    history: what happens where the template would write history otherwise once more follows (without earlier thinking,
+        most often). "exact" refuses it by name. "append" appends as is: the model is given a history that its template
+        would not have written. "rerender" gives it what the template writes: the whole history, rendered anew, begins
+        another row (`trajectory.rows`), in which what was sampled before stands with mask 0. All three train exactly
+        what was sampled, after exactly what it was sampled from.
     stop: further texts, each one token, that end an action: what a generation config adds to the tokenizer's own.
     options: variables for the template, such as {"enable_thinking": False}.
     Raises:  ChatTemplateError if there is no template, or if it does not write what an assistant said.
@@ -49,7 +53,7 @@ class Chat:
         tokenizer: Any,
         *,
         format: str | formats.Format = "auto",
-        history: Literal["exact", "append"] = "exact",
+        history: History = "exact",
         stop: Sequence[str] = (),
         options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -59,8 +63,8 @@ class Chat:
                 f"{type(tokenizer).__name__} {getattr(tokenizer, 'name_or_path', '')!r} has no chat template; "
                 "set tokenizer.chat_template, or load the tokenizer of an instruction-tuned model"
             )
-        if history not in ("exact", "append"):
-            raise SettingsError(f'history={history!r}: give "exact" or "append"')
+        if history not in get_args(History):
+            raise SettingsError(f'history={history!r}: give "exact", "append" or "rerender"')
         self.tokenizer = tokenizer
         self.history = history
         # A control token: a special one, or an added one that this template writes. Text from outside never makes one.
@@ -150,7 +154,9 @@ class Chat:
         """
         if not messages:
             raise SettingsError("bridge was given no messages; give what is told before the assistant goes on")
-        self._require("tool" if messages[0].get("role") == "tool" else "user")
+        kinds: dict[Following, None] = {"tool" if m.get("role") == "tool" else "user": None for m in messages}
+        for kind in kinds:
+            self._require(kind)
         told, shown = self._told(messages), self._shown(tools)
         ids = self._encode_around(told, lambda plain: self.template.after(plain, shown))
         for count in range(min(len(after), len(ids), 4), 0, -1):
@@ -163,14 +169,23 @@ class Chat:
         kind = "user" if following == "tool" and self._as_user else following
         return self.template.proof(kind)
 
+    def rewrites(self, messages: Sequence[Message]) -> bool:
+        """Whether the history is to be rendered anew before `messages` are told: only under history="rerender", and
+        only where the template does not prove that they can be appended."""
+        if self.history != "rerender":
+            return False
+        kinds: set[Following] = {"tool" if m.get("role") == "tool" else "user" for m in messages}
+        return any(self.proof(kind) for kind in kinds)
+
     def _require(self, following: Following) -> None:
-        if self.history == "append":
+        if self.history != "exact":
             return
         if reason := self.proof(following):
             what = "tool results" if following == "tool" else "a user's message after an answer"
             raise ChatTemplateError(
                 f"the chat template of {self.template.name} cannot take {what} by appending: {reason}. Choose "
-                'Chat(tokenizer, history="append"), which appends as is and never renders again, or set '
+                'Chat(tokenizer, history="append"), which appends as is and never renders again, history="rerender", '
+                "which begins a row of its own with the history as the template writes it, or set "
                 "tokenizer.chat_template to one that keeps history"
             )
 
@@ -305,23 +320,27 @@ class Chat:
 
     # --- what encoding again would give ---
 
-    def drift(self, trajectory: Trajectory) -> Drift:
-        """Where the row would differ if its messages were rendered and encoded again, and why."""
-        turns = [(turn.kind, len(turn.ids or ())) for turn in trajectory.turns]
-        if any(turn.ids is None for turn in trajectory.turns):
+    def drift(self, trajectory: Trajectory | Row) -> Drift:
+        """Where the row would differ if its messages were rendered and encoded again, and why.
+
+        Raises:  AlignmentError for a trajectory of several rows; give one of them: `trajectory.rows[0]`.
+        """
+        row = trajectory if isinstance(trajectory, Row) else trajectory._row("turns")
+        turns = [(turn.kind, len(turn.ids or ())) for turn in row.turns]
+        if not row.exact:
             raise SettingsError("this trajectory has no token ids: its engine gives text only")
-        ids = [i for turn in trajectory.turns for i in turn.ids or ()]
+        ids = row.ids.tolist()
         pieces, text = self.pieces(ids), self.text(ids)
         # What no action followed has no ids, and is not in the row.
-        given = [turn for turn in trajectory.turns if turn.ids]
+        given = [turn for turn in row.turns if turn.ids]
         messages = [message for turn in given for message in turn.messages]
         last = given[-1] if given else None
         generate = last is not None and last.kind not in ("action", "forced")
         opened = self._told(messages)
-        if trajectory.tools and not self._shown(trajectory.tools):
-            opened = self._instructed(opened, trajectory.tools)
+        if row.tools and not self._shown(row.tools):
+            opened = self._instructed(opened, row.tools)
         try:
-            again_text = self.template.render(opened, self._shown(trajectory.tools), generate=generate)
+            again_text = self.template.render(opened, self._shown(row.tools), generate=generate)
         except ChatTemplateError as error:
             return Drift("other", 0, len(ids), "prompt, turn 0", pieces[:6], (), "", str(error))
         again = self.encode(again_text)

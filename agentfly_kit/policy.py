@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from agentfly_kit.chat import Chat
+from agentfly_kit.chat import Chat, History
 from agentfly_kit.errors import AlignmentError, PolicyError, SettingsError
 
 Want = Literal["logprob", "entropy", "value", "hidden"]
@@ -122,7 +122,7 @@ class Policy:
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "float32",
         format: str = "auto",
-        history: Literal["exact", "append"] = "exact",
+        history: History = "exact",
     ) -> Policy:
         """A policy from a folder in the transformers layout, or from a hub name.
 

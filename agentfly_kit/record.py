@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _FORMAT = "agentfly_kit.rollout"
-_VERSION = 1
+_VERSION = 2
+"""2 knows of several rows a trajectory; a rollout of single rows is written as 1."""
 
 
 # --- records to JSON and back --------------------------------------------------------------------
@@ -191,13 +192,18 @@ class Rollout:
             out["calls"] = sum(len(t.tool_calls) for t in ts) / len(ts)
             out["seconds"] = self.seconds
             if all(t.exact for t in ts):
-                out["tokens"] = sum(int(t.action_mask.sum()) for t in ts) / len(ts)
+                out["tokens"] = sum(int(row.action_mask.sum()) for t in ts for row in t.rows) / len(ts)
+            if any(len(t.rows) > 1 for t in ts):
+                out["rows"] = sum(len(t.rows) for t in ts) / len(ts)
         return out
 
     # --- frames ---
 
     def to_frame(self, kind: Literal["trajectories", "turns", "tokens"] = "trajectories") -> pd.DataFrame:
-        """One row a trajectory, a turn or a token. Missing numbers are NaN, never 0."""
+        """One line a trajectory, a turn or a token. Missing numbers are NaN, never 0.
+
+        "row" says which of the trajectory's rows a turn or a token stands in; a token's "position" is that in its row.
+        """
         import pandas as pd
 
         if kind not in ("trajectories", "turns", "tokens"):
@@ -223,8 +229,9 @@ class Rollout:
             "turns": len(t.actions),
             "calls": len(t.tool_calls),
             "failed_calls": sum(1 for c in t.tool_calls if c.result is not None and not c.result.ok),
-            "tokens": len(t.ids) if t.exact else math.nan,
-            "action_tokens": int(t.action_mask.sum()) if t.exact else math.nan,
+            "rows": len(t.rows),
+            "tokens": sum(map(len, t.rows)) if t.exact else math.nan,
+            "action_tokens": sum(int(row.action_mask.sum()) for row in t.rows) if t.exact else math.nan,
             "seconds": t.seconds,
             "error": str(t.error) if t.error else None,
         } | {f"metric_{k}": v for k, v in t.metrics.items()}
@@ -233,6 +240,7 @@ class Rollout:
     def _turn_rows(t: Trajectory) -> Iterator[dict[str, Any]]:
         for i, turn in enumerate(t.turns):
             yield {
+                "row": turn.row,
                 "turn": i,
                 "kind": turn.kind,
                 "author": turn.author,
@@ -247,20 +255,21 @@ class Rollout:
 
     @staticmethod
     def _token_rows(t: Trajectory) -> Iterator[dict[str, Any]]:
-        for position, (i, piece, mask, logprob, entropy, version, turn) in enumerate(
-            zip(t.ids, t.pieces, t.action_mask, t.logprobs, t.entropies, t.versions, t.turn_index, strict=True)
-        ):
-            yield {
-                "position": position,
-                "turn": int(turn),
-                "author": t.turns[int(turn)].author,
-                "id": int(i),
-                "text": piece,
-                "mask": bool(mask),
-                "logprob": float(logprob),
-                "entropy": float(entropy),
-                "version": int(version),
-            }
+        for row in t.rows:
+            views = (row.ids, row.pieces, row.action_mask, row.logprobs, row.entropies, row.versions, row.turn_index)
+            for position, (i, piece, mask, logprob, entropy, version, turn) in enumerate(zip(*views, strict=True)):
+                yield {
+                    "row": row.index,
+                    "position": position,
+                    "turn": int(turn),
+                    "author": t.turns[int(turn)].author,
+                    "id": int(i),
+                    "text": piece,
+                    "mask": bool(mask),
+                    "logprob": float(logprob),
+                    "entropy": float(entropy),
+                    "version": int(version),
+                }
 
     # --- scoring again, comparing ---
 
@@ -315,7 +324,8 @@ class Rollout:
             for turn in t.turns:
                 if turn.ids is not None and turn.pieces is not None:
                     pieces.update(zip(turn.ids, turn.pieces, strict=True))
-        header = {"format": _FORMAT, "version": _VERSION, "seconds": self.seconds, "pieces": pieces}
+        several = any(turn.row for t in self.trajectories for turn in t.turns)
+        header = {"format": _FORMAT, "version": _VERSION if several else 1, "seconds": self.seconds, "pieces": pieces}
         with whole_file(path) as file:
             file.write(dump(header, "the header") + "\n")
             for t in self.trajectories:

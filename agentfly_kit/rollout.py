@@ -52,9 +52,13 @@ class Agent:
     name: str = "policy"
     """The author of its tokens."""
     before_turn: Callable[[Chain], Any] | None = None
-    """In a rollout, called before each action; it may write it: `chain.force(text, author="hook")`. Sync or async."""
+    """In a rollout, called before each action; it may write it, `chain.force(text, author="hook")`, or begin another
+    row, `chain.fold(summary)`. Sync or async."""
     after_observation: Callable[[Chain], Any] | None = None
     """In a rollout, called after each tool result that an action follows; returns how many forks to run from here."""
+    when_full: Callable[[Chain], Any] | None = None
+    """In a rollout, called when a row has no room for the next action, or cut it short; it may `chain.fold(...)`, and
+    the chain goes on. Otherwise it ends: context_full."""
     after_chain: Callable[[Chain, Trajectory], Any] | None = None
     """In a rollout, called with each finished chain and its trajectory."""
     _last: list[Any] = field(default_factory=list, repr=False, compare=False)

@@ -314,6 +314,8 @@ class Turn:
     place: str = field(default="", compare=False)
     """Where it stands in its chain: "turn 3 of 6"."""
     parent: Turn | None = field(default=None, repr=False, compare=False)
+    row: int = 0
+    """Which of its chain's rows it stands in: a fold, or a history that is rendered anew, begins the next one."""
 
     def __post_init__(self) -> None:
         if self.ids is None:
@@ -344,33 +346,25 @@ class Turn:
         return f"Turn({place}{self.kind} by {self.author}, {count}, {text!r})"
 
 
-@dataclass(frozen=True, eq=True)
-class Trajectory:
-    """One finished chain: what was asked, every token with its author, and how it was scored.
+@dataclass(frozen=True)
+class Row:
+    """One sequence of token ids, exactly as the engine was given them and gave them: what an update sees at once.
 
-    `ids`, `action_mask`, `logprobs`, `entropies`, `versions` are views of the turns with one length T.
+    `ids`, `action_mask`, `logprobs`, `entropies`, `versions`, `pieces`, `turn_index` are views of its turns, (T,) each.
     """
 
-    id: str
-    """Unique within a run: rows, frames and widgets are joined by it."""
-    task: Task
-    group: str
-    """Chains of one task in one rollout share it."""
-    chain: int
-    """Index in its group, from 0."""
+    trajectory: str
+    """Of which it is a row, by id."""
+    index: int
+    """Which of the trajectory's rows, from 0."""
     turns: tuple[Turn, ...]
-    stop: str
-    reward: float | None = None
-    """None is unscored: left out of every mean, never 0.0."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    error: Failure | None = None
-    seed: int = 0
-    sampling: Sampling = field(default_factory=Sampling)
-    seconds: float = field(default=0.0, compare=False)
-    tools: tuple[dict[str, Any], ...] = ()
-    """The schemas that were in the prompt."""
+    start: int = 0
+    """Index in `trajectory.turns` of its first turn."""
+    tools: tuple[dict[str, Any], ...] = field(default=(), repr=False)
 
-    # --- tokens, (T,) each ---
+    def __len__(self) -> int:
+        """Tokens."""
+        return len(self.ids)
 
     @property
     def exact(self) -> bool:
@@ -380,7 +374,7 @@ class Trajectory:
     def _need_ids(self) -> None:
         if not self.exact:
             raise AlignmentError(
-                f"trajectory {self.id!r} came from an engine that gives text only: it has no token ids. "
+                f"trajectory {self.trajectory!r} came from an engine that gives text only: it has no token ids. "
                 "Use an engine that declares tokens='exact' for masks, training and token views"
             )
 
@@ -394,6 +388,16 @@ class Trajectory:
         """True where this policy sampled the token."""
         self._need_ids()
         return _frozen([turn.sampled for turn in self.turns for _ in turn.ids or ()], "bool")
+
+    def sampled_by(self, *authors: str) -> npt.NDArray[np.bool_]:
+        """True where this policy sampled the token in the name of one of these authors: the mask of some of its roles.
+
+        Without any, `action_mask`.
+        """
+        self._need_ids()
+        if not authors:
+            return self.action_mask
+        return _frozen([turn.sampled and turn.author in authors for turn in self.turns for _ in turn.ids or ()], "bool")
 
     @cached_property
     def logprobs(self) -> npt.NDArray[np.float32]:
@@ -417,9 +421,9 @@ class Trajectory:
 
     @cached_property
     def turn_index(self) -> npt.NDArray[np.int64]:
-        """Which of `turns` each token belongs to."""
+        """Which of the trajectory's `turns` each token belongs to."""
         self._need_ids()
-        return _frozen([i for i, turn in enumerate(self.turns) for _ in turn.ids or ()], "int64")
+        return _frozen([self.start + i for i, turn in enumerate(self.turns) for _ in turn.ids or ()], "int64")
 
     @cached_property
     def versions(self) -> npt.NDArray[np.int64]:
@@ -439,6 +443,110 @@ class Trajectory:
             out.extend(values if values is not None else [math.nan] * len(turn.ids or ()))
         return _frozen(out, "float32")
 
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """What the engine was told and said in this row, as chat messages."""
+        return tuple(message for turn in self.turns for message in turn.messages)
+
+    def __repr__(self) -> str:
+        tokens = f"{len(self)} tokens, {int(self.action_mask.sum())} sampled" if self.exact else "no ids"
+        return f"Row({self.index} of {self.trajectory!r}, {len(self.turns)} turns, {tokens})"
+
+
+@dataclass(frozen=True, eq=True)
+class Trajectory:
+    """One finished chain: what was asked, every token with its author, and how it was scored.
+
+    `rows` are its sequences of token ids: one, unless a fold or a history rendered anew began another. `ids`,
+    `action_mask`, `logprobs`, `entropies`, `versions`, `pieces`, `turn_index` are those of the only row, with one
+    length T; where there are several they raise and name `rows`.
+    """
+
+    id: str
+    """Unique within a run: rows, frames and widgets are joined by it."""
+    task: Task
+    group: str
+    """Chains of one task in one rollout share it."""
+    chain: int
+    """Index in its group, from 0."""
+    turns: tuple[Turn, ...]
+    """Of all rows, in order."""
+    stop: str
+    reward: float | None = None
+    """None is unscored: left out of every mean, never 0.0."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: Failure | None = None
+    seed: int = 0
+    sampling: Sampling = field(default_factory=Sampling)
+    seconds: float = field(default=0.0, compare=False)
+    tools: tuple[dict[str, Any], ...] = ()
+    """The schemas that were in the prompt."""
+
+    # --- tokens ---
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """Its sequences of token ids, in the order in which they were made; one at least.
+
+        Raises:  AlignmentError if the turns' `row` do not count up from 0.
+        """
+        starts = [i for i, turn in enumerate(self.turns) if i == 0 or turn.row != self.turns[i - 1].row]
+        if [self.turns[i].row for i in starts] != list(range(len(starts))):
+            raise AlignmentError(
+                f"trajectory {self.id!r} has turns in the rows {[turn.row for turn in self.turns]}; rows are counted "
+                "from 0, and each is finished before the next begins"
+            )
+        ends = [*starts[1:], len(self.turns)]
+        found = zip(starts or [0], ends, strict=True)
+        return tuple(Row(self.id, i, self.turns[a:b], a, self.tools) for i, (a, b) in enumerate(found))
+
+    @property
+    def exact(self) -> bool:
+        """Whether every turn has ids; a text-only engine gives none."""
+        return all(turn.ids is not None for turn in self.turns)
+
+    def _row(self, asked: str) -> Row:
+        if len(self.rows) > 1:
+            raise AlignmentError(
+                f"trajectory {self.id!r} has {len(self.rows)} rows, so there is no one .{asked}; take those of a row: "
+                f"trajectory.rows[0].{asked}"
+            )
+        return self.rows[0]
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        return self._row("ids").ids
+
+    @property
+    def action_mask(self) -> npt.NDArray[np.bool_]:
+        """True where this policy sampled the token."""
+        return self._row("action_mask").action_mask
+
+    @property
+    def logprobs(self) -> npt.NDArray[np.float32]:
+        """Behaviour logprobs in nats; NaN where the mask is 0."""
+        return self._row("logprobs").logprobs
+
+    @property
+    def entropies(self) -> npt.NDArray[np.float32]:
+        """In nats; NaN where the mask is 0 or the engine gave none."""
+        return self._row("entropies").entropies
+
+    @property
+    def pieces(self) -> tuple[str, ...]:
+        """The text of each token alone; the id in brackets where no tokenizer was at hand."""
+        return self._row("pieces").pieces
+
+    @property
+    def turn_index(self) -> npt.NDArray[np.int64]:
+        """Which of `turns` each token belongs to."""
+        return self._row("turn_index").turn_index
+
+    @property
+    def versions(self) -> npt.NDArray[np.int64]:
+        """Policy version behind each token; -1 where the mask is 0."""
+        return self._row("versions").versions
+
     # --- what happened ---
 
     @property
@@ -453,6 +561,7 @@ class Trajectory:
 
     @property
     def messages(self) -> tuple[Message, ...]:
+        """What was said, in the order of the turns; what a later row's prompt repeats is there again."""
         return tuple(message for turn in self.turns for message in turn.messages)
 
     @property
@@ -501,14 +610,17 @@ class Trajectory:
         return f"{did.capitalize()}, then the chain {end}. {score}.{told}"
 
     def __repr__(self) -> str:
-        tokens = f"{len(self.ids)} tokens" if self.exact else "no ids"
+        tokens = f"{sum(map(len, self.rows))} tokens" if self.exact else "no ids"
+        tokens += f" in {len(self.rows)} rows" if len(self.rows) > 1 else ""
         reward = "unscored" if self.reward is None else f"reward {self.reward:g}"
         return f"Trajectory({self.id!r}, {len(self.actions)} actions, {tokens}, {reward}, {self.stop})"
 
     def _repr_html_(self) -> str:
         colours = {"prompt": "#8884", "action": "#2a82", "observation": "#28c2", "forced": "#c822"}
+        several = len(self.rows) > 1
         rows = "".join(
-            f"<tr><td>{i}</td><td>{turn.kind}</td><td>{html.escape(turn.author)}</td>"
+            f"<tr><td>{i}</td>{f'<td>{turn.row}</td>' if several else ''}<td>{turn.kind}</td>"
+            f"<td>{html.escape(turn.author)}</td>"
             f"<td style='text-align:right'>{'–' if turn.ids is None else len(turn.ids)}</td>"
             f"<td style='text-align:left;background:{colours[turn.kind]}'><code style='white-space:pre-wrap'>"
             f"{html.escape(turn.text[:400])}</code></td></tr>"
@@ -516,7 +628,8 @@ class Trajectory:
         )
         return (
             f"<p><b>{html.escape(self.id)}</b>: {html.escape(self.explain())}</p>"
-            "<table><thead><tr><th></th><th>kind</th><th>author</th><th>tokens</th><th>text</th></tr></thead>"
+            f"<table><thead><tr><th></th>{'<th>row</th>' if several else ''}<th>kind</th><th>author</th><th>tokens</th>"
+            "<th>text</th></tr></thead>"
             f"<tbody>{rows}</tbody></table>"
         )
 

@@ -241,7 +241,7 @@ def test_an_end_of_two_tokens_is_written_once() -> None:
 
 
 def test_unknown_settings_are_refused() -> None:
-    with pytest.raises(SettingsError, match='history=\'render\': give "exact" or "append"'):
+    with pytest.raises(SettingsError, match='history=\'render\': give "exact", "append" or "rerender"'):
         Chat(tiny.tokenizer(), history="render")  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="format='hermez' is not known"):
         Chat(tiny.tokenizer(), format="hermez")

@@ -137,7 +137,7 @@ def test_numpy_becomes_plain_and_what_json_lacks_is_refused_by_name(tmp_path: Pa
         (b"\xff\xfe\x00", r"r\.jsonl(:1)? (is damaged|cannot be read)"),
         (b"[]\n", "is no saved rollout|damaged"),
         (b'{"format": "other"}\n', "is no saved rollout; give a file that Rollout.save wrote"),
-        (b'{"format": "agentfly_kit.rollout", "version": 99}\n', r"newer version \(99 > 1\); upgrade"),
+        (b'{"format": "agentfly_kit.rollout", "version": 99}\n', r"newer version \(99 > 2\); upgrade"),
     ],
 )
 def test_files_that_are_not_ours(tmp_path: Path, content: bytes, says: str) -> None:
