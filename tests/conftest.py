@@ -10,6 +10,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import textwrap
+from typing import Any
+
+import browser
 import hypothesis
 import pytest
 
@@ -30,3 +34,37 @@ def _elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.chdir(tmp_path_factory.mktemp("cwd"))
     yield
     os.chdir(before)
+
+
+# --- JupyterLab in a browser: one server for all files, one browser a file -------------------------
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Lab]:
+    server = browser.Lab(tmp_path_factory.mktemp("jupyter") / "lab")
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def lab(server: browser.Lab) -> Iterator[browser.Lab]:
+    server.start_browser()
+    yield server
+    server.stop_browser()
+
+
+@pytest.fixture
+def notebook(lab: browser.Lab, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Opens notebooks; at the end no page may have complained."""
+    opened: list[browser.Notebook] = []
+
+    def open(*cells: str, **more: Any) -> browser.Notebook:
+        name = "".join(c if c.isalnum() else "-" for c in request.node.name)
+        opened.append(lab.open(f"{name}-{len(opened)}", [textwrap.dedent(cell).strip() for cell in cells], **more))
+        return opened[-1]
+
+    yield open
+    errors = [error for each in opened for error in each.errors]
+    for each in opened:
+        each.close()
+    assert errors == []

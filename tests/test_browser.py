@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,37 +15,6 @@ WHY_NOT = browser.missing()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 PICTURES = Path(__file__).resolve().parent.parent / "build" / "screenshots"
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Lab]:
-    server = browser.Lab(tmp_path_factory.mktemp("jupyter") / "lab")
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
-def lab(server: browser.Lab) -> Iterator[browser.Lab]:
-    server.start_browser()
-    yield server
-    server.stop_browser()
-
-
-@pytest.fixture
-def notebook(lab: browser.Lab, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Opens notebooks; at the end no page may have complained."""
-    opened: list[browser.Notebook] = []
-
-    def open(*cells: str, **more: Any) -> browser.Notebook:
-        name = "".join(c if c.isalnum() else "-" for c in request.node.name)
-        opened.append(lab.open(f"{name}-{len(opened)}", [textwrap.dedent(cell).strip() for cell in cells], **more))
-        return opened[-1]
-
-    yield open
-    errors = [error for each in opened for error in each.errors]
-    for each in opened:
-        each.close()
-    assert errors == []
 
 
 # --- records, made in the notebook's own kernel ---------------------------------------------------

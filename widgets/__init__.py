@@ -4,6 +4,8 @@ from agentfly_kit import widgets as w
 w.TokenView(trajectory)     every token by signal: who wrote it, logprob, entropy, advantage, ratio, ...
 w.PoolView(pool)            the sandboxes of a pool, live
 w.TrainView(run)            the curves of a training run, live or from its folder
+w.ToolForm(tool)            call a tool and read exactly what the model would
+w.RewardForm(reward, rollout)    score saved trajectories again while a reward is edited: what flipped
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ except ImportError as error:  # pragma: no cover - the test environment has it
 from ._base import Static, View
 from ._tokens import Selection, Span
 from .pool_view import PoolView
+from .reward_form import RewardForm
 from .token_view import TokenView
+from .tool_form import ToolForm
 from .train_view import TrainView
 
-__all__ = ["PoolView", "Selection", "Span", "Static", "TokenView", "TrainView", "View"]
+__all__ = ["PoolView", "RewardForm", "Selection", "Span", "Static", "TokenView", "ToolForm", "TrainView", "View"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import html
 import inspect
+import json
 import threading
 import time
 import weakref
@@ -64,8 +65,8 @@ def number(value: float | None) -> str:
     return f"{mantissa}e{int(exponent)}".replace("-", "−")
 
 
-def count(n: int, noun: str) -> str:
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+def count(n: int, noun: str, plural: str = "") -> str:
+    return f"{n:,} {noun if n == 1 else plural or f'{noun}s'}"
 
 
 def tag(name: str, *content: str, **attributes: str) -> str:
@@ -83,6 +84,12 @@ def escape(text: str) -> str:
 def sendable(text: str) -> str:
     """Text that every JSON and UTF-8 encoder on the way takes: lone surrogates become their number."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def json_text(value: Any) -> str:
+    """JSON for people, which can also be sent: half of a surrogate pair is written as its escape."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if text == sendable(text) else json.dumps(value, default=str)
 
 
 # --- how often -----------------------------------------------------------------------------------
@@ -230,7 +237,9 @@ class View(anywidget.AnyWidget):
         if name not in self.settable:
             return
         try:
-            setattr(self, name, value)
+            # Not sent back where it is as the page put it: the page may have moved on meanwhile.
+            with self._lock_property(**{name: value}), self.hold_trait_notifications():
+                setattr(self, name, value)
         except (ValueError, TypeError, traitlets.TraitError) as error:
             self._notice = sendable(str(error))
             self.send_state(name)

@@ -50,7 +50,16 @@ export function ticks(lo, hi, n = 4) {
   return out;
 }
 
+/** Text in parts: what can be read as it is, and each character that cannot be seen as its number. */
+export function readable(text) {
+  return text.split(/([\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb])/u)
+    .map((part, i) => (i % 2 ? { hidden: `‹U+${part.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}›` } : { text: part }))
+    .filter((part) => part.hidden || part.text);
+}
+
 // --- page ---
+
+const marks = (text) => readable(text).map((part) => (part.hidden ? h("span", { class: "afk-ctl" }, part.hidden) : part.text));
 
 /** An element. Text goes in as text only: nothing here reads HTML. */
 export function h(name, attributes = {}, ...children) {

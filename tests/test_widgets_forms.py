@@ -1,0 +1,338 @@
+"""The forms without a browser: what they call, what they score, what they show."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import weakref
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import pytest
+from ipywidgets.widgets import widget as ipywidget
+from pydantic import BaseModel
+from test_widgets import NASTY, check_static, sent
+
+import agentfly_kit as af
+from agentfly_kit import widgets as w
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    for view in list(ipywidget._instances.values()):
+        view.close()
+
+
+class Place(BaseModel):
+    city: str
+    at: tuple[float, float] = (0.0, 0.0)
+
+
+@af.tool(max_chars=120)
+def weather(
+    places: Annotated[list[Place], "where"],
+    unit: Annotated[Literal["C", "F"], "of the answer"] = "C",
+    days: Annotated[int, "from today"] = 1,
+    note: Annotated[str | None, "anything else"] = None,
+) -> str:
+    """Say the weather."""
+    if note == "fail":
+        raise ZeroDivisionError("ours")
+    if note == "refuse":
+        raise af.ToolError("no such city")
+    return f"{', '.join(p.city for p in places)}: {20 * days} {unit}" + ("!" * 200 if note == "long" else "")
+
+
+async def ask(view: w.View, name: str, value: Any = None) -> None:
+    """What a click does, and its end."""
+    view._on_message(view, {"kind": "do", "page": "a", "name": name, "value": value}, [])
+    await asyncio.sleep(0)
+    while view._jobs:
+        await asyncio.wait(view._jobs)
+        await asyncio.sleep(0)
+
+
+async def test_the_form_calls_as_the_model_does() -> None:
+    form = w.ToolForm(weather)
+    assert repr(form) == "ToolForm(weather, 0 calls)"
+    check_static(form)
+    await ask(form, "call", '{"places": [{"city": "Rome"}], "days": 2}')
+    assert form._notice == ""
+    assert form.result.observation == "Rome: 40 C"
+    assert form._result["ok"]
+    assert form.to_code() == "await weather.try_(places=[{'city': 'Rome'}], days=2)"
+    assert await eval(form.to_code().removeprefix("await "), {"weather": weather}) == form.result
+    result = await form.call(places=[{"city": "Rome"}], note="long")
+    assert result.truncated
+    assert form._result["truncated"]
+    assert (
+        form._result["observation"]
+        == result.observation
+        == (await weather.try_([{"city": "Rome"}], note="long")).observation
+    )
+    assert json.loads(form.draft) == {"places": [{"city": "Rome"}], "note": "long"}
+    assert repr(form) == "ToolForm(weather, 2 calls)"
+    assert result.observation[:30] in check_static(form).text
+    sent(form)
+
+
+async def test_whose_fault_it_was() -> None:
+    form = w.ToolForm(weather)
+    one = [{"city": "Rome"}]
+    await form.call(places=one, note="refuse")
+    assert (form._result["ok"], form._result["error"], form._result["observation"]) == (False, None, "no such city")
+    await form.call(places=one, note="fail")
+    assert form._result["error"] == "ZeroDivisionError: ours"
+    assert "raise ZeroDivisionError" in form._result["traceback"]
+    assert form._result["observation"] == "weather failed."
+    await form.call(days=2, place=1)
+    assert "places is missing; place is not an argument" in form._result["observation"]
+    for text, said in (("{", "no JSON"), ("[1]", "JSON object"), ("{'a': 1}", "no JSON")):
+        await ask(form, "call", text)
+        assert said in form._notice
+        assert form.draft == text
+    assert len(form.results) == 3
+
+
+async def test_a_slow_call_is_cancelled_and_two_are_refused() -> None:
+    @af.tool
+    async def slow(seconds: Annotated[float, "how long"]) -> str:
+        """Wait."""
+        await asyncio.sleep(seconds)
+        return "done"
+
+    form = w.ToolForm(slow)
+    message = {"kind": "do", "page": "a", "name": "call", "value": '{"seconds": 60}'}
+    form._on_message(form, message, [])
+    await asyncio.sleep(0.05)
+    assert form.busy
+    form._on_message(form, message, [])
+    await asyncio.sleep(0.05)
+    assert "a call is running" in form._notice
+    await ask(form, "cancel")
+    assert not form.busy
+    assert form.results == []
+    await ask(form, "call", '{"seconds": 0}')
+    assert form.result.observation == "done"
+
+
+async def test_a_form_takes_its_sandbox_from_the_pool_and_its_fields_from_the_task() -> None:
+    class Box:
+        async def run(self, text: str) -> str:
+            return text.upper()
+
+        async def close(self) -> None: ...
+        async def reset(self) -> None: ...
+
+    @af.tool
+    async def shout(text: Annotated[str, "what"], box: Box, greeting: af.FromTask[str]) -> str:
+        """Say it loudly."""
+        return await box.run(f"{greeting} {text}")
+
+    pool = af.Pool(Box, size=1)
+    task = af.Task("t", ({"role": "user", "content": "?"},), {"greeting": "hello"})
+    form = w.ToolForm(shout, pool=pool, task=task)
+    assert form._about["hidden"] == ["box: Box, from the pool", "greeting: from the task"]
+    assert (await form.call(text="you")).observation == "HELLO YOU"
+    assert pool.snapshot().leased == 0
+    assert form.to_code() == "await shout.try_(text='you', pool=pool, task=task)"
+    assert (await w.ToolForm(shout, task=task).call(text="you")).observation == "HELLO YOU"
+    lacking = await w.ToolForm(shout).call(text="you")
+    assert "greeting" in str(lacking.error)
+    gone = weakref.ref(pool)
+    await pool.close()
+    del pool
+    gc.collect()
+    assert gone() is None
+    await ask(form, "call", '{"text": "you"}')
+    assert "the pool is gone" in form._notice
+
+
+async def test_texts_of_every_kind() -> None:
+    @af.tool
+    def echo(text: Annotated[str, "what"]) -> str:
+        """Say it again. <script>alert(1)</script>"""
+        return text
+
+    form = w.ToolForm(echo)
+    for text in NASTY:
+        await form.call(text=text)
+        sent(form)
+        page = check_static(form)
+        assert "script" not in page.tags
+    assert len(form.results) == len(NASTY)
+    await form.call(text="x" * 8000)
+    check_static(form)
+
+
+def test_what_is_no_tool() -> None:
+    with pytest.raises(TypeError, match=r"give an af\.Pool"):
+        w.ToolForm(weather, pool=7)
+    with pytest.raises(TypeError, match="give a Task"):
+        w.ToolForm(weather, task={"id": 1})
+
+    def plain(x):  # type: ignore[no-untyped-def]
+        return x
+
+    with pytest.raises(af.errors.ToolSchemaError, match="'x' has no type"):
+        w.ToolForm(plain)
+
+
+# --- RewardForm ----------------------------------------------------------------------------------
+
+
+def saved(n: int = 12, nasty: bool = False) -> af.Rollout:
+    """Chains whose answer is right for every third task; one was cut, one failed."""
+    out = []
+    for i in range(n):
+        text = NASTY[i % len(NASTY)] if nasty else f"it is {i if i % 3 == 0 else -1}"
+        task = af.Task(f"q{i}", ({"role": "user", "content": text if nasty else f"{i}?"},), {"answer": str(i)})
+        turns = (
+            af.Turn("prompt", "task", (1, 2), text="?"),
+            af.Turn(
+                "action", "policy", (3,), True, logprobs=(-0.5,), versions=(0,), text=text,
+                messages=({"role": "assistant", "content": text},),
+            ),
+        )  # fmt: skip
+        stop = "max_turns" if i == 1 else "error" if i == 2 else "answered"
+        reward = None if stop == "error" else 0.0
+        out.append(af.Trajectory(f"q{i}/0", task, f"q{i}", 0, turns, stop, reward=reward))
+    return af.Rollout.of(out)
+
+
+@af.reward
+def ends(final: str | None, answer: str) -> float:
+    return float(final is not None and final.endswith(answer))
+
+
+async def test_a_reward_form_shows_what_flipped() -> None:
+    rollout = saved()
+    form = w.RewardForm(ends, rollout)
+    assert repr(form) == "RewardForm(ends, 12 trajectories, not scored yet)"
+    check_static(form)
+    rescored = await form.score()
+    expected = (await rollout.rescore(ends)).trajectories
+    assert [t.reward for t in rescored.trajectories] == [t.reward for t in expected]
+    gained = [t.id for t in expected if t.reward == 1.0]
+    assert list(form.flipped["trajectory"]) == gained
+    assert len(gained) == 4
+    assert repr(form) == "RewardForm(ends, 12 trajectories, 4 gained, 0 lost)"
+    assert form._about["bars"] == [["0", 11, 7], ["1", 0, 4], ["unscored", 1, 1]]
+    assert form._about["old"]["mean"] == "0"
+    assert form._about["new"] == {"mean": "0.3636", "success": "0.3636", "scored": 11, "unscored": 1}
+    assert [row[0] for row in form._about["rows"][:4]] == gained
+    assert [t.reward for t in rollout.trajectories if t.reward] == []  # the rollout is as it was
+    await ask(form, "pick", gained[1])
+    assert form.picked is rollout.trajectories[3]
+    assert "Reward 1" in form._detail["new"]
+    await ask(form, "pick", "nothing")
+    assert form.picked is None
+    sent(form)
+    assert "succeeds now" in check_static(form).text
+
+
+async def test_a_reward_that_is_defined_again_is_scored_again() -> None:
+    cell = {"af": af, "__name__": "__main__"}
+    source = "@af.reward\ndef mine(final: str | None) -> float:\n    return {} if final else None\n"
+    exec(source.format("0.25"), cell)
+    rollout = saved()
+    form = w.RewardForm(cell["mine"], rollout)
+    await form.score()
+    assert form._about["new"]["mean"] == "0.25"
+    form._redefined()
+    assert not form._jobs  # the same reward: nothing to do
+    exec(source.format("1.0"), cell)
+    form._redefined()  # as the hook does when a cell has run
+    await asyncio.wait(form._jobs)
+    assert form._about["new"]["mean"] == "1"
+    assert form._about["last"]["mean"] == "0.25"
+    assert form.reward[0] is cell["mine"]
+    form._on_message(form, {"kind": "open", "page": "a"}, [])
+    form._on_message(form, {"kind": "close", "page": "a"}, [])
+    exec(source.format("0.5"), cell)
+    form._redefined()  # nobody looks at it
+    assert not form._jobs
+
+
+async def test_a_reward_that_fails_is_told_and_leaves_a_chain_unscored() -> None:
+    @af.reward
+    def bad(final: str | None) -> float:
+        return 1 / len("" if final and "-1" in final else "x")
+
+    form = w.RewardForm(bad, saved())
+    await form.score()
+    assert form._about["new"]["unscored"] > 1
+    ((text, n),) = form._about["errors"]
+    assert "ZeroDivisionError" in text
+    assert n == form._about["new"]["unscored"] - 1
+    assert {k: n for k, _, n in form._about["tally"]}["unscored"] == n
+    failed = form.to_frame().query("change == 'unscored'")["trajectory"].iloc[0]
+    await ask(form, "pick", failed)
+    assert "1 / len" in form._detail["traceback"]
+
+    @af.reward
+    def lacks(colour: str) -> float:
+        return 1.0
+
+    with pytest.raises(af.errors.RewardError, match="asks for 'colour'"):
+        w.RewardForm(lacks, saved())
+
+
+async def test_what_a_reward_form_keeps(tmp_path: Any) -> None:
+    path = saved().save(tmp_path / "r.jsonl")
+    form = w.RewardForm(ends, path)
+    await form.score()
+    assert len(form.flipped) == 4
+    rollout = saved()
+    form = w.RewardForm(ends, rollout)
+    await form.score()
+    form._on_message(form, {"kind": "open", "page": "a"}, [])
+    form._on_message(form, {"kind": "close", "page": "a"}, [])
+    del rollout
+    form.rescored = None
+    gc.collect()
+    assert form.record is None  # its page is gone, and with it the rollout
+    with pytest.raises(RuntimeError, match="the rollout is gone"):
+        await form.score()
+    for wrong in (7, ["x"], None):
+        with pytest.raises(TypeError, match="RewardForm scores"):
+            w.RewardForm(ends, wrong)
+    assert repr(w.RewardForm(ends, af.Rollout())) == "RewardForm(ends, 0 trajectories, not scored yet)"
+
+
+async def test_a_slow_reward_is_cancelled() -> None:
+    @af.reward
+    async def slow(final: str | None) -> float:
+        await asyncio.sleep(60)
+        return 1.0
+
+    form = w.RewardForm(slow, saved())
+    await asyncio.sleep(0.02)
+    assert form.busy
+    await ask(form, "cancel")
+    assert not form.busy
+    assert form.rescored is None
+
+
+async def test_a_reward_form_of_nasty_texts() -> None:
+    form = w.RewardForm(ends, saved(len(NASTY), nasty=True))
+    await form.score()
+    sent(form)
+    assert not check_static(form).tags & {"script", "img"}
+    for t in form.record.trajectories:
+        await ask(form, "pick", t.id)
+        sent(form)
+
+
+def test_bars() -> None:
+    from agentfly_kit.widgets.reward_form import bars
+
+    assert bars([], []) == []
+    assert bars([None], [1.0]) == [["1", 0, 1], ["unscored", 1, 0]]
+    many = [i / 7 for i in range(50)]
+    made = bars(many, many[::2])
+    assert len(made) == 10
+    assert [sum(row[k] for row in made) for k in (1, 2)] == [50, 25]
+    assert sum(row[1] for row in bars([-1e308 * (1 - i / 30) for i in range(30)] + [1e308], [])) == 31

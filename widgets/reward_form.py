@@ -1,0 +1,384 @@
+"""Saved trajectories scored again while a reward is edited. `Rollout.rescore` scores; this shows what changed."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import math
+import os
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import traitlets
+
+from ._base import View, count, escape, number, sendable, tag
+
+_ROWS = 200
+"""Rows of the table on the page; `to_frame()` has all."""
+_BARS = 10
+
+KINDS = {
+    "gained": "▲ succeeds now",
+    "lost": "▼ fails now",
+    "higher": "△ higher",
+    "lower": "▽ lower",
+    "scored": "+ scored now",
+    "unscored": "? unscored now",
+    "same": "= the same",
+}
+
+
+class RewardForm(View):
+    """The rewards of saved trajectories beside those of a reward that is being written, and which of them flipped.
+
+    Run the cell that defines the reward again, and the form scores again by itself (`follow=False`: only the button
+    does). reward: a reward, a function, or several. rollout: a Rollout, its trajectories, or the path of a saved one.
+    Nothing is sampled and the rollout is not changed.
+
+    `await form.score()` is the button; `form.rescored` is the rollout with the new rewards, `form.to_frame()` a row a
+    trajectory, `form.picked` the trajectory that was clicked.
+    Raises:  RewardError where the reward asks for a task field that is not there.
+    """
+
+    stem: ClassVar[str] = "reward_form"
+    settable: ClassVar[frozenset[str]] = frozenset()
+    doable: ClassVar[frozenset[str]] = frozenset({"score", "cancel", "pick"})
+
+    busy = traitlets.Bool(False).tag(sync=True)
+    _about = traitlets.Dict().tag(sync=True)
+    _progress = traitlets.List([0, 0]).tag(sync=True)
+    _detail = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, reward: Any, rollout: Any, *, follow: bool = True) -> None:
+        from agentfly_kit.rewards import RewardSet
+
+        self.reward = RewardSet.of(reward)
+        if not self.reward:
+            raise TypeError("RewardForm wants a reward: a function that @af.reward decorates")
+        # Kept until its page is left, because `RewardForm(reward, await agent.rollout(...))` names no variable.
+        self._kept: Any = _rollout(rollout)
+        self.reward.check([group.task for group in self._kept.groups])
+        self._picked: str | None = None
+        self._scoring: asyncio.Future[Any] | None = None
+        self.rescored: Any = None
+        """The rollout with the new rewards; None before it was scored once."""
+        super().__init__(self._kept)
+        self._show()
+        self._unhook = _after_each_cell(self) if follow else lambda: None
+        if self._loop is not None:
+            self._start()
+
+    @property
+    def record(self) -> Any:
+        return self._kept if self._kept is not None else self._record()
+
+    # --- scoring ---
+
+    async def score(self) -> Any:
+        """Score every trajectory again, and show what changed. Gives the rescored Rollout."""
+        if self._scoring is not None and self._scoring is not asyncio.current_task():
+            await self._stop()
+        return await self._score()
+
+    async def _score(self) -> Any:
+        from agentfly_kit.record import Rollout
+
+        rollout = self.record
+        if rollout is None:
+            raise RuntimeError("the rollout is gone: keep it in a variable, and run the cell of this form again")
+        reward, began, told = self.reward, time.perf_counter(), 0.0
+        reward.check([group.task for group in rollout.groups])
+        self.busy = True
+        try:
+            groups: list[Any] = []
+            for i, group in enumerate(rollout.groups):
+                scored = await Rollout((group,)).rescore(reward)
+                groups += scored.groups
+                if (now := time.perf_counter()) - told > 0.1:
+                    told = now
+                    self._progress = [i + 1, len(rollout.groups)]
+            self.rescored = Rollout(tuple(groups), rollout.seconds)
+        finally:
+            self.busy = False
+        self._show(time.perf_counter() - began)
+        return self.rescored
+
+    def _start(self) -> None:
+        if self._scoring is not None:
+            self._scoring.cancel()
+        job = self._scoring = self._job(self._score())
+
+        def ended(_: Any) -> None:
+            if self._scoring is job:
+                self._scoring = None
+
+        job.add_done_callback(ended)
+
+    async def _stop(self) -> None:
+        job = self._scoring
+        if job is not None:
+            job.cancel()
+            await asyncio.wait([job])
+
+    def _redefined(self) -> None:
+        """Take the rewards as a later cell defined them, and score again if one changed."""
+        from agentfly_kit import functions
+        from agentfly_kit.rewards import RewardSet
+
+        if (self._seen and not self._pages) or not self.reward.redefined():
+            return
+        names = set(self.reward.redefined())
+        self.reward = RewardSet(functions.current(r.function) if r.name in names else r for r in self.reward)
+        self._start()
+
+    def _do_score(self, value: Any) -> None:
+        self._redefined()
+        self._start()
+
+    def _do_cancel(self, value: Any) -> None:
+        if self._scoring is not None:
+            self._scoring.cancel()
+
+    # --- looking ---
+
+    def _pairs(self) -> list[tuple[Any, Any]]:
+        rollout = self.record
+        if rollout is None:
+            return []
+        new = {t.id: t for t in self.rescored.trajectories} if self.rescored is not None else {}
+        return [(t, new.get(t.id)) for t in rollout.trajectories]
+
+    def _show(self, seconds: float | None = None) -> None:
+        pairs = self._pairs()
+        scored = self.rescored is not None
+        changed = [(a, b, kind(a, b)) for a, b in pairs if b is not None]
+        tally = Counter(k for _, _, k in changed)
+        order = {k: i for i, k in enumerate(KINDS)}
+        rows = sorted(changed, key=lambda row: order[row[2]])
+        errors = Counter(str(b.error) for _, b, _ in changed if b.error is not None and b.reward is None)
+        before = self._about.get("new", {})
+        self._about = {
+            "name": sendable(" + ".join(r.name for r in self.reward)),
+            "source": sendable("\n\n".join(r.source for r in self.reward)),
+            "n": len(pairs),
+            "scored": scored,
+            "old": _summary([a for a, _ in pairs]),
+            "new": _summary([b for _, b, _ in changed]) if scored else {},
+            "last": before if scored else {},
+            "bars": bars([a.reward for a, _ in pairs], [b.reward for _, b, _ in changed]) if scored else
+            bars([a.reward for a, _ in pairs], []),
+            "tally": [[k, KINDS[k], tally[k]] for k in KINDS],
+            "rows": [
+                [
+                    sendable(a.id), sendable(_short(str(a.task.messages[-1]["content"]))), number(a.reward),
+                    number(b.reward), k, sendable(_short(a.final if a.final is not None else f"({a.stop})")),
+                ]
+                for a, b, k in rows[:_ROWS]
+            ],
+            "errors": [[sendable(_short(text, 300)), n] for text, n in errors.most_common(5)],
+            "seconds": seconds,
+        }  # fmt: skip
+
+    def _do_pick(self, value: Any) -> None:
+        for a, b in self._pairs():
+            if a.id == value:
+                self._picked = a.id
+                self._detail = {
+                    "id": sendable(a.id),
+                    "task": sendable(str(a.task.messages[-1]["content"])[:2000]),
+                    "fields": sendable(", ".join(f"{k}={_short(repr(v))}" for k, v in a.task.fields.items())),
+                    "final": None if a.final is None else sendable(a.final[:4000]),
+                    "old": sendable(a.explain()[:1000]),
+                    "new": "" if b is None else sendable(b.explain()[:1000]),
+                    "traceback": sendable(b.error.traceback) if b is not None and b.error is not None else "",
+                }
+                return
+        self._picked, self._detail = None, {}
+
+    @property
+    def picked(self) -> Any:
+        """The trajectory that was clicked, with its old reward; None when none was."""
+        return next((a for a, _ in self._pairs() if a.id == self._picked), None)
+
+    def to_frame(self) -> Any:
+        """A row a trajectory: task, chain, old, new, change, final. Missing rewards are NaN."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            [
+                {
+                    "trajectory": a.id, "task": a.task.id, "chain": a.chain,
+                    "old": math.nan if a.reward is None else a.reward,
+                    "new": math.nan if b is None or b.reward is None else b.reward,
+                    "change": None if b is None else kind(a, b), "final": a.final,
+                }
+                for a, b in self._pairs()
+            ],
+            columns=["trajectory", "task", "chain", "old", "new", "change", "final"],
+        )  # fmt: skip
+
+    @property
+    def flipped(self) -> Any:
+        """The rows of `to_frame()` whose success changed."""
+        frame = self.to_frame()
+        return frame[frame["change"].isin(["gained", "lost"])]
+
+    # --- life ---
+
+    def _opened(self) -> None:
+        if self._kept is None:
+            self._kept = self._record()
+
+    def _left(self) -> None:
+        self._kept = None
+
+    def close(self) -> None:
+        getattr(self, "_unhook", lambda: None)()
+        self._kept = None
+        super().close()
+
+    def __repr__(self) -> str:
+        about = self._about
+        changed = "not scored yet"
+        if about.get("scored"):
+            flips = {k: n for k, _, n in about["tally"]}
+            changed = f"{flips['gained']} gained, {flips['lost']} lost"
+        return (
+            f"RewardForm({about.get('name', '')}, {count(about.get('n', 0), 'trajectory', 'trajectories')}, {changed})"
+        )
+
+    def _static(self) -> str:
+        return _page(self._about, repr(self))
+
+
+def _rollout(source: Any) -> Any:
+    from agentfly_kit.record import Rollout
+
+    if isinstance(source, str | os.PathLike):
+        return Rollout.load(os.fspath(source))
+    if hasattr(source, "groups") and callable(getattr(source, "rescore", None)):
+        return source
+    items = [source] if hasattr(source, "turns") else source
+    try:
+        found = list(items)
+    except TypeError:
+        found = [None]
+    if not all(hasattr(t, "turns") and hasattr(t, "group") for t in found):
+        raise TypeError(
+            f"RewardForm scores a Rollout, its trajectories, or the path of a saved one; got {type(source).__name__}"
+        )
+    return Rollout.of(found)
+
+
+def _after_each_cell(form: RewardForm) -> Callable[[], None]:
+    """Have the form look at its rewards when a cell has run. Gives what ends it; the hook keeps no form alive."""
+    try:
+        from IPython.core.getipython import get_ipython
+    except ImportError:  # pragma: no cover - the lab has it
+        return lambda: None
+    shell = get_ipython()
+    if shell is None:
+        return lambda: None
+    me = weakref.ref(form)
+
+    def ran(*_: Any) -> None:
+        view = me()
+        if view is None:
+            end()
+        elif view._loop is not None and not view._loop.is_closed():
+            try:
+                view._redefined()
+            except Exception as error:
+                view._failed(error)
+
+    def end() -> None:
+        try:
+            shell.events.unregister("post_run_cell", ran)
+        except ValueError:
+            pass
+
+    shell.events.register("post_run_cell", ran)
+    return end
+
+
+def kind(old: Any, new: Any) -> str:
+    """How a trajectory's score changed; one of `KINDS`."""
+    if old.reward is None or new.reward is None:
+        return "same" if old.reward is new.reward else "scored" if old.reward is None else "unscored"
+    if bool(old.success) != bool(new.success):
+        return "gained" if new.success else "lost"
+    if old.reward == new.reward:
+        return "same"
+    return "higher" if new.reward > old.reward else "lower"
+
+
+def _summary(ts: Sequence[Any]) -> dict[str, Any]:
+    rewards = [float(t.reward) for t in ts if t.reward is not None]
+    wins = sum(bool(t.success) for t in ts if t.reward is not None)
+    return {
+        "mean": number(math.fsum(rewards) / len(rewards)) if rewards else "–",
+        "success": number(wins / len(rewards)) if rewards else "–",
+        "scored": len(rewards),
+        "unscored": len(ts) - len(rewards),
+    }
+
+
+def bars(old: Sequence[float | None], new: Sequence[float | None]) -> list[list[Any]]:
+    """[label, old count, new count]: a bar a value where they are few, else ranges of equal width; unscored last."""
+    there = sorted({float(r) for r in [*old, *new] if r is not None})
+    out: list[list[Any]] = []
+    if len(there) <= _BARS:
+        for value in there:
+            out.append([number(value), sum(r == value for r in old), sum(r == value for r in new)])
+    else:
+        low, high = there[0], there[-1]
+        edges = [low + k * (high / _BARS - low / _BARS) for k in range(_BARS)] + [high]
+
+        def place(reward: float) -> int:
+            return bisect.bisect_right(edges[1:-1], reward)
+
+        olds = Counter(place(r) for r in old if r is not None)
+        news = Counter(place(r) for r in new if r is not None)
+        out = [[f"{number(edges[k])} to {number(edges[k + 1])}", olds[k], news[k]] for k in range(_BARS)]
+    missing = [sum(r is None for r in side) for side in (old, new)]
+    return [*out, ["unscored", *missing]] if any(missing) else out
+
+
+def _short(text: str, limit: int = 120) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _page(about: dict[str, Any], title: str) -> str:
+    old, new = about["old"], about["new"]
+    out = [tag("div", tag("b", escape(title)), style="margin:2px 0 6px")]
+    if not about["scored"]:
+        out.append(tag("div", f"recorded: mean reward {old['mean']}, success {old['success']}. Not scored again yet."))
+    else:
+        out.append(
+            tag("div", f"mean reward {old['mean']} → {new['mean']}, success {old['success']} → {new['success']}, "
+                f"unscored {old['unscored']} → {new['unscored']}")
+        )  # fmt: skip
+    rows = "".join(
+        f"<tr><td>{escape(label)}</td><td>{a}</td><td>{b if about['scored'] else '–'}</td></tr>"
+        for label, a, b in about["bars"]
+    )
+    out.append(
+        f"<table><thead><tr><th>reward</th><th>recorded</th><th>now</th></tr></thead><tbody>{rows}</tbody></table>"
+    )
+    if changed := [row for row in about["rows"] if row[4] != "same"]:
+        body = "".join(
+            f"<tr><td>{escape(KINDS[k])}</td><td>{escape(a)} → {escape(b)}</td><td>{escape(id)}</td>"
+            f"<td>{escape(task)}</td><td>{escape(final)}</td></tr>"
+            for id, task, a, b, k, final in changed[:40]
+        )
+        out.append(
+            f"<details><summary>{count(sum(n for k, _, n in about['tally'] if k != 'same'), 'change')}</summary><table>"
+            "<thead><tr><th></th><th>reward</th><th>trajectory</th><th>question</th><th>final</th></tr></thead>"
+            f"<tbody>{body}</tbody></table></details>"
+        )
+    out += [tag("div", escape(f"{n} unscored: {text}")) for text, n in about["errors"]]
+    return tag("div", *out, style="line-height:1.5")
