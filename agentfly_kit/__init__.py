@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "Agent": "rollout",
     "Batch": "batch",
+    "Budget": "budget",
     "Chat": "chat",
     "Context": "context",
     "Failure": "types",

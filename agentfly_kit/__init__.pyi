@@ -7,6 +7,7 @@ from agentfly_kit import trl as trl
 from agentfly_kit import widgets as widgets  # type: ignore[attr-defined]  # its folder is widgets/
 from agentfly_kit.batch import Batch as Batch
 from agentfly_kit.batch import collate as collate
+from agentfly_kit.budget import Budget as Budget
 from agentfly_kit.chat import Chat as Chat
 from agentfly_kit.context import Context as Context
 from agentfly_kit.context import FromPool as FromPool

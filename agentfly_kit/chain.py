@@ -17,11 +17,13 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentfly_kit import seeds
+from agentfly_kit.budget import Action, Meter, take_calls
 from agentfly_kit.context import Context
 from agentfly_kit.errors import AlignmentError, EngineError, SettingsError
 from agentfly_kit.formats import Parsed
 from agentfly_kit.pending import awaited, cancelling, complain
 from agentfly_kit.types import (
+    SHARED,
     UNSCORED,
     Distribution,
     Failure,
@@ -80,11 +82,14 @@ class Chain:
         self.author = agent.name
         self.stop: str | None = None
         self.error: Failure | None = None
-        self.context = Context(task, trajectory_id=self.id, seed=self._seed(0), pools=agent.pools)
+        self.context = Context(task, trajectory_id=self.id, seed=self._seed(0), pools=agent.pools, caps=agent._caps)
         self._gate: Callable[[], Awaitable[None]] | None = None
         self._spawn: Callable[[Chain], None] | None = None
         self._session = f"{self.id}#{next(_sessions)}"
         self._report: Report = lambda *_: None
+        self._meters: tuple[Meter, ...] = ()
+        self.begun = False
+        """Whether an engine was asked."""
         self._running = 0
         """Of what it reported the start, and not yet the end."""
         self._began = time.perf_counter()
@@ -101,10 +106,12 @@ class Chain:
         *,
         gate: Callable[[], Awaitable[None]] | None = None,
         spawn: Callable[[Chain], None] | None = None,
+        meters: Sequence[Meter] = (),
     ) -> None:
         """What a rollout gives its chains: someone to report to, a gate that is awaited before each sample and act (a
-        paused rollout waits there), and someone who runs the forks that `after_observation` asks for."""
-        self._report, self._gate, self._spawn = report, gate, spawn
+        paused rollout waits there), someone who runs the forks that `after_observation` asks for, and the meters of
+        the budgets that they share."""
+        self._report, self._gate, self._spawn, self._meters = report, gate, spawn, tuple(meters)
 
     # --- where it stands ---
 
@@ -121,6 +128,11 @@ class Chain:
     def actions(self) -> int:
         """Actions taken: a forced beginning and what was sampled after it are one."""
         return sum(1 for turn in self.turns if turn.kind in ("action", "forced") and turn.messages)
+
+    @property
+    def idle(self) -> bool:
+        """Whether a shared budget ended it before anything was asked of an engine: it has not run at all."""
+        return self.stop in SHARED and not self.begun and self.turn.kind == "prompt"
 
     def __repr__(self) -> str:
         where = f"stopped: {self.stop}" if self.stop else f"turn {self.actions} of {self.agent.max_turns}"
@@ -157,7 +169,8 @@ class Chain:
     async def distribution(self, top: int = 20) -> Distribution:
         """What the model would sample next: the `top` most probable tokens. Nothing changes."""
         with self._alone("distribution"):
-            ids, logprobs, entropy = await self.agent.engine.distribution(self.ids, self.agent.sampling, top=top)
+            async with self.agent._caps.requests.slot():
+                ids, logprobs, entropy = await self.agent.engine.distribution(self.ids, self.agent.sampling, top=top)
             return Distribution(tuple(ids), self.agent.chat.pieces(ids), tuple(logprobs), entropy)
 
     @awaited
@@ -188,13 +201,23 @@ class Chain:
         if len(ids) + 1 >= agent.engine.max_length:
             return self._end_untold("context_full")
         await self._wait()
-        with self._telling("turn", "sampling", index) as told:
-            seed = self._seed(index)
-            request = TurnRequest(self.task, index, self._session, self._messages(), self._tools)
-            sample = await agent.engine.sample(ids, sampling, seed, request=request)
-            turn = self._action(sample, sampling, seed)
-            self._settle(turn, sample, sampling.max_tokens)
-            told.detail = turn.text
+        async with Action(self._meters, min(sampling.max_tokens, agent.engine.max_length - len(ids))) as share:
+            if share.stop is not None:
+                return self._end_untold(share.stop)
+            if share.cut_by is not None:
+                sampling = sampling.replace(max_tokens=share.tokens)
+            async with agent._caps.requests.slot():
+                self.begun = True
+                with self._telling("turn", "sampling", index) as told:
+                    seed = self._seed(index)
+                    request = TurnRequest(self.task, index, self._session, self._messages(), self._tools)
+                    sample = await agent.engine.sample(ids, sampling, seed, request=request)
+                    share.used = len(sample.ids or ())
+                    turn = self._action(sample, sampling, seed)
+                    if sample.ids is None and turn.ids is not None:
+                        share.used = len(turn.ids)  # of a script
+                    self._settle(turn, sample, sampling.max_tokens, share.cut_by)
+                    told.detail = turn.text
         return turn
 
     def _action(self, sample: Sample, sampling: Sampling, seed: int) -> Turn:
@@ -280,8 +303,8 @@ class Chain:
             ]
         return message, calls
 
-    def _settle(self, turn: Turn, sample: Sample, limit: int) -> None:
-        """Make the action the leaf, and see whether it ends the chain."""
+    def _settle(self, turn: Turn, sample: Sample, limit: int, cut_by: str | None) -> None:
+        """Make the action the leaf, and see whether it ends the chain. cut_by: the budget that set the limit."""
         self.turn = turn
         agent = self.agent
         if sample.stop == "abort":
@@ -289,7 +312,7 @@ class Chain:
         elif sample.stop == "length":
             total = agent.max_tokens is not None and self._action_tokens() >= agent.max_tokens
             short = sample.ids is not None and len(sample.ids) < limit
-            self._end("context_full" if short else "chain_tokens" if total else "turn_tokens")
+            self._end("context_full" if short else cut_by or ("chain_tokens" if total else "turn_tokens"))
         elif not turn.tool_calls:
             self.stop = "answered"
 
@@ -326,8 +349,12 @@ class Chain:
         self.context.turn = index
         self.context.seed = self._seed(index)
         began = time.perf_counter()
+        refused, over = self._within_budget(calls)
         done = await agent.tools.call_all(
-            calls, self.context, around=lambda call: self._telling("tool", "tool", index, call.name, call.id)
+            calls,
+            self.context,
+            around=lambda call: self._telling("tool", "tool", index, call.name, call.id),
+            refused=refused,
         )
         rewards = [c.result.reward for c in done if c.result is not None and c.result.reward is not None]
         turn = self._observation(
@@ -341,6 +368,8 @@ class Chain:
             self._end("error")
         elif any(c.result is not None and c.result.done for c in done):
             self._end("tool_stopped")
+        elif over is not None:
+            self._end(over)
         elif self._invalid_streak() >= agent.max_invalid_calls:
             self._end("invalid_call")
         elif index >= agent.max_turns:
@@ -350,6 +379,27 @@ class Chain:
             return self._tell(turn)
         self.turn = turn
         return turn
+
+    def _within_budget(self, calls: Sequence[ToolCall]) -> tuple[dict[int, ToolResult], str | None]:
+        """The calls that may not run, by position, with what is said of them; and the stop reason if there are any."""
+        costly = [i for i, c in enumerate(calls) if self._costs(c)]
+        granted, over = len(costly), None
+        if self.agent.max_tool_calls is not None:
+            left = self.agent.max_tool_calls - self._called()
+            if left < granted:
+                granted, over = max(0, left), "chain_tool_calls"
+        shared, shared_over = take_calls(self._meters, granted)
+        if shared_over is not None:
+            granted, over = shared, shared_over
+        text = f"was not run: there are no tool calls left ({over})"
+        return {i: ToolResult(False, f"{calls[i].name} {text}") for i in costly[granted:]}, over
+
+    def _costs(self, call: ToolCall) -> bool:
+        return call.error is None and call.name in self.agent.tools
+
+    def _called(self) -> int:
+        """Calls that reached a tool so far."""
+        return sum(self._costs(c) for turn in self.turns if turn.author == "tool" for c in turn.tool_calls)
 
     def _observation(self, author: str, calls: Sequence[ToolCall], **more: Any) -> Turn:
         messages: list[Message] = [
@@ -597,7 +647,7 @@ class Chain:
         reward: float | None = None
         metrics: dict[str, float] = {}
         try:
-            if self.stop not in UNSCORED and self.agent.reward:
+            if self.stop not in UNSCORED and not self.idle and self.agent.reward:
                 with self._telling("reward", "scoring", self.actions) as told:
                     scored = await self.agent.reward.score(self.row(), self.context)
                     self._apply(scored.turn_rewards)
@@ -657,7 +707,8 @@ class Chain:
             trajectory = await self._scored()
             state, detail = "failed" if trajectory.error is not None else "done", trajectory.stop
             try:
-                await self._hook(self.agent.after_chain, self, trajectory)
+                if not self.idle:
+                    await self._hook(self.agent.after_chain, self, trajectory)
             except Exception as error:  # it only looks on: the chain stays as it was
                 complain(f"after_chain raised {type(error).__name__}: {error}")
             return trajectory
@@ -665,7 +716,11 @@ class Chain:
             self._report("chain", "end", state, self.actions, detail, "")
 
     async def _to_its_end(self) -> None:
-        limit = asyncio.timeout(self.agent.timeout)
+        began = asyncio.get_running_loop().time()
+        own = None if self.agent.timeout is None else began + self.agent.timeout
+        deadlines = [(m.deadline, f"{m.name}_seconds") for m in self._meters if m.deadline is not None]
+        when, why = min([*deadlines, *([] if own is None else [(own, "timeout")])], default=(None, ""))
+        limit = asyncio.timeout_at(when)
         try:
             async with limit:
                 while self.stop is None:
@@ -678,7 +733,7 @@ class Chain:
             self._end("error")
         except Exception as error:
             if limit.expired():
-                self._end("timeout")
+                self._end(why)
             else:  # also a TimeoutError of somebody else's, such as a server's: that is not the model's doing
                 self.error = Failure.of("engine" if isinstance(error, EngineError) else "chain", error)
                 self._end("error")

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeVar
 
+from agentfly_kit.caps import Caps
 from agentfly_kit.errors import SandboxError, SettingsError
 from agentfly_kit.types import Task
 
@@ -123,8 +124,10 @@ class Context:
         seed: int = 0,
         pools: Sequence[PoolLike] = (),
         timeout: float | None = None,
+        caps: Caps = Caps(),  # noqa: B008 - it never changes
     ) -> None:
-        """`timeout` is how long a lease is waited for, in seconds; None leaves it to the pool.
+        """`timeout` is how long a lease is waited for, in seconds; None leaves it to the pool. `caps`: how many tools
+        and rewards may run at once.
 
         The chain moves `turn` and `seed` as it goes.
         """
@@ -137,6 +140,7 @@ class Context:
         """The tools' own: whatever they keep between the turns of this chain. It ends with the chain."""
         self.pools = tuple(pools)
         self.timeout = timeout
+        self.caps = caps
         self._leases: dict[int, tuple[PoolLike, asyncio.Task[_Lease]]] = {}
         self._turns: dict[int, asyncio.Lock] = {}
         self._closing: asyncio.Task[None] | None = None
@@ -212,6 +216,7 @@ class Context:
             seed=self.seed,
             pools=self.pools,
             timeout=self.timeout,
+            caps=self.caps,
         )
         try:
             twin.state = copy.deepcopy(self.state)

@@ -10,7 +10,7 @@ import html
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -156,6 +156,8 @@ class Rollout:
 
     groups: tuple[Group, ...] = ()
     seconds: float = field(default=0.0, compare=False)
+    not_run: dict[str, str] = field(default_factory=dict)
+    """Ids of the chains that a shared budget kept from beginning, each with its stop reason (`run_tokens`, ...)."""
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:
@@ -168,12 +170,14 @@ class Rollout:
         return iter(self.trajectories)
 
     @classmethod
-    def of(cls, trajectories: Iterable[Trajectory], seconds: float = 0.0) -> Rollout:
+    def of(
+        cls, trajectories: Iterable[Trajectory], seconds: float = 0.0, not_run: Mapping[str, str] | None = None
+    ) -> Rollout:
         """Group trajectories by their `group`, keeping the order in which groups first appear."""
         by: dict[str, list[Trajectory]] = {}
         for t in trajectories:
             by.setdefault(t.group, []).append(t)
-        return cls(tuple(Group(name, tuple(ts)) for name, ts in by.items()), seconds)
+        return cls(tuple(Group(name, tuple(ts)) for name, ts in by.items()), seconds, dict(not_run or {}))
 
     # --- numbers ---
 
@@ -182,6 +186,8 @@ class Rollout:
         ts = self.trajectories
         scored = [t for t in ts if t.reward is not None]
         out: dict[str, float] = {"trajectories": len(ts)}
+        if self.not_run:
+            out["not_run"] = len(self.not_run)
         if scored:
             out["success"] = sum(bool(t.success) for t in scored) / len(scored)
             out["reward"] = sum(t.reward for t in scored if t.reward is not None) / len(scored)
@@ -295,7 +301,7 @@ class Rollout:
                     t.replace(reward=score.reward, metrics=dict(score.metrics), error=score.error, turns=turns)
                 )
             groups.append(Group(group.id, tuple(scored)))
-        return Rollout(tuple(groups), self.seconds)
+        return Rollout(tuple(groups), self.seconds, self.not_run)
 
     def diff(self, other: Rollout) -> RolloutDiff:
         """What changed from this rollout to another of the same tasks: which chains flipped, and where."""
@@ -326,6 +332,8 @@ class Rollout:
                     pieces.update(zip(turn.ids, turn.pieces, strict=True))
         several = any(turn.row for t in self.trajectories for turn in t.turns)
         header = {"format": _FORMAT, "version": _VERSION if several else 1, "seconds": self.seconds, "pieces": pieces}
+        if self.not_run:
+            header["not_run"] = self.not_run
         with whole_file(path) as file:
             file.write(dump(header, "the header") + "\n")
             for t in self.trajectories:
@@ -348,6 +356,7 @@ class Rollout:
             if header["version"] > _VERSION:
                 raise RunError(f"{path} was written by a newer version ({header['version']} > {_VERSION}); upgrade")
             pieces = {int(k): v for k, v in header["pieces"].items()}
+            not_run = dict(header.get("not_run", {}))
             found = []
             for line in lines[1:]:
                 number += 1
@@ -355,12 +364,13 @@ class Rollout:
                     found.append(_trajectory_in(json.loads(line), pieces))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunError(f"{path}:{number} is damaged: {type(error).__name__}: {error}") from error
-        return cls.of(found, header["seconds"])
+        return cls.of(found, header["seconds"], not_run)
 
     def __repr__(self) -> str:
         n = self.numbers()
         success = f", success {n['success']:.3f}" if "success" in n else ", unscored"
-        return f"Rollout({len(self.groups)} tasks, {len(self)} chains{success})"
+        missing = f", {len(self.not_run)} not run" if self.not_run else ""
+        return f"Rollout({len(self.groups)} tasks, {len(self)} chains{success}{missing})"
 
     def _repr_html_(self) -> str:
         cells = "".join(

@@ -201,7 +201,8 @@ class Reward(Generic[P, R]):
             async with AsyncExitStack() as stack:
                 values = await self._injected(trajectory, context, turn, stack)
                 shown = dict(values)
-                outcome = await functions.run(self.function, values, timeout=self.timeout, convert=self._result)
+                async with context.caps.rewards.slot():
+                    outcome = await functions.run(self.function, values, timeout=self.timeout, convert=self._result)
         except Exception as error:  # the pool, or a field that the task lacks
             return Score(None, error=functions.failure(where, error), arguments=values, name=self.name)
         if outcome.late:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentfly_kit.budget import Budget, Meter
+from agentfly_kit.caps import Caps
 from agentfly_kit.chain import Chain, Place, Report
 from agentfly_kit.chat import Chat
 from agentfly_kit.engines.base import Engine
@@ -42,12 +44,20 @@ class Agent:
     """Actions a chain may take."""
     max_tokens: int | None = None
     """Sampled tokens a chain may take; `Sampling.max_tokens` is one action's."""
+    max_tool_calls: int | None = None
+    """Calls of tools that a chain may make; unreadable and unknown ones are not counted. Those beyond are not run."""
     max_invalid_calls: int = 3
     """Actions in a row that call nothing but what is unreadable or unknown."""
     timeout: float | None = None
     """Seconds that a chain may take, its waits included."""
     sampling: Sampling = field(default_factory=Sampling)
     pools: Sequence[Any] = ()
+    max_concurrent_requests: int | None = None
+    """Requests to the engine that run at once, over everything that this agent does; None is no limit."""
+    max_concurrent_tools: int | None = None
+    """Tools that run at once. A call that waits holds its sandbox, but its own timeout has not begun."""
+    max_concurrent_rewards: int | None = None
+    """Rewards that run at once."""
     seed: int = 0
     name: str = "policy"
     """The author of its tokens."""
@@ -63,6 +73,7 @@ class Agent:
     """In a rollout, called with each finished chain and its trajectory."""
     _last: list[Any] = field(default_factory=list, repr=False, compare=False)
     _warned: list[str] = field(default_factory=list, repr=False, compare=False)
+    _caps: Caps = field(default_factory=Caps, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.engine, Engine):
@@ -74,10 +85,15 @@ class Agent:
         object.__setattr__(self, "reward", RewardSet.of(self.reward))
         pools = (self.pools,) if hasattr(self.pools, "acquire") else tuple(self.pools)
         object.__setattr__(self, "pools", pools)
-        for name in ("max_turns", "max_invalid_calls", "max_tokens"):
+        concurrent = ("max_concurrent_requests", "max_concurrent_tools", "max_concurrent_rewards")
+        for name in ("max_turns", "max_invalid_calls", "max_tokens", "max_tool_calls", *concurrent):
             value = getattr(self, name)
-            if not (isinstance(value, int) and value >= 1) and not (value is None and name == "max_tokens"):
-                raise SettingsError(f"{name}={value!r}: give at least 1")
+            may_be_none = name not in ("max_turns", "max_invalid_calls")
+            if not (isinstance(value, int) and value >= 1) and not (value is None and may_be_none):
+                raise SettingsError(f"{name}={value!r}: give at least 1{', or None' if may_be_none else ''}")
+        limits = tuple(getattr(self, name) for name in concurrent)
+        if self._caps.limits != limits:
+            object.__setattr__(self, "_caps", Caps.of(*limits))
         if self.timeout is not None and not self.timeout > 0:
             raise SettingsError(f"timeout={self.timeout!r}: give seconds above 0, or None for no limit")
         if not isinstance(self.sampling, Sampling):
@@ -92,7 +108,7 @@ class Agent:
 
     def replace(self, **changes: Any) -> Agent:
         """The same agent with other settings."""
-        return dataclasses.replace(self, _last=[], _warned=[], **changes)
+        return dataclasses.replace(self, _last=[], _warned=[], _caps=Caps(), **changes)
 
     def __repr__(self) -> str:
         tools = ", ".join(self.tools.names) or "no tools"
@@ -122,15 +138,18 @@ class Agent:
         group_size: int = 1,
         *,
         max_concurrency: int = 64,
+        budget: Budget | None = None,
+        group_budget: Budget | None = None,
         index: int = 0,
         purpose: str = "rollout",
         progress: bool = False,
     ) -> RolloutRun:
         """Chains of many tasks, `group_size` of each. Starts when it is awaited.
 
+        budget, group_budget: what all chains, and those of each group, may spend together.
         index, purpose: part of every seed; the same ones give the same trajectories from an engine that can promise it.
         """
-        return RolloutRun(self, tasks, group_size, max_concurrency, index, purpose, progress)
+        return RolloutRun(self, tasks, group_size, max_concurrency, index, purpose, progress, budget, group_budget)
 
     def _check(self, tasks: Sequence[Task]) -> None:
         """Refuse before the first token what could only fail later; say once that a tool was redefined."""
@@ -163,6 +182,8 @@ class RolloutRun:
         index: int,
         purpose: str,
         progress: bool,
+        budget: Budget | None = None,
+        group_budget: Budget | None = None,
     ) -> None:
         given = [tasks] if isinstance(tasks, Task) else list(tasks)
         if not given:
@@ -172,6 +193,11 @@ class RolloutRun:
                 raise TaskError(f"{task!r} is no Task; make tasks of rows with af.tasks_from(rows)")
         if group_size < 1 or max_concurrency < 1:
             raise SettingsError(f"group_size={group_size}, max_concurrency={max_concurrency}: both are at least 1")
+        for name, limit in (("budget", budget), ("group_budget", group_budget)):
+            if limit is not None and not isinstance(limit, Budget):
+                raise SettingsError(f"{name}={limit!r}: give an af.Budget(tokens=, turns=, tool_calls=, seconds=)")
+            if limit is not None and limit.tokens is not None and agent.engine.tokens != "exact":
+                raise SettingsError(f"{name}={limit}: this engine gives text only, whose tokens nobody here can count")
         agent._check(given)
         if agent.engine.tokens == "exact":
             # A template that refuses all of them says so now; one of many is that one's failure.
@@ -191,6 +217,11 @@ class RolloutRun:
         self.total = len(self._places)
         """Chains, with the forks that hooks have asked for so far."""
         self._tasks = len(given)
+        self._meter = None if budget is None else Meter(budget, "run")
+        self._group_meters = (
+            {} if group_budget is None else {p.group: Meter(group_budget, "group") for _, p in self._places}
+        )
+        self._not_run: dict[str, str] = {}
         self._done: dict[str, Trajectory] = {}
         self._waiting: deque[tuple[Task, Place] | Chain] = deque()
         self._listeners: list[Callable[[RolloutEvent], None]] = []
@@ -211,7 +242,8 @@ class RolloutRun:
     def partial(self) -> Rollout:
         """The chains that have finished, in the order of the tasks."""
         done = [self._done[place.id] for _, place in self._places if place.id in self._done]
-        return Rollout.of(done, (self._ended or time.perf_counter()) - self._began if self._began else 0.0)
+        not_run = {place.id: self._not_run[place.id] for _, place in self._places if place.id in self._not_run}
+        return Rollout.of(done, (self._ended or time.perf_counter()) - self._began if self._began else 0.0, not_run)
 
     def subscribe(self, callback: Callable[[RolloutEvent], None]) -> Callable[[], None]:
         """Be called with every change of a chain, in order, on the event loop. Returns what ends it."""
@@ -245,7 +277,8 @@ class RolloutRun:
         if self._task is None:
             return f"<{what} has not run: write `await` before it>"
         state = "done" if self._task.done() else "paused" if self._paused else "running"
-        return f"<{what}, {len(self._done)} of {self.total} chains done, {state}>"
+        missing = f", {len(self._not_run)} not run" if self._not_run else ""
+        return f"<{what}, {len(self._done)} of {self.total} chains done{missing}, {state}>"
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and hasattr(Rollout, name):
@@ -314,6 +347,8 @@ class RolloutRun:
 
     async def _run(self) -> Rollout:
         self._waiting = deque(self._places)
+        if self._meter is not None:
+            self._meter.start()
         bar = self._bar()
         # More chains than an engine holds would push each other's history out: slower, and other last bits.
         count = min(self.max_concurrency, getattr(self.agent.engine, "slots", self.max_concurrency))
@@ -359,13 +394,28 @@ class RolloutRun:
     async def _work(self, bar: Any, spawn: Callable[[Chain], None]) -> None:
         while self._waiting:
             item = self._waiting.popleft()
-            trajectory = await self._chain(item, spawn)
-            self._done[trajectory.id] = trajectory
-            self._tell(trajectory)
+            place = item.place if isinstance(item, Chain) else item[1]
+            meters = [m for m in (self._group_meters.get(place.group), self._meter) if m is not None]
+            for meter in meters:
+                meter.start()
+            why = next((stop for meter in meters if (stop := meter.used_up)), None)
+            if why is None:
+                trajectory, ran = await self._chain(item, spawn, meters)
+                if ran:
+                    self._done[place.id] = trajectory
+                    self._tell(trajectory)
+                else:
+                    why = trajectory.stop
+            elif isinstance(item, Chain):
+                await item.close()  # a fork holds what it forked
+            if why is not None:
+                self._not_run[place.id] = why
             if bar is not None:
                 bar.update()
 
-    async def _chain(self, item: tuple[Task, Place] | Chain, spawn: Callable[[Chain], None]) -> Trajectory:
+    async def _chain(
+        self, item: tuple[Task, Place] | Chain, spawn: Callable[[Chain], None], meters: Sequence[Meter]
+    ) -> tuple[Trajectory, bool]:
         if isinstance(item, Chain):
             chain = item
         else:
@@ -377,9 +427,10 @@ class RolloutRun:
                 report = self._reporter(place.id, task.id)
                 report("chain", "start", "waiting", 0, "", "")
                 report("chain", "end", "failed", 0, "error", "")
-                return Trajectory(place.id, task, place.group, place.chain, (), "error", error=failure)
-        chain.watch(self._reporter(chain.id, chain.task.id), gate=self._gate, spawn=spawn)
-        return await chain.run()
+                return Trajectory(place.id, task, place.group, place.chain, (), "error", error=failure), True
+        chain.watch(self._reporter(chain.id, chain.task.id), gate=self._gate, spawn=spawn, meters=meters)
+        trajectory = await chain.run()
+        return trajectory, not chain.idle
 
     async def _gate(self) -> None:
         if self._open is not None and not self._open.is_set():

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from agentfly_kit import functions
@@ -175,7 +176,8 @@ class Tool(Generic[P, R]):
                 return ToolResult(False, text, truncated=truncated)
             async with AsyncExitStack() as stack:
                 values |= await self._injected(context, stack)
-                outcome = await functions.run(self._bound(), values, timeout=self.timeout, convert=self._result)
+                async with context.caps.tools.slot():  # only now: who waits for a sandbox must not keep others waiting
+                    outcome = await functions.run(self._bound(), values, timeout=self.timeout, convert=self._result)
         except Exception as error:  # the pool, the task, a type's own validator: not the function
             if raising:
                 raise
@@ -320,22 +322,26 @@ class ToolSet(Sequence[Tool[..., Any]]):
         context: Context,
         *,
         around: Callable[[ToolCall], AbstractContextManager[Any]] = lambda _: nullcontext(),
+        refused: Mapping[int, ToolResult] = MappingProxyType({}),
     ) -> tuple[ToolCall, ...]:
         """Run the calls of one turn side by side; the same calls come back in their order, with results.
 
         Calls that share a sandbox run in the order written, so that what the second sees of the first is no race.
         around: entered when a call starts and left when it ends, however it ends.
+        refused: by position, the calls that are not to run, and their results.
         """
 
-        async def one(call: ToolCall) -> ToolResult:
+        async def one(position: int, call: ToolCall) -> ToolResult:
+            if position in refused:
+                return refused[position]
             with around(call):
                 return await self.call(call, context)
 
         if len(calls) == 1:
-            results = [await one(calls[0])]
+            results = [await one(0, calls[0])]
         else:
             async with asyncio.TaskGroup() as group:
-                running = [group.create_task(one(call)) for call in calls]
+                running = [group.create_task(one(i, call)) for i, call in enumerate(calls)]
             results = [task.result() for task in running]
         return tuple(
             replace(call, result=result, rerunner=self._rerunner(call, context))

@@ -694,6 +694,7 @@ def fingerprint(agent: Agent, tasks: Sequence[Task], config: TrainConfig, start:
             "max_tokens": agent.max_tokens,
             "max_invalid_calls": agent.max_invalid_calls,
             "timeout": agent.timeout,
+            **({} if agent.max_tool_calls is None else {"max_tool_calls": agent.max_tool_calls}),
             "sampling": dataclasses.asdict(agent.sampling),
             "seed": agent.seed,
             "engine": type(agent.engine).__name__,

@@ -31,14 +31,30 @@ StopReason: TypeAlias = Literal[
     "max_turns",  # the agent's limit of actions was reached
     "turn_tokens",  # one action reached Sampling.max_tokens and was cut
     "chain_tokens",  # the chain's actions reached Agent.max_tokens together
+    "chain_tool_calls",  # the chain wanted to call more tools than Agent.max_tool_calls
     "context_full",  # the next prompt does not fit the model
     "invalid_call",  # several malformed or unknown tool calls in a row
     "timeout",  # the chain's own wall clock
+    "group_tokens",  # the chains of its group had used up `group_budget=`: tokens, turns, tool calls, seconds
+    "group_turns",
+    "group_tool_calls",
+    "group_seconds",
+    "run_tokens",  # all chains of the rollout had used up `budget=`
+    "run_turns",
+    "run_tool_calls",
+    "run_seconds",
     "cancelled",  # a person or another task stopped it
     "error",  # our fault: host, pool, server or code; `Trajectory.error` says which
 ]
 
-TRUNCATED: frozenset[str] = frozenset({"max_turns", "turn_tokens", "chain_tokens", "context_full", "timeout"})
+SHARED: frozenset[str] = frozenset(
+    f"{whose}_{what}" for whose in ("group", "run") for what in ("tokens", "turns", "tool_calls", "seconds")
+)
+"""Stop reasons of a budget that a chain shares with others."""
+
+TRUNCATED: frozenset[str] = SHARED | {
+    "max_turns", "turn_tokens", "chain_tokens", "chain_tool_calls", "context_full", "timeout",
+}  # fmt: skip
 """Stop reasons that cut a chain which would have gone on."""
 
 UNSCORED: frozenset[str] = frozenset({"cancelled", "error"})

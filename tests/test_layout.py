@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [  # the first three lines are the steps of the ground floor
-    "errors seeds",
-    "types pending",
+    "errors seeds caps",
+    "types pending budget",
     "formats pool_state template drift",
     "chat pool sandboxes advantages losses data functions schema",
     "context batch diagnosis",
