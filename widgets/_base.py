@@ -238,7 +238,7 @@ class View(anywidget.AnyWidget):
             return
         try:
             # Not sent back where it is as the page put it: the page may have moved on meanwhile.
-            with self._lock_property(**{name: value}), self.hold_trait_notifications():
+            with self._lock_property(**{name: value}):
                 setattr(self, name, value)
         except (ValueError, TypeError, traitlets.TraitError) as error:
             self._notice = sendable(str(error))

@@ -6,6 +6,7 @@ import asyncio
 import bisect
 import math
 import os
+import sys
 import time
 import weakref
 from collections import Counter
@@ -275,11 +276,8 @@ def _rollout(source: Any) -> Any:
 
 def _after_each_cell(form: RewardForm) -> Callable[[], None]:
     """Have the form look at its rewards when a cell has run. Gives what ends it; the hook keeps no form alive."""
-    try:
-        from IPython.core.getipython import get_ipython
-    except ImportError:  # pragma: no cover - the lab has it
-        return lambda: None
-    shell = get_ipython()
+    ipython = sys.modules.get("IPython")  # without it loaded there is no shell
+    shell = None if ipython is None else ipython.get_ipython()
     if shell is None:
         return lambda: None
     me = weakref.ref(form)
