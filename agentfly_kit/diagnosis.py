@@ -124,7 +124,10 @@ def _sandboxes() -> Finding:
     level = report.best
     if level == "strict":
         return Finding("sandboxes", "strict: bubblewrap, no network, own file system", True)
-    state = f"{level}: code runs with your rights; see af.sandbox_report()"
+    if level == "landlock":
+        state = "landlock: your files cannot be opened, no network, weaker limits; see af.sandbox_report()"
+    else:
+        state = f"{level}: code runs with your rights; see af.sandbox_report()"
     return Finding("sandboxes", state, True, "apt-get install bubblewrap")
 
 

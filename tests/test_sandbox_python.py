@@ -24,9 +24,15 @@ from agentfly_kit.pool import Pool
 from agentfly_kit.sandboxes import PythonSandbox, isolation, limits, sandbox_report
 from agentfly_kit.sandboxes.limits import Group, Hierarchy, Limits, find_hierarchy
 
-# Absent, it is skipped. There and refused, these tests fail: a machine that should have it must not hide that.
+# Absent, they are skipped. There and refused, these tests fail: a machine that should have it must not hide that.
 STRICT = isolation.strict_trouble() if shutil.which("bwrap") is None else ""
-LEVELS = [pytest.param("strict", marks=pytest.mark.skipif(bool(STRICT), reason=STRICT)), "none"]
+LANDLOCK = "" if isolation.landlock_version() else isolation.landlock_trouble()
+LEVELS = [
+    pytest.param("strict", marks=pytest.mark.skipif(bool(STRICT), reason=STRICT)),
+    pytest.param("shared", marks=pytest.mark.skipif(bool(STRICT), reason=STRICT)),
+    pytest.param("landlock", marks=pytest.mark.skipif(bool(LANDLOCK), reason=LANDLOCK)),
+    "none",
+]
 
 
 @pytest.fixture(params=LEVELS)
@@ -384,7 +390,7 @@ async def test_sets_of_strings_have_one_order_in_all_chains(level: str):
     assert len(values) == 1
 
 
-async def test_preload_and_packages(level: str):
+async def test_preload(level: str):
     async with PythonSandbox(isolation=level, preload=["decimal"]) as sandbox:
         assert (
             await sandbox.run("import sys\n'decimal' in sys.modules, 'fractions' in sys.modules")
@@ -393,6 +399,26 @@ async def test_preload_and_packages(level: str):
     with pytest.raises(SandboxError, match="No module named 'no_such_module'"):
         await broken.start()
     assert not broken.alive
+
+
+async def test_packages_are_there_read_only_or_not_at_all(level: str):
+    site = isolation.packages()[0]
+    code = "import importlib.util, os\n[importlib.util.find_spec(name) is not None for name in ('numpy', 'json')]"
+    async with PythonSandbox(isolation=level) as sandbox:
+        assert (await sandbox.run(code)).value == "[True, True]"
+        assert (await sandbox.run("import numpy\nint(numpy.arange(4).sum())", timeout=20)).value == "6"
+        code_in_child = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {code!r}]).returncode"
+        assert (await sandbox.run(code_in_child, timeout=20)).value == "0"
+        if level != "none":
+            place = site if level == "landlock" else isolation.seen(site)
+            write = await sandbox.run(f"open({place!r} + '/mark', 'w')")
+            assert write.error_type in ("OSError", "PermissionError")
+    async with PythonSandbox(isolation=level, packages=False) as sandbox:
+        assert (await sandbox.run(code)).value == "[False, True]"
+        if level != "none":  # where the code may read all files it may read these too
+            look = f"[os.path.isdir(p) and os.access(p, os.R_OK) and os.listdir(p) for p in {[site]!r}]"
+            found = await sandbox.run(look)
+            assert found.value in ("[False]", "[[]]") or found.error_type == "PermissionError"
 
 
 # --- cancellation, loops, ends -------------------------------------------------------------------
@@ -569,29 +595,34 @@ async def test_a_forked_copy_of_this_process_ends_nothing(level: str):
 
 
 def test_levels_are_never_lowered_in_silence(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(SettingsError, match="isolation='landlock': want one of 'strict', 'none', or None"):
-        PythonSandbox(isolation="landlock")
+    names = "'strict', 'shared', 'landlock', 'none'"
+    with pytest.raises(SettingsError, match=f"isolation='docker': want one of {names}, or None"):
+        PythonSandbox(isolation="docker")
     monkeypatch.setattr(
         isolation, "strict_trouble", lambda: "bubblewrap is not installed: `apt-get install bubblewrap`"
     )
-    report = sandbox_report()
-    assert report.best == "none"
-    assert "no   bubblewrap is not installed" in repr(report)
 
-    async def strict() -> None:
-        async with Pool(PythonSandbox, isolation="strict") as pool:
-            with pytest.raises(
-                IsolationError, match="isolation='strict' cannot be had here: bubblewrap is not installed"
-            ):
+    async def named(level: str, why: str) -> None:
+        async with Pool(PythonSandbox, isolation=level) as pool:
+            with pytest.raises(IsolationError, match=f"isolation='{level}' cannot be had here: {why}"):
                 await pool.acquire()
 
-    async def best() -> None:
+    async def best(level: str) -> None:
         async with Pool(PythonSandbox) as pool, pool.lease() as sandbox:
-            assert sandbox.isolation == pool.isolation == pool.snapshot().isolation == "none"
-            assert repr(sandbox) == "<PythonSandbox none, 0 calls>"
+            assert sandbox.isolation == pool.isolation == pool.snapshot().isolation == level
+            assert repr(sandbox) == f"<PythonSandbox {level}, 0 calls>"
 
-    asyncio.run(strict())
-    asyncio.run(best())
+    for level in ("strict", "shared"):
+        asyncio.run(named(level, "bubblewrap is not installed"))
+    if not LANDLOCK:
+        assert sandbox_report().best == "landlock"
+        asyncio.run(best("landlock"))
+    monkeypatch.setattr(isolation, "landlock_version", lambda: 0)
+    asyncio.run(named("landlock", "this kernel has no Landlock"))
+    report = sandbox_report()
+    assert report.best == "none"
+    assert repr(report).count("no   bubblewrap is not installed") == 2
+    asyncio.run(best("none"))
 
 
 @pytest.mark.skipif(bool(STRICT), reason=STRICT)

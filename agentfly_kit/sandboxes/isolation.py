@@ -7,7 +7,9 @@ says which.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import json
 import os
 import platform
 import shutil
@@ -24,7 +26,7 @@ from ..errors import IsolationError, SettingsError
 from . import seccomp
 from .limits import Group, Hierarchy, Limits, find_hierarchy, sweep
 
-LEVELS = ("strict", "none")  # best first
+LEVELS = ("strict", "shared", "landlock", "none")  # best first; without a choice, shared is not one of them
 
 NOT_ISOLATED: Mapping[str, tuple[str, ...]] = {
     "strict": (
@@ -34,6 +36,22 @@ NOT_ISOLATED: Mapping[str, tuple[str, ...]] = {
         "facts about the machine can be read: processor, memory, uptime, mount sources",
         "with network=True the whole network of this machine can be reached, its loopback too",
     ),
+    "shared": (
+        "all that strict does not keep apart",
+        "sandboxes with the same network= and preload= are siblings: one bubblewrap, one parent process, one layout of "
+        "memory, one hash seed; a hole that reaches the parent reaches them all, and its end is theirs",
+        "between siblings there are still process, user, file, message and network namespaces, and limits for each",
+    ),
+    "landlock": (
+        "the kernel is shared: a hole in it is a hole in the sandbox",
+        "the code runs as your user, without capabilities; /usr and the folders of this Python can be read",
+        "whether a file of yours exists, its size and its times can be looked at where its path is known",
+        "facts about the machine can be read: processor, memory, the number of processes by guessing process ids",
+        "disk_mb bounds each file, not their sum",
+        "a process that hides on purpose can outlive the sandbox where no control group is to be had",
+        "with network=True the whole network of this machine can be reached, its loopback too",
+        "Landlock before version 6 does not know signals: there the code may send none, not even to its own children",
+    ),
     "none": (
         "the code runs as you: it reads and writes your files and sees your processes",
         "the network can be reached, whatever network= says",
@@ -41,6 +59,12 @@ NOT_ISOLATED: Mapping[str, tuple[str, ...]] = {
         "a process that hides on purpose can outlive the sandbox where no control group is to be had",
         "the code can kill or change its own zygote; then the sandbox dies and is replaced",
     ),
+}
+_WHAT = {
+    "strict": "bubblewrap: namespaces, read-only files, no capabilities, call filter; one for each sandbox",
+    "shared": "one bubblewrap for many: each with namespaces of its own inside, and the same filter",
+    "landlock": "no namespaces: the kernel's file rules, no capabilities, a call filter that leaves no sockets",
+    "none": "a bare process with limits; no boundary against hostile code",
 }
 WORKER = Path(__file__).with_name("worker.py")
 _PROBE_SECONDS = 10.0
@@ -67,27 +91,21 @@ class SandboxReport:
     def __repr__(self) -> str:
         lines = [f"sandboxes on this machine: the best level is {self.best!r}"]
         for level in self.levels:
-            lines.append(f"  {level.name:<7} {'yes' if level.available else 'no':<4} {level.why}")
-            lines += [f"           {name}: {how}" for name, how in level.limits.items() if level.available]
-            lines += [f"           not kept apart: {text}" for text in level.not_isolated if level.available]
+            lines.append(f"  {level.name:<8} {'yes' if level.available else 'no':<4} {level.why}")
+            lines += [f"            {name}: {how}" for name, how in level.limits.items() if level.available]
+            lines += [f"            not kept apart: {text}" for text in level.not_isolated if level.available]
         return "\n".join(lines)
 
 
 def sandbox_report(limits: Limits | None = None) -> SandboxReport:
-    """Which isolation levels there are here, how limits are held, and what is not isolated. Takes about 30 ms once."""
+    """Which isolation levels there are here, how limits are held, and what is not isolated. Takes about 0.1 s once."""
     limits = limits or Limits()
-    trouble = strict_trouble()
-    levels = (
-        LevelReport(
-            "strict", not trouble, trouble or "bubblewrap: namespaces, read-only files, no capabilities, call filter",
-            applied("strict", limits, hierarchy()), NOT_ISOLATED["strict"],
-        ),
-        LevelReport(
-            "none", True, "a bare process with limits; no boundary against hostile code",
-            applied("none", limits, hierarchy()), NOT_ISOLATED["none"],
-        ),
-    )  # fmt: skip
-    return SandboxReport("none" if trouble else "strict", levels)
+    levels = []
+    for name in LEVELS:
+        why = trouble(name)
+        how = applied(name, limits, hierarchy())
+        levels.append(LevelReport(name, not why, why or _WHAT[name], how, NOT_ISOLATED[name]))
+    return SandboxReport(best(), tuple(levels))
 
 
 def known(isolation: str | None) -> None:
@@ -104,16 +122,30 @@ def choose(isolation: str | None, limits: Limits) -> str:
     """
     known(isolation)
     if isolation is None:
-        return "none" if strict_trouble() else "strict"
-    if isolation == "strict":
-        if trouble := strict_trouble():
-            raise IsolationError(f"isolation='strict' cannot be had here: {trouble}")
-        if limits.processes is not None and hierarchy() is None and os.geteuid() == 0:
-            raise IsolationError(
-                f"isolation='strict' with processes={limits.processes}: the kernel's own process limit does not hold "
-                "for root, and no control group is writable here; run as another user, or say processes=None"
-            )
+        return best()
+    if why := trouble(isolation):
+        raise IsolationError(f"isolation={isolation!r} cannot be had here: {why}")
+    root = os.geteuid() == 0 if hasattr(os, "geteuid") else False
+    if isolation != "none" and limits.processes is not None and hierarchy() is None and root:
+        raise IsolationError(
+            f"isolation={isolation!r} with processes={limits.processes}: the kernel's own process limit does not hold "
+            "for root, and no control group is writable here; run as another user, or say processes=None"
+        )
     return isolation
+
+
+def best() -> str:
+    """What isolation=None takes. Not "shared", which is a choice that only the user can make."""
+    return next(level for level in LEVELS if level != "shared" and not trouble(level))
+
+
+def trouble(level: str) -> str:
+    """Why a level cannot be had here, and what to type; empty if it can. Tried once, with the real thing."""
+    if level == "strict":
+        return strict_trouble()
+    if level == "shared":
+        return strict_trouble() or _try_shared(shutil.which("bwrap") or "")
+    return landlock_trouble() if level == "landlock" else ""
 
 
 def applied(level: str, limits: Limits, groups: Hierarchy | None) -> dict[str, str]:
@@ -122,10 +154,17 @@ def applied(level: str, limits: Limits, groups: Hierarchy | None) -> dict[str, s
     root = hasattr(os, "geteuid") and os.geteuid() == 0
     linux = sys.platform == "linux"
     memory = group or ("RLIMIT_DATA, each process" if linux else "not limited")
-    processes = group or ("RLIMIT_NPROC in its own user namespace" if level == "strict" and not root else "not limited")
-    disk = "size of its own /tmp" if level == "strict" else "RLIMIT_FSIZE, each file"
+    spaces = level in ("strict", "shared")
+    processes = group or "not limited"
+    if group is None and not root and spaces:
+        processes = "RLIMIT_NPROC in its own user namespace"
+    elif group is None and not root and level == "landlock":
+        processes = "RLIMIT_NPROC, beyond the processes that the same user has when it starts"
+    disk = "size of its own /tmp" if spaces else "RLIMIT_FSIZE, each file"
     cpu = "control group's clock, all processes together" if groups else "RLIMIT_CPU, each process"
-    network = "no interface but its own loopback" if level == "strict" else "not limited"
+    network = "no interface but its own loopback" if spaces else "not limited"
+    if level == "landlock":
+        network = "no sockets"
     return {
         "memory_mb": "not limited" if limits.memory_mb is None else memory,
         "processes": "not limited" if limits.processes is None else processes,
@@ -159,6 +198,55 @@ def strict_trouble() -> str:
     return _try(program)
 
 
+def landlock_trouble() -> str:
+    """As `strict_trouble`, for the level that needs no namespaces."""
+    if sys.platform != "linux":
+        return f"needs Linux's Landlock; this is {sys.platform}"
+    if seccomp.program(landlock=6) is None:
+        return f"no system-call filter has been written for {platform.machine()}"
+    if landlock_version() < 1:
+        return "this kernel has no Landlock: 5.13 or newer is wanted, with `landlock` among its `lsm=` modules"
+    return _try_landlock()
+
+
+@functools.cache
+def landlock_version() -> int:
+    """Of the kernel's Landlock: 1 files, 3 truncation, 4 TCP, 6 signals; 0 where there is none."""
+    if sys.platform != "linux":
+        return 0
+    return max(0, int(ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
+
+
+@functools.cache
+def _try_landlock() -> str:
+    program = seccomp.program(landlock=landlock_version(), network=False) or b""
+    settings = {"space": None, "landlock": landlock_rules("/nonexistent", Limits()), "filter": program.hex()}
+    return _probe([python(), "-s", "-S", str(WORKER), "probe", json.dumps(settings)], {}, ())
+
+
+@functools.cache
+def _try_shared(program: str) -> str:
+    command, environment = shared_command(Limits(), program)
+    calls = seccomp.program() or b""
+    settings = {"space": shared_space(Limits()), "landlock": None, "filter": calls.hex()}
+    said = _probe([*command, python(), "-s", "-S", STRICT_WORKER, "probe", json.dumps(settings)], environment, ())
+    return said and f"namespaces inside of bubblewrap's are refused: {said}"
+
+
+def _probe(command: list[str], environment: dict[str, str], passed: tuple[int, ...]) -> str:
+    """Run something that must print 42; else what it said."""
+    try:
+        done = subprocess.run(
+            command, env=environment, pass_fds=passed, capture_output=True, text=True, timeout=_PROBE_SECONDS,
+            stdin=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if done.stdout == "42\n":
+        return ""
+    return (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+
+
 @functools.cache
 def _try(program: str) -> str:
     """Run the interpreter at the strict level. Cached by program: one that is installed later is tried."""
@@ -167,16 +255,8 @@ def _try(program: str) -> str:
         return f"no system-call filter has been written for {platform.machine()}"
     with filter_:
         command, environment = strict_command(Limits(), filter_.fileno(), program)
-        try:
-            done = subprocess.run(
-                [*command, python(), "-s", "-S", "-c", "print(6 * 7)"],
-                env=environment, pass_fds=[filter_.fileno()], capture_output=True, text=True,
-                timeout=_PROBE_SECONDS, stdin=subprocess.DEVNULL, check=False,
-            )  # fmt: skip
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return f"bubblewrap did not run: {error}"
-    if done.stdout != "42\n":
-        said = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        said = _probe([*command, python(), "-s", "-S", "-c", "print(6 * 7)"], environment, (filter_.fileno(),))
+    if said:
         if "unknown option" in said.lower():
             return f"bubblewrap is too old (0.8 or newer is wanted): {said}"
         if "uid map" in said or "namespace" in said.lower() or "not permitted" in said.lower():
@@ -204,17 +284,20 @@ def python() -> str:
     return os.path.realpath(sys.executable)
 
 
-def shown_python() -> str:
+def shown_python(packages: bool = True) -> str:
     """What `sys.executable` says inside: the virtual environment's, so that a child Python has its packages."""
+    if not packages:
+        return python()
     folder = os.path.realpath(os.path.dirname(sys.executable)) if sys.executable else ""
     return os.path.join(folder, os.path.basename(sys.executable)) if folder else python()
 
 
-def python_folders() -> list[str]:
+def python_folders(with_packages: bool = True) -> list[str]:
     """Folders that this Python and its packages need. /usr is always there and is left out."""
-    folders = {
-        os.path.realpath(folder) for folder in (sys.base_prefix, sys.prefix, os.path.dirname(python()), *packages())
-    }
+    places = [sys.base_prefix, os.path.dirname(python())]
+    if with_packages:
+        places += [sys.prefix, *packages()]
+    folders = {os.path.realpath(folder) for folder in places}
     kept: list[str] = []
     for folder in sorted(folders):
         if not folder.startswith("/usr/") and folder not in ("/", "/usr") and not any(_inside(folder, k) for k in kept):
@@ -225,7 +308,19 @@ def python_folders() -> list[str]:
 def packages() -> list[str]:
     """Where installed packages lie, for the sandbox's `sys.path`."""
     paths = sysconfig.get_paths()
-    return list(dict.fromkeys(os.path.realpath(paths[name]) for name in ("purelib", "platlib")))
+    return list(dict.fromkeys(os.path.realpath(paths[name]) for name in _PLACES))
+
+
+def _installed() -> list[str]:
+    """Folders of packages that lie within the interpreter's own, or /usr, and so are seen unless they are covered."""
+    bases = (os.path.realpath(sys.base_prefix), "/usr")
+    names = (sysconfig.get_path(name, vars={"base": base, "platbase": base}) for base in bases for name in _PLACES)
+    debian = ("/usr/lib/python3/dist-packages", "/usr/local/lib/python3/dist-packages")
+    folders = dict.fromkeys(os.path.realpath(name) for name in (*names, *packages(), *debian))
+    return [path for path in folders if os.path.isdir(path) and any(_inside(path, base) for base in bases)]
+
+
+_PLACES = ("purelib", "platlib")
 
 
 def _inside(path: str, folder: str) -> bool:
@@ -246,6 +341,9 @@ def environment(home: str, path: str = "/usr/local/bin:/usr/bin:/bin") -> dict[s
 STRICT_WORKER = "/sandbox/worker.py"
 STRICT_HOME = "/tmp"
 STRICT_SHM_MB = 16
+_COVERED = "/sandbox/machine"
+_SYSTEM_FILES = ["/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"]
+_NETWORK_FILES = ["/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates"]
 
 
 def seen(path: str) -> str:
@@ -258,10 +356,50 @@ def seen(path: str) -> str:
     return path if fixed or not _inside(path, STRICT_HOME) else f"/sandbox/host{path}"
 
 
-def strict_command(limits: Limits, seccomp_fd: int, program: str = "bwrap") -> tuple[list[str], dict[str, str]]:
-    """bwrap and its options, up to the program to run, and the environment to start bwrap itself in.
+def strict_command(
+    limits: Limits, seccomp_fd: int, program: str = "bwrap", packages: bool = True
+) -> tuple[list[str], dict[str, str]]:
+    """bwrap and its options, up to the program to run, and the environment to start bwrap itself in."""
+    return _bubblewrap(limits, program, packages, ["--disable-userns"], ["--seccomp", str(seccomp_fd)])
 
-    The environment is clean because bwrap keeps its own, readable inside as /proc/1/environ unless the program is
+
+def shared_command(
+    limits: Limits, program: str = "bwrap", packages: bool = True
+) -> tuple[list[str], dict[str, str]]:  # fmt: skip
+    """As `strict_command`, for a hub: its children make namespaces of their own, and filter themselves.
+
+    For that a whole /proc must be in sight (bubblewrap's own is partly covered): the hub, which runs nothing from
+    outside, has the machine's, and each child covers it before it lets code in.
+    """
+    return _bubblewrap(limits, program, packages, ["--dev-bind", "/proc", _COVERED], [])
+
+
+def shared_space(limits: Limits) -> dict[str, object]:
+    """What a child of a hub mounts for itself; sizes in bytes."""
+    size = None if limits.disk_mb is None else limits.disk_mb * 2**20
+    return {"cover": _COVERED, "home": STRICT_HOME, "folders": {STRICT_HOME: size, "/dev/shm": _shm(limits)}}
+
+
+def _shm(limits: Limits) -> int:
+    return (STRICT_SHM_MB if limits.disk_mb is None else min(STRICT_SHM_MB, limits.disk_mb)) * 2**20
+
+
+def landlock_rules(home: str, limits: Limits, packages: bool = True) -> dict[str, object]:
+    """What code at the landlock level may open, and how; all else is refused."""
+    read = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", *_SYSTEM_FILES, *python_folders(packages)]
+    read += ["/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/uptime", "/proc/loadavg", "/proc/version"]
+    read += ["/proc/sys/kernel/pid_max", "/sys/devices/system/cpu", str(WORKER)]
+    if limits.network:
+        read += _NETWORK_FILES
+    devices = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")]
+    paths = [(path, "read") for path in read] + [(path, "device") for path in devices] + [(home, "all")]
+    return {"abi": min(7, landlock_version()), "network": limits.network, "paths": paths}
+
+
+def _bubblewrap(
+    limits: Limits, program: str, packages: bool, more: list[str], last: list[str]
+) -> tuple[list[str], dict[str, str]]:
+    """The environment is clean because bwrap keeps its own, readable inside as /proc/1/environ unless the program is
     pid 1; both doors are closed here. The order of the mounts counts: a later one hides what lies below it.
     """
     variables = environment(STRICT_HOME)
@@ -271,26 +409,28 @@ def strict_command(limits: Limits, seccomp_fd: int, program: str = "bwrap") -> t
     command += ["--cap-drop", "ALL", "--clearenv"]
     for name, value in variables.items():
         command += ["--setenv", name, value]
-    command += ["--new-session", "--die-with-parent", "--disable-userns", "--as-pid-1", "--hostname", "sandbox"]
+    command += ["--new-session", "--die-with-parent", "--as-pid-1", "--hostname", "sandbox"]
     command += ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
         if os.path.islink(f"/{name}"):
             command += ["--symlink", os.readlink(f"/{name}"), f"/{name}"]
         elif os.path.isdir(f"/{name}"):
             command += ["--ro-bind", f"/{name}", f"/{name}"]
-    for name in ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"):
+    for name in _SYSTEM_FILES:
         command += ["--ro-bind-try", name, name]
     if limits.network:
-        for name in ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates"):
+        for name in _NETWORK_FILES:
             command += ["--ro-bind-try", os.path.realpath(name), name]
-    shm = STRICT_SHM_MB if limits.disk_mb is None else min(STRICT_SHM_MB, limits.disk_mb)
-    command += ["--proc", "/proc", "--dev", "/dev", "--size", str(shm * 2**20), "--tmpfs", "/dev/shm"]
+    command += ["--proc", "/proc", "--dev", "/dev", "--size", str(_shm(limits)), "--tmpfs", "/dev/shm"]
     command += ["--remount-ro", "/dev"]
     if limits.disk_mb is not None:
         command += ["--size", str(limits.disk_mb * 2**20)]
     command += ["--tmpfs", STRICT_HOME]
-    for folder in python_folders():
+    for folder in python_folders(packages):
         command += ["--ro-bind", folder, seen(folder)]
-    command += ["--ro-bind", str(WORKER), STRICT_WORKER]
-    command += ["--chdir", STRICT_HOME, "--remount-ro", "/", "--seccomp", str(seccomp_fd), "--"]
+    if not packages:
+        for folder in _installed():
+            command += ["--size", "4096", "--perms", "0555", "--tmpfs", folder, "--remount-ro", folder]
+    command += ["--ro-bind", str(WORKER), STRICT_WORKER, *more]
+    command += ["--chdir", STRICT_HOME, "--remount-ro", "/", *last, "--"]
     return command, {"PATH": "/usr/bin:/bin"}

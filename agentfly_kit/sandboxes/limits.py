@@ -138,6 +138,10 @@ class Group:
         """The files into which a process writes 0 to enter."""
         return [str(folder / "cgroup.procs") for folder in self.folders.values()]
 
+    def enter(self, pid: int) -> None:
+        for file in self.joins:
+            Path(file).write_text(str(pid))
+
     def cpu_seconds(self) -> float | None:
         """Processor time of all its processes so far, dead ones too."""
         if "cpuacct" in self.folders:

@@ -7,9 +7,11 @@ or at exit. A `Vessel` owns all that must not be left behind: process, control s
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import queue
+import select
 import shutil
 import signal
 import socket
@@ -21,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import BinaryIO, TypeVar
 
 from ..errors import SandboxError
-from . import isolation, worker
+from . import isolation, seccomp, worker
 from .limits import Group, Limits
 
 T = TypeVar("T")
@@ -78,12 +80,51 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+class Adopted:
+    """A process that is not our child, with the words of Popen that a Vessel uses; no other can take its number."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._file: int | None = os.pidfd_open(pid)
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        return self.wait(0) if self._file is not None else 0
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """0 when it has ended; None when the time is up."""
+        with self._lock:
+            if self._file is None:
+                return 0
+            poll = select.poll()
+            poll.register(self._file, select.POLLIN)
+            if not poll.poll(None if timeout is None else timeout * 1e3):
+                return None
+            os.close(self._file)
+            self._file = None
+            return 0
+
+    def send_signal(self, number: int) -> None:
+        with self._lock, contextlib.suppress(ProcessLookupError):
+            if self._file is not None:
+                signal.pidfd_send_signal(self._file, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def __del__(self) -> None:
+        if getattr(self, "_file", None) is not None:
+            os.close(self._file)  # type: ignore[arg-type]
+
+
 class Vessel:
     """A started zygote and all that belongs to it. Made by `launch`, ended by `destroy`, which may be called twice."""
 
     def __init__(self) -> None:
         self.maker = os.getpid()
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | Adopted | None = None
+        self.hub: Hub | None = None
+        self.settings: bytes | None = None  # still to be sent, when a hub's child has said who it is
         self.control: socket.socket | None = None
         self.group: Group | None = None
         self.scratch: str | None = None
@@ -115,8 +156,22 @@ class Vessel:
             self.data.close()
             self.data = None
 
+    def enter(self, pid: int) -> None:
+        """A hub's child has said its number: put it under its limits, and tell it what it is to be.
+
+        Raises:  OSError if it is gone already.
+        """
+        self.process = Adopted(pid)
+        if self.group is not None:
+            self.group.enter(pid)
+        assert self.control is not None and self.settings is not None
+        self.control.sendall(self.settings)
+        self.settings = None
+
     def said(self) -> str:
         """The last line that the starting process wrote to its stderr: why it did not start."""
+        if self.hub is not None:
+            return self.hub.said()
         if self.errors is None:
             return ""
         self.errors.seek(0)
@@ -135,9 +190,13 @@ class Vessel:
             process = self.process
             if process is not None:
                 try:
-                    process.wait(_PATIENCE)
+                    gone = process.wait(_PATIENCE) is not None
                 except subprocess.TimeoutExpired:
+                    gone = False
+                if not gone:
                     self._kill(process)
+            if self.hub is not None:
+                self.hub.leave()
             if self.group is not None:
                 self.group.kill()
                 self.group.remove()
@@ -156,8 +215,12 @@ class Vessel:
         self.destroy()
 
     @staticmethod
-    def _kill(process: subprocess.Popen[bytes]) -> None:
+    def _kill(process: subprocess.Popen[bytes] | Adopted) -> None:
         """Kill it and all below it: without namespaces, what a dead zygote leaves behind is nobody's."""
+        if isinstance(process, Adopted):  # the first of a process namespace, which ends with it
+            process.kill()
+            process.wait()
+            return
         _signal(process.pid, signal.SIGSTOP)  # stopped, it still adopts the orphans that its children leave
         for _ in range(100):
             below = [pid for pid in worker.descendants(process.pid) if not _is_dead(pid)]
@@ -185,14 +248,78 @@ def _is_dead(pid: int) -> bool:
         return True
 
 
-def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int) -> Vessel:
+class Hub(Vessel):
+    """A bubblewrap in which one warm Python forks a zygote for each sandbox. Ends when the last of them has."""
+
+    open: dict[object, Hub] = {}  # noqa: RUF012  (one for all: what they share is the point)
+    lock = threading.Lock()
+
+    def __init__(self, key: object) -> None:
+        super().__init__()
+        self.key = key
+        self.users = 0
+
+    @classmethod
+    def find(cls, limits: Limits, preload: Sequence[str], packages: bool) -> Hub:
+        """The one with these settings, or a new one; the caller is one more user of it, until `leave`."""
+        key = (limits.network, tuple(preload), packages, tuple(isolation.python_folders(packages)))
+        with cls.lock:
+            hub = cls.open.get(key)
+            if hub is None or not hub.alive or hub.maker != os.getpid():
+                hub = cls.open[key] = Hub(key)
+                try:
+                    hub.launch(limits, preload, packages)
+                except BaseException:
+                    del cls.open[key]
+                    hub.destroy()
+                    raise
+            hub.users += 1
+            return hub
+
+    def launch(self, limits: Limits, preload: Sequence[str], packages: bool) -> None:
+        host, inside = socket.socketpair()
+        with inside:
+            self.control = host
+            self.errors = tempfile.TemporaryFile()  # noqa: SIM115
+            command, environment = isolation.shared_command(limits, packages=packages)
+            settings = {
+                "op": "settings", "path": [isolation.seen(path) for path in isolation.packages() if packages],
+                "preload": ["traceback", *preload],
+            }  # fmt: skip
+            host.sendall(json.dumps(settings).encode() + b"\n")
+            self.process = subprocess.Popen(
+                [*command, isolation.python(), "-s", "-S", isolation.STRICT_WORKER, "hub", str(inside.fileno())],
+                env=environment, cwd="/", pass_fds=[inside.fileno()], start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self.errors,
+            )  # fmt: skip
+
+    def bear(self, inside: socket.socket, network: bool) -> None:
+        """Have a zygote forked that holds this end of its control socket."""
+        assert self.control is not None
+        order = json.dumps({"op": "zygote", "network": network}).encode() + b"\n"
+        socket.send_fds(self.control, [order], [inside.fileno()])
+
+    def leave(self) -> None:
+        with self.lock:
+            self.users -= 1
+            if self.users > 0:
+                return
+            if self.open.get(self.key) is self:
+                del self.open[self.key]
+        self.destroy()
+
+
+def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, packages: bool = True) -> Vessel:
     """Start a zygote, on the spawner's thread. Takes about 2 ms; it says "ready" on the control socket later.
+
+    At the level "shared" it says "hello" before, and then `Vessel.enter` must be told its number.
 
     Raises:  SandboxError if it cannot be started at all.
     """
     vessel = Vessel()
     passed: list[int] = []
     opened: list[socket.socket | BinaryIO] = []
+    spaces = level in ("strict", "shared")
     try:
         groups = isolation.hierarchy()
         if groups is not None:
@@ -202,35 +329,55 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int) 
         vessel.control = host
         host.setblocking(False)
         passed.append(inside.fileno())
-        vessel.errors = tempfile.TemporaryFile()  # noqa: SIM115
         rlimits = {"RLIMIT_CORE": 0, "RLIMIT_NOFILE": 512}
         if limits.memory_mb is not None:
             # Beside the group's limit, which kills: this one gives a MemoryError, and the variables live.
             rlimits["RLIMIT_DATA"] = limits.memory_mb * _MEBIBYTE
         if limits.disk_mb is not None:
             rlimits["RLIMIT_FSIZE"] = limits.disk_mb * _MEBIBYTE
+        if limits.processes is not None and groups is None and level != "none":
+            # In a user namespace of its own the zygote is counted too; without one, all that this user has.
+            rlimits["RLIMIT_NPROC"] = limits.processes + (1 if spaces else _processes_of_this_user() + 1)
+        folder = None
+        if not spaces:
+            vessel.scratch = folder = tempfile.mkdtemp(prefix=f"agentfly-sandbox-{os.getpid()}-")
+        home = folder or isolation.STRICT_HOME
+        place = isolation.seen if spaces else str
+        version = isolation.landlock_version() if level == "landlock" else None
+        program = b""
+        if level in ("shared", "landlock"):
+            program = seccomp.program(landlock=version, network=limits.network) or b""
+        settings = {
+            "op": "settings", "rlimits": rlimits, "cpu_seconds": limits.cpu_seconds, "max_output": max_output,
+            "wipe": ["/tmp", "/dev/shm"] if spaces else [folder],
+            "keep": [place(path) for path in isolation.python_folders(packages)],
+            "path": [place(path) for path in isolation.packages() if packages and level != "shared"],
+            "preload": list(preload) if level != "shared" else [],
+            "pdeathsig": not spaces, "scratch": folder, "executable": place(isolation.shown_python(packages)),
+            "filter": program.hex(), "space": isolation.shared_space(limits) if level == "shared" else None,
+            "landlock": isolation.landlock_rules(home, limits, packages) if level == "landlock" else None,
+        }  # fmt: skip
+        line = json.dumps(settings).encode() + b"\n"
+        if level == "shared":
+            host.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            vessel.settings = line
+            vessel.hub = Hub.find(limits, preload, packages)
+            vessel.hub.bear(inside, limits.network)
+            return vessel
+        host.sendall(line)
+        vessel.errors = tempfile.TemporaryFile()  # noqa: SIM115
+        script = str(isolation.WORKER)
+        command: list[str] = []
         if level == "strict":
             filter_ = isolation.seccomp_file()
             assert filter_ is not None, "strict without a call filter: the probe must have refused it"
             opened.append(filter_)
             passed.append(filter_.fileno())
-            command, environment = isolation.strict_command(limits, filter_.fileno())
-            script, home, wipes, folder = isolation.STRICT_WORKER, isolation.STRICT_HOME, ["/tmp", "/dev/shm"], None
-            if limits.processes is not None and groups is None:
-                rlimits["RLIMIT_NPROC"] = limits.processes + 1  # counted in its own user namespace, with the zygote
+            command, environment = isolation.strict_command(limits, filter_.fileno(), packages=packages)
+            script = isolation.STRICT_WORKER
         else:
-            vessel.scratch = folder = tempfile.mkdtemp(prefix=f"agentfly-sandbox-{os.getpid()}-")
-            command, script, home, wipes = [], str(isolation.WORKER), folder, [folder]
             environment = isolation.environment(home, os.environ.get("PATH", os.defpath))
-        place = isolation.seen if level == "strict" else str
-        settings = {
-            "op": "settings", "rlimits": rlimits, "cpu_seconds": limits.cpu_seconds, "max_output": max_output,
-            "wipe": wipes, "keep": [place(path) for path in isolation.python_folders()],
-            "path": [place(path) for path in isolation.packages()], "preload": list(preload),
-            "pdeathsig": level == "none", "scratch": folder, "executable": place(isolation.shown_python()),
-        }  # fmt: skip
-        host.sendall(json.dumps(settings).encode() + b"\n")
-        command = [*command, isolation.python(), "-s", "-S", script, str(inside.fileno())]
+        command = [*command, isolation.python(), "-s", "-S", script, "zygote", str(inside.fileno())]
         if vessel.group is not None:
             # A shell enters the group and becomes the sandbox: no code of ours runs between fork and exec, where
             # another thread's lock could hang it, and a big host process is not copied.
@@ -249,3 +396,16 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int) 
         for each in opened:
             each.close()
     return vessel
+
+
+def _processes_of_this_user() -> int:
+    """With their threads, as the kernel counts them."""
+    uid, count = os.getuid(), 0
+    for folder in os.scandir("/proc"):
+        if folder.name.isdigit():
+            try:
+                if folder.stat().st_uid == uid:
+                    count += len(os.listdir(f"{folder.path}/task"))
+            except OSError:
+                continue  # it ended meanwhile
+    return count

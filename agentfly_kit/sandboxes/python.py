@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import socket
+import struct
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ _GRACE_SECONDS = 0.5  # between the interrupt, which keeps the variables, and th
 _CLOCK_SECONDS = 0.25  # how often the processor time of a running call is looked at
 _FLOOD_FACTOR = 256  # a call may print this many times what is kept of it, then it is stopped
 _CHUNK = 65536
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class PythonSandbox:
@@ -40,10 +42,12 @@ class PythonSandbox:
     last one (new process, empty folder), `await close()`. `async with PythonSandbox() as sandbox` does the first and
     the last.
 
-    isolation   "strict" (bubblewrap), "none" (a bare process with limits), or None: the best there is here. A level
-                that was named and cannot be had raises IsolationError at `start`. `sandbox_report()` says what each
-                keeps apart.
+    isolation   "strict" (one bubblewrap each), "shared" (one bubblewrap and one Python for all with the same network=,
+                packages= and preload=, each in namespaces of its own), "landlock" (no namespaces), "none" (a bare
+                process with limits), or None: the best there is here, which is never "shared". A level that was named
+                and cannot be had raises IsolationError at `start`. `sandbox_report()` says what each keeps apart.
     memory_mb, processes, cpu_seconds, disk_mb, network     see Limits; `applied` says how each one is held.
+    packages    the packages installed for this Python can be imported inside, read-only; False: the standard library.
     preload     modules that every interpreter has loaded already (numpy: 0.1 s once instead of in each chain).
     max_output  bytes kept of each of stdout, stderr, value and error of a call.
 
@@ -59,6 +63,7 @@ class PythonSandbox:
         cpu_seconds: float | None = 10.0,
         disk_mb: int | None = 64,
         network: bool = False,
+        packages: bool = True,
         preload: Sequence[str] = (),
         max_output: int = 65536,
     ) -> None:
@@ -73,6 +78,7 @@ class PythonSandbox:
         self.max_output = max_output
         self._asked = isolation
         self._preload = tuple(preload)
+        self._packages = packages
         self._vessel: process.Vessel | None = None
         self._finalizer: weakref.finalize[..., PythonSandbox] | None = None
         self._control: _Lines | None = None
@@ -107,6 +113,8 @@ class PythonSandbox:
             raise
         self._adopt(level, vessel)
         try:
+            if vessel.hub is not None:
+                await self._greet(vessel)
             await self._expect("ready", 0, _START_SECONDS)
             await self._fresh(wipe=False)
         except SandboxError as error:
@@ -118,6 +126,16 @@ class PythonSandbox:
             self._drop()
             raise
 
+    async def _greet(self, vessel: process.Vessel) -> None:
+        hello = await self._expect("hello", 0, _START_SECONDS)
+        if hello.get("error"):
+            raise SandboxError(f"the sandbox could not be set apart: {hello['error']}")
+        assert self._control is not None
+        try:
+            vessel.enter(self._control.sender)
+        except OSError as error:
+            raise SandboxError(f"the sandbox died while it started: {error}") from error
+
     def _adopt(self, level: str, vessel: process.Vessel) -> None:
         if self._closed:
             vessel.kill()
@@ -126,11 +144,11 @@ class PythonSandbox:
         self.isolation = level
         self._vessel = vessel
         self._finalizer = weakref.finalize(self, vessel.kill)
-        self._control = _Lines(vessel.control)
+        self._control = _Lines(vessel.control, labelled=vessel.hub is not None)
 
     def _launch(self) -> tuple[str, process.Vessel]:
         level = levels.choose(self._asked, self.limits)
-        return level, process.launch(level, self.limits, self._preload, self.max_output)
+        return level, process.launch(level, self.limits, self._preload, self.max_output, self._packages)
 
     @property
     def alive(self) -> bool:
@@ -417,17 +435,28 @@ class _Watch:
 class _Lines:
     """JSON lines from a non-blocking socket. What comes may be untrusted: bounded, and objects only."""
 
-    def __init__(self, source: socket.socket, longest: int = 2**20) -> None:
+    def __init__(self, source: socket.socket, longest: int = 2**20, labelled: bool = False) -> None:
         self.socket = source
         self.longest = longest
+        self.labelled = labelled  # the kernel says who sent it
+        self.sender = 0
         self.buffer = bytearray()
         self.ended = False
+
+    def _receive(self) -> bytes:
+        if not self.labelled:
+            return self.socket.recv(_CHUNK)
+        data, extra, _, _ = self.socket.recvmsg(_CHUNK, socket.CMSG_SPACE(_CREDENTIALS.size))
+        for _, kind, label in extra:
+            if kind == socket.SCM_CREDENTIALS and not self.sender:
+                self.sender = _CREDENTIALS.unpack(label)[0]
+        return data
 
     def read(self) -> list[dict[str, Any]]:
         """The messages that have come. Raises EOFError at the end, ValueError if it is not the protocol."""
         while True:
             try:
-                data = self.socket.recv(_CHUNK)
+                data = self._receive()
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:

@@ -1,9 +1,10 @@
-"""The system-call filter of the strict level, as a classic BPF program written out by hand.
+"""The system-call filters, as classic BPF programs written out by hand.
 
-Knows nothing but system-call numbers. It allows by default: namespaces, a private file tree and dropped capabilities
+Knows nothing but system-call numbers. They allow by default: namespaces, a private file tree and dropped capabilities
 do the confining; the filter takes away what reaches round them (new user namespaces, tracing, key rings, kernel
 interfaces with a long list of holes) and what would outlive a reset inside the sandbox (System V and POSIX message
-objects, another process's limits and priority).
+objects, another process's limits and priority). Where there are no namespaces it also takes what Landlock does not
+know of: sockets, and the modes, owners and times of files.
 """
 
 from __future__ import annotations
@@ -42,6 +43,19 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "iopl": (172, None), "ioperm": (173, None), "sethostname": (170, 161), "setdomainname": (171, 162),
     "fanotify_init": (300, 262),
 }  # fmt: skip
+# Beside Landlock: it lets any process change what it owns, so long as no file is opened for it.
+_MODES: dict[str, tuple[int | None, int | None]] = {
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
+    "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
+    "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469),
+}  # fmt: skip
+_TRUNCATE = {"truncate": (76, 45)}  # by path; Landlock knows it from its third version on
+_SIGNALS: dict[str, tuple[int | None, int | None]] = {  # from its sixth version on
+    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424),
+}  # fmt: skip
 _CLONE, _CLONE3, _PRLIMIT, _AFFINITY, _SOCKET, _IOCTL = (
     (56, 220),
     (435, 435),
@@ -51,12 +65,8 @@ _CLONE, _CLONE3, _PRLIMIT, _AFFINITY, _SOCKET, _IOCTL = (
     (16, 29),
 )
 _NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag
-_FAMILIES = (
-    1,
-    2,
-    10,
-    16,
-)  # unix, inet, inet6, netlink; vsock would reach the machine's host past the network namespace
+# unix, inet, inet6, netlink; vsock would reach the machine's host past the network namespace
+_FAMILIES = (1, 2, 10, 16)
 _TIOCSTI = 0x5412
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
@@ -65,8 +75,14 @@ def _op(code: int, k: int, jt: int = 0, jf: int = 0) -> bytes:
     return struct.pack("<HBBI", code, jt, jf, k)
 
 
-def program(machine: str | None = None) -> bytes | None:
-    """The filter for this machine, or None where it has not been written (then there is no strict level)."""
+def program(
+    machine: str | None = None, *, landlock: int | None = None, network: bool = True
+) -> bytes | None:  # fmt: skip
+    """The filter for this machine, or None where it has not been written (then there is no level but none).
+
+    landlock    the version of Landlock beside which it stands instead of namespaces; it then refuses what that
+                version leaves open, and sockets: all of them, or with `network` those that are not of the internet.
+    """
     machine = machine or platform.machine()
     if machine not in _MACHINES or sys.byteorder != "little":
         return None
@@ -74,7 +90,12 @@ def program(machine: str | None = None) -> bytes | None:
     out = [_op(_LOAD, _ARCH), _op(_EQUAL, arch, 1, 0), _op(_RETURN, _KILL), _op(_LOAD, _NR)]
     if machine == "x86_64":  # the x32 numbers are a second way to every call
         out += [_op(_AT_LEAST, 0x40000000, 0, 1), _op(_RETURN, _EPERM)]
-    for numbers in _DENIED.values():
+    denied = dict(_DENIED)
+    families: tuple[int, ...] = _FAMILIES
+    if landlock is not None:
+        denied |= _MODES | (_TRUNCATE if landlock < 3 else {}) | (_SIGNALS if landlock < 6 else {})
+        families = (2, 10, 16) if network else ()
+    for numbers in denied.values():
         number = numbers[column]
         if number is not None:
             out += [_op(_EQUAL, number, 0, 1), _op(_RETURN, _EPERM)]
@@ -87,8 +108,11 @@ def program(machine: str | None = None) -> bytes | None:
         out += [_op(_RETURN, _ALLOW), _op(_RETURN, _EPERM)]
     out += [_op(_EQUAL, _IOCTL[column], 0, 4), _op(_LOAD, _SECOND), _op(_EQUAL, _TIOCSTI, 1, 0)]
     out += [_op(_RETURN, _ALLOW), _op(_RETURN, _EPERM)]
-    n = len(_FAMILIES)
-    out += [_op(_EQUAL, _SOCKET[column], 0, n + 3), _op(_LOAD, _FIRST)]
-    out += [_op(_EQUAL, family, n - 1 - i, 1 if i == n - 1 else 0) for i, family in enumerate(_FAMILIES)]
-    out += [_op(_RETURN, _ALLOW), _op(_RETURN, _EPERM)]
+    n = len(families)
+    if n:
+        out += [_op(_EQUAL, _SOCKET[column], 0, n + 3), _op(_LOAD, _FIRST)]
+        out += [_op(_EQUAL, family, n - 1 - i, 1 if i == n - 1 else 0) for i, family in enumerate(families)]
+        out += [_op(_RETURN, _ALLOW), _op(_RETURN, _EPERM)]
+    else:
+        out += [_op(_EQUAL, _SOCKET[column], 0, 1), _op(_RETURN, _EPERM)]
     return b"".join([*out, _op(_RETURN, _ALLOW)])

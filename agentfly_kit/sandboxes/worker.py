@@ -1,14 +1,16 @@
 """What runs inside a sandbox: a zygote that forks one interpreter per chain, and that interpreter.
 
-Run as a script by `python -s -S worker.py FD`; it imports only the standard library and knows neither the package nor
-the host. The zygote never runs code from outside. It holds the control socket, forks a fresh interpreter when told
-to, kills everything it ever forked, and empties the writable folders: a reset is a new process, not a cleared
-namespace.
+Run as a script by `python -s -S worker.py zygote FD`; it imports only the standard library and knows neither the
+package nor the host. The zygote never runs code from outside. It holds the control socket, forks a fresh interpreter
+when told to, kills everything it ever forked, and empties the writable folders: a reset is a new process, not a cleared
+namespace. With `hub FD` it is a hub instead: it forks zygotes, each into namespaces of its own, so that they share the
+memory of one Python. With `probe JSON` it tries the kernel's doors and prints 42.
 
 Control socket, JSON lines. Host to zygote: the settings once; then {"op": "fresh", "serial", "wipe"} with three file
-descriptors (data, stdout, stderr), {"op": "interrupt"}, {"op": "kill"}. Zygote to host: {"op": "ready"}, {"op":
-"fresh", "serial", "error"}, {"op": "exit", "serial", "status"}. When the socket ends, the zygote kills everything and
-exits.
+descriptors (data, stdout, stderr), {"op": "interrupt"}, {"op": "kill"}. Zygote to host: {"op": "hello", "error"} if a
+hub made it, {"op": "ready"}, {"op": "fresh", "serial", "error"}, {"op": "exit", "serial", "status"}. When the socket
+ends, the zygote kills everything and exits. Host to hub: the settings once; then {"op": "zygote", "network"} with the
+zygote's end of its control socket.
 
 Data socket, JSON lines, straight between host and interpreter: {"id", "code"} gives {"id", "value", "error", "type",
 "truncated", "limit"}. What is printed goes through the two pipes, so that it survives a kill.
@@ -16,7 +18,8 @@ Data socket, JSON lines, straight between host and interpreter: {"id", "code"} g
 
 from __future__ import annotations
 
-import ast
+import _ast
+import _socket
 import ctypes
 import errno
 import gc
@@ -26,21 +29,112 @@ import os
 import resource
 import select
 import signal
-import socket
 import sys
 import time
-import traceback
-import types
-from typing import Any, NoReturn, TextIO
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # typing itself, and the Python halves of ast, socket and traceback, cost a megabyte a sandbox
+    from typing import Any, NoReturn, TextIO
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 
+libc = ctypes.CDLL(None, use_errno=True)  # once, before any fork: a second one would be pages of each interpreter's own
+
+
+# --- the kernel's doors --------------------------------------------------------------------------
+
+
 def prctl(option: int, value: int) -> None:
     """Linux process control; nothing on systems without it."""
-    call = getattr(ctypes.CDLL(None), "prctl", None)
+    call = getattr(libc, "prctl", None)
     if call is not None:
         call(option, value, 0, 0, 0)
+
+
+def kernel(name: str, *arguments: Any) -> int:
+    """A C function that tells its failure by -1 and errno. Integers go as 64 bits.
+
+    Raises:  OSError with the function's name.
+    """
+    result: int = getattr(libc, name)(*(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments))
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+    return result
+
+
+def separate(network: bool) -> None:
+    """Put this process into namespaces of its own; its next child is the first process of a process namespace."""
+    uid, gid = os.getuid(), os.getgid()
+    # NEWUSER, NEWNS, NEWIPC, NEWPID and, unless the network is wanted, NEWNET
+    kernel("unshare", 0x10000000 | 0x00020000 | 0x08000000 | 0x20000000 | (0 if network else 0x40000000))
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    if not network:
+        import fcntl
+
+        up = b"lo".ljust(16, b"\0") + (0x41).to_bytes(2, sys.byteorder) + bytes(22)  # struct ifreq: UP, RUNNING
+        probe = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM)
+        try:
+            fcntl.ioctl(probe, 0x8914, up)  # SIOCSIFFLAGS
+        finally:
+            probe.close()
+
+
+def furnish(space: dict[str, Any]) -> None:
+    """Mount what a zygote of a hub has for itself: its processes in /proc, and empty writable folders."""
+    kernel("mount", b"none", b"/", None, 0x4000 | 0x40000, None)  # recursively private
+    # Another /proc may be mounted only while a whole one can be seen; after that it is covered.
+    kernel("mount", b"proc", b"/proc", b"proc", 0xE, None)  # nosuid, nodev, noexec
+    kernel("mount", b"tmpfs", space["cover"].encode(), b"tmpfs", 0xF, b"size=4k,mode=000")
+    for folder, size in space["folders"].items():
+        options = "mode=700" + ("" if size is None else f",size={size}")
+        kernel("mount", b"tmpfs", folder.encode(), b"tmpfs", 0x6, options.encode())
+    os.chdir(space["home"])
+
+
+def renounce() -> None:
+    """Give up every capability, now and for every program started from here."""
+    prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
+    prctl(47, 4)  # PR_CAP_AMBIENT, clear all
+    for capability in range(64):
+        prctl(24, capability)  # PR_CAPBSET_DROP; those that the kernel does not know fail
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    kernel("capset", header, (ctypes.c_uint32 * 6)())
+
+
+def filter_calls(program: bytes) -> None:
+    """A system-call filter, from here on and for all that is forked. Needs `renounce` first."""
+    text = ctypes.create_string_buffer(program, len(program))
+    # struct sock_fprog: the number of instructions, and where they are
+    head = (ctypes.c_uint64 * 2)(len(program) // 8, ctypes.addressof(text))
+    kernel("prctl", 22, 2, head, 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+
+
+def landlock(rules: dict[str, Any]) -> int:
+    """A Landlock ruleset, as a file: what is not named is refused. Paths that do not exist are left out."""
+    abi = rules["abi"]
+    every = 0x1FFF | (0x2000 if abi >= 2 else 0) | (0x4000 if abi >= 3 else 0) | (0x8000 if abi >= 5 else 0)
+    words = [every, *([0 if rules["network"] else 3] if abi >= 4 else []), *([3] if abi >= 6 else [])]
+    attribute = (ctypes.c_uint64 * len(words))(*words)
+    ruleset = kernel("syscall", 444, attribute, ctypes.sizeof(attribute), 0)
+    on_files = 0xC007  # execute, write, read, truncate, ioctl
+    for path, rights in rules["paths"]:
+        try:
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            continue
+        allowed = (every if rights == "all" else 0xD if rights == "read" else 0x400E) & every
+        if not os.path.isdir(path):
+            allowed &= on_files
+        rule = allowed.to_bytes(8, sys.byteorder) + descriptor.to_bytes(4, sys.byteorder)
+        try:
+            kernel("syscall", 445, ruleset, 1, ctypes.create_string_buffer(rule, 12), 0)
+        finally:
+            os.close(descriptor)
+    return ruleset
 
 
 # --- the zygote ----------------------------------------------------------------------------------
@@ -49,7 +143,7 @@ def prctl(option: int, value: int) -> None:
 class Zygote:
     """Forks, kills and wipes. `serial` counts the interpreters, so that the host knows which of them ended."""
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: _socket.socket) -> None:
         self.control = control
         self.buffer = b""
         self.descriptors: list[int] = []
@@ -57,6 +151,8 @@ class Zygote:
         self.worker = 0
         self.serial = 0
         self.orphan = False
+        self.cage: tuple[int, bytes] | None = None
+        """A Landlock ruleset and a filter for interpreters to enter."""
 
     def serve(self) -> None:
         # The host's Ctrl-C and a signal sent from inside must not end the zygote.
@@ -87,10 +183,10 @@ class Zygote:
     def receive(self) -> bool:
         """Read what came; False at the end of the socket."""
         try:
-            data, descriptors, _, _ = socket.recv_fds(self.control, 65536, 16)
+            data, extra, _, _ = self.control.recvmsg(65536, _socket.CMSG_SPACE(16 * 4))
         except ConnectionError:
             return False
-        self.descriptors += descriptors
+        self.descriptors += passed_descriptors(extra)
         if not data:
             return False
         self.buffer += data
@@ -109,12 +205,22 @@ class Zygote:
         op = message["op"]
         if op == "settings":
             self.settings = message
+            if message["space"]:
+                furnish(message["space"])
             if message["pdeathsig"]:
                 # The end of the socket says the same, unless a forked copy of the host keeps it open. Not SIGKILL: the
                 # zygote must live long enough to kill what it forked.
                 signal.signal(signal.SIGTERM, self.host_died)
                 prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
             confine(message)
+            program = bytes.fromhex(message["filter"])
+            if message["landlock"]:
+                # Each interpreter goes in by itself: the zygote stays outside, out of its reach.
+                self.cage = (landlock(message["landlock"]), program)
+            elif message["space"]:
+                renounce()
+                filter_calls(program)
+                prctl(PR_SET_DUMPABLE, 0)  # a change of rights may have set it
             self.tell(op="ready")
         elif op == "fresh":
             descriptors, self.descriptors = self.descriptors[:3], self.descriptors[3:]
@@ -146,7 +252,7 @@ class Zygote:
         try:
             self.control.close()
             signal.set_wakeup_fd(-1)
-            Interpreter(self.settings, *descriptors).serve()
+            Interpreter(self.settings, self.cage, *descriptors).serve()
         finally:
             os._exit(70)
 
@@ -193,6 +299,15 @@ class Zygote:
             if time.monotonic() > deadline:
                 raise TimeoutError("processes of the last chain are still alive after 3 s")
             time.sleep(0.0002)
+
+
+def passed_descriptors(extra: list[tuple[int, int, bytes]]) -> list[int]:
+    """The file descriptors that came with a message."""
+    found: list[int] = []
+    for _, kind, data in extra:
+        if kind == _socket.SCM_RIGHTS:
+            found += memoryview(data[: len(data) // 4 * 4]).cast("i").tolist()
+    return found
 
 
 def descendants(root: int) -> list[int]:
@@ -259,6 +374,11 @@ def confine(settings: dict[str, Any]) -> None:
             resource.setrlimit(number, (value, value))
         except (ValueError, OSError):
             pass  # a system without this one: the host's report does not claim it
+    load(settings)
+
+
+def load(settings: dict[str, Any]) -> None:
+    """Import what every interpreter is to have already."""
     sys.path += settings["path"]
     for name in settings["preload"]:
         __import__(name)
@@ -284,7 +404,7 @@ class CpuLimit(BaseException):
 class Interpreter:
     """One `__main__` namespace: cells come in as lines, values and errors go back."""
 
-    def __init__(self, settings: dict[str, Any], data: int, out: int, err: int) -> None:
+    def __init__(self, settings: dict[str, Any], cage: tuple[int, bytes] | None, data: int, out: int, err: int) -> None:
         self.settings = settings
         self.limit = int(settings["max_output"])
         self.running = False
@@ -294,17 +414,23 @@ class Interpreter:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         prctl(PR_SET_DUMPABLE, 1)
         favour("500")  # when memory runs out the kernel should take this process, not the zygote
+        if cage is not None:
+            renounce()
+            kernel("syscall", 446, cage[0], 0)  # landlock_restrict_self
+            os.close(cage[0])
+            filter_calls(cage[1])
+            prctl(PR_SET_DUMPABLE, 1)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.dup2(out, 1)
         os.dup2(err, 2)
-        self.socket = socket.socket(fileno=os.dup(data))
+        self.socket = _socket.socket(fileno=os.dup(data))
         for descriptor in (null, data, out, err):
             os.close(descriptor)
-        self.lines = self.socket.makefile("rb")
+        self.lines = open(self.socket.fileno(), "rb", closefd=False)  # noqa: SIM115
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
-        self.main = types.ModuleType("__main__")
+        self.main = type(sys)("__main__")
         self.main.__dict__["__builtins__"] = __builtins__
         sys.modules["__main__"] = self.main
         sys.argv = [""]
@@ -374,16 +500,14 @@ class Interpreter:
         self.cells += 1
         name = f"<cell {self.cells}>"
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
-        tree = ast.parse(code, name)
-        last: ast.Expr | None = None
-        if tree.body and isinstance(tree.body[-1], ast.Expr):
-            last = tree.body.pop()  # type: ignore[assignment]
+        tree: _ast.Module = compile(code, name, "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)  # type: ignore[assignment]
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], _ast.Expr) else None
         space = self.main.__dict__
         if tree.body:
             exec(compile(tree, name, "exec", dont_inherit=True), space)
-        if last is None:
+        if not isinstance(last, _ast.Expr):
             return None
-        value: object = eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), space)
+        value: object = eval(compile(_ast.Expression(last.value), name, "eval", dont_inherit=True), space)
         if value is not None:
             space["_"] = value
         return value
@@ -407,6 +531,8 @@ class Interpreter:
                 last.tb_next = None  # the signal handler that raised it
             else:
                 last = last.tb_next
+        import traceback  # half a megabyte that an interpreter without an error does not need
+
         name = type(error).__name__
         text = "".join(traceback.format_exception(type(error), error.with_traceback(step), step)).rstrip("\n")
         text = text.replace("__main__.CpuLimit", "CpuLimit")
@@ -426,11 +552,80 @@ class Interpreter:
             reply["limit"] = "processes"
 
 
-def start(descriptor: int) -> None:
-    zygote = Zygote(socket.socket(fileno=descriptor))
+# --- the hub -------------------------------------------------------------------------------------
+
+
+class Hub:
+    """Forks zygotes out of one warm Python. Runs nothing from outside, and ends with its control socket."""
+
+    def __init__(self, control: _socket.socket) -> None:
+        self.control = control
+
+    def serve(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP):
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries them
+        buffer, descriptors = b"", []
+        while True:
+            data, extra, _, _ = self.control.recvmsg(65536, _socket.CMSG_SPACE(16 * 4))
+            if not data:
+                return
+            descriptors += passed_descriptors(extra)
+            *lines, buffer = (buffer + data).split(b"\n")
+            for line in lines:
+                message = json.loads(line)
+                if message["op"] == "settings":
+                    prctl(PR_SET_DUMPABLE, 0)
+                    load(message)
+                else:
+                    self.fork(descriptors.pop(0), message["network"])
+
+    def fork(self, descriptor: int, network: bool) -> None:
+        if os.fork():
+            os.close(descriptor)
+            return
+        try:
+            self.control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            zygote = Zygote(_socket.socket(fileno=descriptor))
+            try:
+                prctl(PR_SET_DUMPABLE, 1)  # else its files in /proc are not its own
+                separate(network)
+                if os.fork():
+                    os._exit(0)
+            except OSError as error:
+                zygote.tell(op="hello", error=str(error))
+                os._exit(1)
+            # The host reads this process's number from the kernel's label on the message, and sends the settings.
+            zygote.tell(op="hello", error=None)
+            live(zygote)
+        finally:
+            os._exit(70)
+
+
+def probe(settings: dict[str, Any]) -> None:
+    """Go through the doors that a level needs, as far as a process can by itself, and say 42."""
+    if settings["space"]:
+        separate(network=False)
+        child = os.fork()
+        if child:
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        furnish(settings["space"])
+    rules = landlock(settings["landlock"]) if settings["landlock"] else None
+    renounce()
+    if rules is not None:
+        kernel("syscall", 446, rules, 0)
+    filter_calls(bytes.fromhex(settings["filter"]))
+    os.write(1, b"42\n")
+    os._exit(0)
+
+
+def live(zygote: Zygote) -> None:
     try:
         zygote.serve()
     except Exception:
+        import traceback
+
         traceback.print_exc()  # for the host, which waits for "ready"
         sys.stderr.flush()
     finally:
@@ -444,4 +639,9 @@ def start(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    start(int(sys.argv[1]))
+    if sys.argv[1] == "probe":
+        probe(json.loads(sys.argv[2]))
+    elif sys.argv[1] == "hub":
+        Hub(_socket.socket(fileno=int(sys.argv[2]))).serve()
+    else:
+        live(Zygote(_socket.socket(fileno=int(sys.argv[2]))))
