@@ -1,11 +1,12 @@
 """Trajectories to tensors: one alignment for everything, mask 0 on padding, and a reason for each one left out.
 
-Knows no model and no loss. Row i, column t of every (B, T) tensor is token t of `trajectories[i]`, predicted from the
-tokens before it.
+Knows no model and no loss. A trajectory gives as many rows as it has: one, or several where it was folded. Row i,
+column t of every (B, T) tensor is token t of `rows[i]`, predicted from the tokens before it.
 """
 
 from __future__ import annotations
 
+import bisect
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -16,15 +17,17 @@ import torch
 from torch import Tensor
 
 from agentfly_kit.errors import AlignmentError, BatchError, SettingsError
-from agentfly_kit.types import UNSCORED, Trajectory
+from agentfly_kit.types import UNSCORED, Row, Trajectory, Turn
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """A trajectory that is in no loss term and no denominator, and why."""
+    """A trajectory, or one of its rows, that is in no loss term and no denominator, and why."""
 
     trajectory: str
     reason: str
+    row: int | None = None
+    """None is all of them."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,10 @@ class Packed:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows of B trajectories padded on the right to T tokens."""
+    """B rows padded on the right to T tokens. The rows of a trajectory are one rollout, in the order they were made."""
 
     trajectories: tuple[Trajectory, ...] = field(repr=False)
-    """One a row."""
+    """One a row: whose it is."""
     ids: Tensor
     """(B, T) int64; 0 on padding."""
     attention: Tensor
@@ -56,13 +59,16 @@ class Batch:
     advantages: Tensor
     """(B, T) float32; NaN where the mask is 0."""
     token_rewards: Tensor
-    """(B, T) float32: each reward on the last action token that it is for; NaN where the mask is 0."""
+    """(B, T) float32: each reward on the last action token that it is for, the trajectory's in its last row; NaN where
+    the mask is 0."""
     rewards: Tensor
-    """(B,) float32"""
+    """(B,) float32: the trajectory's, the same on all its rows."""
     groups: Tensor
     """(B,) int64: rows of one group share a number."""
     rollouts: Tensor
     """(B,) int64: rows of one chain share a number."""
+    row_index: Tensor
+    """(B,) int64: which of its trajectory's rows it is."""
     temperatures: Tensor
     """(B,) float32"""
     versions: Tensor
@@ -70,7 +76,7 @@ class Batch:
     lengths: Tensor
     """(B,) int64"""
     truncated: Tensor
-    """(B,) bool: cut by a limit."""
+    """(B,) bool: a limit cut the chain in this row, which is its last."""
     returns: Tensor | None = None
     """(B, T), for a value loss."""
     values: Tensor | None = None
@@ -79,6 +85,10 @@ class Batch:
     """(B, T): the probability that top-p, top-k or min-p kept; NaN where the mask is 0. None where nothing was cut."""
     ref_logprobs: Tensor | None = None
     """(B, T): a frozen policy's, so that a KL in the reward and one in the loss need one forward."""
+    multiplicity: Tensor | None = None
+    """(B, T) float32: for how many rows a token is trained, see `once`; 0 where the mask is 0. None: for its own."""
+    trees: Tensor | None = None
+    """(B,) int64, with `multiplicity`: rows that are bound to each other by a shared token share a number."""
     dropped: tuple[Dropped, ...] = ()
     asked: int = 0
     """Trajectories that were given, dropped ones included."""
@@ -87,6 +97,20 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.trajectories)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The record of each row."""
+        pairs = zip(self.trajectories, self.row_index.tolist(), strict=True)
+        return tuple(t.rows[i] for t, i in pairs)
+
+    @property
+    def heads(self) -> Tensor:
+        """(R,) int64: the first row of each of the R rollouts, for what is said once a rollout."""
+        first: dict[int, int] = {}
+        for i, rollout in enumerate(self.rollouts.tolist()):
+            first.setdefault(rollout, i)
+        return torch.tensor(list(first.values()), dtype=torch.int64)
 
     def replace(self, **changes: Any) -> Batch:
         """The same rows with other tensors; (B, T) ones are checked for their shape."""
@@ -98,6 +122,42 @@ class Batch:
                     )
                 changes[name] = torch.where(self.mask, value.float(), torch.nan)
         return replace(self, **changes)
+
+    def once(self) -> Batch:
+        """The same batch, with tokens that several rows share trained in the first of them, for all of them.
+
+        Forks repeat the turns before they part. Here those stand in one row with a `multiplicity`, the number of rows
+        that have them, and the mean of these rows' advantages, returns and token rewards; elsewhere their mask is 0.
+        Under a token mean or sum that is the gradient of the repeated batch wherever no clip binds, at fewer trained
+        tokens. Where one does bind, the clip of the mean is taken, not the mean of the clips. Advantages come first.
+        """
+        if self.multiplicity is not None:
+            return self
+        owner = torch.arange(len(self))[:, None].expand(self.ids.shape).clone()
+        rows = self.rows
+        by_place: dict[tuple[int, int], list[int]] = {}
+        for i, place in enumerate(zip(self.groups.tolist(), self.row_index.tolist(), strict=True)):
+            for earlier in reversed(by_place.setdefault(place, [])):  # the first one that shares a token keeps it
+                if bool(self.temperatures[earlier] == self.temperatures[i]):
+                    owner[i, : _shared(rows[earlier], rows[i])] = earlier
+            by_place[place].append(i)
+        both = self.mask & self.mask.gather(0, owner)  # an author's mask may differ
+        owner = torch.where(both, owner, torch.arange(len(self))[:, None])
+        mask = self.mask & (owner == torch.arange(len(self))[:, None])
+        count = torch.zeros(self.ids.shape).scatter_add(0, owner, self.mask.float())
+
+        def mean(values: Tensor) -> Tensor:
+            summed = torch.zeros(self.ids.shape).scatter_add(0, owner, torch.where(self.mask, values, 0.0))
+            return summed / count.clamp(min=1)
+
+        changes: dict[str, Any] = {"mask": mask, "multiplicity": torch.where(mask, count, 0.0)}
+        changes["versions"] = torch.where(mask, self.versions, -1)
+        for name in ("logprobs", "entropies", *_PER_TOKEN):
+            values = getattr(self, name)
+            if values is not None:
+                merged = mean(values) if name in ("advantages", "returns", "token_rewards") else values
+                changes[name] = torch.where(mask, merged, torch.nan)
+        return replace(self, **changes, trees=_bound(self.rollouts, owner))
 
     def packed(self) -> Packed:
         """Rows end to end, in order: N = lengths.sum() tokens."""
@@ -126,6 +186,8 @@ class Batch:
 
 _PER_TOKEN = ("advantages", "returns", "values", "token_rewards", "kept_mass", "ref_logprobs")
 Truncated = Literal["score", "mask", "bootstrap", "penalty"]
+Per = Literal["rollout", "row"]
+Shared = Literal["repeat", "once"]
 Advantages = Callable[..., Tensor] | Tensor | Sequence[float] | None
 
 
@@ -133,14 +195,22 @@ def collate(
     rollout: Any,
     advantages: Advantages = None,
     *,
+    per: Per = "rollout",
+    shared: Shared = "repeat",
+    authors: str | Sequence[str] | None = None,
     truncated: Truncated = "score",
     penalty: float = 0.5,
     allow_truncated_sampling: bool = False,
 ) -> Batch:
-    """Make a batch of a rollout, or of trajectories.
+    """Make a batch of a rollout, or of trajectories: a row of the batch for each of their rows.
 
     advantages: a function (rewards (N,), groups (N,)) -> (N,) such as `advantages.grpo`, called on all N trajectories
         with NaN for the unscored; or a tensor (N,), or (B, T) on the rows that are kept; or None: all NaN, for later.
+    per: "rollout" takes an advantage for each trajectory and gives it to all its rows; "row" (verl) shows the function
+        every row as if it were a rollout of its own: N is then the rows, each with its trajectory's reward.
+    shared: what forks have in common is in each of their rows: "repeat" trains it there, "once" in one; `Batch.once`.
+    authors: whose tokens are trained, of those that this policy sampled; None is all. A turn's reward that another
+        author earned is left out.
     truncated: "score" trains on chains that a limit cut; "mask" leaves their rows out, after the advantages were taken;
         "penalty" takes `penalty` from their reward first; "bootstrap" is "score" for an estimator that is then told the
         value of the state in which they were cut: `advantages.gae(bootstrap=)`, see `Policy.end_values`.
@@ -149,29 +219,48 @@ def collate(
     Raises:  BatchError if no row is left, if an engine gave text only, or if rows cannot be trained as sampled.
     """
     given = _trajectories(rollout)
-    if truncated not in get_args(Truncated):
-        raise SettingsError(f"truncated={truncated!r}: give one of {', '.join(map(repr, get_args(Truncated)))}")
+    for name, value, kind in (("truncated", truncated, Truncated), ("per", per, Per), ("shared", shared, Shared)):
+        if value not in get_args(kind):
+            raise SettingsError(f"{name}={value!r}: give one of {', '.join(map(repr, get_args(kind)))}")
     if not given:
         raise BatchError("collate was given no trajectory; roll some tasks out first")
     if truncated == "penalty":
         given = [t.replace(reward=t.reward - penalty) if t.truncated and t.reward is not None else t for t in given]
-    rows: list[Trajectory] = []
+    names = _authors(authors, given)
+    rows: list[Row] = []
+    masks: list[Tensor] = []
+    token_reward: list[Tensor] = []
     dropped: list[Dropped] = []
     index: list[int] = []
-    for i, trajectory in enumerate(given):
-        reason = _unfit(trajectory, truncated, allow_truncated_sampling)
-        if reason is None:
-            rows.append(trajectory)
-            index.append(i)
-        else:
-            dropped.append(Dropped(trajectory.id, reason))
+    """Whose each row is: its place in `given`."""
+    entry: list[int] = []
+    """Where it stands among the rows that an estimator of rows is shown."""
+    entries: list[int] = []
+    for i, t in enumerate(given):
+        reason = _unfit(t, truncated, allow_truncated_sampling, names)
+        trained = [torch.tensor(row.sampled_by(*names)) for row in t.rows]
+        has = [j for j, mask in enumerate(trained) if bool(mask.any())]
+        at = len(entries)
+        entries += [i] * max(1, len(has))
+        if reason is not None:
+            dropped.append(Dropped(t.id, reason))
+            continue
+        found = _token_rewards(t, trained)
+        dropped += [Dropped(t.id, _nobody(names), j) for j in range(len(t.rows)) if j not in has]
+        rows += [t.rows[j] for j in has]
+        masks += [trained[j] for j in has]
+        token_reward += [found[j] for j in has]
+        index += [i] * len(has)
+        entry += range(at, at + len(has))
     if not rows:
         reasons = sorted({d.reason for d in dropped})
         raise BatchError(f"none of {len(given)} trajectories can be trained on: {'; '.join(reasons)}")
 
-    names: dict[str, int] = {}
-    group_of = [names.setdefault(t.group, len(names)) for t in given]
-    lengths = torch.tensor([len(t.ids) for t in rows])
+    of = [given[i] for i in index]
+    last = [i + 1 == len(index) or index[i + 1] != index[i] for i in range(len(index))]
+    numbers: dict[str, int] = {}
+    group_of = [numbers.setdefault(t.group, len(numbers)) for t in given]
+    lengths = torch.tensor([len(row) for row in rows])
     shape = (len(rows), int(lengths.max()))
     ids = torch.zeros(shape, dtype=torch.int64)
     mask = torch.zeros(shape, dtype=torch.bool)
@@ -179,18 +268,18 @@ def collate(
     entropies = torch.full(shape, torch.nan)
     versions = torch.full(shape, -1, dtype=torch.int64)
     token_rewards = torch.full(shape, torch.nan)
-    for i, t in enumerate(rows):
-        n = len(t.ids)
-        ids[i, :n] = torch.tensor(t.ids)
-        mask[i, :n] = torch.tensor(t.action_mask)
-        logprobs[i, :n] = torch.tensor(t.logprobs)
-        entropies[i, :n] = torch.tensor(t.entropies)
-        versions[i, :n] = torch.tensor(t.versions)
-        token_rewards[i, :n] = _token_rewards(t)
+    for i, row in enumerate(rows):
+        n = len(row)
+        ids[i, :n] = torch.tensor(row.ids)
+        mask[i, :n] = masks[i]
+        logprobs[i, :n] = torch.where(masks[i], torch.tensor(row.logprobs), torch.nan)
+        entropies[i, :n] = torch.where(masks[i], torch.tensor(row.entropies), torch.nan)
+        versions[i, :n] = torch.where(masks[i], torch.tensor(row.versions), -1)
+        token_rewards[i, :n] = token_reward[i]
     if bool(torch.isnan(logprobs[mask]).any()) or bool(mask[:, 0].any()):
         raise AlignmentError("a sampled token has no logprob, or stands at position 0; the record is damaged")
     batch = Batch(
-        trajectories=tuple(rows),
+        trajectories=tuple(of),
         ids=ids,
         attention=torch.arange(shape[1])[None] < lengths[:, None],
         mask=mask,
@@ -198,21 +287,26 @@ def collate(
         entropies=entropies,
         advantages=torch.full(shape, torch.nan),
         token_rewards=token_rewards,
-        rewards=torch.tensor([float(t.reward) for t in rows if t.reward is not None]),
+        rewards=torch.tensor([float(t.reward) for t in of if t.reward is not None]),
         groups=torch.tensor([group_of[i] for i in index]),
-        rollouts=torch.arange(len(rows)),
-        temperatures=torch.tensor([t.sampling.temperature for t in rows]),
+        rollouts=torch.unique_consecutive(torch.tensor(index), return_inverse=True)[1],
+        row_index=torch.tensor([row.index for row in rows]),
+        temperatures=torch.tensor([t.sampling.temperature for t in of]),
         versions=versions,
         lengths=lengths,
-        truncated=torch.tensor([t.truncated for t in rows]),
-        kept_mass=_kept_mass(rows, mask),
+        truncated=torch.tensor([t.truncated and end for t, end in zip(of, last, strict=True)]),
+        kept_mass=_kept_mass(of, rows, mask),
         dropped=tuple(dropped),
         asked=len(given),
         flagged=(sum(t.reward is None for t in given) / len(given), sum(t.truncated for t in given) / len(given)),
     )
-    if advantages is None:
-        return batch
-    return batch.replace(advantages=_spread(batch, advantages, given, group_of, index))
+    if advantages is not None:
+        seen, where = (list(range(len(given))), index) if per == "rollout" else (entries, entry)
+        rewards = torch.tensor([math.nan if (r := given[i].reward) is None else float(r) for i in seen])
+        batch = batch.replace(
+            advantages=_spread(batch, advantages, rewards, torch.tensor([group_of[i] for i in seen]), where)
+        )
+    return batch.once() if shared == "once" else batch
 
 
 def _trajectories(rollout: Any) -> list[Trajectory]:
@@ -228,7 +322,23 @@ def _trajectories(rollout: Any) -> list[Trajectory]:
     return out
 
 
-def _unfit(t: Trajectory, truncated: str, allow_truncated_sampling: bool) -> str | None:
+def _authors(authors: str | Sequence[str] | None, given: list[Trajectory]) -> tuple[str, ...]:
+    """The names; () is everybody."""
+    if authors is None:
+        return ()
+    names = (authors,) if isinstance(authors, str) else tuple(authors)
+    there = sorted({turn.author for t in given for turn in t.turns if turn.sampled})
+    if not names or (unknown := [name for name in names if name not in there]):
+        what = f"authors={authors!r}" if not names else f"authors={authors!r}: {unknown[0]!r} sampled nothing here"
+        raise BatchError(f"{what}; give some of those who did: {', '.join(map(repr, there)) or 'nobody'}")
+    return names
+
+
+def _nobody(names: tuple[str, ...]) -> str:
+    return f"no token was sampled by {' or '.join(names) if names else 'a policy'}"
+
+
+def _unfit(t: Trajectory, truncated: str, allow_truncated_sampling: bool, names: tuple[str, ...]) -> str | None:
     """Why a trajectory leaves the batch, or None. What would make the whole batch wrong raises instead."""
     if not t.exact:
         raise BatchError(
@@ -239,8 +349,8 @@ def _unfit(t: Trajectory, truncated: str, allow_truncated_sampling: bool) -> str
         return f"unscored ({t.error.where if t.error else ended})"
     if not math.isfinite(t.reward):
         raise BatchError(f"trajectory {t.id!r} has the reward {t.reward}; give a finite number, or None for unscored")
-    if not bool(t.action_mask.any()):
-        return "no token was sampled by a policy"
+    if not any(row.sampled_by(*names).any() for row in t.rows):
+        return _nobody(names)
     by_hand = not t.sampling.truncates and any(turn.sampled and turn.kept_mass is not None for turn in t.turns)
     if t.sampling.greedy or by_hand:
         raise BatchError(
@@ -256,34 +366,44 @@ def _unfit(t: Trajectory, truncated: str, allow_truncated_sampling: bool) -> str
     return "truncated" if truncated == "mask" and t.truncated else None
 
 
-def _token_rewards(t: Trajectory) -> Tensor:
-    """(T,): the trajectory's reward on its last action token, each turn's reward on the last one before its end."""
-    mask = torch.tensor(t.action_mask)
-    out = torch.where(mask, 0.0, torch.nan)
-    positions = mask.nonzero()[:, 0]
-    turn_of = torch.tensor(t.turn_index)
+def _token_rewards(t: Trajectory, masks: list[Tensor]) -> list[Tensor]:
+    """(T,) a row: the trajectory's reward on its last trained token, a turn's on the last sampled one before its end.
+
+    That token is in the turn's own row, unless nothing was sampled there before it. If it is another author's, the
+    reward is too, and left out.
+    """
+    out = [torch.where(mask, 0.0, torch.nan) for mask in masks]
+    places: list[tuple[int, int]] = []
+    turn_of: list[int] = []
+    for j, row in enumerate(t.rows):
+        at = row.action_mask.nonzero()[0]
+        places += [(j, int(column)) for column in at]
+        turn_of += row.turn_index[at].tolist()
     for i, turn in enumerate(t.turns):
         if turn.reward is None:
             continue
-        before = positions[turn_of[positions] <= i]
-        if len(before) == 0:
+        before = bisect.bisect_right(turn_of, i)
+        if before == 0:
             raise BatchError(
                 f"trajectory {t.id!r}: turn {i} has a reward of {turn.reward:g} and no sampled token comes before its "
                 "end, so nothing can be credited with it"
             )
-        out[before[-1]] += turn.reward
+        j, column = places[before - 1]
+        if bool(masks[j][column]):
+            out[j][column] += turn.reward
+    j, column = next(place for place in reversed(places) if bool(masks[place[0]][place[1]]))
     assert t.reward is not None
-    out[positions[-1]] += t.reward
+    out[j][column] += t.reward
     return out
 
 
-def _kept_mass(rows: list[Trajectory], mask: Tensor) -> Tensor | None:
-    if not any(t.sampling.truncates for t in rows):
+def _kept_mass(of: list[Trajectory], rows: list[Row], mask: Tensor) -> Tensor | None:
+    if not any(t.sampling.truncates for t in of):
         return None
     out = torch.full(mask.shape, torch.nan)
-    for i, t in enumerate(rows):
+    for i, (t, row) in enumerate(zip(of, rows, strict=True)):
         mass: list[float] = []
-        for turn in t.turns:
+        for turn in row.turns:
             n = len(turn.ids or ())
             if turn.sampled and t.sampling.truncates and turn.kept_mass is None:
                 raise BatchError(
@@ -295,14 +415,57 @@ def _kept_mass(rows: list[Trajectory], mask: Tensor) -> Tensor | None:
     return torch.where(mask, out, torch.nan)
 
 
+def _shared(one: Row, other: Row) -> int:
+    """Tokens of the turns with which both rows begin: the same objects, or, loaded from disk, of the same seeds."""
+    tokens = 0
+    for a, b in zip(one.turns, other.turns, strict=False):
+        if a is not b and not (_same(a, b) and (not a.sampled or a.seed is not None)):
+            break
+        tokens += len(a.ids or ())
+    return tokens
+
+
+def _same(a: Turn, b: Turn) -> bool:
+    return (a.kind, a.author, a.ids, a.sampled, a.logprobs, a.seed) == (
+        b.kind,
+        b.author,
+        b.ids,
+        b.sampled,
+        b.logprobs,
+        b.seed,
+    )
+
+
+def _bound(rollouts: Tensor, owner: Tensor) -> Tensor:
+    """(B,): rows that belong together, because they are of one rollout or one trains a token for the other."""
+    parent = list(range(len(rollouts)))
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = i = parent[parent[i]]
+        return i
+
+    first: dict[int, int] = {}
+    for i, rollout in enumerate(rollouts.tolist()):
+        for other in {first.setdefault(rollout, i), *owner[i].tolist()}:
+            a, b = sorted((root(i), root(other)))
+            parent[b] = a
+    return torch.tensor([root(i) for i in range(len(parent))])
+
+
 def join(batches: Sequence[Batch]) -> Batch:
     """One batch of several, in order: their groups and rollouts stay apart, their rows are padded to one width.
 
-    Values, returns, kept mass and reference logprobs are kept if every one has them.
+    Values, returns, kept mass and reference logprobs are kept if every one has them; so is what is trained once.
     Raises:  BatchError if there is none.
     """
     if not batches:
         raise BatchError("join was given no batch")
+    if any(b.multiplicity is not None for b in batches):
+        batches = [
+            b if b.multiplicity is not None else replace(b, multiplicity=b.mask.float(), trees=b.rollouts)
+            for b in batches
+        ]
     width = max(b.ids.shape[1] for b in batches)
     out: dict[str, Any] = {}
     for name, fill in _FILL.items():
@@ -314,7 +477,9 @@ def join(batches: Sequence[Batch]) -> Batch:
             out[name] = torch.cat(parts)
         else:
             out[name] = None
-    for name in ("groups", "rollouts"):
+    for name in ("groups", "rollouts", "trees"):
+        if getattr(batches[0], name) is None:
+            continue
         start, parts = 0, []
         for b in batches:
             part = getattr(b, name)
@@ -336,21 +501,20 @@ def join(batches: Sequence[Batch]) -> Batch:
 
 # What stands on the padding of each tensor.
 _FILL: dict[str, Any] = dict.fromkeys(
-    ("ids", "attention", "mask", "rewards", "temperatures", "lengths", "truncated"), 0
+    ("ids", "attention", "mask", "rewards", "temperatures", "lengths", "truncated", "row_index", "multiplicity"), 0
 )
 _FILL |= {"versions": -1} | dict.fromkeys(("logprobs", "entropies", "values", "returns", *_PER_TOKEN), math.nan)
 
 
-def _spread(batch: Batch, advantages: Any, given: list[Trajectory], group_of: list[int], index: list[int]) -> Tensor:
+def _spread(batch: Batch, advantages: Any, rewards: Tensor, groups: Tensor, where: list[int]) -> Tensor:
     if callable(advantages):
-        rewards = torch.tensor([math.nan if t.reward is None else float(t.reward) for t in given])
-        advantages = advantages(rewards, torch.tensor(group_of))
+        advantages = advantages(rewards, groups)
     values = torch.as_tensor(advantages, dtype=torch.float32)
     if tuple(values.shape) == tuple(batch.ids.shape):
         return values
-    if tuple(values.shape) != (len(given),):
+    if tuple(values.shape) != tuple(rewards.shape):
         raise AlignmentError(
-            f"advantages have the shape {tuple(values.shape)}; give one a trajectory ({len(given)},), or one a token "
-            f"{tuple(batch.ids.shape)} on the rows that are kept"
+            f"advantages have the shape {tuple(values.shape)}; give one a trajectory ({len(rewards)},) (with "
+            f"per='row': a row that was sampled in), or one a token {tuple(batch.ids.shape)} on the rows that are kept"
         )
-    return values[index, None].expand(batch.ids.shape).clone()
+    return values[where, None].expand(batch.ids.shape).clone()

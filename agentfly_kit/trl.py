@@ -26,7 +26,7 @@ from agentfly_kit import advantages, losses
 from agentfly_kit.batch import Batch
 from agentfly_kit.errors import BatchError, SettingsError
 from agentfly_kit.rollout import Agent
-from agentfly_kit.types import Message, Task, Trajectory
+from agentfly_kit.types import Message, Row, Task, Trajectory
 
 # --- rows ----------------------------------------------------------------------------------------
 
@@ -34,15 +34,15 @@ from agentfly_kit.types import Message, Task, Trajectory
 def sft_dataset(rows: Iterable[Any]) -> Any:
     """A `datasets.Dataset` for SFTTrainer: "input_ids", and as "labels" the ids where the mask is 1, -100 elsewhere.
 
-    rows: trajectories, or anything with `ids` and a `mask` of the same length, such as the demonstrations of `tiny`.
+    rows: trajectories, each with all its rows, or anything with `ids` and a `mask` of the same length, such as the demonstrations of `tiny`.
     SFTTrainer takes such rows as they are: it renders no template and guesses no mask.
     """
     from datasets import Dataset
 
     out: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
-    for row in rows:
+    for row in (part for given in rows for part in (given.rows if isinstance(given, Trajectory) else (given,))):
         ids = [int(i) for i in row.ids]
-        mask = [bool(m) for m in (row.action_mask if isinstance(row, Trajectory) else row.mask)]
+        mask = [bool(m) for m in (row.action_mask if isinstance(row, Row) else row.mask)]
         if len(ids) != len(mask):
             raise BatchError(f"a row has {len(ids)} ids and a mask of {len(mask)}; give equal lengths")
         out["input_ids"].append(ids)

@@ -373,6 +373,25 @@ async def test_frames_say_which_row() -> None:
     assert math.isnan(tokens["logprob"][0])
 
 
+async def test_views_show_every_row() -> None:
+    from agentfly_kit.widgets import TokenView
+
+    from agentfly_kit.batch import collate
+
+    chain, t = await folded()
+    plain = await played([call("1+1"), "4"]).chain(Task("u", TASK.messages, TASK.fields)).run()
+    assert repr(TokenView(t)).startswith("TokenView(3 rows,")
+    assert repr(TokenView(chain)).startswith("TokenView(3 rows,")
+    assert repr(TokenView(Rollout.of([t, plain]))).startswith("TokenView(4 rows,")
+    batch = collate([plain, t], [1.0, 2.0])
+    view = TokenView(batch, compare=batch)
+    assert repr(view).startswith("TokenView(4 rows,")
+    for i in range(3):
+        assert f"{t.id} row {i}" in view._static()
+    view.select(f"{t.id} row 1", 0, 3)
+    assert [(s.trajectory, s.start, s.stop) for s in view.selection] == [(f"{t.id} row 1", 0, 3)]
+
+
 async def test_drift_is_of_a_row() -> None:
     _, t = await folded()
     with pytest.raises(AlignmentError, match="3 rows"):

@@ -121,7 +121,7 @@ def flags(piece: str) -> int:
 
 @dataclass
 class Row:
-    """Tokens `start` to `start + len(ids)` of one trajectory."""
+    """Tokens `start` to `start + len(ids)` of one row of a trajectory."""
 
     id: str
     task: str
@@ -162,24 +162,29 @@ def _array(values: Any, dtype: Any) -> npt.NDArray[Any]:
 
 
 def is_trajectory(x: Any) -> bool:
-    return hasattr(x, "turns") and hasattr(x, "action_mask" if getattr(x, "exact", True) else "task")
+    return hasattr(x, "turns") and hasattr(x, "stop") and hasattr(x, "rows")
 
 
-def _trajectory_row(t: Any) -> Row:
+def _trajectory_rows(t: Any) -> list[Row]:
+    """One for each of its rows; of several, `id` says which."""
     if not getattr(t, "exact", True):
         none = np.zeros(0, np.int64)
-        return Row(
+        return [Row(
             id=t.id, task=t.task.id, chain=t.chain, reward=t.reward, stop=t.stop, start=0, ids=none, pieces=(),
             turn=none, turns=(), mask=none.astype(bool),
             note="This engine gave text only: there are no token ids to show.",
+        )]  # fmt: skip
+    rows = []
+    for r in t.rows:
+        row = Row(
+            id=t.id if len(t.rows) == 1 else f"{t.id} row {r.index}", task=t.task.id, chain=t.chain, reward=t.reward,
+            stop=t.stop, start=0, ids=_array(r.ids, np.int64), pieces=tuple(r.pieces),
+            turn=_array(r.turn_index, np.int64), turns=tuple((turn.kind, turn.author) for turn in t.turns),
+            mask=_array(r.action_mask, np.bool_),
         )  # fmt: skip
-    row = Row(
-        id=t.id, task=t.task.id, chain=t.chain, reward=t.reward, stop=t.stop, start=0, ids=_array(t.ids, np.int64),
-        pieces=tuple(t.pieces), turn=_array(t.turn_index, np.int64),
-        turns=tuple((turn.kind, turn.author) for turn in t.turns), mask=_array(t.action_mask, np.bool_),
-    )  # fmt: skip
-    row.signals = {"logprob": _array(t.logprobs, np.float32), "entropy": _array(t.entropies, np.float32)}
-    return row
+        row.signals = {"logprob": _array(r.logprobs, np.float32), "entropy": _array(r.entropies, np.float32)}
+        rows.append(row)
+    return rows
 
 
 def _batch_rows(batch: Any, detail: Mapping[str, Any] | None) -> list[Row]:
@@ -212,9 +217,10 @@ def _batch_rows(batch: Any, detail: Mapping[str, Any] | None) -> list[Row]:
         if values.shape != ids.shape:
             raise AlignmentError(f"{name!r} has shape {values.shape}, the batch's ids {ids.shape}; want one a token")
     rows = []
+    which = [int(i) for i in getattr(batch, "row_index", np.zeros(len(ids)))]
     for b, t in enumerate(batch.trajectories):
         here = np.flatnonzero(attention[b])
-        whole = _trajectory_row(t)
+        whole = _trajectory_rows(t)[which[b]]
         start = _find(whole.ids, ids[b, here])
         if start is None:
             raise AlignmentError(
@@ -253,14 +259,14 @@ def rows_of(source: Any) -> list[Row]:
     if hasattr(source, "attention") and hasattr(source, "trajectories"):
         return _batch_rows(source, None)
     if is_trajectory(source):
-        return [_trajectory_row(source)]
+        return _trajectory_rows(source)
     if hasattr(source, "row") and callable(source.row):
         return rows_of(source.row())  # a chain that is still being stepped
     items = getattr(source, "trajectories", source)
     if isinstance(items, Iterable) and not isinstance(items, str | bytes | Mapping):
         found = list(items)
         if all(is_trajectory(t) for t in found):
-            return [_trajectory_row(t) for t in found]
+            return [row for t in found for row in _trajectory_rows(t)]
         if all(hasattr(t, "trajectories") for t in found):
             return [row for t in found for row in rows_of(t)]
     raise TypeError(

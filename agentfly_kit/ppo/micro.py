@@ -121,3 +121,27 @@ def stop_if(cancel: threading.Event | None, optimizer: torch.optim.Optimizer | N
         if optimizer is not None:
             optimizer.zero_grad(set_to_none=True)
         raise asyncio.CancelledError("ppo_step was cancelled; the weights are those of the last update")
+
+
+def minibatches(batch: Batch, size: int | None, generator: torch.Generator) -> list[Tensor]:
+    """The rows of each update of an epoch, in a random order: `size` rollouts, each with all its rows.
+
+    What is bound by tokens that are trained once stays together; then an update may have more than `size`.
+    """
+    bound = batch.rollouts if batch.trees is None else batch.trees
+    heads = bound[batch.heads]  # of each rollout, what it is bound to
+    units, counts = heads.unique(return_counts=True)
+    order = torch.randperm(len(units), generator=generator)
+    if size is None:
+        size = len(heads)
+    out: list[Tensor] = []
+    taken, held = [], 0
+    for unit, count in zip(units[order].tolist(), counts[order].tolist(), strict=True):
+        taken.append(unit)
+        held += count
+        if held >= size:
+            out.append(torch.isin(bound, torch.tensor(taken)).nonzero()[:, 0])
+            taken, held = [], 0
+    if taken:
+        out.append(torch.isin(bound, torch.tensor(taken)).nonzero()[:, 0])
+    return out

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -31,6 +31,8 @@ _ROW_WISE = ("gspo", "gmpo")
 """Losses in which a token's loss depends on its whole row: they need rows, the others only tokens."""
 _BATCH_WIDE = ("clip_cov", "kl_cov")
 """Losses in which it depends on the whole minibatch, rows without advantage included."""
+_TOKEN_SUMS = ("token_mean", "seq_mean_token_sum", "fixed")
+"""Aggregates in which a token's weight does not depend on what else stands in its row."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ class Objective:
 
     loss: Loss
     aggregate: losses.How
-    denominator: float | None
+    options: dict[str, Any]
+    """Of the aggregate."""
     value_coef: float
     value_clip: float | None
     kl_coef: float
@@ -100,18 +103,43 @@ class Objective:
         quiet = self.value_coef == 0 and self.kl_coef == 0 and self.entropy_coef == 0
         return quiet and not self.loss.own and not self.loss.batch_wide
 
+    def refuse_once(self, correction: Any) -> None:
+        """Refuse what cannot be had of a batch whose shared tokens stand in one row: whatever looks at a whole row."""
+        level = correction.get("level") if isinstance(correction, Mapping) else correction
+        what = ""
+        if self.aggregate not in _TOKEN_SUMS:
+            what = f"aggregate={self.aggregate!r}"
+        elif self.loss.rows or self.loss.batch_wide:
+            name = getattr(self.loss.function, "__name__", "") or getattr(
+                getattr(self.loss.function, "func", None), "__name__", "function"
+            )
+            what = f"loss={name!r}"
+        elif level == "sequence":
+            what = "correction='sequence'"
+        if what:
+            raise SettingsError(
+                f"{what} depends on whole rows, and this batch trains what rows share once, in one of them: collate "
+                f"with shared='repeat', or take a loss of tokens and aggregate={' or '.join(map(repr, _TOKEN_SUMS))}"
+            )
+
     def mass(self, batch: Batch, rows: Tensor) -> Tensor:
         """What each token's loss is multiplied by, over the whole minibatch: (B, T), 0 outside of `rows`.
 
         Every aggregate is linear in the per-token losses, so its gradient is all there is to know of it.
         """
         ones = torch.zeros(len(rows), batch.ids.shape[1], requires_grad=True)
+        per_token, options = ones, self.options
+        if batch.multiplicity is not None:
+            # Denominators are those of the rows with all that they share: no token and no row of them is gone.
+            many = batch.multiplicity[rows]
+            per_token = ones * many
+            options = options | {"total": many.sum() if self.aggregate == "token_mean" else len(rows)}
         one = losses.aggregate(
-            ones,
+            per_token,
             batch.mask[rows],
             self.aggregate,
-            denominator=self.denominator,
             rollouts=batch.rollouts[rows] if self.aggregate == "rollout_mean" else None,
+            **options,
         )
         out = torch.zeros(batch.ids.shape)
         out[rows] = torch.autograd.grad(one, ones)[0]

@@ -15,7 +15,8 @@ import asyncio
 import math
 import threading
 import time
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
@@ -25,13 +26,15 @@ from agentfly_kit.errors import BatchError, SettingsError
 from agentfly_kit.pending import awaited, ended
 from agentfly_kit.policy import Policy, compute_threads
 from agentfly_kit.ppo.detail import token_detail
-from agentfly_kit.ppo.micro import Data, Forward, stop_if
+from agentfly_kit.ppo.micro import Data, Forward, minibatches, stop_if
 from agentfly_kit.ppo.objective import Loss, LossName, Objective, TokenLoss, whole_gradient
 from agentfly_kit.ppo.old import Correction, choose_old, sampler_weights
 from agentfly_kit.ppo.optimizer import update
 from agentfly_kit.ppo.ranks import Ranks
 from agentfly_kit.ppo.sums import Phases, Sums
 from agentfly_kit.types import Stats
+
+Aggregate: TypeAlias = losses.How | Mapping[str, Any]
 
 
 def ppo_step(
@@ -40,7 +43,7 @@ def ppo_step(
     batch: Batch,
     *,
     loss: LossName | TokenLoss = "ppo",
-    aggregate: losses.How = "token_mean",
+    aggregate: Aggregate = "token_mean",
     denominator: float | None = None,
     clip: float | None = None,
     clip_high: float | None = None,
@@ -72,13 +75,15 @@ def ppo_step(
     loss: the name of one in `losses`, or a function (logprobs, old_logprobs, advantages, mask) -> (B, T), such as
         functools.partial(af.losses.cispo, bounds="upper"). A function of your own is given whole rows of a micro-batch.
     clip, clip_high, dual_clip: those of the loss; None is its own default (0.2 for ppo).
-    aggregate: how per-token losses become one; see `losses.aggregate`.
+    aggregate: how per-token losses become one, or the options of `losses.aggregate`, such as {"how": "rollout_mean",
+        "count": "rows"}. Sequence means and losses take a row for a sequence, also where a rollout has several.
     value_coef, value_clip: used when the policy has a value head and the batch has returns.
     kl_coef, kl_kind, reference: a KL to a frozen policy in the loss. `batch.ref_logprobs` stands for `reference`.
     kl_in: "reward" says that the advantages hold the KL already (`shaped_rewards`): it is reported, and not added here.
     kl_weighted: multiply each token's KL by its ratio to the old policy, which makes it, and its gradient, unbiased on
         samples of that policy: TRL's `use_bias_correction_kl`. Without it an estimator holds for fresh samples.
-    minibatch: rollouts an update; None is all of them.
+    minibatch: rollouts an update, each with all its rows; None is all of them. Forks whose shared tokens are trained
+        once (`Batch.once`) stay together, so an update may have a few more.
     micro_tokens: padded tokens a forward (None: the policy's own choice); it bounds memory and changes nothing else.
     target_kl: stop before the next minibatch once approx_kl of an update exceeds it.
     old: the ratio's denominator. "engine" takes the sampler's logprobs, "recompute" the policy's before the first
@@ -101,11 +106,12 @@ def ppo_step(
     for name, coefficient in (("value_coef", value_coef), ("kl_coef", kl_coef), ("entropy_coef", entropy_coef)):
         if not coefficient >= 0:
             raise SettingsError(f"{name}={coefficient}: give 0 or more")
+    how, aggregate_options = _aggregate(aggregate, denominator)
     forward = Forward(policy, micro_tokens or policy.micro_tokens, autocast, checkpointing)
     objective = Objective(
         loss=Loss.of(loss, clip, clip_high, dual_clip),
-        aggregate=aggregate,
-        denominator=denominator,
+        aggregate=how,
+        options=aggregate_options,
         value_coef=value_coef if policy.value_head is not None and batch.returns is not None else 0.0,
         value_clip=value_clip,
         kl_coef=kl_coef if kl_in == "loss" else 0.0,
@@ -113,6 +119,8 @@ def ppo_step(
         kl_weighted=kl_weighted,
         entropy_coef=entropy_coef,
     )
+    if batch.multiplicity is not None:
+        objective.refuse_once(correction)
     ranks = Ranks(accelerator)
     ranks.check(batch)
     phases = Phases()
@@ -128,10 +136,10 @@ def ppo_step(
 
         # A row whose advantage is exactly 0 moves nothing when nothing but the advantage speaks. It is not run, but it
         # stays in every denominator and in the schedule of updates.
-        live = torch.ones(len(batch), dtype=torch.bool)
+        live = batch.mask.any(1)  # what a row shares may all be trained in others
         if objective.advantage_alone and target_kl is None:  # a target reads the KL of every row
             live = (torch.where(batch.mask, batch.advantages, 0.0) != 0).any(1)
-        flat = len(batch.groups.unique()) - len(batch.groups[live].unique())
+        flat = len(batch.groups[batch.mask.any(1)].unique()) - len(batch.groups[live].unique())
 
         # The engine's entropies are exact and cover every row; only without them does the forward make its own.
         known = not bool(torch.isnan(batch.entropies[batch.mask]).any())
@@ -139,14 +147,10 @@ def ppo_step(
 
         totals, last_epoch = Sums(), Sums()
         generator = torch.Generator().manual_seed(seed)
-        rollouts = batch.rollouts.unique()
-        size = len(rollouts) if minibatch is None else minibatch
         updates, norms, tokens, stopped = 0, 0.0, 0, False
         for _ in range(epochs):
-            order = rollouts[torch.randperm(len(rollouts), generator=generator)]
             last_epoch, tokens = Sums(), 0
-            for start in range(0, len(order), size):
-                rows = torch.isin(batch.rollouts, order[start : start + size]).nonzero()[:, 0]
+            for rows in minibatches(batch, minibatch, generator):
                 data.mass = objective.mass(batch, rows)
                 running = rows[live[rows]]
                 optimizer.zero_grad(set_to_none=False)
@@ -191,7 +195,7 @@ def ppo_step(
             kl_reference = totals.rate("kl_reference")
         elif ref_logprobs is not None:
             kl_reference = float(losses.kl(old_logprobs, ref_logprobs, kl_kind, batch.mask).sum() / batch.mask.sum())
-    scored = batch.rewards
+    scored = batch.rewards[batch.heads]
     return Stats(
         loss=totals["loss"] / updates,
         policy_loss=totals["policy_loss"] / updates,
@@ -282,6 +286,19 @@ def _check(
             "the batch was sampled under top-p, top-k or min-p, and the ratio would be wrong by the mass that was "
             "kept; give correction='token' or 'sequence'"
         )
+
+
+def _aggregate(given: Aggregate, denominator: float | None) -> tuple[losses.How, dict[str, Any]]:
+    options: dict[str, Any] = {"how": given} if isinstance(given, str) else dict(given)
+    how = options.pop("how", None)
+    if how not in get_args(losses.How) or not set(options) <= {"empty_rows", "count", "denominator"}:
+        raise SettingsError(
+            f"aggregate={given!r}: give one of {', '.join(map(repr, get_args(losses.How)))}, or a dict of 'how' with "
+            "'count', 'empty_rows' or 'denominator'"
+        )
+    if denominator is not None:
+        options["denominator"] = denominator
+    return how, options
 
 
 def _explained_variance(batch: Batch) -> float:
