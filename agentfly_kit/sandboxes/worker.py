@@ -19,7 +19,6 @@ Data socket, JSON lines, straight between host and interpreter: {"id", "code"} g
 from __future__ import annotations
 
 import _ast
-import _signal as signal
 import _socket
 import ctypes
 import errno
@@ -35,7 +34,10 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing itself, and the Python halves of ast, socket and traceback, cost a megabyte a sandbox
+    import signal
     from typing import Any, NoReturn, TextIO
+else:
+    import _signal as signal
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
