@@ -16,6 +16,7 @@ _WHERE = {
     "Batch": "batch",
     "Budget": "budget",
     "Chat": "chat",
+    "Container": "sandboxes.container",
     "Context": "context",
     "Failure": "types",
     "FromPool": "context",

@@ -35,6 +35,7 @@ from agentfly_kit.rewards import reward as reward
 from agentfly_kit.rollout import Agent as Agent
 from agentfly_kit.runs import Run as Run
 from agentfly_kit.sandboxes import sandbox_report as sandbox_report
+from agentfly_kit.sandboxes.container import Container as Container
 from agentfly_kit.sandboxes.python import PythonSandbox as PythonSandbox
 from agentfly_kit.tools import ToolSet as ToolSet
 from agentfly_kit.tools import tool as tool

@@ -52,7 +52,9 @@ class Diagnosis:
 
 def doctor() -> Diagnosis:
     """Kernel, widget front end, engines, sandboxes, threads and data of this machine, as a table."""
-    return Diagnosis((_python(), _kernel(), _widgets(), _torch(), _vllm(), _trl(), _sandboxes(), _threads(), *_data()))
+    return Diagnosis(
+        (_python(), _kernel(), _widgets(), _torch(), _vllm(), _trl(), _sandboxes(), _containers(), _threads(), *_data())
+    )
 
 
 def _version(package: str) -> str | None:
@@ -129,6 +131,19 @@ def _sandboxes() -> Finding:
     else:
         state = f"{level}: code runs with your rights; see af.sandbox_report()"
     return Finding("sandboxes", state, True, "apt-get install bubblewrap")
+
+
+def _containers() -> Finding:
+    from agentfly_kit.errors import IsolationError
+    from agentfly_kit.sandboxes import container
+
+    if _version("docker") is None:
+        state = "not installed; only isolation=af.Container(...) wants it"
+        return Finding("containers", state, True, 'pip install "agentfly_kit[containers]"')
+    try:
+        return Finding("containers", f"docker {_version('docker')}, an engine at {container.address(None)}", True)
+    except IsolationError as error:
+        return Finding("containers", f"docker {_version('docker')}; {str(error).partition(';')[0]}", True)
 
 
 def _threads() -> Finding:

@@ -209,7 +209,7 @@ class Pool(Generic[S]):
         size: int = 8,
         *,
         warm: int = 0,
-        isolation: str | None = None,
+        isolation: object = None,
         memory_mb: int | None = None,
         processes: int | None = None,
         cpu_seconds: float | None = None,
@@ -274,7 +274,8 @@ class Pool(Generic[S]):
     def isolation(self) -> str | None:
         for sandbox in list(self._sandboxes.values()):
             return cast("str | None", getattr(sandbox, "isolation", None))
-        return self.options.get("isolation")
+        asked = self.options.get("isolation")
+        return None if asked is None else str(asked)
 
     def snapshot(self) -> PoolSnapshot:
         """Counts, leases and sandboxes at this moment. May be called from any thread."""

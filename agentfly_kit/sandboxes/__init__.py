@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from .container import Container
 from .isolation import LevelReport, SandboxReport, sandbox_report
 from .limits import Limits
 from .python import PythonSandbox
 from .result import SandboxResult
 
-__all__ = ["LevelReport", "Limits", "PythonSandbox", "SandboxReport", "SandboxResult", "sandbox_report"]
+__all__ = ["Container", "LevelReport", "Limits", "PythonSandbox", "SandboxReport", "SandboxResult", "sandbox_report"]

@@ -21,8 +21,9 @@ from contextlib import asynccontextmanager
 from typing import Any, Self, cast
 
 from ..errors import SandboxError, SettingsError
+from . import container, process
 from . import isolation as levels
-from . import process
+from .container import Container
 from .limits import Limits
 from .result import Limit, SandboxResult
 
@@ -44,8 +45,9 @@ class PythonSandbox:
 
     isolation   "strict" (one bubblewrap each), "shared" (one bubblewrap and one Python for all with the same network=,
                 packages= and preload=, each in namespaces of its own), "landlock" (no namespaces), "none" (a bare
-                process with limits), or None: the best there is here, which is never "shared". A level that was named
-                and cannot be had raises IsolationError at `start`. `sandbox_report()` says what each keeps apart.
+                process with limits), or None: the best there is here, which is never "shared"; or a Container, which
+                says the image. A level that was named and cannot be had raises IsolationError at `start`.
+                `sandbox_report()` says what each keeps apart.
     memory_mb, processes, cpu_seconds, disk_mb, network     see Limits; `applied` says how each one is held.
     packages    the packages installed for this Python can be imported inside, read-only; False: the standard library.
     preload     modules that every interpreter has loaded already (numpy: 0.1 s once instead of in each chain).
@@ -57,7 +59,7 @@ class PythonSandbox:
     def __init__(
         self,
         *,
-        isolation: str | None = None,
+        isolation: str | Container | None = None,
         memory_mb: int | None = 256,
         processes: int | None = 32,
         cpu_seconds: float | None = 10.0,
@@ -71,9 +73,10 @@ class PythonSandbox:
             raise SettingsError(f"preload={preload!r}: want a list of module names")
         if max_output < 256:
             raise SettingsError(f"max_output={max_output}: want at least 256 bytes")
-        levels.known(isolation)
+        if not isinstance(isolation, Container):
+            levels.known(isolation)
         self.limits = Limits(memory_mb, processes, cpu_seconds, disk_mb, network)
-        self.isolation = isolation
+        self.isolation: str | None = str(isolation) if isinstance(isolation, Container) else isolation
         """The level in use; before `start`, the one asked for."""
         self.max_output = max_output
         self._asked = isolation
@@ -105,7 +108,8 @@ class PythonSandbox:
         if self.alive:
             return
         self._drop()
-        future = process.spawner.submit(self._launch)
+        inside = isinstance(self._asked, Container)  # the engine starts it: many may be on their way at once
+        future = container.makers.submit(self._launch) if inside else process.spawner.submit(self._launch)
         try:
             level, vessel = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -147,6 +151,10 @@ class PythonSandbox:
         self._control = _Lines(vessel.control, labelled=vessel.hub is not None)
 
     def _launch(self) -> tuple[str, process.Vessel]:
+        if isinstance(self._asked, Container):
+            return str(self._asked), container.launch(
+                self._asked, self.limits, self._preload, self.max_output, self._packages
+            )
         level = levels.choose(self._asked, self.limits)
         return level, process.launch(level, self.limits, self._preload, self.max_output, self._packages)
 
@@ -160,6 +168,8 @@ class PythonSandbox:
     @property
     def applied(self) -> Mapping[str, str]:
         """How each limit is held, in words; "not limited" where nothing holds it."""
+        if isinstance(self._asked, Container):
+            return self._asked.applied(self.limits)
         level = self.isolation or levels.choose(None, self.limits)
         return levels.applied(level, self.limits, levels.hierarchy())
 

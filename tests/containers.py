@@ -1,0 +1,135 @@
+"""A container engine and an image, made here and now: podman's API service on a private socket, and this machine's own
+Python in a tar. Nothing is downloaded, and no engine that already runs is touched."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+IMAGE = "agentfly-test:latest"
+PODMAN = "apt-get install --no-install-recommends podman runc"
+
+
+def trouble() -> str:
+    """Why there is no engine to test with; empty if there is one."""
+    for program in ("podman", "runc"):
+        if shutil.which(program) is None:
+            return f"{program} is not installed: `{PODMAN}`"
+    return "" if os.geteuid() == 0 else "the tests' engine is rootful: they run as root"
+
+
+def _libraries(binaries: Iterable[str]) -> set[str]:
+    """The shared libraries that programs and modules load, in the places where they look for them."""
+    said = subprocess.run(["ldd", *binaries], capture_output=True, text=True, check=False).stdout
+    return set(re.findall(r"(?:=> |^\s+)(/\S+) \(0x", said, re.MULTILINE))
+
+
+def build_image(tar: Path) -> None:
+    """This machine's own Python, its libraries, a shell and little else: a root file system of about 40 MB."""
+    system = "/usr/bin/python3"
+    python = os.path.realpath(system if os.access(system, os.X_OK) else sys.executable)
+    ask = "import sysconfig as s; print(s.get_path('stdlib')); print(s.get_config_var('EXT_SUFFIX'))"
+    standard = sysconfig.get_path("stdlib")
+    if python != os.path.realpath(sys.executable):
+        standard = subprocess.run([python, "-S", "-c", ask], capture_output=True, text=True, check=True).stdout.split()[
+            0
+        ]
+    modules = [str(path) for path in Path(standard, "lib-dynload").glob("*.so")]
+    programs = [path for name in ("sh", "sleep", "yes", "cat") if (path := shutil.which(name))]
+    out = {
+        "test",
+        "tests",
+        "idlelib",
+        "site-packages",
+        "dist-packages",
+        "ensurepip",
+        "lib2to3",
+        "tkinter",
+        "turtledemo",
+    }
+
+    def keep(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        if out & set(entry.name.split("/")) or "/config-3" in entry.name:
+            return None
+        entry.uid = entry.gid = 0
+        return entry
+
+    with tarfile.open(tar, "w", dereference=True) as image:
+        for name in ("tmp", "proc", "sys", "dev", "etc", "run", "var/tmp", "root"):
+            folder = tarfile.TarInfo(name)
+            folder.type, folder.mode = tarfile.DIRTYPE, 0o1777 if name.endswith("tmp") else 0o755
+            image.addfile(folder)
+        links = {f"/{name}": os.readlink(f"/{name}") for name in ("bin", "lib", "lib64") if os.path.islink(f"/{name}")}
+        for link, target in {**links, "/usr/local/bin/python3": python}.items():
+            entry = tarfile.TarInfo(link.lstrip("/"))
+            entry.type, entry.linkname = tarfile.SYMTYPE, target
+            image.addfile(entry)
+        image.add(standard, standard, filter=keep)
+        for path in {python, *programs, *_libraries([python, *modules, *programs])}:
+            folder, name = os.path.split(path)  # past the links above, which are links in the image too
+            image.add(path, os.path.join(os.path.realpath(folder), name), filter=keep)
+
+
+class Podman:
+    """podman's API service with a store of its own, below one folder. The configuration is there before the first call:
+    a store that was made without a driver makes every container wait for 20 s."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.url = f"unix://{folder}/podman.sock"
+        (folder / "containers.conf").write_text(
+            '[containers]\ndefault_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]\nnetns = "none"\n'
+            '[engine]\nruntime = "runc"\ncgroup_manager = "cgroupfs"\nevents_logger = "file"\n'
+            f'tmp_dir = "{folder}/tmp"\n'
+        )
+        (folder / "storage.conf").write_text(
+            f'[storage]\ndriver = "overlay"\ngraphroot = "{folder}/graph"\nrunroot = "{folder}/run"\n'
+        )
+        self.environment = {
+            **os.environ, "CONTAINERS_CONF": f"{folder}/containers.conf",
+            "CONTAINERS_STORAGE_CONF": f"{folder}/storage.conf", "XDG_RUNTIME_DIR": str(folder),
+        }  # fmt: skip
+        self.log = (folder / "service.log").open("wb")
+        self.process = subprocess.Popen(
+            ["podman", "system", "service", "--time=0", self.url],
+            env=self.environment, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log, start_new_session=True,
+        )  # fmt: skip
+        end = time.monotonic() + 30
+        while not (folder / "podman.sock").exists():
+            if self.process.poll() is not None or time.monotonic() > end:
+                said = (folder / "service.log").read_text()
+                self.stop()
+                raise RuntimeError(f"podman's service did not start: {said}")
+            time.sleep(0.02)
+        build_image(folder / "image.tar")
+        self.podman("import", str(folder / "image.tar"), IMAGE)
+        (folder / "image.tar").unlink()
+
+    def podman(self, *arguments: str) -> str:
+        """One command of podman's own on the same store."""
+        done = subprocess.run(["podman", *arguments], env=self.environment, capture_output=True, text=True, timeout=120)
+        if done.returncode:
+            raise RuntimeError(f"podman {arguments}: {done.stderr}")
+        return done.stdout
+
+    def names(self) -> list[str]:
+        """All containers, in any state."""
+        return self.podman("ps", "--all", "--format", "{{.Names}}").split()
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            for name in self.names():
+                self.podman("rm", "--force", "--time", "0", name)
+            os.killpg(self.process.pid, signal.SIGTERM)
+            self.process.wait(20)
+        self.log.close()
+        subprocess.run(["umount", "-R", self.folder / "graph" / "overlay"], capture_output=True, check=False)
