@@ -60,7 +60,7 @@ _WHERE = {
     "tool": "tools",
     "train": "trainer",
 }
-_MODULES = ("advantages", "chat", "errors", "losses", "tiny", "trl", "widgets")
+_MODULES = ("advantages", "chat", "errors", "filters", "losses", "tiny", "trl", "widgets")
 
 __all__ = sorted([*_WHERE, *_MODULES])
 

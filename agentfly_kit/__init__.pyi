@@ -1,6 +1,7 @@
 from agentfly_kit import advantages as advantages
 from agentfly_kit import chat as chat
 from agentfly_kit import errors as errors
+from agentfly_kit import filters as filters
 from agentfly_kit import losses as losses
 from agentfly_kit import tiny as tiny
 from agentfly_kit import trl as trl

@@ -16,7 +16,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from agentfly_kit.errors import AlignmentError, BatchError, SettingsError
+from agentfly_kit.errors import AlignmentError, BatchError, EmptyBatch, SettingsError
+from agentfly_kit.filters import Filter, reasons
 from agentfly_kit.types import UNSCORED, Row, Trajectory, Turn
 
 
@@ -28,6 +29,17 @@ class Dropped:
     reason: str
     row: int | None = None
     """None is all of them."""
+    filtered: bool = False
+    """By one of `filters`, and not because it could not be trained on."""
+
+
+def counted(dropped: Iterable[Dropped]) -> dict[str, int]:
+    """Reason -> trajectories of which nothing is left."""
+    out: dict[str, int] = {}
+    for item in dropped:
+        if item.row is None:
+            out[item.reason] = out.get(item.reason, 0) + 1
+    return out
 
 
 @dataclass(frozen=True)
@@ -170,16 +182,13 @@ class Batch:
         return f"Batch({len(self)} rows, {self.ids.shape[1]} wide, {int(self.mask.sum())} action tokens{left})"
 
     def _repr_html_(self) -> str:
-        reasons: dict[str, int] = {}
-        for item in self.dropped:
-            reasons[item.reason] = reasons.get(item.reason, 0) + 1
         rows = {
             "rows": len(self),
             "width": self.ids.shape[1],
             "tokens": int(self.lengths.sum()),
             "action tokens": int(self.mask.sum()),
             "mean reward": f"{float(self.rewards.mean()):.3f}",
-        } | {f"left out: {reason}": count for reason, count in reasons.items()}
+        } | {f"left out: {reason}": count for reason, count in counted(self.dropped).items()}
         cells = "".join(f"<tr><td>{k}</td><td style='text-align:right'>{v}</td></tr>" for k, v in rows.items())
         return f"<table><tbody>{cells}</tbody></table>"
 
@@ -201,6 +210,7 @@ def collate(
     truncated: Truncated = "score",
     penalty: float = 0.5,
     allow_truncated_sampling: bool = False,
+    filters: Sequence[Filter] = (),
 ) -> Batch:
     """Make a batch of a rollout, or of trajectories: a row of the batch for each of their rows.
 
@@ -216,7 +226,9 @@ def collate(
         value of the state in which they were cut: `advantages.gae(bootstrap=)`, see `Policy.end_values`.
     allow_truncated_sampling: rows sampled under top-p, top-k or min-p are refused, because the ratio of the update
         would be wrong by the kept mass; True keeps that mass, for `ppo_step(correction=)`.
-    Raises:  BatchError if no row is left, if an engine gave text only, or if rows cannot be trained as sampled.
+    filters: what else is left out, see `af.filters`: such a chain counts in no mean, as if it were unscored.
+    Raises:  EmptyBatch if no row is left; BatchError if an engine gave text only, or if rows cannot be trained as
+             sampled.
     """
     given = _trajectories(rollout)
     for name, value, kind in (("truncated", truncated, Truncated), ("per", per, Per), ("shared", shared, Shared)):
@@ -224,8 +236,12 @@ def collate(
             raise SettingsError(f"{name}={value!r}: give one of {', '.join(map(repr, get_args(kind)))}")
     if not given:
         raise BatchError("collate was given no trajectory; roll some tasks out first")
+    flagged = (sum(t.reward is None for t in given) / len(given), sum(t.truncated for t in given) / len(given))
+    filtered = reasons(given, filters)
     if truncated == "penalty":
         given = [t.replace(reward=t.reward - penalty) if t.truncated and t.reward is not None else t for t in given]
+    if filtered:
+        given = [t.replace(reward=None) if t.id in filtered else t for t in given]
     names = _authors(authors, given)
     rows: list[Row] = []
     masks: list[Tensor] = []
@@ -243,7 +259,8 @@ def collate(
         at = len(entries)
         entries += [i] * max(1, len(has))
         if reason is not None:
-            dropped.append(Dropped(t.id, reason))
+            known = filtered.get(t.id)
+            dropped.append(Dropped(t.id, reason if known is None else known, filtered=known is not None))
             continue
         found = _token_rewards(t, trained)
         dropped += [Dropped(t.id, _nobody(names), j) for j in range(len(t.rows)) if j not in has]
@@ -253,8 +270,10 @@ def collate(
         index += [i] * len(has)
         entry += range(at, at + len(has))
     if not rows:
-        reasons = sorted({d.reason for d in dropped})
-        raise BatchError(f"none of {len(given)} trajectories can be trained on: {'; '.join(reasons)}")
+        raise EmptyBatch(
+            f"none of {len(given)} trajectories can be trained on: {'; '.join(sorted({d.reason for d in dropped}))}",
+            tuple(dropped),
+        )
 
     of = [given[i] for i in index]
     last = [i + 1 == len(index) or index[i + 1] != index[i] for i in range(len(index))]
@@ -298,7 +317,7 @@ def collate(
         kept_mass=_kept_mass(of, rows, mask),
         dropped=tuple(dropped),
         asked=len(given),
-        flagged=(sum(t.reward is None for t in given) / len(given), sum(t.truncated for t in given) / len(given)),
+        flagged=flagged,
     )
     if advantages is not None:
         seen, where = (list(range(len(given))), index) if per == "rollout" else (entries, entry)

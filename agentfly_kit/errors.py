@@ -5,6 +5,8 @@ Knows no other module. `ToolError` is the one class here that a user raises: it 
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class AgentFlyError(Exception):
     """Base of every error this package raises on purpose."""
@@ -61,6 +63,14 @@ class EngineError(AgentFlyError):
 
 class BatchError(AgentFlyError, ValueError):
     """Trajectories cannot become a batch: no scored row, several temperatures, ids without logprobs."""
+
+
+class EmptyBatch(BatchError):
+    """No trajectory is left to train on. `dropped` has each one with its reason."""
+
+    def __init__(self, message: str, dropped: tuple[Any, ...] = ()) -> None:
+        super().__init__(message)
+        self.dropped = dropped
 
 
 class TrainingError(AgentFlyError):

@@ -179,6 +179,16 @@ class Rollout:
             by.setdefault(t.group, []).append(t)
         return cls(tuple(Group(name, tuple(ts)) for name, ts in by.items()), seconds, dict(not_run or {}))
 
+    def marked(self, dropped: Iterable[Any]) -> Rollout:
+        """The same chains, each that a batch left out with the reason: `rollout.marked(batch.dropped)`."""
+        why = {d.trajectory: d.reason for d in dropped if d.row is None}
+        if not why:
+            return self
+        groups = (
+            Group(g.id, tuple(t.replace(dropped=why[t.id]) if t.id in why else t for t in g)) for g in self.groups
+        )
+        return Rollout(tuple(groups), self.seconds)
+
     # --- numbers ---
 
     def numbers(self) -> dict[str, float]:
@@ -240,6 +250,7 @@ class Rollout:
             "action_tokens": sum(int(row.action_mask.sum()) for row in t.rows) if t.exact else math.nan,
             "seconds": t.seconds,
             "error": str(t.error) if t.error else None,
+            "dropped": t.dropped,
         } | {f"metric_{k}": v for k, v in t.metrics.items()}
 
     @staticmethod

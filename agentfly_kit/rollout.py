@@ -143,13 +143,17 @@ class Agent:
         index: int = 0,
         purpose: str = "rollout",
         progress: bool = False,
+        share: tuple[int, int] = (0, 1),
     ) -> RolloutRun:
         """Chains of many tasks, `group_size` of each. Starts when it is awaited.
 
         budget, group_budget: what all chains, and those of each group, may spend together.
         index, purpose: part of every seed; the same ones give the same trajectories from an engine that can promise it.
+        share: (i, n) runs every n-th task from the i-th on, as one of n processes; names and seeds stay those of all.
         """
-        return RolloutRun(self, tasks, group_size, max_concurrency, index, purpose, progress, budget, group_budget)
+        return RolloutRun(
+            self, tasks, group_size, max_concurrency, index, purpose, progress, budget, group_budget, share
+        )
 
     def _check(self, tasks: Sequence[Task]) -> None:
         """Refuse before the first token what could only fail later; say once that a tool was redefined."""
@@ -184,6 +188,7 @@ class RolloutRun:
         progress: bool,
         budget: Budget | None = None,
         group_budget: Budget | None = None,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         given = [tasks] if isinstance(tasks, Task) else list(tasks)
         if not given:
@@ -208,8 +213,10 @@ class RolloutRun:
         self._progress = progress
         seen: dict[str, int] = {}
         self._places: list[tuple[Task, Place]] = []
-        for task in given:
+        for number, task in enumerate(given):
             count = seen[task.id] = seen.get(task.id, 0) + 1
+            if number % share[1] != share[0]:
+                continue
             # A task that comes twice makes two groups, whose seeds differ.
             group = f"{purpose}-{index}:{task.id}" + (f"~{count}" if count > 1 else "")
             for chain in range(group_size):

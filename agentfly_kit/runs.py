@@ -7,6 +7,7 @@ Knows no policy and no optimizer: what is in a checkpoint is the trainer's busin
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -91,6 +92,10 @@ class Run:
         """What is left of a `begin` that was killed."""
         return list(self.path.glob(".run.json.*.tmp")) if self.path.is_dir() else []
 
+    def forget(self) -> None:
+        """Read the records again when they are next asked for: another process has written them."""
+        self._records = None
+
     # --- steps ---
 
     @property
@@ -166,7 +171,7 @@ class Run:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest whole checkpoint."""
+        """The newest whole checkpoint. Two are kept, "checkpoint" and "checkpoint.before"."""
         for name in ("checkpoint", "checkpoint.before"):
             if (self.path / name / "done").exists():
                 return self.path / name
@@ -180,21 +185,55 @@ class Run:
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir(parents=True)
             yield new
+            sums = {}
+            for path in sorted(new.iterdir()):
+                sums[path.name] = _digest(path)
+                _to_disk(path)
             with (new / "done").open("w") as file:
-                file.write("whole\n")
+                file.write(json.dumps(sums))
                 file.flush()
                 os.fsync(file.fileno())
+            _to_disk(new)
+            # The one before is kept: it is what is left when this one turns out to be damaged.
             if (current / "done").exists():
                 shutil.rmtree(before, ignore_errors=True)
                 os.replace(current, before)
             else:
                 shutil.rmtree(current, ignore_errors=True)
             os.replace(new, current)
-            shutil.rmtree(before, ignore_errors=True)
+            _to_disk(self.path)
         except (OSError, RuntimeError) as error:  # torch has a RuntimeError for a full disk
             raise RunError(f"no checkpoint could be written to {self.path} ({error}); the last one is kept") from error
         finally:
             shutil.rmtree(new, ignore_errors=True)
+
+    def verify(self, checkpoint: Path) -> None:
+        """Raises RunError naming the first file of a checkpoint that is not what was written."""
+        try:
+            sums = json.loads((checkpoint / "done").read_text(encoding="utf-8"))
+        except ValueError:
+            return  # from before sums were kept
+        for name, wanted in sums.items():
+            file = checkpoint / name
+            if not file.exists() or _digest(file) != wanted:
+                raise RunError(f"{file} cannot be read (it is not what was written: the file is damaged)")
+
+    @staticmethod
+    @contextlib.contextmanager
+    def whole(path: Path) -> Iterator[Any]:
+        """A file of bytes that takes its place only when all of it is on the disk."""
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except (OSError, RuntimeError) as error:
+            raise RunError(f"{path} could not be written ({error})") from error
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
 
     def figure(self, *names: str) -> Any:
         """A plotly figure of recorded numbers, for a paper; for live curves use widgets.TrainView."""
@@ -214,6 +253,20 @@ class Run:
         last = self.records[-1] if self.records else {}
         success = f", success {last['success']:.3f}" if "success" in last else ""
         return f"Run({str(self.path)!r}, {len(self.records)} steps{success})"
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _to_disk(path: Path) -> None:
+    """Flush a file, or a folder's list of names: a rename that outlived its content would leave a file of nothing."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _differences(known: Any, wanted: Any, path: str = "") -> list[str]:

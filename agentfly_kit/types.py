@@ -497,6 +497,8 @@ class Trajectory:
     seconds: float = field(default=0.0, compare=False)
     tools: tuple[dict[str, Any], ...] = ()
     """The schemas that were in the prompt."""
+    dropped: str | None = None
+    """Why a training step left it out; None where it was trained on, or where no step has seen it."""
 
     # --- tokens ---
 
@@ -741,6 +743,8 @@ class Stats:
     """Action tokens trained on, an epoch."""
     dropped_groups: int = 0
     """Groups without signal that were left out, exactly."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Trajectories that were not trained on, by reason: unscored, truncated, or what a filter said."""
     stopped_early: bool = False
     lr: float = math.nan
     seconds: float = field(default=0.0, compare=False)

@@ -465,7 +465,8 @@ def test_a_checkpoint_that_is_cut_anywhere_leaves_the_old_or_the_new_one(
         assert held(Run(folder)) in ((None, "two") if first else ("one", "two")), f"operation {at}"
         save(Run(folder), "three")
         assert held(Run(folder)) == "three"
-        assert {p.name for p in folder.iterdir()} == {"run.json", "checkpoint"}
+        left = {p.name for p in folder.iterdir()}
+        assert {"run.json", "checkpoint"} <= left <= {"run.json", "checkpoint", "checkpoint.before"}
         if not more:
             break
     assert at > 5

@@ -18,14 +18,14 @@ import pytest
 import torch
 from agents import agent, exact, fresh, scripted, tasks
 
-from agentfly_kit import advantages, trainer
+from agentfly_kit import advantages
 from agentfly_kit.engines.local import LocalEngine
 from agentfly_kit.errors import BatchError, EngineError, RunError, RunMismatch, SettingsError, TaskError, TrainingError
 from agentfly_kit.policy import Policy
 from agentfly_kit.rewards import reward
 from agentfly_kit.rollout import Agent
 from agentfly_kit.runs import Run
-from agentfly_kit.trainer import TrainConfig, TrainRun, train
+from agentfly_kit.trainer import TrainConfig, TrainRun, loop, train
 from agentfly_kit.types import Sampling
 
 SMALL = TrainConfig(steps=4, tasks_per_step=3, group_size=4, minibatch=6, lr=1e-3)
@@ -508,7 +508,7 @@ async def test_rollouts_can_be_kept(tmp_path: Path) -> None:
 def test_a_pass_goes_from_easy_to_hard_and_shuffles_within_a_level() -> None:
     level = {t.id: i // 4 for i, t in enumerate(TASKS)}
     run = start(config=SMALL.replace(difficulty=lambda task: level[task.id]))
-    passes = [[t.id for i in range(4 * k, 4 * k + 4) for t in run._draw(i)] for k in range(6)]
+    passes = [[t.id for i in range(4 * k, 4 * k + 4) for t in run._order.draw(i)] for k in range(6)]
     for one in passes:
         assert sorted(one) == sorted(t.id for t in TASKS)
         assert [level[i] for i in one] == [0] * 4 + [1] * 4 + [2] * 4
@@ -539,11 +539,11 @@ async def test_a_bar_shows_the_steps_and_goes(capsys: pytest.CaptureFixture[str]
 
 def test_each_pass_takes_every_task_once() -> None:
     run = start(config=SMALL.replace(tasks_per_step=5))
-    drawn = [t.id for i in range(12) for t in run._draw(i)]
+    drawn = [t.id for i in range(12) for t in run._order.draw(i)]
     passes = [drawn[i : i + 12] for i in range(0, 60, 12)]
     assert all(sorted(p) == sorted(t.id for t in TASKS) for p in passes)
     assert len({tuple(p) for p in passes}) == 5
-    assert [t.id for t in run._draw(7)] == drawn[35:40]
+    assert [t.id for t in run._order.draw(7)] == drawn[35:40]
 
 
 # --- what is refused -----------------------------------------------------------------------------
@@ -611,13 +611,13 @@ async def test_a_step_that_diverges_says_where_the_good_ones_are(
     policy = learner()
     run = start(tmp_path / "run", policy)
     await leave(run, "break", 2)
-    real = trainer.ppo_step_async
+    real = loop.ppo_step_async
 
     def diverging(*args: Any, **options: Any) -> Any:
         args[2].advantages[args[2].mask] = 1e38
         return real(*args, **options)
 
-    monkeypatch.setattr(trainer, "ppo_step_async", diverging)
+    monkeypatch.setattr(loop, "ppo_step_async", diverging)
     with pytest.raises(TrainingError, match=r"step 3: .*\(steps 1 to 2 are kept in .*run\)"):
         await run
     monkeypatch.undo()

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 
 from agentfly_kit import losses
-from agentfly_kit.batch import Batch
+from agentfly_kit.batch import Batch, counted
 from agentfly_kit.errors import BatchError, SettingsError
 from agentfly_kit.pending import awaited, ended
 from agentfly_kit.policy import Policy, compute_threads
@@ -218,6 +218,7 @@ def ppo_step(
         rows=len(batch),
         tokens=int(batch.mask.sum()),
         dropped_groups=flat,
+        dropped=counted(batch.dropped),
         stopped_early=stopped,
         lr=float(optimizer.param_groups[0]["lr"]),
         seconds=time.perf_counter() - started,

@@ -1,0 +1,78 @@
+"""Several processes on one run: what each of them knows, and what the first one does for all. Knows no training.
+
+Every call here is one that all processes make, in the same order. With one process nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from agentfly_kit.errors import TrainingError
+from agentfly_kit.pending import ended
+
+T = TypeVar("T")
+
+
+async def in_thread(function: Callable[..., T], *given: Any) -> T:
+    """`function` in a thread. Who is cancelled meanwhile waits for its end: nothing goes on behind their back."""
+    task = asyncio.ensure_future(asyncio.to_thread(function, *given))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await ended([task])
+        if not task.cancelled():
+            task.exception()
+        raise
+
+
+class Crew:
+    """The processes of an `accelerate.Accelerator`, or None: just this one."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self.accelerator = accelerator
+        self.size = 1 if accelerator is None else int(accelerator.num_processes)
+        self.rank = 0 if accelerator is None else int(accelerator.process_index)
+
+    @property
+    def alone(self) -> bool:
+        return self.size == 1
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    async def exchange(self, value: T) -> list[T]:
+        """What every process gave, in order of rank."""
+        if self.alone:
+            return [value]
+        parts: list[Any] = [None] * self.size
+        await in_thread(torch.distributed.all_gather_object, parts, value)
+        return parts
+
+    async def share(self, value: T | None, error: Exception | None = None) -> list[T]:
+        """As `exchange`; where some process has an error instead, all raise it."""
+        failed = await self.exchange(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, said in enumerate(failed):
+            if said is not None:
+                raise TrainingError(f"process {rank} of {self.size} failed: {said}")
+        parts: list[Any] = await self.exchange(value)
+        return parts
+
+    async def led(self, function: Callable[..., T], *given: Any) -> T:
+        """The first process runs it, in a thread; all get its result, or its error."""
+        if self.alone:
+            return await in_thread(function, *given)
+        value: T | None = None
+        error: Exception | None = None
+        if self.first:
+            try:
+                value = await in_thread(function, *given)
+            except Exception as raised:
+                error = raised
+        return (await self.share(value, error))[0]

@@ -1,0 +1,558 @@
+"""The loop: roll out, score, update, record, again. Knows nothing of how each of them is done.
+
+A run is a folder that says what it is. Each iteration ends with its line in `steps.jsonl` and a checkpoint, so whatever
+stops the loop (an interrupt, a break, a crash) stops it between two iterations, and the same call goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import shutil
+import tempfile
+import time
+import warnings
+import weakref
+from collections.abc import Awaitable, Callable, Generator, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentfly_kit import losses, seeds
+from agentfly_kit.batch import counted
+from agentfly_kit.engines.local import LocalEngine
+from agentfly_kit.errors import BatchError, EmptyBatch, RunError, SettingsError, TaskError, TrainingError
+from agentfly_kit.evaluation import Evaluation, evaluate
+from agentfly_kit.pending import ended
+from agentfly_kit.policy import Policy
+from agentfly_kit.ppo import adamw, ppo_step_async
+from agentfly_kit.record import Rollout
+from agentfly_kit.rollout import Agent, RolloutRun
+from agentfly_kit.runs import Run
+from agentfly_kit.trainer import checkpoint
+from agentfly_kit.trainer.config import TrainConfig
+from agentfly_kit.trainer.crew import Crew, in_thread
+from agentfly_kit.trainer.estimate import Estimate
+from agentfly_kit.trainer.identity import fingerprint
+from agentfly_kit.trainer.order import Order
+from agentfly_kit.types import Stats, Task
+
+_REASONS = 16
+"""Of a record: a filter that says something else of each chain would make a column of each."""
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """What one iteration did. A step that was replayed from the record has only its numbers."""
+
+    step: int
+    """From 1."""
+    record: dict[str, float] = field(repr=False)
+    stats: Stats | None = field(default=None, repr=False)
+    rollout: Rollout | None = field(default=None, repr=False)
+    evaluation: Evaluation | None = None
+    replayed: bool = False
+
+    @property
+    def success(self) -> float:
+        """Of the sampled chains that this step was trained on; NaN if none was scored."""
+        return self.record.get("success", math.nan)
+
+    def __repr__(self) -> str:
+        shown = ("success", "reward", "approx_kl", "eval_success")
+        numbers = ", ".join(f"{k} {self.record[k]:.3f}" for k in shown if k in self.record)
+        return f"TrainStep({self.step}: {numbers}{', replayed' if self.replayed else ''})"
+
+
+def train(
+    agent: Agent,
+    policy: Policy,
+    tasks: Iterable[Task],
+    config: TrainConfig | None = None,
+    *,
+    run: str | Path | None = None,
+    eval_tasks: Iterable[Task] | None = None,
+    resume: bool = True,
+    progress: bool = False,
+    accelerator: Any = None,
+) -> TrainRun:
+    """A training run. `await` it, or `async for step in run`; it starts then.
+
+    run: a folder. An unfinished run in it of the same config, tasks, tools, reward and starting policy continues; a
+        finished one replays its recorded steps and loads its last weights. None is a fresh temporary folder.
+    resume: False throws away what the folder holds and starts anew.
+    progress: a bar with rate and time left (for curves, display `widgets.TrainView(run)` before the `await`).
+    accelerator: an accelerate.Accelerator of several processes, each of which makes this very call. The tasks of an
+        iteration are dealt to them, the rows of an update too (see `ppo_step`), and the first one writes the folder,
+        which all must see. Steps, records and weights are those of one process, up to the order of sums.
+    Raises:  RunMismatch, at once, if the folder holds another run: it shows the difference.
+    """
+    given = list(eval_tasks or ())
+    return TrainRun(agent, policy, list(tasks), config or TrainConfig(), run, given, resume, progress, accelerator)
+
+
+class TrainRun:
+    """A handle. After an interrupt or a break, going on with the same handle, or calling `train` again, continues.
+
+    records, total, subscribe   what has been done, how much there is to do, and who wants to know
+    rollout                     the rollout that runs now, for a live view
+    stop(), pause(), resume()
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        policy: Policy,
+        tasks: list[Task],
+        config: TrainConfig,
+        run: str | Path | None,
+        eval_tasks: list[Task],
+        resume: bool,
+        progress: bool = False,
+        accelerator: Any = None,
+    ) -> None:
+        if not tasks:
+            raise TaskError("there is no task to train on; give at least one")
+        if config.advantage == "gae" and policy.value_head is None:
+            raise SettingsError("advantage='gae' needs values; load the policy with value_head=True")
+        if config.evaluate_every and not eval_tasks:
+            raise SettingsError(f"evaluate_every={config.evaluate_every} needs eval_tasks=, such as tasks.test")
+        if not agent.reward:
+            raise SettingsError("the agent has no reward, so there is nothing to learn from; agent.replace(reward=...)")
+        if agent.sampling.greedy:
+            raise SettingsError(
+                "the agent samples greedily (temperature=0), so its tokens have no probability to learn from; "
+                "agent.replace(sampling=af.Sampling(temperature=1.0))"
+            )
+        served = getattr(agent.engine, "policy", policy)
+        if served is not policy:
+            raise SettingsError(
+                "the agent's engine samples from another policy than the one that is trained; "
+                "use agent.replace(engine=af.LocalEngine(policy))"
+            )
+        self._crew = Crew(accelerator)
+        if run is None and not self._crew.alone:
+            raise SettingsError("several processes need run=, one folder that all of them see")
+        agent._check([*tasks, *eval_tasks])
+        self.agent = agent
+        self.policy = policy
+        self.tasks = tasks
+        self.eval_tasks = eval_tasks
+        self.config = config
+        self._order = Order(tasks, config.tasks_per_step, config.seed, config.difficulty)
+        self._progress = progress
+        self._bar: Any = None
+        self.rollout: RolloutRun | None = None
+        if run is None:
+            run = tempfile.mkdtemp(prefix="agentfly-run-")
+            weakref.finalize(self, shutil.rmtree, run, ignore_errors=True)
+            resume = False
+        self.run = Run(Path(run))
+        self._fresh = not resume
+        self._key = str(self.run.path.resolve())
+        if self._fresh:
+            policy.started.pop(self._key, None)
+        start = policy.started.setdefault(self._key, policy.fingerprint())
+        self.fingerprint = fingerprint(agent, tasks, config, start)
+        self.run.check(self.fingerprint, resume=not self._fresh)
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._estimate = Estimate(policy, config)
+        self._ahead: Rollout | None = None
+        """The next iteration's chains, sampled while the last one was updated."""
+        self._twin: Agent | None = None
+        """With an engine of its own weights, which stay as they are while the policy learns."""
+        self._kl_coef = config.kl_coef
+        self._next = 0
+        self._replay: list[dict[str, float]] = []
+        self._given = 0
+        """Steps that this handle has given out; going on with it replays none of them."""
+        self._begun = False
+        self._stopping = False
+        self._open: asyncio.Event | None = None
+        self._paused = False
+        self._busy = False
+
+    # --- what a view needs ---
+
+    @property
+    def path(self) -> Path:
+        return self.run.path
+
+    @property
+    def records(self) -> list[dict[str, float]]:
+        return self.run.records if self._begun or not self._fresh else []
+
+    @property
+    def total(self) -> int:
+        return self.config.steps
+
+    def subscribe(self, callback: Callable[[dict[str, float]], None]) -> Callable[[], None]:
+        """Be called with each new step's numbers. Returns what ends it."""
+        return self.run.subscribe(callback)
+
+    def figure(self, *names: str) -> Any:
+        return self.run.figure(*names)
+
+    def stop(self) -> None:
+        """End after the iteration that runs now."""
+        self._stopping = True
+        self.resume()
+
+    def pause(self) -> None:
+        """Hold the chains that run, and the loop after this iteration."""
+        self._paused = True
+        if self._open is not None:
+            self._open.clear()
+        if self.rollout is not None:
+            self.rollout.pause()
+
+    def resume(self) -> None:
+        self._paused = False
+        if self._open is not None:
+            self._open.set()
+        if self.rollout is not None:
+            self.rollout.resume()
+
+    def __repr__(self) -> str:
+        done = len(self.records)
+        last = f", success {self.records[-1]['success']:.3f}" if done and "success" in self.records[-1] else ""
+        hint = "" if self._begun else "; write `await` before it"
+        return f"<training run, {done} of {self.total} steps done{last}, in {str(self.path)!r}{hint}>"
+
+    # --- running ---
+
+    def __await__(self) -> Generator[Any, Any, TrainRun]:
+        return self._all().__await__()
+
+    async def _all(self) -> TrainRun:
+        async for _ in self:
+            pass
+        return self
+
+    def _show(self, step: TrainStep | None) -> None:
+        """Move the bar to a step; None takes it away."""
+        if step is None or not self._progress:
+            if self._bar is not None:
+                self._bar.close()
+                self._bar = None
+            return
+        if self._bar is None:
+            from tqdm.auto import tqdm
+
+            # What was replayed took no time: the rate is that of the steps that ran.
+            self._bar = tqdm(total=self.total, initial=step.step - 1, desc="training", unit="step")
+        self._bar.set_postfix(success=f"{step.success:.3f}", refresh=False)
+        self._bar.update(step.step - self._bar.n)
+
+    def __aiter__(self) -> TrainRun:
+        return self
+
+    async def __anext__(self) -> TrainStep:
+        if self._busy:
+            raise SettingsError("this run is already being awaited somewhere else; there is one loop a run")
+        self._busy = True
+        try:
+            if not self._begun:
+                await self._begin()
+            if self._replay:
+                record = self._replay.pop(0)
+                self._given += 1
+                return TrainStep(int(record["step"]), record, replayed=True)
+            stopping = any(await self._crew.exchange(self._stopping))
+            if stopping or self._next >= self.config.steps:
+                self._show(None)
+                raise StopAsyncIteration
+            if self._open is not None:
+                await self._open.wait()
+            try:
+                step = await self._iterate(self._next)
+            except BaseException:
+                # The weights may be those of half an iteration: whoever goes on begins at the checkpoint.
+                self._begun = False
+                self._show(None)
+                raise
+            self._given += 1
+            self._show(step)
+            return step
+        finally:
+            self._busy = False
+
+    async def _begin(self) -> None:
+        policy, config, crew = self.policy, self.config, self._crew
+        self._open = asyncio.Event()
+        if not self._paused:
+            self._open.set()
+        known = await crew.led(lambda: self.run.begin(self.fingerprint, resume=not self._fresh))
+        if not crew.first:
+            self.run.forget()
+        self._fresh = False
+        self._optimizer = adamw(policy, config.lr)
+        self._ahead = None
+        found = self.run.checkpoint if known else None
+        if not crew.alone and len({*await crew.exchange((str(found), self.fingerprint["policy"]))}) > 1:
+            raise RunError(
+                f"the processes do not see one and the same run in {self.path}, or began with different weights; give "
+                "all of them one folder and one policy"
+            )
+        if found is not None:
+            if config.kl_coef > 0:
+                self._estimate.reference = await in_thread(checkpoint.load_reference, self.run, policy)
+            resumed = await in_thread(checkpoint.load, self.run, found, policy, self._optimizer, config.kl_coef)
+            self._next, self._kl_coef, self._ahead = resumed.steps, resumed.kl_coef, resumed.ahead
+        else:
+            if config.kl_coef > 0:
+                self._estimate.reference = reference = policy.reference()
+                if not policy.has_adapter:
+                    await crew.led(checkpoint.save_reference, self.run, reference)
+            # Before the first update: whoever is interrupted in it has something to begin again from.
+            self._next = 0
+            await crew.led(self._checkpoint, 0)
+        await crew.led(self.run.truncate, self._next)
+        if not crew.first:
+            self.run.forget()
+        self._given = min(self._given, self._next)
+        self._replay = self.run.records[self._given :]
+        self._begun = True
+
+    async def _iterate(self, index: int) -> TrainStep:
+        config = self.config
+        began = time.perf_counter()
+        rollout, self._ahead = self._ahead, None
+        if rollout is None:
+            await self.agent.engine.update(self.policy)
+            rollout = await self._together(index, self._sample(index, self.agent))
+        rolled = time.perf_counter()
+        ahead = await self._look_ahead(index + 1)
+        try:
+            stats, rollout, lag = await self._update(index, rollout)
+            updated = time.perf_counter()
+            if ahead is not None:
+                self._ahead = await self._arrived(index + 1, ahead)
+        finally:
+            if ahead is not None:
+                ahead.cancel()
+                await ended([ahead])
+                if not ahead.cancelled():
+                    ahead.exception()  # seen: what ended the step is what is raised
+        evaluation = None
+        if config.evaluate_every and ((index + 1) % config.evaluate_every == 0 or index + 1 == config.steps):
+            await self.agent.engine.update(self.policy)  # what is evaluated is what this step made
+            evaluation = await evaluate(self.agent, self.eval_tasks, max_concurrency=config.max_concurrency)
+        record = self._record(index, rollout, stats, evaluation)
+        if config.overlap:
+            record["lag"] = lag
+        if config.kl_coef > 0:
+            record["kl_coef"] = self._kl_coef
+        if config.kl_target is not None and stats is not None:
+            self._kl_coef = losses.adaptive_kl_coef(
+                self._kl_coef,
+                stats.kl_reference,
+                target=config.kl_target,
+                steps=len(rollout.trajectories),
+                horizon=config.kl_horizon,
+            )
+        record["seconds_rollout"] = rolled - began
+        record["seconds_update"] = updated - rolled
+        record["seconds"] = time.perf_counter() - began
+        if record.get("unscored", 0.0) > 0.05:
+            why = next((str(t.error) for t in rollout.trajectories if t.error), "")
+            share = record["unscored"]
+            warnings.warn(f"step {index + 1}: {share:.0%} of the chains were unscored. {why}", stacklevel=2)
+        try:
+            await self._crew.led(self._keep, index, rollout, record)
+            if not self._crew.first:
+                self.run.records.append(record)
+        finally:  # who is interrupted here has the step all the same
+            if record in self.run.records[-1:]:
+                self.run.tell(record)
+        self._next = index + 1
+        return TrainStep(index + 1, record, stats, rollout, evaluation)
+
+    # --- sampling ---
+
+    async def _sample(self, index: int, agent: Agent) -> Rollout:
+        """This process's chains of an iteration."""
+        config, crew = self.config, self._crew
+        self.rollout = agent.rollout(
+            self._order.draw(index),
+            config.group_size,
+            max_concurrency=config.max_concurrency,
+            index=index,
+            purpose="train",
+            share=(crew.rank, crew.size),
+        )
+        if self._paused:
+            self.rollout.pause()
+        try:
+            return await self.rollout
+        finally:
+            self.rollout = None
+
+    async def _together(self, index: int, sampling: Awaitable[Rollout]) -> Rollout:
+        """The chains of all processes, in the order of the tasks."""
+        if self._crew.alone:
+            return await sampling
+        mine, failed = None, None
+        try:
+            mine = await sampling
+        except Exception as error:
+            failed = error
+        parts = await self._crew.share(mine, failed)
+        size = self._crew.size
+        count = sum(len(part.groups) for part in parts)
+        groups = tuple(parts[i % size].groups[i // size] for i in range(count))
+        return Rollout(groups, max(part.seconds for part in parts))
+
+    async def _look_ahead(self, index: int) -> asyncio.Task[Rollout] | None:
+        """Begin to sample an iteration's chains from the weights as they are now, whatever becomes of them."""
+        config = self.config
+        if not config.overlap or index >= config.steps:
+            return None
+        engine = self.agent.engine
+        agent = self.agent
+        if getattr(engine, "policy", None) is self.policy:  # it samples from the very weights that are about to change
+            if not isinstance(engine, LocalEngine):
+                raise SettingsError(f"overlap=1 with {engine!r}, which shares the policy's weights; use LocalEngine")
+            if self._twin is None:
+                twin = await in_thread(self.policy.copy)
+                # Still the same agent: it knows its last run, and what it warned of.
+                self._twin = dataclasses.replace(agent, engine=LocalEngine(twin, slots=engine.slots))
+            agent = self._twin
+            await in_thread(self._copy_weights, agent.engine)
+        else:
+            await engine.update(self.policy)
+        return asyncio.create_task(self._sample(index, agent), name=f"agentfly-ahead-{index + 1}")
+
+    def _copy_weights(self, engine: Any) -> None:
+        engine.policy.load_state(self.policy.state())
+        engine.policy.version = self.policy.version
+
+    async def _arrived(self, index: int, ahead: asyncio.Task[Rollout]) -> Rollout | None:
+        try:
+            return await self._together(index, ahead)
+        except Exception as error:  # the step that was made meanwhile is kept
+            warnings.warn(
+                f"the chains of step {index + 1}, sampled ahead, failed ({type(error).__name__}: {error}); they are "
+                "sampled again",
+                stacklevel=2,
+            )
+            return None
+
+    # --- updating ---
+
+    async def _update(self, index: int, rollout: Rollout) -> tuple[Stats | None, Rollout, float]:
+        """The step's numbers, the chains with what was left out of it, and how many updates old their weights were."""
+        config, policy = self.config, self.policy
+        assert self._optimizer is not None
+        for group, lr in zip(self._optimizer.param_groups, self._rates(index), strict=True):
+            group["lr"] = lr
+        try:
+            try:
+                batch = await in_thread(self._estimate.batch, rollout, self._kl_coef)
+            except EmptyBatch as error:
+                if not any(d.filtered for d in error.dropped):
+                    raise
+                said = ", ".join(f"{n} {reason}" for reason, n in counted(error.dropped).items())
+                warnings.warn(f"step {index + 1}: nothing was left to train on ({said}); no update", stacklevel=2)
+                return None, rollout.marked(error.dropped), 0.0
+            rollout = rollout.marked(batch.dropped)
+            lag = float(policy.version - batch.versions[batch.mask].min())
+            stats = await ppo_step_async(
+                policy,
+                self._optimizer,
+                batch,
+                loss=config.loss,
+                aggregate=config.aggregate,
+                denominator=config.denominator,
+                clip=config.clip,
+                clip_high=config.clip_high,
+                dual_clip=config.dual_clip,
+                value_coef=config.value_coef,
+                value_clip=config.value_clip,
+                kl_coef=self._kl_coef,
+                kl_kind=config.kl_kind,
+                kl_in=config.kl_in,
+                kl_weighted=config.kl_weighted,
+                reference=self._estimate.reference,
+                entropy_coef=config.entropy_coef,
+                epochs=config.epochs,
+                minibatch=config.minibatch,
+                micro_tokens=config.micro_tokens,
+                max_grad_norm=config.max_grad_norm,
+                target_kl=config.target_kl,
+                old="engine" if config.overlap and config.old == "auto" and config.correction is None else config.old,
+                correction=config.correction,
+                autocast=config.autocast,
+                checkpointing=config.checkpointing,
+                accelerator=self._crew.accelerator,
+                seed=seeds.derive(config.seed, "update", index),
+            )
+        except (TrainingError, BatchError) as error:
+            kept = f"steps 1 to {index} are kept in {self.path}"
+            raise type(error)(f"step {index + 1}: {error} ({kept})") from error
+        return stats, rollout, lag
+
+    def _rates(self, index: int) -> list[float]:
+        assert self._optimizer is not None
+        config = self.config
+        end = config.lr if config.lr_end is None else config.lr_end
+        share = index / max(1, config.steps - 1)
+        now = config.lr + (end - config.lr) * share
+        # The value head keeps its own multiple of the policy's rate.
+        return [now * group.setdefault("scale", group["lr"] / config.lr) for group in self._optimizer.param_groups]
+
+    def _record(
+        self, index: int, rollout: Rollout, stats: Stats | None, evaluation: Evaluation | None
+    ) -> dict[str, float]:
+        record: dict[str, float] = {"step": index + 1}
+        record |= {k: v for k, v in rollout.numbers().items() if k != "seconds"}
+        keep = (
+            "loss",
+            "policy_loss",
+            "value_loss",
+            "approx_kl",
+            "clip_fraction",
+            "entropy",
+            "grad_norm",
+            "lr",
+            "updates",
+        )
+        more = (
+            "explained_variance",
+            "kl_reference",
+            "effective_sample_size",
+            "ratio_max",
+            "sampler_gap",
+            "dropped_groups",
+            "advantage_mean",
+        )
+        numbers = {"updates": 0} if stats is None else stats.numbers()
+        record |= {k: numbers[k] for k in (*keep, *more) if k in numbers and math.isfinite(numbers[k])}
+        record["version"] = self.policy.version
+        reasons = [t.dropped for t in rollout.trajectories if t.dropped is not None]
+        record["dropped"] = len(reasons)
+        record |= {f"dropped: {reason}": reasons.count(reason) for reason in sorted(set(reasons))[:_REASONS]}
+        if evaluation is not None:
+            record |= {
+                "eval_success": evaluation.success,
+                "eval_low": evaluation.low,
+                "eval_high": evaluation.high,
+            }
+        return record
+
+    # --- disk ---
+
+    def _keep(self, index: int, rollout: Rollout, record: dict[str, float]) -> None:
+        if self.config.save_rollouts:
+            rollout.save(self.run.rollout_path(f"step-{index + 1:05d}"))
+        # The line comes first: one without a checkpoint is cut off by whoever goes on, one that is missing is lost.
+        self.run.write(record)
+        if (index + 1) % self.config.checkpoint_every == 0 or index + 1 == self.config.steps:
+            self._checkpoint(index + 1)
+
+    def _checkpoint(self, steps: int) -> None:
+        assert self._optimizer is not None
+        checkpoint.save(self.run, self.policy, self._optimizer, steps, self._kl_coef, self._ahead)

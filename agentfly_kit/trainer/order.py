@@ -1,0 +1,56 @@
+"""In which order tasks come: passes over all of them, from easy to hard or shuffled. Knows no agent."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from agentfly_kit import seeds
+from agentfly_kit.errors import SettingsError
+from agentfly_kit.types import Task
+
+
+class Order:
+    """The tasks of each iteration. They depend on its index alone."""
+
+    def __init__(
+        self, tasks: Sequence[Task], size: int, seed: int, difficulty: str | Callable[[Task], float] | None
+    ) -> None:
+        self._tasks, self._size, self._seed = tasks, size, seed
+        self._levels = _levels(tasks, difficulty)
+
+    def draw(self, index: int) -> list[Task]:
+        """The tasks of an iteration: passes over all tasks, each in its own order."""
+        count, size = len(self._tasks), self._size
+        out: list[Task] = []
+        for position in range(index * size, (index + 1) * size):
+            turn, place = divmod(position, count)
+            if place == 0 or not out:
+                generator = torch.Generator().manual_seed(seeds.derive(self._seed, "tasks", turn))
+                order = torch.randperm(count, generator=generator).tolist()
+                order.sort(key=self._levels.__getitem__)  # stable: the shuffle stays within a level
+            out.append(self._tasks[order[place]])
+        return out
+
+
+def _levels(tasks: Sequence[Task], difficulty: str | Callable[[Task], float] | None) -> list[float]:
+    """The difficulty of each task; 0 for all where none is asked for."""
+    if difficulty is None:
+        return [0.0] * len(tasks)
+    out = []
+    for task in tasks:
+        if callable(difficulty):
+            value: Any = difficulty(task)
+        elif difficulty in task.fields:
+            value = task.fields[difficulty]
+        else:
+            known = ", ".join(task.fields) or "none"
+            raise SettingsError(f"difficulty={difficulty!r}: task {task.id!r} has no such field (its fields: {known})")
+        if not isinstance(value, numbers.Real) or not math.isfinite(float(value)):
+            raise SettingsError(f"difficulty: task {task.id!r} has {value!r}; give a finite number")
+        out.append(float(value))
+    return out
