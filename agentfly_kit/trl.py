@@ -34,7 +34,8 @@ from agentfly_kit.types import Message, Row, Task, Trajectory
 def sft_dataset(rows: Iterable[Any]) -> Any:
     """A `datasets.Dataset` for SFTTrainer: "input_ids", and as "labels" the ids where the mask is 1, -100 elsewhere.
 
-    rows: trajectories, each with all its rows, or anything with `ids` and a `mask` of the same length, such as the demonstrations of `tiny`.
+    rows: trajectories, each with all its rows, or anything with `ids` and a `mask` of the same length, such as the
+        demonstrations of `tiny`.
     SFTTrainer takes such rows as they are: it renders no template and guesses no mask.
     """
     from datasets import Dataset
