@@ -489,3 +489,138 @@ def test_returns_are_shared_too() -> None:
         assert stats.value_loss > 0
         moved.append(got)
     torch.testing.assert_close(moved[0], moved[1], rtol=1e-5, atol=1e-6)
+
+
+# --- advantages a token, over folds --------------------------------------------------------------
+
+Cut = tuple[list[list[float]], list[list[float]], list[list[bool]], list[int]]
+
+
+def cut_up(rng: random.Random) -> tuple[Any, Any]:
+    """Some rollouts as single rows, and the same cut into rows at some ends of actions, each with a prompt of its own.
+
+    (rewards, values, mask, groups) as tensors, and the same with rollouts and, for each row, where its tokens are.
+    """
+    whole: list[list[tuple[float, float, bool]]] = []
+    rows: list[list[tuple[float, float, bool]]] = []
+    of: list[int] = []
+    for i in range(rng.randint(1, 4)):
+        tokens: list[tuple[float, float, bool]] = []
+        row: list[tuple[float, float, bool]] = [(9.0, 9.0, False)] * rng.randint(1, 3)
+        for _ in range(rng.randint(1, 4)):
+            action = [
+                (rng.choice([0.0, rng.uniform(-1, 1)]), rng.uniform(-1, 1), True) for _ in range(rng.randint(1, 3))
+            ]
+            seen = [(9.0, 9.0, False)] * rng.randint(1, 3)
+            tokens += [*action, *seen]
+            row += [*action, *seen]
+            if rng.random() < 0.5:
+                rows.append(row)
+                of.append(i)
+                row = [(9.0, 9.0, False)] * rng.randint(1, 3)
+        if any(m for _, _, m in row):
+            rows.append(row)
+            of.append(i)
+        whole.append(tokens)
+    order = list(range(len(rows)))
+    rng.shuffle(order)
+    order.sort(key=lambda i: of[:i].count(of[i]))  # rollouts in any order, the rows of each in theirs
+
+    def tensors(given: list[list[tuple[float, float, bool]]]) -> tuple[Tensor, Tensor, Tensor]:
+        width = max(map(len, given)) + rng.randint(0, 2)
+        padded = [row + [(5.0, 5.0, False)] * (width - len(row)) for row in given]
+        r, v, m = (torch.tensor([[t[k] for t in row] for row in padded], dtype=torch.float64) for k in range(3))
+        return r, v, m.bool()
+
+    return (tensors(whole), torch.arange(len(whole))), (tensors([rows[i] for i in order]), torch.tensor(of)[order])
+
+
+def by_rollout(x: Tensor, mask: Tensor, rollouts: Tensor) -> list[list[float]]:
+    return [
+        [float(a) for row in (rollouts == i).nonzero()[:, 0] for a in x[row][mask[row]]]
+        for i in range(int(rollouts.max()) + 1)
+    ]
+
+
+ESTIMATORS: dict[str, Any] = {
+    "gae": lambda r, v, m, ids: advantages.gae(r, v, m, gamma=0.9, lam=0.8, rollouts=ids)[0],
+    "gae's returns": lambda r, v, m, ids: advantages.gae(r, v, m, gamma=0.9, lam=0.8, rollouts=ids)[1],
+    "gae by turns": lambda r, v, m, ids: advantages.gae(r, v, m, gamma=0.9, lam=0.8, turns=turns(m), rollouts=ids)[0],
+    "reinforce++": lambda r, v, m, ids: advantages.reinforce_plus_plus(r, m, gamma=0.9, whiten=False, rollouts=ids),
+    "reinforce++ whitened": lambda r, v, m, ids: advantages.reinforce_plus_plus(r, m, gamma=0.9, rollouts=ids),
+    "reinforce++ baseline": lambda r, v, m, ids: advantages.reinforce_plus_plus_baseline(
+        r, m, groups=ids % 2, rollouts=ids
+    ),
+    "token baseline": lambda r, v, m, ids: advantages.optimal_token_baseline(
+        r, m, groups=ids % 2, logprobs=-v.abs(), sum_squared_probs=0.5 + 0 * v, rollouts=ids
+    ),
+}
+
+
+def turns(mask: Tensor) -> Tensor:
+    """Runs of the mask, numbered in each row."""
+    return (mask & ~torch.cat([torch.zeros_like(mask[:, :1]), mask[:, :-1]], 1)).cumsum(1)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_fold_is_to_an_estimator_what_an_observation_is(name: str) -> None:
+    """Cutting a rollout into rows changes no action's advantage."""
+    several = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        ((r, v, m), one), ((rr, vv, mm), ids) = cut_up(rng)
+        several += len(ids) > len(one)
+        wanted = by_rollout(ESTIMATORS[name](r, v, m, None if "baseline" not in name else one), m, one)
+        got = by_rollout(ESTIMATORS[name](rr, vv, mm, ids), mm, ids)
+        for a, b in zip(wanted, got, strict=True):
+            assert a == pytest.approx(b, abs=1e-9), f"{name}, seed {seed}"
+    assert several > 10
+
+
+def test_gae_over_folds_is_the_recursion() -> None:
+    """Written out: over the sampled tokens of all rows in order, the value of the cut state behind the last one."""
+    for seed in range(20):
+        _, ((r, v, m), ids) = cut_up(random.Random(seed))
+        last = torch.rand(len(ids), generator=torch.Generator().manual_seed(seed)).double()
+        got = by_rollout(advantages.gae(r, v, m, gamma=0.9, lam=0.7, bootstrap=last, rollouts=ids)[0], m, ids)
+        for i, mine in enumerate(got):
+            rewards, values = by_rollout(r, m, ids)[i], by_rollout(v, m, ids)[i]
+            ends = float(last[(ids == i).nonzero()[-1, 0]])
+            carry, following, wanted = 0.0, ends, []
+            for x, y in zip(reversed(rewards), reversed(values), strict=True):
+                carry = x + 0.9 * following - y + 0.9 * 0.7 * carry
+                following = y
+                wanted.append(carry)
+            assert mine == pytest.approx(wanted[::-1], abs=1e-9), f"seed {seed}"
+
+
+def test_steps_and_distances_end_at_a_fold() -> None:
+    """Under observations="step" what stands between two actions of a row is a step, and a fold is none."""
+    r = torch.tensor([[0.0, 0, 0, 0, 0], [0, 1, 0, 0, 0]])
+    v = torch.tensor([[7.0, 0.1, 0.2, 0.3, 7], [7, 0.4, 7, 7, 7]])
+    m = torch.tensor([[0, 1, 0, 1, 0], [0, 1, 0, 0, 0]]).bool()
+    ids = [3, 3]
+    flat = advantages.gae([0.0, 0, 0, 1], [0.1, 0.2, 0.3, 0.4], [1, 0, 1, 1], gamma=0.5, observations="step")[0]
+    got = advantages.gae(r, v, m, gamma=0.5, observations="step", rollouts=ids)[0]
+    torch.testing.assert_close(got[m], flat[[0, 2, 3]])
+    flat = advantages.gae([0.0, 0, 0, 1], [0.1, 0.2, 0.3, 0.4], [1, 0, 1, 1], gamma=0.5, discount_observations=True)[0]
+    got = advantages.gae(r, v, m, gamma=0.5, discount_observations=True, rollouts=ids)[0]
+    torch.testing.assert_close(got[m], flat[[0, 2, 3]])
+
+
+def test_a_row_that_is_unscored_takes_its_rollout_along() -> None:
+    r = torch.tensor([[0.0, math.nan], [0.0, 1.0], [0.0, 1.0]])
+    m = torch.ones(3, 2).bool()
+    got, _ = advantages.gae(r, torch.zeros(3, 2), m, lam=1.0, rollouts=["a", "a", "b"])
+    assert got.tolist() == [[0, 0], [0, 0], [1, 1]]
+    base = advantages.reinforce_plus_plus_baseline(r, m, groups=[0, 0, 0], whiten=False, rollouts=["a", "a", "b"])
+    assert base.tolist() == [[0, 0]] * 3
+
+
+def test_one_vote_a_rollout_in_its_group() -> None:
+    """A success in three rows and a failure in one, rewards on the last token."""
+    r = torch.tensor([[0.0], [0.0], [1.0], [0.0]])
+    got = advantages.reinforce_plus_plus_baseline(
+        r, torch.ones(4, 1), groups=[0] * 4, whiten=False, rollouts=["a", "a", "a", "b"]
+    )
+    assert got[:, 0].tolist() == [0.5, 0.5, 0.5, -0.5]

@@ -158,16 +158,62 @@ class Grouped:
         return torch.where(self.count == 1, self.reward if rule == "raw" else 0.0, advantages)
 
 
+class Laid:
+    """Rows of one rollout end to end, in the order in which they are given: (B, T) to (R, n T) and back.
+
+    What is between them, the padding of one and the prompt of the next, is stepped over like an observation. Without
+    `rollouts` every row is its own.
+    """
+
+    def __init__(self, rollouts: Groups | None, rows: int, device: torch.device) -> None:
+        self.index = torch.arange(rows, device=device) if rollouts is None else group_index(rollouts, rows, device)
+        seen: dict[int, int] = {}
+        place = []
+        for rollout in self.index.tolist():
+            place.append(seen.get(rollout, 0))
+            seen[rollout] = place[-1] + 1
+        self.place = torch.tensor(place, dtype=torch.long, device=device)
+        self.rollouts, self.most = len(seen), max(seen.values(), default=1)
+        self.plain = self.most == 1
+
+    def lay(self, x: Tensor) -> Tensor:
+        """Rows that a rollout does not have are 0, and False."""
+        if self.plain:
+            return x
+        out = x.new_zeros(self.rollouts, self.most, x.shape[1])
+        out[self.index, self.place] = x
+        return out.flatten(1)
+
+    def back(self, x: Tensor) -> Tensor:
+        return x if self.plain else x.unflatten(1, (self.most, -1))[self.index, self.place]
+
+    @property
+    def heads(self) -> Tensor:
+        """(R,): the first row of each rollout."""
+        return (self.place == 0).nonzero()[:, 0]
+
+    @property
+    def ends(self) -> Tensor:
+        """(R,): the last row of each rollout."""
+        last = dict(zip(self.index.tolist(), range(len(self.index)), strict=True))
+        return torch.tensor([last[i] for i in range(self.rollouts)], dtype=torch.long, device=self.index.device)
+
+    def any(self, rows: Tensor) -> Tensor:
+        """(B,): whether any row of its rollout is true."""
+        return torch.zeros_like(self.index).index_add(0, self.index, rows.long())[self.index] > 0
+
+
 @dataclass(frozen=True)
 class Tokens:
-    """Token rewards with their mask: rewards are 0 and the mask is False on rows that are not scored."""
+    """Token rewards with their mask: rewards are 0 and the mask is False on rollouts that are not scored."""
 
     reward: Tensor  # (B, T)
     mask: Tensor  # (B, T) bool
     flat: bool  # given as (T,)
+    rows: Laid
 
     @classmethod
-    def of(cls, token_rewards: Numbers, mask: Any) -> Tokens:
+    def of(cls, token_rewards: Numbers, mask: Any, rollouts: Groups | None = None) -> Tokens:
         r = floats(token_rewards, "token_rewards")
         if r.ndim not in (1, 2):
             raise AlignmentError(f"token_rewards has shape {tuple(r.shape)}; wanted (B, T), or (T,) for one row")
@@ -177,8 +223,9 @@ class Tokens:
             r, m = r.unsqueeze(0), m.unsqueeze(0)
         r = torch.where(m, r, 0.0)
         no_inf(r, "token_rewards")
-        scored = ~torch.isnan(r).any(1, keepdim=True)
-        return cls(torch.where(scored, r, 0.0), m & scored, flat)
+        rows = Laid(rollouts, len(r), r.device)
+        scored = ~rows.any(torch.isnan(r).any(1))[:, None]
+        return cls(torch.where(scored, r, 0.0), m & scored, flat, rows)
 
     def align(self, x: Any, name: str) -> Tensor:
         given = floats(x, name, self.reward)

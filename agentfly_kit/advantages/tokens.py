@@ -66,6 +66,7 @@ def gae(
     bootstrap: Numbers | None = None,
     observations: Observations = "skip",
     discount_observations: bool = False,
+    rollouts: Groups | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation; raw (advantages, returns), 0 where masked, not whitened.
 
@@ -77,15 +78,22 @@ def gae(
     critic, of every token between a row's first and last action token: values must then be finite there too.
     discount_observations=True (slime) keeps skipping, but discounts by the distance in tokens.
 
+    rollouts: rows of one rollout, in the order in which they are given, are one episode: the value after a row's last
+    action token is that of the next row's first one, and the reward of a later row reaches the earlier ones. A fold is
+    then to GAE what an observation is, also under observations="step": what it takes away and what it writes are no
+    steps. None takes every row for an episode of its own, in which a row that was folded ended with nothing, unless
+    `bootstrap` says what was still to come.
+
     Shapes:  token_rewards, values, mask (B, T) or (T,); turns (B, T) ids, read at action tokens; bootstrap (B,), the
-             value of the state in which a row was cut, 0 for a row that ended by itself.
+             value of the state in which a row was cut, 0 for a row that ended by itself (with rollouts, that of a
+             rollout's last row is read); rollouts (B,).
     Units:   reward.
     Raises:  ValueError for an infinite reward, a value that is needed and not finite, a turn id that comes back after
-             another. A row with a NaN reward at an action token is unscored: all 0.
+             another. A row with a NaN reward at an action token is unscored, and so is its rollout: all 0.
     Source:  arXiv 1506.02438, eq. 16; turns: the same recursion with a turn for a step.
     """
     choose("observations", observations, ("skip", "step"))
-    tok = Tokens.of(token_rewards, mask)
+    tok = Tokens.of(token_rewards, mask, rollouts)
     v = tok.align(values, "values")
     r = tok.reward.to(v.dtype)
     last = torch.zeros_like(v[:, 0]) if v.shape[1] else v.new_zeros(v.shape[0])
@@ -94,6 +102,7 @@ def gae(
         if b.shape != last.shape:
             raise AlignmentError(f"bootstrap has shape {tuple(b.shape)}; wanted ({len(last)},), one value a row")
         last = finite(b, tok.mask.any(1), "bootstrap", "(0 for a row that was not cut)")
+    last = last[tok.rows.ends]
 
     if turns is not None:
         if observations == "step" or discount_observations:
@@ -108,7 +117,9 @@ def gae(
         steps = (tok.mask.cumsum(1) > 0) & (tok.mask.flip(1).cumsum(1).flip(1) > 0)
     why = "at every action token" if observations == "skip" else "between the first and last action token"
     v = finite(v, steps, "values", why)
-    adv = _backward(r, v, steps, _discounts(steps, gamma, discount_observations, v), lam, last)
+    discount = _discounts(steps, gamma, discount_observations, v)  # from row to row is one step
+    lay = tok.rows.lay
+    adv = tok.rows.back(_backward(lay(r), lay(v), lay(steps), lay(discount), lam, last))
     return tok.out(adv), tok.out(adv + v)
 
 
@@ -137,7 +148,9 @@ def _turn_gae(
     by_turn_r = empty.scatter_add(1, slot, r)
     by_turn_v = empty.scatter_add(1, slot, v)  # one value a turn: v is 0 off the starts
     exists = empty.scatter_add(1, slot, start.to(r.dtype)) > 0
-    adv = _backward(by_turn_r, by_turn_v, exists, torch.full_like(empty, gamma), lam, last)
+    lay = tok.rows.lay
+    discount = torch.full_like(lay(empty), gamma)
+    adv = tok.rows.back(_backward(lay(by_turn_r), lay(by_turn_v), lay(exists), discount, lam, last))
     return tok.out(adv.gather(1, slot)), tok.out((adv + by_turn_v).gather(1, slot))
 
 
@@ -150,23 +163,27 @@ def reinforce_plus_plus(
     discount_observations: bool = False,
     std: Std = "sample",
     eps: float = 1e-6,
+    rollouts: Groups | None = None,
 ) -> Tensor:
     """Discounted reward still to come at each action token, whitened over the batch.
 
     The return is carried *through* observation tokens: a frame that restarts it there punishes the first turn of a
-    rollout that succeeded in its second. whiten=False gives the bare reward to come.
+    rollout that succeeded in its second. whiten=False gives the bare reward to come. With `rollouts` it is carried
+    through rows of one rollout too, from the last one given to the first.
 
-    Shapes:  token_rewards, mask (B, T) or (T,) -> the same.
+    Shapes:  token_rewards, mask (B, T) or (T,) -> the same; rollouts (B,).
     Units:   reward, or standard deviations over action tokens when whitened.
-    Raises:  ValueError if a reward at an action token is infinite. A row with a NaN one is unscored: left out of the
-             mean and std, all 0.
+    Raises:  ValueError if a reward at an action token is infinite. A row with a NaN one is unscored, with its rollout:
+             left out of the mean and std, all 0.
     Source:  REINFORCE++, arXiv 2501.03262; its KL penalty belongs in token_rewards.
     """
     choose("std", std, ("sample", "population", None))
-    tok = Tokens.of(token_rewards, mask)
-    zero = torch.zeros_like(tok.reward)
-    discount = _discounts(tok.mask, gamma, discount_observations, zero)
-    to_come = _backward(tok.reward, zero, tok.mask, discount, 1.0, zero[:, :1].sum(1))
+    tok = Tokens.of(token_rewards, mask, rollouts)
+    lay = tok.rows.lay
+    reward, steps = lay(tok.reward), lay(tok.mask)
+    zero = torch.zeros_like(reward)
+    discount = lay(_discounts(tok.mask, gamma, discount_observations, tok.reward))
+    to_come = tok.rows.back(_backward(reward, zero, steps, discount, 1.0, zero[:, :1].sum(1)))
     return tok.out(whitened(to_come, tok.mask, std, eps, "reinforce_plus_plus") if whiten else to_come)
 
 
@@ -179,20 +196,27 @@ def reinforce_plus_plus_baseline(
     singleton: Singleton = "zero",
     std: Std = "sample",
     eps: float = 1e-6,
+    rollouts: Groups | None = None,
 ) -> Tensor:
     """Reward of the row minus the mean of its group, on every action token, whitened over the batch.
 
-    Shapes:  token_rewards, mask (B, T), groups (B,) -> (B, T).
+    With `rollouts`, the reward of all rows of the rollout, which have one vote in their group together.
+
+    Shapes:  token_rewards, mask (B, T), groups, rollouts (B,) -> (B, T).
     Units:   as in `reinforce_plus_plus`.
-    Raises:  ValueError if a reward at an action token is infinite. A row with a NaN one is unscored.
+    Raises:  ValueError if a reward at an action token is infinite. A row with a NaN one is unscored, with its rollout.
     Source:  REINFORCE++, arXiv 2501.03262, the variant with a group baseline and global normalisation.
     """
     choose("std", std, ("sample", "population", None))
     choose("singleton", singleton, ("zero", "raw"))
-    tok = Tokens.of(token_rewards, mask)
-    # A row without any scored action token has no say in its group's mean.
-    row = torch.where(tok.mask.any(1), tok.reward.sum(1), torch.nan)
-    per_token = grpo(row, groups, std=None, singleton=singleton).unsqueeze(1).expand_as(tok.reward)
+    tok = Tokens.of(token_rewards, mask, rollouts)
+    # A rollout without any scored action token has no say in its group's mean.
+    whole = torch.zeros_like(tok.reward[:, 0]).index_add(0, tok.rows.index, tok.reward.sum(1))[: tok.rows.rollouts]
+    heads = tok.rows.heads
+    whole = torch.where(tok.rows.any(tok.mask.any(1))[heads], whole, torch.nan)
+    group = group_index(groups, len(tok.mask), tok.mask.device)[heads]
+    per_rollout = grpo(whole, group, std=None, singleton=singleton)
+    per_token = per_rollout[tok.rows.index].unsqueeze(1).expand_as(tok.reward)
     return tok.out(whitened(per_token, tok.mask, std, eps, "reinforce_plus_plus_baseline") if whiten else per_token)
 
 
@@ -204,34 +228,37 @@ def optimal_token_baseline(
     logprobs: Numbers,
     sum_squared_probs: Numbers,
     singleton: Singleton = "zero",
+    rollouts: Groups | None = None,
 ) -> Tensor:
     """Reward to come minus a baseline of its own for each token position.
 
     The baseline is the group's mean reward to come at that position, each row weighted by the gradient it has gathered
     so far: the running sum over action tokens of |e_token - p|^2 = 1 - 2 p(token) + sum p^2, the squared length of the
     gradient of the token's logprob in its logits. Positions count action tokens. Where only one row of a group is that
-    long, `singleton`: 0, or the bare reward to come (verl).
+    long, `singleton`: 0, or the bare reward to come (verl). With `rollouts`, rows of one rollout are counted through.
 
-    Shapes:  token_rewards, mask, logprobs, sum_squared_probs (B, T), groups (B,) -> (B, T).
+    Shapes:  token_rewards, mask, logprobs, sum_squared_probs (B, T), groups, rollouts (B,) -> (B, T).
     Units:   reward.
     Raises:  ValueError for an infinite reward, or a logprob or sum that is not finite at an action token. A row with a
              NaN reward there is unscored.
     Source:  Optimal Token Baseline, arXiv 2602.07078, with its logit-gradient proxy.
     """
     choose("singleton", singleton, ("zero", "raw"))
-    tok = Tokens.of(token_rewards, mask)
+    tok = Tokens.of(token_rewards, mask, rollouts)
     lp = finite(tok.align(logprobs, "logprobs"), tok.mask, "logprobs", "at every action token")
     squares = tok.align(sum_squared_probs, "sum_squared_probs")
     squares = finite(squares, tok.mask, "sum_squared_probs", "at every action token")
-    energy = torch.where(tok.mask, 1 - 2 * lp.exp() + squares, 0.0).clamp(min=0).cumsum(1)
+    lay, heads = tok.rows.lay, tok.rows.heads
+    steps = lay(tok.mask)
+    energy = torch.where(steps, lay(1 - 2 * lp.exp() + squares), 0.0).clamp(min=0).cumsum(1)
     zero = torch.zeros_like(energy)
-    to_come = _backward(tok.reward.to(energy.dtype), zero, tok.mask, zero + 1, 1.0, zero.sum(1))
-    row, at = tok.mask.nonzero(as_tuple=True)
-    position = tok.mask.cumsum(1)[row, at]
-    group = group_index(groups, len(energy), energy.device)[row]
+    to_come = _backward(lay(tok.reward.to(energy.dtype)), zero, steps, zero + 1, 1.0, zero.sum(1))
+    row, at = steps.nonzero(as_tuple=True)
+    position = steps.cumsum(1)[row, at]
+    group = group_index(groups, len(tok.mask), energy.device)[heads][row]
     # One group for each (group, position), so that everything said of groups holds for positions.
     key = torch.unique(torch.stack([group, position], 1), dim=0, return_inverse=True)[1]
     g = Grouped(to_come[row, at], torch.ones_like(row, dtype=torch.bool), key)
     out = zero.clone()
     out[row, at] = g.singleton(g.against(energy[row, at]), singleton)
-    return tok.out(out)
+    return tok.out(tok.rows.back(out))
