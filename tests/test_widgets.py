@@ -747,7 +747,7 @@ def test_train_view_follows_a_run() -> None:
         run.step(eval_success=0.5, eval_low=0.4, eval_high=0.6)
     _until(lambda: view.steps == (1, 2, 3, 4, 5))
     assert repr(view) == "TrainView(5 of 20 steps)"
-    columns = view._buffers["columns"]
+    columns = view._buffers["runs"][0]["columns"]
     np.testing.assert_allclose(unpack(columns["success"]), np.float32([0.05, 0.1, 0.15, 0.2, 0.25]))
     assert np.isnan(unpack(columns["entropy"])).all()
     sent(view)
@@ -814,5 +814,105 @@ def test_a_picked_step_is_one_of_the_run() -> None:
 
 def test_a_thousand_steps_stay_small() -> None:
     view = w.TrainView(FakeRun(3000))
-    assert sum(len(p["values"]) for p in view._buffers["columns"].values()) < 200_000
+    assert sum(len(p["values"]) for p in view._buffers["runs"][0]["columns"].values()) < 400_000
     check_static(view)
+
+
+def test_several_runs_share_their_charts(tmp_path: Path) -> None:
+    long, short = FakeRun(12), FakeRun(3)
+    lines = [json.dumps({"step": i, "success": 0.5, "trajectories": 64, "seconds_update": 0.1}) for i in range(4, 9)]
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "steps.jsonl").write_text("\n".join(lines) + "\n")
+    view = w.TrainView(long, short, tmp_path / "saved", names=["long", "short", "<b>saved</b>"])
+    assert repr(view) == "TrainView(3 runs, 20 steps)"
+    frame = view.to_frame()
+    assert list(frame.loc["<b>saved</b>"].index) == [4, 5, 6, 7, 8]
+    assert math.isnan(frame.loc[("long", 1), "success_low"])  # it does not say of how many chains
+    assert frame.loc[("<b>saved</b>", 4), "success_low"] == pytest.approx(0.3808, abs=1e-3)  # Wilson, 32 of 64
+    panel = {p["key"]: p for p in view._about["panels"]}
+    assert panel["reward"]["hi"] >= 1.2  # the range is that of all runs
+    assert "seconds_update" in panel
+    assert "kl_reference" not in panel
+    short.step()
+    _until(lambda: len(view.to_frame().loc["short"]) == 4)
+    view.step = 11  # known to one of them
+    sent(view)
+    assert "<b>saved</b>" in check_static(view).text
+    with pytest.raises(ValueError, match="give one for each of the 2 runs"):
+        w.TrainView(long, short, names=["one"])
+    with pytest.raises(TypeError, match="TrainView shows a run"):
+        w.TrainView(long, 7)
+    view.close()
+    assert long.listeners == short.listeners == []
+
+
+def test_intervals() -> None:
+    from agentfly_kit.widgets.train_view import intervals
+
+    (low, high), (below, above) = intervals(
+        {"trajectories": 110, "unscored": 1 / 11, "success": 1.0, "reward": 2.0, "reward_std": 0.5}
+    )
+    assert (low, high) == pytest.approx((0.963, 1.0), abs=1e-3)
+    assert (below, above) == pytest.approx((1.902, 2.098), abs=1e-3)
+    for record in ({}, {"trajectories": 0}, {"trajectories": 8, "unscored": 1.0}):
+        assert all(math.isnan(x) for pair in intervals(record) for x in pair)
+
+
+async def test_a_run_is_paused_and_stopped_from_its_view(tmp_path: Path) -> None:
+    import agents
+
+    import agentfly_kit as af
+
+    policy = agents.fresh()
+    agent = af.Agent(
+        af.LocalEngine(policy), chat=policy.chat, tools=[agents.calculator], reward=agents.exact, max_turns=2,
+        sampling=af.Sampling(max_tokens=32),
+    )  # fmt: skip
+    config = af.TrainConfig(steps=6, tasks_per_step=2, group_size=2, save_rollouts=True)
+    run = af.train(agent, policy, agents.tasks(4), config, run=tmp_path / "run")
+    view = w.TrainView(run)
+    assert view._about["control"] == {"can": True, "paused": False, "stopping": False}
+
+    async def ask(name: str, value: Any = None) -> None:
+        view._on_message(view, {"kind": "do", "page": "a", "name": name, "value": value}, [])
+        await asyncio.sleep(0)
+        while view._jobs:
+            await asyncio.wait(view._jobs)
+
+    await ask("pause")
+    running = asyncio.ensure_future(run._all())
+    await asyncio.sleep(0.3)
+    assert run.records == []
+    assert view._about["control"]["paused"]
+    await ask("resume")
+    while not run.records:
+        await asyncio.sleep(0.01)
+    await ask("stop")
+    await running
+    done = len(run.records)
+    assert 1 <= done < 6
+    assert view._about["control"]["stopping"]
+    await ask("open", {"step": 1, "run": 0})
+    assert [t.id for t in view.rollout] == [row[0] for row in view._list["rows"]]
+    assert len(view._list["rows"]) == 4
+    await ask("tokens", view._list["rows"][2][0])
+    assert view._tokens.model_id == view._child
+    assert view._tokens.trajectories[0].id == view._list["rows"][2][0]
+    sent(view)
+    shown = view._tokens
+    await ask("open", {"step": 99, "run": 0})
+    assert "not one of" in view._list["note"]
+    assert view.rollout is None
+    assert shown.comm is None  # closed with the list that it belonged to
+    view.refresh()
+    low, high = view.to_frame().loc[1, ["success_low", "success_high"]]
+    assert 0 <= low <= view.to_frame().loc[1, "success"] <= high <= 1
+    folder = w.TrainView(tmp_path / "run")  # as another day: only its folder
+    assert folder._about["control"]["can"] is False
+    assert len(await folder.open_step(1)) == 4
+    await ask("stop")
+    bare = w.TrainView(FakeRun(2))
+    assert await bare.open_step(1) is None
+    assert "did not keep its rollouts" in bare._list["note"]
+    with pytest.raises(ValueError, match="there are 1 runs"):
+        await bare.open_step(1, 3)

@@ -121,6 +121,32 @@ export function mount({ model, el }, { label, build }) {
       model.set(name, value);
       tell("set", { name, value });
     },
+    /** Show in `host` the widget that a trait names, and no other. */
+    child(trait, host) {
+      let shown = null;
+      let count = 0;
+      async function draw() {
+        const mine = ++count;
+        shown?.remove();
+        shown = null;
+        host.replaceChildren();
+        const id = model.get(trait);
+        if (!id) return;
+        try {
+          const view = await model.widget_manager.create_view(await model.widget_manager.get_model(id));
+          if (mine !== count) view.remove();
+          else host.append((shown = view).el);
+        } catch {
+          if (mine === count) host.textContent = "It is gone: pick it again.";
+        }
+      }
+      context.on(trait, draw);
+      ends.push(() => {
+        count++;
+        shown?.remove();
+      });
+      draw();
+    },
     /** Have Python do something: the view's `_do_<name>(value)`, on the notebook's loop. */
     ask: (name, value = null) => tell("do", { name, value }),
   };

@@ -35,6 +35,23 @@ export function thin(points, pixels) {
   return out;
 }
 
+/** Pieces of a band: [step, low, high] without a gap, at most `pixels` of them in all. */
+export function ribbon(steps, low, high, pixels) {
+  const out = [];
+  let run = null;
+  const stride = Math.max(1, Math.ceil(steps.length / pixels));
+  for (let i = 0; i < steps.length; i += stride) {
+    const [a, b] = [low.at(i), high.at(i)];
+    if (a === null || b === null || !Number.isFinite(a) || !Number.isFinite(b)) {
+      run = null;
+      continue;
+    }
+    if (!run) out.push((run = []));
+    run.push([steps[i], a, b]);
+  }
+  return out;
+}
+
 /** Index of the step nearest to x, in sorted steps. */
 export function nearest(steps, x) {
   let lo = 0;
@@ -57,6 +74,7 @@ export function tick(value, step) {
 
 const HEIGHT = 108;
 const PAD = { left: 44, right: 10, top: 8, bottom: 18 };
+const LINES = 6; // kinds of line in the style sheet: hue and dashes
 
 export default {
   render({ model, el }) {
@@ -69,42 +87,67 @@ export default {
         const progress = h("span", { class: "afk-progress", role: "progressbar", "aria-label": "steps", "aria-valuemin": "0" }, h("span", {}));
         const where = h("span", { class: "afk-soft afk-num" });
         const clear = h("button", { type: "button", title: "Forget the step (key: Escape)" }, "Clear");
+        const pause = h("button", { type: "button" }, "Pause");
+        const stop = h("button", { type: "button", title: "End after the step that runs now; running the cell again goes on" }, "Stop after this step");
+        const state = h("span", { class: "afk-soft", role: "status" });
         const note = h("div", { class: "afk-note" });
         const grid = h("div", {
           class: "afk-charts", tabindex: "0", role: "application",
-          "aria-label": "Charts by step. Arrow keys go from step to step, Enter picks one, Escape forgets it.",
+          "aria-label": "Charts by step. Arrow keys go from step to step, Enter picks one and lists its trajectories, Escape forgets it.",
         });
         const spoken = h("div", { class: "afk-spoken", "aria-live": "polite" });
-        const key = h("div", { class: "afk-chartkey afk-soft" },
-          s("svg", { width: "22", height: "10", "aria-hidden": "true" }, s("path", { d: "M1 7L11 3L21 6", class: "afk-line" })), "training, a step",
-          s("svg", { width: "16", height: "16", "aria-hidden": "true" }, s("path", { d: "M8 1V15", class: "afk-whisker" }), s("circle", { cx: "8", cy: "8", r: "3.4", class: "afk-point" })), "evaluation with its interval");
-        root.append(h("div", { class: "afk-bar" }, title, progress, h("span", { class: "afk-grow" }), where, clear), note, grid, key, spoken);
+        const key = h("div", { class: "afk-chartkey afk-soft" });
+        const list = h("div", { class: "afk-steplist", hidden: true });
+        const host = h("div", { class: "afk-child" });
+        root.append(h("div", { class: "afk-bar" }, title, progress, state, pause, stop, h("span", { class: "afk-grow" }), where, clear), note, grid, key, list, host, spoken);
 
-        let steps = new Int32Array(0);
-        let cols = {};
+        let runs = []; // { steps, cols } a run
+        let steps = []; // of all runs together
         let charts = [];
-        let pointed = -1; // index of the step under the pointer or the keys
+        let shape = "";
+        let pointed = -1; // index in `steps` of the one under the pointer or the keys
         let width = 0;
 
         function read() {
-          const buffers = model.get("_buffers");
-          steps = typed(buffers.steps, Int32Array);
-          cols = Object.fromEntries(Object.entries(buffers.columns ?? {}).map(([k, v]) => [k, column(v)]));
+          runs = (model.get("_buffers").runs ?? []).map((run) => ({
+            steps: typed(run.steps, Int32Array),
+            cols: Object.fromEntries(Object.entries(run.columns ?? {}).map(([k, v]) => [k, column(v)])),
+          }));
+          steps = [...new Set(runs.flatMap((run) => [...run.steps]))].sort((a, b) => a - b);
         }
+        const nameOf = (i) => model.get("_about").runs[i]?.name || `run ${i + 1}`;
+        const sample = (i) => s("svg", { width: "26", height: "10", "aria-hidden": "true" }, s("path", { d: "M1 6H25", class: `afk-line afk-line${i % LINES}` }));
         function head() {
-          const { name, last, total, gone, n } = model.get("_about");
-          title.textContent = name ? `Run ${name}` : "Run";
+          const about = model.get("_about");
+          const single = about.runs.length === 1 ? about.runs[0] : null;
+          title.textContent = single ? (single.name ? `Run ${single.name}` : "Run") : plural(about.runs.length, "run");
+          const total = single?.total;
           progress.hidden = !total;
           if (total) {
             progress.setAttribute("aria-valuemax", total);
-            progress.setAttribute("aria-valuenow", last ?? 0);
-            progress.firstChild.style.width = `${(100 * Math.min(total, last ?? 0)) / total}%`;
+            progress.setAttribute("aria-valuenow", single.last ?? 0);
+            progress.firstChild.style.width = `${(100 * Math.min(total, single.last ?? 0)) / total}%`;
           }
-          note.textContent = gone ? "The run is gone: these are its last numbers." : n ? "" : "No step is recorded yet.";
+          const gone = about.runs.map((run, i) => (run.gone ? nameOf(i) : null)).filter(Boolean);
+          note.textContent = gone.length ? (single ? "The run is gone: these are its last numbers." : `gone, these are their last numbers: ${gone.join(", ")}`) : steps.length ? "" : "No step is recorded yet.";
           note.hidden = !note.textContent;
+          const { can, paused, stopping } = about.control;
+          pause.hidden = stop.hidden = !can;
+          pause.textContent = paused ? "Resume" : "Pause";
+          stop.disabled = stopping;
+          state.textContent = !can ? "" : stopping ? "ends after this step" : paused ? "paused" : "";
+          key.replaceChildren(...(single
+            ? [sample(0), "training, a step"]
+            : about.runs.flatMap((run, i) => [sample(i), h("b", {}, h("bdi", {}, nameOf(i))), ` ${plural(run.n, "step")}`])),
+          ...(about.panels.some((p) => p.bandLow && runs.some((r) => r.cols[p.bandLow]?.length && [...r.steps].some((_, i) => r.cols[p.bandLow].has(i))))
+            ? [s("svg", { width: "22", height: "12", "aria-hidden": "true" }, s("rect", { x: 0, y: 1, width: 22, height: 10, class: "afk-band" })), "95 % interval of a step's chains, taken as independent"] : []),
+          s("svg", { width: "16", height: "16", "aria-hidden": "true" }, s("path", { d: "M8 1V15", class: "afk-whisker" }), s("circle", { cx: "8", cy: "8", r: "3.4", class: "afk-point" })), "evaluation with its interval");
         }
         function build() {
           const { panels } = model.get("_about");
+          const now = panels.map((p) => p.key).join();
+          if (now === shape) return;
+          shape = now;
           charts = panels.map((panel) => {
             const value = h("span", { class: "afk-num afk-now" });
             const svg = s("svg", { height: HEIGHT, role: "img" });
@@ -124,6 +167,7 @@ export default {
         const span = () => [steps[0], Math.max(steps[steps.length - 1], steps[0] + 1)];
         const x = (step) => PAD.left + (width - PAD.left - PAD.right) * ((step - span()[0]) / (span()[1] - span()[0]));
         const unx = (at) => span()[0] + ((at - PAD.left) / (width - PAD.left - PAD.right)) * (span()[1] - span()[0]);
+        const xy = (a, b) => `${a.toFixed(1)},${b.toFixed(1)}`;
 
         function draw() {
           if (!charts.length) return;
@@ -139,6 +183,7 @@ export default {
             if (!panel.n || !steps.length) {
               svg.append(s("text", { x: width / 2, y: HEIGHT / 2, class: "afk-ticktext", "text-anchor": "middle" }, steps.length ? "not recorded" : "no step yet"));
               svg.setAttribute("aria-label", `${panel.label}: not recorded`);
+              chart.hair = null;
               return;
             }
             const marks = ticks(panel.lo, panel.hi, 3);
@@ -150,67 +195,84 @@ export default {
             const [a, b] = [steps[0], steps[steps.length - 1]];
             svg.append(s("text", { x: x(a), y: HEIGHT - 4, class: "afk-ticktext" }, String(a)));
             if (b > a) svg.append(s("text", { x: x(b), y: HEIGHT - 4, class: "afk-ticktext", "text-anchor": "end" }, String(b)));
-            for (const run of segments(steps, cols[panel.key])) {
-              const points = thin(run, width);
-              if (points.length === 1) svg.append(s("circle", { cx: x(points[0][0]), cy: y(points[0][1]), r: 2.2, class: "afk-dot" }));
-              else svg.append(s("polyline", { points: points.map(([p, q]) => `${x(p).toFixed(1)},${y(q).toFixed(1)}`).join(" "), class: "afk-line" }));
-            }
-            if (panel.points) {
-              for (let i = 0; i < steps.length; i++) {
+            // Bands lie under all lines.
+            if (panel.bandLow) runs.forEach(({ steps: own, cols }, r) => {
+              for (const part of ribbon(own, cols[panel.bandLow], cols[panel.bandHigh], width)) {
+                const edge = [...part.map(([t, , v]) => xy(x(t), y(v))), ...part.toReversed().map(([t, v]) => xy(x(t), y(v)))];
+                svg.append(s("polygon", { points: edge.join(" "), class: `afk-band afk-line${r % LINES}` }));
+              }
+            });
+            runs.forEach(({ steps: own, cols }, r) => {
+              for (const part of segments(own, cols[panel.key])) {
+                const points = thin(part, width);
+                if (points.length === 1) svg.append(s("circle", { cx: x(points[0][0]), cy: y(points[0][1]), r: 2.2, class: `afk-dot afk-line${r % LINES}` }));
+                else svg.append(s("polyline", { points: points.map(([p, q]) => xy(x(p), y(q))).join(" "), class: `afk-line afk-line${r % LINES}` }));
+              }
+              if (!panel.points) return;
+              for (let i = 0; i < own.length; i++) {
                 const value = cols[panel.points].at(i);
                 if (value === null) continue;
                 const [low, high] = [cols[panel.low].at(i), cols[panel.high].at(i)];
-                const at = x(steps[i]);
-                if (low !== null && high !== null) svg.append(s("path", { d: `M${at - 3} ${y(high)}H${at + 3}M${at} ${y(high)}V${y(low)}M${at - 3} ${y(low)}H${at + 3}`, class: "afk-whisker" }));
-                svg.append(s("circle", { cx: at, cy: y(value), r: 3.2, class: "afk-point" }));
+                const at = x(own[i]);
+                const hue = runs.length > 1 ? ` afk-line${r % LINES}` : "";
+                if (low !== null && high !== null) svg.append(s("path", { d: `M${at - 3} ${y(high)}H${at + 3}M${at} ${y(high)}V${y(low)}M${at - 3} ${y(low)}H${at + 3}`, class: `afk-whisker${hue}` }));
+                svg.append(s("circle", { cx: at, cy: y(value), r: 3.2, class: `afk-point${hue}` }));
               }
-            }
+            });
             if (panel.odd) svg.append(s("text", { x: width - PAD.right, y: PAD.top + 4, class: "afk-odd", "text-anchor": "end" }, `${plural(panel.odd, "number")} not finite`));
             chart.hair = s("line", { y1: PAD.top, y2: HEIGHT - PAD.bottom, class: "afk-hair" });
-            chart.spot = s("circle", { r: 3.2, class: "afk-dot" });
+            chart.spots = runs.map((_, r) => s("circle", { r: 3.2, class: `afk-dot afk-line${r % LINES}` }));
             chart.y = y;
-            svg.append(chart.hair, chart.spot);
+            svg.append(chart.hair, ...chart.spots);
             svg.setAttribute("aria-label", `${panel.label} from step ${a} to ${b}`);
           });
           readout();
         }
+        const placed = () => {
+          const picked = model.get("step");
+          return pointed >= 0 && pointed < steps.length ? pointed : picked !== null && picked !== undefined ? steps.indexOf(picked) : -1;
+        };
         /** Numbers in the heads: of the pointed step, else of the picked one, else the last. */
         function readout() {
-          const { panels, last, total } = model.get("_about");
+          const about = model.get("_about");
           const picked = model.get("step");
-          const at = pointed >= 0 && pointed < steps.length ? pointed : picked !== null && picked !== undefined ? steps.indexOf(picked) : -1;
+          const at = placed();
           charts.forEach((chart, k) => {
-            const panel = panels[k];
-            const col = cols[panel.key];
-            let text;
-            if (at >= 0) {
-              text = number(col?.at(at));
-              const ev = panel.points ? cols[panel.points]?.at(at) : null;
+            const panel = about.panels[k];
+            const said = runs.map(({ steps: own, cols }, r) => {
+              const col = cols[panel.key];
+              let i = at >= 0 ? own.indexOf(steps[at]) : (col?.length ?? 0) - 1;
+              if (at < 0) while (i >= 0 && !col.has(i)) i--;
+              const v = i >= 0 ? col?.at(i) ?? null : null;
+              let text = number(v);
+              const ev = at >= 0 && panel.points && i >= 0 ? cols[panel.points]?.at(i) : null;
               if (ev !== null && ev !== undefined) {
-                const [lo, hi] = [cols[panel.low].at(at), cols[panel.high].at(at)];
+                const [lo, hi] = [cols[panel.low].at(i), cols[panel.high].at(i)];
                 text += ` · eval ${number(ev)}${lo !== null && hi !== null ? ` [${number(lo)}, ${number(hi)}]` : ""}`;
               }
-            } else {
-              let i = (col?.length ?? 0) - 1;
-              while (i >= 0 && !col.has(i)) i--;
-              text = i >= 0 ? number(col.at(i)) : "–";
-            }
-            chart.value.textContent = text;
+              if (chart.hair) {
+                const spot = chart.spots[r];
+                const show = at >= 0 && v !== null && Number.isFinite(v);
+                spot.style.display = show ? "" : "none";
+                if (show) {
+                  spot.setAttribute("cx", x(steps[at]));
+                  spot.setAttribute("cy", chart.y(v));
+                }
+              }
+              return text;
+            });
+            if (said.length < 2) chart.value.replaceChildren(said[0] ?? "–");
+            else chart.value.replaceChildren(...said.map((text, r) => h("span", { class: "afk-saidby" }, sample(r), text)));
             if (!chart.hair) return;
             chart.hair.style.display = at >= 0 ? "" : "none";
-            const v = at >= 0 ? col.at(at) : null;
-            chart.spot.style.display = v !== null && Number.isFinite(v) ? "" : "none";
             if (at >= 0) {
               chart.hair.setAttribute("x1", x(steps[at]));
               chart.hair.setAttribute("x2", x(steps[at]));
-              if (v !== null && Number.isFinite(v)) {
-                chart.spot.setAttribute("cx", x(steps[at]));
-                chart.spot.setAttribute("cy", chart.y(v));
-              }
             }
           });
-          const of = total ? ` of ${total}` : "";
-          where.textContent = at >= 0 ? `step ${steps[at]}${picked === steps[at] ? " · view.step" : ""}` : last === null || last === undefined ? "" : `step ${last}${of}`;
+          const single = about.runs.length === 1 ? about.runs[0] : null;
+          const last = steps[steps.length - 1];
+          where.textContent = at >= 0 ? `step ${steps[at]}${picked === steps[at] ? " · view.step" : ""}` : last === undefined ? "" : `step ${last}${single?.total ? ` of ${single.total}` : ""}`;
           clear.hidden = picked === null || picked === undefined;
         }
         function point(i) {
@@ -221,17 +283,22 @@ export default {
         function pick(i) {
           if (i < 0 || i >= steps.length) return;
           context.put("step", steps[i]);
+          const which = runs.findIndex((run) => run.steps.includes(steps[i]));
+          context.ask("open", { step: steps[i], run: which });
         }
         function forget() {
           pointed = -1;
           context.put("step", null);
+          list.hidden = true;
+          if (model.get("_child")) context.ask("tokens", null);
           readout();
         }
         clear.addEventListener("click", forget);
+        pause.addEventListener("click", () => context.ask(model.get("_about").control.paused ? "resume" : "pause"));
+        stop.addEventListener("click", () => context.ask("stop"));
         grid.addEventListener("keydown", (event) => {
           if (!steps.length || event.ctrlKey || event.metaKey || event.altKey) return;
-          const picked = model.get("step");
-          const at = pointed >= 0 ? pointed : picked !== null && picked !== undefined ? steps.indexOf(picked) : steps.length - 1;
+          const at = placed() >= 0 ? placed() : steps.length - 1;
           const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: steps.length - 1, PageUp: at - 10, PageDown: at + 10 }[event.key];
           if (to !== undefined) point(Math.max(0, Math.min(steps.length - 1, to)));
           else if (event.key === "Enter" || event.key === " ") pick(at);
@@ -242,16 +309,41 @@ export default {
         });
         grid.addEventListener("blur", () => point(-1));
 
+        // --- the trajectories of a step ---
+        function drawList() {
+          const x = model.get("_list");
+          list.hidden = x?.step === undefined || model.get("step") === null;
+          if (list.hidden) return;
+          const which = h("select", { "aria-label": "Run" }, ...runs.map((_, i) => h("option", { value: i }, nameOf(i))));
+          which.value = String(x.run);
+          which.hidden = runs.length < 2;
+          which.addEventListener("change", () => context.ask("open", { step: x.step, run: Number(which.value) }));
+          list.replaceChildren(
+            h("div", { class: "afk-bar" }, h("b", {}, `Step ${x.step}`), which, h("span", { class: "afk-soft", role: "status" }, x.note || `${x.total.toLocaleString("en-US")} ${x.total === 1 ? "trajectory" : "trajectories"} → view.rollout${x.rows.length < x.total ? `; the first ${x.rows.length}` : ""}`)),
+            x.rows.length ? h("div", { class: "afk-listbox", tabindex: "0", role: "region", "aria-label": `trajectories of step ${x.step}` },
+              h("table", {}, h("thead", {}, h("tr", {}, ...["trajectory", "reward", "stop", "actions", "tokens", "question", "final"].map((t) => h("th", { scope: "col" }, t)))),
+                h("tbody", {}, ...x.rows.map(([id, question, reward, why, actions, tokens, final]) => h("tr", {},
+                  h("td", {}, h("button", { type: "button", class: "afk-link", title: "Show its tokens below", onclick: () => context.ask("tokens", id) }, h("bdi", {}, id))),
+                  h("td", { class: "afk-num" }, reward), h("td", {}, why), h("td", { class: "afk-num" }, String(actions)), h("td", { class: "afk-num" }, tokens === null ? "–" : String(tokens)),
+                  h("td", { dir: "auto" }, ...marks(question)), h("td", { dir: "auto", class: "afk-code" }, ...marks(final ?? "–"))))))) : "");
+        }
+        context.child("_child", host);
+
         read();
         build();
         head();
-        context.on("_buffers", read);
+        drawList();
+        context.on("_list", drawList);
         context.on("_about", () => {
           read();
+          build();
           head();
           draw();
         });
-        context.on("step", readout);
+        context.on("step", () => {
+          readout();
+          drawList();
+        });
         // Drawn when the size is known, and again when it changes.
         const sized = new ResizeObserver(() => draw());
         sized.observe(grid);

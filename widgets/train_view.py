@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import math
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +31,18 @@ class Panel:
     low: str = ""
     high: str = ""
     fixed: tuple[float, float] | None = None
+    band: tuple[str, str] | None = None
+    """The ends of the line's own interval."""
+    extra: bool = False
+    """Shown only where a run recorded it."""
 
 
 PANELS = (
-    Panel("success", "success", "share", "eval_success", "eval_low", "eval_high", (0.0, 1.0)),
-    Panel("reward", "reward", "mean"),
+    Panel(
+        "success", "success", "share", "eval_success", "eval_low", "eval_high", (0.0, 1.0),
+        ("success_low", "success_high"),
+    ),
+    Panel("reward", "reward", "mean", band=("reward_low", "reward_high")),
     Panel("approx_kl", "approx KL", "nats a token"),
     Panel("clip_fraction", "clip fraction", "share"),
     Panel("entropy", "entropy", "nats a token"),
@@ -42,8 +51,19 @@ PANELS = (
     Panel("tokens", "tokens", "a step"),
     Panel("turns", "turns", "a chain"),
     Panel("seconds", "seconds", "a step"),
-)
-_KEYS = tuple(dict.fromkeys(key for p in PANELS for key in (p.key, p.points, p.low, p.high) if key))
+    Panel("seconds_rollout", "rollout", "seconds", extra=True),
+    Panel("seconds_update", "update", "seconds", extra=True),
+    Panel("kl_reference", "KL to reference", "nats a token", extra=True),
+    Panel("value_loss", "value loss", extra=True),
+    Panel("explained_variance", "explained variance", "of the values", extra=True),
+    Panel("sampler_gap", "sampler gap", "largest, nats", extra=True),
+    Panel("calls", "tool calls", "a chain", extra=True),
+    Panel("truncated", "truncated", "share", extra=True),
+    Panel("unscored", "unscored", "share", extra=True),
+)  # fmt: skip
+_KEYS = tuple(dict.fromkeys(key for p in PANELS for key in (p.key, p.points, p.low, p.high, *(p.band or ())) if key))
+_ROWS = 200
+"""Trajectories of a step that are listed; `view.rollout` has all."""
 
 
 def read_steps(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -87,106 +107,270 @@ def columns(records: Sequence[Mapping[str, Any]]) -> tuple[npt.NDArray[np.int32]
             if value is not None and not isinstance(value, str):
                 values[i] = value
         out[key] = values
+    for i, step in enumerate(order):
+        for (low, high), ends in zip((("success_low", "success_high"), ("reward_low", "reward_high")),
+                                     intervals(by_step[step]), strict=True):  # fmt: skip
+            out[low][i], out[high][i] = ends
     return np.asarray(order, np.int32), out
 
 
-class TrainView(LiveView):
-    """Curves of a run: `run.records` and `run.subscribe(callback)`, or the path of a run's folder.
+def intervals(record: Mapping[str, Any], z: float = 1.96) -> tuple[tuple[float, float], tuple[float, float]]:
+    """95 % intervals of a step's success (Wilson) and mean reward (normal), its scored chains taken as independent.
 
-    Pointing at a chart, or the arrow keys, show every number of a step; Enter or a click keeps it in `view.step`.
-    At most 10 updates a second. A folder is read when the view is made, when a page opens it, and by `view.refresh()`.
+    NaN where the record does not say how many chains there were, or how their rewards spread.
     """
+    n = record.get("trajectories", math.nan) * (1 - record.get("unscored", 0.0))
+    none = (math.nan, math.nan)
+    if not n >= 1:
+        return none, none
+    p, mean, std = (record.get(key, math.nan) for key in ("success", "reward", "reward_std"))
+    middle, half = (p + z * z / (2 * n)) / (1 + z * z / n), math.nan
+    if 0 <= p <= 1:
+        half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    error = z * std / math.sqrt(n)
+    return (middle - half, middle + half), (mean - error, mean + error)
 
-    stem: ClassVar[str] = "train_view"
-    settable: ClassVar[frozenset[str]] = frozenset({"step"})
 
-    step = traitlets.Int(None, allow_none=True).tag(sync=True)
-    """The step that was picked in the browser; None when none is."""
-    _about = traitlets.Dict().tag(sync=True)
-    _buffers = traitlets.Dict().tag(sync=True)
+class _Source:
+    """One run: the path of its folder, or a handle, to which nothing here refers strongly."""
 
-    def __init__(self, run: Any) -> None:
-        self._path = Path(run) if isinstance(run, str | os.PathLike) else None
-        subscribe: Callable[..., Any] | None = None
-        if self._path is None:
+    def __init__(self, run: Any, name: str | None) -> None:
+        self.path = Path(run) if isinstance(run, str | os.PathLike) else None
+        self.run: Callable[[], Any] = lambda: None
+        if self.path is None:
             if not hasattr(run, "records"):
                 raise TypeError(
                     "TrainView shows a run (something with records and subscribe), or the path of its folder; "
                     f"got {type(run).__name__}"
                 )
-            subscribe = getattr(run, "subscribe", None)
-        self._steps, self._columns = columns(
-            self._records(run)
-        )  # a path that is none is refused before anything is made
-        super().__init__(None if self._path is not None else run, subscribe)
-        self._show(run)
+            self.run = weakref.ref(run)
+            where = getattr(run, "path", None)
+            self.folder = Path(where) if where is not None else None
+        else:
+            self.folder = self.path if self.path.is_dir() else self.path.parent
+        self.name = name if name is not None else (self.folder.name if self.folder is not None else "")
+        self.total: int | None = None
+        self.gone = False
+        self.steps, self.columns = columns([])
+        self.read()
 
-    def _records(self, run: Any) -> Sequence[Mapping[str, Any]]:
-        return read_steps(self._path) if self._path is not None else list(run.records)
+    def read(self) -> None:
+        run = self.run()
+        if self.path is None and run is None:
+            self.gone = True
+            return
+        self.steps, self.columns = columns(read_steps(self.path) if self.path is not None else list(run.records))
+        total = getattr(run, "total", None)
+        self.total = int(total) if isinstance(total, int) else None
+
+    @property
+    def control(self) -> dict[str, bool]:
+        """What its buttons can do, and how they stand."""
+        run = self.run()
+        can = all(callable(getattr(run, name, None)) for name in ("pause", "resume", "stop"))
+        done = self.total is not None and len(self.steps) >= self.total
+        return {
+            "can": bool(can and not done),
+            "paused": bool(getattr(run, "paused", False)),
+            "stopping": bool(getattr(run, "stopping", False)),
+        }
+
+
+class TrainView(LiveView):
+    """Curves of one run or of several, live or finished: handles of `af.train`, or the paths of runs' folders.
+
+    Pointing at a chart, or the arrow keys, show every number of a step; Enter or a click keeps it in `view.step` and
+    lists its trajectories, where the run kept them (`TrainConfig(save_rollouts=True)`): `view.rollout`. Pause and stop
+    act on the first run that can, also while a cell awaits it. At most 10 updates a second. A folder is read when the
+    view is made, when a page opens it, and by `view.refresh()`. names: one a run.
+    """
+
+    stem: ClassVar[str] = "train_view"
+    settable: ClassVar[frozenset[str]] = frozenset({"step"})
+    doable: ClassVar[frozenset[str]] = frozenset({"pause", "resume", "stop", "open", "tokens"})
+
+    step = traitlets.Int(None, allow_none=True).tag(sync=True)
+    """The step that was picked in the browser; None when none is."""
+    _about = traitlets.Dict().tag(sync=True)
+    _buffers = traitlets.Dict().tag(sync=True)
+    _list = traitlets.Dict().tag(sync=True)
+    """The trajectories of the picked step."""
+    _child = traitlets.Unicode("").tag(sync=True)
+    """Model of the TokenView below the list."""
+
+    def __init__(self, run: Any, *others: Any, names: Sequence[str] | None = None) -> None:
+        runs = [run, *others]
+        if names is not None and len(names) != len(runs):
+            raise ValueError(f"names={list(names)!r}: give one for each of the {len(runs)} runs")
+        given = list(names) if names is not None else [None] * len(runs)
+        self._sources = [_Source(each, name) for each, name in zip(runs, given, strict=True)]
+        live = [each for each in runs if not isinstance(each, str | os.PathLike) and hasattr(each, "subscribe")]
+        self.rollout: Any = None
+        """The trajectories of the step that was opened last, as a Rollout; None before one was."""
+        self._tokens: Any = None
+        super().__init__(run if self._sources[0].path is None else None, _together(live) if live else None)
+        self._show()
 
     def refresh(self) -> None:
         """Read the records again and send them."""
-        run = self.record
-        if run is None and self._path is None:
-            self._about = {**self._about, "gone": True}
-            return
-        self._steps, self._columns = columns(self._records(run))
-        self._show(run)
+        for each in self._sources:
+            each.read()
+        self._show()
 
-    def _show(self, run: Any) -> None:
-        steps, data = self._steps, self._columns
-        total = getattr(run, "total", None) if self._path is None else None
-        path = self._path if self._path is not None else getattr(run, "path", None)
+    def _show(self) -> None:
+        # Charts have one range for all runs, so that they can be compared.
+        all_data = [each.columns for each in self._sources]
         with self.hold_sync():
-            self._buffers = {"steps": steps.astype("<i4").tobytes(), "columns": {k: pack(v) for k, v in data.items()}}
-            self._about = {
-                "name": sendable(Path(path).name) if path is not None else "",
-                "n": len(steps),
-                "last": int(steps[-1]) if len(steps) else None,
-                "total": int(total) if isinstance(total, int) else None,
-                "gone": False,
-                "panels": [_panel(p, data) for p in PANELS],
+            self._buffers = {
+                "runs": [
+                    {
+                        "steps": each.steps.astype("<i4").tobytes(),
+                        "columns": {k: pack(v) for k, v in each.columns.items()},
+                    }
+                    for each in self._sources
+                ]
             }
+            self._about = {
+                "runs": [
+                    {
+                        "name": sendable(each.name), "n": len(each.steps), "total": each.total, "gone": each.gone,
+                        "last": int(each.steps[-1]) if len(each.steps) else None,
+                    }
+                    for each in self._sources
+                ],
+                "control": self._controlled()[1],
+                "panels": [panel for p in PANELS if (panel := _panel(p, all_data))["n"] or not p.extra],
+            }  # fmt: skip
+
+    def _controlled(self) -> tuple[Any, dict[str, bool]]:
+        for each in self._sources:
+            if (control := each.control)["can"]:
+                return each.run(), control
+        return None, {"can": False, "paused": False, "stopping": False}
+
+    # --- buttons ---
+
+    def _do_pause(self, value: Any) -> None:
+        self._tell("pause")
+
+    def _do_resume(self, value: Any) -> None:
+        self._tell("resume")
+
+    def _do_stop(self, value: Any) -> None:
+        self._tell("stop")
+
+    def _tell(self, what: str) -> None:
+        run = self._controlled()[0]
+        if run is None:
+            raise RuntimeError("no run that can be told anything is left here")
+        getattr(run, what)()
+        self._about = {**self._about, "control": self._controlled()[1]}
+
+    async def _do_open(self, value: Any) -> None:
+        step, which = int(value["step"]), int(value.get("run", 0))
+        await self.open_step(step, which)
+
+    async def open_step(self, step: int, run: int = 0) -> Any:
+        """List the trajectories of a step. Gives the Rollout, which `view.rollout` keeps; None where none was kept."""
+        from agentfly_kit.runs import Run
+
+        if not 0 <= run < len(self._sources):
+            raise ValueError(f"run={run}: there are {len(self._sources)} runs")
+        source = self._sources[run]
+        self._drop_tokens()
+        self.rollout = None
+        file = Run(source.folder).rollout_path(f"step-{step:05d}") if source.folder is not None else None
+        note, rows = "", []
+        if step not in source.steps:
+            note = f"step {step} is not one of {source.name or 'this run'}: it has {_range(source.steps)}"
+        elif file is None or not file.is_file():
+            note = "This run did not keep its rollouts. TrainConfig(save_rollouts=True) keeps them in its folder."
+        else:
+            self.rollout = await asyncio.to_thread(Run(file.parent.parent).rollout, step)
+            rows = [_row(t) for t in self.rollout.trajectories[:_ROWS]]
+        total = 0 if self.rollout is None else len(self.rollout)
+        self._list = {"step": step, "run": run, "note": sendable(note), "rows": rows, "total": total}
+        return self.rollout
+
+    def _do_tokens(self, value: Any) -> None:
+        from .token_view import TokenView
+
+        found = next((t for t in self.rollout or () if t.id == value), None)
+        self._drop_tokens()
+        if found is not None:
+            self._tokens = TokenView(found)
+            self._child = self._tokens.model_id
+
+    def _drop_tokens(self) -> None:
+        self._child = ""
+        if self._tokens is not None:
+            self._tokens.close()
+            self._tokens = None
+
+    def close(self) -> None:
+        if getattr(self, "_tokens", None) is not None:
+            self._tokens.close()
+        super().close()
 
     @traitlets.validate("step")
     def _known(self, proposal: Any) -> int | None:
         value = proposal["value"]
-        if value is not None and value not in self._steps:
-            raise ValueError(f"step={value}: the run has {_range(self._steps)}")
+        if value is not None and not any(value in each.steps for each in self._sources):
+            raise ValueError(f"step={value}: the run has {_range(self._sources[0].steps)}")
         return None if value is None else int(value)
 
     @property
     def steps(self) -> tuple[int, ...]:
-        return tuple(int(step) for step in self._steps)
+        """Of the first run."""
+        return tuple(int(step) for step in self._sources[0].steps)
 
     def to_frame(self) -> Any:
-        """The numbers that are drawn: a row a step; NaN is missing."""
+        """The numbers that are drawn: a row a step; NaN is missing. With several runs the index is (run, step)."""
         import pandas as pd
 
-        return pd.DataFrame(dict(self._columns), index=pd.Index(self._steps, name="step"))
+        frames = [pd.DataFrame(dict(s.columns), index=pd.Index(s.steps, name="step")) for s in self._sources]
+        return frames[0] if len(frames) == 1 else pd.concat(frames, keys=[s.name for s in self._sources], names=["run"])
 
     def __repr__(self) -> str:
-        total = self._about.get("total")
-        of = f" of {total}" if total else ""
-        return f"TrainView({len(self._steps)}{of} steps)"
+        if len(self._sources) > 1:
+            return f"TrainView({len(self._sources)} runs, {sum(len(s.steps) for s in self._sources)} steps)"
+        of = f" of {self._sources[0].total}" if self._sources[0].total else ""
+        return f"TrainView({len(self._sources[0].steps)}{of} steps)"
 
     def _static(self) -> str:
-        return _page(self._about, self._steps, self._columns, repr(self))
+        return _page(self._about, self._sources, repr(self))
+
+
+def _together(runs: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[[], Any]]:
+    def subscribe(callback: Callable[..., None]) -> Callable[[], Any]:
+        ends = [run.subscribe(callback) for run in runs]
+        return lambda: [end() for end in ends]
+
+    return subscribe
+
+
+def _row(t: Any) -> list[Any]:
+    question, final = (" ".join(str(text).split()) for text in (t.task.messages[-1]["content"], t.final))
+    return [
+        sendable(t.id), sendable(question[:120]), number(t.reward), t.stop, len(t.actions),
+        int(t.action_mask.sum()) if t.exact else None, None if t.final is None else sendable(final[:120]),
+    ]  # fmt: skip
 
 
 def _range(steps: npt.NDArray[np.int32]) -> str:
     return f"steps {steps[0]} to {steps[-1]}" if len(steps) else "no step yet"
 
 
-def _panel(p: Panel, data: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, Any]:
+def _panel(p: Panel, runs: Sequence[Mapping[str, npt.NDArray[np.float32]]]) -> dict[str, Any]:
     """What a chart needs beside the numbers; the y range is chosen here so that the static form and the page agree."""
-    values = [data[key] for key in (p.key, p.points, p.low, p.high) if key]
+    band = p.band or ("", "")
+    values = [data[key] for data in runs for key in (p.key, p.points, p.low, p.high, *band) if key]
     finite = np.concatenate([v[np.isfinite(v)] for v in values])
     odd = int(sum(np.isinf(v).sum() for v in values))
     low, high = _domain(finite, p.fixed)
     return {
         "key": p.key, "label": p.label, "unit": p.unit, "points": p.points, "low": p.low, "high": p.high,
-        "lo": low, "hi": high, "n": len(finite), "odd": odd,
+        "lo": low, "hi": high, "n": len(finite), "odd": odd, "bandLow": band[0], "bandHigh": band[1],
     }  # fmt: skip
 
 
@@ -211,38 +395,53 @@ def _domain(finite: npt.NDArray[np.float32], fixed: tuple[float, float] | None) 
 # --- the static form -----------------------------------------------------------------------------
 
 
-def _page(
-    about: dict[str, Any], steps: npt.NDArray[np.int32], data: Mapping[str, npt.NDArray[np.float32]], title: str
-) -> str:
-    name = f" · {about['name']}" if about.get("name") else ""
+def _page(about: dict[str, Any], runs: Sequence[_Source], title: str) -> str:
+    names = [each.name for each in runs if each.name]
+    name = f" · {', '.join(names)}" if names else ""
     out = [tag("div", tag("b", escape(title)), escape(f"{name} (when this was drawn)"), style="margin:2px 0 6px")]
+    steps = np.unique(np.concatenate([each.steps for each in runs]))
     if not len(steps):
         return tag("div", *out, tag("div", "No step is recorded yet."))
+    left = 82_000
     for panel in about["panels"]:
         if not panel["n"]:
             continue
-        svg = _svg(panel, steps, data)
+        svg = _svg(panel, steps, runs)
         picture = "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
-        last = _last(data[panel["key"]])
-        hint = f"{panel['label']} over {_range(steps)}, last {number(last)}"
+        left -= len(picture) + 300
+        if left < 0:
+            out.append(tag("div", "Further charts are left out of this static form. Run the cell to see all."))
+            break
+        last = ", ".join(number(_last(each.columns[panel["key"]])) for each in runs)
+        hint = f"{panel['label']} over {_range(steps)}, last {last}"
         out.append(
             f'<img src="{picture}" alt="{escape(hint)}" title="{escape(hint)}" '
             'width="230" height="132" style="margin:3px">'
         )
+    if len(runs) > 1:
+        keys = [f"{_MARKS[i % len(_MARKS)]} {each.name or f'run {i + 1}'}" for i, each in enumerate(runs)]
+        out.append(tag("div", escape(" · ".join(keys))))
     rows = "".join(
-        f"<tr><td>{escape(p['label'])}</td><td>{number(_first(data[p['key']]))}</td><td>{number(_last(data[p['key']]))}</td>"
-        f"<td>{int(np.isfinite(data[p['key']]).sum())}</td></tr>"
+        f"<tr><td>{escape(p['label'])}</td><td>{escape(each.name)}</td><td>{number(_first(each.columns[p['key']]))}</td>"
+        f"<td>{number(_last(each.columns[p['key']]))}</td><td>{int(np.isfinite(each.columns[p['key']]).sum())}</td></tr>"
         for p in about["panels"]
+        for each in runs
         if p["n"]
     )
     out.append(
-        "<details><summary>numbers</summary><table><thead><tr><th></th><th>first</th><th>last</th>"
+        "<details><summary>numbers</summary><table><thead><tr><th></th><th>run</th><th>first</th><th>last</th>"
         f"<th>steps with it</th></tr></thead><tbody>{rows}</tbody></table></details>"
     )
     missing = [p["label"] for p in about["panels"] if not p["n"]]
     if missing:
         out.append(tag("div", escape(f"not recorded: {', '.join(missing)}")))
     return tag("div", *out)
+
+
+_INKS = ("#0b5fa5", "#a8430a", "#17683f", "#74369a", "#57606a", "#b3261e")
+_DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 2", "10 4")
+_MARKS = ("━", "╍", "┅", "╺╸", "┈", "╌")
+"""How the lines of several runs are told apart without their colour."""
 
 
 def _first(values: npt.NDArray[np.float32]) -> float:
@@ -255,7 +454,7 @@ def _last(values: npt.NDArray[np.float32]) -> float:
     return float(there[-1]) if len(there) else math.nan
 
 
-def _svg(panel: dict[str, Any], steps: npt.NDArray[np.int32], data: Mapping[str, npt.NDArray[np.float32]]) -> str:
+def _svg(panel: dict[str, Any], steps: npt.NDArray[np.int32], runs: Sequence[_Source]) -> str:
     """A chart as an image: it has its own white ground, because an image cannot know the page's theme."""
     left, right, top, bottom, width, height = 44, 8, 24, 20, 230, 132
     x0, x1 = float(steps[0]), float(steps[-1])
@@ -273,40 +472,58 @@ def _svg(panel: dict[str, Any], steps: npt.NDArray[np.int32], data: Mapping[str,
     def text(a: float, b: float, anchor: str, content: str, rest: str = 'font-size="10" fill="#57606a"') -> str:
         return f'<text x="{a:.1f}" y="{b:.1f}" text-anchor="{anchor}" {rest}>{escape(content)}</text>'
 
-    # At most about 400 points a line: a picture is no wider.
-    stride = max(1, math.ceil(len(steps) / 400))
-    runs: list[list[tuple[float, float]]] = [[]]
-    for step, value in list(zip(steps.tolist(), data[panel["key"]].tolist(), strict=True))[::stride]:
-        if math.isfinite(value):
-            runs[-1].append((x(step), y(value)))
-        elif runs[-1]:
-            runs.append([])
     body = [
         f'<rect width="{width}" height="{height}" rx="6" fill="#ffffff" stroke="#d0d7de"/>',
         text(10, 16, "start", panel["label"], 'font-weight="600" fill="#1f2328"'),
-        text(width - 8, 16, "end", number(_last(data[panel["key"]])), 'fill="#1f2328"'),
     ]
+    if len(runs) == 1:
+        body.append(text(width - 8, 16, "end", number(_last(runs[0].columns[panel["key"]])), 'fill="#1f2328"'))
     for value in (lo, hi):
         body.append(line(left, y(value), width - right, y(value), "#d8dee4"))
         body.append(text(left - 4, y(value) + 4, "end", _tick(value, lo, hi)))
     for step, anchor in ((steps[0], "start"), (steps[-1], "end")):
         body.append(text(x(step), height - 6, anchor, str(step)))
-    for points in runs:
-        if len(points) > 1:
-            path = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
-            body.append(f'<polyline points="{path}" fill="none" stroke="#0b5fa5" stroke-width="1.6"/>')
-        elif points:
-            body.append(f'<circle cx="{points[0][0]:.1f}" cy="{points[0][1]:.1f}" r="2" fill="#0b5fa5"/>')
-    if panel["points"]:
-        evaluated = zip(steps, data[panel["points"]], data[panel["low"]], data[panel["high"]], strict=True)
-        for step, value, low, high in [each for each in evaluated if math.isfinite(each[1])]:
-            if math.isfinite(low) and math.isfinite(high):
-                body.append(line(x(step), y(low), x(step), y(high), "#a8430a"))
-            body.append(f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="3" fill="#ffffff" stroke="#a8430a"/>')
+    # At most about 300 points over all lines: a picture is no wider.
+    for k, run in enumerate(runs):
+        ink, dash = _INKS[k % len(_INKS)], _DASHES[k % len(_DASHES)]
+        stride = max(1, math.ceil(len(run.steps) * len(runs) / 300))
+        if panel["bandLow"]:
+            for part in _pieces(run.steps, (run.columns[panel["bandLow"]], run.columns[panel["bandHigh"]]), stride):
+                edge = [(x(s), y(v)) for s, _, v in part] + [(x(s), y(v)) for s, v, _ in reversed(part)]
+                path = " ".join(f"{a:.1f},{b:.1f}" for a, b in edge)
+                body.append(f'<polygon points="{path}" fill="{ink}" fill-opacity="0.14"/>')
+        for part in _pieces(run.steps, (run.columns[panel["key"]],), stride):
+            if len(part) > 1:
+                path = " ".join(f"{x(s):.1f},{y(v):.1f}" for s, v in part)
+                body.append(f'<polyline points="{path}" fill="none" stroke="{ink}" stroke-width="1.6" '
+                            f'stroke-dasharray="{dash}"/>')  # fmt: skip
+            else:
+                body.append(f'<circle cx="{x(part[0][0]):.1f}" cy="{y(part[0][1]):.1f}" r="2" fill="{ink}"/>')
+        if panel["points"]:
+            data = run.columns
+            evaluated = zip(run.steps, data[panel["points"]], data[panel["low"]], data[panel["high"]], strict=True)
+            dots = "#a8430a" if len(runs) == 1 else ink
+            for step, value, low, high in [each for each in evaluated if math.isfinite(each[1])][-60:]:
+                if math.isfinite(low) and math.isfinite(high):
+                    body.append(line(x(step), y(low), x(step), y(high), dots))
+                body.append(f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="3" fill="#ffffff" stroke="{dots}"/>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'font-family="sans-serif" font-size="12">{"".join(body)}</svg>'
     )
+
+
+def _pieces(
+    steps: npt.NDArray[np.int32], columns: Sequence[npt.NDArray[np.float32]], stride: int
+) -> list[list[tuple[float, ...]]]:
+    """Points in runs without a gap: (step, a number of each column), where all are finite."""
+    out: list[list[tuple[float, ...]]] = [[]]
+    for point in list(zip(steps.tolist(), *(c.tolist() for c in columns), strict=True))[::stride]:
+        if all(math.isfinite(v) for v in point[1:]):
+            out[-1].append(point)
+        elif out[-1]:
+            out.append([])
+    return [part for part in out if part]
 
 
 def _tick(value: float, lo: float, hi: float) -> str:

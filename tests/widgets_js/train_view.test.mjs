@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 import { load, packed } from "./load.mjs";
 
-const { column, nearest, segments, thin, tick } = await load("train_view");
+const { column, nearest, ribbon, segments, thin, tick } = await load("train_view");
 
 test("a line has a gap where a number is missing or not finite", () => {
   const col = column(packed([1, 2, null, 4, Infinity, 6]));
@@ -30,4 +30,12 @@ test("axis numbers", () => {
   assert.equal(tick(-1, 1), "−1");
   assert.equal(tick(12000, 2000), "12k");
   assert.equal(tick(0, 0.00001), "0.00000");
+});
+
+test("a band has a gap where an end is missing, and no more points than pixels", () => {
+  const low = column(packed([0, 1, null, 3]));
+  const high = column(packed([1, 2, 3, 4]));
+  assert.deepEqual(ribbon([1, 2, 3, 4], low, high, 100), [[[1, 0, 1], [2, 1, 2]], [[4, 3, 4]]]);
+  const many = column(packed(Array(1000).fill(0.5)));
+  assert.ok(ribbon(Array.from({ length: 1000 }, (_, i) => i), many, many, 90)[0].length <= 90);
 });
