@@ -52,7 +52,7 @@ def gigpo(
              after a trajectory's last. turn_rewards holds the outcome too, on the turn that earned it.
     Units:   group standard deviations (reward, with std=None).
     Raises:  ValueError if a reward is infinite. A trajectory with a NaN reward, or one on a turn, is unscored.
-    Source:  GiGPO, arXiv 2505.10978, 4; std=None is its F_norm = 1.
+    Source:  GiGPO, arXiv 2505.10978; std=None is its F_norm = 1.
     """
     r = floats(rewards, "rewards")
     if not len(r) == len(turn_rewards) == len(states):

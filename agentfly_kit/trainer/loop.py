@@ -322,8 +322,7 @@ class TrainRun:
         began = time.perf_counter()
         rollout, self._ahead = self._ahead, None
         if rollout is None:
-            await self.agent.engine.update(self.policy)
-            rollout = await self._together(index, self._sample(index, self.agent))
+            rollout = await self._together(self._newest(index))
         rolled = time.perf_counter()
         ahead = await self._look_ahead(index + 1)
         try:
@@ -391,7 +390,12 @@ class TrainRun:
         finally:
             self.rollout = None
 
-    async def _together(self, index: int, sampling: Awaitable[Rollout]) -> Rollout:
+    async def _newest(self, index: int) -> Rollout:
+        """As `_sample`, from the weights as they are now."""
+        await self.agent.engine.update(self.policy)
+        return await self._sample(index, self.agent)
+
+    async def _together(self, sampling: Awaitable[Rollout]) -> Rollout:
         """The chains of all processes, in the order of the tasks."""
         if self._crew.alone:
             return await sampling
@@ -432,7 +436,7 @@ class TrainRun:
 
     async def _arrived(self, index: int, ahead: asyncio.Task[Rollout]) -> Rollout | None:
         try:
-            return await self._together(index, ahead)
+            return await self._together(ahead)
         except Exception as error:  # the step that was made meanwhile is kept
             warnings.warn(
                 f"the chains of step {index + 1}, sampled ahead, failed ({type(error).__name__}: {error}); they are "
