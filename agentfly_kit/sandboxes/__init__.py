@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from .container import Container
+from .files import FileSandbox
 from .isolation import LevelReport, SandboxReport, sandbox_report
 from .limits import Limits
 from .python import PythonSandbox
 from .result import SandboxResult
+from .shell import ShellResult, ShellSandbox
+from .sql import SQLResult, SQLSandbox
 
-__all__ = ["Container", "LevelReport", "Limits", "PythonSandbox", "SandboxReport", "SandboxResult", "sandbox_report"]
+__all__ = [
+    "Container",
+    "FileSandbox",
+    "LevelReport",
+    "Limits",
+    "PythonSandbox",
+    "SQLResult",
+    "SQLSandbox",
+    "SandboxReport",
+    "SandboxResult",
+    "ShellResult",
+    "ShellSandbox",
+    "sandbox_report",
+]

@@ -1,0 +1,222 @@
+"""The database of a SQLSandbox, from inside: one file, opened by sqlite3 or duckdb, that no statement can leave.
+
+It follows inside.py in one namespace. A query runs on a thread of its own, because the main one must be free to hear
+that its time is up and to interrupt it.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import decimal
+import os
+import sqlite3
+import threading
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from .inside import CALLS, Refused, home
+
+INTERRUPT_SECONDS = 0.01
+LONGEST = 16 * 2**20  # bytes of one value or statement that sqlite takes
+SQLITE_DENIED = {sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH}
+PRAGMAS_DENIED = {"temp_store_directory", "data_store_directory", "key", "rekey", "hexkey", "module_list"}
+
+
+class Database:
+    """The open connection, and what must be said of it. `engine` is "" as long as none is open."""
+
+    engine = ""
+    connection: Any = None
+
+
+def path() -> str:
+    return os.path.join(home(), "chain.db")
+
+
+def guard(action: int, first: str | None, second: str | None, *_: str | None) -> int:
+    """What sqlite asks before each step of a statement's plan: other files are none of its business."""
+    if action in SQLITE_DENIED:
+        return sqlite3.SQLITE_DENY
+    if action == sqlite3.SQLITE_PRAGMA and (first or "").lower() in PRAGMAS_DENIED:
+        return sqlite3.SQLITE_DENY
+    if action == sqlite3.SQLITE_FUNCTION and (second or "").lower() == "load_extension":
+        return sqlite3.SQLITE_DENY
+    return sqlite3.SQLITE_OK
+
+
+def open_database(engine: str, memory_mb: int | None) -> None:
+    if Database.engine == engine:
+        return
+    connection: Any
+    if engine == "sqlite":
+        connection = sqlite3.connect(path(), isolation_level=None, check_same_thread=False)
+        connection.execute("PRAGMA synchronous=OFF")  # a kill loses nothing; a power cut takes the sandbox anyway
+        connection.execute("PRAGMA temp_store=MEMORY")
+        if hasattr(connection, "setlimit"):
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST)
+            connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+        connection.set_authorizer(guard)
+    else:
+        import duckdb  # type: ignore[import-not-found, unused-ignore]
+
+        settings: dict[str, Any] = {
+            "threads": 1, "temp_directory": "", "autoinstall_known_extensions": "false",
+            "autoload_known_extensions": "false",
+        }  # fmt: skip
+        if memory_mb is not None:
+            settings["memory_limit"] = f"{max(16, memory_mb // 2)}MiB"
+        connection = duckdb.connect(path(), config=settings)
+        connection.execute("SET enable_external_access=false")
+        connection.execute("SET lock_configuration=true")
+    Database.connection, Database.engine = connection, engine
+
+
+def close_database() -> None:
+    if Database.connection is not None:
+        Database.connection.close()
+    Database.connection, Database.engine = None, ""
+
+
+def statements(script: str) -> list[str]:
+    """sqlite3 takes one statement at a time."""
+    found, begun = [], 0
+    for at, letter in enumerate(script):
+        if letter == ";" and sqlite3.complete_statement(script[begun : at + 1]):
+            found.append(script[begun : at + 1])
+            begun = at + 1
+    return [*found, script[begun:]] if script[begun:].strip() else found
+
+
+def interruptible(work: Callable[[], Any]) -> Any:
+    """Run it on a thread. Raises what stopped the wait (an interrupt, say) when the query has ended."""
+    outcome: list[Any] = []
+    done = threading.Event()
+
+    def go() -> None:
+        try:
+            outcome.append((True, work()))
+        except BaseException as error:
+            outcome.append((False, error))
+        finally:
+            done.set()
+
+    try:
+        threading.Thread(target=go, daemon=True).start()
+        done.wait()
+    except BaseException:
+        # Again and again: an interrupt that comes before the query has begun is forgotten. While it goes on there is no
+        # answer, and the host kills this process: a query left running would be in the way of the next.
+        while not done.wait(INTERRUPT_SECONDS):
+            if Database.connection is not None:
+                Database.connection.interrupt()
+        raise
+    good, value = outcome[0]
+    if good:
+        return value
+    raise value
+
+
+def query(sql: str, engine: str, memory_mb: int | None, most: int, room: int, cell: int) -> dict[str, Any]:
+    """Run every statement; the rows are the last one's. `most` rows; `room` characters in all, `cell` in one."""
+    return interruptible(lambda: answer(sql, engine, memory_mb, most, room, cell))  # type: ignore[no-any-return]
+
+
+def answer(sql: str, engine: str, memory_mb: int | None, most: int, room: int, cell: int) -> dict[str, Any]:
+    open_database(engine, memory_mb)
+    connection = Database.connection
+    told: dict[str, Any] = {"columns": [], "types": [], "rows": [], "more": False, "cut": False, "changed": None}
+    try:
+        if engine == "sqlite":
+            before = connection.total_changes
+            cursor = connection.cursor()
+            for statement in statements(sql):
+                cursor = connection.execute(statement)
+            told["changed"] = connection.total_changes - before
+        else:
+            cursor = connection.execute(sql)
+        if cursor.description:
+            told["columns"] = [column[0] for column in cursor.description]
+            told["types"] = [None if column[1] is None else str(column[1]) for column in cursor.description]
+            fetch(cursor, told, most, room, cell)
+        if engine == "sqlite":
+            cursor.close()  # a statement that was not read to its end keeps the tables locked
+    except Exception as error:
+        name = type(error).__name__
+        told["error"], told["type"] = str(error) or name, name
+        if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
+            told["limit"] = "memory"
+        elif "disk is full" in str(error).lower() or "No space left" in str(error):
+            told["limit"] = "disk"
+    return told
+
+
+def fetch(cursor: Any, told: dict[str, Any], most: int, room: int, cell: int) -> None:
+    while len(told["rows"]) < most:
+        row = cursor.fetchone()
+        if row is None:
+            return
+        values = []
+        for value in row:
+            if isinstance(value, str | bytes) and len(value) > cell:
+                value, told["cut"] = value[:cell], True
+            value = tagged(value)
+            room -= len(str(value)) + 1
+            values.append(value)
+        if room < 0 and told["rows"]:
+            told["more"] = True
+            return
+        told["rows"].append(values)
+    told["more"] = cursor.fetchone() is not None
+
+
+def tagged(value: Any) -> Any:
+    """A value that JSON has no form for becomes {"kind": text}."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes | bytearray | memoryview):
+        return {"bytes": base64.b64encode(bytes(value)).decode()}
+    if isinstance(value, datetime.datetime):
+        return {"datetime": value.isoformat()}
+    if isinstance(value, datetime.date):
+        return {"date": value.isoformat()}
+    if isinstance(value, datetime.time):
+        return {"time": value.isoformat()}
+    if isinstance(value, datetime.timedelta):
+        return {"seconds": value.total_seconds()}
+    if isinstance(value, decimal.Decimal):
+        return {"decimal": str(value)}
+    if isinstance(value, uuid.UUID):
+        return {"uuid": str(value)}
+    if isinstance(value, list | tuple):
+        return {"list": [tagged(each) for each in value]}
+    if isinstance(value, dict):
+        return {"dict": [[tagged(name), tagged(each)] for name, each in value.items()]}
+    return {"text": str(value)}
+
+
+def settle(engine: str) -> None:
+    """Write all to the file and close it, so that the file can be copied.
+
+    Raises:  Refused for what the file does not hold.
+    """
+    if Database.engine:
+        connection = Database.connection
+        if engine == "sqlite":
+            if connection.in_transaction:
+                raise Refused("a transaction is open; COMMIT or ROLLBACK first")
+            if connection.execute("SELECT count(*) FROM sqlite_temp_master").fetchone()[0]:
+                raise Refused("there are temporary tables or views, which are not in the database's file")
+        else:
+            if connection.execute("SELECT count(*) FROM duckdb_tables() WHERE temporary").fetchone()[0]:
+                raise Refused("there are temporary tables, which are not in the database's file")
+            try:
+                connection.execute("BEGIN")
+                connection.execute("ROLLBACK")
+            except Exception:
+                raise Refused("a transaction is open; COMMIT or ROLLBACK first") from None
+    close_database()
+
+
+CALLS |= {"query": query, "settle": settle}

@@ -1,0 +1,248 @@
+"""A database that a chain keeps: changes live from query to query, and are gone with the chain.
+
+Knows how queries and rows travel; what runs them is inside_sql.py, in the interpreter of a PythonSandbox.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import decimal
+import importlib.util
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+from ..errors import IsolationError, SandboxError, SettingsError, ToolError
+from . import guest
+from .guest import Guest
+from .result import Limit, SandboxResult
+
+_LIMITS = ("memory", "disk")
+_WIDEST = 60  # characters of a cell in the text
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SQLResult(SandboxResult):
+    """The outcome of one `run`: columns and rows of its last statement.
+
+    A value is None, bool, int, float, str, bytes, Decimal, date, time, datetime, timedelta, UUID, or a list or dict of
+    them. `truncated`: there are more rows than these, or a long value was cut.
+    """
+
+    columns: tuple[str, ...] = ()
+    types: tuple[str | None, ...] = ()
+    """What the engine calls each column's type; sqlite names none."""
+    rows: tuple[tuple[Any, ...], ...] = ()
+    changed: int | None = None
+    """Rows that were inserted, updated or deleted; None where the engine does not count (duckdb)."""
+
+    @property
+    def text(self) -> str:
+        """A table, as a model reads it."""
+        parts = [_table(self.columns, self.rows)] if self.columns else []
+        if self.columns:
+            parts.append(
+                f"({len(self.rows)} row{'' if len(self.rows) == 1 else 's'}{' shown' if self.truncated else ''})"
+            )
+        elif self.ok:
+            parts.append(
+                "done" if not self.changed else f"done: {self.changed} row{'' if self.changed == 1 else 's'} changed"
+            )
+        if self.truncated:
+            parts.append("[cut off: there is more; ask for less, with LIMIT, WHERE or fewer columns]")
+        parts.append(self.error or "")
+        if self.died:
+            parts.append("[the database was opened anew: what was not committed, and temporary tables, are lost]")
+        return "\n".join(part for part in parts if part)
+
+    def __repr__(self) -> str:
+        said = [f"columns={self.columns}", f"rows={len(self.rows)}"] if self.columns else []
+        said += [f"error={self.error!r}"] if self.error else []
+        said += [name for name in ("truncated", "timed_out", "died") if getattr(self, name)]
+        said += [f"limit={self.limit!r}"] if self.limit else []
+        return f"SQLResult({', '.join(said) or 'nothing said'})"
+
+
+class SQLSandbox(Guest):
+    """A private database in a confined process.
+
+    engine      "sqlite", or "duckdb" (`pip install "agentfly_kit[sql]"`).
+    database    a file of the engine's own format that every chain gets a copy of; it is never written.
+    script      statements that are run in every fresh database, after the copy.
+    max_rows    rows that one result has at most.
+    The other settings are those of PythonSandbox; max_output is the characters of one result's rows in all.
+
+    No statement touches another file: ATTACH, COPY, read_csv, extensions and the like are refused by the engine, and
+    the process around it has none of the host's files to give.
+    """
+
+    _programs: ClassVar[tuple[str, ...]] = ("inside", "inside_sql")
+
+    def __init__(
+        self,
+        *,
+        engine: str = "sqlite",
+        database: str | os.PathLike[str] | None = None,
+        script: str | None = None,
+        max_rows: int = 100,
+        isolation: str | None = None,
+        memory_mb: int | None = 256,
+        processes: int | None = 32,
+        cpu_seconds: float | None = 10.0,
+        disk_mb: int | None = 64,
+        network: bool = False,
+        max_output: int = 65536,
+    ) -> None:
+        if engine not in ("sqlite", "duckdb"):
+            raise SettingsError(f"engine={engine!r}: want 'sqlite' or 'duckdb'")
+        if engine == "duckdb" and importlib.util.find_spec("duckdb") is None:
+            raise SettingsError("engine='duckdb' needs duckdb: pip install \"agentfly_kit[sql]\"")
+        if max_rows < 1:
+            raise SettingsError(f"max_rows={max_rows}: want at least 1")
+        if database is not None and not Path(database).is_file():
+            raise SettingsError(f"database={str(database)!r}: there is no such file")
+        modules: Sequence[str] = ("sqlite3",) if engine == "sqlite" else ("sqlite3", "duckdb")
+        super().__init__(
+            isolation=isolation, memory_mb=memory_mb, processes=processes, cpu_seconds=cpu_seconds, disk_mb=disk_mb,
+            network=network, packages=engine == "duckdb", preload=modules, max_output=max_output,
+        )  # fmt: skip
+        self.engine = engine
+        self.max_rows = max_rows
+        self._script = script
+        self._seeds = [] if database is None else guest._pieces("chain.db", 0o600, Path(database).read_bytes())
+
+    async def _settle_in(self) -> None:
+        if self.engine == "duckdb" and self.isolation == "landlock":
+            raise IsolationError(
+                "engine='duckdb' does not run at isolation='landlock': it ends where it may not read about its own "
+                "process; take 'strict' or 'shared' (install bubblewrap), 'none', or engine='sqlite'"
+            )
+        await self._put(iter(self._seeds), "")
+        if self._script:
+            result = await self._run(self._script, guest._COPY_SECONDS)
+            if not result.ok:
+                raise SettingsError(f"the script of this SQLSandbox failed: {result.error}")
+
+    async def run(self, sql: str, timeout: float = 5.0) -> SQLResult:
+        """Run one or more statements; the result is the last one's. Each takes effect at once, unless they BEGIN.
+
+        After `timeout` seconds the query is interrupted, and the database is as it was before that statement. If it
+        does not stop, its process is killed, and the next call finds what the last finished statement left.
+
+        Raises:  SandboxError if the sandbox is closed or cannot be brought back to life; nothing that the query did.
+        """
+        if not 0 < timeout < float("inf"):
+            raise SettingsError(f"timeout={timeout!r}: want a positive number of seconds")
+        async with self._turn():
+            await self._start()
+            self._calls += 1
+            return await self._run(sql, timeout)
+
+    async def _run(self, sql: str, timeout: float) -> SQLResult:
+        room = self.max_output
+        result, told = await self._send(
+            "query", timeout, sql=sql, engine=self.engine, memory_mb=self.limits.memory_mb, most=self.max_rows,
+            room=room, cell=max(256, room // 4),
+        )  # fmt: skip
+        if told is not None and "refused" in told:
+            raise ToolError(str(told["refused"]))
+        answer = told.get("answer") if told is not None else None
+        limit, error = result.limit, result.error
+        columns: tuple[str, ...] = ()
+        types: tuple[str | None, ...] = ()
+        rows: tuple[tuple[Any, ...], ...] = ()
+        changed, kind, truncated = None, None, False
+        if isinstance(answer, dict):
+            try:
+                columns = tuple(str(name) for name in answer["columns"])
+                types = tuple(None if each is None else str(each) for each in answer["types"])
+                rows = tuple(tuple(_value(each) for each in row) for row in answer["rows"][: self.max_rows])
+                changed = None if answer["changed"] is None else int(answer["changed"])
+                truncated = bool(answer["more"] or answer["cut"])
+                error = None if answer.get("error") is None else str(answer["error"])
+                kind = None if answer.get("type") is None else str(answer["type"])
+                if answer.get("limit") in _LIMITS:
+                    limit = cast(Limit, answer["limit"])
+            except (KeyError, TypeError, ValueError, ArithmeticError, RecursionError):
+                answer = None
+        if not isinstance(answer, dict):
+            if result.timed_out and not result.died:
+                error = f"stopped: it ran for more than {timeout:g} s"
+            elif limit is not None and not result.died:
+                error = f"stopped: it ran into the {limit} limit"
+            columns, types, rows = (), (), ()
+            error = error or "the database gave no readable answer"
+        died = result.died
+        if limit == "memory" and self.engine == "duckdb" and not died:
+            # An engine that was refused memory may hang in its next query (seen once in 8 with duckdb 2.0).
+            died = (await self._python.run("import os\nos._exit(0)")).died
+        return SQLResult(
+            error=error, error_type=kind, seconds=result.seconds, truncated=truncated, timed_out=result.timed_out,
+            died=died, limit=limit, columns=columns, types=types, rows=rows, changed=changed,
+        )  # fmt: skip
+
+    async def fork(self, into: SQLSandbox) -> None:
+        """Bring another sandbox into this one's state: a copy of its database.
+
+        Raises:  SandboxError in an open transaction, and where there are temporary tables. `into` is reset.
+        """
+        if into.engine != self.engine:
+            raise SandboxError(f"a SQLSandbox of {self.engine} cannot fork into one of {into.engine}")
+        async with self._copying(into):
+            await self._inner("settle", engine=self.engine)
+            await self._copy_home(into)
+
+
+def _value(tagged: Any) -> Any:
+    """The value that inside_sql.py's `tagged` told."""
+    if not isinstance(tagged, dict):
+        if isinstance(tagged, list):
+            raise ValueError("a list without a tag")
+        return tagged
+    ((kind, told),) = tagged.items()
+    if kind == "list":
+        return [_value(each) for each in told]
+    if kind == "dict":
+        return {_hashable(_value(name)): _value(each) for name, each in told}
+    return _KINDS[kind](told)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+
+
+_KINDS: dict[str, Any] = {
+    "bytes": base64.b64decode,
+    "datetime": datetime.datetime.fromisoformat,
+    "date": datetime.date.fromisoformat,
+    "time": datetime.time.fromisoformat,
+    "seconds": lambda seconds: datetime.timedelta(seconds=seconds),
+    "decimal": decimal.Decimal,
+    "uuid": uuid.UUID,
+    "text": str,
+}
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """name | age, a line of dashes, and a line a row."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    widths = [max([len(name), *(len(row[at]) for row in cells if at < len(row))]) for at, name in enumerate(columns)]
+    lines = [
+        [name.ljust(width) for name, width in zip(columns, widths, strict=True)],
+        ["-" * width for width in widths],
+    ]
+    lines += [[cell.ljust(width) for cell, width in zip(row, widths, strict=False)] for row in cells]
+    marks = [" | ", "-+-", *[" | "] * len(cells)]
+    return "\n".join(mark.join(line).rstrip() for mark, line in zip(marks, lines, strict=True))
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "NULL"
+    text = f"<{len(value)} bytes>" if isinstance(value, bytes) else str(value)
+    text = text.replace("\n", "\\n")
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."
