@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from agentfly_kit import seeds
 from agentfly_kit.budget import Action, Meter, take_calls
-from agentfly_kit.context import Context
-from agentfly_kit.errors import AlignmentError, EngineError, SettingsError
+from agentfly_kit.context import Context, Given, PoolLike
+from agentfly_kit.errors import AlignmentError, EngineError, SandboxError, SettingsError
 from agentfly_kit.formats import Parsed
 from agentfly_kit.pending import awaited, cancelling, complain
 from agentfly_kit.types import (
@@ -47,6 +47,7 @@ Report = Callable[[str, str, str, int, str, str], None]
 # Failures of these types are the host's: the model did nothing that could have caused them.
 _HOST = frozenset({"PoolTimeout", "PoolClosed", "SandboxError", "IsolationError", "EngineError"})
 
+_NOT_RUN = "was not run: there are no tool calls left"
 _sessions = itertools.count()  # names of KV sessions; never part of a seed
 
 
@@ -73,7 +74,9 @@ class Chain:
     stop, error  why it ended, once it did
     """
 
-    def __init__(self, agent: Agent, task: Task, place: Place | None = None) -> None:
+    def __init__(self, agent: Agent, task: Task, place: Place | None = None, *, hand: bool = False) -> None:
+        """hand: a person steps it. While nothing runs in it, a pool that others wait for may take its sandbox back."""
+        self.hand = hand
         self.agent = agent
         self.task = task
         self.place = place if place is not None else Place(group=f"chain-0:{task.id}")
@@ -82,7 +85,14 @@ class Chain:
         self.author = agent.name
         self.stop: str | None = None
         self.error: Failure | None = None
-        self.context = Context(task, trajectory_id=self.id, seed=self._seed(0), pools=agent.pools, caps=agent._caps)
+        self.context = Context(
+            task,
+            trajectory_id=self.id,
+            seed=self._seed(0),
+            pools=agent.pools,
+            caps=agent._caps,
+            again=self._again if hand else None,
+        )
         self._gate: Callable[[], Awaitable[None]] | None = None
         self._spawn: Callable[[Chain], None] | None = None
         self._session = f"{self.id}#{next(_sessions)}"
@@ -349,6 +359,7 @@ class Chain:
         self.context.turn = index
         self.context.seed = self._seed(index)
         began = time.perf_counter()
+        await self._regain([kind for c in calls if self._costs(c) for kind in agent.tools[c.name].sandbox_kinds])
         refused, over = self._within_budget(calls)
         done = await agent.tools.call_all(
             calls,
@@ -380,6 +391,40 @@ class Chain:
         self.turn = turn
         return turn
 
+    async def _regain(self, kinds: Sequence[type]) -> None:
+        """Before anything is run in them: sandboxes that the pool took back from a chain by hand."""
+        for gone in self.context.gone:
+            if any(issubclass(gone, kind) for kind in kinds):
+                await self.context.sandbox(gone)
+
+    async def _again(self, pool: PoolLike, sandbox: Any) -> int:
+        """Run again, in a fresh sandbox, every call that this chain made in one of its kind.
+
+        The calls' own state and fields are made anew beside the chain's, which stay as they are.
+        Raises:  SandboxError for a call that gives something else now, or that needs another sandbox too.
+        """
+        tools = self.agent.tools
+        replay = Context(self.task, trajectory_id=self.id, pools=(Given(pool.kind, sandbox),), caps=self.agent._caps)
+        count = action = 0
+        for turn in self.turns:
+            action += turn.kind in ("action", "forced") and bool(turn.messages)
+            if turn.author != "tool":
+                continue
+            replay.turn, replay.seed = action, self._seed(action)
+            for call in turn.tool_calls:
+                kinds = tools[call.name].sandbox_kinds if self._costs(call) else ()
+                if call.result is None or _NOT_RUN in call.result.observation:
+                    continue
+                if not any(issubclass(pool.kind, kind) for kind in kinds):
+                    continue
+                if len(kinds) > 1:
+                    raise SandboxError(f"{call.name} uses more than one sandbox, and would change the others again")
+                count += 1
+                got = await tools.call(call, replay)
+                if (got.ok, got.observation) != (call.result.ok, call.result.observation):
+                    raise SandboxError(f"call {count}, of {call.name}, gave something else when it was run again")
+        return count
+
     def _within_budget(self, calls: Sequence[ToolCall]) -> tuple[dict[int, ToolResult], str | None]:
         """The calls that may not run, by position, with what is said of them; and the stop reason if there are any."""
         costly = [i for i, c in enumerate(calls) if self._costs(c)]
@@ -391,8 +436,7 @@ class Chain:
         shared, shared_over = take_calls(self._meters, granted)
         if shared_over is not None:
             granted, over = shared, shared_over
-        text = f"was not run: there are no tool calls left ({over})"
-        return {i: ToolResult(False, f"{calls[i].name} {text}") for i in costly[granted:]}, over
+        return {i: ToolResult(False, f"{calls[i].name} {_NOT_RUN} ({over})") for i in costly[granted:]}, over
 
     def _costs(self, call: ToolCall) -> bool:
         return call.error is None and call.name in self.agent.tools
@@ -594,8 +638,9 @@ class Chain:
         target = path[to] if isinstance(to, int) and -len(path) <= to < len(path) else to
         if isinstance(target, int) or not any(turn is target for turn in path):
             raise SettingsError(f"{target!r} is not on this chain's path; give one of chain.turns, or its index")
-        if self.turn is not target and (self.context.held or self.context.state):
-            what = ", ".join(kind.__name__ for kind in self.context.held) or "state that its tools keep"
+        kinds = (*self.context.held, *self.context.gone)
+        if self.turn is not target and (kinds or self.context.state):
+            what = ", ".join(kind.__name__ for kind in kinds) or "state that its tools keep"
             raise SettingsError(f"this chain cannot go back: it holds {what}, which would not go back with it")
         self.turn = target
         self.stop, self.error, self._trajectory = None, None, None
@@ -621,7 +666,8 @@ class Chain:
             twin.id = place.id
             twin._session = f"{place.id}#{next(_sessions)}"
             twin._forks = itertools.count(1)
-            twin.context = await self.context.fork(place.id)
+            await self._regain(self.context.gone)
+            twin.context = await self.context.fork(place.id, twin._again if self.hand else None)
             twin._busy, twin._closed, twin._trajectory, twin._running = False, False, None, 0
             return twin
 
@@ -644,6 +690,8 @@ class Chain:
             raise SettingsError("this chain was closed without a score; agent.chain(task) starts another")
         if self.stop is None:
             self.stop = "cancelled"
+        if self.stop not in UNSCORED and self.agent.reward:
+            await self._regain(self.agent.reward.sandbox_kinds)
         reward: float | None = None
         metrics: dict[str, float] = {}
         try:
@@ -702,6 +750,7 @@ class Chain:
         """Step to the end and score. What goes wrong on our side is not raised: it ends the chain, unscored."""
         state, detail = "cancelled", ""
         self._report("chain", "start", "waiting", self.actions, "", "")
+        self.context.work()  # nobody waits for a person here
         try:
             await self._to_its_end()
             trajectory = await self._scored()
@@ -713,6 +762,7 @@ class Chain:
                 complain(f"after_chain raised {type(error).__name__}: {error}")
             return trajectory
         finally:
+            self.context.rest()
             self._report("chain", "end", state, self.actions, detail, "")
 
     async def _to_its_end(self) -> None:
@@ -849,6 +899,8 @@ class _Alone:
     def __enter__(self) -> None:
         self._chain._idle(self._call)
         self._chain._busy = True
+        self._chain.context.work()
 
     def __exit__(self, *_: object) -> None:
         self._chain._busy = False
+        self._chain.context.rest()

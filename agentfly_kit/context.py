@@ -9,13 +9,14 @@ import asyncio
 import copy
 import inspect
 import typing
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeVar
 
 from agentfly_kit.caps import Caps
 from agentfly_kit.errors import SandboxError, SettingsError
+from agentfly_kit.pending import complain
 from agentfly_kit.types import Task
 
 T = TypeVar("T")
@@ -42,9 +43,17 @@ FromPool: TypeAlias = Annotated[T, _FROM_POOL]
 
 class _Lease(Protocol):
     turn: Any
+    taken_back: bool
+    saved: asyncio.Future[Any] | None
+
+    def rest(self, rests: bool = ...) -> None: ...
 
     @property
     def sandbox(self) -> Any: ...
+
+
+Again: TypeAlias = Callable[["PoolLike", Any], Awaitable[int]]
+"""(pool, fresh sandbox) -> how many calls were run in it again."""
 
 
 class PoolLike(Protocol):
@@ -52,7 +61,7 @@ class PoolLike(Protocol):
 
     @property
     def kind(self) -> type: ...
-    async def acquire(self, *, owner: str, timeout: float | None = ...) -> Any: ...
+    async def acquire(self, *, owner: str, timeout: float | None = ..., hand: bool = ...) -> Any: ...
     async def release(self, lease: Any) -> None: ...
 
 
@@ -125,9 +134,12 @@ class Context:
         pools: Sequence[PoolLike] = (),
         timeout: float | None = None,
         caps: Caps = Caps(),  # noqa: B008 - it never changes
+        again: Again | None = None,
     ) -> None:
         """`timeout` is how long a lease is waited for, in seconds; None leaves it to the pool. `caps`: how many tools
-        and rewards may run at once.
+        and rewards may run at once. `again`: of a chain that a person steps. Its leases are by hand: between `work` and
+        `rest` they are firm, and at rest the pool may take them back; then `again(pool, sandbox)` brings another
+        sandbox into the state of the one that went, where its kind has no `snapshot` and `restore`.
 
         The chain moves `turn` and `seed` as it goes.
         """
@@ -141,6 +153,10 @@ class Context:
         self.pools = tuple(pools)
         self.timeout = timeout
         self.caps = caps
+        self._again = again
+        self._works = 0
+        self._gone: dict[int, tuple[PoolLike, _Lease]] = {}
+        """Leases that were taken back, until another sandbox is in their state."""
         self._leases: dict[int, tuple[PoolLike, asyncio.Task[_Lease]]] = {}
         self._turns: dict[int, asyncio.Lock] = {}
         self._closing: asyncio.Task[None] | None = None
@@ -153,9 +169,9 @@ class Context:
         pool = self.pool(kind)
         if self._closing is not None:
             raise SandboxError(f"the chain {self.trajectory_id!r} is over, and its {kind.__name__} was given back")
+        self._notice()
         if id(pool) not in self._leases:
-            acquire = pool.acquire(owner=self.trajectory_id, timeout=self.timeout)
-            self._leases[id(pool)] = (pool, asyncio.ensure_future(acquire))
+            self._leases[id(pool)] = (pool, asyncio.ensure_future(self._acquire(pool)))
         acquiring = self._leases[id(pool)][1]
         # Waited for from outside: a call that is cancelled must not take the lease from the calls that wait beside it.
         await asyncio.wait([acquiring])
@@ -167,6 +183,77 @@ class Context:
         if lease.turn != self.turn:
             lease.turn = self.turn  # for whoever looks at the pool: who holds it, and how far they are
         return typing.cast(S, lease.sandbox)
+
+    async def _acquire(self, pool: PoolLike) -> _Lease:
+        if self._again is None:
+            lease: _Lease = await pool.acquire(owner=self.trajectory_id, timeout=self.timeout)
+            return lease
+        lease = await pool.acquire(owner=self.trajectory_id, timeout=self.timeout, hand=True)
+        if id(pool) in self._gone:
+            try:
+                await self._bring(pool, lease, self._gone[id(pool)][1])
+            except BaseException:
+                await pool.release(lease)
+                raise
+            del self._gone[id(pool)]
+        if not self._works:
+            lease.rest()
+        return lease
+
+    async def _bring(self, pool: PoolLike, lease: _Lease, gone: _Lease) -> None:
+        """Another sandbox into the state of the one that was taken back, and say so."""
+        kind = pool.kind.__name__
+        assert self._again is not None
+        try:
+            if gone.saved is not None and callable(getattr(lease.sandbox, "restore", None)):
+                await asyncio.wait([gone.saved])
+                done = lease.sandbox.restore(gone.saved.result())
+                if inspect.isawaitable(done):
+                    await done
+                how = "in the state that was saved"
+            else:
+                count = await self._again(pool, lease.sandbox)
+                how = f"in which {count} call{'s were' if count != 1 else ' was'} run again"
+        except Exception as error:
+            raise SandboxError(
+                f"the pool took back the {kind} of the chain {self.trajectory_id!r} while it waited, and its state "
+                f"cannot be brought back ({error}); start again with agent.chain(task), or give the pool a larger size="
+            ) from error
+        complain(
+            f"the pool took back the {kind} of the chain {self.trajectory_id!r} while it waited and others needed it; "
+            f"the chain goes on in another, {how}"
+        )
+
+    def _notice(self) -> None:
+        """See which leases were taken back; only those by hand ever are."""
+        if self._again is None:
+            return
+        for key, (pool, lease) in list(self._leases.items()):
+            if _holds(lease) and lease.result().taken_back:
+                self._gone[key] = (pool, lease.result())
+                del self._leases[key]
+
+    @property
+    def gone(self) -> tuple[type, ...]:
+        """Kinds whose sandbox the pool took back, and which nobody has asked for since."""
+        self._notice()
+        return tuple(pool.kind for pool, _ in self._gone.values())
+
+    def work(self) -> None:
+        """The chain does something: its leases are firm until as many `rest` follow."""
+        self._works += 1
+        self._say(False)
+
+    def rest(self) -> None:
+        self._works -= 1
+        if not self._works:
+            self._say(True)
+
+    def _say(self, rests: bool) -> None:
+        if self._again is not None:
+            for _, lease in list(self._leases.values()):
+                if _holds(lease):
+                    lease.result().rest(rests)
 
     @asynccontextmanager
     async def using(self, kind: type[S]) -> AsyncIterator[S]:
@@ -192,14 +279,13 @@ class Context:
     @property
     def held(self) -> dict[type, Any]:
         """The sandboxes that the chain holds now, by kind."""
-        return {
-            pool.kind: lease.result().sandbox
-            for pool, lease in self._leases.values()
-            if lease.done() and not lease.cancelled() and lease.exception() is None
-        }
+        self._notice()
+        return {pool.kind: lease.result().sandbox for pool, lease in self._leases.values() if _holds(lease)}
 
-    async def fork(self, trajectory_id: str) -> Context:
+    async def fork(self, trajectory_id: str, again: Again | None = None) -> Context:
         """A second context in the same state: copies of `state` and `fields`, and forks of the sandboxes held.
+
+        again: the twin's own, if it is stepped by a person.
 
         Raises:  SandboxError naming a kind that cannot fork; then nothing is leased.
         """
@@ -217,6 +303,7 @@ class Context:
             pools=self.pools,
             timeout=self.timeout,
             caps=self.caps,
+            again=again,
         )
         try:
             twin.state = copy.deepcopy(self.state)
@@ -227,8 +314,10 @@ class Context:
             ) from error
         twin.fields._own = copy.deepcopy(self.fields._own)
         try:
+            twin.work()
             for kind, sandbox in self.held.items():
                 await sandbox.fork(await twin.sandbox(kind))
+            twin.rest()
         except BaseException:
             await twin.close()
             raise
@@ -260,6 +349,7 @@ class Context:
             except Exception as error:  # the other leases must go back too
                 failed.append(error)
         self._leases.clear()
+        self._gone.clear()
         if failed:
             raise failed[0]
 
@@ -273,6 +363,24 @@ class Context:
         held = ", ".join(kind.__name__ for kind in self.held)
         closed = ", closed" if self._closing is not None else ""
         return f"<Context of {self.trajectory_id!r}, turn {self.turn}, holds {held or 'no sandbox'}{closed}>"
+
+
+def _holds(lease: asyncio.Task[_Lease]) -> bool:
+    return lease.done() and not lease.cancelled() and lease.exception() is None
+
+
+class Given:
+    """A pool of the one sandbox that somebody holds already: lent as often as it is asked for, never given back."""
+
+    def __init__(self, kind: type, sandbox: Any) -> None:
+        self.kind = kind
+        self.sandbox = sandbox
+        self.turn: object = None
+
+    async def acquire(self, *, owner: str, timeout: float | None = None, hand: bool = False) -> Given:
+        return self
+
+    async def release(self, lease: Any) -> None: ...
 
 
 @asynccontextmanager

@@ -32,6 +32,7 @@ from .pool_state import (
     GaveUp,
     PoolState,
     Reset,
+    Rests,
     Returned,
     SlotState,
     Started,
@@ -64,6 +65,10 @@ class LeaseInfo:
     sandbox: int
     since: float
     turn: object = None
+    hand: bool = False
+    """Of a chain that a person steps: it may be taken back while it waits, and is brought into its state again."""
+    rests: bool = False
+    """By hand, and nobody works with it now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +124,14 @@ class PoolEvent:
 class Lease(Generic[S]):
     """A sandbox in somebody's hands, until `await pool.release(lease)`. Set `turn` to show where its holder is."""
 
-    def __init__(self, pool: Pool[S], id: int, sandbox: S, owner: str) -> None:
+    def __init__(self, pool: Pool[S], id: int, sandbox: S, owner: str, hand: bool = False, ticket: int = 0) -> None:
         self._pool = pool
+        self._ticket = ticket
+        self.hand = hand
+        self.taken_back = False
+        """The pool ended it, for others who waited. Nothing may use `sandbox` any more."""
+        self.saved: asyncio.Future[Any] | None = None
+        """Once it was taken back from a kind that has `snapshot()`: what that gave, or why it could not."""
         self.id = id
         self.sandbox = sandbox
         self.owner = owner
@@ -142,6 +153,11 @@ class Lease(Generic[S]):
         if not self.released:
             self._pool._change(Turn(self.id, turn))
 
+    def rest(self, rests: bool = True) -> None:
+        """By hand: from now on the pool may take it back; rests=False: nobody may, until the next rest."""
+        if self.hand and not self.released:
+            self._pool._change(Rests(self.id, self._ticket, rests))
+
     async def release(self) -> None:
         """The same as `pool.release(lease)`."""
         await self._pool.release(self)
@@ -151,7 +167,8 @@ class Lease(Generic[S]):
             self._pool._lost(self)
 
     def __repr__(self) -> str:
-        state = "released" if self.released else f"{time.monotonic() - self.since:.1f} s"
+        state = f"{time.monotonic() - self.since:.1f} s{' by hand' if self.hand else ''}"
+        state = "taken back" if self.taken_back else "released" if self.released else state
         return f"<Lease {self._pool.name} {self.id} of {self.owner}, {state}>"
 
 
@@ -191,7 +208,9 @@ class Pool(Generic[S]):
 
     kind             a class whose objects have some of `async start()`, `async run(...)`, `async reset()`,
                      `async fork(into)`, `alive`, `async close()`, and `kill()` for the end of the process. Without
-                     `reset` a sandbox is replaced after each lease.
+                     `reset` a sandbox is replaced after each lease. With `snapshot()` and `restore(snapshot)`, sync
+                     or async, the state of a lease by hand that was taken back is kept; without them the calls of
+                     its chain are run again. `replayable = False` says that this must not be: its leases stay.
     warm             keep this many ready beyond what is leased, once the first lease was asked for.
     isolation, memory_mb, processes, cpu_seconds, disk_mb, network, and any other keyword
                      go to the kind; left out, the kind's own default holds (see PythonSandbox). One that the kind does
@@ -243,6 +262,7 @@ class Pool(Generic[S]):
         self._state = PoolState(size, warm, alive=lambda slot: _is_alive(sandboxes.get(slot)))
         self._lock = threading.Lock()
         self._dropped: deque[int] = deque()  # leases that were collected, not released
+        self._hands: weakref.WeakValueDictionary[int, Lease[S]] = weakref.WeakValueDictionary()  # by slot
         self._tickets: dict[int, _Ticket] = {}
         self._next_ticket = itertools.count(1)
         self._tasks: dict[asyncio.Task[None], int] = {}  # what is under way -> its slot
@@ -282,7 +302,11 @@ class Pool(Generic[S]):
         with self._lock:
             state = self._state
             slots = list(state.slots.values())
-            leases = [LeaseInfo(s.owner or "", s.id, s.since, s.turn) for s in slots if s.state == "leased"]
+            leases = [
+                LeaseInfo(s.owner or "", s.id, s.since, s.turn, s.hand, s.rests is not None)
+                for s in slots
+                if s.state == "leased"
+            ]
             return PoolSnapshot(
                 kind=self.name,
                 isolation=self.isolation,
@@ -304,7 +328,9 @@ class Pool(Generic[S]):
         s = self.snapshot()
         if s.closed:
             return f"<Pool {s.kind} closed, size {s.size}>"
-        counts = f"{s.leased} leased, {s.idle} idle, {s.starting} starting, {s.waiting} waiting"
+        hands = sum(lease.hand for lease in s.leases)
+        leased = f"{s.leased} leased{f' ({hands} by hand)' if hands else ''}"
+        counts = f"{leased}, {s.idle} idle, {s.starting} starting, {s.waiting} waiting"
         return f"<Pool {s.kind} {counts}, size {s.size}>"
 
     def subscribe(self, callback: Callable[[PoolEvent], object]) -> Callable[[], None]:
@@ -334,9 +360,11 @@ class Pool(Generic[S]):
         finally:
             await self.release(lease)
 
-    async def acquire(self, owner: str = "somebody", timeout: float | None = None) -> Lease[S]:
+    async def acquire(self, owner: str = "somebody", timeout: float | None = None, *, hand: bool = False) -> Lease[S]:
         """A sandbox to keep over many calls, until `release`. First come, first served.
 
+        hand: for somebody who waits on a person. While the lease rests (`lease.rest()`) and others find nothing free,
+            the pool may take it back.
         Units:   timeout in seconds; None means the pool's `acquire_timeout`.
         Raises:  PoolTimeout, which says who holds what; PoolClosed; SandboxError or IsolationError if none can start.
         """
@@ -344,20 +372,26 @@ class Pool(Generic[S]):
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         self._forget_closed_loops()
+        hand = hand and getattr(self.kind, "replayable", True)
         while True:
-            slot = await self._wait(owner, loop, deadline, timeout)
+            slot = await self._wait(owner, loop, deadline, timeout, hand)
             with self._lock:
                 taken = self._state.slots.get(slot)
                 if taken is not None and taken.state == "leased" and slot in self._sandboxes:
-                    return Lease(self, slot, self._sandboxes[slot], owner)
+                    lease = Lease(self, slot, self._sandboxes[slot], owner, hand, taken.ticket or 0)
+                    if hand:
+                        self._hands[slot] = lease
+                    return lease
             # Between the grant and this line the pool was closed, which the next round says, or the sandbox was ended.
 
-    async def _wait(self, owner: str, loop: asyncio.AbstractEventLoop, deadline: float, timeout: float) -> int:
+    async def _wait(
+        self, owner: str, loop: asyncio.AbstractEventLoop, deadline: float, timeout: float, hand: bool
+    ) -> int:
         number = next(self._next_ticket)
         ticket = _Ticket(loop.create_future(), loop)
         with self._lock:
             self._tickets[number] = ticket
-        self._change(Wanted(number, owner))
+        self._change(Wanted(number, owner, hand))
         try:
             if not ticket.future.done():
                 await asyncio.wait([ticket.future], timeout=max(0.0, deadline - loop.time()))
@@ -421,6 +455,9 @@ class Pool(Generic[S]):
                 self._sequence += 1
                 if self._listeners:
                     self._events.append(PoolEvent(self._sequence, kind, slot, owner, now, detail))
+            ended = [(slot, self._end_lease(slot)) for slot in todo.take_back]
+        for slot, lease in ended:
+            self._spawn(slot, self._save(slot, lease))
         self._answer(todo)
         for slot in todo.start:
             self._spawn(slot, self._start(slot))
@@ -562,6 +599,32 @@ class Pool(Generic[S]):
         else:
             self._change(Reset(slot))
 
+    def _end_lease(self, slot: int) -> Lease[S] | None:
+        """At once: whoever held it must find that out before it is anybody else's."""
+        lease = self._hands.pop(slot, None)
+        if lease is not None:
+            lease.taken_back = lease.released = True
+            if callable(getattr(lease.sandbox, "snapshot", None)):
+                lease.saved = asyncio.get_running_loop().create_future()
+        return lease
+
+    async def _save(self, slot: int, lease: Lease[S] | None) -> None:
+        """Keep the state of what was taken back, then reset it."""
+        if lease is not None and lease.saved is not None:
+            try:
+                async with asyncio.timeout(self.start_timeout):
+                    snapshot = await _maybe_await(cast(Any, lease.sandbox).snapshot())
+                _resolve(lease.saved, snapshot)
+            except Exception as error:
+                _resolve(lease.saved, error)
+            finally:
+                _resolve(lease.saved, SandboxError("the pool ended before its state could be saved"))
+        sandbox = self._sandboxes.get(slot)
+        if callable(getattr(sandbox, "reset", None)):
+            await self._reset(slot)
+        else:
+            self._change(Returned(slot, False))
+
     async def _close(self, slot: int) -> None:
         me = asyncio.current_task()
         with self._lock:
@@ -647,6 +710,16 @@ class Pool(Generic[S]):
 
 async def _maybe_await(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
+
+
+def _resolve(future: asyncio.Future[Any], value: Any) -> None:
+    if future.done():
+        return
+    if isinstance(value, Exception):
+        future.set_exception(value)
+        future.exception()  # seen, should nobody ask for it
+    else:
+        future.set_result(value)
 
 
 async def _call(sandbox: object, method: str) -> None:

@@ -4,6 +4,9 @@
 reset or close, and which waiters have got one or are refused. Whoever does those things reports back with the next
 event.
 
+A lease by hand belongs to a chain that a person steps. While it rests, and others wait for what nobody else could give
+them, it is taken back: the holder gets another when it goes on, and brings that into the state which this one had.
+
 A slot is `starting -> idle <-> leased -> resetting -> idle`, and from anywhere `-> closing -> gone`. A slot that is
 closing still counts against the size: there are never more than `size` sandboxes, not even for a moment.
 """
@@ -16,7 +19,8 @@ from typing import Literal
 
 SlotState = Literal["starting", "idle", "leased", "resetting", "closing"]
 Change = Literal[
-    "waiting", "gave up", "refused", "starting", "start failed", "idle", "leased", "turn", "resetting", "died",
+    "waiting", "gave up", "refused", "starting", "start failed", "idle", "leased", "turn", "taken back", "resetting",
+    "died",
     "closing", "closed", "pool closed",
 ]  # fmt: skip
 
@@ -30,6 +34,7 @@ class Wanted:
 
     ticket: int
     owner: str
+    hand: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class StartFailed:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """A lease has ended. Not reusable: close it."""
+    """A lease has ended; or what was taken back has been saved. Not reusable: close it."""
 
     slot: int
     reusable: bool = True
@@ -91,6 +96,15 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Rests:
+    """The holder of a lease by hand waits for its person, or works again."""
+
+    slot: int
+    ticket: int
+    rests: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Nothing happened; look again."""
 
@@ -100,7 +114,7 @@ class CloseAll:
     """The pool ends."""
 
 
-Event = Wanted | GaveUp | Started | StartFailed | Returned | Reset | Died | Closed | Turn | Tick | CloseAll
+Event = Wanted | GaveUp | Started | StartFailed | Returned | Reset | Died | Closed | Turn | Rests | Tick | CloseAll
 
 
 # --- what is to be done, and what is told --------------------------------------------------------
@@ -117,6 +131,9 @@ class Slot:
     ticket: int | None = None
     turn: object = None
     uses: int = 0
+    hand: bool = False
+    rests: float | None = None
+    """Of a lease by hand: since when its holder waits for a person."""
 
 
 @dataclass(slots=True)
@@ -127,6 +144,7 @@ class Todo:
     reset: list[int] = field(default_factory=list)
     close: list[int] = field(default_factory=list)
     grant: list[tuple[int, int]] = field(default_factory=list)  # (ticket, slot)
+    take_back: list[int] = field(default_factory=list)  # slots whose state is to be saved, and which are then reset
     refuse: list[tuple[int, BaseException | None]] = field(default_factory=list)  # (ticket, last error; None: closed)
     changes: list[tuple[Change, int | None, str | None, str]] = field(default_factory=list)  # what, slot, owner, detail
 
@@ -146,7 +164,7 @@ class PoolState:
         self.size = size
         self.warm = warm
         self.slots: dict[int, Slot] = {}
-        self.waiters: dict[int, tuple[str, float]] = {}  # ticket -> (owner, since), in order of arrival
+        self.waiters: dict[int, tuple[str, bool]] = {}  # ticket -> (owner, by hand), in order of arrival
         self.closed = False
         self.failures = 0
         self.last_error: BaseException | None = None
@@ -168,12 +186,12 @@ class PoolState:
         todo = Todo()
         slot = self.slots.get(getattr(event, "slot", 0))
         match event:
-            case Wanted(ticket, owner):
+            case Wanted(ticket, owner, hand):
                 if self.closed:
                     todo.refuse.append((ticket, None))
                 else:
                     self._begun = True
-                    self.waiters[ticket] = (owner, now)
+                    self.waiters[ticket] = (owner, hand)
                     todo.changes.append(("waiting", None, owner, ""))
             case GaveUp(ticket):
                 self._give_up(ticket, now, todo)
@@ -185,6 +203,10 @@ class PoolState:
                 self._start_failed(slot, error, hopeless, now, todo)
             case Returned(_, reusable) if slot and slot.state == "leased":
                 self._move(slot, "resetting" if reusable and not self.closed else "closing", now, todo)
+            case Returned(_, False) if slot and slot.state == "resetting":
+                self._move(slot, "closing", now, todo)
+            case Rests(_, ticket, rests) if slot and slot.state == "leased" and slot.hand and slot.ticket == ticket:
+                slot.rests = now if rests else None
             case Reset() if slot and slot.state == "resetting":
                 self._move(slot, "idle", now, todo)
             case Died(_, why) if slot and slot.state != "closing":
@@ -211,15 +233,17 @@ class PoolState:
             self._hand_out(now, todo)
             if may_start:
                 self._start(now, todo)
+                self._take_back(now, todo)
         return todo
 
     def _move(self, slot: Slot, state: SlotState, now: float, todo: Todo) -> None:
         owner = slot.owner
         if state != "leased":
-            slot.owner = slot.ticket = slot.turn = None
+            slot.owner = slot.ticket = slot.turn = slot.rests = None
+            slot.hand = False
         slot.state, slot.since = state, now
         todo.changes.append((state, slot.id, owner, ""))
-        if state == "resetting":
+        if state == "resetting" and slot.id not in todo.take_back:
             todo.reset.append(slot.id)
         elif state == "closing":
             todo.close.append(slot.id)
@@ -261,11 +285,21 @@ class PoolState:
                 self._move(slot, "closing", now, todo)
                 continue
             ticket = next(iter(self.waiters))
-            owner, _ = self.waiters.pop(ticket)
-            slot.owner, slot.ticket = owner, ticket
+            slot.owner, slot.hand = self.waiters.pop(ticket)
+            slot.ticket = ticket
             slot.uses += 1
             self._move(slot, "leased", now, todo)
             todo.grant.append((ticket, slot.id))
+
+    def _take_back(self, now: float, todo: Todo) -> None:
+        """End leases by hand that rest, the one at rest for longest first, for waiters whom nothing else will serve."""
+        wanted = len(self.waiters) - self.count("starting", "resetting", "closing")
+        resting = sorted((s.rests, s.id) for s in self.slots.values() if s.state == "leased" and s.rests is not None)
+        for _, number in resting[: max(0, wanted)]:
+            slot = self.slots[number]
+            todo.take_back.append(number)
+            todo.changes.append(("taken back", number, slot.owner, "it waited for its person, and others for it"))
+            self._move(slot, "resetting", now, todo)
 
     def _start(self, now: float, todo: Todo) -> None:
         if now < self.blocked_until:

@@ -128,9 +128,13 @@ class Agent:
         return task.messages if self.system is None else ({"role": "system", "content": self.system}, *task.messages)
 
     def chain(self, task: Task) -> Chain:
-        """One chain of the task, to be stepped by hand."""
+        """One chain of the task, to be stepped by hand.
+
+        While nothing runs in it, a pool that others wait for may take its sandbox back; at the next call it gets
+        another, in the same state, and says so.
+        """
         self._check([task])
-        return Chain(self, task)
+        return Chain(self, task, hand=True)
 
     def rollout(
         self,

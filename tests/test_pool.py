@@ -643,6 +643,12 @@ class StateMachine(RuleBasedStateMachine):
             assert slot not in self.dead, "a dead sandbox was handed out"
             assert slot not in self.held.values(), "one sandbox, two holders"
             self.held[ticket] = slot
+        for slot in todo.take_back:
+            assert self.queue, "nothing is taken back for nobody"
+            holder = next(ticket for ticket, its in self.held.items() if its == slot)
+            del self.held[holder]
+            assert slot not in self.todo
+            self.todo[slot] = "resetting"
         for ticket, error in todo.refuse:
             self.queue.remove(ticket)
             assert error is not None or self.state.closed
@@ -653,12 +659,21 @@ class StateMachine(RuleBasedStateMachine):
         slots = sorted(slot for slot, what in self.todo.items() if what == state)
         return data.draw(st.sampled_from(slots)) if slots else None
 
-    @rule()
-    def want(self) -> None:
+    @rule(data=st.data(), rests=st.booleans())
+    def rests_or_works(self, data: Any, rests: bool) -> None:
+        if self.held:
+            ticket = data.draw(st.sampled_from(sorted(self.held)))
+            self.tell(pool_state.Rests(self.held[ticket], ticket, rests))
+            if ticket in self.held:
+                slot = self.state.slots[self.held[ticket]]
+                assert (slot.rests is not None) == (rests and slot.hand)
+
+    @rule(hand=st.booleans())
+    def want(self, hand: bool) -> None:
         ticket = next(self.tickets)
         if not self.state.closed:
             self.queue.append(ticket)
-            self.tell(pool_state.Wanted(ticket, f"chain {ticket}"))
+            self.tell(pool_state.Wanted(ticket, f"chain {ticket}", hand))
         else:
             assert self.state.change(pool_state.Wanted(ticket, ""), self.now).refuse == [(ticket, None)]
 
@@ -691,12 +706,12 @@ class StateMachine(RuleBasedStateMachine):
             ticket = data.draw(st.sampled_from(sorted(self.held)))
             self.tell(pool_state.Returned(self.held.pop(ticket), reusable))
 
-    @rule(data=st.data())
-    def reset(self, data: Any) -> None:
+    @rule(data=st.data(), reusable=st.booleans())
+    def reset(self, data: Any, reusable: bool) -> None:
         slot = self.pick(data, "resetting")
         if slot is not None:
             del self.todo[slot]
-            self.tell(pool_state.Reset(slot))
+            self.tell(pool_state.Reset(slot) if reusable else pool_state.Returned(slot, False))
 
     @rule(data=st.data())
     def closed(self, data: Any) -> None:
@@ -741,6 +756,8 @@ class StateMachine(RuleBasedStateMachine):
         if s.waiters and not s.closed:
             # Somebody is coming for every waiter: something is leased or under way. Nobody waits for nothing.
             assert len(idle) < len(s.slots)
+            resting = [slot for slot in s.slots.values() if slot.rests is not None]
+            assert not resting or len(s.waiters) <= len(self.todo), "nobody waits beside a lease that rests"
 
 
 StateMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
