@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import agents
@@ -17,9 +18,11 @@ from torch import Tensor
 
 from agentfly_kit import advantages, losses
 from agentfly_kit.batch import Batch, collate, join
-from agentfly_kit.errors import AlignmentError, BatchError, SettingsError
+from agentfly_kit.chain import Chain
+from agentfly_kit.errors import AlignmentError, BatchError, RunMismatch, SettingsError
 from agentfly_kit.policy import Policy
 from agentfly_kit.ppo.micro import minibatches
+from agentfly_kit.trainer import TrainConfig, TrainRun, train
 from agentfly_kit.types import Task, Trajectory, Turn
 
 TASK = Task("t", ({"role": "user", "content": "?"},))
@@ -624,3 +627,108 @@ def test_one_vote_a_rollout_in_its_group() -> None:
         r, torch.ones(4, 1), groups=[0] * 4, whiten=False, rollouts=["a", "a", "a", "b"]
     )
     assert got[:, 0].tolist() == [0.5, 0.5, 0.5, -0.5]
+
+
+# --- a run ---------------------------------------------------------------------------------------
+
+
+def fold_after_a_result(chain: Chain) -> None:
+    """The next row begins with the conversation so far, as the template writes it: the same tokens, another row."""
+    if chain.turn.kind == "observation" and chain.turn.row == 0:
+        chain.fold([m for turn in chain.turns for m in turn.messages])
+
+
+def small(**more: Any) -> TrainConfig:
+    settings: dict[str, Any] = {
+        "steps": 3, "tasks_per_step": 4, "group_size": 4, "minibatch": 8, "max_concurrency": 16, "lr": 1e-3,
+    }  # fmt: skip
+    return TrainConfig(**settings | more)
+
+
+def run_of(path: Path, hook: Any = fold_after_a_result, policy: Policy | None = None, **more: Any) -> TrainRun:
+    policy = agents.fresh(value_head=more.get("advantage") == "gae") if policy is None else policy
+    return train(agents.agent(policy, before_turn=hook), policy, agents.tasks(8), small(**more), run=path)
+
+
+async def test_folding_into_the_same_tokens_is_the_same_rollout() -> None:
+    """What a fold leaves unchanged, the model does not notice: same actions, same rewards, the same token mean."""
+    a = agents.agent(before_turn=fold_after_a_result)
+    folds, plain = await a.rollout(agents.tasks(4), 4), await agents.agent().rollout(agents.tasks(4), 4)
+    assert sum(len(t.rows) > 1 for t in folds) >= 5
+    for t, u in zip(folds, plain, strict=True):
+        assert [turn.ids for turn in t.turns if turn.sampled] == [turn.ids for turn in u.turns if turn.sampled]
+        assert t.reward == u.reward
+    policy = agents.shipped()
+    got, stats = gradient(policy, collate(folds, advantages.grpo))
+    wanted, other = gradient(policy, collate(plain, advantages.grpo))
+    assert stats.tokens == other.tokens
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("more", [{}, {"advantage": "gae"}])
+async def test_a_run_with_folds_goes_on_to_the_same_bits(tmp_path: Path, more: dict[str, Any]) -> None:
+    def start() -> Policy:
+        return agents.fresh(value_head="advantage" in more)
+
+    whole = start()
+    done = await run_of(tmp_path / "whole", policy=whole, **more)
+    async for step in run_of(tmp_path / "cut", policy=start(), **more):
+        assert step.record["rows"] > 1
+        if step.step == 2:
+            break
+    # As after a kill: another policy object, loaded from where the first began, and the folder.
+    again = start()
+    resumed = await run_of(tmp_path / "cut", policy=again, **more)
+    same = {"step", "reward", "rows", "tokens", "policy_loss", "grad_norm"}
+    assert [{k: r[k] for k in same} for r in resumed.records] == [{k: r[k] for k in same} for r in done.records]
+    for a, b in zip(whole.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+async def test_another_hook_is_another_run(tmp_path: Path) -> None:
+    await run_of(tmp_path, steps=1)
+    await run_of(tmp_path, steps=1)
+    with pytest.raises(RunMismatch, match="hooks"):
+        run_of(tmp_path, hook=None, steps=1)
+
+
+def fold_with_text(chain: Chain) -> None:
+    """As a user would: the task, and what the tool said."""
+    if chain.turn.kind == "observation" and chain.turn.row == 0:
+        chain.fold(f"The calculator says {chain.turn.messages[0]['content']}.")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"aggregate": "rollout_mean"},
+        {"aggregate": {"how": "rollout_mean", "count": "rows"}},
+        {"advantage_per": "row"},
+        {"shared": "once"},
+        {"authors": "policy"},
+        {"advantage": "reinforce_plus_plus"},
+        {"advantage": "reinforce_plus_plus_baseline"},
+        {"kl_coef": 0.01, "kl_in": "reward"},
+    ],
+    ids=repr,
+)
+async def test_every_setting_takes_folded_rows(tmp_path: Path, more: dict[str, Any]) -> None:
+    run = await run_of(tmp_path, hook=fold_with_text, steps=1, tasks_per_step=2, **more)
+    assert run.records[0]["rows"] > 1
+    assert math.isfinite(run.records[0]["policy_loss"])
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"advantage_per": "task"}, "advantage_per='task': give one of 'rollout', 'row'"),
+        ({"shared": "twice"}, "shared='twice'"),
+        ({"shared": "once", "aggregate": "rollout_mean"}, "aggregate='rollout_mean' depends on whole rows"),
+        ({"shared": "once", "loss": "gspo"}, "loss='gspo'"),
+        ({"aggregate": {"how": "mean"}}, "give one of 'token_mean'"),
+        ({"advantage_per": "row", "kl_in": "reward", "kl_coef": 0.1}, "a chain pays as a whole"),
+    ],
+)
+def test_settings_that_contradict_each_other(more: dict[str, Any], says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        small(**more)

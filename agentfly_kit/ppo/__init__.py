@@ -1,6 +1,6 @@
 """One step of PPO on a batch, a noun a file: `step` is the whole of it, the others are what it is made of."""
 
-from agentfly_kit.ppo.objective import LossName, TokenLoss
+from agentfly_kit.ppo.objective import Aggregate, LossName, TokenLoss, aggregate_options, refuse_once
 from agentfly_kit.ppo.old import Correction
 from agentfly_kit.ppo.optimizer import adamw
 from agentfly_kit.ppo.ranks import gather
@@ -8,12 +8,15 @@ from agentfly_kit.ppo.shaping import shaped_rewards
 from agentfly_kit.ppo.step import ppo_step, ppo_step_async
 
 __all__ = [
+    "Aggregate",
     "Correction",
     "LossName",
     "TokenLoss",
     "adamw",
+    "aggregate_options",
     "gather",
     "ppo_step",
     "ppo_step_async",
+    "refuse_once",
     "shaped_rewards",
 ]

@@ -10,7 +10,7 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from agentfly_kit.ppo.ranks import Ranks
 from agentfly_kit.ppo.sums import Sums
 
 TokenLoss = Callable[..., Tensor]
+Aggregate: TypeAlias = losses.How | Mapping[str, Any]
 LossName = Literal[
     "ppo", "reinforce", "gpg", "gspo", "gmpo", "sapo", "cispo", "dppo", "clip_cov", "kl_cov"
 ]  # each a function of losses/surrogates.py
@@ -82,6 +83,39 @@ class Loss:
         return out[micro.mask]
 
 
+def aggregate_options(given: Aggregate, denominator: float | None) -> tuple[losses.How, dict[str, Any]]:
+    """How to aggregate, and the options of `losses.aggregate`; refused is what it does not know."""
+    options: dict[str, Any] = {"how": given} if isinstance(given, str) else dict(given)
+    how = options.pop("how", None)
+    if how not in get_args(losses.How) or not set(options) <= {"empty_rows", "count", "denominator"}:
+        raise SettingsError(
+            f"aggregate={given!r}: give one of {', '.join(map(repr, get_args(losses.How)))}, or a dict of 'how' with "
+            "'count', 'empty_rows' or 'denominator'"
+        )
+    if denominator is not None:
+        options["denominator"] = denominator
+    return how, options
+
+
+def refuse_once(loss: Any, how: losses.How, correction: Any) -> None:
+    """Refuse what cannot be had of a batch whose shared tokens stand in one row: whatever looks at a whole row."""
+    known = Loss.of(loss, None, None, None)
+    level = correction.get("level") if isinstance(correction, Mapping) else correction
+    what = ""
+    if how not in _TOKEN_SUMS:
+        what = f"aggregate={how!r}"
+    elif known.rows or known.batch_wide:
+        inner = loss.func if isinstance(loss, functools.partial) else loss
+        what = f"loss={inner if isinstance(inner, str) else getattr(inner, '__name__', inner)!r}"
+    elif level == "sequence":
+        what = "correction='sequence'"
+    if what:
+        raise SettingsError(
+            f"{what} depends on whole rows, and what rows share is to be trained once, in one of them: give "
+            f"shared='repeat', or a loss of single tokens and aggregate={' or '.join(map(repr, _TOKEN_SUMS))}"
+        )
+
+
 @dataclass(frozen=True)
 class Objective:
     """What is minimised, as a function of the numbers that a forward gave."""
@@ -102,25 +136,6 @@ class Objective:
         """Whether a row without advantage has no gradient."""
         quiet = self.value_coef == 0 and self.kl_coef == 0 and self.entropy_coef == 0
         return quiet and not self.loss.own and not self.loss.batch_wide
-
-    def refuse_once(self, correction: Any) -> None:
-        """Refuse what cannot be had of a batch whose shared tokens stand in one row: whatever looks at a whole row."""
-        level = correction.get("level") if isinstance(correction, Mapping) else correction
-        what = ""
-        if self.aggregate not in _TOKEN_SUMS:
-            what = f"aggregate={self.aggregate!r}"
-        elif self.loss.rows or self.loss.batch_wide:
-            name = getattr(self.loss.function, "__name__", "") or getattr(
-                getattr(self.loss.function, "func", None), "__name__", "function"
-            )
-            what = f"loss={name!r}"
-        elif level == "sequence":
-            what = "correction='sequence'"
-        if what:
-            raise SettingsError(
-                f"{what} depends on whole rows, and this batch trains what rows share once, in one of them: collate "
-                f"with shared='repeat', or take a loss of tokens and aggregate={' or '.join(map(repr, _TOKEN_SUMS))}"
-            )
 
     def mass(self, batch: Batch, rows: Tensor) -> Tensor:
         """What each token's loss is multiplied by, over the whole minibatch: (B, T), 0 outside of `rows`.

@@ -15,8 +15,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal
 
 import torch
 
@@ -27,14 +26,21 @@ from agentfly_kit.pending import awaited, ended
 from agentfly_kit.policy import Policy, compute_threads
 from agentfly_kit.ppo.detail import token_detail
 from agentfly_kit.ppo.micro import Data, Forward, minibatches, stop_if
-from agentfly_kit.ppo.objective import Loss, LossName, Objective, TokenLoss, whole_gradient
+from agentfly_kit.ppo.objective import (
+    Aggregate,
+    Loss,
+    LossName,
+    Objective,
+    TokenLoss,
+    aggregate_options,
+    refuse_once,
+    whole_gradient,
+)
 from agentfly_kit.ppo.old import Correction, choose_old, sampler_weights
 from agentfly_kit.ppo.optimizer import update
 from agentfly_kit.ppo.ranks import Ranks
 from agentfly_kit.ppo.sums import Phases, Sums
 from agentfly_kit.types import Stats
-
-Aggregate: TypeAlias = losses.How | Mapping[str, Any]
 
 
 def ppo_step(
@@ -106,12 +112,12 @@ def ppo_step(
     for name, coefficient in (("value_coef", value_coef), ("kl_coef", kl_coef), ("entropy_coef", entropy_coef)):
         if not coefficient >= 0:
             raise SettingsError(f"{name}={coefficient}: give 0 or more")
-    how, aggregate_options = _aggregate(aggregate, denominator)
+    how, options = aggregate_options(aggregate, denominator)
     forward = Forward(policy, micro_tokens or policy.micro_tokens, autocast, checkpointing)
     objective = Objective(
         loss=Loss.of(loss, clip, clip_high, dual_clip),
         aggregate=how,
-        options=aggregate_options,
+        options=options,
         value_coef=value_coef if policy.value_head is not None and batch.returns is not None else 0.0,
         value_clip=value_clip,
         kl_coef=kl_coef if kl_in == "loss" else 0.0,
@@ -120,7 +126,7 @@ def ppo_step(
         entropy_coef=entropy_coef,
     )
     if batch.multiplicity is not None:
-        objective.refuse_once(correction)
+        refuse_once(loss, how, correction)
     ranks = Ranks(accelerator)
     ranks.check(batch)
     phases = Phases()
@@ -287,19 +293,6 @@ def _check(
             "the batch was sampled under top-p, top-k or min-p, and the ratio would be wrong by the mass that was "
             "kept; give correction='token' or 'sequence'"
         )
-
-
-def _aggregate(given: Aggregate, denominator: float | None) -> tuple[losses.How, dict[str, Any]]:
-    options: dict[str, Any] = {"how": given} if isinstance(given, str) else dict(given)
-    how = options.pop("how", None)
-    if how not in get_args(losses.How) or not set(options) <= {"empty_rows", "count", "denominator"}:
-        raise SettingsError(
-            f"aggregate={given!r}: give one of {', '.join(map(repr, get_args(losses.How)))}, or a dict of 'how' with "
-            "'count', 'empty_rows' or 'denominator'"
-        )
-    if denominator is not None:
-        options["denominator"] = denominator
-    return how, options
 
 
 def _explained_variance(batch: Batch) -> float:

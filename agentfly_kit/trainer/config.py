@@ -11,10 +11,10 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from agentfly_kit import losses
-from agentfly_kit.batch import Truncated
+from agentfly_kit.batch import Per, Shared, Truncated
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.filters import Filter, of_group
-from agentfly_kit.ppo import Correction, LossName
+from agentfly_kit.ppo import Aggregate, Correction, LossName, aggregate_options, refuse_once
 from agentfly_kit.types import Task
 
 OUTCOME = ("grpo", "dr_grpo", "rloo")
@@ -33,6 +33,12 @@ class TrainConfig:
     advantage: str | Callable[..., Tensor] = "grpo"
     """"grpo", "dr_grpo", "rloo", "gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"; or a function
     (rewards (N,), groups (N,)) -> (N,)."""
+    advantage_per: Per = "rollout"
+    """For an estimator of outcomes: a chain of several rows is one in its group, or ("row") as many as it has rows."""
+    authors: tuple[str, ...] | str | None = None
+    """Whose tokens are trained, where the policy samples in the name of several roles; None is all."""
+    shared: Shared = "repeat"
+    """What forks have in common is trained in each of their rows, or "once" with its multiplicity; see `Batch.once`."""
     gamma: float = 1.0
     lam: float = 0.95
     whiten: bool = True
@@ -44,10 +50,10 @@ class TrainConfig:
     lr_end: float | None = 3e-5
     """Reached linearly at the last iteration; None keeps `lr`."""
     minibatch: int | None = 32
-    """Rollouts an update."""
+    """Rollouts an update, each with all its rows."""
     epochs: int = 2
     loss: LossName | Callable[..., Tensor] = "ppo"
-    aggregate: losses.How = "token_mean"
+    aggregate: Aggregate = "token_mean"
     denominator: float | None = None
     clip: float | None = None
     """None is the loss's own: 0.2 for "ppo"."""
@@ -124,7 +130,12 @@ class TrainConfig:
             raise SettingsError(f"filters={given!r}: {wanted}")
         for each in self.filters:
             of_group(each)
-        for name, kind in (("loss", LossName), ("aggregate", losses.How), ("truncated", Truncated)):
+        how, _ = aggregate_options(self.aggregate, self.denominator)
+        if self.shared == "once":
+            refuse_once(self.loss, how, self.correction)
+        if self.advantage_per == "row" and self.kl_in == "reward" and self.kl_coef > 0:
+            raise SettingsError("advantage_per='row' with kl_in='reward': a chain pays as a whole; give kl_in='loss'")
+        for name, kind in (("loss", LossName), ("truncated", Truncated), ("shared", Shared), ("advantage_per", Per)):
             value = getattr(self, name)
             if not callable(value) and value not in get_args(kind):
                 raise SettingsError(f"{name}={value!r}: give one of {', '.join(map(repr, get_args(kind)))}")

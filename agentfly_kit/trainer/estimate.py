@@ -26,6 +26,10 @@ class Estimate:
 
     def batch(self, rollout: Rollout, kl_coef: float) -> Batch:
         """The batch of a rollout, with advantages; kl_coef is what a KL in the reward is multiplied by now."""
+        batch = self._estimated(rollout, kl_coef)
+        return batch.once() if self.config.shared == "once" else batch
+
+    def _estimated(self, rollout: Rollout, kl_coef: float) -> Batch:
         config = self.config
         name = config.advantage
         if callable(name) or name in OUTCOME:
@@ -45,16 +49,24 @@ class Estimate:
                 ends = self.policy.end_values(batch, micro_tokens=config.micro_tokens)
                 bootstrap = torch.where(batch.truncated, ends, 0.0)
             adv, returns = estimators.gae(
-                rewards, values, batch.mask, gamma=config.gamma, lam=config.lam, bootstrap=bootstrap
+                rewards,
+                values,
+                batch.mask,
+                gamma=config.gamma,
+                lam=config.lam,
+                bootstrap=bootstrap,
+                rollouts=batch.rollouts,
             )
             if config.whiten:
                 adv = estimators.whiten(adv, batch.mask)
             return batch.replace(advantages=adv, returns=returns, values=values)
         if name == "reinforce_plus_plus":
-            adv = estimators.reinforce_plus_plus(rewards, batch.mask, gamma=config.gamma, whiten=config.whiten)
+            adv = estimators.reinforce_plus_plus(
+                rewards, batch.mask, gamma=config.gamma, whiten=config.whiten, rollouts=batch.rollouts
+            )
         else:
             adv = estimators.reinforce_plus_plus_baseline(
-                rewards, batch.mask, groups=batch.groups, whiten=config.whiten
+                rewards, batch.mask, groups=batch.groups, whiten=config.whiten, rollouts=batch.rollouts
             )
         return batch.replace(advantages=adv)
 
@@ -63,6 +75,8 @@ class Estimate:
         return collate(
             rollout,
             advantages,
+            per=config.advantage_per,
+            authors=config.authors,
             truncated=truncated or config.truncated,
             penalty=config.truncated_penalty,
             allow_truncated_sampling=config.correction is not None,

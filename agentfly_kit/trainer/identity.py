@@ -28,11 +28,15 @@ def _said(value: Any) -> Any:
     return value
 
 
+_HOOKS = ("before_turn", "after_observation", "when_full")  # after_chain only looks on
+
+
 def fingerprint(agent: Agent, tasks: Sequence[Task], config: TrainConfig, start: str) -> dict[str, Any]:
     """What makes two runs the same run: settings, tasks, the source of tools and reward, and the starting weights."""
     digest = hashlib.blake2b(digest_size=8)
     for task in tasks:
         digest.update(repr((task.id, task.messages, sorted(task.fields.items(), key=lambda item: item[0]))).encode())
+    hooks = {name: _said(hook) for name in _HOOKS if (hook := getattr(agent, name)) is not None}
     return {
         "config": {f.name: _said(getattr(config, f.name)) for f in dataclasses.fields(config)},
         "agent": {
@@ -45,6 +49,8 @@ def fingerprint(agent: Agent, tasks: Sequence[Task], config: TrainConfig, start:
             "sampling": dataclasses.asdict(agent.sampling),
             "seed": agent.seed,
             "engine": type(agent.engine).__name__,
+            **({} if agent.chat.history == "exact" else {"history": agent.chat.history}),
+            **({"hooks": hooks} if hooks else {}),
         },
         "tools": {t.name: {"source": t.source, "fingerprint": t.fingerprint} for t in agent.tools},
         "reward": {r.name: {"source": r.source, "fingerprint": r.fingerprint} for r in agent.reward},
