@@ -509,17 +509,18 @@ async def test_a_kl_in_the_reward_of_an_outcome_is_its_sum_over_the_row() -> Non
     agent, policy = learner()
     run = train(agent, policy, agents.tasks(4), SMALL.replace(kl_coef=0.2, kl_in="reward"))
     rollout = await agent.rollout(agents.tasks(2), group_size=4)
-    run._reference = agents.random_policy(1)
-    batch = run._batch(rollout)
-    ref = run._reference.score(batch, {"logprob"})["logprob"]
+    estimate = run._estimate
+    estimate.reference = agents.random_policy(1)
+    batch = estimate.batch(rollout, 0.2)
+    ref = estimate.reference.score(batch, {"logprob"})["logprob"]
     whole = torch.where(batch.mask, batch.logprobs - ref, 0.0).sum(1)
     wanted = advantages.grpo(batch.rewards - 0.2 * whole, batch.groups)
     first = torch.stack([batch.advantages[i][batch.mask[i]][0] for i in range(len(batch))])
     torch.testing.assert_close(first, wanted, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(batch.ref_logprobs, ref, equal_nan=True)
     # By token, for an estimator of token rewards.
-    run.config = run.config.replace(advantage="reinforce_plus_plus", whiten=False)
-    batch = run._batch(rollout)
+    estimate.config = estimate.config.replace(advantage="reinforce_plus_plus", whiten=False)
+    batch = estimate.batch(rollout, 0.2)
     wanted = advantages.reinforce_plus_plus(
         torch.where(batch.mask, shaped_rewards(batch.replace(ref_logprobs=ref), 0.2), 0.0), batch.mask, whiten=False
     )
@@ -532,7 +533,7 @@ async def test_a_cut_chain_is_credited_with_the_value_of_where_it_stood() -> Non
     config = SMALL.replace(advantage="gae", truncated="bootstrap", whiten=False)
     run = train(agent, policy, agents.tasks(4), config)
     rollout = await agent.rollout(agents.tasks(4), group_size=4)
-    batch = run._batch(rollout)
+    batch = run._estimate.batch(rollout, 0.0)
     assert batch.truncated.any() and not batch.truncated.all()
     ends = torch.where(batch.truncated, policy.end_values(batch), 0.0)
     rewards = torch.where(batch.mask, batch.token_rewards, 0.0)

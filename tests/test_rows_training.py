@@ -685,6 +685,20 @@ async def test_a_run_with_folds_goes_on_to_the_same_bits(tmp_path: Path, more: d
         assert torch.equal(a, b)
 
 
+async def test_a_chain_pays_the_kl_of_all_its_rows(tmp_path: Path) -> None:
+    run = run_of(tmp_path, hook=fold_with_text, kl_coef=0.2, kl_in="reward")
+    estimate = run._estimate
+    estimate.reference = agents.random_policy(1)
+    batch = estimate.batch(await run.agent.rollout(agents.tasks(2), group_size=4), 0.2)
+    ref = estimate.reference.score(batch, {"logprob"})["logprob"]
+    paid = torch.where(batch.mask, batch.logprobs - ref, 0.0).sum(1)
+    assert len(batch.heads) < len(batch)
+    whole = torch.zeros(len(batch.heads)).index_add(0, batch.rollouts, paid)
+    wanted = advantages.grpo(batch.rewards[batch.heads] - 0.2 * whole, batch.groups[batch.heads])
+    each = torch.stack([row[mask][0] for row, mask in zip(batch.advantages, batch.mask, strict=True)])
+    torch.testing.assert_close(each, wanted[batch.rollouts], rtol=1e-4, atol=1e-5)
+
+
 async def test_another_hook_is_another_run(tmp_path: Path) -> None:
     await run_of(tmp_path, steps=1)
     await run_of(tmp_path, steps=1)
