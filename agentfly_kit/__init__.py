@@ -18,6 +18,7 @@ _WHERE = {
     "Chat": "chat",
     "Container": "sandboxes.container",
     "Context": "context",
+    "Capacity": "capacity",
     "Failure": "types",
     "FileSandbox": "sandboxes.files",
     "FromPool": "context",

@@ -10,6 +10,7 @@ from agentfly_kit import widgets as widgets  # type: ignore[attr-defined]  # its
 from agentfly_kit.batch import Batch as Batch
 from agentfly_kit.batch import collate as collate
 from agentfly_kit.budget import Budget as Budget
+from agentfly_kit.capacity import Capacity as Capacity
 from agentfly_kit.chat import Chat as Chat
 from agentfly_kit.context import Context as Context
 from agentfly_kit.context import FromPool as FromPool

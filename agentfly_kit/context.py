@@ -135,11 +135,13 @@ class Context:
         timeout: float | None = None,
         caps: Caps = Caps(),  # noqa: B008 - it never changes
         again: Again | None = None,
+        run: str = "",
     ) -> None:
         """`timeout` is how long a lease is waited for, in seconds; None leaves it to the pool. `caps`: how many tools
-        and rewards may run at once. `again`: of a chain that a person steps. Its leases are by hand: between `work` and
-        `rest` they are firm, and at rest the pool may take them back; then `again(pool, sandbox)` brings another
-        sandbox into the state of the one that went, where its kind has no `snapshot` and `restore`.
+        and rewards may run at once. `run`: of which rollout the chain is one; rollouts on one pool take turns.
+        `again`: of a chain that a person steps. Its leases are by hand: between `work` and `rest` they are firm, and at
+        rest the pool may take them back; then `again(pool, sandbox)` brings another sandbox into the state of the one
+        that went, where its kind has no `snapshot` and `restore`.
 
         The chain moves `turn` and `seed` as it goes.
         """
@@ -153,6 +155,7 @@ class Context:
         self.pools = tuple(pools)
         self.timeout = timeout
         self.caps = caps
+        self.run = run
         self._again = again
         self._works = 0
         self._gone: dict[int, tuple[PoolLike, _Lease]] = {}
@@ -186,7 +189,10 @@ class Context:
 
     async def _acquire(self, pool: PoolLike) -> _Lease:
         if self._again is None:
-            lease: _Lease = await pool.acquire(owner=self.trajectory_id, timeout=self.timeout)
+            turns: dict[str, Any] = (
+                {"run": self.run} if self.run and "run" in inspect.signature(pool.acquire).parameters else {}
+            )
+            lease: _Lease = await pool.acquire(owner=self.trajectory_id, timeout=self.timeout, **turns)
             return lease
         lease = await pool.acquire(owner=self.trajectory_id, timeout=self.timeout, hand=True)
         if id(pool) in self._gone:
@@ -304,6 +310,7 @@ class Context:
             timeout=self.timeout,
             caps=self.caps,
             again=again,
+            run=self.run,
         )
         try:
             twin.state = copy.deepcopy(self.state)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import itertools
 import logging
@@ -22,6 +23,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar, cast
 
+from .capacity import Capacity
 from .errors import IsolationError, PoolClosed, PoolTimeout, SandboxError, SettingsError
 from .pool_state import (
     Change,
@@ -29,6 +31,7 @@ from .pool_state import (
     Closed,
     Died,
     Event,
+    Evict,
     GaveUp,
     PoolState,
     Reset,
@@ -206,6 +209,9 @@ class _Ticket:
 class Pool(Generic[S]):
     """At most `size` sandboxes of one kind, started when they are first wanted and lent in the order of asking.
 
+    Where several rollouts wait on one pool they take turns, one sandbox each, and within a rollout the first to come is
+    the first to be served.
+
     kind             a class whose objects have some of `async start()`, `async run(...)`, `async reset()`,
                      `async fork(into)`, `alive`, `async close()`, and `kill()` for the end of the process. Without
                      `reset` a sandbox is replaced after each lease. With `snapshot()` and `restore(snapshot)`, sync
@@ -215,6 +221,12 @@ class Pool(Generic[S]):
     isolation, memory_mb, processes, cpu_seconds, disk_mb, network, and any other keyword
                      go to the kind; left out, the kind's own default holds (see PythonSandbox). One that the kind does
                      not take is refused here: a limit is applied or refused, never only noted.
+    max_uses, max_age    close a sandbox and start another after so many leases, or so many seconds, instead of resetting
+                     it; `max_uses=1` never resets.
+    healthy          `healthy(sandbox)`, plain or async, after each reset: one for which it is false, or raises, is
+                     replaced. A kind's own method `healthy()` is asked where this is not given.
+    max_starting     how many may be on their way up at once.
+    capacity         memory and processes that this pool shares with others, see Capacity.
     acquire_timeout  seconds that a lease is waited for when the one who waits says nothing else.
     start_timeout    seconds that a sandbox may take to start.
 
@@ -234,6 +246,11 @@ class Pool(Generic[S]):
         cpu_seconds: float | None = None,
         disk_mb: int | None = None,
         network: bool | None = None,
+        max_uses: int | None = None,
+        max_age: float | None = None,
+        healthy: Callable[[S], object] | None = None,
+        max_starting: int | None = 8,
+        capacity: Capacity | None = None,
         acquire_timeout: float = 120.0,
         start_timeout: float = 60.0,
         **options: Any,
@@ -244,6 +261,9 @@ class Pool(Generic[S]):
             raise SettingsError(f"size={size}: want at least 1")
         if not 0 <= warm <= size:
             raise SettingsError(f"warm={warm}: want between 0 and size={size}")
+        for name, value in (("max_uses", max_uses), ("max_age", max_age), ("max_starting", max_starting)):
+            if value is not None and value <= 0:
+                raise SettingsError(f"{name}={value!r}: want more than 0, or None for no bound")
         given: dict[str, Any] = {
             "isolation": isolation, "memory_mb": memory_mb, "processes": processes, "cpu_seconds": cpu_seconds,
             "disk_mb": disk_mb, "network": network,
@@ -259,7 +279,13 @@ class Pool(Generic[S]):
         self._check_options()
         self._sandboxes: dict[int, S] = {}
         sandboxes = self._sandboxes  # not self: a pool must go when its last name goes, not at the next collection
-        self._state = PoolState(size, warm, alive=lambda slot: _is_alive(sandboxes.get(slot)))
+        self.capacity = capacity
+        self._healthy = healthy
+        state = PoolState(
+            size, warm, alive=lambda slot: _is_alive(sandboxes.get(slot)), max_starting=max_starting,
+            max_uses=max_uses, max_age=max_age,
+        )  # fmt: skip
+        self._state = state
         self._lock = threading.Lock()
         self._dropped: deque[int] = deque()  # leases that were collected, not released
         self._hands: weakref.WeakValueDictionary[int, Lease[S]] = weakref.WeakValueDictionary()  # by slot
@@ -271,7 +297,21 @@ class Pool(Generic[S]):
         self._sequence = 0
         self._telling = False
         self._finalizer = weakref.finalize(self, _abandon, sandboxes)
+        if capacity is not None:
+            me = weakref.ref(self)
+            number = capacity.join(self, self.name, self._cost(), _sender(me, Tick()), _sender(me, Evict()))
+            state.share(functools.partial(capacity.take, number), functools.partial(capacity.must_yield, number))
+            self._number_in_capacity = number
         _POOLS.add(self)
+
+    def _cost(self) -> dict[str, Any]:
+        """What one sandbox may use: what was said here, or the kind's default."""
+        try:
+            parameters = inspect.signature(self.kind).parameters
+        except (TypeError, ValueError):
+            parameters = {}  # type: ignore[assignment]
+        said = {name: parameter.default for name, parameter in parameters.items() if name in ("memory_mb", "processes")}
+        return {name: value for name, value in {**said, **self.options}.items() if name in ("memory_mb", "processes")}
 
     def _check_options(self) -> None:
         try:
@@ -319,7 +359,7 @@ class Pool(Generic[S]):
                 closed=state.closed,
                 time=time.monotonic(),
                 leases=tuple(sorted(leases, key=lambda lease: lease.since)),
-                waiters=tuple(owner for owner, _ in state.waiters.values()),
+                waiters=tuple(state.waiters[ticket].owner for ticket in state.order()),
                 sandboxes=tuple(SandboxInfo(s.id, s.state, s.owner, s.uses, s.since) for s in slots),
                 error=None if state.last_error is None else str(state.last_error),
             )
@@ -352,16 +392,21 @@ class Pool(Generic[S]):
     # --- lending
 
     @contextlib.asynccontextmanager
-    async def lease(self, owner: str = "somebody", timeout: float | None = None) -> AsyncIterator[S]:
+    async def lease(
+        self, owner: str = "somebody", timeout: float | None = None, *, run: str = ""
+    ) -> AsyncIterator[S]:  # fmt: skip
         """`async with pool.lease(owner="me") as sandbox`: yours until the block ends. Errors as in `acquire`."""
-        lease = await self.acquire(owner, timeout)
+        lease = await self.acquire(owner, timeout, run=run)
         try:
             yield lease.sandbox
         finally:
             await self.release(lease)
 
-    async def acquire(self, owner: str = "somebody", timeout: float | None = None, *, hand: bool = False) -> Lease[S]:
-        """A sandbox to keep over many calls, until `release`. First come, first served.
+    async def acquire(
+        self, owner: str = "somebody", timeout: float | None = None, *, hand: bool = False, run: str = ""
+    ) -> Lease[S]:
+        """A sandbox to keep over many calls, until `release`. First come, first served among those of one `run`; runs
+        take turns.
 
         hand: for somebody who waits on a person. While the lease rests (`lease.rest()`) and others find nothing free,
             the pool may take it back.
@@ -374,7 +419,7 @@ class Pool(Generic[S]):
         self._forget_closed_loops()
         hand = hand and getattr(self.kind, "replayable", True)
         while True:
-            slot = await self._wait(owner, loop, deadline, timeout, hand)
+            slot = await self._wait(Wanted(next(self._next_ticket), owner, run, hand), loop, deadline, timeout)
             with self._lock:
                 taken = self._state.slots.get(slot)
                 if taken is not None and taken.state == "leased" and slot in self._sandboxes:
@@ -384,14 +429,12 @@ class Pool(Generic[S]):
                     return lease
             # Between the grant and this line the pool was closed, which the next round says, or the sandbox was ended.
 
-    async def _wait(
-        self, owner: str, loop: asyncio.AbstractEventLoop, deadline: float, timeout: float, hand: bool
-    ) -> int:
-        number = next(self._next_ticket)
+    async def _wait(self, wanted: Wanted, loop: asyncio.AbstractEventLoop, deadline: float, timeout: float) -> int:
+        number = wanted.ticket
         ticket = _Ticket(loop.create_future(), loop)
         with self._lock:
             self._tickets[number] = ticket
-        self._change(Wanted(number, owner, hand))
+        self._change(wanted)
         try:
             if not ticket.future.done():
                 await asyncio.wait([ticket.future], timeout=max(0.0, deadline - loop.time()))
@@ -432,6 +475,8 @@ class Pool(Generic[S]):
         self._change(CloseAll())
         await self._until_done(None)
         self._finalizer()  # what another, closed event loop was about to close
+        if self.capacity is not None:
+            self.capacity.leave(self._number_in_capacity)
 
     async def __aenter__(self) -> Self:
         return self
@@ -451,6 +496,12 @@ class Pool(Generic[S]):
         with self._lock:
             now = time.monotonic()
             todo = self._state.change(event, now, may_start)
+            if self.capacity is not None:
+                s = self._state
+                self.capacity.publish(
+                    self._number_in_capacity, held=len(s.slots), closing=s.count("closing"), idle=s.count("idle"),
+                    short=s.short, oldest=s.unmet,
+                )  # fmt: skip
             for kind, slot, owner, detail in todo.changes:
                 self._sequence += 1
                 if self._listeners:
@@ -476,6 +527,8 @@ class Pool(Generic[S]):
         self._tell()
         if self._dropped:
             self._end_dropped()
+        if self.capacity is not None:
+            self.capacity.settle()
 
     def _answer(self, todo: Todo) -> None:
         for number, slot in todo.grant:
@@ -588,10 +641,20 @@ class Pool(Generic[S]):
         else:
             self._change(Started(slot))
 
+    async def _is_healthy(self, sandbox: S) -> bool:
+        check = (
+            getattr(sandbox, "healthy", None) if self._healthy is None else functools.partial(self._healthy, sandbox)
+        )
+        return bool(await _maybe_await(check())) if callable(check) else True
+
     async def _reset(self, slot: int) -> None:
         try:
             async with asyncio.timeout(self.start_timeout):
-                await _call(self._sandboxes[slot], "reset")
+                sandbox = self._sandboxes[slot]
+                await _call(sandbox, "reset")
+                if not await self._is_healthy(sandbox):
+                    self._change(Died(slot, "its health check failed"))
+                    return
         except NotImplementedError:
             self._change(Died(slot, "this kind is not reset but replaced"))
         except Exception as error:
@@ -703,6 +766,17 @@ class Pool(Generic[S]):
         else:
             text += "raise size=, or look for a lease held while sampling"
         return text if s.error is None else f"{text}; the last start failed: {s.error}"
+
+
+def _sender(pool: weakref.ref[Pool[Any]], event: Event) -> Callable[[], None]:
+    """Tells a pool something, as long as it is there."""
+
+    def send() -> None:
+        found = pool()
+        if found is not None:
+            found._change(event)
+
+    return send
 
 
 # --- any object as a sandbox ---------------------------------------------------------------------

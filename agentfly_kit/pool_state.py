@@ -13,6 +13,7 @@ closing still counts against the size: there are never more than `size` sandboxe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -34,6 +35,8 @@ class Wanted:
 
     ticket: int
     owner: str
+    run: str = ""
+    """Whose turn it is goes round the runs."""
     hand: bool = False
 
 
@@ -110,11 +113,18 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
+class Evict:
+    """Somebody else needs the room of one that is idle."""
+
+
+@dataclass(frozen=True, slots=True)
 class CloseAll:
     """The pool ends."""
 
 
-Event = Wanted | GaveUp | Started | StartFailed | Returned | Reset | Died | Closed | Turn | Rests | Tick | CloseAll
+Event = (
+    Wanted | GaveUp | Started | StartFailed | Returned | Reset | Died | Closed | Turn | Rests | Tick | Evict | CloseAll
+)
 
 
 # --- what is to be done, and what is told --------------------------------------------------------
@@ -127,6 +137,7 @@ class Slot:
     id: int
     state: SlotState
     since: float
+    born: float = 0.0
     owner: str | None = None
     ticket: int | None = None
     turn: object = None
@@ -149,22 +160,42 @@ class Todo:
     changes: list[tuple[Change, int | None, str | None, str]] = field(default_factory=list)  # what, slot, owner, detail
 
 
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    owner: str
+    since: float
+    run: str
+    hand: bool
+
+
 class PoolState:
     """See the module. `alive` is asked before a sandbox is handed out.
 
+    Order: the runs that wait take turns, and within a run the first to come is the first to be served.
+
+    Wear: a sandbox that has been lent `max_uses` times, or is `max_age` seconds old, is closed instead of lent again.
+
+    Room: `room` is asked before a start (None: there is always room), `must_yield(since)` when a sandbox comes back or
+    is idle: whether somebody else has waited for its room since before `since`.
+
     The breaker: after `patience` starts in a row have failed, and while nothing else could serve them, waiters are
     refused with the last error; so is everybody who comes within the pause, which doubles with each further failure.
-    After any failure one start at a time is tried.
+    After any failure one start at a time is tried; else at most `max_starting` at once.
     """
 
     def __init__(
         self, size: int, warm: int = 0, *, alive: Callable[[int], bool] = lambda slot: True, patience: int = 3,
-        pause: float = 1.0, longest_pause: float = 60.0,
+        pause: float = 1.0, longest_pause: float = 60.0, max_starting: int | None = None, max_uses: int | None = None,
+        max_age: float | None = None, room: Callable[[], bool] | None = None,
+        must_yield: Callable[[float], bool] = lambda since: False,
     ) -> None:  # fmt: skip
         self.size = size
         self.warm = warm
         self.slots: dict[int, Slot] = {}
-        self.waiters: dict[int, tuple[str, bool]] = {}  # ticket -> (owner, by hand), in order of arrival
+        self.waiters: dict[int, Waiter] = {}  # ticket -> waiter, in order of arrival
+        self._queues: dict[str, dict[int, None]] = {}  # run -> its tickets, in order of arrival
+        self._served: dict[str, int] = {}  # run -> when it was served last, counted in grants
+        self._grants = 0
         self.closed = False
         self.failures = 0
         self.last_error: BaseException | None = None
@@ -172,8 +203,18 @@ class PoolState:
         self.dead = 0
         self._alive = alive
         self._patience, self._pause, self._longest_pause = patience, pause, longest_pause
+        self._max_starting, self._max_uses, self._max_age = max_starting, max_uses, max_age
+        self._room, self._must_yield = room, must_yield
+        self.short = 0
+        """Sandboxes that would have been started, had there been room."""
+        self.unmet = float("inf")
+        """Since when the first waiter has waited for whom there was no room."""
         self._next = 1
         self._begun = False
+
+    def share(self, room: Callable[[], bool], must_yield: Callable[[float], bool]) -> None:
+        """From now on others use the same room."""
+        self._room, self._must_yield = room, must_yield
 
     def count(self, *states: SlotState) -> int:
         return sum(slot.state in states for slot in self.slots.values())
@@ -186,12 +227,13 @@ class PoolState:
         todo = Todo()
         slot = self.slots.get(getattr(event, "slot", 0))
         match event:
-            case Wanted(ticket, owner, hand):
+            case Wanted(ticket, owner, run, hand):
                 if self.closed:
                     todo.refuse.append((ticket, None))
                 else:
                     self._begun = True
-                    self.waiters[ticket] = (owner, hand)
+                    self.waiters[ticket] = Waiter(owner, now, run, hand)
+                    self._queues.setdefault(run, {})[ticket] = None
                     todo.changes.append(("waiting", None, owner, ""))
             case GaveUp(ticket):
                 self._give_up(ticket, now, todo)
@@ -202,7 +244,10 @@ class PoolState:
             case StartFailed(_, error, hopeless) if slot and slot.state == "starting":
                 self._start_failed(slot, error, hopeless, now, todo)
             case Returned(_, reusable) if slot and slot.state == "leased":
-                self._move(slot, "resetting" if reusable and not self.closed else "closing", now, todo)
+                why = self._worn(slot, now) if reusable else ""
+                if not why and self._must_yield(self.oldest):
+                    why = "its room is needed"
+                self._move(slot, "closing" if why or not reusable or self.closed else "resetting", now, todo, why)
             case Returned(_, False) if slot and slot.state == "resetting":
                 self._move(slot, "closing", now, todo)
             case Rests(_, ticket, rests) if slot and slot.state == "leased" and slot.hand and slot.ticket == ticket:
@@ -222,6 +267,10 @@ class PoolState:
             case Turn(_, turn) if slot and slot.state == "leased":
                 slot.turn = turn
                 todo.changes.append(("turn", slot.id, slot.owner, str(turn)))
+            case Evict():
+                idle = [slot for slot in self.slots.values() if slot.state == "idle"]
+                if idle:
+                    self._move(min(idle, key=lambda slot: slot.since), "closing", now, todo, "its room is needed")
             case CloseAll() if not self.closed:
                 self.closed = True
                 todo.changes.append(("pool closed", None, None, ""))
@@ -236,22 +285,55 @@ class PoolState:
                 self._take_back(now, todo)
         return todo
 
-    def _move(self, slot: Slot, state: SlotState, now: float, todo: Todo) -> None:
+    @property
+    def oldest(self) -> float:
+        """Since when the first waiter has waited; infinite if nobody does."""
+        return next(iter(self.waiters.values())).since if self.waiters else float("inf")
+
+    def order(self) -> list[int]:
+        """The tickets that wait, in the order in which they would be served now."""
+        queues = {run: list(tickets) for run, tickets in self._queues.items()}
+        served, grants, found = dict(self._served), self._grants, []
+        while queues:
+            run = min(queues, key=lambda run: (served.get(run, 0), queues[run][0]))
+            found.append(queues[run].pop(0))
+            grants += 1
+            served[run] = grants
+            if not queues[run]:
+                del queues[run]
+        return found
+
+    def _take_waiter(self, ticket: int) -> Waiter | None:
+        waiter = self.waiters.pop(ticket, None)
+        if waiter is not None:
+            del self._queues[waiter.run][ticket]
+            if not self._queues[waiter.run]:
+                del self._queues[waiter.run]
+        return waiter
+
+    def _worn(self, slot: Slot, now: float) -> str:
+        if self._max_uses is not None and slot.uses >= self._max_uses:
+            return f"used {slot.uses} times"
+        if self._max_age is not None and now - slot.born >= self._max_age:
+            return f"{now - slot.born:.0f} s old"
+        return ""
+
+    def _move(self, slot: Slot, state: SlotState, now: float, todo: Todo, why: str = "") -> None:
         owner = slot.owner
         if state != "leased":
             slot.owner = slot.ticket = slot.turn = slot.rests = None
             slot.hand = False
         slot.state, slot.since = state, now
-        todo.changes.append((state, slot.id, owner, ""))
+        todo.changes.append((state, slot.id, owner, why))
         if state == "resetting" and slot.id not in todo.take_back:
             todo.reset.append(slot.id)
         elif state == "closing":
             todo.close.append(slot.id)
 
     def _give_up(self, ticket: int, now: float, todo: Todo) -> None:
-        waiter = self.waiters.pop(ticket, None)
+        waiter = self._take_waiter(ticket)
         if waiter is not None:
-            todo.changes.append(("gave up", None, waiter[0], ""))
+            todo.changes.append(("gave up", None, waiter.owner, ""))
             return
         for slot in self.slots.values():
             if slot.ticket == ticket and slot.state == "leased":
@@ -270,10 +352,11 @@ class PoolState:
             self.blocked_until = now + min(self._pause * 2**over, self._longest_pause)
 
     def _refuse_all(self, error: BaseException | None, todo: Todo) -> None:
-        for ticket, (owner, _) in self.waiters.items():
+        for ticket, waiter in self.waiters.items():
             todo.refuse.append((ticket, error))
-            todo.changes.append(("refused", None, owner, "" if error is None else str(error)))
+            todo.changes.append(("refused", None, waiter.owner, "" if error is None else str(error)))
         self.waiters.clear()
+        self._queues.clear()
 
     def _hand_out(self, now: float, todo: Todo) -> None:
         for slot in sorted((s for s in self.slots.values() if s.state == "idle"), key=lambda s: s.since, reverse=True):
@@ -284,9 +367,18 @@ class PoolState:
                 todo.changes.append(("died", slot.id, None, "found dead when it was to be lent"))
                 self._move(slot, "closing", now, todo)
                 continue
-            ticket = next(iter(self.waiters))
-            slot.owner, slot.hand = self.waiters.pop(ticket)
-            slot.ticket = ticket
+            if why := self._worn(slot, now):
+                self._move(slot, "closing", now, todo, why)
+                continue
+            run = min(self._queues, key=lambda run: (self._served.get(run, 0), next(iter(self._queues[run]))))
+            ticket = next(iter(self._queues[run]))
+            waiter = self._take_waiter(ticket)
+            assert waiter is not None
+            self._grants += 1
+            self._served[run] = self._grants
+            if len(self._served) > 1000:  # runs that are long over
+                self._served = {run: stamp for run, stamp in self._served.items() if run in self._queues}
+            slot.owner, slot.ticket, slot.hand = waiter.owner, ticket, waiter.hand
             slot.uses += 1
             self._move(slot, "leased", now, todo)
             todo.grant.append((ticket, slot.id))
@@ -302,6 +394,7 @@ class PoolState:
             self._move(slot, "resetting", now, todo)
 
     def _start(self, now: float, todo: Todo) -> None:
+        self.short, self.unmet = 0, float("inf")
         if now < self.blocked_until:
             if not self.count("starting", "idle", "leased", "resetting"):
                 self._refuse_all(self.last_error, todo)
@@ -312,8 +405,16 @@ class PoolState:
             wanted = max(wanted, self.warm - self.count("idle") - coming)
         if self.failures:
             wanted = min(wanted, 1 - self.count("starting"))
-        for _ in range(min(wanted, self.size - len(self.slots))):
-            slot = Slot(self._next, "starting", now)
+        needed = len(self.waiters) - coming
+        if self._max_starting is not None:
+            wanted = min(wanted, self._max_starting - self.count("starting"))
+        for begun in range(min(wanted, self.size - len(self.slots))):
+            if self._room is not None and not self._room():
+                self.short = max(0, min(needed - begun, self.size - len(self.slots)))
+                if self.short:
+                    self.unmet = next(itertools.islice(self.waiters.values(), coming + begun, None)).since
+                return
+            slot = Slot(self._next, "starting", now, born=now)
             self._next += 1
             self.slots[slot.id] = slot
             todo.start.append(slot.id)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import time
 import warnings
 from collections import deque
@@ -173,6 +174,9 @@ class Agent:
                 )
 
 
+_rollouts = itertools.count(1)
+
+
 class RolloutRun:
     """A rollout that can be watched and stopped. `await` it for the `Rollout`; `async for` gives each chain as it ends.
 
@@ -215,6 +219,7 @@ class RolloutRun:
         self.group_size = group_size
         self.max_concurrency = max_concurrency
         self._progress = progress
+        self._name = f"rollout {next(_rollouts)}"
         seen: dict[str, int] = {}
         self._places: list[tuple[Task, Place]] = []
         for number, task in enumerate(given):
@@ -439,6 +444,7 @@ class RolloutRun:
                 report("chain", "start", "waiting", 0, "", "")
                 report("chain", "end", "failed", 0, "error", "")
                 return Trajectory(place.id, task, place.group, place.chain, (), "error", error=failure), True
+        chain.context.run = self._name
         chain.watch(self._reporter(chain.id, chain.task.id), gate=self._gate, spawn=spawn, meters=meters)
         trajectory = await chain.run()
         return trajectory, not chain.idle

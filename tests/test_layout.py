@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [  # the first three lines are the steps of the ground floor
     "errors seeds caps",
     "types pending budget",
-    "formats pool_state template drift filters",
+    "formats capacity pool_state template drift filters",
     "chat pool sandboxes advantages losses data functions schema",
     "context batch diagnosis",
     "policy tools rewards",

@@ -13,11 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from agentfly_kit import pool_state
+from agentfly_kit.capacity import Capacity
 from agentfly_kit.errors import IsolationError, PoolClosed, PoolTimeout, SandboxError, SettingsError
 from agentfly_kit.pool import Pool, PoolEvent, pools
 from agentfly_kit.pool_state import PoolState
@@ -221,6 +222,240 @@ async def test_a_grant_that_is_cancelled_goes_to_the_next():
         told = [(event.kind, event.owner) for event in events if event.kind in ("leased", "gave up")]
         assert told == [("leased", "first"), ("gave up", "first"), ("leased", "second")]
         await held.release()
+
+
+async def test_rollouts_on_one_pool_take_turns():
+    async with Pool(Notes, size=1) as pool:
+        served: list[str] = []
+
+        async def chain(run: str, number: int) -> None:
+            async with pool.lease(f"{run}{number}", run=run):
+                served.append(f"{run}{number}")
+
+        held = await pool.acquire("holder")
+        first = [asyncio.ensure_future(chain("a", number)) for number in range(6)]
+        await asyncio.sleep(0)
+        second = [asyncio.ensure_future(chain("b", number)) for number in range(3)]
+        await asyncio.sleep(0)
+        in_order = ("a0", "b0", "a1", "b1", "a2", "b2", "a3", "a4", "a5")
+        assert pool.snapshot().waiters == in_order, "in the order in which they will be served"
+        await held.release()
+        await asyncio.gather(*first, *second)
+        assert tuple(served) == in_order
+
+
+# --- wear ----------------------------------------------------------------------------------------
+
+
+async def test_recycled_by_number_of_uses_and_by_age():
+    events: list[PoolEvent] = []
+    async with Pool(Notes, size=1, max_uses=2) as pool:
+        pool.subscribe(events.append)
+        seen = []
+        for _ in range(5):
+            async with pool.lease() as notes:
+                seen.append(notes)
+        assert [seen[0] is seen[1], seen[1] is seen[2], seen[2] is seen[3], seen[3] is seen[4]] == [1, 0, 1, 0]
+        assert [e.detail for e in events if e.kind == "closing"] == ["used 2 times"] * 2
+        assert pool.snapshot().dead == 0, "worn is not dead"
+    state = PoolState(1, max_age=60)
+    slot = state.change(pool_state.Wanted(1, "a"), 0).start[0]
+    assert state.change(pool_state.Started(slot), 0).grant == [(1, slot)]
+    assert state.change(pool_state.Returned(slot), 59).reset == [slot]
+    assert state.change(pool_state.Reset(slot), 59).close == []
+    todo = state.change(pool_state.Wanted(2, "b"), 61)
+    assert (todo.grant, todo.close) == ([], [slot]), "too old while it was idle"
+    assert state.change(pool_state.Closed(slot), 61).start == [slot + 1]
+    state.change(pool_state.Started(slot + 1), 62)
+    assert state.change(pool_state.Returned(slot + 1), 120).reset == [slot + 1], "its age counts from its own start"
+    with pytest.raises(SettingsError, match="max_uses=0"):
+        Pool(Plain, max_uses=0)
+
+
+async def test_recycled_by_a_health_check():
+    def empty(notes: Notes) -> bool:
+        return not notes.kept
+
+    class Leaky(Notes):
+        async def reset(self) -> None:
+            if "stain" not in self.kept:
+                self.kept.clear()
+
+    events: list[PoolEvent] = []
+    async with Pool(Leaky, size=1, healthy=empty) as pool:
+        pool.subscribe(events.append)
+        async with pool.lease() as first:
+            await first.run("water")
+        async with pool.lease() as second:
+            assert second is first
+            await second.run("stain")
+        async with pool.lease() as third:
+            assert third is not second
+            assert third.kept == []
+    assert [e.detail for e in events if e.kind == "died"] == ["its health check failed"]
+
+    class Tells(Notes):
+        async def healthy(self) -> bool:
+            raise OSError("no answer")
+
+    events.clear()
+    async with Pool(Tells, size=1) as pool:
+        pool.subscribe(events.append)
+        for _ in range(2):
+            async with pool.lease():
+                pass
+    assert [e.detail for e in events if e.kind == "died"] == ["its reset failed: OSError: no answer"] * 2
+
+
+async def test_only_so_many_start_at_once():
+    starting = most = 0
+
+    class Counts(Notes):
+        async def start(self) -> None:
+            nonlocal starting, most
+            Notes.open.add(self)
+            starting += 1
+            most = max(most, starting)
+            await asyncio.sleep(0.002)
+            starting -= 1
+
+    async with Pool(Counts, size=20, max_starting=3) as pool:
+        leases = await asyncio.gather(*(pool.acquire(f"c{i}", timeout=5) for i in range(20)))
+        assert most == 3
+        for lease in leases:
+            await lease.release()
+
+
+# --- several kinds under one capacity ------------------------------------------------------------
+
+
+class Small(Notes):
+    def __init__(self, memory_mb: int = 100, processes: int = 4) -> None:
+        super().__init__()
+
+
+class Large(Small):
+    def __init__(self, memory_mb: int = 300, processes: int = 4) -> None:
+        super().__init__()
+
+
+async def test_kinds_share_a_capacity_and_an_idle_one_gives_way():
+    both = Capacity(memory_mb=400, processes=100)
+    async with Pool(Small, size=4, capacity=both) as small, Pool(Large, size=4, capacity=both) as large:
+        leases = [await small.acquire(f"s{i}") for i in range(4)]
+        assert repr(both) == "<Capacity 400 of 400 memory_mb, 16 of 100 processes, 2 pools>"
+        with pytest.raises(PoolTimeout):
+            await large.acquire("too much", timeout=0.02)
+        for lease in leases:
+            await lease.release()
+        assert small.snapshot().idle == 4
+        held = await large.acquire("l", timeout=2)  # three of the small ones are closed for it
+        assert (small.snapshot().idle, large.snapshot().leased, both.used["memory_mb"]) == (1, 1, 400)
+        waiting = [asyncio.ensure_future(small.acquire(f"w{i}", timeout=2)) for i in range(2)]
+        await until(lambda: small.snapshot().leased == 1)
+        await asyncio.sleep(0.005)
+        assert small.snapshot().waiting == 1, "no room for a second one"
+        await held.release()  # not reset: its room is needed
+        for lease in await asyncio.gather(*waiting):
+            await lease.release()
+        assert large.snapshot().idle == 0
+    assert both.used == {"memory_mb": 0, "processes": 0, "sandboxes": 0}
+
+
+async def test_under_a_capacity_the_first_to_come_is_served_first_of_whatever_kind():
+    both = Capacity(sandboxes=1)
+    served: list[str] = []
+    async with Pool(Small, size=1, capacity=both) as small, Pool(Large, size=1, capacity=both) as large:
+
+        async def chain(pool: Pool[Any], name: str) -> None:
+            async with pool.lease(name, timeout=5):
+                served.append(name)
+
+        held = await small.acquire("holder")
+        tasks = []
+        for name in ("s0", "l1", "s2", "s3", "l4"):
+            tasks.append(asyncio.ensure_future(chain(small if name[0] == "s" else large, name)))
+            await asyncio.sleep(0.002)
+        await held.release()
+        await asyncio.gather(*tasks)
+    assert served == ["s0", "l1", "s2", "s3", "l4"]
+
+
+async def test_a_capacity_survives_closed_and_collected_pools_and_bad_settings():
+    with pytest.raises(SettingsError, match="at least one of"):
+        Capacity()
+    with pytest.raises(SettingsError, match="sandboxes=0"):
+        Capacity(sandboxes=0)
+    both = Capacity(memory_mb=300)
+    with pytest.raises(SettingsError, match=r"memory_mb=301.*more than the whole capacity of 300"):
+        Pool(Small, memory_mb=301, capacity=both)
+    with pytest.raises(SettingsError, match=r"no memory_mb= of its own"):
+        Pool(Notes, capacity=both)
+    large: Pool[Any] | None = Pool(Large, capacity=both)
+    small = Pool(Small, capacity=both)
+    taken = await large.acquire()
+    waiting = asyncio.ensure_future(small.acquire(timeout=2))
+    await asyncio.sleep(0.002)
+    await large.close()  # takes the lease, and gives its room to whoever waits
+    await (await waiting).release()
+    del taken
+    large = Pool(Large, capacity=both)
+    async with large.lease(timeout=2):
+        pass
+    large = None
+    gc.collect()
+    leases = await asyncio.gather(*(small.acquire(timeout=2) for _ in range(3)))
+    await small.close()
+    assert len({lease.id for lease in leases}) == 3
+
+
+def test_a_capacity_over_event_loops_that_come_and_go():
+    both = Capacity(sandboxes=1)
+    small, large = Pool(Small, size=1, capacity=both), Pool(Large, size=1, capacity=both)
+
+    async def use(pool: Pool[Any]) -> None:
+        async with pool.lease(timeout=2):
+            pass
+
+    for pool in (small, large, small, large):
+        asyncio.run(use(pool))
+    asyncio.run(small.close())
+    asyncio.run(large.close())
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), memory=st.integers(300, 900), order=st.lists(st.integers(0, 2), min_size=1, max_size=24))
+def test_a_capacity_is_never_exceeded_and_nobody_starves(data: Any, memory: int, order: list[int]):
+    """Chains of three kinds come in any order and hold for any time: the sum holds, and each is served in the end."""
+
+    class Third(Small):
+        def __init__(self, memory_mb: int = 150, processes: int = 4) -> None:
+            super().__init__()
+
+    costs = {Small: 100, Large: 300, Third: 150}
+    pauses = data.draw(st.lists(st.integers(0, 5), min_size=len(order), max_size=len(order)))
+
+    async def run() -> None:
+        both = Capacity(memory_mb=memory)
+        pools = [Pool(kind, size=4, capacity=both, acquire_timeout=30) for kind in costs]
+
+        async def chain(kind: int, pause: int) -> None:
+            async with pools[kind].lease():
+                assert sum(costs[type(one)] for one in Notes.open) <= memory
+                for _ in range(pause):
+                    await asyncio.sleep(0)
+
+        tasks = []
+        for kind, pause in zip(order, pauses, strict=True):
+            tasks.append(asyncio.ensure_future(chain(kind, pause)))
+            if pause > 2:
+                await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+        assert all(pool.snapshot().waiting == 0 for pool in pools)
+        for pool in pools:
+            await pool.close()
+
+    asyncio.run(run())
 
 
 # --- state, death, failure -----------------------------------------------------------------------
@@ -620,12 +855,22 @@ class StateMachine(RuleBasedStateMachine):
     """Random events, in any order that a pool could see. The model: who waits (a list), who holds what, and what was
     ordered and not yet reported (two dicts); after each event the state must agree with all three."""
 
-    @initialize(size=st.integers(1, 4), warm=st.integers(0, 2))
-    def begin(self, size: int, warm: int) -> None:
+    @initialize(
+        size=st.integers(1, 4), warm=st.integers(0, 2), uses=st.sampled_from((None, 1, 3)),
+        age=st.sampled_from((None, 5.0)), starting=st.sampled_from((None, 1, 2)), room=st.integers(1, 5),
+    )  # fmt: skip
+    def begin(self, size: int, warm: int, uses: int | None, age: float | None, starting: int | None, room: int) -> None:
         self.dead: set[int] = set()
-        self.state = PoolState(size, min(warm, size), alive=lambda slot: slot not in self.dead)
+        self.room, self.size, self.starting = room, size, starting or size
+        self.yielding = False
+        self.state = PoolState(
+            size, min(warm, size), alive=lambda slot: slot not in self.dead, max_uses=uses, max_age=age,
+            max_starting=starting, room=lambda: len(self.state.slots) < self.room,
+            must_yield=lambda since: self.yielding,
+        )  # fmt: skip
         self.todo: dict[int, str] = {}  # slot -> what the pool was told to do with it
-        self.queue: list[int] = []
+        self.queues: dict[str, list[int]] = {}  # run -> its tickets
+        self.turns: list[str] = []  # runs, the one served last at the end
         self.held: dict[int, int] = {}  # ticket -> slot
         self.now = 0.0
         self.tickets = itertools.count(1)
@@ -639,7 +884,10 @@ class StateMachine(RuleBasedStateMachine):
             assert slot not in self.todo, "a slot is started once"
             self.todo[slot] = "starting"
         for ticket, slot in todo.grant:
-            assert ticket == self.queue.pop(0), "first come, first served"
+            waiting = {run: tickets for run, tickets in self.queues.items() if tickets}
+            run = min(waiting, key=lambda run: (self.turns.index(run) if run in self.turns else -1, waiting[run][0]))
+            assert ticket == waiting[run].pop(0), "runs take turns; in one the first to come is the first served"
+            self.turns = [other for other in self.turns if other != run] + [run]
             assert slot not in self.dead, "a dead sandbox was handed out"
             assert slot not in self.held.values(), "one sandbox, two holders"
             self.held[ticket] = slot
@@ -650,7 +898,7 @@ class StateMachine(RuleBasedStateMachine):
             assert slot not in self.todo
             self.todo[slot] = "resetting"
         for ticket, error in todo.refuse:
-            self.queue.remove(ticket)
+            self.forget(ticket)
             assert error is not None or self.state.closed
         if self.state.closed:
             self.held = {}
@@ -668,12 +916,19 @@ class StateMachine(RuleBasedStateMachine):
                 slot = self.state.slots[self.held[ticket]]
                 assert (slot.rests is not None) == (rests and slot.hand)
 
-    @rule(hand=st.booleans())
-    def want(self, hand: bool) -> None:
+    @property
+    def queue(self) -> list[int]:
+        return sorted(itertools.chain(*self.queues.values()))
+
+    def forget(self, ticket: int) -> None:
+        next(tickets for tickets in self.queues.values() if ticket in tickets).remove(ticket)
+
+    @rule(run=st.sampled_from("abc"), hand=st.booleans())
+    def want(self, run: str, hand: bool) -> None:
         ticket = next(self.tickets)
         if not self.state.closed:
-            self.queue.append(ticket)
-            self.tell(pool_state.Wanted(ticket, f"chain {ticket}", hand))
+            self.queues.setdefault(run, []).append(ticket)
+            self.tell(pool_state.Wanted(ticket, f"chain {ticket}", run, hand))
         else:
             assert self.state.change(pool_state.Wanted(ticket, ""), self.now).refuse == [(ticket, None)]
 
@@ -683,7 +938,7 @@ class StateMachine(RuleBasedStateMachine):
         if tickets:
             ticket = data.draw(st.sampled_from(tickets))
             if ticket in self.queue:
-                self.queue.remove(ticket)
+                self.forget(ticket)
             self.held.pop(ticket, None)
             self.tell(pool_state.GaveUp(ticket))
 
@@ -735,6 +990,21 @@ class StateMachine(RuleBasedStateMachine):
         self.now += 100.0
         self.tell(pool_state.Tick())
 
+    @rule(yielding=st.booleans())
+    def others_need_room(self, yielding: bool) -> None:
+        self.yielding = yielding
+
+    @rule(room=st.integers(1, 5))
+    def room_changes(self, room: int) -> None:
+        self.room = room
+        self.tell(pool_state.Tick())
+
+    @rule()
+    def evicted(self) -> None:
+        idle = self.state.count("idle")
+        self.tell(pool_state.Evict())
+        assert self.state.count("idle") <= max(0, idle - 1)
+
     @rule(sure=st.integers(0, 19))
     def close_all(self, sure: int) -> None:
         if sure == 0 and not self.state.closed:
@@ -747,6 +1017,8 @@ class StateMachine(RuleBasedStateMachine):
             return
         s = self.state
         assert list(s.waiters) == self.queue
+        assert sorted(s.order()) == self.queue
+        assert s.count("starting") <= self.starting
         assert {slot.ticket: slot.id for slot in s.slots.values() if slot.state == "leased"} == self.held
         assert len(s.slots) <= s.size
         busy = {slot.id: slot.state for slot in s.slots.values() if slot.state in ("starting", "resetting", "closing")}
@@ -754,8 +1026,9 @@ class StateMachine(RuleBasedStateMachine):
         idle = [slot.id for slot in s.slots.values() if slot.state == "idle"]
         assert not (s.waiters and idle), "nobody waits beside a free sandbox"
         if s.waiters and not s.closed:
-            # Somebody is coming for every waiter: something is leased or under way. Nobody waits for nothing.
-            assert len(idle) < len(s.slots)
+            # Somebody is coming for every waiter: something is leased or under way, or it is said that there is no
+            # room. Nobody waits for nothing.
+            assert len(idle) < len(s.slots) or s.short
             resting = [slot for slot in s.slots.values() if slot.rests is not None]
             assert not resting or len(s.waiters) <= len(self.todo), "nobody waits beside a lease that rests"
 

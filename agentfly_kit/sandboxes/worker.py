@@ -614,7 +614,7 @@ class Hub:
 
 
 def warm() -> None:
-    """Do once what every child would do for the first time: pages written here are shared, pages written there are not."""
+    """Do once what each child would do for the first time: only pages written before a fork are shared."""
     for _ in range(16):  # the interpreter rewrites code that has run eight times
         json.loads(json.dumps({"op": "fresh", "serial": 1, "error": None, "list": [], "float": 0.5, "text": "é"}))
         with open(os.devnull, "w", encoding="utf-8", errors="backslashreplace", buffering=8192) as file:
