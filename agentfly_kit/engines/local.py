@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import math
 import threading
 import time
 import weakref
@@ -27,6 +26,7 @@ from agentfly_kit import seeds
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.sampling import draw
 from agentfly_kit.engines.slots import Slots
+from agentfly_kit.engines.tape import Tape
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy import Policy, compute_threads
 from agentfly_kit.types import Sample, Sampling, TurnRequest
@@ -60,11 +60,8 @@ class _Request:
     started: float = field(default_factory=time.perf_counter)
     limit: int = 0
     waited: int = 0
-    out_ids: list[int] = field(default_factory=list)
-    out_logprobs: list[float] = field(default_factory=list)
-    out_entropies: list[float] = field(default_factory=list)
-    out_kept: list[float] = field(default_factory=list)
-    out_versions: list[int] = field(default_factory=list)
+    lane: int = -1
+    """Where the tape has what it sampled; -1 before its first token."""
     cancelled: bool = False
 
     def __post_init__(self) -> None:
@@ -92,6 +89,8 @@ class LocalEngine(Engine):
         self._store: Slots | None = None
         self._waiting: list[_Request] = []
         self._rows: list[_Request | None] = []  # by slot; the running ones are the first `_active`
+        self._tape = Tape()
+        self._lanes: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # by slot, of the running ones
         self._active = 0
         self._session: dict[str, int] = {}
         self._owner: list[str | None] = []  # by slot
@@ -214,6 +213,7 @@ class LocalEngine(Engine):
         # All rows: those behind the running ones may be reserved by a prefill that did not end.
         requests = [*self._waiting, *(r for r in self._rows if r is not None)]
         self._waiting, self._rows, self._active, self._store = [], [], 0, None
+        self._tape, self._lanes = Tape(), np.zeros(0, dtype=np.int64)
         self._session, self._owner = {}, []
         self._used, self._weights = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
         self._deliver([(request, wrapped) for request in requests])
@@ -277,6 +277,7 @@ class LocalEngine(Engine):
         if extra:
             self._rows.extend([None] * extra)
             self._owner.extend([None] * extra)
+            self._lanes = np.concatenate([self._lanes, np.zeros(extra, dtype=np.int64)])
             self._used = np.concatenate([self._used, np.zeros(extra, dtype=np.int64)])
             self._weights = np.concatenate([self._weights, np.full(extra, -1, dtype=np.int64)])
         return store
@@ -344,7 +345,7 @@ class LocalEngine(Engine):
         self._store.swap(a, b)
         self._rows[a], self._rows[b] = self._rows[b], self._rows[a]
         self._owner[a], self._owner[b] = self._owner[b], self._owner[a]
-        for array in (self._used, self._weights):
+        for array in (self._used, self._weights, self._lanes):
             array[[a, b]] = array[[b, a]]
         for slot in (a, b):
             owner = self._owner[slot]
@@ -353,6 +354,9 @@ class LocalEngine(Engine):
 
     def _retire(self, row: int) -> None:
         """Take a row out of the running batch. Its slot keeps the history for the session's next turn."""
+        request = self._rows[row]
+        assert request is not None
+        self._tape.close(request.lane)
         self._active -= 1
         self._swap(row, self._active)
         self._rows[self._active] = None
@@ -424,19 +428,24 @@ class LocalEngine(Engine):
         going = [i for i, (r, _, _) in enumerate(chosen) if not r.top]
         if not going:
             return
+        for i in going:
+            request = chosen[i][0]
+            request.lane = self._tape.open(request.sampling, request.seed, request.limit)
         requests = [chosen[i][0] for i in going]
-        ended = self._extend(requests, logits[going], version)
+        lanes = np.array([r.lane for r in requests], dtype=np.int64)
+        ended = self._extend(requests, lanes, logits[going], version)
         results = []
-        for i, stop in zip(going, ended, strict=True):
-            request, slot, _ = chosen[i]
-            if stop is None:
-                # An earlier move in this loop may have carried the slot elsewhere.
-                slot = self._rows.index(request)
+        for i, request in enumerate(requests):
+            # An earlier move in this loop may have carried the slot elsewhere.
+            slot = self._rows.index(request)
+            if i not in ended:
+                self._lanes[slot] = request.lane
                 self._swap(slot, self._active)
                 self._active += 1
             else:
-                self._rows[self._rows.index(request)] = None
-                results.append((request, self._sample(request, stop)))
+                self._rows[slot] = None
+                results.append((request, self._sample(request, ended[i])))
+                self._tape.close(request.lane)
         self._deliver(results)
 
     def _prompt_logits(self, chosen: list[tuple[_Request, int, int]]) -> tuple[Tensor, int]:
@@ -481,9 +490,9 @@ class LocalEngine(Engine):
         assert store is not None
         count = self._active
         rows = -(-count // _ROWS) * _ROWS
+        lanes = self._lanes[:count]
         tokens = np.zeros(rows, dtype=np.int64)
-        for i in range(count):
-            tokens[i] = self._rows[i].out_ids[-1]  # type: ignore[union-attr]
+        tokens[:count] = self._tape.last(lanes)
         at = store.length[:rows].copy()  # for the rows that only fill up, a place that nobody reads
         device = self.policy.device
         with self.policy.lock:
@@ -494,74 +503,62 @@ class LocalEngine(Engine):
             version = self.policy.version
         store.ids[np.arange(count), at[:count]] = tokens[:count]
         store.length[:count] += 1
-        requests = [r for r in self._rows[:count] if r is not None]
-        ended = self._extend(requests, logits, version)
+        ended = self._extend(self._rows[:count], lanes, logits, version)
         results = []
-        for row in reversed(range(count)):
-            stop = ended[row]
-            if stop is not None:
-                results.append((requests[row], self._sample(requests[row], stop)))
-                self._retire(row)
+        for row in sorted(ended, reverse=True):
+            request = self._rows[row]
+            assert request is not None
+            results.append((request, self._sample(request, ended[row])))
+            self._retire(row)
         if results:
             self._deliver(results[::-1])
 
-    def _extend(self, requests: list[_Request], logits: Tensor, version: int) -> list[str | None]:
-        """Sample one token for each request; returns why each ended, or None if it goes on."""
-        samplings = [r.sampling for r in requests]
-        noise = seeds.uniforms(
-            np.array([r.seed for r in requests], dtype=np.uint64),
-            np.array([len(r.out_ids) for r in requests], dtype=np.uint64),
-        )
+    def _extend(
+        self, requests: Sequence[_Request | None], lanes: npt.NDArray[np.int64], logits: Tensor, version: int
+    ) -> dict[int, str]:
+        """Sample one token for each request, whose lanes those are; returns why some ended, by their place."""
+        tape, device = self._tape, logits.device
+        noise = seeds.uniforms(tape.seed[lanes], tape.count[lanes].astype(np.uint64))
 
-        def column(name: str, off: float, dtype: torch.dtype) -> Tensor | None:
-            values = [getattr(s, name) for s in samplings]
-            return None if all(v == off for v in values) else torch.tensor(values, dtype=dtype, device=logits.device)
+        def column(values: npt.NDArray[Any], off: float) -> Tensor | None:
+            return torch.as_tensor(values, device=device) if bool((values != off).any()) else None
 
         drawn = draw(
             logits,
-            torch.tensor([s.temperature for s in samplings], device=logits.device),
-            torch.as_tensor(noise, device=logits.device),
-            top_p=column("top_p", 1.0, torch.float32),
-            top_k=column("top_k", 0, torch.int64),
-            min_p=column("min_p", 0.0, torch.float32),
+            torch.as_tensor(tape.temperature[lanes], device=device),
+            torch.as_tensor(noise, device=device),
+            top_p=column(tape.top_p[lanes], 1.0),
+            top_k=column(tape.top_k[lanes], 0),
+            min_p=column(tape.min_p[lanes], 0.0),
         )
         self.sampled += len(requests)
-        ids, logprobs, entropies = drawn.ids.tolist(), drawn.logprobs.tolist(), drawn.entropies.tolist()
-        if not all(map(math.isfinite, logprobs)):
+        ids, logprobs = drawn.ids.cpu().numpy(), drawn.logprobs.cpu().numpy()
+        if not bool(np.isfinite(logprobs).all()):
             raise EngineError("the logits are not finite: the policy's weights have diverged")
-        kept = drawn.kept.tolist() if drawn.kept is not None else None
-        stops = self.policy.chat.stop_ids
-        ended: list[str | None] = []
+        kept = drawn.kept.cpu().numpy() if drawn.kept is not None else None
+        full = tape.write(lanes, ids, logprobs, drawn.entropies.cpu().numpy(), kept, version)
+        ended = {int(i): "length" for i in full.nonzero()[0]}
         for i, request in enumerate(requests):
-            request.out_ids.append(ids[i])
-            request.out_logprobs.append(logprobs[i])
-            request.out_entropies.append(entropies[i])
-            request.out_versions.append(version)
-            if kept is not None and request.sampling.truncates:
-                request.out_kept.append(kept[i])
-            if ids[i] in stops:
-                ended.append("stop")
-            elif request.sampling.stop and self._says(request):
-                ended.append("string")
-            elif len(request.out_ids) >= request.limit:
-                ended.append("length")
-            else:
-                ended.append(None)
+            if request is not None and request.sampling.stop and self._says(request):
+                ended[i] = "string"
+        stops = np.array(tuple(self.policy.chat.stop_ids), dtype=np.int64)
+        ended.update((int(i), "stop") for i in (ids[:, None] == stops).any(1).nonzero()[0])
         return ended
 
     def _says(self, request: _Request) -> bool:
-        text = self.policy.chat.text(request.out_ids)
+        text = self.policy.chat.text(self._tape.ids[request.lane, : self._tape.count[request.lane]].tolist())
         return any(stop in text for stop in request.sampling.stop)
 
-    @staticmethod
-    def _sample(request: _Request, stop: Any) -> Sample:
+    def _sample(self, request: _Request, stop: Any) -> Sample:
+        tape, lane = self._tape, request.lane
+        count = int(tape.count[lane])
         return Sample(
-            ids=tuple(request.out_ids),
-            logprobs=tuple(request.out_logprobs),
-            entropies=tuple(request.out_entropies),
+            ids=tuple(tape.ids[lane, :count].tolist()),
+            logprobs=tuple(tape.logprobs[lane, :count].tolist()),
+            entropies=tuple(tape.entropies[lane, :count].tolist()),
             stop=stop,
-            versions=tuple(request.out_versions),
-            kept_mass=tuple(request.out_kept) if request.sampling.truncates else None,
+            versions=tuple(tape.versions[lane, :count].tolist()),
+            kept_mass=tuple(tape.kept[lane, :count].tolist()) if request.sampling.truncates else None,
             seconds=time.perf_counter() - request.started,
         )
 
