@@ -260,6 +260,10 @@ class Policy:
         return int(self.model.get_output_embeddings().weight.shape[0])
 
     @property
+    def layers(self) -> int:
+        return int(getattr(self.model.config.get_text_config(), "num_hidden_layers", 1))
+
+    @property
     def max_length(self) -> int:
         """Tokens of context that the model was made for."""
         return int(getattr(self.model.config, "max_position_embeddings", 0) or 1 << 30)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from agentfly_kit import seeds
 from agentfly_kit.engines.base import Engine
+from agentfly_kit.engines.decoder import Decoder, run_itself
 from agentfly_kit.engines.sampling import draw
 from agentfly_kit.engines.slots import Slots
 from agentfly_kit.engines.tape import Tape
@@ -89,6 +90,8 @@ class LocalEngine(Engine):
         self._store: Slots | None = None
         self._waiting: list[_Request] = []
         self._rows: list[_Request | None] = []  # by slot; the running ones are the first `_active`
+        self._model: Any = None
+        self._decoder: Decoder | None = None
         self._tape = Tape()
         self._lanes: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # by slot, of the running ones
         self._active = 0
@@ -264,11 +267,10 @@ class LocalEngine(Engine):
     def _room(self, capacity: int, *, another: bool) -> Slots:
         """The slots, each with room for so many tokens; with `another`, one more than are in use if it may be."""
         if self._store is None:
-            self._store = Slots(0, capacity)
+            self._store = Slots(0, capacity, self.policy.layers)
         store = self._store
-        free = any(owner is None for owner in self._owner[self._active :])
         count = store.count
-        if another and not free and count < self.slots:
+        if another and count < self.slots and None not in self._owner[self._active :]:
             # Room for all that wait now: growing copies everything that is held.
             wanted = -(-(self._active + len(self._waiting)) // _ROWS) * _ROWS
             count = min(self.slots, max(2 * count, 2 * _ROWS, wanted))
@@ -366,18 +368,14 @@ class LocalEngine(Engine):
 
     def _forward(self, tokens: Tensor, positions: Tensor, rows: Tensor | int) -> Tensor:
         """(R, C) tokens at (R, C) positions -> hidden states (R, C, d)."""
-        assert self._store is not None
-        mask = self._store.aim(rows, positions)
-        out = self.policy.model.get_decoder()(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=self._store,
-            use_cache=False,
-            return_dict=True,
-        )
-        hidden: Tensor = out.last_hidden_state
-        return hidden
+        store = self._store
+        assert store is not None
+        mask = store.aim(rows, positions)
+        if self._model is not self.policy.model:  # one that got an adapter, say, is another
+            self._model, self._decoder = self.policy.model, Decoder.of(self.policy.model)
+        if self._decoder is not None:
+            return self._decoder(store, tokens, positions, mask)
+        return run_itself(self.policy.model.get_decoder(), store, tokens, positions, mask)
 
     def _prefill(self) -> None:
         """Put waiting prompts into slots, one chunk each; those that are complete get their first token."""

@@ -25,12 +25,18 @@ _STEP = 32
 class Slots:
     """`ids[i, :length[i]]` are the tokens whose keys and values slot i holds."""
 
-    def __init__(self, count: int, capacity: int) -> None:
+    def __init__(self, count: int, capacity: int, layers: int = 1) -> None:
+        """layers: how many attention layers there will be, whose keys and values then lie in one block and move in one go;
+        more layers, or other shapes, only cost a move each."""
         self.count = count
+        self._layers = layers
         self.capacity = -(-capacity // _STEP) * _STEP
         self.ids: npt.NDArray[np.int64] = np.zeros((count, self.capacity), dtype=np.int64)
         self.length: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
-        self._keys: list[Tensor] = []  # a layer each: (count, heads, capacity, head size); made at its first update
+        # Blocks (2 x layers, count, heads, capacity, head size) of layers with one shape; made at their first update.
+        self._blocks: list[Tensor] = []
+        self._place: list[tuple[int, int]] = []  # by layer: its block, and where in it the keys are; the values follow
+        self._keys: list[Tensor] = []  # by layer: views (count, heads, capacity, head size)
         self._values: list[Tensor] = []
         self._rows: Tensor | slice = slice(0, 0)
         self._positions: Tensor = torch.zeros(0)
@@ -55,9 +61,7 @@ class Slots:
     ) -> tuple[Tensor, Tensor]:
         """Called by each attention layer: (R, heads, C, head size) in, (R, heads, S, head size) out."""
         while len(self._keys) <= layer_idx:
-            shape = (self.count, key_states.shape[1], self.capacity)
-            self._keys.append(key_states.new_zeros(*shape, key_states.shape[3]))
-            self._values.append(value_states.new_zeros(*shape, value_states.shape[3]))
+            self._add_layer(key_states)
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         rows, seen = self._rows, self._seen
         if isinstance(rows, slice):
@@ -71,6 +75,16 @@ class Slots:
             return keys[rows, :, :seen], values[rows, :, :seen]
         # index_select copies whole rows; an index in brackets goes element by element, at 2.4 times the cost.
         return keys[:, :, :seen].index_select(0, rows), values[:, :, :seen].index_select(0, rows)
+
+    def _add_layer(self, like: Tensor) -> None:
+        shape = (self.count, like.shape[1], self.capacity, like.shape[3])
+        block, at = (self._place[-1][0], self._place[-1][1] + 2) if self._place else (0, 0)
+        if not self._place or at >= len(self._blocks[block]) or self._blocks[block].shape[1:] != shape:
+            block, at = len(self._blocks), 0
+            self._blocks.append(like.new_zeros(2 * max(1, self._layers - len(self._keys)), *shape))
+        self._place.append((block, at))
+        self._keys.append(self._blocks[block][at])
+        self._values.append(self._blocks[block][at + 1])
 
     # --- moving ---
 
@@ -89,8 +103,8 @@ class Slots:
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Give the target slot the first `length` tokens of the source."""
-        for tensor in (*self._keys, *self._values):
-            tensor[target, :, :length] = tensor[source, :, :length]
+        for block in self._blocks:
+            block[:, target, :, :length] = block[:, source, :, :length]
         self.ids[target, :length] = self.ids[source, :length]
         self.length[target] = length
 
@@ -98,12 +112,15 @@ class Slots:
         if a == b:
             return
         n = int(max(self.length[a], self.length[b])) + 1
-        for tensor in (*self._keys, *self._values):
-            kept = tensor[a, :, :n].clone()
-            tensor[a, :, :n] = tensor[b, :, :n]
-            tensor[b, :, :n] = kept
-        self.ids[[a, b]] = self.ids[[b, a]]
-        self.length[[a, b]] = self.length[[b, a]]
+        for block in self._blocks:
+            one, other = block[:, a, :, :n], block[:, b, :, :n]
+            kept = one.clone()
+            one.copy_(other)
+            other.copy_(kept)
+        row = self.ids[a, :n].copy()
+        self.ids[a, :n] = self.ids[b, :n]
+        self.ids[b, :n] = row
+        self.length[a], self.length[b] = self.length[b], self.length[a]
 
     def grow(self, count: int, capacity: int) -> None:
         """Make room; what is held stays."""
@@ -115,9 +132,10 @@ class Slots:
         ids[: self.count, : self.capacity] = self.ids
         length = np.zeros(count, dtype=np.int64)
         length[: self.count] = self.length
-        for tensors in (self._keys, self._values):
-            for layer, old in enumerate(tensors):
-                new = old.new_zeros((count, old.shape[1], capacity, old.shape[3]))
-                new[: self.count, :, : self.capacity] = old
-                tensors[layer] = new
+        for i, old in enumerate(self._blocks):
+            new = old.new_zeros((len(old), count, old.shape[2], capacity, old.shape[4]))
+            new[:, : self.count, :, : self.capacity] = old
+            self._blocks[i] = new
+        self._keys = [self._blocks[block][at] for block, at in self._place]
+        self._values = [self._blocks[block][at + 1] for block, at in self._place]
         self.ids, self.length, self.count, self.capacity = ids, length, count, capacity

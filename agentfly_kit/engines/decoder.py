@@ -1,0 +1,171 @@
+"""A small Llama-shaped model's forward over `Slots`, without its modules: the same sums in a third of the calls.
+
+In a decode step of a few dozen rows a small model spends more time in Python than in arithmetic. Here queries, keys and
+values come from one product, gate and up from another, and norms and rotations run on queries and keys together. The
+weights are read from the policy's own model and joined again whenever they have changed. Whatever is not exactly of the
+known shape (an adapter, a hook, another rotation, another device) is left to the model itself, and so is a model whose
+own forward differs on a trial.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from agentfly_kit.engines.slots import Slots
+
+_FAMILIES = ("llama", "qwen2", "qwen3")
+_LARGEST = 1 << 24
+"""Parameters. Joined weights are a copy, and a larger model's arithmetic hides what this saves."""
+_TRIAL_GAP = 1e-4
+"""Of the largest hidden state."""
+
+
+class Decoder:
+    """`decoder(store, tokens, positions, mask)`: (R, C), (R, C), (R, 1, C, S) -> hidden states (R, C, d)."""
+
+    @classmethod
+    def of(cls, model: Any) -> Decoder | None:
+        """The decoder of a model, or None if the model must run itself."""
+        try:
+            trunk = model.get_decoder()
+            if not _known(trunk):
+                return None
+            decoder = cls(trunk)
+            return decoder if decoder._agrees() else None
+        except (AttributeError, RuntimeError):  # not that shape after all
+            return None
+
+    def __init__(self, trunk: Any) -> None:
+        config = trunk.config
+        self._trunk = trunk
+        self._parameters = list(trunk.parameters())
+        self._heads = int(config.num_attention_heads)
+        self._kv = int(config.num_key_value_heads)
+        first = trunk.layers[0].self_attn
+        self._size = int(first.q_proj.weight.shape[0]) // self._heads
+        self._eps = float(trunk.norm.variance_epsilon)
+        self._key: tuple[int, int] | None = None
+        self._layers: list[tuple[Tensor, ...]] = []
+        self._biases: list[Tensor | None] = []
+        self._cos = self._sin = torch.zeros(0)
+
+    def __call__(self, store: Slots, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        self._refresh(int(store.capacity))
+        (rows, width), heads, kv, size = tokens.shape, self._heads, self._kv, self._size
+        x = F.embedding(tokens, self._trunk.embed_tokens.weight)
+        cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
+        for i, (qkv, out, gate_up, down, before, after, scale) in enumerate(self._layers):
+            found = F.linear(self._norm(x, before), qkv, self._biases[i]).view(rows, width, heads + 2 * kv, size)
+            qk = found[:, :, : heads + kv]
+            if len(scale):
+                qk = self._norm(qk, None) * scale
+            qk = (qk * cos).add_(torch.roll(qk, size // 2, -1) * sin)
+            keys, values = store.update(
+                qk[:, :, heads:].transpose(1, 2), found[:, :, heads + kv :].transpose(1, 2), layer_idx=i
+            )
+            seen = F.scaled_dot_product_attention(
+                qk[:, :, :heads].transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=heads != kv
+            )
+            x = x + F.linear(seen.transpose(1, 2).reshape(rows, width, heads * size), out)
+            gate, up = F.linear(self._norm(x, after), gate_up).chunk(2, -1)
+            x = x + F.linear(F.silu(gate).mul_(up), down)
+        return self._norm(x, self._trunk.norm.weight)
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self._eps)
+
+    def _refresh(self, capacity: int) -> None:
+        """Join the weights again if they are others than before."""
+        key = (sum(p._version for p in self._parameters), sum(p.data_ptr() for p in self._parameters))
+        if key != self._key:
+            self._layers, self._biases = [], []
+            for layer in self._trunk.layers:
+                a, mlp = layer.self_attn, layer.mlp
+                parts = (a.q_proj, a.k_proj, a.v_proj)
+                scale = torch.zeros(0)
+                if hasattr(a, "q_norm"):
+                    scale = torch.cat([a.q_norm.weight.expand(self._heads, -1), a.k_norm.weight.expand(self._kv, -1)])
+                self._layers.append(
+                    (
+                        torch.cat([p.weight for p in parts]),
+                        a.o_proj.weight,
+                        torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
+                        mlp.down_proj.weight,
+                        layer.input_layernorm.weight,
+                        layer.post_attention_layernorm.weight,
+                        scale,
+                    )
+                )
+                self._biases.append(torch.cat([p.bias for p in parts]) if a.q_proj.bias is not None else None)
+            self._key = key
+        if len(self._cos) < capacity:
+            span = torch.arange(capacity)[None]
+            cos, sin = self._trunk.rotary_emb(torch.zeros(1), span)
+            # Half of the numbers change their sign when they are turned; the sign is put into the table.
+            half = self._size // 2
+            self._cos, self._sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+
+    def _agrees(self) -> bool:
+        """Does the model itself say the same, for a chunk and for a token after it?"""
+        ids = (torch.arange(8 * 9).reshape(8, 9) * 7) % self._trunk.embed_tokens.weight.shape[0]
+        found: list[Tensor] = []
+        with torch.inference_mode():
+            for own in (False, True):
+                store = Slots(8, 9, len(self._trunk.layers))
+                for start, stop in ((0, 8), (8, 9)):
+                    positions = torch.arange(start, stop)[None].expand(8, -1)
+                    mask = store.aim(torch.arange(8) if stop - start > 1 else 8, positions)
+                    if own:
+                        out = self(store, ids[:, start:stop], positions, mask)
+                    else:
+                        out = run_itself(self._trunk, store, ids[:, start:stop], positions, mask)
+                    found.append(out)
+        return all(
+            float((theirs - ours).abs().max()) <= _TRIAL_GAP * float(theirs.abs().max())
+            for theirs, ours in zip(found[:2], found[2:], strict=True)
+        )
+
+
+def run_itself(trunk: Any, store: Slots, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    """The same by the model's own modules."""
+    hidden: Tensor = trunk(
+        input_ids=tokens,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=store,
+        use_cache=False,
+        return_dict=True,
+    ).last_hidden_state
+    return hidden
+
+
+def _known(trunk: Any) -> bool:
+    config = trunk.config
+    if getattr(config, "model_type", None) not in _FAMILIES or getattr(config, "sliding_window", None):
+        return False
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "default" or float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        return False
+    parameters = list(trunk.parameters())
+    if sum(p.numel() for p in parameters) > _LARGEST:
+        return False
+    if any(p.device.type != "cpu" or p.dtype != torch.float32 for p in parameters):
+        return False
+    if any(m._forward_hooks or m._forward_pre_hooks for m in trunk.modules()):
+        return False
+    if type(trunk.embed_tokens) is not nn.Embedding:
+        return False
+    for layer in trunk.layers:
+        a, mlp = layer.self_attn, layer.mlp
+        plain = (a.q_proj, a.k_proj, a.v_proj, a.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        if any(type(m) is not nn.Linear for m in plain):  # an adapter wraps them
+            return False
+        if any(m.bias is not None for m in (a.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
+            return False
+        if getattr(config, "hidden_act", None) != "silu":
+            return False
+    return True
