@@ -9,6 +9,7 @@ template before it is relied on (`template.py`), or refused by name.
 from __future__ import annotations
 
 import html
+import functools
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -84,6 +85,7 @@ class Chat:
         self._shows: dict[int, bool] = {}
         self._pieces: dict[int, str] = {}
         self._encoded: dict[str, tuple[int, ...]] = {}
+        self._rendered: dict[str, tuple[int, ...]] = {}
         self.stop_ids: tuple[int, ...] = self._stop_ids(stop)
         """Ids that end an action: the template's own ends of turn, the tokenizer's eos, and `stop`."""
 
@@ -101,6 +103,8 @@ class Chat:
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included. A view: it is never encoded again."""
+        if (backend := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:  # the same, at half the cost
+            return str(backend.decode(list(ids), skip_special_tokens=False))
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def pieces(self, ids: Sequence[int]) -> tuple[str, ...]:
@@ -140,7 +144,8 @@ class Chat:
         if tools and not self._shown(tools):
             opened = self._instructed(opened, tools)
         shown = self._shown(tools)
-        return self._encode_around(opened, lambda plain: self.template.render(plain, shown, generate=True))
+        render = functools.partial(self.template.render, tools=shown, generate=True)
+        return self._once("prompt", opened, shown, lambda: self._encode_around(opened, render))
 
     def bridge(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, after: Sequence[int] = ()
@@ -158,7 +163,8 @@ class Chat:
         for kind in kinds:
             self._require(kind)
         told, shown = self._told(messages), self._shown(tools)
-        ids = self._encode_around(told, lambda plain: self.template.after(plain, shown))
+        render = functools.partial(self.template.after, tools=shown)
+        ids = self._once("bridge", told, shown, lambda: self._encode_around(told, render))
         for count in range(min(len(after), len(ids), 4), 0, -1):
             if ids[count - 1] in self.stop_ids and tuple(after[-count:]) == ids[:count]:
                 return ids[count:]
@@ -234,6 +240,19 @@ class Chat:
         if not isinstance(content, str):
             joined = [{"type": "text", "text": text + "\n\n"}, *(content or [])]
         return [{**first, "content": joined}, *out[1:]]
+
+    def _once(
+        self, what: str, messages: Sequence[Message], shown: Any, make: Callable[[], tuple[int, ...]]
+    ) -> tuple[int, ...]:
+        """What `make` gives. The chains of a group tell the same things, and a template takes long to render."""
+        key = f"{what} {list(messages)!r} {shown!r}"
+        known = self._rendered.get(key)
+        if known is None:
+            known = make()
+            if len(self._rendered) >= _KEEP:
+                self._rendered.clear()
+            self._rendered[key] = known
+        return known
 
     def _encode_around(self, messages: Sequence[Message], render: Callable[[list[Message]], str]) -> tuple[int, ...]:
         """Encode a rendered text so that what tools and users say cannot write a control token: <|im_end|> in a tool's

@@ -21,13 +21,16 @@ def derive(seed: int, *parts: str | int) -> int:
 
     Different parts give unrelated seeds; the same parts give the same seed on every machine and Python.
     """
-    h = hashlib.blake2b(digest_size=8)
+    told = []
     for part in (seed, *parts):
         # The kind and the length go in, so that ("ab", "c"), ("a", "bc") and (1,), ("1",) stay apart. An integer of
         # numpy is the integer.
-        text = str(part).encode("utf-8", "surrogatepass")
-        h.update(f"{'str' if isinstance(part, str) else 'int'}:{len(text)}:".encode())
-        h.update(text)
+        text = str(part)
+        told.append(
+            (f"str:{len(text.encode('utf-8', 'surrogatepass'))}:" if isinstance(part, str) else f"int:{len(text)}:")
+            + text
+        )
+    h = hashlib.blake2b("".join(told).encode("utf-8", "surrogatepass"), digest_size=8)
     return int.from_bytes(h.digest(), "little") >> 1
 
 

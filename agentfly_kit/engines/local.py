@@ -81,6 +81,7 @@ class LocalEngine(Engine):
             raise EngineError(f"slots={slots}: give at least 1; it is rounded up to a multiple of {_ROWS}")
         self.policy = policy
         self.slots = -(-slots // _ROWS) * _ROWS
+        self._max_length = policy.max_length
         self._wake = threading.Condition()
         self._inbox: deque[_Request] = deque()
         self._released: deque[str] = deque()
@@ -119,7 +120,7 @@ class LocalEngine(Engine):
 
     @property
     def max_length(self) -> int:
-        return self.policy.max_length
+        return self._max_length
 
     def __repr__(self) -> str:
         return f"LocalEngine({self.policy!r}, {self.slots} slots)"
