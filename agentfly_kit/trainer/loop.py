@@ -216,6 +216,15 @@ class TrainRun:
         if self.rollout is not None:
             self.rollout.resume()
 
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it ends after the iteration that runs now."""
+        return self._stopping
+
     def __repr__(self) -> str:
         done = len(self.records)
         last = f", success {self.records[-1]['success']:.3f}" if done and "success" in self.records[-1] else ""
@@ -532,6 +541,7 @@ class TrainRun:
             "sampler_gap",
             "dropped_groups",
             "advantage_mean",
+            "reward_std",
         )
         numbers = {"updates": 0} if stats is None else stats.numbers()
         record |= {k: numbers[k] for k in (*keep, *more) if k in numbers and math.isfinite(numbers[k])}
