@@ -86,6 +86,7 @@ function setAll(el, attributes) {
 
 /** What every view does: frame, notice, keys kept from the notebook, listeners taken back, Python told of open and close. */
 export function mount({ model, el }, { label, build }) {
+  const began = performance.now();
   const page = crypto.randomUUID?.() ?? String(Math.random());
   const root = h("div", { class: "afk", role: "region", "aria-label": label, "data-lm-suppress-shortcuts": "true" });
   const notice = h("div", { class: "afk-notice", role: "alert" });
@@ -169,6 +170,8 @@ export function mount({ model, el }, { label, build }) {
   context.on("_notice", showNotice);
   el.append(root);
   tell("open");
+  // For whoever measures: from the data being here to the first picture of it.
+  requestAnimationFrame(() => setTimeout(() => performance.measure(`afk ${label}`, { start: began, end: performance.now() })));
   return () => {
     for (const end of ends) end();
     tell("close");

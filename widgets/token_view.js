@@ -414,7 +414,7 @@ export default {
         context.on("signal", recolour);
         context.on("_selected", readSelection);
         readSelection();
-        for (let i = 0, n = 0; i < parts.length && n < 1500; i++) {
+        for (let i = 0, n = 0; i < parts.length && n < 600; i++) {
           make(i);
           n += parts[i].last - parts[i].first;
         }

@@ -1,0 +1,175 @@
+"""What the views cost: first paint, a busy pool's view, and many views at once. In a real JupyterLab and Chromium.
+
+JSON on standard output. Needs what tests/browser.py needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import browser
+import test_browser
+
+BARS = {"token_view_paint_ms": 300, "trajectory_view_paint_ms": 1000, "pool_view_core_share": 0.05}
+
+POOL = """
+import time
+from agentfly_kit.pool import Pool
+pool = Pool(Box, size=256)
+leases = [await pool.acquire(owner=f"calc-{i // 8}/{i % 8}") for i in range(256)]
+
+async def churn(seconds):
+    '''Fifty changes of hands a second; gives the share of a core that this process used.'''
+    end, began, cpu = time.perf_counter() + seconds, time.perf_counter(), time.process_time()
+    i = 0
+    while time.perf_counter() < end:
+        lease = leases[i % 256]
+        await pool.release(lease)
+        leases[i % 256] = await pool.acquire(owner=f"calc-{i // 8}/{i % 8} again")
+        i += 1
+        await asyncio.sleep(0.02)
+    return (time.process_time() - cpu) / (time.perf_counter() - began)
+"""
+
+
+def paint(nb: browser.Notebook, label: str) -> float:
+    nb.page.wait_for_function("(name) => performance.getEntriesByName(name).length", arg=f"afk {label}", timeout=60_000)
+    return float(nb.page.evaluate("(name) => performance.getEntriesByName(name).at(-1).duration", f"afk {label}"))
+
+
+def token_view(lab: browser.Lab, rounds: int) -> dict[str, Any]:
+    took = []
+    for k in range(rounds):
+        nb = lab.open(
+            f"tokens{k}",
+            [test_browser.RECORDS, "ts = [trajectory(i, 8, 4) for i in range(31)]\nstats = step(ts)",
+             "view = w.TokenView(stats, signal='ratio')\nview"],
+        )  # fmt: skip
+        nb.run()
+        took.append(paint(nb, "Tokens by signal"))
+        tokens = nb.python("view.tokens")
+        nb.close()
+        assert nb.errors == [], nb.errors
+    return {"tokens": tokens, "token_view_paint_ms": round(statistics.median(took)), "each": [round(x) for x in took]}
+
+
+def trajectory_view(lab: browser.Lab, rounds: int) -> dict[str, Any]:
+    from agentfly_kit import widgets
+
+    if not hasattr(widgets, "TrajectoryView"):
+        return {"trajectory_view": "not there"}
+    took = []
+    for k in range(rounds):
+        nb = lab.open(
+            f"trajectories{k}",
+            [test_browser.RECORDS, "from agentfly_kit.record import Rollout\nts = [trajectory(i, 1) for i in range(5000)]",
+             "view = w.TrajectoryView(Rollout.of(ts))\nview"],
+        )  # fmt: skip
+        nb.run(wait=False)
+        nb.finish(300)
+        nb.page.wait_for_function(
+            "() => performance.getEntriesByType('measure').some((x) => x.name.startsWith('afk '))"
+        )
+        took.append(
+            float(
+                nb.page.evaluate(
+                    "() => performance.getEntriesByType('measure').findLast((x) => x.name.startsWith('afk ')).duration"
+                )
+            )
+        )
+        nb.close()
+        assert nb.errors == [], nb.errors
+    return {"trajectory_view_paint_ms": round(statistics.median(took)), "each": [round(x) for x in took]}
+
+
+def pool_view(lab: browser.Lab, rounds: int) -> dict[str, Any]:
+    nb = lab.open("pool", [test_browser.RECORDS, POOL, "view = w.PoolView(pool)\nview"], size=(1280, 1400))
+    nb.run()
+    nb.page.wait_for_selector(".afk-poolview .afk-tile")
+    shares = []
+    for _ in range(rounds):
+        nb.execute("view.close()")
+        nb.execute("alone = await churn(6)")
+        nb.execute("view = w.PoolView(pool); display(view)")
+        nb.page.evaluate("""() => { const panel = window.jupyterapp.shell.currentWidget;
+            panel.content.activeCellIndex = 2; return window.jupyterapp.commands.execute('notebook:run-cell'); }""")
+        nb.page.wait_for_timeout(1500)
+        nb.execute("before = view.updates")
+        nb.execute("shown = await churn(6)")
+        alone, shown, updates = nb.python("(alone, shown, view.updates - before)")
+        shares.append((shown - alone, alone, updates / 6))
+    dropped = nb.page.evaluate("() => document.body.innerText.includes('rate limit')")
+    nb.execute("for lease in leases:\n    await pool.release(lease)\nawait pool.close()")
+    nb.close()
+    assert nb.errors == [], nb.errors
+    share, alone, rate = min(shares)
+    return {
+        "pool_view_core_share": round(share, 4), "without_view": round(alone, 4), "updates_a_second": round(rate, 1),
+        "rate_limit_hit": dropped, "each": [round(x[0], 4) for x in shares],
+    }  # fmt: skip
+
+
+def many_views(lab: browser.Lab) -> dict[str, Any]:
+    rss = "int(open('/proc/self/statm').read().split()[1]) * 4096"
+    nb = lab.open(
+        "many",
+        [test_browser.RECORDS, f"ts = [trajectory(i, 8, 4) for i in range(2)]\nfrom IPython.display import display\nbefore = {rss}",
+         "def show(n):\n    for _ in range(n):\n        display(w.TokenView(ts, signal='logprob'))\n"
+         "w.TokenView(ts)._repr_mimebundle_()\nshow(1)"],
+    )  # fmt: skip
+    nb.run()
+    start = nb.python(rss)
+    out: dict[str, Any] = {"tokens_a_view": nb.python("w.TokenView(ts).tokens")}
+    cell = """async () => { const nb = window.jupyterapp.shell.currentWidget.content;
+        nb.activeCellIndex = 2; nb.activeCell.model.sharedModel.setSource("show(20)");
+        await window.jupyterapp.commands.execute('notebook:run-cell'); }"""
+    sizes, heaps = [], []
+    for _ in range(10):  # the same cell again: its earlier views are left
+        nb.page.evaluate(cell)
+        nb.page.wait_for_timeout(700)
+        sizes.append(nb.python(rss) - start)
+        heaps.append(nb.page.evaluate("() => performance.memory.usedJSHeapSize"))
+    out["kernel_mib_after_each_20_views"] = [round(x / 2**20, 1) for x in sizes]
+    out["page_mib_after_each_20_views"] = [round(x / 2**20) for x in heaps]
+    nb.close()
+    assert nb.errors == [], nb.errors
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="token, trajectory, pool or many")
+    given = parser.parse_args()
+    if why := browser.missing():
+        sys.exit(f"bench_widgets: {why}")
+    out: dict[str, Any] = {"load": round(os.getloadavg()[0], 1)}
+    with tempfile.TemporaryDirectory(prefix="agentfly-bench-") as folder:
+        lab = browser.Lab(Path(folder) / "lab")
+        try:
+            lab.start_browser()
+            if given.only in ("", "token"):
+                out["token_view"] = token_view(lab, given.rounds)
+            if given.only in ("", "trajectory"):
+                out["trajectory_view"] = trajectory_view(lab, given.rounds)
+            if given.only in ("", "pool"):
+                out["pool_view"] = pool_view(lab, given.rounds)
+            if given.only in ("", "many"):
+                out["many_views"] = many_views(lab)
+        finally:
+            lab.close()
+    out["bars"] = BARS
+    print(json.dumps(out, indent=1))
+
+
+if __name__ == "__main__":
+    main()
