@@ -71,8 +71,8 @@ def trajectory_view(lab: browser.Lab, rounds: int) -> dict[str, Any]:
     for k in range(rounds):
         nb = lab.open(
             f"trajectories{k}",
-            [test_browser.RECORDS, "from agentfly_kit.record import Rollout\nts = [trajectory(i, 1) for i in range(5000)]",
-             "view = w.TrajectoryView(Rollout.of(ts))\nview"],
+            [test_browser.RECORDS, "from agentfly_kit.record import Rollout",
+             "rollout = Rollout.of([trajectory(i, 1) for i in range(5000)])", "view = w.TrajectoryView(rollout)\nview"],
         )  # fmt: skip
         nb.run(wait=False)
         nb.finish(300)
@@ -122,7 +122,7 @@ def many_views(lab: browser.Lab) -> dict[str, Any]:
     rss = "int(open('/proc/self/statm').read().split()[1]) * 4096"
     nb = lab.open(
         "many",
-        [test_browser.RECORDS, f"ts = [trajectory(i, 8, 4) for i in range(2)]\nfrom IPython.display import display\nbefore = {rss}",
+        [test_browser.RECORDS, "ts = [trajectory(i, 8, 4) for i in range(2)]",
          "def show(n):\n    for _ in range(n):\n        display(w.TokenView(ts, signal='logprob'))\n"
          "w.TokenView(ts)._repr_mimebundle_()\nshow(1)"],
     )  # fmt: skip

@@ -187,6 +187,24 @@ def test_token_view_by_mouse_and_keys(notebook: Any) -> None:
     nb.wait_python("view.signal", "clipped")
     page.get_by_role("button", name="Next clipped").click()
     assert page.locator(".afk-lines .afk-cur.afk-flag").count() == 1
+    page.get_by_label("Signal", exact=True).select_option("entropy")
+    page.get_by_role("button", name="Largest |ratio").click()
+    far = nb.python("max((abs(float(r.signals['ratio'][i]) - 1), k, i) for k, r in enumerate(view._rows)"
+                    " for i in range(len(r.ids)) if r.mask[i])[1:]")  # fmt: skip
+    assert page.locator(".afk-lines .afk-cur").evaluate("(x) => x.i") == sum(
+        nb.python(f"[len(r.ids) for r in view._rows[:{far[0]}]]")) + far[1]  # fmt: skip
+    tokens.nth(first).click()
+    page.keyboard.press("c")
+    clipped = nb.python("[float(x) for x in view._rows[0].signals['clipped']]")
+    following = [i for i, x in enumerate(clipped) if x > 0 and i > first]
+    if following:
+        assert page.locator(".afk-lines .afk-cur").evaluate("(x) => x.i") == following[0]
+    page.get_by_label("Go to turn").focus()
+    page.get_by_label("Go to turn").select_option(label="2 observation by tool", force=True)
+    at = nb.python("view._rows[0].spans[2][1]")
+    assert page.locator(".afk-lines .afk-cur").evaluate("(x) => x.i") == at
+    page.get_by_text("as Python").click()
+    page.wait_for_selector(".afk-about pre:has-text('w.TokenView(source')")
     nb.execute("view.signal = 'mask'; view.select('calc-7/2', 2, 4)")
     page.wait_for_selector(".afk-lines .afk-trained")
     assert page.locator(".afk-lines .afk-sel").count() == 2

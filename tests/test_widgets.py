@@ -505,6 +505,31 @@ def test_selection_comes_from_the_page() -> None:
     assert list(view.selection.to_frame().columns)[:4] == ["trajectory", "token", "id", "piece"]
 
 
+def test_a_view_as_python() -> None:
+    t = trajectory()
+    view = w.TokenView(t, signal="entropy")
+    assert view.to_code() == "view = w.TokenView(source, signal='entropy')\nview"
+    view.select("t-0", 6, 9)
+    cell: dict[str, Any] = {"w": w, "source": t, "agent": SimpleNamespace(chain=lambda task: task)}
+    exec(view.to_code(), cell)
+    assert repr(cell["view"].selection) == repr(view.selection)
+    assert cell["chain"] is t.task
+
+
+def test_the_kl_to_a_reference_comes_from_the_step_or_from_its_logprobs() -> None:
+    t = trajectory()
+    batch = batch_of([t])
+    batch.ref_logprobs = batch.logprobs - 0.5
+    view = w.TokenView(batch, signal="kl")
+    values = unpack(view._buffers["columns"]["kl_reference"])
+    np.testing.assert_allclose(values[t.action_mask], math.exp(-0.5) - 1 + 0.5, rtol=1e-5)
+    assert np.isnan(values[~t.action_mask]).all()
+    stats = stats_of(batch)
+    stats.detail["kl_reference"] = np.full(batch.ids.shape, 0.25, np.float32)
+    values = unpack(w.TokenView(stats)._buffers["columns"]["kl_reference"])
+    assert set(values[t.action_mask]) == {0.25}
+
+
 # --- size ----------------------------------------------------------------------------------------
 
 
@@ -625,7 +650,7 @@ def test_pool_view_follows_and_ends() -> None:
     pool.change(3)
     _until(lambda: view.counts["leased"] == 3)
     assert pool.snapshots < 100
-    assert view._state["lanes"][2] == [2, "leased", "c2", 1, 2.5, "2"]
+    assert view._state["lanes"][2] == [2, "leased", "c2", 1, 2.5, "2", 0]
     sent(view)
     view.close()
     assert pool.listeners == []
@@ -701,6 +726,14 @@ async def test_pool_view_of_a_real_pool() -> None:
             await asyncio.sleep(0.25)
             assert view.counts["leased"] == 1
             assert "me" in view.freeze()._repr_html_()
+            view.refresh()
+            assert view._state["lanes"][0][6] == 0
+        lease = await pool.acquire(owner="a person", hand=True)
+        lease.rest()
+        view.refresh()
+        assert view._state["lanes"][0][6] == 2
+        assert "a person (by hand, rests" in check_static(view).text
+        await lease.release()
         await asyncio.sleep(0.25)
         assert view.counts == {"size": 2, "idle": 1, "starting": 0, "leased": 0, "waiting": 0, "dead": 0}
         check_static(view)

@@ -58,6 +58,8 @@ SIGNALS = {
         ),
         Signal("logprob_before", "logprob before", "down", "nats", telling="low"),
         Signal("logprob_after", "logprob after", "down", "nats", telling="low"),
+        Signal("logprob_reference", "logprob of reference", "down", "nats", telling="low"),
+        Signal("weight", "importance weight", "around", middle=1.0, telling="far", says="trainer over sampler"),
         Signal("prob_before", "probability before", fixed=(0.0, 1.0), telling="low"),
         Signal("prob_after", "probability after", fixed=(0.0, 1.0), telling="low"),
         Signal("prob_change", "probability change", "around", telling="far", says="after − before the step"),
@@ -195,7 +197,7 @@ def _batch_rows(batch: Any, detail: Mapping[str, Any] | None) -> list[Row]:
     arrays: dict[str, npt.NDArray[Any]] = {}
     for given, name in (
         ("logprobs", "logprob"), ("advantages", "advantage"), ("token_rewards", "reward"),
-        ("returns", "return"), ("values", "value"),
+        ("returns", "return"), ("values", "value"), ("ref_logprobs", "logprob_reference"),
     ):  # fmt: skip
         values = getattr(batch, given, None)
         if values is not None and not callable(values):
@@ -211,6 +213,10 @@ def _batch_rows(batch: Any, detail: Mapping[str, Any] | None) -> list[Row]:
                 arrays.setdefault("sampler_gap", before - arrays["logprob"])
         if after is not None:
             arrays["prob_after"] = np.exp(after)
+        if "logprob_reference" in arrays and "kl_reference" not in arrays:
+            now = next(x for x in (after, before, arrays.get("logprob")) if x is not None)
+            gap = arrays["logprob_reference"] - now
+            arrays["kl_reference"] = np.expm1(gap) - gap  # k3, as in the step
         if before is not None and after is not None:
             arrays["prob_change"] = arrays["prob_after"] - arrays["prob_before"]
     for name, values in arrays.items():

@@ -1,13 +1,29 @@
 // Tiles of sandboxes. Elements are kept from one update to the next: ten updates a second must not rebuild the page.
 
 const SIGN = { leased: "●", idle: "○", starting: "◐", resetting: "◑", closing: "✕", empty: "·" };
+const HANDS = ["", "by hand", "by hand, rests"];
 const BANDS = ["leased", "starting", "idle"];
 
 /** Lanes in the order of their ids, then the places where nothing was started yet. */
 export function tiles(state) {
-  const lanes = state.lanes.map(([id, name, owner, uses, age, turn]) => ({ key: `s${id}`, id, name, owner, uses, age, turn })).sort((a, b) => a.id - b.id);
-  for (let k = 0; lanes.length < state.counts.size; k++) lanes.push({ key: `e${k}`, id: null, name: "empty", owner: null, uses: 0, age: null, turn: null });
+  const lanes = state.lanes.map(([id, name, owner, uses, age, turn, hand]) => ({ key: `s${id}`, id, name, owner, uses, age, turn, hand: HANDS[hand ?? 0] })).sort((a, b) => a.id - b.id);
+  for (let k = 0; lanes.length < state.counts.size; k++) lanes.push({ key: `e${k}`, id: null, name: "empty", owner: null, uses: 0, age: null, turn: null, hand: "" });
   return lanes;
+}
+
+/** Who holds what: a row an owner, the longest held first. */
+export function owners(state) {
+  const by = new Map();
+  for (const lane of tiles(state)) {
+    if (lane.name !== "leased" || lane.owner === null) continue;
+    const row = by.get(lane.owner) ?? { owner: lane.owner, ids: [], age: null, turns: [], hands: [] };
+    by.set(lane.owner, row);
+    row.ids.push(lane.id);
+    if (lane.age !== null) row.age = Math.max(row.age ?? 0, lane.age);
+    if (lane.turn !== null) row.turns.push(lane.turn);
+    if (lane.hand) row.hands.push(lane.hand);
+  }
+  return [...by.values()].sort((a, b) => (b.age ?? 0) - (a.age ?? 0));
 }
 
 /** Stacked shares of the size, as polygons in a box of `w` x `h`: what was leased, starting, idle over time. */
@@ -47,7 +63,26 @@ export default {
         const queue = h("div", { class: "afk-queue" });
         const strip = s("svg", { class: "afk-strip", role: "img", preserveAspectRatio: "none", viewBox: "0 0 600 40" });
         const stripTitle = h("div", { class: "afk-soft afk-stripnote" }, "the last 60 s: leased, starting and idle as shares of the size");
-        root.append(h("div", { class: "afk-bar" }, title, what, h("span", { class: "afk-grow" }), counts), note, grid, queue, strip, stripTitle);
+        const table = h("div", { class: "afk-owners", hidden: true, tabindex: "0", role: "region", "aria-label": "Leases by owner" });
+        const asTiles = h("button", { type: "button", "aria-pressed": "true" }, "Sandboxes");
+        const asOwners = h("button", { type: "button", "aria-pressed": "false" }, "Owners");
+        root.append(h("div", { class: "afk-bar" }, title, what, h("span", { class: "afk-grow" }), counts, h("span", { role: "group", "aria-label": "What to list" }, asTiles, " ", asOwners)), note, grid, table, queue, strip, stripTitle);
+        function mode(byOwner) {
+          grid.hidden = byOwner;
+          table.hidden = !byOwner;
+          asTiles.setAttribute("aria-pressed", String(!byOwner));
+          asOwners.setAttribute("aria-pressed", String(byOwner));
+          draw();
+        }
+        asTiles.addEventListener("click", () => mode(false));
+        asOwners.addEventListener("click", () => mode(true));
+        function drawOwners(state) {
+          const rows = owners(state);
+          table.replaceChildren(rows.length ? h("table", {},
+            h("thead", {}, h("tr", {}, ...["owner", "holds", "for", "turn", ""].map((t) => h("th", { scope: "col" }, t)))),
+            h("tbody", {}, ...rows.map((r) => h("tr", {}, h("th", { scope: "row" }, h("bdi", {}, r.owner)), h("td", { class: "afk-num" }, r.ids.map((id) => `#${id}`).join(" ")),
+              h("td", { class: "afk-num" }, r.age === null ? "" : duration(r.age)), h("td", { class: "afk-num" }, r.turns.join(" ")), h("td", {}, r.hands.length ? h("span", { class: "afk-hand" }, r.hands[0]) : ""))))) : h("div", { class: "afk-soft" }, "Nothing is leased."));
+        }
 
         const numbers = {};
         for (const name of ["leased", "idle", "starting", "waiting", "dead"]) {
@@ -72,8 +107,9 @@ export default {
           const time = h("span", { class: "afk-time afk-num afk-soft" });
           const owner = h("bdi", { class: "afk-owner" });
           const turn = h("span", { class: "afk-soft afk-num" });
-          const box = h("div", { class: "afk-tile", role: "listitem" }, h("div", { class: "afk-tilehead" }, sign, id, word, time), h("div", { class: "afk-holder" }, owner, turn));
-          const parts = { box, sign, id, word, time, owner, turn, was: "" };
+          const hand = h("span", { class: "afk-hand", hidden: true });
+          const box = h("div", { class: "afk-tile", role: "listitem" }, h("div", { class: "afk-tilehead" }, sign, id, word, time), h("div", { class: "afk-holder" }, owner, hand, turn));
+          const parts = { box, sign, id, word, time, owner, turn, hand, was: "" };
           made.set(key, parts);
           return parts;
         }
@@ -89,6 +125,7 @@ export default {
           for (const [name, node] of Object.entries(numbers)) put(node, String(state.counts[name]));
           put(note, state.gone ? "The pool is gone: this is its last state." : state.error ? `The last start failed: ${state.error}` : "");
           note.hidden = !note.textContent;
+          if (!table.hidden) drawOwners(state);
           const seen = new Set();
           let last = null;
           for (const t of tiles(state)) {
@@ -103,8 +140,10 @@ export default {
             }
             put(parts.id, t.id === null ? "" : `#${t.id}`);
             put(parts.owner, t.owner ?? "");
+            put(parts.hand, t.hand);
+            parts.hand.hidden = !t.hand;
             put(parts.turn, t.turn !== null ? `turn ${t.turn}` : t.id !== null && t.owner === null ? plural(t.uses, "lease") : "");
-            parts.box.title = t.id === null ? "a place where no sandbox was started yet" : `sandbox ${t.id}: ${t.name}${t.owner ? `, held by ${t.owner}` : ""}, ${plural(t.uses, "lease")} so far`;
+            parts.box.title = t.id === null ? "a place where no sandbox was started yet" : `sandbox ${t.id}: ${t.name}${t.owner ? `, held by ${t.owner}${t.hand ? ` (${t.hand})` : ""}` : ""}, ${plural(t.uses, "lease")} so far`;
             const next = last ? last.nextSibling : grid.firstChild;
             if (next !== parts.box) grid.insertBefore(parts.box, next);
             last = parts.box;

@@ -10,6 +10,8 @@ from ._base import LiveView, count, escape, sendable, tag
 
 SIGNS = {"leased": "●", "idle": "○", "starting": "◐", "resetting": "◑", "closing": "✕"}
 """A sign beside each state's word, so that neither colour nor reading is needed to tell them apart."""
+HANDS = ("", " (by hand)", " (by hand, rests: it may be lent to others)")
+"""How a lease is marked that a person holds."""
 _TINTS = {
     "leased": "40,120,220",
     "idle": "40,160,90",
@@ -21,8 +23,9 @@ _QUEUE = 50
 
 
 class PoolView(LiveView):
-    """A tile a sandbox and the queue, from the pool's events and `pool.snapshot()`, at most 10 updates a second.
+    """A tile a sandbox or a row an owner, and the queue, from the pool's events and `pool.snapshot()`.
 
+    At most 10 updates a second. A lease of a person who steps a chain is marked as by hand.
     `view.counts` has what was last sent; `view.refresh()` sends now; `view.close()` ends it.
     """
 
@@ -75,6 +78,7 @@ def _counts(c: dict[str, int]) -> str:
 def _state(s: Any) -> dict[str, Any]:
     now = getattr(s, "time", None)
     turns = {lease.sandbox: lease.turn for lease in s.leases}
+    hands = {lease.sandbox: 1 + bool(lease.rests) for lease in s.leases if getattr(lease, "hand", False)}
     since = {lease.sandbox: lease.since for lease in s.leases}
     lanes = []
     for box in s.sandboxes:
@@ -85,6 +89,7 @@ def _state(s: Any) -> dict[str, Any]:
                 box.id, box.state, None if box.owner is None else sendable(str(box.owner))[:200], box.uses,
                 None if now is None or began is None else round(max(0.0, now - began), 2),
                 None if turn is None else sendable(str(turn))[:40],
+                hands.get(box.id, 0),
             ]
         )  # fmt: skip
     error = getattr(s, "error", None)
@@ -108,8 +113,8 @@ def _page(state: dict[str, Any], limit: int = 100) -> str:
     out = [tag("div", tag("b", "PoolView"), escape(f" · {head} (when this was drawn)"), style="margin:2px 0 6px")]
     if state["error"]:
         out.append(tag("div", escape(f"last start failed: {state['error']}")))
-    for id, name, owner, uses, age, turn in state["lanes"][:limit]:
-        who = f" {owner}" if owner else ""
+    for id, name, owner, uses, age, turn, hand in state["lanes"][:limit]:
+        who = f" {owner}{HANDS[hand]}" if owner else ""
         where = f", turn {turn}" if turn is not None else ""
         hint = f"sandbox {id}: {name}{who}{where}, {count(uses, 'lease')}" + (
             "" if age is None else f", for {age:.1f} s"

@@ -126,23 +126,29 @@ export default {
         const select = h("select", { "aria-label": "Signal" }, h("option", { value: "mask" }, "mask and author"),
           ...about.signals.map((x) => h("option", { value: x.name }, x.label)));
         const jump = h("button", { type: "button", title: "Go to the most telling token of this signal, then the next (key: n)" }, "Most telling ▸");
+        // Two questions of every step, whatever signal is in sight.
+        const seek = [["clipped", "Next clipped", "c"], ["ratio", "Largest |ratio − 1|", "r"]].filter(([name]) => signals[name])
+          .map(([name, text, key]) => ({ name, key, order: null, place: -1, button: h("button", { type: "button", title: `Whatever signal is shown (key: ${key})` }, text) }));
+        const go = h("select", { "aria-label": "Go to turn", class: "afk-goto" }, h("option", { value: "" }, "Go to turn …"));
         const chosen = h("span", { class: "afk-soft afk-num", role: "status" });
         const clear = h("button", { type: "button", title: "Select nothing (key: Escape)" }, "Clear");
         const legend = h("div", { class: "afk-legend afk-num" });
         const scroller = h("div", {
           class: "afk-tokens", tabindex: "0", role: "application", "aria-label":
-            "Tokens. Arrow keys walk, with Shift they select, Enter selects, Page keys go by turn, n goes to the next telling token, Escape clears.",
+            "Tokens. Arrow keys walk, with Shift they select, Enter selects, Page keys go by turn, n goes to the next telling token, c to the next clipped one, r to the largest ratio, Escape clears.",
         });
         const card = h("div", { class: "afk-card afk-num" });
+        const code = h("pre", { class: "afk-code", tabindex: "0", "aria-label": "this view as Python" });
         const spoken = h("div", { class: "afk-spoken", "aria-live": "polite" });
         root.classList.add("afk-tokenview");
         root.append(
           h("div", { class: "afk-bar" },
             h("span", { class: "afk-title" }, `${plural(about.rows.length, "row")}, ${plural(about.total, "token")}`),
-            h("label", {}, "Signal ", select), jump, h("span", { class: "afk-grow" }), chosen, clear),
+            h("label", {}, "Signal ", select), jump, ...seek.map((x) => x.button), go, h("span", { class: "afk-grow" }), chosen, clear),
           legend,
           ...about.notes.map((note) => h("div", { class: "afk-note" }, note)),
-          scroller, card, spoken);
+          scroller, card,
+          h("details", { class: "afk-about", ontoggle: (event) => { if (event.target.open) context.ask("code"); } }, h("summary", {}, "as Python"), code), spoken);
 
         // --- tokens ---
         const els = new Array(about.total);
@@ -327,6 +333,7 @@ export default {
           else if (key === "PageDown" || key === "PageUp") moveTo(turnFrom(at, key === "PageDown" ? 1 : -1), { extend });
           else if (key === "Enter" || key === " ") choose(at, at, false);
           else if (key === "n") goTelling();
+          else if (seek.some((x) => x.key === key)) goSought(seek.find((x) => x.key === key));
           else if (key === "Escape") none();
           else return;
           event.preventDefault();
@@ -360,6 +367,35 @@ export default {
           place = (place + 1) % order.length;
           moveTo(order[place], { block: "center" });
         }
+        function goSought(x) {
+          const col = columns[x.name];
+          x.order ??= ranked(signals[x.name], col).filter((i) => signals[x.name].scale !== "flag" || col.at(i) > 0).slice(0, 2000);
+          if (x.name === "clipped") x.order.sort((a, b) => a - b);
+          if (!x.order.length) {
+            chosen.textContent = `no token: ${x.button.textContent}`;
+            return;
+          }
+          // Clipped ones in the order of the text, from here on; the others from the largest on.
+          if (x.name === "clipped") x.place = x.order.findIndex((i) => i > cursor);
+          else x.place = (x.place + 1) % x.order.length;
+          moveTo(x.order[Math.max(0, x.place)], { block: "center" });
+        }
+        for (const x of seek) x.button.addEventListener("click", () => goSought(x));
+        let listed = false;
+        function listTurns() {
+          if (listed) return;
+          listed = true;
+          about.rows.slice(0, 200).forEach((row, r) => {
+            go.append(h("optgroup", { label: row.id }, ...row.turns.map(([turn, kind, author, first]) => h("option", { value: String(starts[r] + first) }, `${turn} ${kind} by ${author}`))));
+          });
+        }
+        go.addEventListener("pointerdown", listTurns);
+        go.addEventListener("focus", listTurns);
+        go.addEventListener("change", () => {
+          if (go.value !== "") moveTo(Number(go.value), { block: "start" });
+          go.value = "";
+        });
+        context.on("_code", () => { code.textContent = model.get("_code"); });
         jump.addEventListener("click", goTelling);
         clear.addEventListener("click", none);
 
@@ -398,6 +434,7 @@ export default {
             order = x.scale === "flag" ? ranked(x, col).filter((i) => col.at(i) > 0) : ranked(x, col).slice(0, 50);
             jump.textContent = x.scale === "flag" ? `Next ${x.label} ▸` : { low: "Lowest ▸", high: "Highest ▸", far: "Farthest ▸" }[x.telling];
           }
+          for (const x of seek) x.button.hidden = x.name === name; // the button beside it does the same then
           place = -1;
           jump.disabled = !order.length;
         }

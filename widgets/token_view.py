@@ -37,6 +37,7 @@ class TokenView(View):
 
     stem: ClassVar[str] = "token_view"
     settable: ClassVar[frozenset[str]] = frozenset({"signal", "_selected"})
+    doable: ClassVar[frozenset[str]] = frozenset({"code"})
 
     signal = traitlets.Unicode("mask").tag(sync=True)
     _about = traitlets.Dict().tag(sync=True)
@@ -44,6 +45,7 @@ class TokenView(View):
     _buffers = traitlets.Dict().tag(sync=True)
     _selected: traitlets.List[Any] = traitlets.List().tag(sync=True)
     """[row, first, last + 1] in the row's own tokens."""
+    _code = traitlets.Unicode("").tag(sync=True)
 
     def __init__(self, source: Any, compare: Any = None, *, signal: str = "mask") -> None:
         rows = rows_of(source)
@@ -109,6 +111,23 @@ class TokenView(View):
 
     def clear(self) -> None:
         self._selected = []
+
+    def to_code(self) -> str:
+        """This view and its selection as a cell; `source` is what it was made of."""
+        lines = [f"view = w.TokenView(source, signal={self.signal!r})"]
+        spans = list(self.selection)
+        for span in spans[:1]:
+            lines.append(f"view.select({span.trajectory!r}, {span.start}, {span.stop})")
+        if spans:
+            lines.append("view.selection.to_frame()")
+            lines.append(f"one = next(t for t in view.trajectories if t.id == {spans[0].trajectory!r})")
+            lines.append("chain = agent.chain(one.task)  # to go through it again by hand: w.ChainStepper(chain)")
+        else:
+            lines.append("view")
+        return "\n".join(lines)
+
+    def _do_code(self, value: Any) -> None:
+        self._code = sendable(self.to_code())
 
     @property
     def trajectories(self) -> tuple[Any, ...]:

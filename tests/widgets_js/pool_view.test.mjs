@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 import { load } from "./load.mjs";
 
-const { bands, tiles } = await load("pool_view");
+const { bands, owners, tiles } = await load("pool_view");
 const counts = { size: 3, idle: 1, starting: 0, leased: 1, waiting: 0, dead: 0 };
 
 test("tiles: by id, then the places where nothing was started", () => {
@@ -17,4 +17,9 @@ test("bands stay in their box and end now", () => {
   for (const { points } of all) for (const [x, y] of points) assert.ok(x >= 0 && x <= 600 && y >= -1e-9 && y <= 40 + 1e-9);
   assert.ok(all[0].points.some(([x, y]) => x === 600 && Math.abs(y) < 1e-9));
   assert.deepEqual(bands([], 600, 40, 60, 100), []);
+});
+
+test("leases by owner, the longest first, those by hand marked", () => {
+  const state = { counts, lanes: [[1, "leased", "c1", 1, 3, "2", 0], [2, "leased", "me", 1, 9, null, 2], [3, "leased", "c1", 1, 5, "0", 0], [4, "idle", "c1", 1, 5, null, 0]] };
+  assert.deepEqual(owners(state).map((r) => [r.owner, r.ids, r.age, r.hands]), [["me", [2], 9, ["by hand, rests"]], ["c1", [1, 3], 5, []]]);
 });
