@@ -108,7 +108,47 @@ class Chain:
         self._forks = itertools.count(1)
         self._tools = tuple(agent.tools.schemas) if agent.tools else ()
         self._trajectory: Trajectory | None = None
+        self.origin: Trajectory | None = None
+        """The trajectory that it goes on from: `agent.chain(trajectory)`."""
+        self.continues: Place | None = None
+        """The place whose seeds it then has."""
         self.turn: Turn = self._prompt()
+
+    @classmethod
+    def of(cls, agent: Agent, trajectory: Trajectory) -> Chain:
+        """A chain that stands where a trajectory ended, with its turns: rewind it, fork it, go on otherwise.
+
+        A turn that is sampled again at its place comes out the same where the agent and its engine still are.
+        Raises:  SettingsError if the agent's prompt is another one, or if tools ran whose doings are not in the turns.
+        """
+        kept = trajectory.group, trajectory.chain, trajectory.id.removeprefix(f"{trajectory.group}/{trajectory.chain}")
+        chain = cls(agent, trajectory.task, Place(group=kept[0], chain=kept[1], fork=f"{kept[2]}~"))
+        if not trajectory.turns or trajectory.turns[0].ids != chain.turn.ids:
+            raise SettingsError(
+                f"{trajectory.id!r} begins with another prompt than this agent writes; give the agent that made it"
+            )
+        for call in trajectory.tool_calls:
+            kinds = agent.tools[call.name].sandbox_kinds if call.name in agent.tools else ()
+            if call.error is None and kinds:
+                raise SettingsError(
+                    f"{trajectory.id!r} called {call.name!r} in a {kinds[0].__name__}, which is gone; "
+                    "agent.chain(task) starts from the beginning"
+                )
+        leaf: Turn | None = None
+        for turn in trajectory.turns:
+            leaf = turn if turn.parent is leaf else dataclasses.replace(turn, parent=leaf)
+        assert leaf is not None
+        chain.turn, chain.stop, chain.error = leaf, trajectory.stop, trajectory.error
+        chain.origin = trajectory
+        # The place is written in the group's name; whether it is the right one, the seed says.
+        purpose, _, number = kept[0].partition(":")[0].rpartition("-")
+        if number.isdigit():
+            place = Place(purpose, int(number), *kept)
+            own, chain._noise = chain._noise, place
+            if chain._seed(0) != trajectory.seed:
+                chain._noise = own
+        chain.continues = chain._noise
+        return chain
 
     def watch(
         self,

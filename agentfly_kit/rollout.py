@@ -14,7 +14,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentfly_kit.budget import Budget, Meter
 from agentfly_kit.caps import Caps
@@ -128,12 +128,15 @@ class Agent:
         """The messages that open each chain of a task: its own, behind the agent's."""
         return task.messages if self.system is None else ({"role": "system", "content": self.system}, *task.messages)
 
-    def chain(self, task: Task) -> Chain:
-        """One chain of the task, to be stepped by hand.
+    def chain(self, task: Task | Trajectory) -> Chain:
+        """One chain of the task, to be stepped by hand; of a trajectory, from its end, with its turns: `Chain.of`.
 
         While nothing runs in it, a pool that others wait for may take its sandbox back; at the next call it gets
         another, in the same state, and says so.
         """
+        if isinstance(task, Trajectory):
+            self._check([task.task])
+            return Chain.of(self, task)
         self._check([task])
         return Chain(self, task, hand=True)
 
@@ -177,11 +180,62 @@ class Agent:
 _rollouts = itertools.count(1)
 
 
+class ChainState(NamedTuple):
+    """Where one chain of a rollout stands."""
+
+    trajectory: str
+    task: str
+    state: str
+    """queued, waiting, sampling, sandbox (waiting for one), tool, scoring; done, failed, cancelled."""
+    turn: int
+    since: float
+    """Seconds from the rollout's start to the beginning of this state."""
+    detail: str
+    """The tool that runs, or the stop reason."""
+    reward: float | None
+
+
+@dataclass(frozen=True)
+class RolloutSnapshot:
+    """A rollout at one moment, in the order of its tasks."""
+
+    state: str
+    """not started, running, paused, stopping; done, stopped, failed."""
+    seconds: float
+    chains: tuple[ChainState, ...] = field(repr=False)
+
+    def count(self, *states: str) -> int:
+        return sum(1 for chain in self.chains if chain.state in states)
+
+
+class _Now:
+    """What a chain does now, as its events say it; of calls that run side by side, until the last one ends."""
+
+    __slots__ = ("calls", "detail", "since", "state", "task", "trajectory", "turn")
+
+    def __init__(self, trajectory: str, task: str) -> None:
+        self.trajectory, self.task = trajectory, task
+        self.state, self.turn, self.since, self.detail, self.calls = "queued", 0, 0.0, "", 0
+
+    def tell(self, kind: str, phase: str, state: str, turn: int, detail: str, seconds: float) -> None:
+        self.turn = turn
+        if kind == "tool":
+            self.calls += 1 if phase == "start" else -1
+            if phase == "end" and self.calls > 0:
+                return
+        if kind == "tool" and phase == "start" and self.calls > 1:
+            self.detail = f"{self.detail}, {detail}"
+            return
+        self.state, self.since = state, seconds
+        self.detail = detail if (kind == "tool" and phase == "start") or kind == "chain" else ""
+
+
 class RolloutRun:
     """A rollout that can be watched and stopped. `await` it for the `Rollout`; `async for` gives each chain as it ends.
 
     partial      what has finished so far
     pause(), resume(), stop()
+    snapshot()   what every chain does now
     subscribe()  every change of a chain, in order
     """
 
@@ -251,6 +305,7 @@ class RolloutRun:
         self._began = 0.0
         self._ended = 0.0
         self._readers: list[asyncio.Queue[Trajectory | None]] = []
+        self._now: dict[str, _Now] = {place.id: _Now(place.id, task.id) for task, place in self._places}
 
     # --- watching ---
 
@@ -259,7 +314,35 @@ class RolloutRun:
         """The chains that have finished, in the order of the tasks."""
         done = [self._done[place.id] for _, place in self._places if place.id in self._done]
         not_run = {place.id: self._not_run[place.id] for _, place in self._places if place.id in self._not_run}
-        return Rollout.of(done, (self._ended or time.perf_counter()) - self._began if self._began else 0.0, not_run)
+        return Rollout.of(done, self._seconds(), not_run)
+
+    def snapshot(self) -> RolloutSnapshot:
+        """What every chain does now. Cheap: for whoever wants to look a few times a second."""
+        wanting = {owner for pool in self.agent.pools if hasattr(pool, "snapshot") for owner in pool.snapshot().waiters}
+        done = self._done
+        chains = []
+        for id, now in self._now.items():
+            trajectory = done.get(id)
+            state, detail = now.state, now.detail
+            if id in self._not_run:  # a budget was used up before its turn came
+                state, detail = "cancelled", self._not_run[id]
+            elif id in wanting and state in ("tool", "scoring"):
+                state = "sandbox"
+            reward = None if trajectory is None else trajectory.reward
+            chains.append(ChainState(id, now.task, state, now.turn, now.since, detail, reward))
+        running = self._task
+        if running is None:
+            state = "not started"
+        elif not running.done():
+            state = "stopping" if self._stopping else "paused" if self._paused else "running"
+        elif running.cancelled():
+            state = "stopped"
+        else:
+            state = "done" if running.exception() is None else "failed"
+        return RolloutSnapshot(state, self._seconds(), tuple(chains))
+
+    def _seconds(self) -> float:
+        return (self._ended or time.perf_counter()) - self._began if self._began else 0.0
 
     def subscribe(self, callback: Callable[[RolloutEvent], None]) -> Callable[[], None]:
         """Be called with every change of a chain, in order, on the event loop. Returns what ends it."""
@@ -378,6 +461,8 @@ class RolloutRun:
             place = fork.place
             at = max(i for i, (_, p) in enumerate(self._places) if (p.group, p.chain) == (place.group, place.chain))
             self._places.insert(at + 1, (fork.task, place))  # beside its parent, in its group
+            self._now[place.id] = _Now(place.id, fork.task.id)
+            self._now = {p.id: self._now[p.id] for _, p in self._places}  # a fork stands beside its parent
             self.total += 1
             self._waiting.append(fork)
             hire()
@@ -454,11 +539,14 @@ class RolloutRun:
             await self._open.wait()
 
     def _reporter(self, trajectory: str, task: str) -> Report:
+        now = self._now[trajectory]
+
         def report(kind: Any, phase: Any, state: Any, turn: int, detail: str, call: str) -> None:
+            seconds = time.perf_counter() - self._began
+            now.tell(kind, phase, state, turn, detail, seconds)
             if not self._listeners:
                 return
             self._sequence += 1
-            seconds = time.perf_counter() - self._began
             self._events.append(
                 RolloutEvent(self._sequence, kind, phase, trajectory, task, turn, state, seconds, detail, call)
             )

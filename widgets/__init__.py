@@ -2,7 +2,10 @@
 
 from agentfly_kit import widgets as w
 w.TokenView(trajectory)     every token by signal: who wrote it, logprob, entropy, advantage, ratio, ...
+w.ChainStepper(chain)       one chain by buttons and keys: sample, run the tools, write, undo, fork, finish
 w.PoolView(pool)            the sandboxes of a pool, live
+w.TrajectoryView(rollout)   trajectories to filter, sort and search; those selected side by side
+w.RolloutView(run)          the chains of a rollout, live, with pause and stop
 w.TrainView(run)            the curves of a training run, live or from its folder
 w.ToolForm(tool)            call a tool and read exactly what the model would
 w.RewardForm(reward, rollout)    score saved trajectories again while a reward is edited: what flipped
@@ -23,10 +26,16 @@ except ImportError as error:  # pragma: no cover - the test environment has it
 
 from ._base import Static, View
 from ._tokens import Selection, Span
+from .chain_stepper import ChainStepper
 from .pool_view import PoolView
 from .reward_form import RewardForm
+from .rollout_view import RolloutView
 from .token_view import TokenView
 from .tool_form import ToolForm
 from .train_view import TrainView
+from .trajectory_view import Trajectories, TrajectoryView
 
-__all__ = ["PoolView", "RewardForm", "Selection", "Span", "Static", "TokenView", "ToolForm", "TrainView", "View"]
+__all__ = [
+    "ChainStepper", "PoolView", "RewardForm", "RolloutView", "Selection", "Span", "Static", "TokenView", "ToolForm",
+    "TrainView", "Trajectories", "TrajectoryView", "View",
+]  # fmt: skip

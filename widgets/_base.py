@@ -92,6 +92,22 @@ def json_text(value: Any) -> str:
     return text if text == sendable(text) else json.dumps(value, default=str)
 
 
+def readable(text: str, limit: int) -> str:
+    """Running text for a page: blanks and new lines stay; what cannot be seen, or turns its neighbours, is a number."""
+    if len(text) > limit:
+        text = f"{text[:limit]}… ({len(text):,} characters)"
+    return "".join(ch if ch.isprintable() or ch in "\n\t" else f"‹U+{ord(ch):04X}›" for ch in text)
+
+
+def shared_prefix(names: list[str]) -> int:
+    """Letters at the beginning of all names that need not be read again and again: "rollout-0:"."""
+    if len(names) < 2:
+        return 0
+    first, last = min(names), max(names)  # what these two share, all share
+    n = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    return first.rfind(":", 0, n) + 1
+
+
 # --- how often -----------------------------------------------------------------------------------
 
 

@@ -39,6 +39,11 @@ export function duration(seconds) {
   return `${Math.floor(s / 3600)} h ${Math.floor((s % 3600) / 60)} min`;
 }
 
+/** Seconds of something that is often short: 12 ms, 4.3 s, 3 min 20 s. */
+export function brief(seconds) {
+  return seconds !== null && seconds !== undefined && seconds < 0.995 ? `${Math.round(1000 * seconds)} ms` : duration(seconds);
+}
+
 /** Round numbers that cover [lo, hi], about `n` of them. */
 export function ticks(lo, hi, n = 4) {
   if (!(hi > lo)) return [lo];
@@ -55,6 +60,12 @@ export function readable(text) {
   return text.split(/([\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb])/u)
     .map((part, i) => (i % 2 ? { hidden: `‹U+${part.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}›` } : { text: part }))
     .filter((part) => part.hidden || part.text);
+}
+
+/** Which rows of a list are near the window: [first, last + 1]. */
+export function near(top, height, row, n, margin = 6) {
+  const first = Math.max(0, Math.min(n, Math.floor(top / row) - margin));
+  return [first, Math.max(first, Math.min(n, Math.ceil((top + height) / row) + margin))];
 }
 
 // --- page ---
@@ -177,4 +188,104 @@ export function mount({ model, el }, { label, build }) {
     tell("close");
     root.remove();
   };
+}
+
+/**
+ * A list of `n` rows of one height of which only those near the window are elements. `fill(box, i)` writes row i into an
+ * element, which is used again for other rows; the keys that walk are the list's own.
+ */
+export function windowed({ row, label, fill, move, multi = false }) {
+  const id = `afk${Math.random().toString(36).slice(2, 8)}`;
+  const space = h("div", { class: "afk-space", role: "presentation" });
+  const el = h("div", { class: "afk-window", role: "listbox", tabindex: "0", "aria-label": label, "aria-multiselectable": multi ? "true" : null }, space);
+  const made = new Map(); // row -> element
+  const spare = [];
+  const list = { el, n: 0, cursor: -1, draw, show };
+  function draw() {
+    space.style.height = `${list.n * row}px`;
+    const [first, last] = near(el.scrollTop, el.clientHeight || 400, row, list.n);
+    for (const [i, box] of made) {
+      if (i >= first && i < last) continue;
+      made.delete(i);
+      spare.push(box);
+    }
+    for (let i = first; i < last; i++) {
+      let box = made.get(i);
+      if (!box) {
+        box = spare.pop() ?? h("div", { class: "afk-item", role: "option" });
+        made.set(i, box);
+        box.style.transform = `translateY(${i * row}px)`;
+        box.style.height = `${row}px`;
+        box.id = `${id}-${i}`;
+        box.row = i;
+        box.setAttribute("aria-posinset", i + 1);
+        if (box.parentNode !== space) space.append(box);
+      }
+      box.setAttribute("aria-setsize", list.n);
+      box.classList.toggle("afk-cursor", i === list.cursor);
+      fill(box, i);
+    }
+    for (const box of spare.splice(0)) box.remove();
+    if (made.has(list.cursor)) el.setAttribute("aria-activedescendant", `${id}-${list.cursor}`);
+    else el.removeAttribute("aria-activedescendant");
+  }
+  /** Put the cursor on row i and bring it into sight. */
+  function show(i) {
+    if (!list.n) return;
+    list.cursor = Math.max(0, Math.min(list.n - 1, i));
+    const top = list.cursor * row;
+    if (top < el.scrollTop) el.scrollTop = top;
+    else if (top + row > el.scrollTop + el.clientHeight) el.scrollTop = top + row - el.clientHeight;
+    draw();
+  }
+  let planned = false;
+  el.addEventListener("scroll", () => {
+    if (planned) return;
+    planned = true;
+    requestAnimationFrame(() => {
+      planned = false;
+      draw();
+    });
+  });
+  el.addEventListener("keydown", (event) => {
+    const page = Math.max(1, Math.floor(el.clientHeight / row) - 1);
+    const step = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page }[event.key];
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (step) show(list.cursor < 0 ? 0 : list.cursor + step);
+    else if (event.key === "Home") show(0);
+    else if (event.key === "End") show(list.n - 1);
+    else return;
+    event.preventDefault();
+    move?.(list.cursor, event);
+  });
+  return list;
+}
+
+/** A box with code to take away: it is copied where the browser allows that, and selected in any case. */
+export function codeBox(code, close) {
+  const area = h("textarea", { class: "afk-code", readonly: true, spellcheck: "false", "aria-label": "Code", rows: Math.min(14, code.split("\n").length + 1) });
+  area.value = code;
+  const said = h("span", { class: "afk-soft", role: "status" }, "");
+  const box = h("div", { class: "afk-codebox" },
+    h("div", { class: "afk-bar" }, h("b", {}, "as a cell"), said, h("span", { class: "afk-grow" }), h("button", { type: "button", onclick: () => { box.remove(); close?.(); } }, "Close")), area);
+  const copy = async () => {
+    area.select();
+    try {
+      await navigator.clipboard.writeText(code);
+      said.textContent = "copied";
+    } catch {
+      said.textContent = "press Ctrl+C to copy";
+    }
+  };
+  queueMicrotask(() => { area.focus(); copy(); });
+  return box;
+}
+
+/** Put another widget into an element; `ref` is its trait ("IPY_MODEL_..."). Returns what takes it away. */
+export function child(host, ref, el) {
+  const gone = new AbortController();
+  const failed = (error) => { if (!gone.signal.aborted) el.replaceChildren(h("div", { class: "afk-note" }, `This view cannot be shown here: ${error.message ?? error}`)); };
+  if (!host?.getWidget) failed(new Error("it needs anywidget 0.11 in the front end"));
+  else host.getWidget(ref).then((widget) => { if (!gone.signal.aborted) return widget.render({ el, signal: gone.signal }); }).catch(failed);
+  return () => { gone.abort(); el.replaceChildren(); };
 }

@@ -1,0 +1,200 @@
+"""The view of a running rollout without a browser: what the chains do, at most ten times a second, and its buttons."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import agents
+import numpy as np
+import pytest
+from agentfly_kit.widgets.rollout_view import STATES
+from ipywidgets.widgets import widget as ipywidget
+from test_chain_stepper import Box, click, show, until
+from test_widgets import check_static, sent, unpack
+
+import agentfly_kit as af
+from agentfly_kit import widgets as w
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    for view in list(ipywidget._instances.values()):
+        view.close()
+
+
+def states(view: Any) -> list[str]:
+    return [STATES[i] for i in np.frombuffer(view._buffers["state"], np.uint8)]
+
+
+async def test_a_snapshot_says_what_every_chain_does() -> None:
+    gate = asyncio.Event()
+
+    @af.tool
+    async def wait(sandbox: Box) -> str:
+        """Wait."""
+        await gate.wait()
+        return "done"
+
+    call = agents.call(name="wait").replace('"expression":"1+1"', "")
+    async with af.Pool(Box, size=1) as pool:
+        agent = agents.played([call, "42"], tools=[wait], pools=[pool])
+        run = agent.rollout(agents.tasks(3), max_concurrency=2)
+        before = run.snapshot()
+        assert (before.state, before.seconds, before.count("queued")) == ("not started", 0.0, 3)
+        view = w.RolloutView(run)
+        assert "not started" in repr(view)
+        task = asyncio.ensure_future(run._wait())
+        await until(lambda: run.snapshot().count("sandbox") == 1)
+        now = run.snapshot()
+        assert now.state == "running"
+        assert [c.state for c in now.chains] == ["tool", "sandbox", "queued"]
+        assert now.chains[0].detail == "wait"
+        assert now.chains[0].turn == 1
+        assert 0 <= now.chains[0].since <= now.seconds
+        await until(lambda: view.counts["sandbox"] == 1)
+        assert states(view) == ["tool", "sandbox", "queued"]
+        run.pause()
+        assert run.snapshot().state == "paused"
+        run.resume()
+        gate.set()
+        rollout = await task
+        last = run.snapshot()
+        assert last.state == "done"
+        assert [c.state for c in last.chains] == ["done"] * 3
+        assert [c.reward for c in last.chains] == [t.reward for t in rollout]
+        assert last.chains[0].detail == "answered"
+        await until(lambda: view._about["state"] == "done")
+        assert view._about["left"] is None
+
+
+async def test_calls_side_by_side_are_in_a_tool_until_the_last_ends() -> None:
+    gate = asyncio.Event()
+
+    @af.tool
+    async def slow() -> str:
+        """Slow."""
+        await gate.wait()
+        return "s"
+
+    @af.tool
+    async def quick() -> str:
+        """Quick."""
+        return "q"
+
+    both = "".join(agents.call(name=n).replace('"expression":"1+1"', "") for n in ("slow", "quick"))
+    run = agents.played([both, "42"], tools=[slow, quick]).rollout(agents.tasks(1))
+    task = asyncio.ensure_future(run._wait())
+    await until(lambda: run.snapshot().chains[0].state == "tool")
+    await asyncio.sleep(0.05)
+    assert run.snapshot().chains[0].state == "tool"
+    assert run.snapshot().chains[0].detail == "slow, quick"
+    gate.set()
+    await task
+
+
+async def test_the_buttons_pause_resume_and_stop() -> None:
+    agent = agents.scripted([agents.call(), agents.call(), "42"], latency=0.02)
+    run = agent.rollout(agents.tasks(1), group_size=200, max_concurrency=4)
+    view = w.RolloutView(run)
+    show(view)
+    task = asyncio.ensure_future(run._wait())
+    await until(lambda: view.counts["done"] > 1)
+    click(view, "pause")
+    await until(lambda: view._about["state"] == "paused")
+    await asyncio.sleep(0.1)
+    done = run.snapshot().count("done")
+    await asyncio.sleep(0.15)
+    assert run.snapshot().count("done") == done
+    click(view, "resume")
+    await until(lambda: run.snapshot().count("done") > done)
+    assert view._about["rate"] is not None
+    click(view, "stop")
+    rollout = await task
+    assert 0 < len(rollout) < 200
+    await until(lambda: view._about["state"] == "stopped")
+    assert view.counts["done"] == len(rollout)
+    assert view.counts["queued"] > 0
+    assert view._notice == ""
+
+
+async def test_4096_chains_stay_within_the_budget_of_updates() -> None:
+    run = agents.played([agents.call(), "42"]).rollout(agents.tasks(64), group_size=64, max_concurrency=512)
+    view = w.RolloutView(run)
+    show(view)
+    cost: list[float] = []
+    refresh = view.refresh
+
+    def timed() -> None:
+        began = time.thread_time()
+        refresh()
+        cost.append(time.thread_time() - began)
+
+    view.refresh = timed  # type: ignore[method-assign]
+    began, before = time.monotonic(), view.updates
+    rollout = await run
+    seconds = time.monotonic() - began
+    await until(lambda: view._about["state"] == "done")
+    assert len(rollout) == 4096
+    assert view.counts["done"] == 4096
+    assert (view.updates - before) / seconds <= 10 + 2 / seconds
+    state = sent(view)
+    print(f"{len(cost)} updates of {1000 * np.mean(cost):.1f} ms, {seconds:.1f} s")
+    assert sum(len(b) for b in _buffers(state["_buffers"])) < 80_000
+    assert len(json.dumps(state["_about"])) < 2000
+    np.testing.assert_allclose(unpack(view._buffers["reward"]), [t.reward for t in rollout])
+    check_static(view)
+
+
+def _buffers(x: Any) -> Iterator[bytes]:
+    if isinstance(x, dict):
+        for value in x.values():
+            yield from _buffers(value)
+    else:
+        yield x
+
+
+async def test_a_run_that_is_gone_and_what_is_none() -> None:
+    run = agents.scripted(["42"]).rollout(agents.tasks(1))
+    view = w.RolloutView(run)
+    del run
+    gc.collect()
+    view.refresh()
+    assert view._about["gone"] is True
+    click(view, "pause")
+    await until(lambda: "the run is gone" in view._notice)
+    with pytest.raises(TypeError, match="TrajectoryView"):
+        w.RolloutView(await agents.scripted(["42"]).rollout(agents.tasks(1)))
+
+
+async def test_it_ends_with_the_view() -> None:
+    run = agents.scripted(["42"]).rollout(agents.tasks(1))
+    view = w.RolloutView(run)
+    assert len(run._listeners) == 1
+    view.close()
+    assert run._listeners == []
+    assert isinstance(view._repr_html_(), str)
+
+
+async def test_a_training_run_shows_the_rollout_of_its_step(tmp_path: Any) -> None:
+    policy = agents.random_policy()
+    agent = agents.agent(policy, max_turns=2, sampling=af.Sampling(max_tokens=8))
+    config = af.TrainConfig(steps=40, group_size=4)
+    run = af.train(agent, policy, agents.tasks(2), config, run=tmp_path / "run")
+    view = w.RolloutView(run)
+    assert repr(view) == "RolloutView(no chain yet)"
+    show(view)
+    seen = []
+    view.observe(lambda change: seen.append(change["new"]["step"]), "_about")
+    training = asyncio.ensure_future(run._all())
+    await until(lambda: any(seen))
+    assert view.counts["queued"] + view.counts["sampling"] + view.counts["done"] > 0
+    click(view, "stop")
+    await training
+    assert len(run.records) < 40
+    check_static(view)

@@ -1,0 +1,234 @@
+// One chain by buttons and keys. Nothing is decided here: Python says what can be done, and does it.
+
+const LETTER = { prompt: "P", action: "A", observation: "O", forced: "F" };
+export const KEYS = { s: "sample", g: "greedy", r: "act", w: "write", u: "undo", k: "fork", f: "finish" };
+
+/** What the text box is for now: words for the model, the answer to its action, or nothing. */
+export function composer(can) {
+  if (can.force) return "force";
+  return can.observe ? "observe" : null;
+}
+
+/** A probability as the bars write it. */
+export function percent(p) {
+  if (p >= 0.9995) return "100 %";
+  if (p < 0.0005) return "<0.1 %";
+  return `${(100 * p).toFixed(1)} %`;
+}
+
+export default {
+  render({ model, el }) {
+    return mount({ model, el }, {
+      label: "Chain stepper",
+      build(context) {
+        const { root } = context;
+        root.classList.add("afk-stepper");
+        const button = (text, key, title, act, name) =>
+          h("button", { type: "button", title, "aria-keyshortcuts": key || null, "data-do": name ?? null, onclick: act }, text, key ? h("kbd", { "aria-hidden": "true" }, key) : "");
+
+        const title = h("bdi", { class: "afk-title" });
+        const status = h("span", { class: "afk-soft afk-num", role: "status" });
+        const tabs = h("span", { class: "afk-tabs", role: "group", "aria-label": "Chains" });
+        const codeButton = button("As code", "", "The steps as a cell that makes this chain again", () => context.ask("code"));
+        const result = h("div", { class: "afk-result" });
+        const turns = h("div", { class: "afk-turns", tabindex: "0", role: "log", "aria-label": "Turns of the chain" });
+        const bars = h("div", { class: "afk-bars", role: "group", "aria-label": "Next token, most probable first" });
+        const barsTitle = h("div", { class: "afk-barstitle afk-num" });
+        const toggle = h("input", { type: "checkbox" });
+        const side = h("div", { class: "afk-side" }, h("div", { class: "afk-sidehead" }, h("label", {}, toggle, "next token"), barsTitle), bars);
+
+        const act = {
+          sample: button("Sample", "s", "The policy writes one action", () => context.ask("sample", false), "sample"),
+          greedy: button("Greedy", "g", "The policy writes its most probable action", () => context.ask("sample", true), "sample"),
+          act: button("Run the tools", "r", "Run the calls of the last action", () => context.ask("act"), "act"),
+          undo: button("Undo", "u", "Back by one turn", () => context.ask("rewind", null), "rewind"),
+          fork: button("Fork", "k", "A second chain from here; this one stays", () => context.ask("fork"), "fork"),
+          finish: button("Finish and score", "f", "End the chain, score it, and give its sandbox back", () => context.ask("finish"), "finish"),
+          cancel: button("Cancel", "Esc", "End what runs now", () => context.ask("cancel")),
+        };
+        const bar = h("div", { class: "afk-bar afk-tools", role: "toolbar", "aria-label": "Steps" },
+          act.sample, act.greedy, act.act, act.undo, act.fork, h("span", { class: "afk-grow" }), act.cancel, act.finish);
+
+        const words = h("textarea", { rows: 2, spellcheck: "false" });
+        const wordsLabel = h("span", {});
+        const write = button("", "", "Ctrl+Enter in the box does it too", () => send(true));
+        const leave = button("Write, and let it go on", "", "The text begins the action; the policy writes the rest", () => send(false));
+        const again = button("Cancel", "", "Leave the result as it is", () => { editing = false; words.value = ""; draw(); });
+        const box = h("div", { class: "afk-composer" }, h("label", { class: "afk-block" }, wordsLabel, words), h("div", { class: "afk-row2" }, write, leave, again));
+        const codeHolder = h("div", {});
+        root.append(h("div", { class: "afk-bar" }, title, status, h("span", { class: "afk-grow" }), tabs, codeButton), result,
+          h("div", { class: "afk-main" }, turns, side), bar, box, codeHolder);
+
+        let editing = false; // the text box holds another result for the last calls
+        let mode = null;
+        function send(end) {
+          const text = words.value;
+          if (editing) context.ask("edit", text);
+          else if (mode === "force") context.ask("force", { text, end });
+          else if (mode === "observe") context.ask("observe", text);
+          else return;
+          editing = false;
+          words.value = "";
+        }
+        words.addEventListener("keydown", (event) => {
+          if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+            event.preventDefault();
+            send(true);
+          } else if (event.key === "Escape") turns.focus();
+        });
+
+        // --- turns ---
+        const drawn = []; // [text of the turn's state, element]: a turn never changes, so it is drawn once
+        function call(c) {
+          const line = h("div", { class: "afk-call" }, h("span", { class: "afk-callhead" }, h("b", { dir: "auto" }, c.name), " ", h("code", { dir: "auto" }, c.arguments)));
+          if (c.unreadable !== null) line.append(h("div", { class: "afk-bad" }, `✕ could not be read: ${c.unreadable}`));
+          if (c.ok !== null) {
+            line.append(h("div", { class: c.ok ? "" : "afk-bad" }, c.ok ? "✓ " : "✕ failed: ", h("code", { class: "afk-said", dir: "auto" }, c.result),
+              h("span", { class: "afk-soft afk-num" }, ` ${brief(c.seconds)}${c.truncated ? ", cut" : ""}`)));
+          }
+          if (c.error !== null) {
+            line.append(h("details", {}, h("summary", {}, c.error), h("pre", {}, c.traceback || "no traceback")));
+          }
+          return line;
+        }
+        function turn(t, i) {
+          const facts = [`by ${t.author}`];
+          if (t.n !== null) facts.push(`${plural(t.n, "token")}, ${t.sampled ? "mask 1" : "mask 0"}`);
+          if (t.logprob !== null) facts.push(`logprob ${t.logprob}`);
+          if (t.reward !== null) facts.push(`reward ${t.reward}`);
+          if (t.seconds > 0) facts.push(brief(t.seconds));
+          if (t.stop && t.stop !== "stop") facts.push(`ended by ${t.stop}`);
+          if (t.open) facts.push("open: the policy goes on");
+          const back = h("button", { type: "button", class: "afk-small", title: "Go back to the end of this turn", "aria-label": `Go back to turn ${i}`, onclick: () => context.ask("rewind", i) }, "↶ to here");
+          const edit = t.kind === "observation" && t.calls.length
+            ? h("button", { type: "button", class: "afk-small afk-edit", title: "Write another result in its place", "aria-label": `Edit the result of turn ${i}`, onclick: () => startEdit(t) }, "Edit") : null;
+          return h("div", { class: `afk-turn2 afk-${LETTER[t.kind] ? t.kind : "prompt"}` },
+            h("div", { class: "afk-turnhead" }, h("span", { class: "afk-badge", "aria-hidden": "true" }, LETTER[t.kind] ?? "?"), h("b", {}, `${i} ${t.kind}`),
+              h("span", { class: "afk-soft afk-num" }, facts.join(" · ")), h("span", { class: "afk-grow" }), edit, back),
+            // What the calls of an observation gave is told to the model in the template's words: those are a click away.
+            ...(t.kind === "observation" && t.calls.length
+              ? [...t.calls.map(call), h("details", { class: "afk-told" }, h("summary", {}, "as the model reads it"), h("div", { class: "afk-text", dir: "auto" }, t.text))]
+              : [h("div", { class: "afk-text", dir: "auto" }, t.text), ...t.calls.map(call)]));
+        }
+        function startEdit(t) {
+          editing = true;
+          words.value = t.plain;
+          draw();
+          words.focus();
+        }
+        function drawTurns(state) {
+          const near = turns.scrollHeight - turns.scrollTop - turns.clientHeight < 60;
+          const before = drawn.length;
+          state.turns.forEach((t, i) => {
+            const key = JSON.stringify(t);
+            if (drawn[i]?.[0] === key) return;
+            const node = turn(t, i);
+            if (drawn[i]) drawn[i][1].replaceWith(node);
+            else turns.append(node);
+            drawn[i] = [key, node];
+          });
+          for (const [, node] of drawn.splice(state.turns.length)) node.remove();
+          drawn.forEach(([, node], i) => {
+            const last = i === drawn.length - 1;
+            node.querySelector(":scope > .afk-turnhead > button:last-child").hidden = last || !state.can.rewind;
+            const edit = node.querySelector(".afk-edit");
+            if (edit) edit.hidden = !last || !state.can.edit;
+          });
+          if (near || drawn.length > before) turns.scrollTop = turns.scrollHeight;
+        }
+
+        // --- next token ---
+        function drawBars() {
+          const d = model.get("_distribution") ?? {};
+          toggle.checked = model.get("top") > 0;
+          const held = bars.contains(document.activeElement);
+          bars.replaceChildren();
+          barsTitle.textContent = d.entropy !== undefined ? `entropy ${d.entropy} nats` : "";
+          if (d.why) bars.append(h("div", { class: "afk-soft" }, d.why));
+          else if (!d.ids) bars.append(h("div", { class: "afk-soft" }, toggle.checked ? "No action is due." : "Not asked for."));
+          else {
+            d.ids.forEach((id, i) => {
+              const fill = h("span", { class: "afk-fill", "aria-hidden": "true" });
+              fill.style.width = `${100 * d.probabilities[i]}%`;
+              bars.append(h("button", {
+                type: "button", class: "afk-next", title: `Write token ${id}${d.stops[i] ? ", which ends the action" : " and let the policy go on"}`,
+                onclick: () => context.ask("force", { ids: [id], end: d.stops[i] }),
+              }, fill, h("code", {}, h("bdi", {}, d.texts[i])), h("span", { class: "afk-num" }, percent(d.probabilities[i]))));
+            });
+          }
+          if (held) turns.focus();
+        }
+        toggle.addEventListener("change", () => context.put("top", toggle.checked ? 20 : 0));
+
+        // --- all ---
+        const put = (node, text) => {
+          if (node.textContent !== text) node.textContent = text;
+        };
+        function draw() {
+          const state = model.get("_state");
+          if (!state?.can) return;
+          const { can } = state;
+          put(title, state.id);
+          put(status, `action ${state.actions} of ${state.max_turns} · ${plural(state.tokens, "token")} · ${state.where}`);
+          root.classList.toggle("afk-busy", state.busy);
+          const many = state.chains.length > 1;
+          tabs.hidden = !many;
+          if (many) {
+            tabs.replaceChildren(...state.chains.map((id, i) =>
+              h("button", { type: "button", "aria-pressed": String(i === state.at), title: id, onclick: () => context.ask("switch", i) }, i === 0 ? "first" : `fork ${i}`)));
+          }
+          act.sample.disabled = act.greedy.disabled = !can.sample;
+          act.act.disabled = !can.act;
+          act.undo.disabled = !can.rewind;
+          act.fork.disabled = !can.fork;
+          act.finish.disabled = !can.finish;
+          act.cancel.hidden = !state.busy;
+          if (editing && !can.edit) editing = false;
+          mode = composer(can);
+          const use = editing ? "edit" : mode;
+          const pending = can.act;
+          put(wordsLabel, { force: "Write for the model (mask 0)", edit: "Another result, in place of the one above", observe: pending ? "Or write the result of its calls yourself" : "Answer it as the user, and it goes on" }[use] ?? "Nothing to write now");
+          put(write, { force: "Write it", edit: "Replace the result", observe: pending ? "Give as the result" : "Answer" }[use] ?? "Write it");
+          words.disabled = write.disabled = use === null;
+          leave.hidden = use !== "force";
+          again.hidden = use !== "edit";
+          result.replaceChildren();
+          result.hidden = state.result === null && state.error === null;
+          if (state.result) {
+            result.append(h("b", { class: "afk-num" }, state.result.reward === null ? "unscored" : `reward ${state.result.reward}`),
+              h("span", { class: "afk-num" }, state.result.metrics.map(([k, v]) => `${k} ${v}`).join(" · ")), h("span", { class: "afk-soft", dir: "auto" }, state.result.says));
+          }
+          if (state.error) result.append(h("span", { class: "afk-bad" }, `✕ ${state.error}`));
+          drawTurns(state);
+        }
+        let shown = model.get("_code")?.n ?? 0;
+        context.on("_code", () => {
+          const { n, text } = model.get("_code") ?? {};
+          if (!n || n === shown) return;
+          shown = n;
+          codeHolder.replaceChildren(codeBox(text, () => codeButton.focus()));
+        });
+
+        // --- keys: letters do what the buttons do, wherever no text is written ---
+        root.addEventListener("keydown", (event) => {
+          if (event.ctrlKey || event.metaKey || event.altKey || /^(TEXTAREA|INPUT|SELECT)$/.test(event.target.tagName)) return;
+          if (event.key === "Escape") {
+            if (!act.cancel.hidden) act.cancel.click();
+            return;
+          }
+          const name = KEYS[event.key];
+          if (!name) return;
+          event.preventDefault();
+          if (name === "write") words.focus();
+          else act[name].click();
+        });
+        context.on("_state", draw);
+        context.on("_distribution", drawBars);
+        context.on("top", drawBars);
+        draw();
+        drawBars();
+        requestAnimationFrame(() => { turns.scrollTop = turns.scrollHeight; }); // it has a height only now
+      },
+    });
+  },
+};

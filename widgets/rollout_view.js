@@ -1,0 +1,163 @@
+// Lanes of chains. Ten times a second buffers arrive; only the lanes in sight are elements.
+
+export const STATES = ["queued", "waiting", "sampling", "sandbox", "tool", "scoring", "done", "failed", "cancelled"];
+const SIGN = { queued: "·", waiting: "◌", sampling: "●", sandbox: "◔", tool: "◆", scoring: "★", done: "✓", failed: "✕", cancelled: "⊘" };
+const WORD = { queued: "not begun", sandbox: "waiting for a sandbox", tool: "in a tool" };
+const OVER = new Set(["done", "failed", "cancelled"]);
+const BANDS = ["done", "failed", "cancelled", "scoring", "tool", "sandbox", "sampling", "waiting"];
+
+/** Rows to show: those in `only` (all if it is empty), in the order of the tasks or with what has stood longest first. */
+export function order(state, since, only, how) {
+  const out = [];
+  for (let i = 0; i < state.length; i++) if (!only.size || only.has(STATES[state[i]])) out.push(i);
+  if (how === "longest") {
+    const rank = (i) => (OVER.has(STATES[state[i]]) ? 2 : STATES[state[i]] === "queued" ? 1 : 0);
+    out.sort((a, b) => rank(a) - rank(b) || since[a] - since[b] || a - b);
+  }
+  return out;
+}
+
+/** Shares of the whole, first what is over: [name, from, to] in 0..1; empty ones are left out. */
+export function shares(counts, total) {
+  const out = [];
+  let at = 0;
+  for (const name of BANDS) {
+    const n = counts[name] ?? 0;
+    if (!n || !total) continue;
+    out.push([name, at / total, (at + n) / total]);
+    at += n;
+  }
+  return out;
+}
+
+export default {
+  render({ model, el }) {
+    return mount({ model, el }, {
+      label: "Chains of a rollout",
+      build(context) {
+        const { root } = context;
+        root.classList.add("afk-rolloutview");
+        const title = h("span", { class: "afk-title" }, "rollout");
+        const what = h("span", { class: "afk-soft afk-num", role: "status" });
+        const pause = h("button", { type: "button", onclick: () => context.ask(model.get("_about")?.state === "paused" ? "resume" : "pause") }, "Pause");
+        const stop = h("button", { type: "button", title: "End the chains that run; those that have finished are kept", onclick: () => context.ask("stop") }, "Stop");
+        const note = h("div", { class: "afk-note" });
+        const chips = h("div", { class: "afk-chips afk-num", role: "group", "aria-label": "Show only chains in these states" });
+        const progress = h("div", { class: "afk-progress", role: "progressbar", "aria-label": "Chains that are over", "aria-valuemin": "0" });
+        const how = h("select", { "aria-label": "Order" }, h("option", { value: "place" }, "in the order of the tasks"), h("option", { value: "longest" }, "longest in its state first"));
+        const shown = h("span", { class: "afk-soft afk-num" });
+        const only = new Set();
+        let data = null;
+        let rows = [];
+        let sentAt = performance.now();
+
+        const chip = {};
+        for (const name of STATES) {
+          const n = h("b", {}, "0");
+          chip[name] = {
+            n, box: h("button", { type: "button", class: `afk-chip afk-r-${name}`, "aria-pressed": "false", onclick: () => {
+              if (!only.delete(name)) only.add(name);
+              chip[name].box.setAttribute("aria-pressed", String(only.has(name)));
+              list.el.scrollTop = 0;
+              draw();
+            } }, h("span", { class: "afk-sign", "aria-hidden": "true" }, SIGN[name]), " ", n, ` ${WORD[name] ?? name}`),
+          };
+          chips.append(chip[name].box);
+        }
+        const segments = Object.fromEntries(BANDS.map((name) => {
+          const box = h("span", { class: `afk-seg afk-r-${name}` });
+          progress.append(box);
+          return [name, box];
+        }));
+        const put = (node, text) => {
+          if (node.textContent !== text) node.textContent = text;
+        };
+        const list = windowed({
+          row: 24,
+          label: "Chains",
+          fill(box, at) {
+            const i = rows[at];
+            if (!box.parts) {
+              const span = (name) => h("span", { class: name });
+              box.parts = { sign: span("afk-sign"), id: h("bdi", { class: "afk-lane" }), word: span("afk-word"), dots: span("afk-dots"), time: span("afk-time afk-num"), detail: h("bdi", { class: "afk-soft afk-what" }) };
+              box.parts.dots.setAttribute("aria-hidden", "true");
+              box.append(box.parts.sign, box.parts.id, box.parts.word, box.parts.dots, box.parts.time, box.parts.detail);
+            }
+            const { sign, id, word, dots, time, detail } = box.parts;
+            const name = STATES[data.state[i]];
+            const about = model.get("_about");
+            box.className = `afk-item afk-r-${name}${at === list.cursor ? " afk-cursor" : ""}`;
+            put(sign, SIGN[name]);
+            put(id, (data.names[i] ?? "").slice(about.prefix ?? 0));
+            put(word, WORD[name] ?? name);
+            const turn = data.turn[i];
+            const limit = about.max_turns;
+            put(dots, limit <= 12 ? "▪".repeat(Math.min(turn, limit)) + "▫".repeat(Math.max(0, limit - turn)) : `${turn}/${limit}`);
+            const moving = !OVER.has(name) && name !== "queued";
+            const clock = data.seconds + (ticking() ? (performance.now() - sentAt) / 1000 : 0);
+            put(time, moving ? duration(Math.max(0, clock - data.since[i])) : "");
+            const reward = data.reward.at(i);
+            const text = model.get("_details")[data.detail[i]] ?? "";
+            put(detail, OVER.has(name) ? `${reward === null ? "unscored" : `reward ${number(reward)}`}${text ? ` · ${text}` : ""}` : text);
+            box.setAttribute("aria-label", `${data.names[i]}: ${WORD[name] ?? name}, ${plural(turn, "action")} of ${limit}${detail.textContent ? `, ${detail.textContent}` : ""}`);
+            box.title = box.getAttribute("aria-label");
+          },
+        });
+        const ticking = () => !context.stale() && /running|paused|stopping/.test(model.get("_about")?.state ?? "") && !model.get("_about")?.gone;
+        root.append(h("div", { class: "afk-bar" }, title, what, h("span", { class: "afk-grow" }), pause, stop), note, progress, chips,
+          h("div", { class: "afk-bar afk-sub" }, h("label", {}, "Show ", how), shown), list.el);
+
+        function read() {
+          const b = model.get("_buffers");
+          if (!b?.state) return;
+          data = { names: model.get("_names"), state: typed(b.state, Uint8Array), turn: typed(b.turn, Int16Array), since: typed(b.since, Float32Array), detail: typed(b.detail, Uint16Array), reward: column(b.reward), seconds: model.get("_about")?.seconds ?? 0 };
+        }
+        function draw() {
+          const about = model.get("_about");
+          if (!about?.counts) return;
+          put(title, about.step ? `rollout of ${about.step}` : "rollout");
+          const over = about.counts.done + about.counts.failed + about.counts.cancelled;
+          const facts = [about.state, `${over.toLocaleString("en-US")} of ${plural(about.total, "chain")} over`, duration(about.seconds)];
+          if (about.rate !== null) facts.push(`${about.rate} chains a second`);
+          if (about.left !== null) facts.push(`about ${duration(about.left)} left`);
+          if (about.reward !== null) facts.push(`mean reward ${about.reward}`);
+          put(what, facts.join(" · "));
+          put(pause, about.state === "paused" ? "Resume" : "Pause");
+          const ended = /^(done|stopped|failed|stopping)$/.test(about.state) || about.gone;
+          pause.disabled = stop.disabled = ended;
+          put(note, about.gone ? "The run is gone: this is its last state." : about.state === "not started" ? "It has not been started: `await` it in a cell." : "");
+          note.hidden = !note.textContent;
+          for (const name of STATES) {
+            const n = about.counts[name];
+            put(chip[name].n, n.toLocaleString("en-US"));
+            chip[name].box.classList.toggle("afk-zero", n === 0);
+          }
+          progress.setAttribute("aria-valuemax", about.total);
+          progress.setAttribute("aria-valuenow", over);
+          const now = Object.fromEntries(shares(about.counts, about.total).map(([name, a, b]) => [name, b - a]));
+          for (const name of BANDS) segments[name].style.width = `${100 * (now[name] ?? 0)}%`;
+          if (!data) return;
+          rows = order(data.state, data.since, only, how.value);
+          list.n = rows.length;
+          put(shown, only.size ? `${plural(rows.length, "chain")} shown` : "");
+          list.el.classList.toggle("afk-empty", rows.length === 0);
+          list.draw();
+        }
+        let planned = 0;
+        function changed() {
+          sentAt = performance.now();
+          read();
+          // Names, buffers and counts arrive as one message but as several changes.
+          if (!planned) planned = requestAnimationFrame(() => { planned = 0; draw(); });
+        }
+        for (const name of ["_about", "_buffers", "_names", "_details"]) context.on(name, changed);
+        how.addEventListener("change", draw);
+        const timer = setInterval(() => { if (data && ticking()) list.draw(); }, 500);
+        context.end(() => { clearInterval(timer); cancelAnimationFrame(planned); });
+        read();
+        draw();
+        requestAnimationFrame(() => list.draw());
+      },
+    });
+  },
+};

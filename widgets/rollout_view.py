@@ -1,0 +1,224 @@
+"""The chains of a rollout, live: who samples, who waits for a sandbox, who is in a tool. Decides nothing."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from typing import Any, ClassVar
+
+import numpy as np
+import traitlets
+
+from ._base import LiveView, count, escape, number, pack, sendable, shared_prefix, tag
+
+STATES = ("queued", "waiting", "sampling", "sandbox", "tool", "scoring", "done", "failed", "cancelled")
+WORDS = {"sandbox": "waiting for a sandbox", "tool": "in a tool", "waiting": "waiting", "queued": "not begun"}
+SIGNS = {
+    "queued": "·", "waiting": "◌", "sampling": "●", "sandbox": "◔", "tool": "◆", "scoring": "★", "done": "✓",
+    "failed": "✕", "cancelled": "⊘",
+}  # fmt: skip
+_TINTS = {
+    "queued": "128,128,128", "waiting": "128,128,128", "sampling": "40,120,220", "sandbox": "200,150,20",
+    "tool": "150,90,200", "scoring": "220,110,30", "done": "40,160,90", "failed": "200,60,50",
+    "cancelled": "128,128,128",
+}  # fmt: skip
+_ENDS = ("done", "stopped", "failed")
+_WINDOW = 20.0
+"""Seconds over which the rate is taken."""
+
+
+class RolloutView(LiveView):
+    """A lane a chain, counts, rate and time left, and buttons to pause, resume and stop: `RolloutView(run)`.
+
+    run: what `agent.rollout(...)` gave, before or while it is awaited; or a training run: the rollout of its step.
+    The buttons work while a cell awaits the run. At most 10 updates a second, whatever the number of chains.
+    `view.counts` has what was last sent.
+    """
+
+    stem: ClassVar[str] = "rollout_view"
+    doable: ClassVar[frozenset[str]] = frozenset({"pause", "resume", "stop"})
+
+    _about = traitlets.Dict().tag(sync=True)
+    _names: traitlets.List[Any] = traitlets.List().tag(sync=True)
+    """Trajectory ids; sent again only when there are others."""
+    _details: traitlets.List[Any] = traitlets.List().tag(sync=True)
+    """Texts beside the states (tools, stop reasons), each once; the buffers hold their index."""
+    _buffers = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, run: Any) -> None:
+        self._training = not hasattr(run, "snapshot") and hasattr(run, "rollout")
+        if not self._training and not (
+            callable(getattr(run, "snapshot", None)) and callable(getattr(run, "pause", None))
+        ):
+            raise TypeError(
+                "RolloutView shows the handle of a rollout (run = agent.rollout(tasks), before `await run`), or a "
+                f"training run; got {type(run).__name__}. For a finished rollout there is TrajectoryView"
+            )
+        self._finished: deque[tuple[float, int]] = deque()
+        self._ids: list[str] = []
+        self._prefix = 0
+        super().__init__(run, None if self._training else run.subscribe)
+        self.refresh()
+        self._tick()
+
+    def _tick(self) -> None:
+        """Look now and then too: a pause, the end of all, and a training run's next rollout are no chain's events."""
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            return
+        me, pause = weakref.ref(self), 0.15 if self._training else 0.5
+
+        def tick() -> None:
+            view = me()
+            if view is None or view.comm is None:
+                return
+            if not view.resting:
+                view._throttle.poke()
+            if view._training or view._about.get("state") not in _ENDS:
+                loop.call_later(pause, tick)
+
+        loop.call_later(pause, tick)
+
+    def _handle(self) -> Any:
+        run = self.record
+        return run.rollout if self._training and run is not None else run
+
+    def refresh(self) -> None:
+        """Send the present state now."""
+        handle = self._handle()
+        if handle is None:
+            if self._about and self.record is None:
+                self._about = {**self._about, "gone": True}
+            elif not self._about:
+                self._about = _nothing()
+            return
+        s = handle.snapshot()
+        with self.hold_sync():
+            ids = [c.trajectory for c in s.chains]
+            if ids != self._ids:
+                if not set(ids) >= set(self._ids):  # another rollout, not more forks
+                    self._finished = deque()
+                self._prefix = shared_prefix(ids)
+                self._ids, self._names = ids, [sendable(id) for id in ids]
+            details: dict[str, int] = {}
+            index = [details.setdefault(c.detail, len(details)) for c in s.chains]
+            self._details = [sendable(text)[:200] for text in details]
+            self._buffers = {
+                "state": np.array([_INDEX[c.state] for c in s.chains], np.uint8).tobytes(),
+                "turn": np.array([c.turn for c in s.chains], "<i2").tobytes(),
+                "since": np.array([c.since for c in s.chains], "<f4").tobytes(),
+                "detail": np.array(index, "<u2").tobytes(),
+                "reward": pack([np.nan if c.reward is None else c.reward for c in s.chains]),
+            }
+            self._about = self._summary(handle, s)
+
+    def _summary(self, handle: Any, s: Any) -> dict[str, Any]:
+        counts = dict.fromkeys(STATES, 0)
+        for c in s.chains:
+            counts[c.state] += 1
+        over = counts["done"] + counts["failed"] + counts["cancelled"]
+        now = time.monotonic()
+        if s.state == "running" and (not self._finished or self._finished[-1][1] != over):
+            self._finished.append((now, over))
+        while len(self._finished) > 2 and now - self._finished[1][0] > _WINDOW:
+            self._finished.popleft()
+        rate = left = None
+        if over and s.seconds > 0:
+            rate = over / s.seconds
+            if s.state == "running" and len(self._finished) > 1 and now > self._finished[0][0]:
+                rate = (over - self._finished[0][1]) / (now - self._finished[0][0]) or rate
+            left = (len(s.chains) - over) / rate if s.state == "running" else None
+        rewards = [c.reward for c in s.chains if c.reward is not None]
+        return {
+            "total": len(s.chains), "counts": counts, "state": s.state, "seconds": s.seconds, "gone": False,
+            "max_turns": int(handle.agent.max_turns), "rate": None if rate is None else number(rate), "left": left,
+            "reward": number(sum(rewards) / len(rewards)) if rewards else None, "step": self._step(),
+            "prefix": self._prefix,
+        }  # fmt: skip
+
+    def _step(self) -> str:
+        run = self.record
+        return f"step {len(run.records) + 1} of {run.total}" if self._training and run is not None else ""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Chains in each state, as last sent."""
+        return dict(self._about.get("counts", {}))
+
+    # --- buttons ---
+
+    def _do_pause(self, _: Any) -> None:
+        self._need().pause()
+        self._throttle.poke()
+
+    def _do_resume(self, _: Any) -> None:
+        self._need().resume()
+        self._throttle.poke()
+
+    def _do_stop(self, _: Any) -> None:
+        self._need().stop()
+        self._throttle.poke()
+
+    def _need(self) -> Any:
+        run = self.record
+        if run is None:
+            raise RuntimeError("the run is gone: nothing keeps it any more")
+        return run
+
+    def __repr__(self) -> str:
+        a = self._about
+        if not a.get("total"):
+            return "RolloutView(no chain yet)"
+        c = a["counts"]
+        return f"RolloutView({a['state']}, {c['done']} of {a['total']} chains done, {c['failed']} failed)"
+
+    def _static(self) -> str:
+        if self.record is not None:
+            self.refresh()
+        return _page(self._about, self._names, self._details, self._buffers, repr(self))
+
+
+_INDEX = {name: i for i, name in enumerate(STATES)}
+
+
+def _nothing() -> dict[str, Any]:
+    return {
+        "total": 0, "counts": dict.fromkeys(STATES, 0), "state": "not started", "seconds": 0.0, "gone": False,
+        "max_turns": 0, "rate": None, "left": None, "reward": None, "step": "", "prefix": 0,
+    }  # fmt: skip
+
+
+def _page(
+    about: dict[str, Any], names: list[str], details: list[str], buffers: dict[str, Any], title: str, most: int = 150
+) -> str:
+    head = f" · {about['seconds']:.1f} s" + (f", {about['rate']} chains a second" if about["rate"] else "")
+    head += f", mean reward {about['reward']}" if about["reward"] is not None else ""
+    out = [tag("div", tag("b", escape(title)), escape(f"{head} (when this was drawn)"), style="margin:2px 0 6px")]
+    style = "display:inline-block;margin:2px;padding:1px 7px;border:1px solid #888888;border-radius:5px"
+    chips = [
+        tag(
+            "span", escape(f"{SIGNS[name]} {n:,} {WORDS.get(name, name)}"),
+            style=f"{style};background-color:rgba({_TINTS[name]},0.20)",
+        )
+        for name, n in about["counts"].items() if n
+    ]  # fmt: skip
+    out.append(tag("div", *chips))
+    state = np.frombuffer(buffers.get("state", b""), np.uint8)
+    turn, detail = np.frombuffer(buffers.get("turn", b""), "<i2"), np.frombuffer(buffers.get("detail", b""), "<u2")
+    left = 'style="text-align:left"'
+    rows = []
+    for i, at in list(enumerate(state))[:most]:
+        name = STATES[at]
+        rows.append(
+            f"<tr><td {left}>{escape(names[i][:80])}</td><td {left}>{SIGNS[name]} {WORDS.get(name, name)}</td>"
+            f"<td>{turn[i]}</td><td {left}>{escape(details[detail[i]][:80])}</td></tr>"
+        )
+    if rows:
+        out.append(
+            "<details><summary>chains</summary><table><thead><tr><th>chain</th><th>state</th><th>actions</th><th></th></tr></thead>"
+            f"<tbody>{''.join(rows)}</tbody></table></details>"
+        )
+    if len(names) > most:
+        out.append(tag("div", f"{count(len(names) - most, 'chain')} left out of this static form."))
+    return tag("div", *out, style="line-height:1.6")

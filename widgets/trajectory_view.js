@@ -1,0 +1,325 @@
+// A windowed list of trajectories, and those selected side by side. Numbers come as buffers, texts of turns when asked for.
+
+const OUTCOME = ["success", "failed", "unscored", "dropped"];
+const SIGN = { success: "✓", failed: "✗", unscored: "–", dropped: "⌀" };
+const LETTER = { prompt: "P", action: "A", observation: "O", forced: "F" };
+
+/** Texts end to end: `at(i)` is the i-th. */
+export function texts(packed) {
+  const bytes = typed(packed?.text, Uint8Array);
+  const ends = typed(packed?.ends, Int32Array);
+  const decoder = new TextDecoder();
+  return { length: Math.max(0, ends.length - 1), at: (i) => decoder.decode(bytes.subarray(ends[i], ends[i + 1])) };
+}
+
+/** The rows to show. filters: outcome, stop, task (an index, or null), found (a function, or null). */
+export function filtered(data, { outcome = null, stop = null, task = null, found = null }) {
+  const out = [];
+  for (let i = 0; i < data.n; i++) {
+    if (outcome !== null && data.outcome[i] !== outcome) continue;
+    if (stop !== null && data.stop[i] !== stop) continue;
+    if (task !== null && data.task[i] !== task) continue;
+    if (found && !found(i)) continue;
+    out.push(i);
+  }
+  return out;
+}
+
+/** Sorted by a column, the missing ones last in both directions; equal ones keep their order. */
+export function sorted(rows, col, down) {
+  if (!col) return rows;
+  const sign = down ? -1 : 1;
+  return rows.slice().sort((a, b) => {
+    const x = col.at(a);
+    const y = col.at(b);
+    if (x === null || y === null) return (x === null) - (y === null) || a - b;
+    return sign * (x - y) || a - b;
+  });
+}
+
+/** The tree of shared turns as lines: { depth, from, to, of, ends }. */
+export function branches(tree, depth = 0) {
+  return tree.flatMap((node) => [{ depth, ...node }, ...branches(node.then, depth + 1)]);
+}
+
+/** A click on row i of what is shown: alone, with Ctrl added or taken away, with Shift all from the anchor. */
+export function chosen(selected, rows, at, anchor, { add = false, range = false } = {}) {
+  const i = rows[at];
+  if (range && anchor >= 0) {
+    const span = rows.slice(Math.min(anchor, at), Math.max(anchor, at) + 1);
+    return add ? [...new Set([...selected, ...span])] : span;
+  }
+  if (add) return selected.includes(i) ? selected.filter((x) => x !== i) : [...selected, i];
+  return [i];
+}
+
+export default {
+  render({ model, el, host }) {
+    return mount({ model, el }, {
+      label: "Trajectories",
+      build(context) {
+        const { root } = context;
+        root.classList.add("afk-trajectoryview");
+        const about = model.get("_about");
+        const b = model.get("_buffers");
+        const cols = Object.fromEntries(Object.entries(b.columns).map(([k, v]) => [k, column(v)]));
+        const metrics = b.metrics.map(column);
+        const data = { n: about.n, outcome: typed(b.outcome, Uint8Array), stop: typed(b.stop, Int32Array), task: typed(b.task, Int32Array), group: typed(b.group, Int32Array), ids: texts(b.ids), says: texts(b.says), why: texts(b.why) };
+        let slowest = 0;
+        for (let i = 0; i < data.n; i++) slowest = Math.max(slowest, cols.seconds.at(i) ?? 0);
+
+        // --- frame ---
+        const option = (value, text) => h("option", { value }, text);
+        const search = h("input", { type: "search", placeholder: "Search in all texts", "aria-label": "Search in all texts", spellcheck: "false" });
+        const outcome = h("select", { "aria-label": "Outcome" }, option("", "every outcome"), ...OUTCOME.map((name, i) => option(i, `${SIGN[name]} ${name} (${about.counts[name]})`)));
+        const stop = h("select", { "aria-label": "End" }, option("", "every end"), ...about.stops.map((name, i) => option(i, name)));
+        const task = h("select", { "aria-label": "Task" }, option("", `every task (${about.tasks.length})`), ...about.tasks.slice(0, 500).map((name, i) => option(i, name)));
+        const sort = h("select", { "aria-label": "Sort by" }, option("", "in their order"),
+          ...Object.keys(cols).map((k) => option(k, { failed: "failed calls", sampling: "time sampling", tools: "time in tools" }[k] ?? k)), ...about.metrics.map((name, i) => option(`m${i}`, name)));
+        const down = h("button", { type: "button", "aria-pressed": "true", title: "Largest first", onclick: () => { down.setAttribute("aria-pressed", String(down.getAttribute("aria-pressed") !== "true")); refilter(); } }, "↓ largest first");
+        const shown = h("span", { class: "afk-soft afk-num", role: "status" });
+        const wholeGroup = h("button", { type: "button", title: "Select all chains of the same group (key: g)", onclick: () => group() }, "Its group");
+        const clear = h("button", { type: "button", title: "Select nothing (key: Escape)", onclick: () => pick([]) }, "Clear");
+        const detail = h("div", { class: "afk-detail" });
+        const codeHolder = h("div", {});
+        const below = h("div", { class: "afk-below" });
+        let rows = [];
+        let anchor = -1;
+        let selected = model.get("_selected");
+
+        const list = windowed({
+          row: 26, label: "Trajectories. Arrow keys walk and select, with Shift they add, Space adds one, g selects the group, Enter opens the tokens, Escape clears.", multi: true,
+          fill(box, at) {
+            const i = rows[at];
+            if (!box.parts) {
+              const span = (name) => h("span", { class: name });
+              box.parts = { sign: span("afk-sign"), id: h("bdi", { class: "afk-lane" }), reward: span("afk-reward afk-num"), stop: span("afk-stop"), facts: span("afk-facts afk-num"), time: span("afk-bar2"), fill: span("afk-barfill"), fill2: span("afk-barfill2"), secs: span("afk-num afk-secs"), why: span("afk-why"), says: h("bdi", { class: "afk-says" }) };
+              const p = box.parts;
+              p.time.append(p.fill, p.fill2);
+              p.time.setAttribute("aria-hidden", "true");
+              box.append(p.sign, p.id, p.reward, p.stop, p.facts, p.time, p.secs, p.why, p.says);
+            }
+            const p = box.parts;
+            const name = OUTCOME[data.outcome[i]];
+            box.className = `afk-item afk-o-${name}${at === list.cursor ? " afk-cursor" : ""}`;
+            box.setAttribute("aria-selected", String(selected.includes(i)));
+            p.sign.textContent = SIGN[name];
+            const id = data.ids.at(i);
+            p.id.textContent = id.slice(about.prefix);
+            box.title = id;
+            const reward = cols.reward.at(i);
+            p.reward.textContent = reward === null ? "unscored" : number(reward);
+            p.stop.textContent = about.stops[data.stop[i]];
+            const failed = cols.failed.at(i);
+            p.facts.textContent = `${plural(cols.actions.at(i), "action")}, ${plural(cols.calls.at(i), "call")}${failed ? ` (${failed} failed)` : ""}`;
+            const seconds = cols.seconds.at(i) ?? 0;
+            const width = (x) => `${slowest > 0 ? Math.min(100, (100 * x) / slowest) : 0}%`;
+            p.fill.style.width = width(cols.sampling.at(i) ?? 0);
+            p.fill2.style.width = width(cols.tools.at(i) ?? 0);
+            p.time.title = `${brief(cols.sampling.at(i) ?? 0)} sampling, ${brief(cols.tools.at(i) ?? 0)} in tools, of ${brief(seconds)}`;
+            p.secs.textContent = brief(seconds);
+            const why = data.why.at(i);
+            p.why.textContent = why ? `${name === "dropped" ? "left out: " : ""}${why}` : "";
+            p.why.title = why;
+            p.why.hidden = !why;
+            p.says.textContent = data.says.at(i);
+            box.setAttribute("aria-label", `${id}: ${name}, ${reward === null ? "unscored" : `reward ${number(reward)}`}, ${p.stop.textContent}, ${p.facts.textContent}${why ? `, ${p.why.textContent}` : ""}`);
+          },
+          move(at, event) {
+            if (event.shiftKey) pick(chosen(selected, rows, at, anchor < 0 ? at : anchor, { range: true }));
+            else {
+              anchor = at;
+              pick([rows[at]]);
+            }
+          },
+        });
+        root.append(
+          h("div", { class: "afk-bar" }, h("span", { class: "afk-title" }, about.n === 1 ? "1 trajectory" : `${about.n.toLocaleString("en-US")} trajectories`),
+            search, outcome, stop, about.tasks.length > 1 ? task : null, h("label", {}, "Sort ", sort), down),
+          h("div", { class: "afk-bar afk-sub" }, shown, h("span", { class: "afk-grow" }), wholeGroup, clear),
+          list.el, detail, codeHolder, below);
+
+        // --- which rows ---
+        function found() {
+          const f = model.get("_found");
+          const want = search.value.trim();
+          if (!want) return null;
+          if (f?.query !== want) return undefined; // Python still looks
+          const bits = typed(f.bits, Uint8Array);
+          return (i) => ((bits[i >> 3] >> (i & 7)) & 1) === 1;
+        }
+        function refilter() {
+          const choice = (x) => (x.value === "" ? null : Number(x.value));
+          const hit = found();
+          if (hit === undefined) {
+            shown.textContent = "searching …";
+            return;
+          }
+          const col = sort.value.startsWith("m") && sort.value.length > 1 && cols[sort.value] === undefined ? metrics[Number(sort.value.slice(1))] : cols[sort.value];
+          rows = sorted(filtered(data, { outcome: choice(outcome), stop: choice(stop), task: choice(task), found: hit }), col, down.getAttribute("aria-pressed") === "true");
+          down.disabled = !col;
+          list.n = rows.length;
+          list.cursor = rows.length ? Math.min(Math.max(0, list.cursor), rows.length - 1) : -1;
+          anchor = -1;
+          list.el.scrollTop = 0;
+          list.draw();
+          say();
+        }
+        function say() {
+          const all = rows.length === about.n ? "all shown" : `${rows.length.toLocaleString("en-US")} of ${about.n.toLocaleString("en-US")} shown`;
+          shown.textContent = `${all}${selected.length ? ` · ${selected.length.toLocaleString("en-US")} selected → view.selection` : ""}`;
+          clear.hidden = !selected.length;
+          wholeGroup.disabled = list.cursor < 0;
+        }
+        let waiting = 0;
+        search.addEventListener("input", () => {
+          clearTimeout(waiting);
+          waiting = setTimeout(() => {
+            const want = search.value.trim();
+            context.put("_query", want);
+            refilter();
+          }, 150);
+        });
+        for (const x of [outcome, stop, task, sort]) x.addEventListener("change", refilter);
+        context.on("_found", refilter);
+
+        // --- selection ---
+        function pick(value) {
+          context.put("_selected", value);
+        }
+        function group() {
+          if (list.cursor < 0) return;
+          const g = data.group[rows[list.cursor]];
+          const all = [];
+          for (let i = 0; i < data.n; i++) if (data.group[i] === g) all.push(i);
+          pick(all);
+        }
+        list.el.addEventListener("click", (event) => {
+          const box = event.target.closest?.(".afk-item");
+          if (!box) return;
+          const at = box.row;
+          const next = chosen(selected, rows, at, anchor, { add: event.ctrlKey || event.metaKey, range: event.shiftKey });
+          if (!event.shiftKey) anchor = at;
+          list.show(at);
+          pick(next);
+        });
+        list.el.addEventListener("dblclick", () => { if (list.cursor >= 0) context.ask("tokens", rows[list.cursor]); });
+        list.el.addEventListener("keydown", (event) => {
+          if (event.ctrlKey || event.metaKey || event.altKey) return;
+          if (event.key === " ") pick(chosen(selected, rows, list.cursor, anchor, { add: true }));
+          else if (event.key === "Enter" && list.cursor >= 0) context.ask("tokens", rows[list.cursor]);
+          else if (event.key === "g") group();
+          else if (event.key === "Escape") pick([]);
+          else return;
+          event.preventDefault();
+        });
+        context.on("_selected", () => {
+          selected = model.get("_selected");
+          if (selected.length === 1 && rows[list.cursor] !== selected[0]) {
+            const at = rows.indexOf(selected[0]);
+            if (at >= 0) list.show(at);
+          }
+          list.draw();
+          say();
+        });
+
+        // --- side by side ---
+        const button = (text, title, act, more = {}) => h("button", { type: "button", class: "afk-small", title, onclick: act, ...more }, text);
+        function call(c) {
+          const out = h("div", { class: "afk-call" }, h("div", {}, "→ ", h("b", { dir: "auto" }, c.name), " ", h("code", { dir: "auto" }, c.arguments)));
+          if (c.unreadable !== null) out.append(h("div", { class: "afk-bad" }, `✕ could not be read: ${c.unreadable}`));
+          if (c.ok !== null) out.append(h("div", { class: c.ok ? "" : "afk-bad" }, c.ok ? "✓ " : "✕ failed: ", h("code", { class: "afk-said", dir: "auto" }, c.result), h("span", { class: "afk-soft afk-num" }, ` ${brief(c.seconds)}${c.truncated ? ", cut" : ""}`)));
+          if (c.error !== null) out.append(h("details", {}, h("summary", {}, c.error), h("pre", { tabindex: "0" }, c.traceback || "no traceback")));
+          return out;
+        }
+        function turn(t, i, longest, first) {
+          const facts = [t.n === null ? null : plural(t.n, "token"), t.seconds > 0 ? brief(t.seconds) : null, t.reward === null ? null : `reward ${t.reward}`, t.stop && t.stop !== "stop" ? `ended by ${t.stop}` : null].filter(Boolean);
+          const time = h("span", { class: "afk-timebar", "aria-hidden": "true" });
+          time.style.width = `${longest > 0 ? (100 * t.seconds) / longest : 0}%`;
+          // An observation's calls say what its text says.
+          const body = t.kind === "observation" && t.calls.length ? [] : [h("div", { class: "afk-text", dir: "auto" }, t.text)];
+          const inside = [...body, ...(t.kind === "action" || t.kind === "forced" ? [] : t.calls.map(call))];
+          const head = [h("span", { class: "afk-badge", "aria-hidden": "true" }, LETTER[t.kind] ?? "?"), h("b", {}, `${i} ${t.kind}`), h("span", { class: "afk-soft afk-num" }, ` by ${t.author}${facts.length ? ` · ${facts.join(" · ")}` : ""}`)];
+          const box = h("div", { class: `afk-turn2 afk-${LETTER[t.kind] ? t.kind : "prompt"}` });
+          if (t.kind === "prompt" && !first) box.append(h("details", {}, h("summary", { class: "afk-turnhead" }, ...head), ...inside));
+          else box.append(h("div", { class: "afk-turnhead" }, ...head), ...inside);
+          box.append(time);
+          return box;
+        }
+        function drawDetail() {
+          const d = model.get("_detail");
+          detail.replaceChildren();
+          if (!d?.columns?.length) {
+            detail.append(h("div", { class: "afk-soft afk-hint" }, "Select a trajectory to read it; several, or a whole group, stand side by side."));
+            return;
+          }
+          if (d.of > d.columns.length) detail.append(h("div", { class: "afk-note" }, `The first ${d.columns.length} of ${d.of.toLocaleString("en-US")} selected stand here; view.selection has all.`));
+          if (d.columns.length > 1) {
+            const lines = h("div", { class: "afk-tree", role: "group", "aria-label": "Turns that the selected chains share" });
+            const name = Object.fromEntries(d.columns.map((c) => [c.i, c.id]));
+            for (const x of branches(d.tree)) {
+              const span = x.to - x.from === 1 ? `turn ${x.from}` : `turns ${x.from} to ${x.to - 1}`;
+              const who = x.of.length === d.columns.length ? `all ${x.of.length}` : x.of.length > 1 ? `${x.of.length} chains` : name[x.of[0]];
+              const line = h("div", { class: "afk-branch" }, x.depth ? h("span", { class: "afk-soft", "aria-hidden": "true" }, "└ ") : null, h("b", { class: "afk-num" }, span), x.of.length > 1 ? ` shared by ${who}` : " only in ", x.of.length > 1 ? null : h("bdi", {}, who),
+                ...x.ends.map((i) => (x.of.length > 1 ? h("span", { class: "afk-soft" }, " · ends ", h("bdi", {}, name[i])) : null)));
+              line.style.paddingLeft = `${14 * x.depth}px`;
+              lines.append(line);
+            }
+            const open = d.columns.length <= 8;
+            detail.append(h("details", { class: "afk-shared", open }, h("summary", {}, "What they share"), lines));
+            if (d.columns.length === 2) detail.append(h("div", { class: "afk-row2 afk-pad" }, button("Compare the tokens of the two", "Both in one token view, with the token where they part", () => context.ask("tokens", d.columns.map((c) => c.i)))));
+          }
+          const grid = h("div", { class: "afk-columns", tabindex: "0", role: "group", "aria-label": "Selected trajectories side by side" });
+          grid.style.setProperty("--columns", d.columns.length);
+          d.columns.forEach((c, k) => {
+            const longest = Math.max(...c.turns.map((t) => t.seconds), 0);
+            const head = h("div", { class: `afk-colhead afk-o-${c.outcome}` },
+              h("div", { class: "afk-coltitle" }, h("span", { class: "afk-sign", "aria-hidden": "true" }, SIGN[c.outcome]), h("b", { dir: "auto" }, c.id)),
+              h("div", { class: "afk-num" }, h("b", {}, c.reward === null ? "unscored" : `reward ${c.reward}`), c.metrics.length ? ` = ${c.metrics.map(([name, v]) => `${name} ${v}`).join(", ")}` : "", ` · ${c.stop} · ${brief(c.seconds)}`),
+              c.dropped ? h("div", { class: "afk-badge2" }, `⌀ left out of the batch: ${c.dropped}`) : null,
+              c.error ? h("div", { class: "afk-bad" }, `✕ ${c.error}`) : null,
+              h("div", { class: "afk-soft", dir: "auto" }, c.says),
+              h("div", { class: "afk-row2" },
+                button("Tokens", "Its tokens with all their numbers (key: Enter)", () => context.ask("tokens", c.i), { "aria-label": `Tokens of ${c.id}` }),
+                button("Stepper", about.agent ? "Go on from it, or back in it, by hand" : "Give agent= to TrajectoryView to open its chains in the stepper", () => context.ask("stepper", c.i), { disabled: !about.agent, "aria-label": `Open ${c.id} in the stepper` }),
+                button("As Python", "A cell that gets this trajectory and goes on from it", () => context.ask("code", c.i), { "aria-label": `${c.id} as Python` })));
+            const body = c.turns.length ? c.turns.map((t, i) => turn(t, i, longest, k === 0)) : [h("div", { class: "afk-soft afk-hint" }, "It has no turn.")];
+            grid.append(h("section", { class: "afk-column", "aria-label": c.id }, head, ...body));
+          });
+          detail.append(grid);
+        }
+        context.on("_detail", drawDetail);
+
+        // --- what is opened below ---
+        let takeAway = null;
+        function drawChild() {
+          takeAway?.();
+          takeAway = null;
+          below.replaceChildren();
+          const ref = model.get("_child");
+          if (!ref) return;
+          const place = h("div", {});
+          const leave = h("button", { type: "button", onclick: () => { context.ask("leave"); list.el.focus(); } }, "Close");
+          below.append(h("div", { class: "afk-bar" }, h("b", {}, "opened from the list"), h("span", { class: "afk-grow" }), leave), place);
+          takeAway = child(host, ref, place);
+          leave.scrollIntoView?.({ block: "nearest" });
+        }
+        context.on("_child", drawChild);
+        context.end(() => takeAway?.());
+        let codeShown = model.get("_code")?.n ?? 0;
+        context.on("_code", () => {
+          const { n, text } = model.get("_code") ?? {};
+          if (!n || n === codeShown) return;
+          codeShown = n;
+          codeHolder.replaceChildren(codeBox(text, () => list.el.focus()));
+        });
+
+        // The list knows its height only once it stands in the page.
+        requestAnimationFrame(() => list.draw());
+        refilter();
+        drawDetail();
+        drawChild();
+      },
+    });
+  },
+};

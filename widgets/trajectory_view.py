@@ -1,0 +1,439 @@
+"""Many trajectories as a list, a few of them side by side. Reads records; scores, samples and decides nothing."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import traitlets
+from ipywidgets import widget_serialization
+
+from ._base import View, count, escape, number, pack, readable, sendable, shared_prefix, tag
+from ._tokens import is_trajectory, some
+from .chain_stepper import ChainStepper, _call, _named
+from .token_view import TokenView
+
+_ABREAST = 12
+"""Trajectories that are shown side by side at once."""
+_TEXT = 6000
+OUTCOMES = ("success", "failed", "unscored", "dropped")
+SIGNS = {"success": "✓", "failed": "✗", "unscored": "–", "dropped": "⌀"}
+
+
+class Trajectories:
+    """What is selected in the browser. Empty is false; iterate for the trajectories."""
+
+    def __init__(self, ids: Sequence[str], trajectories: Sequence[Any]) -> None:
+        self.ids = tuple(ids)
+        self._found = tuple(trajectories)
+
+    @property
+    def trajectories(self) -> tuple[Any, ...]:
+        """Raises LookupError if nothing keeps one of them any more: a view keeps none alive."""
+        gone = [id for id, t in zip(self.ids, self._found, strict=True) if t is None]
+        if gone:
+            raise LookupError(f"nothing keeps {some(gone)} any more; keep the rollout in a variable")
+        return self._found
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.trajectories)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def to_frame(self, kind: Any = "trajectories") -> Any:
+        """A row a trajectory, a turn or a token, as `Rollout.to_frame`."""
+        from agentfly_kit.record import Rollout
+
+        return Rollout.of(self.trajectories).to_frame(kind)
+
+    def __repr__(self) -> str:
+        return f"Trajectories({some(list(self.ids)) if self.ids else 'nothing'})"
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What the view keeps of a trajectory: its texts, by reference, and its numbers; not its tokens."""
+
+    id: str
+    task: str
+    group: str
+    reward: float | None
+    success: bool | None
+    stop: str
+    error: str
+    seconds: float
+    metrics: dict[str, float]
+    says: str
+    turns: tuple[tuple[Any, ...], ...]
+    keys: tuple[Any, ...]
+    """One a turn, equal where two chains have the same turn: what they share is found by it."""
+
+
+class TrajectoryView(View):
+    """Trajectories to filter, sort and search; those selected side by side, turn by turn, down to their tokens.
+
+    Source: a Rollout, a Group, an Evaluation, a Batch, the Stats of a step, or trajectories.
+    batch:  a Batch of them: those that it left out have a badge that says why.
+    agent:  the agent that made them, for "open in the stepper".
+    selection   the selected trajectories; select(ids) sets them from Python
+    Raises:  TypeError for what holds no trajectories.
+    """
+
+    stem: ClassVar[str] = "trajectory_view"
+    settable: ClassVar[frozenset[str]] = frozenset({"_selected", "_query"})
+    doable: ClassVar[frozenset[str]] = frozenset({"tokens", "stepper", "code", "leave"})
+
+    _about = traitlets.Dict().tag(sync=True)
+    _buffers = traitlets.Dict().tag(sync=True)
+    _selected: traitlets.List[Any] = traitlets.List().tag(sync=True)
+    _detail = traitlets.Dict().tag(sync=True)
+    """The selected ones, turn by turn."""
+    _query = traitlets.Unicode("").tag(sync=True)
+    _found = traitlets.Dict().tag(sync=True)
+    """Where the searched text is: a bit a trajectory."""
+    _child = traitlets.Any(None, allow_none=True).tag(sync=True, **widget_serialization)
+    _code = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, source: Any, *, batch: Any = None, agent: Any = None) -> None:
+        given, dropped = _read(source, batch)
+        self._dropped = dropped
+        self._agent = agent
+        self._trajectories = [weakref.ref(t) for t in given]
+        self._kept = [_keep(t) for t in given]
+        self._at = {k.id: i for i, k in enumerate(self._kept)}
+        about, buffers = _payload(self._kept, given, dropped)
+        about["agent"] = agent is not None
+        super().__init__(source, _about=about, _buffers=buffers)
+
+    # --- selection ---
+
+    @property
+    def selection(self) -> Trajectories:
+        """What is selected in the browser, in the order in which it was selected."""
+        return Trajectories(
+            [self._kept[i].id for i in self._selected], [self._trajectories[i]() for i in self._selected]
+        )
+
+    def select(self, *trajectories: Any) -> None:
+        """Select trajectories (or their ids) from Python; the browser shows them."""
+        found = []
+        for t in trajectories:
+            id = t if isinstance(t, str) else getattr(t, "id", None)
+            if id not in self._at:
+                raise ValueError(f"no trajectory {id!r} here; there are {some([k.id for k in self._kept])}")
+            found.append(self._at[id])
+        self._selected = found
+
+    @traitlets.validate("_selected")
+    def _in_range(self, proposal: Any) -> list[int]:
+        chosen = list(dict.fromkeys(int(i) for i in proposal["value"]))
+        for i in chosen:
+            if not 0 <= i < len(self._kept):
+                raise ValueError(f"no such trajectory: {i}; there are {len(self._kept)}")
+        return chosen
+
+    @traitlets.observe("_selected")
+    def _describe(self, _: Any) -> None:
+        shown = self._selected[:_ABREAST]
+        self._detail = {
+            "of": len(self._selected),
+            "columns": [self._column(i) for i in shown],
+            "tree": _tree([(i, self._kept[i].keys) for i in shown]),
+        }
+
+    def _column(self, i: int) -> dict[str, Any]:
+        k = self._kept[i]
+        return {
+            "i": i,
+            "id": readable(k.id, 200),
+            "says": readable(k.says, 600),
+            "error": readable(k.error, 2000),
+            "dropped": readable(self._dropped.get(k.id, ""), 500),
+            "metrics": [[readable(name, 60), number(float(v))] for name, v in k.metrics.items()],
+            "reward": None if k.reward is None else number(float(k.reward)),
+            "outcome": _outcome(k, self._dropped),
+            "stop": k.stop,
+            "seconds": k.seconds,
+            "turns": [
+                {
+                    "kind": kind, "author": readable(author, 60), "text": readable(text, _TEXT), "n": n,
+                    "sampled": sampled, "seconds": seconds, "stop": stop,
+                    "reward": None if reward is None else number(float(reward)),
+                    "calls": [_call(call) for call in calls],
+                }
+                for kind, author, text, n, sampled, seconds, reward, stop, calls in k.turns
+            ],
+        }  # fmt: skip
+
+    # --- search ---
+
+    @traitlets.observe("_query")
+    def _search(self, _: Any) -> None:
+        needle = self._query.casefold()
+        bits = np.array([_holds(k, needle) for k in self._kept], bool) if needle else np.zeros(0, bool)
+        self._found = {
+            "query": self._query,
+            "n": int(bits.sum()),
+            "bits": np.packbits(bits, bitorder="little").tobytes(),
+        }
+
+    # --- buttons ---
+
+    def _alive(self, i: Any) -> Any:
+        t = self._trajectories[int(i)]()
+        if t is None:
+            raise LookupError(f"nothing keeps {self._kept[int(i)].id!r} any more; keep the rollout in a variable")
+        return t
+
+    def _do_tokens(self, value: Any) -> None:
+        """The tokens of one trajectory, or of two beside each other."""
+        ts = [self._alive(i) for i in (value if isinstance(value, list) else [value])]
+        self._put_child(TokenView(ts[0], compare=ts[1]) if len(ts) == 2 else TokenView(ts))
+
+    def _do_stepper(self, value: Any) -> None:
+        if self._agent is None:
+            raise ValueError("which agent? w.TrajectoryView(rollout, agent=agent) can open its chains in the stepper")
+        self._put_child(ChainStepper(self._agent, self._alive(value)))
+
+    def _do_leave(self, _: Any) -> None:
+        self._put_child(None)
+
+    def _put_child(self, view: Any) -> None:
+        old, self._child = self._child, view
+        if old is not None:
+            old.close()
+
+    @property
+    def opened(self) -> Any:
+        """The TokenView or the ChainStepper that the page shows below, or None."""
+        return self._child
+
+    def _do_code(self, value: Any) -> None:
+        self._code = {"n": self._code.get("n", 0) + 1, "text": sendable(self.to_code(int(value)))}
+
+    def to_code(self, i: int) -> str:
+        """A cell that gets one of the trajectories, and has a chain go on from it."""
+        k = self._kept[i]
+        t = self._trajectories[i]()
+        source = _named(self.record) if self.record is not None else None
+        name = _named(t) if t is not None else None
+        lines = [f"trajectory = {name}"] if name else [
+            f"trajectory = next(t for t in {source or 'rollout'}.trajectories if t.id == {k.id!r})"
+        ]  # fmt: skip
+        lines.append("print(trajectory.explain())")
+        agent = (_named(self._agent) if self._agent is not None else None) or "agent"
+        lines.append(
+            f"chain = {agent}.chain(trajectory)  # with its turns; chain.rewind(to=2) goes back, chain.step() on"
+        )
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        child = getattr(self, "_child", None)
+        if child is not None:
+            child.close()
+        super().close()
+
+    def __repr__(self) -> str:
+        c = self._about["counts"]
+        return (
+            f"TrajectoryView({count(len(self._kept), 'trajectory').replace('trajectorys', 'trajectories')}, "
+            f"{c['success']} succeeded, {c['unscored']} unscored)"
+        )
+
+    def _static(self) -> str:
+        return _page(self._kept, self._dropped, self._selected or range(min(2, len(self._kept))), repr(self))
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def _read(source: Any, batch: Any) -> tuple[list[Any], dict[str, str]]:
+    if is_trajectory(source):
+        items: Any = [source]
+    else:
+        if hasattr(source, "detail") and hasattr(source, "batch"):  # the Stats of a step
+            if source.batch is None:
+                raise ValueError("these Stats hold no batch; call ppo_step(..., detail=True), or give the rollout")
+            source = source.batch
+        if hasattr(source, "dropped") and batch is None:
+            batch = source
+        source = getattr(source, "rollout", None) or source  # an Evaluation, a step of training
+        source = getattr(source, "partial", source)  # the handle of a rollout: what has finished
+        items = getattr(source, "trajectories", source)
+    try:
+        found = list(items)
+    except TypeError:
+        found = [None]
+    if not all(is_trajectory(t) for t in found):
+        kind = type(source).__name__
+        raise TypeError(f"TrajectoryView shows a rollout, a group, an evaluation, a batch or trajectories; got {kind}")
+    seen: set[str] = set()
+    for t in found:
+        if t.id in seen:
+            raise ValueError(f"two trajectories are called {t.id!r}; ids are unique within a view")
+        seen.add(t.id)
+    dropped = {d.trajectory: d.reason for d in batch.dropped} if batch is not None else {}
+    return found, dropped
+
+
+def _keep(t: Any) -> _Kept:
+    turns = tuple(
+        (
+            turn.kind, turn.author, turn.text, None if turn.ids is None else len(turn.ids), turn.sampled, turn.seconds,
+            turn.reward, turn.stop, turn.tool_calls,
+        )
+        for turn in t.turns
+    )  # fmt: skip
+    return _Kept(
+        id=t.id, task=t.task.id, group=t.group, reward=t.reward, success=t.success, stop=t.stop,
+        error="" if t.error is None else str(t.error), seconds=t.seconds, metrics=dict(t.metrics), says=t.explain(),
+        turns=turns, keys=tuple(hash((turn.kind, turn.author, turn.text, turn.ids)) for turn in t.turns),
+    )  # fmt: skip
+
+
+def _holds(k: _Kept, needle: str) -> bool:
+    if needle in k.id.casefold() or needle in k.says.casefold() or needle in k.error.casefold():
+        return True
+    for turn in k.turns:
+        if needle in turn[2].casefold():
+            return True
+        for call in turn[8]:
+            if call.result is not None and needle in call.result.observation.casefold():
+                return True
+    return False
+
+
+def _outcome(k: _Kept, dropped: dict[str, str]) -> str:
+    if k.id in dropped:
+        return "dropped"
+    return "unscored" if k.success is None else "success" if k.success else "failed"
+
+
+def _tree(paths: list[tuple[int, tuple[Any, ...]]], at: int = 0) -> list[dict[str, Any]]:
+    """What the chains share: nodes of (first turn, last turn + 1, the chains that have them, what follows)."""
+    branches: dict[Any, list[tuple[int, tuple[Any, ...]]]] = {}
+    out: list[dict[str, Any]] = []
+    for i, keys in paths:
+        if len(keys) > at:
+            branches.setdefault(keys[at], []).append((i, keys))
+    for same in branches.values():
+        end = at + 1
+        while all(len(keys) > end for _, keys in same) and len({keys[end] for _, keys in same}) == 1:
+            end += 1
+        here = [i for i, keys in same if len(keys) == end]
+        out.append({
+            "from": at, "to": end, "of": [i for i, _ in same], "ends": here,
+            "then": _tree([(i, keys) for i, keys in same if len(keys) > end], end),
+        })  # fmt: skip
+    return out
+
+
+def _texts(texts: list[str]) -> dict[str, bytes]:
+    """Texts end to end, and where each begins."""
+    data = [text.encode("utf-8", "backslashreplace") for text in texts]
+    ends = np.cumsum([0, *(len(d) for d in data)], dtype=np.int64)
+    return {"text": b"".join(data), "ends": ends.astype("<i4").tobytes()}
+
+
+def _codes(values: list[str]) -> tuple[list[str], bytes]:
+    names: dict[str, int] = {}
+    index = np.array([names.setdefault(v, len(names)) for v in values], "<i4")
+    return [readable(name, 200) for name in names], index.tobytes()
+
+
+def _payload(kept: list[_Kept], given: list[Any], dropped: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    outcomes = [_outcome(k, dropped) for k in kept]
+    stops, stop = _codes([k.stop for k in kept])
+    tasks, task = _codes([k.task for k in kept])
+    groups, group = _codes([k.group for k in kept])
+    calls = [[call for turn in k.turns if turn[0] == "observation" for call in turn[8]] for k in kept]
+    tokens = [
+        sum(turn[3] or 0 for turn in k.turns) if all(turn[3] is not None for turn in k.turns) else np.nan for k in kept
+    ]
+    columns: dict[str, npt.ArrayLike] = {
+        "reward": [np.nan if k.reward is None else k.reward for k in kept],
+        "actions": [len(t.actions) for t in given],
+        "calls": [len(c) for c in calls],
+        "failed": [sum(1 for x in c if x.result is not None and not x.result.ok) for c in calls],
+        "tokens": tokens,
+        "seconds": [k.seconds for k in kept],
+        "sampling": [sum(turn[5] for turn in k.turns if turn[0] == "action") for k in kept],
+        "tools": [sum(turn[5] for turn in k.turns if turn[0] == "observation") for k in kept],
+    }
+    names = list(dict.fromkeys(name for k in kept for name in k.metrics))[:12]
+    about = {
+        "n": len(kept), "stops": stops, "tasks": tasks, "groups": groups, "metrics": [readable(n, 60) for n in names],
+        "counts": {name: outcomes.count(name) for name in OUTCOMES}, "abreast": _ABREAST,
+        "prefix": shared_prefix([k.id for k in kept]),
+    }  # fmt: skip
+    buffers = {
+        "columns": {name: pack(values) for name, values in columns.items()},
+        "metrics": [pack([k.metrics.get(name, np.nan) for k in kept]) for name in names],
+        "outcome": np.array([OUTCOMES.index(o) for o in outcomes], np.uint8).tobytes(),
+        "stop": stop, "task": task, "group": group,
+        "ids": _texts([readable(k.id, 200) for k in kept]),
+        "says": _texts([readable(_last(k), 160) for k in kept]),
+        "why": _texts([dropped.get(k.id, "") or (k.error if k.reward is None else "") for k in kept]),
+    }  # fmt: skip
+    return about, buffers
+
+
+def _last(k: _Kept) -> str:
+    """What it said last, on one line."""
+    for turn in reversed(k.turns):
+        if turn[0] in ("action", "forced"):
+            return " ".join(turn[2].split())
+    return "it never acted"
+
+
+# --- the static form ------------------------------------------------------------------------------
+
+
+def _page(kept: list[_Kept], dropped: dict[str, str], told: Sequence[int], title: str) -> str:
+    out = [tag("div", tag("b", escape(title)), style="margin:2px 0 6px")]
+    left, rows = 60_000, []
+    left_text = "text-align:left"
+    for k in kept[:200]:
+        outcome = _outcome(k, dropped)
+        reward = "–" if k.reward is None else number(float(k.reward))
+        why = dropped.get(k.id, "")
+        row = (
+            f'<tr><td title="{outcome}">{SIGNS[outcome]}</td><td style="{left_text}">{escape(k.id[:80])}</td>'
+            f"<td>{reward}</td>"
+            f'<td style="{left_text}">{escape(k.stop)}{escape(f" · left out: {why[:100]}") if why else ""}</td>'
+            f"<td>{sum(1 for turn in k.turns if turn[0] == 'action')}</td><td>{k.seconds:.1f} s</td>"
+            f'<td style="{left_text}">{escape(readable(_last(k), 120))}</td></tr>'
+        )
+        left -= len(row.encode())
+        if left < 0:
+            break
+        rows.append(row)
+    names = ("", "trajectory", "reward", "end", "actions", "time", "said last")
+    head = "".join(
+        f'<th style="{left_text}">{name}</th>' if name in ("trajectory", "end", "said last") else f"<th>{name}</th>"
+        for name in names
+    )
+    out.append(f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>")
+    if len(rows) < len(kept):
+        more = count(len(kept) - len(rows), "trajectory").replace("trajectorys", "trajectories")
+        out.append(tag("div", escape(f"Left out of this static form: {more}. Run the cell to see all.")))
+    left = 30_000
+    for i in told:
+        k = kept[i]
+        lines = [tag("div", escape(readable(k.says, 600)))]
+        for n, turn in enumerate(k.turns):
+            text = tag("span", escape(readable(turn[2], 1200)), style="white-space:pre-wrap;font-family:monospace")
+            lines.append(
+                tag("div", tag("b", escape(f"{n} {turn[0]}")), escape(f" {turn[1][:60]} "), text, style="margin:3px 0")
+            )
+        page = f"<details><summary>{escape(k.id[:80])}, turn by turn</summary>{''.join(lines)}</details>"
+        left -= len(page.encode())
+        if left < 0:
+            break
+        out.append(page)
+    return tag("div", *out)
