@@ -34,6 +34,8 @@ from agentfly_kit.ppo import ppo_step as ppo_step
 from agentfly_kit.ppo import ppo_step_async as ppo_step_async
 from agentfly_kit.ppo import shaped_rewards as shaped_rewards
 from agentfly_kit.record import Rollout as Rollout
+from agentfly_kit.remote.client import RemotePool as RemotePool
+from agentfly_kit.remote.server import serve_pool as serve_pool
 from agentfly_kit.rewards import reward as reward
 from agentfly_kit.rollout import Agent as Agent
 from agentfly_kit.runs import Run as Run

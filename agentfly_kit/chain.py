@@ -45,7 +45,7 @@ Report = Callable[[str, str, str, int, str, str], None]
 """(kind, phase, state, turn, detail, call): what the chain does now, for whoever watches."""
 
 # Failures of these types are the host's: the model did nothing that could have caused them.
-_HOST = frozenset({"PoolTimeout", "PoolClosed", "SandboxError", "IsolationError", "EngineError"})
+_HOST = frozenset({"PoolTimeout", "PoolClosed", "SandboxError", "IsolationError", "RemotePoolError", "EngineError"})
 
 _NOT_RUN = "was not run: there are no tool calls left"
 _sessions = itertools.count()  # names of KV sessions; never part of a seed

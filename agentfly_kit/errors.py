@@ -96,6 +96,10 @@ class IsolationError(SandboxError):
     """The isolation level that was asked for cannot be had on this machine."""
 
 
+class RemotePoolError(SandboxError):
+    """A remote pool does not answer, refused its client, or has ended its lease. Names the address."""
+
+
 class PoolTimeout(AgentFlyError, TimeoutError):
     """No sandbox became free in time. The message says who holds what."""
 

@@ -15,7 +15,7 @@ FLOORS = [  # the first three lines are the steps of the ground floor
     "types pending budget",
     "formats capacity pool_state template drift filters",
     "chat pool sandboxes advantages losses data functions schema",
-    "context batch diagnosis",
+    "context batch diagnosis remote",
     "policy tools rewards",
     "engines ppo record toolbox",
     "chain runs",

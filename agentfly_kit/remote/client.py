@@ -1,0 +1,580 @@
+"""A pool that is served elsewhere (server.py), used like one that is here.
+
+All that goes over the network goes through one thread with an event loop of its own: the pool may be used from one
+notebook loop after another, and goes on telling its server what it holds while a cell computes. A question that was not
+answered is asked again under the same name, so that nothing is leased twice and no code runs twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import secrets
+import ssl
+import threading
+import time
+import urllib.parse
+import warnings
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Generic, Self, TypeVar
+
+import httpx
+
+from ..errors import PoolClosed, RemotePoolError, SettingsError
+from ..pool import PoolEvent, PoolSnapshot
+from ..sandboxes import PythonSandbox
+from . import wire
+
+S = TypeVar("S")
+R = TypeVar("R")
+_log = logging.getLogger(__name__)
+_HELD_OPEN = 10.0  # s that a question waits at the server before it is asked again
+_FIRST_LOOK = 2.0  # s that a snapshot waits for the first contact
+_numbers = itertools.count(1)
+
+
+class RemoteSandbox:
+    """A sandbox of a remote pool: its methods are those of the kind, all of them awaited."""
+
+    def __init__(self, link: _Link, lease: str, kind: str, methods: frozenset[str], isolation: str | None) -> None:
+        self._link, self._lease, self._kind, self._methods = link, lease, kind, methods
+        self.isolation = isolation
+
+    @property
+    def alive(self) -> bool:
+        """It is still ours, as far as the last word of the server goes."""
+        return self._lease in self._link.held
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._methods:
+            raise AttributeError(
+                f"a remote {self._kind} has no {name}; from afar it has {', '.join(sorted(self._methods))}"
+            )
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return await self._link.ask(self._link.call(self._lease, name, args, kwargs))
+
+        call.__name__ = name
+        return call
+
+    def __repr__(self) -> str:
+        return f"<remote {self._kind} at {self._link.url}{'' if self.alive else ', over'}>"
+
+
+class RemoteLease(Generic[S]):
+    """A remote sandbox in somebody's hands, until `await pool.release(lease)`. Set `turn` to show where they are."""
+
+    def __init__(self, pool: RemotePool[S], name: str, id: int, sandbox: S, owner: str) -> None:
+        self._pool, self._link = pool, pool._link
+        self.name = name
+        self.id = id
+        """The sandbox's number at the server."""
+        self.sandbox = sandbox
+        self.owner = owner
+        self.since = time.monotonic()
+        self.released = False
+        self.taken_back = False
+        """Never: from afar a lease by hand is a firm one."""
+        self.saved: asyncio.Future[Any] | None = None
+
+    def rest(self, rests: bool = True) -> None:
+        """Nothing; see `taken_back`."""
+
+    @property
+    def pool(self) -> RemotePool[S]:
+        return self._pool
+
+    @property
+    def turn(self) -> object:
+        return self._link.held.get(self.name)
+
+    @turn.setter
+    def turn(self, turn: object) -> None:
+        if self.name in self._link.held:
+            self._link.held[self.name] = turn  # told with the next call or beat
+
+    async def release(self) -> None:
+        """The same as `pool.release(lease)`."""
+        await self._pool.release(self)
+
+    def __del__(self) -> None:
+        if not getattr(self, "released", True) and self.name in self._link.held:
+            self._link.held.pop(self.name, None)
+            self._link.send(self._link.release(self.name, True))
+            warnings.warn(f"{self!r} was dropped without a release", ResourceWarning, stacklevel=2)
+
+    def __repr__(self) -> str:
+        state = "released" if self.released else f"{time.monotonic() - self.since:.1f} s"
+        return f"<RemoteLease {self._pool.name} {self.id} of {self.owner}, {state}>"
+
+
+class RemotePool(Generic[S]):
+    """A pool that `serve_pool` lends out, wherever a Pool can be: `Agent(pools=[RemotePool(url, token=token)])`.
+
+    kind             the class that tools ask for; the server's pool must be of it or of one derived from it. Its
+                     sandboxes come as RemoteSandbox, which has the kind's methods.
+    acquire_timeout  seconds that a lease is waited for when the one who waits says nothing else.
+    patience         seconds for which a server that does not answer is asked again, before RemotePoolError.
+    verify           for https: True, or the file of a certificate authority to believe.
+
+    It connects at its first lease. `await pool.close()` gives back all that it holds; so does its end, however it
+    comes: the server takes back what nobody speaks for.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str,
+        kind: type[S] = PythonSandbox,  # type: ignore[assignment]
+        acquire_timeout: float = 120.0,
+        patience: float = 10.0,
+        verify: bool | str = True,
+    ) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise SettingsError(f"RemotePool({url!r}): want an address such as http://127.0.0.1:8123")
+        if not isinstance(kind, type):
+            raise SettingsError(f"RemotePool(kind={kind!r}): want a class, such as PythonSandbox")
+        self.url = url.rstrip("/")
+        self.kind = kind
+        self.name = kind.__name__
+        self.acquire_timeout = acquire_timeout
+        self.number = next(_numbers)
+        self._link = _Link(self.url, token, kind, patience, verify)
+        self._finalizer = weakref.finalize(self, self._link.stop)
+
+    # --- looking
+
+    @property
+    def closed(self) -> bool:
+        return self._link.stopped
+
+    @property
+    def size(self) -> int:
+        """The most sandboxes at the server; 0 before the first contact."""
+        return self._link.snapshot.size
+
+    @property
+    def isolation(self) -> str | None:
+        return self._link.snapshot.isolation
+
+    def snapshot(self) -> PoolSnapshot:
+        """The server's pool, with all of its clients, as it was last heard of: within a third of its heartbeat."""
+        if not self._link.met.is_set() and not self.closed:
+            self._link.start()
+            self._link.met.wait(_FIRST_LOOK)
+        return self._link.snapshot
+
+    async def refresh(self) -> PoolSnapshot:
+        """The server's pool as it is now.
+
+        Raises:  RemotePoolError if the server does not answer or is not what was wanted.
+        """
+        await self._link.ask(self._link.look())
+        return self._link.snapshot
+
+    def subscribe(self, callback: Callable[[PoolEvent], object]) -> Callable[[], None]:
+        """Call `callback` with every change at the server from now on, in order; returns what ends that.
+
+        It is called in this pool's own thread and must be quick. If it raises, that is logged, and the pool goes on.
+        """
+        listeners = self._link.listeners
+        listeners.append(callback)
+        self._link.start()
+        self._link.wake()
+
+        def unsubscribe() -> None:
+            with contextlib.suppress(ValueError):
+                listeners.remove(callback)
+
+        return unsubscribe
+
+    def __repr__(self) -> str:
+        link = self._link
+        if link.stopped:
+            return f"<RemotePool {self.name} at {self.url}, closed>"
+        if not link.met.is_set():
+            return f"<RemotePool {self.name} at {self.url}, not connected>"
+        s = link.snapshot
+        counts = f"{s.leased} leased, {s.idle} idle, {s.starting} starting, {s.waiting} waiting, size {s.size}"
+        return f"<RemotePool {self.name} at {self.url}, {counts}{', no answer' if link.trouble else ''}>"
+
+    # --- lending
+
+    @contextlib.asynccontextmanager
+    async def lease(self, owner: str = "somebody", timeout: float | None = None) -> AsyncIterator[S]:
+        """`async with pool.lease(owner="me") as sandbox`: yours until the block ends. Errors as in `acquire`."""
+        lease = await self.acquire(owner, timeout)
+        try:
+            yield lease.sandbox
+        finally:
+            await self.release(lease)
+
+    async def acquire(
+        self, owner: str = "somebody", timeout: float | None = None, *, hand: bool = False, run: str = ""
+    ) -> RemoteLease[S]:
+        """A sandbox to keep over many calls, until `release`. First come, first served, over all clients; those who
+        name a `run` take turns with other runs. A lease by `hand` is kept like any other: it is not taken back.
+
+        Raises:  as `Pool.acquire` does there; RemotePoolError if the server does not answer, or refuses this client.
+        """
+        timeout = self.acquire_timeout if timeout is None else timeout
+        link = self._link
+        told: dict[str, Any] = await link.ask(link.acquire(owner, timeout, run), lost=link.return_lost)
+        link.held[told["lease"]] = None
+        sandbox: Any = RemoteSandbox(link, told["lease"], self.name, link.methods, told.get("isolation"))
+        return RemoteLease(self, told["lease"], told["sandbox"], sandbox, owner)
+
+    async def release(self, lease: RemoteLease[S], *, reusable: bool = True) -> None:
+        """Give a sandbox back; the server resets it. Twice is once, and a server that is gone has it already."""
+        if lease.pool is not self:
+            raise SettingsError(f"{lease!r} is a lease of another pool")
+        if lease.released:
+            return
+        lease.released = True
+        if self._link.held.pop(lease.name, lease) is lease or self._link.stopped:
+            return  # it had ended
+        # Not cancelled with the one who waits: a server that never hears of it would keep it for a heartbeat.
+        await self._link.ask(self._link.release(lease.name, reusable), keep=True)
+
+    async def close(self) -> None:
+        """Give back all that is held and end the connection. What waits is woken with PoolClosed."""
+        if not self._link.stopped:
+            await asyncio.to_thread(self._finalizer)
+
+    async def __aenter__(self) -> Self:
+        await self.refresh()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+
+class _Link:
+    """The thread, its loop and its connection. Does not know its pool, which may be collected."""
+
+    def __init__(self, url: str, token: str, kind: type, patience: float, verify: bool | str) -> None:
+        self.url, self.token, self.patience = url, token, patience
+        self.verify = _trusted(verify)
+        self.name = kind.__name__
+        self.wanted = f"{kind.__module__}:{kind.__qualname__}"
+        self.module = kind.__module__
+        self.client = secrets.token_hex(16)
+        self.held: dict[str, object] = {}  # lease -> turn
+        self.waiting: set[str] = set()  # acquires
+        self.listeners: list[Callable[[PoolEvent], object]] = []
+        self.methods: frozenset[str] = frozenset()
+        self.snapshot = PoolSnapshot(
+            kind=self.name, isolation=None, size=0, idle=0, starting=0, leased=0, waiting=0, dead=0, closed=False,
+            time=time.monotonic(), leases=(), waiters=(), sandboxes=(), error=None,
+        )  # fmt: skip
+        self.met = threading.Event()
+        self.stopped = False
+        self.trouble = ""
+        self.heartbeat = 15.0
+        self.sequence: int | None = None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._http: httpx.AsyncClient | None = None
+        self._meeting = asyncio.Lock()  # of the thread's loop, which is the first to use it
+        self._nudge = asyncio.Event()
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    # --- the thread
+
+    def start(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self.stopped:
+                raise PoolClosed(f"the remote pool at {self.url} is closed; make a new one")
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._loop,), name="agentfly-remote", daemon=True
+                )
+                self._thread.start()
+            return self._loop
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            with contextlib.suppress(asyncio.CancelledError):
+                runner.run(self._live())
+
+    async def _live(self) -> None:
+        local = urllib.parse.urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
+        async with httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {self.token}"}, verify=self.verify, trust_env=not local,
+            timeout=httpx.Timeout(_HELD_OPEN + 20.0, connect=5.0),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        ) as self._http:  # fmt: skip
+            while not self.stopped:
+                await self._beat()
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self._http.post(f"{self.url}{wire.PATH}/bye", json={"client": self.client}), 3.0)
+
+    def stop(self) -> None:
+        """Say good-bye and end the thread. May be called from anywhere but the thread itself."""
+        with self._lock:
+            already, self.stopped = self.stopped, True
+        self.held.clear()
+        if already or self._loop is None or self._thread is None:
+            return
+        self.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(8.0)
+
+    def wake(self) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._nudge.set)
+
+    def send(self, work: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R] | None:
+        """Do it in the thread, whoever waits for it."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self.start())
+        except (PoolClosed, RuntimeError):
+            work.close()
+            return None
+
+    async def ask(
+        self, work: Coroutine[Any, Any, R], *, keep: bool = False, lost: Callable[[R], None] | None = None
+    ) -> R:
+        """Do it in the thread and wait for it in any loop. `keep`: it goes on if the one who waits is cancelled.
+
+        `lost`: what to do with an answer that came when the one who waited had gone.
+        """
+        future = self.send(work)
+        if future is None:
+            raise PoolClosed(f"the remote pool at {self.url} is closed; make a new one")
+        waiting = asyncio.wrap_future(future)
+        try:
+            return await (asyncio.shield(waiting) if keep else waiting)
+        except RemotePoolError as error:
+            if self.stopped:
+                raise PoolClosed(f"the remote pool at {self.url} was closed") from error
+            raise
+        except asyncio.CancelledError:
+            if future.cancelled() and self.stopped:
+                raise PoolClosed(f"the remote pool at {self.url} was closed") from None
+            if lost is not None:
+                future.add_done_callback(
+                    lambda done: None if done.cancelled() or done.exception() else lost(done.result())
+                )
+            raise
+
+    # --- questions
+
+    async def post(self, path: str, **body: Any) -> dict[str, Any]:
+        """Ask, and ask again while nobody answers.
+
+        Raises:  what the server says; RemotePoolError if it does not answer in time.
+        """
+        deadline, pause = time.monotonic() + self.patience, 0.02
+        # Letters as escapes: half a surrogate pair travels too.
+        content = json.dumps({"client": self.client, **body}).encode()
+        while True:
+            assert self._http is not None
+            try:
+                response = await self._http.request(
+                    "GET" if path == "pool" else "POST", f"{self.url}{wire.PATH}/{path}",
+                    content=None if path == "pool" else content, headers={"Content-Type": "application/json"},
+                )  # fmt: skip
+                is_json = response.headers.get("content-type", "").startswith("application/json")
+                told = response.json() if is_json else None
+                break
+            except (httpx.TransportError, ValueError) as error:
+                self.trouble = f"{type(error).__name__}: {error}"
+                if time.monotonic() + pause > deadline:
+                    raise RemotePoolError(
+                        f"the pool at {self.url} does not answer ({self.trouble}; tried for {self.patience:g} s); its "
+                        "leases are lost unless it comes back within its heartbeat"
+                    ) from error
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, 1.0)
+        self.trouble = ""
+        if response.status_code == 413:
+            raise RemotePoolError(f"the pool at {self.url} takes no question as long as this (max_body= of the server)")
+        if response.is_success and isinstance(told, dict):
+            self._take(told)
+            return told
+        error_told = told.get("error") if isinstance(told, dict) else None
+        if error_told is None:
+            raise RemotePoolError(f"{self.url} answers with {response.status_code}, not as a pool's server")
+        raise wire.raised(error_told)
+
+    def _take(self, told: dict[str, Any]) -> None:
+        if told.get("snapshot") is None:
+            return
+        seen: PoolSnapshot = wire.decode(told["snapshot"])
+        shift = time.monotonic() - seen.time  # its clock is another one
+        self.snapshot = dataclasses.replace(
+            seen,
+            time=seen.time + shift,
+            leases=tuple(dataclasses.replace(each, since=each.since + shift) for each in seen.leases),
+            sandboxes=tuple(dataclasses.replace(each, since=each.since + shift) for each in seen.sandboxes),
+        )
+
+    async def look(self) -> None:
+        told = await self.post("pool")
+        if told["version"] != wire.VERSION:
+            raise RemotePoolError(
+                f"{self.url} speaks version {told['version']} of the protocol, this is {wire.VERSION}"
+            )
+        if self.wanted not in told["is"]:
+            raise SettingsError(f"the pool at {self.url} gives a {told['kind']}, not a {self.name}; say kind=")
+        self.methods = frozenset(told["methods"])
+        self.heartbeat = float(told["heartbeat"])
+        self.met.set()
+        self.wake()
+
+    async def meet(self) -> None:
+        """The first words, once."""
+        async with self._meeting:
+            if not self.met.is_set():
+                await self.look()
+
+    async def acquire(self, owner: str, timeout: float, run: str) -> dict[str, Any]:
+        await self.meet()
+        request = secrets.token_hex(16)
+        self.waiting.add(request)
+        try:
+            while True:
+                told = await self.post(
+                    "acquire",
+                    request=request,
+                    owner=owner[:1000],
+                    run=run[:1000],
+                    timeout=timeout,
+                    wait=min(_HELD_OPEN, self.heartbeat / 2),
+                )
+                if told["state"] == "leased":
+                    return told
+        except (asyncio.CancelledError, RemotePoolError):
+            self._leave(request)
+            raise
+        finally:
+            self.waiting.discard(request)
+
+    def _leave(self, request: str) -> None:
+        """Tell the server that nobody waits any more; if it cannot be told, its heartbeat will."""
+        task = asyncio.get_running_loop().create_task(self._try("abandon", request=request))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    async def _try(self, path: str, **body: Any) -> None:
+        with contextlib.suppress(Exception):
+            await self.post(path, **body)
+
+    def return_lost(self, told: dict[str, Any]) -> None:
+        self.send(self.release(told["lease"], True))
+
+    async def release(self, lease: str, reusable: bool) -> None:
+        try:
+            await self.post("release", lease=lease, reusable=reusable)
+        except RemotePoolError as error:
+            _log.warning("a lease was not given back: %s", error)  # the server takes it when it hears no more of it
+
+    async def call(self, lease: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if lease not in self.held:
+            raise RemotePoolError(f"this sandbox of {self.url} is not leased any more")
+        request = secrets.token_hex(16)
+        turn = self.held.get(lease)
+        body = {
+            "request": request, "lease": lease, "method": method, "turn": wire.turn(turn),
+            "args": wire.encode(list(args), _lease_of), "kwargs": wire.encode(kwargs, _lease_of),
+            "wait": min(_HELD_OPEN, self.heartbeat / 2),
+        }  # fmt: skip
+        try:
+            while True:
+                told = await self.post("call", **body)
+                if told["state"] == "done":
+                    return wire.decode(told["value"], self.module)
+        except asyncio.CancelledError:
+            self._leave(request)
+            raise
+
+    # --- the beat
+
+    async def _beat(self) -> None:
+        """Say what is held, hear what changed, and rest."""
+        self._nudge.clear()
+        rest = self.heartbeat / 4
+        try:
+            if not self.met.is_set():
+                await self._interruptible(self.meet())
+                return
+            after = self.sequence if self.listeners else None
+            held = dict(self.held)
+            told = await self._interruptible(
+                self.post(
+                    "beat",
+                    leases={name: wire.turn(turn) for name, turn in held.items()},
+                    requests=list(self.waiting),
+                    after=after,
+                    wait=rest if after is not None else 0.0,
+                )
+            )
+            if told is None:
+                return
+            for name in set(held) - set(told["leases"]):
+                self.held.pop(name, None)
+            if self.listeners:
+                self._hear(wire.decode(told["events"]), after, told["sequence"])
+                if after is not None:
+                    return  # the server held the question open: that was the rest
+            else:
+                self.sequence = None
+        except Exception as error:  # the next acquire or call says it to whoever wants to know
+            self.trouble = self.trouble or str(error)
+            rest = min(rest, 0.5)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(
+                0.0 if self.listeners and self.sequence is not None and not self.trouble else rest
+            ):
+                await self._nudge.wait()
+
+    async def _interruptible(self, work: Coroutine[Any, Any, R]) -> R | None:
+        """The answer; None if the link was nudged meanwhile."""
+        question = asyncio.ensure_future(work)
+        nudge = asyncio.ensure_future(self._nudge.wait())
+        try:
+            await asyncio.wait([question, nudge], return_when=asyncio.FIRST_COMPLETED)
+            return question.result() if question.done() else None
+        finally:
+            for each in (question, nudge):
+                each.cancel()
+            await asyncio.wait([question, nudge])
+            if not question.cancelled():
+                question.exception()
+
+    def _hear(self, events: list[PoolEvent], after: int | None, sequence: int) -> None:
+        if after is None:  # from now on
+            self.sequence = sequence
+            return
+        for event in events:
+            self.sequence = event.sequence
+            for listener in list(self.listeners):
+                try:
+                    listener(event)
+                except Exception:
+                    _log.exception("a listener of the remote pool of %s raised", self.name)
+
+
+def _trusted(verify: bool | str) -> bool | ssl.SSLContext:
+    if isinstance(verify, bool):
+        return verify
+    try:
+        return ssl.create_default_context(cafile=verify)
+    except OSError as error:  # a file that holds no certificate too
+        raise SettingsError(f"RemotePool(verify={verify!r}): want a file of certificates; {error}") from error
+
+
+def _lease_of(value: Any) -> str | None:
+    return value._lease if isinstance(value, RemoteSandbox) else None
