@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeVar
 
 from agentfly_kit.caps import Caps
 from agentfly_kit.errors import SandboxError, SettingsError
-from agentfly_kit.pending import complain
+from agentfly_kit.pending import complain, ended
 from agentfly_kit.types import Task
 
 T = TypeVar("T")
@@ -332,28 +332,36 @@ class Context:
 
     async def close(self) -> None:
         """Give every lease back; a second call waits for the first. A cancelled caller is cancelled after that."""
-        if self._closing is None:
-            self._closing = asyncio.ensure_future(self._give_back())
         cancelled: asyncio.CancelledError | None = None
-        while not self._closing.done():
+        # Once more if that task was itself cancelled before it had begun, as all are at the end of an event loop.
+        while True:
+            if self._closing is None or (self._closing.cancelled() and self._leases):
+                self._closing = asyncio.ensure_future(self._give_back())
+            if self._closing.done():
+                break
             try:
                 await asyncio.wait([self._closing])
             except asyncio.CancelledError as error:
                 cancelled = error
         if cancelled is not None:
             raise cancelled
-        self._closing.result()
+        if not self._closing.cancelled():
+            self._closing.result()
 
     async def _give_back(self) -> None:
         failed: list[BaseException] = []
         for pool, acquiring in self._leases.values():
             acquiring.cancel()  # does nothing to one that has its lease
-            await asyncio.wait([acquiring])
-            if acquiring.cancelled() or acquiring.exception() is not None:
+            try:
+                # Also when this very task is cancelled, as all are at the end of an event loop.
+                await ended([acquiring])
+            except asyncio.CancelledError as error:
+                failed.append(error)
+            if not _holds(acquiring):
                 continue
             try:
                 await pool.release(acquiring.result())
-            except Exception as error:  # the other leases must go back too
+            except (Exception, asyncio.CancelledError) as error:  # the other leases must go back too
                 failed.append(error)
         self._leases.clear()
         self._gone.clear()

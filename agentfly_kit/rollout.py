@@ -475,6 +475,10 @@ class RolloutRun:
                 workers -= done
                 for worker in done:
                     worker.result()
+        except GeneratorExit:  # collected with its closed event loop: nothing can be cancelled or awaited any more
+            workers.clear()
+            self._waiting.clear()
+            raise
         finally:
             for worker in workers:
                 worker.cancel()

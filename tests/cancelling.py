@@ -1,0 +1,113 @@
+"""Cancel a piece of work at its k-th suspension, in whichever of its tasks that is.
+
+Every coroutine of every task that the event loop makes is wrapped, so that each time one gives control back to the loop
+is counted. At the k-th the task that waits for the whole is cancelled (a person interrupts), or the very task that
+suspends (somebody cancels all there is, as `asyncio.run` does at its end).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from agentfly_kit import functions
+
+Whom = Literal["waiter", "itself"]
+
+
+class Steps:
+    """How often anything was suspended; and the one suspension at which somebody is cancelled."""
+
+    def __init__(self, at: int = 0, whom: Whom = "waiter") -> None:
+        self.at, self.whom = at, whom
+        self.count = 0
+        self.waiter: asyncio.Task[Any] | None = None
+        self.where = ""
+
+    def suspended(self, coroutine: Any) -> None:
+        self.count += 1
+        if self.count == self.at:
+            task = asyncio.current_task()
+            assert task is not None
+            self.where = f"{task.get_name()} in {getattr(coroutine, '__qualname__', coroutine)}"
+            (self.waiter if self.whom == "waiter" and self.waiter is not None else task).cancel()
+
+
+class _Counted(Coroutine[Any, Any, Any]):
+    def __init__(self, inner: Any, steps: Steps) -> None:
+        self._inner, self._steps = inner, steps
+
+    def send(self, value: Any) -> Any:
+        out = self._inner.send(value)
+        self._steps.suspended(self._inner)
+        return out
+
+    def throw(self, *error: Any) -> Any:
+        out = self._inner.throw(*error)
+        self._steps.suspended(self._inner)
+        return out
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __await__(self) -> Any:
+        raise NotImplementedError
+
+
+@contextmanager
+def counted(steps: Steps) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    before = loop.get_task_factory()
+    loop.set_task_factory(lambda loop, coro, **more: asyncio.Task(_Counted(coro, steps), loop=loop, **more))
+    try:
+        yield
+    finally:
+        loop.set_task_factory(before)
+
+
+async def cancel_at(k: int, work: Callable[[], Awaitable[Any]], whom: Whom = "waiter") -> Steps:
+    """Run the work and cancel at its k-th suspension (0: never). What it raises is its own affair; it must end."""
+    steps = Steps(k, whom)
+
+    async def main() -> None:
+        await work()
+
+    with counted(steps):
+        steps.waiter = asyncio.create_task(main(), name="waiter")
+        done, _ = await asyncio.wait([steps.waiter], timeout=30)
+    assert done, f"cancelled at suspension {k} ({steps.where}) and never ended"
+    if not steps.waiter.cancelled() and (error := steps.waiter.exception()) is not None and not k:
+        raise error
+    return steps
+
+
+def some(total: int, count: int | None) -> list[int]:
+    """Which suspensions: all (None), or the first ones and random others, whose seed is printed."""
+    if count is None or count >= total:
+        return list(range(1, total + 1))
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    first = list(range(1, count // 3 + 1))
+    return first + sorted(random.Random(seed).sample(range(count // 3 + 1, total + 1), count - len(first)))
+
+
+async def settled(what: Callable[[], object], seconds: float = 10.0) -> bool:
+    """Whether it is so, at the latest after a while: what was shielded from a cancellation may still be ending."""
+    end = asyncio.get_running_loop().time() + seconds
+    while not what() and asyncio.get_running_loop().time() < end:
+        await asyncio.sleep(0.002)
+    return bool(what())
+
+
+def tasks_left() -> list[str]:
+    return [t.get_name() for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+
+
+def threads_busy() -> list[str]:
+    """Threads that run somebody's tool or reward now."""
+    calls = [t.name for t in threading.enumerate() if t.name.startswith("agentfly-call")]
+    return calls[len(functions._idle) :]

@@ -1,0 +1,476 @@
+"""Cancelled at every await there is, nothing stays behind (leases, tasks, threads, promises), and all goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import warnings
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from agents import agent, calculator, call, fresh, played, scripted, tasks
+from cancelling import Whom, cancel_at, settled, some, tasks_left, threads_busy
+from test_engine_openai import Server
+from test_engine_openai import chat as answered
+
+import agentfly_kit as af
+from agentfly_kit.engines.openai import OpenAIEngine
+from agentfly_kit.types import Sampling, Task, TurnRequest
+
+pytestmark = pytest.mark.filterwarnings("ignore:the pool took back")
+TASKS = [Task(f"t{i}", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"}) for i in range(3)]
+
+
+class Box:
+    """Every one of its methods suspends."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    async def start(self) -> None:
+        await asyncio.sleep(0)
+
+    async def run(self, text: str) -> str:
+        await asyncio.sleep(0.0005)
+        self.log.append(text)
+        return ",".join(self.log)
+
+    async def fork(self, into: Box) -> None:
+        await asyncio.sleep(0)
+        into.log = list(self.log)
+
+    async def snapshot(self) -> list[str]:
+        await asyncio.sleep(0)
+        return list(self.log)
+
+    async def restore(self, log: list[str]) -> None:
+        await asyncio.sleep(0)
+        self.log = list(log)
+
+    async def reset(self) -> None:
+        await asyncio.sleep(0)
+        self.log.clear()
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+
+
+@af.tool
+async def put(expression: str, box: Box) -> str:
+    """Put.
+
+    Args:
+        expression: any.
+    """
+    return await box.run(expression)
+
+
+@af.reward
+async def looks(final: str | None, box: Box) -> float:
+    return float(bool(await box.run("looked")))
+
+
+@af.reward(weight=0.5)
+def blocks(final: str | None) -> float:
+    return 1.0
+
+
+def everything(pool: af.Pool[Any]) -> af.Agent:
+    """Awaits of all kinds: leases, threads, side by side, forks, hooks, rewards, caps."""
+
+    async def script(task: Task, turn: int) -> str:
+        await asyncio.sleep(0)
+        return [call("1") + call("2", "put"), call("3", "put"), "5"][turn]
+
+    async def hook(chain: Any) -> int:
+        await asyncio.sleep(0)
+        return int(chain.place.fork == "" and chain.actions == 1 and chain.task.id == "t0")
+
+    return scripted(
+        script,
+        tools=[calculator, put],
+        reward=[looks, blocks],
+        pools=[pool],
+        after_observation=hook,
+        before_turn=lambda chain: asyncio.sleep(0),
+        after_chain=lambda chain, trajectory: asyncio.sleep(0),
+        max_concurrent_requests=2,
+        max_concurrent_tools=2,
+        max_concurrent_rewards=2,
+    )
+
+
+async def nothing_left(where: str, pool: af.Pool[Any] | None = None, a: af.Agent | None = None) -> None:
+    """No task, no thread at work, no lease, no slot of a cap."""
+    assert await settled(lambda: not tasks_left()), f"{where}: {tasks_left()}"
+    assert await settled(lambda: not threads_busy()), f"{where}: {threads_busy()}"
+    if pool is not None:
+        s = pool.snapshot()
+        assert (s.leased, s.waiting, s.starting) == (0, 0, 0), f"{where}: {pool!r}"
+    if a is not None:
+        for cap in (a._caps.requests, a._caps.tools, a._caps.rewards):
+            for slots in cap._slots.values():
+                assert slots._value == cap.limit, where
+
+
+async def at_each(
+    work: Callable[[], Awaitable[Any]], after: Callable[[str], Awaitable[Any]], whom: Whom, count: int | None
+) -> None:
+    total = (await cancel_at(0, work)).count
+    await after("uncancelled")
+    assert total > 0
+    for k in some(total, count):
+        steps = await cancel_at(k, work, whom)
+        await after(f"at {k} of {total}, {steps.where}, {whom} cancelled")
+
+
+each = pytest.mark.parametrize("count", [40, pytest.param(None, marks=pytest.mark.real)], ids=["some", "all"])
+both = pytest.mark.parametrize("whom", ["waiter", "itself"])
+
+
+@each
+@both
+async def test_a_rollout(whom: Whom, count: int | None) -> None:
+    async with af.Pool(Box, size=2) as pool:
+        a = everything(pool)
+        runs: list[Any] = []
+
+        def work() -> Awaitable[Any]:
+            budgets = {"budget": af.Budget(tokens=10**6, tool_calls=10**6), "group_budget": af.Budget(seconds=60)}
+            runs[:] = [a.rollout(TASKS, group_size=1, max_concurrency=2, **budgets)]  # type: ignore[arg-type]
+            return runs[0]._wait()
+
+        async def after(where: str) -> None:
+            await nothing_left(where, pool, a)
+            assert runs[0]._meter.left == runs[0]._meter.budget.tokens - runs[0]._meter.tokens, where
+            assert all(t.stop in ("answered", "error") for t in runs[0].partial), where
+
+        await at_each(work, after, whom, count)
+        assert [t.reward for t in await a.rollout(TASKS)] == [1.5] * 4
+
+
+@each
+@both
+async def test_a_loop_over_a_rollout(whom: Whom, count: int | None) -> None:
+    async with af.Pool(Box, size=2) as pool:
+        a = everything(pool)
+
+        async def work() -> None:
+            async for _ in a.rollout(TASKS[:2], max_concurrency=2):
+                await asyncio.sleep(0)
+
+        await at_each(work, lambda where: nothing_left(where, pool, a), whom, count and count // 2)
+
+
+@each
+@both
+async def test_an_evaluation(whom: Whom, count: int | None) -> None:
+    async with af.Pool(Box, size=2) as pool:
+        a = everything(pool)
+        await at_each(lambda: af.evaluate(a, TASKS), lambda where: nothing_left(where, pool, a), whom, count and 20)
+
+
+@each
+@both
+async def test_a_chain_by_hand_whose_sandbox_is_taken_back(whom: Whom, count: int | None) -> None:
+    """It is closed as a person would, who does not know at which step it was cancelled."""
+    async with af.Pool(Box, size=1) as pool:
+        a = everything(pool).replace(after_observation=None, max_concurrent_tools=None)
+        chains: list[Any] = []
+
+        async def work() -> None:
+            chain = a.chain(TASKS[1])
+            chains.append(chain)
+            await chain.step()
+            lease = await pool.acquire("thief")
+            try:
+                await asyncio.sleep(0)
+            finally:
+                await lease.release()
+            await chain.step()
+            await chain.step()
+            await chain.finish()
+
+        async def after(where: str) -> None:
+            for chain in chains:
+                await chain.close()
+            chains.clear()
+            await nothing_left(where, pool)
+
+        await at_each(work, after, whom, count)
+
+
+@each
+@both
+async def test_a_fork_by_hand(whom: Whom, count: int | None) -> None:
+    async with af.Pool(Box, size=2) as pool:
+        a = everything(pool).replace(after_observation=None)
+        chains: list[Any] = []
+
+        async def work() -> None:
+            chain = a.chain(TASKS[1])
+            chains.append(chain)
+            await chain.step()
+            twin = await chain.fork()
+            chains.append(twin)
+            await asyncio.gather(chain.step(), twin.step())
+
+        async def after(where: str) -> None:
+            for chain in chains:
+                await chain.close()
+            chains.clear()
+            await nothing_left(where, pool, a)
+
+        await at_each(work, after, whom, count and 20)
+
+
+@each
+@both
+async def test_the_local_engine(whom: Whom, count: int | None) -> None:
+    policy = fresh()
+    engine = af.LocalEngine(policy, slots=8)
+    a = agent(policy, engine=engine, sampling=Sampling(max_tokens=8))
+    wanted = [t.ids.tolist() for t in await a.rollout(tasks(3))]
+    ids = policy.chat.prompt(tasks(1)[0].messages, ())
+
+    async def work() -> None:
+        requests = [TurnRequest(TASKS[0], 0, f"s{i}") for i in range(3)]
+        await asyncio.gather(
+            *(engine.sample(ids, Sampling(max_tokens=4), i, request=r) for i, r in enumerate(requests))
+        )
+        await engine.distribution(ids, Sampling())
+        for r in requests:
+            engine.release(r.session)
+        await a.rollout(tasks(3))
+
+    async def after(where: str) -> None:
+        await nothing_left(where)
+        assert await settled(lambda: not (engine._active or engine._waiting or engine._inbox)), where
+        assert [t.ids.tolist() for t in await a.rollout(tasks(3))] == wanted, where
+
+    await at_each(work, after, whom, count and 20)
+
+
+@each
+@both
+async def test_a_server(whom: Whom, count: int | None) -> None:
+    """Also in the middle of the waits between its tries."""
+    server = Server()
+    busy = iter(range(10**9))
+
+    def answer(path: str, body: Any) -> Any:
+        return (429, {"error": "busy"}, {}) if next(busy) % 2 == 0 else answered("5")
+
+    server.answer = answer
+    engine = OpenAIEngine(server.url, "tiny", backoff=0.002, timeout=5.0)
+    a = agent(engine=engine, chat=engine.chat, sampling=Sampling(max_tokens=4))
+    try:
+        await at_each(lambda: a.rollout(TASKS[:2])._wait(), lambda where: nothing_left(where), whom, count and 20)
+        rollout = await a.rollout(TASKS)
+        assert [t.stop for t in rollout] == ["answered"] * 3
+        await engine.close()
+    finally:
+        server.stop()
+
+
+# --- the end of an event loop --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["returns", "raises", "interrupted"])
+def test_a_loop_that_ends_under_a_rollout_leaves_nothing(how: str) -> None:
+    pool = af.Pool(Box, size=2)
+    policy = fresh()
+    a = everything(pool)
+    b = agent(policy, sampling=Sampling(max_tokens=40))
+    wanted = [t.ids.tolist() for t in asyncio.run(b.rollout(tasks(3))._wait())]
+
+    @af.tool(name="put")
+    async def forever(expression: str, box: Box) -> str:
+        """Put.
+
+        Args:
+            expression: any.
+        """
+        await asyncio.sleep(600)
+        return ""
+
+    stuck = a.replace(tools=[calculator, forever])
+
+    async def main() -> None:
+        running = [asyncio.ensure_future(x.rollout(t)._wait()) for x, t in ((stuck, TASKS), (b, tasks(16)))]
+        while pool.snapshot().leased < 2:
+            await asyncio.sleep(0.001)
+        if how == "raises":
+            raise ZeroDivisionError
+        if how == "interrupted":
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.gather(*running)
+
+    if how == "returns":
+        asyncio.run(main())
+    else:
+        with pytest.raises(ZeroDivisionError if how == "raises" else KeyboardInterrupt):
+            asyncio.run(main())
+    assert pool.snapshot().leased == 0
+    assert [t.reward for t in asyncio.run(a.rollout(TASKS)._wait())] == [1.5] * 4
+    assert [t.ids.tolist() for t in asyncio.run(b.rollout(tasks(3))._wait())] == wanted
+    asyncio.run(pool.close())
+
+
+def test_a_loop_that_is_closed_with_all_in_it() -> None:
+    """Nobody cancelled anything: the tasks are collected as they stand."""
+    pool = af.Pool(Box, size=2)
+    a = everything(pool)
+    b = agent(fresh())
+    loop = asyncio.new_event_loop()
+    runs = [loop.create_task(x.rollout(t)._wait()) for x, t in ((a, TASKS), (b, tasks(8)))]
+
+    async def until_leased() -> None:
+        while pool.snapshot().leased < 1:
+            await asyncio.sleep(0)
+
+    loop.run_until_complete(until_leased())
+    for task in asyncio.all_tasks(loop):
+        task._log_destroy_pending = False  # type: ignore[attr-defined]  # that is what this test does
+    loop.close()
+    del runs
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # asyncio and the leases say that they were dropped
+        import gc
+
+        gc.collect()
+        assert [t.reward for t in asyncio.run(a.rollout(TASKS)._wait())] == [1.5] * 4
+        assert len(asyncio.run(b.rollout(tasks(3))._wait())) == 3
+        asyncio.run(pool.close())
+
+
+# --- tools that misbehave ------------------------------------------------------------------------
+
+
+def bad_tools() -> list[Any]:
+    @af.tool(timeout=0.05)
+    def never(x: int = 0) -> str:
+        """Never returns.
+
+        Args:
+            x: any.
+        """
+        import threading
+
+        threading.Event().wait(3)
+        return ""
+
+    @af.tool(timeout=0.05)
+    async def never_async(x: int = 0) -> str:
+        """Never returns.
+
+        Args:
+            x: any.
+        """
+        await asyncio.sleep(600)
+        return ""
+
+    @af.tool
+    def raises(x: int = 0) -> str:
+        """Raises.
+
+        Args:
+            x: any.
+        """
+        raise ValueError("secret")
+
+    @af.tool
+    def huge(x: int = 0) -> str:
+        """Gives 10 MB.
+
+        Args:
+            x: any.
+        """
+        return "7" * 10_000_000
+
+    @af.tool
+    def bytes_(x: int = 0) -> bytes:
+        """Gives bytes.
+
+        Args:
+            x: any.
+        """
+        return b"\xff\x00abc"
+
+    @af.tool
+    def coroutine(x: int = 0) -> Any:
+        """Gives a coroutine.
+
+        Args:
+            x: any.
+        """
+        return asyncio.sleep(0, "from a coroutine")
+
+    @af.tool
+    def leaves(x: int = 0) -> str:
+        """Calls exit().
+
+        Args:
+            x: any.
+        """
+        raise SystemExit(3)
+
+    @af.tool
+    async def leaves_async(x: int = 0) -> str:
+        """Calls exit().
+
+        Args:
+            x: any.
+        """
+        raise SystemExit(3)
+
+    @af.tool
+    async def cancels(x: int = 0) -> str:
+        """Raises what only the event loop should.
+
+        Args:
+            x: any.
+        """
+        raise asyncio.CancelledError("mine")
+
+    @af.tool
+    def interrupts_generator(x: int = 0) -> str:
+        """Raises StopIteration.
+
+        Args:
+            x: any.
+        """
+        raise StopIteration("odd")
+
+    return [never, never_async, raises, huge, bytes_, coroutine, leaves, leaves_async, cancels, interrupts_generator]
+
+
+async def test_no_tool_costs_its_siblings_anything() -> None:
+    tools = bad_tools()
+
+    def script(task: Task, turn: int) -> str:
+        if turn:
+            return "5"
+        return call("2+3") if task.id == "good" else f'<tool_call>{{"name":"{task.id}","arguments":{{}}}}</tool_call>'
+
+    names = [t.name for t in tools]
+    given = [Task(n, TASKS[0].messages, TASKS[0].fields) for n in (*names, "good")]
+    run = played(script, tools=[*tools, calculator]).rollout(given, group_size=2)
+    rollout = await asyncio.wait_for(run, 30)
+    by = {g.task.id: g for g in rollout.groups}
+    for name, group in by.items():
+        for t in group:
+            assert (t.stop, t.reward) == ("answered", 1.0), (name, t.error)
+            (c,) = t.tool_calls
+            assert c.result is not None and len(c.result.observation) < 10_000, name
+            if name in ("never", "never_async"):
+                assert "took longer than 0.05 s" in c.result.observation
+            elif name in ("raises", "leaves", "leaves_async", "cancels", "interrupts_generator"):
+                assert c.result.observation == f"{name} failed."
+                assert c.result.error is not None
+            elif name == "huge":
+                assert c.result.truncated
+            elif name == "coroutine":
+                assert c.result.observation == "from a coroutine"
+    assert not tasks_left()
