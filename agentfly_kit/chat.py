@@ -8,8 +8,8 @@ template before it is relied on (`template.py`), or refused by name.
 
 from __future__ import annotations
 
-import html
 import functools
+import html
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -333,6 +333,18 @@ async def test_weights_that_were_loaded_are_new_weights_whatever_their_version()
     check(policy, ids, await engine.sample(ids, Sampling(max_tokens=8), 1, request=request("c")))
 
 
+async def test_weights_that_somebody_else_stepped_are_seen() -> None:
+    """A fused optimizer moves neither the policy's version nor torch's own count of changes."""
+    policy = random_policy(7)
+    engine = LocalEngine(policy)
+    ids = prompt(30)
+    await engine.sample(ids, Sampling(max_tokens=8), 1, request=request("a"))
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=0.05, fused=True)
+    policy.model(input_ids=torch.tensor([ids])).logits.logsumexp(-1).sum().backward()
+    optimizer.step()
+    check(policy, ids, await engine.sample(ids, Sampling(max_tokens=8), 1, request=request("b")))
+
+
 async def test_a_prompt_is_not_copied_from_a_row_that_runs_on_old_keys() -> None:
     """A row that began before an update keeps its keys to its end; nobody else may take them for new."""
     policy = random_policy(9)

@@ -3,7 +3,7 @@
 In a decode step of a few dozen rows a small model spends more time in Python than in arithmetic. Here queries, keys and
 values come from one product, gate and up from another, and norms and rotations run on queries and keys together. The
 weights are read from the policy's own model and joined again whenever they have changed. Whatever is not exactly of the
-known shape (an adapter, a hook, another rotation, another device) is left to the model itself, and so is a model whose
+known shape (an adapter, a hook, another rotation or device) is left to the model itself, and so is a model whose
 own forward differs on a trial.
 """
 
@@ -48,13 +48,14 @@ class Decoder:
         first = trunk.layers[0].self_attn
         self._size = int(first.q_proj.weight.shape[0]) // self._heads
         self._eps = float(trunk.norm.variance_epsilon)
-        self._key: tuple[int, int] | None = None
+        self._key: object = None
         self._layers: list[tuple[Tensor, ...]] = []
         self._biases: list[Tensor | None] = []
         self._cos = self._sin = torch.zeros(0)
 
-    def __call__(self, store: Slots, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        self._refresh(int(store.capacity))
+    def __call__(self, store: Slots, tokens: Tensor, positions: Tensor, mask: Tensor, *, stamp: object) -> Tensor:
+        """stamp: another one than before says that the weights are others."""
+        self._refresh(int(store.capacity), stamp)
         (rows, width), heads, kv, size = tokens.shape, self._heads, self._kv, self._size
         x = F.embedding(tokens, self._trunk.embed_tokens.weight)
         cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
@@ -78,9 +79,9 @@ class Decoder:
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self._eps)
 
-    def _refresh(self, capacity: int) -> None:
+    def _refresh(self, capacity: int, stamp: object) -> None:
         """Join the weights again if they are others than before."""
-        key = (sum(p._version for p in self._parameters), sum(p.data_ptr() for p in self._parameters))
+        key = (stamp, sum(p._version for p in self._parameters))
         if key != self._key:
             self._layers, self._biases = [], []
             for layer in self._trunk.layers:
@@ -120,7 +121,7 @@ class Decoder:
                     positions = torch.arange(start, stop)[None].expand(8, -1)
                     mask = store.aim(torch.arange(8) if stop - start > 1 else 8, positions)
                     if own:
-                        out = self(store, ids[:, start:stop], positions, mask)
+                        out = self(store, ids[:, start:stop], positions, mask, stamp="trial")
                     else:
                         out = run_itself(self._trunk, store, ids[:, start:stop], positions, mask)
                     found.append(out)

@@ -102,6 +102,7 @@ class LocalEngine(Engine):
         self._weights: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # by slot: which weights made its keys
         self._now = 0
         self._known: tuple[int, int] | None = None
+        self._some: Tensor | None = None  # a few numbers of each weight
         self._tick = 0
         self.prefilled = 0
         """Tokens computed as context since the start; copies and reused history are not counted."""
@@ -286,10 +287,13 @@ class LocalEngine(Engine):
         return store
 
     def _look_at_weights(self) -> None:
-        """Number the weights that are there now. Not by `policy.version` alone: loading weights may bring it back."""
-        key = (self.policy.version, sum(p._version for p in self.policy.model.parameters()))
-        if key != self._known:
-            self._known = key
+        """Number the weights that are there now. Not by `policy.version` alone: loading weights may bring it back. Nor
+        by torch's own counts: a fused optimizer that somebody steps by hand moves neither."""
+        parameters = list(self.policy.model.parameters())
+        some = torch.cat([p.detach().reshape(-1)[:8].float() for p in parameters])
+        key = (self.policy.version, sum(p._version for p in parameters))
+        if key != self._known or self._some is None or not torch.equal(some, self._some):
+            self._known, self._some = key, some
             self._now += 1
 
     def _admit(self, request: _Request, *, empty: bool = False) -> tuple[int, int] | None:
@@ -375,7 +379,7 @@ class LocalEngine(Engine):
         if self._model is not self.policy.model:  # one that got an adapter, say, is another
             self._model, self._decoder = self.policy.model, Decoder.of(self.policy.model)
         if self._decoder is not None:
-            return self._decoder(store, tokens, positions, mask)
+            return self._decoder(store, tokens, positions, mask, stamp=(self._now, self.policy.version))
         return run_itself(self.policy.model.get_decoder(), store, tokens, positions, mask)
 
     def _prefill(self) -> None:

@@ -26,8 +26,8 @@ class Slots:
     """`ids[i, :length[i]]` are the tokens whose keys and values slot i holds."""
 
     def __init__(self, count: int, capacity: int, layers: int = 1) -> None:
-        """layers: how many attention layers there will be, whose keys and values then lie in one block and move in one go;
-        more layers, or other shapes, only cost a move each."""
+        """layers: how many attention layers there will be, whose keys and values then lie in one block and move at
+        once; more layers, or other shapes, only cost a move each."""
         self.count = count
         self._layers = layers
         self.capacity = -(-capacity // _STEP) * _STEP

@@ -1,0 +1,121 @@
+"""The small models' own forward says what the modules say, and leaves everything else to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from agents import random_policy, shipped
+
+from agentfly_kit.engines import decoder as module
+from agentfly_kit.engines.decoder import Decoder, run_itself
+from agentfly_kit.engines.slots import Slots
+
+
+def model(family: str, **changes: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {
+        "vocab_size": 90,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    config = AutoConfig.for_model(family, **(shape | changes))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        made = AutoModelForCausalLM.from_config(config).to(torch.float32).eval()
+        for p in made.parameters():
+            torch.nn.init.normal_(p, std=0.3)  # norms and biases too
+    return made
+
+
+@torch.inference_mode()
+def both(made: Any, decoder: Decoder, stamp: object = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same two chunks and two steps by the modules and by the decoder."""
+    ids = torch.randint(0, 90, (8, 14), generator=torch.Generator().manual_seed(1))
+    outs: list[list[torch.Tensor]] = [[], []]
+    for which in (0, 1):
+        store = Slots(8, 32, 3)
+        for start, stop in ((0, 5), (5, 12), (12, 13), (13, 14)):
+            positions = torch.arange(start, stop)[None].expand(8, -1)
+            mask = store.aim(torch.arange(8) if stop - start > 1 else 8, positions)
+            given = (store, ids[:, start:stop], positions, mask)
+            outs[which].append(decoder(*given, stamp=stamp) if which else run_itself(made.get_decoder(), *given))
+    return torch.cat(outs[0], 1), torch.cat(outs[1], 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_it_says_what_the_modules_say(family: str, heads: int) -> None:
+    made = model(family, num_key_value_heads=heads)
+    decoder = Decoder.of(made)
+    assert decoder is not None
+    theirs, ours = both(made, decoder)
+    assert float((theirs - ours).abs().max()) <= 1e-5 * float(theirs.abs().max())
+
+
+def test_another_stamp_or_a_change_that_torch_counts_brings_other_weights() -> None:
+    made = model("qwen3")
+    decoder = Decoder.of(made)
+    assert decoder is not None
+    before, _ = both(made, decoder, stamp=1)
+    torch._fused_sgd_(  # as a fused optimizer: torch does not count it
+        [p.data for p in made.parameters()],
+        [torch.ones_like(p) for p in made.parameters()],
+        [],
+        weight_decay=0.0,
+        momentum=0.0,
+        lr=0.05,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=True,
+    )
+    theirs, ours = both(made, decoder, stamp=2)
+    assert float((theirs - before).abs().max()) > 1e-2
+    assert float((theirs - ours).abs().max()) <= 1e-5 * float(theirs.abs().max())
+    with torch.no_grad():
+        made.get_decoder().layers[1].mlp.up_proj.weight.mul_(1.5)
+    theirs, ours = both(made, decoder, stamp=2)
+    assert float((theirs - ours).abs().max()) <= 1e-5 * float(theirs.abs().max())
+
+
+def test_the_shipped_policy_is_of_that_shape() -> None:
+    assert Decoder.of(shipped().model) is not None
+
+
+def test_what_is_not_of_that_shape_runs_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Decoder.of(model("gemma", head_dim=12)) is None
+    assert Decoder.of(model("qwen3", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})) is None
+    assert Decoder.of(model("llama", mlp_bias=True)) is None
+    assert Decoder.of(model("llama").to(torch.bfloat16)) is None
+    hooked = model("qwen3")
+    hooked.get_decoder().layers[0].mlp.register_forward_hook(lambda *given: given[2])
+    assert Decoder.of(hooked) is None
+    monkeypatch.setattr(module, "_LARGEST", 1000)
+    assert Decoder.of(model("qwen3")) is None
+
+
+def test_a_model_that_differs_on_a_trial_runs_itself() -> None:
+    made = model("qwen3")
+    made.get_decoder().layers[1].self_attn.scaling = 0.5  # somebody patched it
+    assert Decoder.of(made) is None
+
+
+def test_an_adapter_is_left_to_the_modules() -> None:
+    import peft
+
+    policy = random_policy(3)
+    adapted = peft.get_peft_model(
+        policy.model, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    assert Decoder.of(adapted) is None
