@@ -43,7 +43,7 @@ class Capacity:
     sandboxes   their number
 
     Where there is no room, an idle sandbox of another kind is closed for whoever waits; where none is idle, the
-    one that comes back next goes to whoever has waited longest, of whatever kind. A chain that holds one kind and waits for
+    what comes back next goes to whoever waited longest, of whatever kind. A chain that holds one kind and waits for
     another can then wait for a chain that does the opposite: give room for one of each for every chain that runs at
     once, or the wait ends with PoolTimeout.
     """

@@ -221,7 +221,7 @@ class Pool(Generic[S]):
     isolation, memory_mb, processes, cpu_seconds, disk_mb, network, and any other keyword
                      go to the kind; left out, the kind's own default holds (see PythonSandbox). One that the kind does
                      not take is refused here: a limit is applied or refused, never only noted.
-    max_uses, max_age    close a sandbox and start another after so many leases, or so many seconds, instead of resetting
+    max_uses, max_age    close a sandbox and start another after so many leases or seconds, instead of resetting
                      it; `max_uses=1` never resets.
     healthy          `healthy(sandbox)`, plain or async, after each reset: one for which it is false, or raises, is
                      replaced. A kind's own method `healthy()` is asked where this is not given.

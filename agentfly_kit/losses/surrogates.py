@@ -74,7 +74,7 @@ def gspo(
     differ by token. With one advantage a row and "seq_mean_token_mean" it is GSPO exactly.
 
     Shapes:  (B, T) each -> (B, T).
-    Source:  GSPO, arXiv 2507.18071, eq. 5, in the form that it calls GSPO-token; the default clips are those of its 5.1.
+    Source:  GSPO, arXiv 2507.18071, eq. 5 (GSPO-token); the default clips are those of its 5.1.
     """
     high = upper_clip(clip, clip_high)
     m = boolean(mask, logprobs)
