@@ -255,6 +255,9 @@ async def test_the_files_are_there_again_after_the_death_of_all(level: str):
             if not sandbox.alive:
                 break
             await asyncio.sleep(0.01)
+        with pytest.raises(SandboxError, match="ended from outside"):
+            await sandbox.read("README.md")
+        await sandbox.start()
         assert await sandbox.read("README.md") == "# Title\n", "and a new sandbox is seeded"
 
 

@@ -94,6 +94,7 @@ class Guest:
         if self._python.alive and self._ready:
             return
         self._ready = False
+        self._calls = 0
         await self._python.start()
         await self._settle_in()
         self._ready = True
@@ -192,6 +193,8 @@ class Guest:
         if not 0 < timeout < float("inf"):
             raise SettingsError(f"timeout={timeout!r}: want a positive number of seconds")
         async with self._turn():
+            if self._calls and not self._python.alive:
+                self._python._check_lost()
             await self._start()
             self._calls += 1
             return await self._send(name, timeout, **given)

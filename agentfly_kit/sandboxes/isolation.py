@@ -57,7 +57,7 @@ NOT_ISOLATED: Mapping[str, tuple[str, ...]] = {
         "the network can be reached, whatever network= says",
         "disk_mb bounds each file, not their sum; what is written outside the working folder stays",
         "a process that hides on purpose can outlive the sandbox where no control group is to be had",
-        "the code can kill or change its own zygote; then the sandbox dies and is replaced",
+        "the code can kill or change its own zygote; then the sandbox is replaced, and its chain is not scored",
     ),
 }
 _WHAT = {

@@ -131,6 +131,7 @@ class Vessel:
         self.errors: BinaryIO | None = None
         self.data: socket.socket | None = None  # the host's ends of the interpreter's channels
         self.pipes: tuple[int, ...] = ()
+        self.dropped = False  # ended by its own host, which knows why
         self._lock = threading.Lock()
         self._destroyed = False
 

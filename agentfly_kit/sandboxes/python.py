@@ -93,6 +93,7 @@ class PythonSandbox:
         self._serial = 0  # of the interpreter
         self._number = 0  # of the call, over all interpreters
         self._worker = False  # an interpreter runs
+        self._held = False  # a call was made since the last reset: there may be something to lose
         self._abandoned: bytes | None = None  # a call was given up while its code ran: what of it is still to be sent
         self._hits = (0, 0)
         self._watches: set[_Watch] = set()
@@ -112,6 +113,7 @@ class PythonSandbox:
         if self.alive:
             return
         self._drop()
+        self._held = False
         inside = isinstance(self._asked, Container)  # the engine starts it: many may be on their way at once
         future = container.makers.submit(self._launch) if inside else process.spawner.submit(self._launch)
         try:
@@ -191,6 +193,7 @@ class PythonSandbox:
             if not self.alive:
                 raise SandboxError("a dead or closed PythonSandbox cannot be reset; make a new one")
             self._history.clear()
+            self._held = False
             await self._fresh(wipe=True)
 
     async def fork(self, into: PythonSandbox) -> None:
@@ -240,6 +243,8 @@ class PythonSandbox:
 
     def _drop(self) -> None:
         self._let_go()
+        if self._vessel is not None:
+            self._vessel.dropped = True
         if self._finalizer is not None:
             self._finalizer()
 
@@ -276,7 +281,8 @@ class PythonSandbox:
         When `timeout` seconds are over the code gets a KeyboardInterrupt and its variables live; if it has not ended
         half a second later it is killed, and the next call finds a new interpreter beside the same files.
 
-        Raises:  SandboxError if the sandbox is closed or cannot be brought back to life; nothing that the code did.
+        Raises:  SandboxError if the sandbox is closed, cannot be brought back to life, or was ended from outside, now
+                 or since the last call: its variables are gone, and `start()` begins anew. Nothing that the code did.
         """
         if not 0 < timeout < float("inf"):
             raise SettingsError(f"timeout={timeout!r}: want a positive number of seconds")
@@ -284,12 +290,14 @@ class PythonSandbox:
             if self._closed:
                 raise SandboxError("this PythonSandbox is closed")
             if not self.alive:
+                self._check_lost()
                 await self.start()
             if self._abandoned is not None:
                 await self._settle(self._abandoned)
             if not self._worker:
                 await self._fresh(wipe=False)
             self._number += 1
+            self._held = True
             self._history.append((code, timeout, None))  # as it stays if this call is abandoned
             request = json.dumps({"id": self._number, "code": code}).encode() + b"\n"
             call = _Call(self, request, timeout)
@@ -305,6 +313,15 @@ class PythonSandbox:
             stopped = result.timed_out or result.died or result.limit == "output"
             self._history[-1] = (code, timeout, None if stopped else _digest(result))
             return result
+
+    def _check_lost(self) -> None:
+        """Raises SandboxError if it was ended by somebody else, with variables or files that a chain relies on."""
+        vessel = self._vessel
+        if self._held and vessel is not None and not vessel.dropped and not self._closed:
+            raise SandboxError(
+                "the sandbox was ended from outside, and with it the variables and files of its chain; "
+                "`await sandbox.start()` begins anew"
+            )
 
     async def _settle(self, unsent: bytes) -> None:
         """Get past an abandoned call: its code was interrupted when it was abandoned; if it goes on, kill it."""
@@ -379,6 +396,7 @@ class PythonSandbox:
                 raise SandboxError(f"the sandbox could not be made fresh: {reply['error']}")
         except BaseException:
             vessel.stop()  # half a reset is no reset: this sandbox is not used again
+            vessel.dropped = True
             raise
         self._replies = _Lines(vessel.data, longest=16 * self.max_output + 4096)
         if vessel.group is not None:
@@ -659,6 +677,8 @@ class _Call:
             elif hits[1] > before[1]:
                 limit = "processes"
         value = error = kind = None
+        if reply is None and limit is None and self.status is None and not sandbox._closed:
+            sandbox._check_lost()
         if reply is None:
             error = _obituary(limit, self.status, self.timeout, sandbox._closed)
         else:

@@ -1,0 +1,347 @@
+"""What goes wrong under a rollout, for real: sandboxes that are killed, calls that are cancelled, kernels that die.
+
+Everything here looks for what is left: leases, processes, control groups, folders, files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_sandbox_python import LEVELS, STRICT, _runs, files, groups, scratch, zygotes
+
+import agentfly_kit as af
+from agentfly_kit.pool import Pool, PoolEvent
+from agentfly_kit.sandboxes import PythonSandbox, isolation, limits
+
+SOAK_SECONDS = float(os.environ.get("SOAK_MINUTES", "2")) * 60
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    isolation.hierarchy()
+    asyncio.run(asyncio.to_thread(int))
+    before = files(), scratch()
+    yield
+    deadline = time.monotonic() + 5
+    while (zygotes() or files() > before[0]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not zygotes(), "a process was left"
+    assert not groups(), "a control group was left"
+    assert scratch() <= before[1], "a folder was left"
+    assert files() <= before[0], "a file was left open"
+
+
+# --- sandboxes that are killed -------------------------------------------------------------------
+
+
+@af.tool(timeout=60)
+async def python(code: str, sandbox: PythonSandbox) -> str:
+    """Run code.
+
+    Args:
+        code: the code
+    """
+    return (await sandbox.run(code, timeout=30)).text
+
+
+def call(code: str) -> str:
+    return '<tool_call>{"name":"python","arguments":' + json.dumps({"code": code}) + "}</tool_call>"
+
+
+def script(task: Any, turn: int) -> str:
+    n = task.fields["n"]
+    return [call(f"x = [{n}]"), call("x.append(x[0] + 1)"), call("import time; time.sleep(0.01); sum(x)"), "done"][turn]
+
+
+@af.reward
+async def remembered(n: int, sandbox: PythonSandbox) -> float:
+    return float((await sandbox.run("x")).value == f"[{n}, {n + 1}]")
+
+
+async def killed_under_chains(level: str, chains: int, size: int, share: float) -> tuple[int, int]:
+    """A rollout of chains, of whose sandboxes a share is killed while they hold them. (unscored, killed in use)"""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    deaths: list[str] = []
+    async with Pool(PythonSandbox, size=size, isolation=level, processes=None, acquire_timeout=300) as pool:
+
+        def told(event: PoolEvent) -> None:
+            if event.kind == "died" and event.owner:
+                deaths.append(event.owner)
+
+        pool.subscribe(told)
+        killed: set[str] = set()
+
+        async def killer() -> None:
+            while True:
+                await asyncio.sleep(0.004)
+                held = [s for s in pool.snapshot().sandboxes if s.owner and s.owner not in killed | spared]
+                if not held:
+                    continue
+                one = chance.choice(held)
+                if chance.random() > share:
+                    spared.add(one.owner or "")
+                    continue
+                sandbox = pool._sandboxes.get(one.id)
+                if sandbox is not None and sandbox.pid and sandbox.alive:
+                    killed.add(one.owner or "")
+                    os.kill(sandbox.pid, signal.SIGKILL)
+
+        spared: set[str] = set()
+        tasks = af.tasks_from([{"id": f"n{n}", "question": f"{n}", "n": n} for n in range(chains)])
+        agent = af.Agent(
+            af.ScriptedEngine(script), chat=af.tiny.policy().chat, tools=[python], reward=remembered, max_turns=5,
+            pools=[pool],
+        )  # fmt: skip
+        killing = asyncio.ensure_future(killer())
+        rollout = await agent.rollout(tasks, max_concurrency=chains)
+        killing.cancel()
+        assert len(rollout.trajectories) == chains
+        unscored = 0
+        for trajectory in rollout.trajectories:
+            if trajectory.id not in killed:
+                assert (trajectory.reward, trajectory.stop, trajectory.error) == (1.0, "answered", None), trajectory.id
+                assert trajectory.tool_calls[2].result.observation == str(2 * trajectory.task.fields["n"] + 1)
+            elif trajectory.reward is None:
+                unscored += 1
+                assert trajectory.error is not None
+                assert trajectory.error.type == "SandboxError", trajectory.error
+                assert "ended from outside" in str(trajectory.error), trajectory.error
+            else:  # killed after its reward, or before its first call
+                assert trajectory.reward == 1.0
+        assert set(deaths) <= killed
+        leases = [await pool.acquire(f"after {n}", timeout=60) for n in range(size)]
+        for lease in leases:
+            assert (await lease.sandbox.run("'x' in dir()")).value == "False"
+        s = pool.snapshot()
+        assert (s.leased, s.waiting) == (size, 0), "at full strength"
+        for lease in leases:
+            await lease.release()
+        return unscored, len(killed)
+
+
+async def test_sandboxes_are_killed_under_a_rollout(level: str):
+    _, killed = await killed_under_chains(level, chains=24, size=6, share=0.5)
+    assert killed >= 1
+
+
+@pytest.mark.real
+async def test_a_third_of_the_sandboxes_is_killed_under_512_chains(level: str):
+    unscored, killed = await killed_under_chains(level, chains=512, size=32, share=0.3)
+    print(f"{unscored} of 512 chains unscored, {killed} sandboxes killed in use")
+    assert unscored > 10
+
+
+async def test_a_whole_hub_is_killed_under_a_rollout():
+    """All siblings die at once; the chains that held one are unscored, and the others find new ones."""
+    if STRICT:
+        pytest.skip(STRICT)
+    async with Pool(PythonSandbox, size=4, isolation="shared", processes=None, acquire_timeout=60) as pool:
+        tasks = af.tasks_from([{"id": f"n{n}", "question": f"{n}", "n": n} for n in range(24)])
+        agent = af.Agent(
+            af.ScriptedEngine(script), chat=af.tiny.policy().chat, tools=[python], reward=remembered, max_turns=5,
+            pools=[pool],
+        )  # fmt: skip
+        run = agent.rollout(tasks, max_concurrency=24)
+        running = asyncio.ensure_future(_awaited(run))
+        while len(run.partial.trajectories) < 3:
+            await asyncio.sleep(0.001)
+        hub = next(s._vessel.hub for s in pool._sandboxes.values() if s._vessel and s._vessel.hub)
+        assert hub.process is not None
+        os.kill(hub.process.pid, signal.SIGKILL)
+        rollout = await asyncio.wait_for(running, 60)
+        rewards = [t.reward for t in rollout.trajectories]
+        assert rewards.count(1.0) >= 24 - 4
+        assert {t.error.type for t in rollout.trajectories if t.reward is None and t.error} <= {"SandboxError"}
+        assert set(rewards) <= {1.0, None}
+
+
+async def _awaited(run: Any) -> Any:
+    return await run
+
+
+# --- calls that are cancelled --------------------------------------------------------------------
+
+
+async def cancelled_anywhere(level: str, count: int, seconds: float = float("inf")) -> int:
+    """Lives of a lease, each cancelled after a random number of steps or time: acquire, start, run, reset, close."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    codes = ["1", "print('x' * 5000)", "import time; time.sleep(0.003)", "while True: pass", "import os; os._exit(1)"]
+    end = time.monotonic() + seconds
+    done = 0
+    while done < count and time.monotonic() < end:
+        async with Pool(PythonSandbox, size=3, warm=chance.randrange(2), isolation=level, acquire_timeout=60) as pool:
+
+            async def life(pool: Pool[PythonSandbox] = pool) -> None:
+                async with pool.lease("life", run=chance.choice("ab")) as sandbox:
+                    assert (await sandbox.run("'mark' in dir()")).value == "False", "what the last one wrote is gone"
+                    await sandbox.run("mark = 1\n" + chance.choice(codes), timeout=chance.choice((0.01, 1)))
+                    if chance.random() < 0.3:
+                        await sandbox.reset()
+
+            for _ in range(min(10, 1 + count // 10)):
+                tasks = [asyncio.ensure_future(life()) for _ in range(6)]
+                for task in tasks:
+                    for _ in range(chance.randrange(8)):
+                        await asyncio.sleep(0)
+                    if chance.random() < 0.7:
+                        await asyncio.sleep(chance.random() ** 3 * 0.05)
+                    task.cancel()
+                for result in await asyncio.gather(*tasks, return_exceptions=True):
+                    assert result is None or isinstance(result, asyncio.CancelledError), result
+                done += len(tasks)
+            closing = asyncio.ensure_future(pool.close())
+            if chance.random() < 0.3:
+                await asyncio.sleep(chance.random() * 0.003)
+                closing.cancel()
+                await asyncio.wait([closing])
+            s = pool.snapshot()
+            assert (s.leased, s.waiting) == (0, 0)
+    return done
+
+
+async def test_cancelled_at_any_await_leaves_nothing(level: str):
+    assert await cancelled_anywhere(level, 72) >= 72
+
+
+@pytest.mark.soak
+async def test_cancelled_ten_thousand_times(level: str):
+    """Until 10,000, or for SOAK_MINUTES shared among the levels."""
+    print(await cancelled_anywhere(level, 10_000, SOAK_SECONDS / len(LEVELS)))
+
+
+@pytest.mark.soak
+async def test_a_long_life(level: str):
+    """One pool, chains for SOAK_MINUTES shared among the levels, some killed: nothing grows."""
+    chance = random.Random(0)
+    end = time.monotonic() + SOAK_SECONDS / len(LEVELS)
+    chains = 0
+    sizes = []
+    async with Pool(PythonSandbox, size=8, isolation=level, max_uses=500, acquire_timeout=120) as pool:
+
+        async def chain(number: int) -> None:
+            async with pool.lease(f"c{number}", run=str(number % 3)) as sandbox:
+                assert (await sandbox.run("'x' in dir()")).value == "False"
+                await sandbox.run(f"x = {number}; open('f', 'w').write('x' * 1000)")
+                if chance.random() < 0.02 and sandbox.pid:
+                    os.kill(sandbox.pid, signal.SIGKILL)
+                    return
+                assert (await sandbox.run("x")).value == str(number)
+
+        while time.monotonic() < end:
+            await asyncio.gather(*(chain(chains + i) for i in range(64)))
+            chains += 64
+            sizes.append(files())
+        assert max(sizes[len(sizes) // 2 :]) <= max(sizes[: len(sizes) // 2 + 1]) + 8, "open files grow"
+    print(f"{chains} chains")
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+CELL = """
+import asyncio, os
+from agentfly_kit.pool import Pool
+from agentfly_kit.sandboxes import PythonSandbox
+pool = Pool(PythonSandbox, size=2, warm=2, isolation={level!r}, acquire_timeout=30)
+lease = await pool.acquire("cell")
+while pool.snapshot().starting:
+    await asyncio.sleep(0.01)
+print(*(s.pid for s in pool._sandboxes.values()), flush=True)
+"""
+LONG = """
+async with pool.lease("second") as sandbox:
+    print("in", flush=True)
+    await sandbox.run("import subprocess; subprocess.Popen(['sleep', '300']); import time; time.sleep(60)", timeout=90)
+"""
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("end", ["interrupt", "restart", "kill"])
+def test_a_kernel_that_is_interrupted_restarted_or_killed(level: str, end: str):
+    """In a real Jupyter kernel, in the middle of a call."""
+    from jupyter_client.manager import KernelManager
+
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel()
+    pid = manager.provisioner.process.pid  # type: ignore[union-attr]
+    client = manager.client()
+    try:
+        client.start_channels()
+        client.wait_for_ready(timeout=120)
+        roots = [int(text) for text in said(client, CELL.format(level=level)).split()]
+        assert len(roots) == 2
+        client.execute(LONG)
+        while not any(m["content"].get("text") == "in\n" for m in [client.get_iopub_msg(timeout=60)]):
+            pass
+        time.sleep(0.2)
+        everything = roots + [child for root in roots for child in all_below(root)]
+        assert any("sleep" in command(each) for each in everything), "the code's own child runs"
+        if end == "interrupt":
+            manager.interrupt_kernel()
+            text = said(client, "await lease.release()\nprint(pool)\nprint((await pool.close()) or 'closed')")
+            assert "0 leased" in text, text
+            assert "closed" in text
+        elif end == "restart":
+            manager.restart_kernel(now=False)
+        else:
+            os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and any(_runs(each) for each in everything):
+            time.sleep(0.05)
+        assert not [each for each in everything if _runs(each)], "children die with their kernel"
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+        manager.cleanup_resources()
+        hierarchy = isolation.hierarchy()
+        if hierarchy is not None:
+            limits.sweep(hierarchy)
+
+
+def said(client: Any, code: str) -> str:
+    """What a cell prints; its error is raised."""
+    number = client.execute(code)
+    text = ""
+    while True:
+        message = client.get_iopub_msg(timeout=120)
+        if message["parent_header"].get("msg_id") != number:
+            continue
+        content = message["content"]
+        if message["msg_type"] == "stream":
+            text += content["text"]
+        elif message["msg_type"] == "error":
+            raise AssertionError("\n".join(content["traceback"]))
+        elif message["msg_type"] == "status" and content["execution_state"] == "idle":
+            return text
+
+
+def all_below(root: int) -> list[int]:
+    try:
+        children = [int(pid) for pid in Path(f"/proc/{root}/task/{root}/children").read_text().split()]
+    except OSError:
+        return []
+    return children + [pid for child in children for pid in all_below(child)]
+
+
+def command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
