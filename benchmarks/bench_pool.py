@@ -1,6 +1,7 @@
-"""Sandboxes and pools: how long things take. JSON on standard output; times in ms, medians of the runs of one process.
+"""Sandboxes and pools: how long things take, and how much they weigh. JSON on standard output; times in ms.
 
-Beside them, in the same run on the same machine: a bare `python -c`, which is what a code tool does without a pool.
+Beside them, in the same run on the same machine: a bare `python -c`, which is what a code tool does without a pool,
+and with --container IMAGE a container as the sandbox's place.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from agentfly_kit.pool import Pool
+from agentfly_kit.pool import Pool, PoolEvent
 from agentfly_kit.sandboxes import PythonSandbox, isolation
 
 
@@ -35,25 +36,30 @@ async def timed(call: Callable[[], Awaitable[object]], count: int) -> dict[str, 
     }
 
 
-async def level(name: str, rounds: int) -> dict[str, Any]:
+async def level(name: Any, rounds: int, crowd: int) -> dict[str, Any]:
     out: dict[str, Any] = {}
-
-    async def cold() -> None:
-        async with PythonSandbox(isolation=name):
-            pass
-
-    out["start and close"] = await timed(cold, max(5, rounds // 20))
     async with PythonSandbox(isolation=name) as sandbox:
         out["run"] = await timed(lambda: sandbox.run("1 + 1"), rounds * 5)
         out["run that prints 1 kB"] = await timed(lambda: sandbox.run("print('x' * 1000)"), rounds)
         out["reset"] = await timed(sandbox.reset, rounds)
 
-        async def both() -> None:
-            await sandbox.run("open('f', 'w').write('x')")
-            await sandbox.reset()
+        async def cold() -> None:
+            async with PythonSandbox(isolation=name):
+                pass
 
-        out["run and reset"] = await timed(both, rounds)
-        out["memory of one, MB (PSS)"] = round(pss(sandbox.pid or 0) / 1024, 1)
+        started: list[PythonSandbox] = []
+
+        async def start() -> None:
+            started.append(PythonSandbox(isolation=name))
+            await started[-1].start()
+
+        out["start"] = await timed(start, crowd - 1)
+        megabytes = weight([sandbox, *started]) / 1024 / (len(started) + 1)
+        out[f"memory of each of {len(started) + 1} idle, MB (PSS)"] = round(megabytes, 2)
+        out["idle ones a GB"] = round(1024 / megabytes) if megabytes else None
+        for each in started:
+            await each.close()
+        out["start and close"] = await timed(cold, max(5, rounds // 20))
     async with Pool(PythonSandbox, size=1, isolation=name) as pool:
 
         async def lease() -> None:
@@ -78,19 +84,61 @@ async def level(name: str, rounds: int) -> dict[str, Any]:
     return out
 
 
-def pss(root: int) -> int:
-    """Memory of a process and all below it, in kB, shared pages divided among those that share them."""
-    total, pids = 0, [root]
-    while pids:
-        pid = pids.pop()
-        try:
-            with open(f"/proc/{pid}/smaps_rollup") as file:
-                total += next((int(line.split()[1]) for line in file if line.startswith("Pss:")), 0)
-            with open(f"/proc/{pid}/task/{pid}/children") as file:
-                pids += [int(child) for child in file.read().split()]
-        except OSError:
-            continue
-    return total
+async def crowded(name: str, leases: int, waiters: int, size: int) -> dict[str, Any]:
+    """Many waiters on few sandboxes, all the time: is the order kept, and how long does the unluckiest wait?"""
+    asked: list[str] = []
+    served: list[str] = []
+    waits: list[float] = []
+
+    def told(event: PoolEvent) -> None:
+        if event.kind in ("waiting", "leased"):
+            (asked if event.kind == "waiting" else served).append(event.owner or "")
+
+    async with Pool(PythonSandbox, size=size, isolation=name, acquire_timeout=3600) as pool:
+        pool.subscribe(told)
+        numbers = iter(range(leases))
+
+        async def customer() -> None:
+            for number in numbers:
+                began = time.perf_counter()
+                async with pool.lease(str(number)):
+                    waits.append(time.perf_counter() - began)
+
+        began = time.perf_counter()
+        await asyncio.gather(*(customer() for _ in range(waiters)))
+        seconds = time.perf_counter() - began
+    waits.sort()
+    return {
+        "leases": len(served),
+        "served in the order of asking": asked == served,
+        "leases a second": round(leases / seconds, 1),
+        "wait, s": {"p50": round(waits[leases // 2], 3), "longest": round(waits[-1], 3)},
+    }
+
+
+def weight(sandboxes: list[PythonSandbox]) -> int:
+    """kB of all of them together, and of the hub that some of them share."""
+    roots = {sandbox.pid for sandbox in sandboxes}
+    roots |= {hub.process.pid for s in sandboxes if s._vessel and (hub := s._vessel.hub) and hub.process}
+    pids = {pid for root in roots if root for pid in below(root)}
+    return sum(map(pss, pids))
+
+
+def below(root: int) -> list[int]:
+    try:
+        with open(f"/proc/{root}/task/{root}/children") as file:
+            return [root, *(each for child in file.read().split() for each in below(int(child)))]
+    except OSError:
+        return [root]
+
+
+def pss(pid: int) -> int:
+    """Memory of a process in kB, shared pages divided among those that share them."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("Pss:")), 0)
+    except OSError:
+        return 0
 
 
 async def bare(rounds: int) -> dict[str, Any]:
@@ -106,19 +154,30 @@ async def bare(rounds: int) -> dict[str, Any]:
     }
 
 
-async def main(rounds: int) -> dict[str, Any]:
-    trouble = isolation.strict_trouble()
-    return {
+async def main(rounds: int, crowd: int, leases: int, container: str | None) -> dict[str, Any]:
+    out: dict[str, Any] = {
         "what": "milliseconds, one process",
         "machine": {"python": platform.python_version(), "cores": os.cpu_count(), "load": os.getloadavg()[0]},
         "limits": isolation.applied("strict", PythonSandbox().limits, isolation.hierarchy()),
-        "strict": trouble or await level("strict", rounds),
-        "none": await level("none", rounds),
-        "bare subprocess": await bare(rounds),
     }
+    for name in isolation.LEVELS:
+        out[name] = isolation.trouble(name) or await level(name, rounds, crowd)
+    if container:
+        from agentfly_kit.sandboxes import Container
+
+        out["container"] = await level(Container(container), max(5, rounds // 10), 4)
+    out["bare subprocess"] = await bare(rounds)
+    name = isolation.best()
+    out[f"{leases} leases of 32 {name} sandboxes, 1000 waiters"] = await crowded(name, leases, 1000, 32)
+    out["machine"]["load at the end"] = os.getloadavg()[0]
+    return out
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=200, help="calls a measurement")
-    print(json.dumps(asyncio.run(main(parser.parse_args().rounds)), indent=2))
+    parser.add_argument("--crowd", type=int, default=64, help="sandboxes that are idle together")
+    parser.add_argument("--leases", type=int, default=10_000)
+    parser.add_argument("--container", metavar="IMAGE", help="measure this image too, on the container engine here")
+    given = parser.parse_args()
+    print(json.dumps(asyncio.run(main(given.rounds, given.crowd, given.leases, given.container)), indent=2))
