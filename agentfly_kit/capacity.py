@@ -42,7 +42,7 @@ class Capacity:
     processes   sum of their own limits
     sandboxes   their number
 
-    Where there is no room, an idle sandbox of another kind is closed for whoever waits; where none is idle, the
+    Where there is no room, an idle sandbox of another kind is closed for whoever waits; where none is idle,
     what comes back next goes to whoever waited longest, of whatever kind. A chain that holds one kind and waits for
     another can then wait for a chain that does the opposite: give room for one of each for every chain that runs at
     once, or the wait ends with PoolTimeout.
