@@ -195,8 +195,8 @@ def test_token_view_by_mouse_and_keys(notebook: Any) -> None:
         nb.python(f"[len(r.ids) for r in view._rows[:{far[0]}]]")) + far[1]  # fmt: skip
     tokens.nth(first).click()
     page.keyboard.press("c")
-    clipped = nb.python("[float(x) for x in view._rows[0].signals['clipped']]")
-    following = [i for i, x in enumerate(clipped) if x > 0 and i > first]
+    clipped = nb.python("[bool(x > 0) for x in view._rows[0].signals['clipped']]")
+    following = [i for i, x in enumerate(clipped) if x and i > first]
     if following:
         assert page.locator(".afk-lines .afk-cur").evaluate("(x) => x.i") == following[0]
     page.get_by_label("Go to turn").focus()

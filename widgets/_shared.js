@@ -99,7 +99,7 @@ function setAll(el, attributes) {
 export function mount({ model, el }, { label, build }) {
   const began = performance.now();
   const page = crypto.randomUUID?.() ?? String(Math.random());
-  const root = h("div", { class: "afk", role: "region", "aria-label": label, "data-lm-suppress-shortcuts": "true" });
+  const root = h("div", { class: "afk", role: "group", "aria-label": label, "data-lm-suppress-shortcuts": "true" });
   const notice = h("div", { class: "afk-notice", role: "alert" });
   const stale = h("div", { class: "afk-stale", role: "status", hidden: true }, "kernel restarted: this view shows what was last sent. Run its cell again.");
   const ends = [];

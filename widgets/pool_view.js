@@ -79,9 +79,9 @@ export default {
         function drawOwners(state) {
           const rows = owners(state);
           table.replaceChildren(rows.length ? h("table", {},
-            h("thead", {}, h("tr", {}, ...["owner", "holds", "for", "turn", ""].map((t) => h("th", { scope: "col" }, t)))),
+            h("thead", {}, h("tr", {}, ...["owner", "holds", "for", "turn", "how"].map((t) => h("th", { scope: "col" }, t)))),
             h("tbody", {}, ...rows.map((r) => h("tr", {}, h("th", { scope: "row" }, h("bdi", {}, r.owner)), h("td", { class: "afk-num" }, r.ids.map((id) => `#${id}`).join(" ")),
-              h("td", { class: "afk-num" }, r.age === null ? "" : duration(r.age)), h("td", { class: "afk-num" }, r.turns.join(" ")), h("td", {}, r.hands.length ? h("span", { class: "afk-hand" }, r.hands[0]) : ""))))) : h("div", { class: "afk-soft" }, "Nothing is leased."));
+              h("td", { class: "afk-num" }, r.age === null ? "" : duration(r.age)), h("td", { class: "afk-num" }, r.turns.join(" ")), h("td", {}, r.hands.length ? h("span", { class: "afk-hand" }, r.hands[0]) : "a chain"))))) : h("div", { class: "afk-soft" }, "Nothing is leased."));
         }
 
         const numbers = {};
