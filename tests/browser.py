@@ -158,7 +158,7 @@ class Notebook:
         self.path = path
         self.context = lab.browser.new_context(viewport={"width": width, "height": height})
         self.page = self.context.new_page()
-        self.page.set_default_timeout(20_000)
+        self.page.set_default_timeout(40_000)
         self.errors: list[str] = []
         self.page.on("console", lambda m: self.errors.append(f"console: {m.text}") if m.type == "error" else None)
         self.page.on("pageerror", lambda e: self.errors.append(f"page: {e}"))
