@@ -44,7 +44,7 @@ def build_image(tar: Path) -> None:
             0
         ]
     modules = [str(path) for path in Path(standard, "lib-dynload").glob("*.so")]
-    programs = [path for name in ("sh", "sleep", "yes", "cat") if (path := shutil.which(name))]
+    programs = [path for name in ("sh", "bash", "sleep", "yes", "cat", "id") if (path := shutil.which(name))]
     out = {
         "test",
         "tests",

@@ -38,7 +38,7 @@ from agentfly_kit.pool import Pool, PoolEvent
 from agentfly_kit.remote import wire
 from agentfly_kit.remote.client import RemotePool
 from agentfly_kit.remote.server import PoolServer, serve_pool
-from agentfly_kit.sandboxes import PythonSandbox, SandboxResult
+from agentfly_kit.sandboxes import FileSandbox, PythonSandbox, SandboxResult
 
 TOKEN = "a token of the tests"
 
@@ -92,8 +92,13 @@ class Notes:
 def nothing_left() -> Iterator[None]:
     Notes.runs = Notes.ended = 0
     yield
-    gc.collect()
-    assert not [t.name for t in threading.enumerate() if t.name == "agentfly-remote"], "a thread was left"
+    if links():
+        gc.collect()  # a failed test keeps its pools in the traceback
+    assert not links(), "a thread was left"
+
+
+def links() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name == "agentfly-remote"]
 
 
 async def until(true: Callable[[], bool], patience: float = 10.0) -> None:
@@ -170,6 +175,22 @@ async def test_an_agent_rolls_out_on_it():
             assert [t.reward for t in rollout.trajectories] == [1.0] * 6
             assert {t.tool_calls[1].result.observation for t in rollout.trajectories} == {"42"}
         await until(lambda: near.snapshot().leased == 0)
+
+
+async def test_other_kinds_and_what_they_refuse_from_afar(tmp_path: Path):
+    (tmp_path / "secret").write_text("of the server's machine")
+    async with Pool(FileSandbox, size=1, isolation="none") as near, serve_pool(near) as server:
+        async with RemotePool(server.url, token=server.token, kind=FileSandbox) as pool, pool.lease() as files:
+            await files.seed({"a.txt": "one\ntwo\n", "b.bin": b"\x00"})
+            assert "two" in await files.read("a.txt", start=2)
+            assert await files.list() == ("a.txt", "b.bin")
+            (found,) = await files.grep("tw")
+            assert (found.path, found.line) == ("a.txt", 2)
+            with pytest.raises(ToolError, match="nothing"):
+                await files.read("nothing.txt")
+            for way in (files.seed(str(tmp_path)), files.seed(files=str(tmp_path))):
+                with pytest.raises(SettingsError, match="give the files themselves"):
+                    await way
 
 
 async def test_repr_and_snapshot_and_turns(server: PoolServer, pool: Pool[Notes]):
@@ -665,6 +686,11 @@ async def test_nonsense_never_breaks_the_server(server: PoolServer, pool: Pool[N
         True,
     ]
     words += [{"$bytes": "?"}, {"$lease": "x"}, {"$tuple": 3}, {"$dict": [[[], 1]]}, "a" * 200, {"a": {"$set": [[1]]}}]
+    words += [
+        {"$written": ["Decimal", "x"]},
+        {"$timedelta": [10**30]},
+        {"$record": "agentfly_kit.sandboxes.no:X", "fields": {}},
+    ]
     words += [{"$record": "agentfly_kit.sandboxes.result:SandboxResult", "fields": {"no": 1}}]
     names = ["client", "request", "lease", "method", "args", "kwargs", "wait", "timeout", "owner", "leases", "requests"]
     names += ["after", "turn", "reusable", "nonsense"]
@@ -696,6 +722,7 @@ async def test_nonsense_never_breaks_the_server(server: PoolServer, pool: Pool[N
 # --- the wire ------------------------------------------------------------------------------------
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+PLAIN |= st.decimals(allow_nan=False) | st.dates() | st.times() | st.datetimes() | st.timedeltas() | st.uuids()
 KEYS = st.text() | st.integers()
 
 
@@ -712,6 +739,7 @@ def test_records_come_from_where_they_may():
         "agentfly_kit.pool:Pool",
         "agentfly_kit.trainer:TrainConfig",
         "builtins:int",
+        "agentfly_kit.sandboxes.python:os",
         ":",
         "x",
     ):

@@ -28,7 +28,7 @@ from test_sandbox_abuse import attack
 import agentfly_kit as af
 from agentfly_kit.errors import IsolationError, SandboxError, SettingsError
 from agentfly_kit.pool import Pool
-from agentfly_kit.sandboxes import Container, PythonSandbox
+from agentfly_kit.sandboxes import Container, FileSandbox, PythonSandbox, ShellSandbox, SQLSandbox
 from agentfly_kit.sandboxes import container as containers_module
 from agentfly_kit.sandboxes.limits import Limits
 
@@ -55,7 +55,8 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if podman is None:
         return
-    gc.collect()
+    if podman.names() or streams():
+        gc.collect()
     eventually(lambda: podman.names() == [], "a container was left")
     eventually(lambda: not streams(), "a thread was left")
     assert len(os.listdir("/proc/self/fd")) <= before, "a file was left open"
@@ -130,6 +131,19 @@ async def test_a_pool_of_containers_serves_an_agent(engine: Podman):
             async with pool.lease() as again:
                 assert (await again.run("import os\nos.listdir('/tmp'), 'note' in globals()")).value == "([], False)"
         assert pool.snapshot().dead == 0, "they are reset, not replaced"
+
+
+async def test_the_other_kinds_run_in_containers_too(engine: Podman):
+    settings: dict[str, Any] = {"isolation": place(engine), "memory_mb": 128}
+    async with ShellSandbox(**settings) as shell:
+        await shell.run("x=6; cd /tmp; echo 7 > seven")
+        result = await shell.run("echo $((x * $(cat seven))); id -u")
+        assert (result.stdout, result.exit_code) == ("42\n65534\n", 0), result
+    async with FileSandbox(**settings) as files:
+        await files.seed({"a.txt": "one\ntwo\n"})
+        assert "two" in await files.read("a.txt", start=2)
+    async with SQLSandbox(**settings) as sql:
+        assert (await sql.run("select 6 * 7")).rows == ((42,),)
 
 
 async def test_fork_replays_into_another_container(engine: Podman):

@@ -33,7 +33,7 @@ _KEPT_CALLS = 32  # answers kept for a lease, should the client ask again
 _KEPT_REQUESTS = 256
 _KEPT_EVENTS = 5000
 _LONGEST_WAIT = 30.0  # s that a question is held open
-_NEVER = frozenset({"start", "close", "kill"})  # the pool does these
+_NEVER = frozenset({"start", "close", "kill", "check_from_afar"})  # the pool does these, and the server
 
 
 # --- what may be asked ---------------------------------------------------------------------------
@@ -445,6 +445,12 @@ class PoolServer:
                 kwargs = wire.decode(message.kwargs, module, lambda name: self._sibling(client, name))
             except (ValueError, RecursionError) as error:
                 raise _Refused(400, SandboxError(f"{method}(): {error}")) from None
+            check = getattr(self.pool.kind, "check_from_afar", None)
+            if check is not None:
+                try:
+                    check(method, args, kwargs)
+                except Exception as error:
+                    raise _Refused(409, error) from None
             call = held.calls[message.request] = self._spawn(_perform(held.lease.sandbox, method, args, kwargs))
             while len(held.calls) > _KEPT_CALLS:
                 oldest = next((name for name, each in held.calls.items() if each.done()), None)
@@ -611,6 +617,9 @@ def serve_pool(
     max_body     bytes of a question (code and files that are sent in).
     max_leases   sandboxes one client may hold at a time; its further acquires wait, before the pool's queue. None: all.
     max_waiting  acquires of one client that may wait; max_clients: clients at a time.
+
+    A client may call every public method of the kind. One whose arguments can name what is on this machine is checked
+    by the kind's own `check_from_afar(method, args, kwargs)`, a class method that raises; FileSandbox has one.
 
     Raises:  SettingsError for an open address or a setting that cannot be.
     """

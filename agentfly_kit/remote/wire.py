@@ -9,8 +9,11 @@ from __future__ import annotations
 import base64
 import builtins
 import dataclasses
+import datetime
+import decimal
 import importlib
 import sys
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +22,14 @@ from .. import errors
 VERSION = 1
 PATH = f"/v{VERSION}"
 _OWN = ("agentfly_kit.sandboxes.", "agentfly_kit.pool")  # whose records may be asked for by name
+
+_WRITTEN: dict[type, Callable[[str], Any]] = {
+    decimal.Decimal: decimal.Decimal,
+    datetime.date: datetime.date.fromisoformat,
+    datetime.time: datetime.time.fromisoformat,
+    datetime.datetime: datetime.datetime.fromisoformat,
+    uuid.UUID: uuid.UUID,
+}  # read from what str() writes
 
 
 def encode(value: Any, handle: Callable[[Any], str | None] = lambda value: None) -> Any:
@@ -32,6 +43,13 @@ def encode(value: Any, handle: Callable[[Any], str | None] = lambda value: None)
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, list):
         return [encode(each, handle) for each in value]
+    if type(value) in _WRITTEN:
+        return {"$written": [type(value).__name__, str(value)]}
+    if isinstance(value, datetime.timedelta):
+        return {"$timedelta": [value.days, value.seconds, value.microseconds]}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        fields = {name: encode(each, handle) for name, each in zip(value._fields, value, strict=True)}
+        return {"$record": f"{type(value).__module__}:{type(value).__qualname__}", "fields": fields}
     if isinstance(value, tuple | set | frozenset):
         return {f"${type(value).__name__}": [encode(each, handle) for each in value]}
     if isinstance(value, dict):
@@ -54,30 +72,40 @@ def decode(value: Any, module: str = "", handle: Callable[[str], Any] | None = N
 
     Raises:  ValueError for what no `encode` gives.
     """
+    try:
+        return _decode(value, module, handle)
+    except (TypeError, ArithmeticError, ImportError) as error:  # a list as a key, a number out of its range
+        raise ValueError(f"no value: {error}") from error
+
+
+def _decode(value: Any, module: str, handle: Callable[[str], Any] | None) -> Any:
     if isinstance(value, list):
-        return [decode(each, module, handle) for each in value]
+        return [_decode(each, module, handle) for each in value]
     if not isinstance(value, dict):
         return value
     marks = [key for key in value if key.startswith("$")]
     if not marks:
-        return {key: decode(each, module, handle) for key, each in value.items()}
+        return {key: _decode(each, module, handle) for key, each in value.items()}
     inner = value[marks[0]]
     match marks:
         case ["$bytes"] if isinstance(inner, str):
             return base64.b64decode(inner, validate=True)
         case ["$tuple" | "$set" | "$frozenset"] if isinstance(inner, list):
             made = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}[marks[0]]
-            return made(decode(each, module, handle) for each in inner)
+            return made(_decode(each, module, handle) for each in inner)
+        case ["$written"] if isinstance(inner, list) and len(inner) == 2 and isinstance(inner[1], str):
+            kinds = {kind.__name__: read for kind, read in _WRITTEN.items()}
+            if inner[0] in kinds:
+                return kinds[inner[0]](inner[1])
+        case ["$timedelta"] if isinstance(inner, list) and all(isinstance(each, int) for each in inner):
+            return datetime.timedelta(*inner[:3])
         case ["$dict"] if isinstance(inner, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in inner):
-            return {decode(key, module, handle): decode(each, module, handle) for key, each in inner}
+            return {_decode(key, module, handle): _decode(each, module, handle) for key, each in inner}
         case ["$lease"] if isinstance(inner, str) and handle is not None:
             return handle(inner)
         case ["$record"] if isinstance(inner, str) and isinstance(value.get("fields"), dict):
-            fields = {name: decode(each, module, handle) for name, each in value["fields"].items()}
-            try:
-                return _record(inner, module)(**fields)
-            except TypeError as error:
-                raise ValueError(f"no {inner}: {error}") from None
+            fields = {name: _decode(each, module, handle) for name, each in value["fields"].items()}
+            return _record(inner, module)(**fields)
     raise ValueError(f"no value: {str(value)[:80]}")
 
 
@@ -88,7 +116,7 @@ def _record(name: str, module: str) -> type:
     found: Any = sys.modules.get(where) or (importlib.import_module(where) if where.startswith(_OWN) else None)
     for part in path.split("."):
         found = getattr(found, part, None)
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+    if not (isinstance(found, type) and (dataclasses.is_dataclass(found) or hasattr(found, "_fields"))):
         raise ValueError(f"{name} is no record")
     return found
 

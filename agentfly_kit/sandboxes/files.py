@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..errors import SettingsError
 from . import guest
+from .container import Container
 from .shell import ShellSandbox
 
 
@@ -44,7 +45,7 @@ class FileSandbox(ShellSandbox):
         self,
         *,
         files: Mapping[str, str | bytes] | str | os.PathLike[str] | None = None,
-        isolation: str | None = None,
+        isolation: str | Container | None = None,
         memory_mb: int | None = 256,
         processes: int | None = 32,
         cpu_seconds: float | None = 10.0,
@@ -62,6 +63,15 @@ class FileSandbox(ShellSandbox):
 
     async def _settle_in(self) -> None:
         await self._put(iter(self._seeds), self._folder)
+
+    @classmethod
+    def check_from_afar(cls, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A client of a server may not name files of the server's machine.
+
+        Raises:  SettingsError if it does.
+        """
+        if method == "seed" and not all(isinstance(given, Mapping) for given in (*args, *kwargs.values())):
+            raise SettingsError("seed(): from afar, give the files themselves: {path: text or bytes}")
 
     async def seed(self, files: Mapping[str, str | bytes] | str | os.PathLike[str]) -> None:
         """Put files in place, over what is there: for one task's own, gone at the reset. Not undone by `undo`.

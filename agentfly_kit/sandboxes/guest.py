@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 from ..errors import SandboxError, SettingsError, ToolError
+from .container import Container
 from .limits import Limits
 from .python import PythonSandbox
 from .result import SandboxResult
@@ -58,7 +59,7 @@ class Guest:
     def __init__(
         self,
         *,
-        isolation: str | None = None,
+        isolation: str | Container | None = None,
         memory_mb: int | None = 256,
         processes: int | None = 32,
         cpu_seconds: float | None = 10.0,

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, cast
 
 from ..errors import IsolationError, SandboxError, SettingsError, ToolError
 from . import guest
+from .container import Container
 from .guest import Guest
 from .result import Limit, SandboxResult
 
@@ -89,7 +90,7 @@ class SQLSandbox(Guest):
         database: str | os.PathLike[str] | None = None,
         script: str | None = None,
         max_rows: int = 100,
-        isolation: str | None = None,
+        isolation: str | Container | None = None,
         memory_mb: int | None = 256,
         processes: int | None = 32,
         cpu_seconds: float | None = 10.0,
