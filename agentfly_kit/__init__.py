@@ -66,7 +66,7 @@ _WHERE = {
     "tool": "tools",
     "train": "trainer",
 }
-_MODULES = ("advantages", "chat", "errors", "filters", "losses", "tiny", "toolbox", "trl", "widgets")
+_MODULES = ("advantages", "chat", "envs", "errors", "filters", "losses", "tiny", "toolbox", "trl", "widgets")
 
 __all__ = sorted([*_WHERE, *_MODULES])
 

@@ -1,5 +1,6 @@
 from agentfly_kit import advantages as advantages
 from agentfly_kit import chat as chat
+from agentfly_kit import envs as envs
 from agentfly_kit import errors as errors
 from agentfly_kit import filters as filters
 from agentfly_kit import losses as losses

@@ -98,6 +98,8 @@ class Chain:
         self._session = f"{self.id}#{next(_sessions)}"
         self._report: Report = lambda *_: None
         self._meters: tuple[Meter, ...] = ()
+        self._opened = agent.before_chain is None
+        """Whether what opens the chain has spoken."""
         self.begun = False
         """Whether an engine was asked."""
         self._running = 0
@@ -213,12 +215,46 @@ class Chain:
         more.setdefault("row", before.row if before is not None else 0)
         return Turn(kind=kind, author=author, ids=ids, parent=before, **more)
 
+    @awaited
+    async def begin(self) -> Turn:
+        """Let the agent's `before_chain` speak: the prompt is then what the first action is given. The first sample
+        does it too; call it to see the prompt, or before `force`."""
+        with self._alone("begin"):
+            self._open("begin")
+            return await self._begin()
+
+    async def _begin(self) -> Turn:
+        if self._opened:
+            return self.turn
+        said = await self._hook(self.agent.before_chain, self)
+        self._opened = True
+        if said:
+            if self.turn.kind != "prompt" or self.turn.parent is not None:
+                raise SettingsError("before_chain both wrote turns and returned a text; do one of them")
+            messages = self._under_task(said) if isinstance(said, str) else (*self.turn.messages, *said)
+            bare: dict[str, Any] = {"messages": messages, "text": _said(messages)}
+            if self._exact:
+                ids = self.agent.chat.prompt(messages, self._tools)
+                bare |= {"ids": ids, "text": self.agent.chat.text(ids), "pieces": self.agent.chat.pieces(ids)}
+            self.turn = dataclasses.replace(self.turn, **bare)
+        return self.turn
+
+    def _under_task(self, text: str) -> tuple[Message, ...]:
+        """The first prompt's messages, the last one with the text behind it."""
+        *before, last = self.turns[0].messages
+        content = last["content"]
+        more: Any = f"{content}\n\n{text}" if content else text
+        if not isinstance(content, str):
+            more = [*(content or []), {"type": "text", "text": text}]
+        return (*before, {**last, "content": more})
+
     # --- sampling ---
 
     @awaited
     async def distribution(self, top: int = 20) -> Distribution:
         """What the model would sample next: the `top` most probable tokens. Nothing changes."""
         with self._alone("distribution"):
+            await self._begin()
             async with self.agent._caps.requests.slot():
                 ids, logprobs, entropy = await self.agent.engine.distribution(self.ids, self.agent.sampling, top=top)
             return Distribution(tuple(ids), self.agent.chat.pieces(ids), tuple(logprobs), entropy)
@@ -231,6 +267,7 @@ class Chain:
 
     async def _sample(self, greedy: bool = False) -> Turn:
         self._open("sample")
+        await self._begin()
         if self._calls():
             raise SettingsError(
                 "the last action called tools that have not run; await chain.act(), or chain.observe(text)"
@@ -417,6 +454,8 @@ class Chain:
         if host is not None:
             self.error = host
             self._end("error")
+        elif any(c.result is not None and c.result.env_done for c in done):
+            self._end("env_done")
         elif any(c.result is not None and c.result.done for c in done):
             self._end("tool_stopped")
         elif over is not None:
@@ -576,6 +615,8 @@ class Chain:
         """Write for the model: a text or ids, with mask 0. end=False leaves the action open, and the policy goes on."""
         self._idle("force")
         self._open("force")
+        if not self._opened:
+            raise SettingsError("the environment has not shown its beginning yet; await chain.begin() before force")
         chat = self.agent.chat
         if self._calls() or self.stop == "answered":
             raise SettingsError(
@@ -639,12 +680,7 @@ class Chain:
         if self.turn.kind == "forced" and not self.turn.messages:
             raise SettingsError("an action is half written (force with end=False); sample its rest, or chain.rewind()")
         if isinstance(said, str):
-            *before, last = self.agent.opening(self.task)
-            content = last["content"]
-            more: Any = f"{content}\n\n{said}"
-            if not isinstance(content, str):
-                more = [*(content or []), {"type": "text", "text": said}]
-            messages: tuple[Message, ...] = (*before, {**last, "content": more})
+            messages: tuple[Message, ...] = self._under_task(said)
         else:
             messages = tuple(said)
             if not messages or not all({"role", "content"} <= set(m) for m in messages):
@@ -841,6 +877,7 @@ class Chain:
     async def _advance(self) -> None:
         """One step with the agent's hooks around it."""
         agent = self.agent
+        await self._begin()
         await self._hook(agent.before_turn, self)
         # A hook may have written the action itself: then there is nothing to sample.
         if self.stop is None and not self._calls():

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeVar
 
+from agentfly_kit import episodes, functions
 from agentfly_kit.caps import Caps
 from agentfly_kit.errors import SandboxError, SettingsError
 from agentfly_kit.pending import complain, ended
@@ -152,6 +153,8 @@ class Context:
         self.seed = seed
         self.state: dict[str, Any] = {}
         """The tools' own: whatever they keep between the turns of this chain. It ends with the chain."""
+        self.openings: dict[type, Any] = {}
+        """What the `reset` of each environment that the chain holds said, by kind."""
         self.pools = tuple(pools)
         self.timeout = timeout
         self.caps = caps
@@ -193,18 +196,35 @@ class Context:
                 {"run": self.run} if self.run and "run" in inspect.signature(pool.acquire).parameters else {}
             )
             lease: _Lease = await pool.acquire(owner=self.trajectory_id, timeout=self.timeout, **turns)
-            return lease
-        lease = await pool.acquire(owner=self.trajectory_id, timeout=self.timeout, hand=True)
-        if id(pool) in self._gone:
-            try:
+            if not episodes.is_environment(pool.kind):
+                return lease
+        else:
+            lease = await pool.acquire(owner=self.trajectory_id, timeout=self.timeout, hand=True)
+        try:
+            if episodes.is_environment(pool.kind):
+                await self._begin(pool.kind, lease.sandbox)
+            if id(pool) in self._gone:
                 await self._bring(pool, lease, self._gone[id(pool)][1])
-            except BaseException:
-                await pool.release(lease)
-                raise
-            del self._gone[id(pool)]
+        except BaseException:
+            await pool.release(lease)
+            raise
+        if self._again is None:
+            return lease
+        self._gone.pop(id(pool), None)
         if not self._works:
             lease.rest()
         return lease
+
+    async def _begin(self, kind: type, environment: Any) -> None:
+        """Its episode starts: it is reset for the task."""
+        given = episodes.arguments(environment, self.task)
+        outcome = await functions.run(environment.reset, given, timeout=self.timeout, convert=lambda said: said)
+        if outcome.late:
+            raise SandboxError(f"{kind.__name__}.reset took longer than {self.timeout:g} s for task {self.task.id!r}")
+        if outcome.error is not None:
+            what = f"{type(outcome.error).__name__}: {outcome.error}"
+            raise SandboxError(f"{kind.__name__}.reset failed for task {self.task.id!r} ({what})") from outcome.error
+        self.openings[kind] = outcome.value
 
     async def _bring(self, pool: PoolLike, lease: _Lease, gone: _Lease) -> None:
         """Another sandbox into the state of the one that was taken back, and say so."""
@@ -320,10 +340,13 @@ class Context:
                 f"({', '.join(self.state)}) cannot be copied ({type(error).__name__}: {error})"
             ) from error
         twin.fields._own = copy.deepcopy(self.fields._own)
+        twin.openings = dict(self.openings)
         try:
             twin.work()
             for kind, sandbox in self.held.items():
-                await sandbox.fork(await twin.sandbox(kind))
+                done = sandbox.fork(await twin.sandbox(kind))
+                if inspect.isawaitable(done):
+                    await done
             twin.rest()
         except BaseException:
             await twin.close()

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar, cast
 
 from .capacity import Capacity
+from .episodes import is_environment
 from .errors import IsolationError, PoolClosed, PoolTimeout, SandboxError, SettingsError
 from .pool_state import (
     Change,
@@ -214,8 +215,9 @@ class Pool(Generic[S]):
 
     kind             a class whose objects have some of `async start()`, `async run(...)`, `async reset()`,
                      `async fork(into)`, `alive`, `async close()`, and `kill()` for the end of the process. Without
-                     `reset` a sandbox is replaced after each lease. With `snapshot()` and `restore(snapshot)`, sync
-                     or async, the state of a lease by hand that was taken back is kept; without them the calls of
+                     `reset` a sandbox is replaced after each lease; where `reset(task, seed)` takes a task the kind is
+                     an environment, which the next chain resets for its own. With `snapshot()` and `restore(snapshot)`,
+                     sync or async, the state of a lease by hand that was taken back is kept; without them the calls of
                      its chain are run again. `replayable = False` says that this must not be: its leases stay.
     warm             keep this many ready beyond what is leased, once the first lease was asked for.
     isolation, memory_mb, processes, cpu_seconds, disk_mb, network, and any other keyword
@@ -651,7 +653,8 @@ class Pool(Generic[S]):
         try:
             async with asyncio.timeout(self.start_timeout):
                 sandbox = self._sandboxes[slot]
-                await _call(sandbox, "reset")
+                if not is_environment(self.kind):  # that is reset for the task of whoever gets it next
+                    await _call(sandbox, "reset")
                 if not await self._is_healthy(sandbox):
                     self._change(Died(slot, "its health check failed"))
                     return

@@ -62,6 +62,9 @@ class Agent:
     seed: int = 0
     name: str = "policy"
     """The author of its tokens."""
+    before_chain: Callable[[Chain], Any] | None = None
+    """Called before the first action, also of a chain that is stepped by hand. A text or messages that it returns are
+    put under the task in the prompt: what an environment shows first. Sync or async."""
     before_turn: Callable[[Chain], Any] | None = None
     """In a rollout, called before each action; it may write it, `chain.force(text, author="hook")`, or begin another
     row, `chain.fold(summary)`. Sync or async."""

@@ -255,11 +255,13 @@ class ToolResult:
     """A turn reward that the tool gave."""
     done: bool = False
     """The tool ends the chain."""
+    env_done: bool = False
+    """The environment says that the episode is over, which ends the chain too."""
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         text = self.observation if len(self.observation) <= 80 else self.observation[:77] + "..."
-        flags = "".join(f", {name}" for name in ("truncated", "done") if getattr(self, name))
+        flags = "".join(f", {name}" for name in ("truncated", "done", "env_done") if getattr(self, name))
         error = f", error={str(self.error)!r}" if self.error else ""
         return f"ToolResult({'ok' if self.ok else 'failed'}, {text!r}{flags}{error})"
 

@@ -13,15 +13,15 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [  # the first three lines are the steps of the ground floor
     "errors seeds caps",
     "types pending budget",
-    "formats capacity pool_state template drift filters",
+    "formats capacity pool_state template drift filters episodes",
     "chat pool sandboxes advantages losses data functions schema",
     "context batch diagnosis remote",
     "policy tools rewards",
     "engines ppo record toolbox",
     "chain runs",
-    "rollout tiny",
+    "rollout",
     "evaluation envs",
-    "trainer trl widgets",
+    "tiny trainer trl widgets",
 ]
 TYPES_ONLY = {("chain", "rollout")}  # a chain is made by an agent and names its type; it runs nothing of it
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms.split()}

@@ -1,0 +1,60 @@
+"""Environments: `af.envs.agent(YourClass, engine, chat=...)`, and task families that are ready made.
+
+`af.envs.list()` shows the families; each is a module of this folder, loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+from typing import Any
+
+FAMILIES: tuple[str, ...] = ()
+"""A family is added here, and has a module of this name."""
+
+_WHERE = {
+    "EnvironmentTool": "base",
+    "Family": "family",
+    "agent": "base",
+    "from_gymnasium": "gym",
+    "reward": "base",
+    "to_gymnasium": "gym",
+    "tools": "base",
+}
+
+__all__ = sorted([*_WHERE, *FAMILIES, "list"])
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(importlib.import_module(f"agentfly_kit.envs.{_WHERE[name]}"), name)
+    if name in FAMILIES:
+        return importlib.import_module(f"agentfly_kit.envs.{name}")
+    raise AttributeError(f"agentfly_kit.envs has no {name!r}; there is {', '.join(__all__)}")
+
+
+def __dir__() -> builtins.list[str]:
+    return __all__
+
+
+def list() -> Any:
+    """A frame of the task families: what each is, what it needs, and what to type where that is not installed."""
+    import pandas
+
+    rows = []
+    for name in FAMILIES:
+        family = importlib.import_module(f"agentfly_kit.envs.{name}").family
+        lacks = family.missing
+        rows.append(
+            {
+                "name": name,
+                "what": family.what,
+                "tools": ", ".join(tool.name for tool in family.tools),
+                "tasks": family.size,
+                "needs": ", ".join(family.needs) or "nothing",
+                "licence": family.licence,
+                "installed": family.install if lacks else "yes",
+            }
+        )
+    columns = ["name", "what", "tools", "tasks", "needs", "licence", "installed"]
+    return pandas.DataFrame(rows, columns=columns).set_index("name")

@@ -1,0 +1,207 @@
+"""An environment for an agent: its tool methods, its own reward, its beginning and its end.
+
+An environment is any class with `reset(task, seed)`; no base class, no registration. Knows no family: those are the
+other files of this folder.
+
+    class Guess:
+        def reset(self, task, seed):
+            self.secret, self.done = task.fields["secret"], False
+            return "I think of a number from 1 to 10."
+
+        @af.tool
+        def guess(self, number: int) -> str:
+            \"\"\"Guess the number.
+
+            Args:
+                number: from 1 to 10.
+            \"\"\"
+            self.done = number == self.secret
+            return "right" if self.done else "higher" if number < self.secret else "lower"
+
+        def reward(self):
+            return float(self.done)
+
+    agent = af.envs.agent(Guess, engine, chat=policy.chat)
+
+reset(task, seed)   before each chain; makes everything anew, for the same object serves one chain after another. What
+                    it returns (a text, messages or None) is put under the task. `seed` may be left out.
+tools               methods under @af.tool. Plain ones run in a thread, coroutine functions on the loop.
+done                true once the episode is over: the chain ends, `env_done`. May be left out.
+reward(...)         its score of the chain. May ask for `state`, and by name for what any reward may: final, trajectory,
+                    context, a task's field. May be left out, or replaced: agent(..., reward=mine).
+state               what rewards may read; left out, the public attributes.
+fork(into)          bring another of the kind into the same state. Left out, a chain that has begun cannot fork.
+start, alive, close as of any kind of sandbox; may be left out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from agentfly_kit import episodes, functions
+from agentfly_kit.context import Context, FromPool
+from agentfly_kit.errors import SettingsError
+from agentfly_kit.pool import Pool
+from agentfly_kit.rewards import Reward
+from agentfly_kit.rollout import Agent
+from agentfly_kit.tools import Tool
+from agentfly_kit.types import ToolResult
+
+if TYPE_CHECKING:
+    from agentfly_kit.chain import Chain
+
+OVER = "The episode is over."
+
+
+class EnvironmentTool(Tool[..., Any]):
+    """A tool method of an environment: each chain calls it on the one that it holds."""
+
+    def __init__(self, method: Tool[..., Any], kind: type) -> None:
+        self.__dict__.update(method.__dict__)
+        self.kind = kind
+
+    @property
+    def sandbox_kinds(self) -> tuple[type, ...]:
+        """The environment, and the sandboxes that the method asks for."""
+        return (self.kind, *super().sandbox_kinds)
+
+    def need_instance(self) -> None:
+        """Each chain brings its own."""
+
+    async def invoke(self, arguments: Mapping[str, Any], context: Context, *, raising: bool = False) -> ToolResult:
+        """As of any tool. After the end nothing is run, and the model is told so."""
+        try:
+            kind: type[Any] = self.kind
+            async with context.using(kind) as environment:
+                if episodes.is_done(environment):
+                    return ToolResult(False, OVER)
+                method = Tool.__get__(self, environment)
+                result = await Tool.invoke(method, arguments, context, raising=raising)
+                return replace(result, env_done=True) if episodes.is_done(environment) else result
+        except Exception as error:  # the pool, the environment's reset or its `done`
+            if raising:
+                raise
+            return ToolResult(False, f"{self.name} failed.", functions.failure(f"tool {self.name}", error))
+
+
+def check(kind: Any) -> None:
+    """Raises SettingsError for what is no environment."""
+    if not isinstance(kind, type):
+        raise SettingsError(f"{kind!r}: want an environment's class, not an object of it; every chain gets its own")
+    if not episodes.is_environment(kind):
+        raise SettingsError(
+            f"{kind.__name__} is no environment: give it a method reset(self, task, seed) that begins an episode"
+        )
+
+
+def tools(kind: type) -> tuple[EnvironmentTool, ...]:
+    """The tool methods of an environment, for `Agent(tools=...)`, in the order they were written."""
+    check(kind)
+    found: dict[str, Tool[..., Any]] = {}
+    for base in reversed(kind.__mro__):
+        found |= {name: method for name, method in vars(base).items() if isinstance(method, Tool)}
+    if not found:
+        raise SettingsError(f"{kind.__name__} has no tool: put @af.tool above the methods that the model may call")
+    return tuple(EnvironmentTool(method, kind) for method in found.values())
+
+
+def state(environment: Any) -> Any:
+    """Its `state`, or its public attributes by name."""
+    if hasattr(environment, "state"):
+        return environment.state
+    return {name: value for name, value in vars(environment).items() if not name.startswith("_")}
+
+
+def reward(kind: type) -> Reward[..., Any] | None:
+    """The environment's own reward, for `Agent(reward=...)`; None where it has none."""
+    check(kind)
+    method = getattr(kind, "reward", None)
+    if method is None:
+        return None
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    wants_state = any(p.name == "state" for p in parameters)
+
+    def given(environment: Any, more: dict[str, Any]) -> dict[str, Any]:
+        return more | {"state": state(environment)} if wants_state else more
+
+    scored: Callable[..., Any]
+    if inspect.iscoroutinefunction(method):
+
+        async def scored(environment: Any, **more: Any) -> Any:
+            return await method(environment, **given(environment, more))
+    else:
+
+        def scored(environment: Any, **more: Any) -> Any:
+            return method(environment, **given(environment, more))
+
+    own = inspect.Parameter("environment", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    others = [
+        p.replace(kind=p.KEYWORD_ONLY) for p in parameters if p.name != "state" and p.kind is not p.VAR_KEYWORD
+    ]  # fmt: skip
+    signed: Any = scored
+    from_pool: Any = FromPool
+    signed.__signature__ = inspect.Signature([own, *others])
+    signed.__annotations__ = {"environment": from_pool[kind]}
+    signed.__wrapped__ = method  # its source is the reward's, and so its fingerprint
+    signed.__qualname__, signed.__module__, signed.__doc__ = method.__qualname__, method.__module__, method.__doc__
+    return Reward(scored, name=kind.__name__.lower())
+
+
+class Opening:
+    """`before_chain` of an agent in an environment: begin the episode, and show what its reset returned."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+        self.function = kind.reset  # type: ignore[attr-defined]  # what makes two runs the same run
+
+    async def __call__(self, chain: Chain) -> Any:
+        await chain.context.sandbox(self.kind)
+        return chain.context.openings.get(self.kind)
+
+
+def agent(
+    kind: type,
+    engine: Any,
+    *,
+    chat: Any,
+    tools: Sequence[Any] = (),
+    reward: Any = None,
+    pool: Pool[Any] | None = None,
+    size: int = 64,
+    options: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Agent:
+    """An agent that lives in an environment: each chain leases one, resets it for its task, and gives it back.
+
+    tools, reward   beside the environment's tools; in place of its reward. A reward that reads the environment asks for
+                    it: `world: af.FromPool[Guess]`.
+    pool, size      the pool that the environments come from; else one of `size` is made, and more chains wait.
+    options         keyword arguments for the class.
+    settings        the agent's others: max_turns, sampling, seed, pools, ...
+    Raises:  SettingsError for a class without `reset(task, seed)` or without a tool.
+    """
+    own = _tools(kind)
+    pools = settings.pop("pools", ())
+    pools = (pools,) if hasattr(pools, "acquire") else tuple(pools)
+    if pool is None:
+        pool = next((p for p in pools if p.kind is kind), None)
+    if pool is None:
+        pool = Pool(kind, size=size, **(options or {}))
+    elif options:
+        raise SettingsError(f"options={options!r} are for a pool that is made here; give them to yours")
+    given = _reward(kind) if reward is None else reward
+    return Agent(
+        engine,
+        chat=chat,
+        tools=[*own, *tools],
+        reward=given,
+        pools=[pool, *(p for p in pools if p is not pool)],
+        before_chain=settings.pop("before_chain", Opening(kind)),
+        **settings,
+    )
+
+
+_tools, _reward = tools, reward  # `agent` has parameters of these names

@@ -1,0 +1,189 @@
+"""Gymnasium both ways: one of its environments for an agent, and one of ours for its wrappers and checkers.
+
+`pip install gymnasium`; nothing here is needed for anything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import string
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from agentfly_kit.context import Context, Given
+from agentfly_kit.envs import base
+from agentfly_kit.errors import SettingsError
+from agentfly_kit.tools import ToolSet, tool
+from agentfly_kit.types import Task, ToolCall, ToolResult
+
+
+def _module() -> Any:
+    try:
+        import gymnasium
+    except ModuleNotFoundError as error:
+        raise SettingsError('gymnasium is not installed; type: pip install "agentfly_kit[envs]"') from error
+    return gymnasium
+
+
+def from_gymnasium(
+    make: str | Callable[[], Any],
+    *,
+    actions: dict[str, Any],
+    show: Callable[[Any], str] = str,
+    name: str = "act",
+    **options: Any,
+) -> type:
+    """An environment class around one of Gymnasium's, with one tool, `act(action)`.
+
+    make      its id ("FrozenLake-v1", made with `options`), or a function that gives a fresh one.
+    actions   what the model may write -> Gymnasium's action.
+    show      observation -> what the model reads.
+
+    Each reward of a step is a turn reward, and their sum is the chain's. The episode is reset with the task's seed and
+    its field `options`, so a task is a seed. It cannot fork.
+    """
+    gymnasium = _module()
+    if not actions:
+        raise SettingsError("actions={}: give what the model may write for each action: actions={'left': 0, ...}")
+    choices = ", ".join(map(repr, actions))
+    build = make if callable(make) else lambda: gymnasium.make(make, **options)
+
+    class Wrapped:
+        def __init__(self) -> None:
+            self.env = build()
+            self.done = False
+            self.total = 0.0
+            self.terminated = self.truncated = False
+            self.observation: Any = None
+
+        def reset(self, task: Task, seed: int) -> str:
+            self.observation, _ = self.env.reset(seed=seed % 2**31, options=task.fields.get("options"))
+            self.done = self.terminated = self.truncated = False
+            self.total = 0.0
+            return show(self.observation)
+
+        @tool(name=name)
+        def act(self, action: str) -> ToolResult:
+            """Take one step.
+
+            Args:
+                action: what to do.
+            """
+            if action not in actions:
+                return ToolResult(False, f"there is no action {action!r}; there is {choices}")
+            self.observation, gain, self.terminated, self.truncated, _ = self.env.step(actions[action])
+            self.total += float(gain)
+            self.done = self.terminated or self.truncated
+            return ToolResult(True, show(self.observation), reward=float(gain))
+
+        def reward(self) -> dict[str, float]:
+            # The steps' rewards are on their turns already; what is left for the chain is nothing.
+            return {"reward": 0.0, "total": self.total, "success": float(self.total > 0)}
+
+        @property
+        def state(self) -> dict[str, Any]:
+            return {"observation": self.observation, "total": self.total, "done": self.done}
+
+        def close(self) -> None:
+            self.env.close()
+
+    label = make if isinstance(make, str) else getattr(make, "__name__", "Gymnasium")
+    Wrapped.__name__ = Wrapped.__qualname__ = label.replace("-", "_")
+    return Wrapped
+
+
+def to_gymnasium(kind: type, task: Task) -> Any:
+    """A `gymnasium.Env` of one of our environments on one task: texts in, texts out.
+
+    An action is a text: a tool call as JSON, {"name": ..., "arguments": {...}}, or an answer, which ends the episode.
+    The observation is the tool's text. Rewards are the tools' turn rewards, and at the end the environment's own. For
+    environments whose methods and reward are plain or coroutine functions; tools that need a sandbox are refused.
+    """
+    gymnasium = _module()
+    base.check(kind)
+    tools = ToolSet(base.tools(kind))
+    others = [other for t in tools for other in t.sandbox_kinds if other is not kind]
+    if others:
+        raise SettingsError(f"{kind.__name__} asks for a {others[0].__name__}, which Gymnasium has no pool for")
+
+    class Env(gymnasium.Env):  # type: ignore[misc, name-defined]
+        action_space = gymnasium.spaces.Text(4096, charset=string.printable)
+        observation_space = gymnasium.spaces.Text(65536, min_length=0, charset=string.printable)
+
+        def __init__(self) -> None:
+            self.environment = kind()
+            self.context: Context | None = None
+            self.loop = _Loop()
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+            super().reset(seed=seed)
+            begun = task if seed is None else replace(task, fields=task.fields | {"seed": seed})
+            self.context = Context(begun, pools=(Given(kind, self.environment),))
+            self.loop.wait(self.context.sandbox(kind))
+            said = self.context.openings.get(kind)
+            text = said if isinstance(said, str) else "\n".join(str(m["content"]) for m in said or ())
+            asked = "\n".join(str(m["content"]) for m in task.messages)
+            return "\n\n".join(part for part in (asked, text) if part), {"task": task.id}
+
+        def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+            if self.context is None:
+                raise SettingsError("call reset() before step()")
+            call = _call(action)
+            if call is None:
+                return "", self._score(action), True, False, {"final": action}
+            result = self.loop.wait(tools.call(call, self.context))
+            gain = result.reward or 0.0
+            over = bool(result.env_done or result.done)
+            if over:
+                gain += self._score(None)
+            return result.observation, gain, over, False, {"ok": result.ok}
+
+        def _score(self, final: str | None) -> float:
+            method = getattr(self.environment, "reward", None)
+            if method is None:
+                return 0.0
+            assert self.context is not None
+            known = {**self.context.task.fields, "final": final, "context": self.context, "trajectory": None}
+            wanted = inspect.signature(method).parameters
+            if "state" in wanted:
+                known["state"] = base.state(self.environment)
+            value = method(**{name: known[name] for name in wanted if name in known})
+            value = self.loop.wait(value) if inspect.isawaitable(value) else value
+            return float(value["reward"] if isinstance(value, dict) else value or 0.0)
+
+        def close(self) -> None:
+            if callable(close := getattr(self.environment, "close", None)):
+                closed = close()
+                if inspect.isawaitable(closed):
+                    self.loop.wait(closed)
+
+    return Env()
+
+
+def _call(action: str) -> ToolCall | None:
+    try:
+        read = json.loads(action)
+        return ToolCall("call-0", read["name"], dict(read.get("arguments") or {}))
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+class _Loop:
+    """Gymnasium is synchronous, and a notebook's own loop is running: one of ours, which runs on another thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+
+    def wait(self, work: Any) -> Any:
+        async def awaited() -> Any:
+            return await work
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(self._loop.run_until_complete, awaited()).result()
+
+    def __del__(self) -> None:
+        self._loop.close()

@@ -1,0 +1,248 @@
+"""An environment is a class written in a cell: reset, tools, done, reward, fork; pooled, isolated, and begun anew."""
+
+import asyncio
+import copy
+import json
+import random
+from typing import Any
+
+import agents
+import pytest
+
+import agentfly_kit as af
+from agentfly_kit.types import Task
+
+
+class Guess:
+    """The ten lines of the documentation."""
+
+    def reset(self, task: Task, seed: int) -> str:
+        self.secret, self.tries, self.done = task.fields["secret"], [], False
+        self.seed = seed
+        return "I think of a number from 1 to 10."
+
+    @af.tool
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: from 1 to 10.
+        """
+        self.tries.append(number)
+        self.done = number == self.secret
+        return "right" if self.done else "higher" if number < self.secret else "lower"
+
+    def reward(self, state: dict[str, Any]) -> float:
+        return float(state["done"])
+
+
+class Forking(Guess):
+    """The same, and it can fork."""
+
+    def fork(self, into: "Forking") -> None:
+        into.__dict__.update(copy.deepcopy(self.__dict__))
+
+
+def task(secret: int = 7, id: str = "g", **more: Any) -> Task:
+    return Task(id, ({"role": "user", "content": "Find it."},), {"secret": secret, **more})
+
+
+def call(number: int) -> str:
+    return agents.call("", "guess").replace('{"expression":""}', json.dumps({"number": number}))
+
+
+def guesser(script: Any, kind: type = Guess, **settings: Any) -> Any:
+    return af.envs.agent(kind, af.ScriptedEngine(script), chat=agents.chat(), **settings)
+
+
+async def test_a_class_written_in_a_cell_is_an_environment() -> None:
+    agent = guesser([call(3), call(9), call(7), "I found it."])
+    (t,) = (await agent.rollout(task())).trajectories
+    assert (t.stop, t.reward, t.success) == ("env_done", 1.0, True)
+    assert [c.result.observation for c in t.tool_calls] == ["higher", "lower", "right"]
+    assert t.turns[0].messages[-1]["content"] == "Find it.\n\nI think of a number from 1 to 10."
+    assert "from 1 to 10" in t.turns[0].text
+    assert t.final is None
+
+
+async def test_what_no_call_ended_ends_with_an_answer_and_is_scored() -> None:
+    (t,) = (await guesser([call(3), "no idea"]).rollout(task())).trajectories
+    assert (t.stop, t.reward) == ("answered", 0.0)
+    (t,) = (await guesser(["no idea"]).rollout(task())).trajectories
+    assert (t.stop, t.reward, t.error) == ("answered", 0.0, None)
+
+
+async def test_after_the_end_no_call_is_run() -> None:
+    (t,) = (await guesser([call(7) + call(3)]).rollout(task())).trajectories
+    assert [c.result.observation for c in t.tool_calls] == ["right", "The episode is over."]
+    assert t.stop == "env_done"
+
+
+async def test_a_group_begins_alike_and_the_task_may_name_its_seed() -> None:
+    seeds: list[int] = []
+
+    @af.reward
+    def seen(world: af.FromPool[Guess]) -> float:
+        seeds.append(world.seed)
+        return 0.0
+
+    agent = guesser([call(1), "x"], reward=seen)
+    await agent.rollout([task(id="a"), task(id="b"), task(id="c", seed=5)], 2)
+    assert len(set(seeds)) == 3
+    assert 5 in seeds
+
+
+async def test_64_chains_at_once_share_ten_environments_and_see_only_their_own() -> None:
+    """Each chain plants its own secret as a guess; whoever finds another's among its tries was leaked to."""
+    rng = random.Random(0)
+    tasks = [task(secret=100 + i, id=f"t{i}") for i in range(64)]
+    agents_made: list[int] = []
+
+    class Counted(Guess):
+        def __init__(self) -> None:
+            agents_made.append(1)
+
+        @af.tool
+        async def guess(self, number: int) -> str:
+            """Guess.
+
+            Args:
+                number: a number.
+            """
+            self.tries.append(number)
+            await asyncio.sleep(rng.random() / 200)
+            return ",".join(map(str, self.tries))
+
+    def script(task: Task, turn: int) -> str:
+        return call(task.fields["secret"] * 10 + turn) if turn < 3 else "end"
+
+    agent = af.envs.agent(Counted, af.ScriptedEngine(script), chat=agents.chat(), size=10)
+    rollout = await agent.rollout(tasks, max_concurrency=64)
+    for t in rollout.trajectories:
+        own = t.task.fields["secret"] * 10
+        assert t.tool_calls[-1].result.observation == f"{own},{own + 1},{own + 2}", t.error
+    assert len(agents_made) == 10  # retained and used again, not made for each chain
+
+
+async def test_by_hand_the_prompt_shows_what_reset_said() -> None:
+    chain = guesser(["x"]).chain(task())
+    with pytest.raises(af.errors.SettingsError, match=r"await chain\.begin\(\)"):
+        chain.force("x")
+    assert "from 1 to 10" not in chain.turn.text
+    assert "from 1 to 10" in (await chain.begin()).text
+    chain.force(call(7))
+    await chain.act()
+    assert chain.stop == "env_done"
+    assert chain.context.held[Guess].tries == [7]
+    with pytest.raises(af.errors.SettingsError, match="Guess"):
+        chain.rewind(0)
+    assert (await chain.finish()).reward == 1.0
+
+
+async def test_a_fork_has_its_own_world_or_is_refused_by_name() -> None:
+    chain = guesser(["x"], Forking).chain(task())
+    await chain.begin()
+    chain.force(call(3))
+    await chain.act()
+    twin = await chain.fork()
+    twin.force(call(7))
+    await twin.act()
+    assert chain.context.held[Forking].tries == [3]
+    assert twin.context.held[Forking].tries == [3, 7]
+    assert ((await twin.finish()).reward, (await chain.finish()).reward) == (1.0, None)
+    chain = guesser(["x"]).chain(task())
+    await chain.begin()
+    with pytest.raises(af.errors.SandboxError, match="Guess, which cannot fork"):
+        await chain.fork()
+    await chain.close()
+
+
+async def test_a_chain_by_hand_that_lost_its_world_gets_it_back() -> None:
+    agent = guesser([call(1), "x"], size=1)
+    chain = agent.chain(task())
+    await chain.begin()
+    chain.force(call(3))
+    await chain.act()
+    await agent.rollout(task(id="other"))  # takes the only one
+    chain.force(call(7))
+    with pytest.warns(UserWarning, match="took back the Guess"):
+        await chain.act()
+    assert chain.context.held[Guess].tries == [3, 7]
+    await chain.close()
+
+
+async def test_a_reset_that_fails_is_our_fault_and_loses_no_sibling() -> None:
+    broken = Task("broken", ({"role": "user", "content": "?"},), {})
+    rollout = await guesser([call(7), "x"]).rollout([task(), broken, task(id="h")])
+    a, b, c = rollout.trajectories
+    assert (a.reward, c.reward) == (1.0, 1.0)
+    assert (b.reward, b.stop) == (None, "error")
+    assert "Guess.reset failed for task 'broken'" in str(b.error)
+    assert "secret" in str(b.error)
+
+
+async def test_a_tool_is_tried_alone() -> None:
+    (guess,) = af.envs.tools(Guess)
+    result = await guess.try_(number=3, task=task())
+    assert (result.ok, result.observation, result.env_done) == (True, "higher", False)
+    result = await guess.try_(number="three", task=task())
+    assert not result.ok
+    assert (await guess.try_(number=7, task=task())).env_done
+
+
+def test_what_is_no_environment_is_refused_by_name() -> None:
+    class Nothing:
+        def reset(self) -> None: ...
+
+    class Silent:
+        def reset(self, task: Task) -> None: ...
+
+    with pytest.raises(af.errors.SettingsError, match="Nothing is no environment"):
+        guesser(["x"], Nothing)
+    with pytest.raises(af.errors.SettingsError, match="Silent has no tool"):
+        guesser(["x"], Silent)
+    with pytest.raises(af.errors.SettingsError, match="want an environment's class"):
+        af.envs.tools(Guess())  # type: ignore[arg-type]
+
+
+def test_a_reward_of_an_environment_is_known_by_its_source() -> None:
+    class Other(Guess):
+        def reward(self, state: dict[str, Any]) -> float:
+            return 0.5
+
+    first, again, other = af.envs.reward(Guess), af.envs.reward(Guess), af.envs.reward(Other)
+    assert first is not None and again is not None and other is not None
+    assert first.fingerprint == again.fingerprint != other.fingerprint
+    assert 'state["done"]' in first.source
+
+
+# ---- Gymnasium
+
+
+async def test_an_environment_of_gymnasium_is_one_of_ours() -> None:
+    frozen = af.envs.from_gymnasium(
+        "FrozenLake-v1", actions={"left": 0, "down": 1, "right": 2, "up": 3}, is_slippery=False
+    )
+    way = ["down", "down", "right", "right", "down", "right"]
+    script = [agents.call("", "act").replace('{"expression":""}', json.dumps({"action": a})) for a in way]
+    agent = af.envs.agent(frozen, af.ScriptedEngine(script), chat=agents.chat())
+    asked = Task("lake", ({"role": "user", "content": "Reach 15."},))
+    (t,) = (await agent.rollout(asked)).trajectories
+    assert (t.stop, t.success, t.metrics["total"]) == ("env_done", True, 1.0)
+    assert [c.result.observation for c in t.tool_calls] == ["4", "8", "9", "10", "14", "15"]
+    assert [turn.reward for turn in t.turns if turn.author == "tool"][-1] == 1.0
+    (wrong,) = af.envs.tools(frozen)
+    assert "there is no action 'jump'" in (await wrong.try_(action="jump", task=asked)).observation
+
+
+def test_ours_passes_gymnasiums_own_checker() -> None:
+    from gymnasium.utils.env_checker import check_env
+
+    env = af.envs.to_gymnasium(Guess, task())
+    check_env(env, skip_render_check=True)
+    seen, _ = env.reset(seed=1)
+    assert seen == "Find it.\n\nI think of a number from 1 to 10."
+    assert env.step('{"name":"guess","arguments":{"number":3}}')[:4] == ("higher", 0.0, False, False)
+    assert env.step('{"name":"guess","arguments":{"number":7}}')[:4] == ("right", 1.0, True, False)
+    env.reset()
+    assert env.step("I give up")[1:3] == (0.0, True)
