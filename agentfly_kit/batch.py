@@ -124,6 +124,43 @@ class Batch:
             first.setdefault(rollout, i)
         return torch.tensor(list(first.values()), dtype=torch.int64)
 
+    def check(self) -> None:
+        """Raises AlignmentError naming the first tensor that does not fit the others, or holds what nothing can use.
+
+        `collate` makes no such batch; `ppo_step` asks for the sake of those that were changed by hand.
+        """
+        rows, shape = len(self), tuple(self.ids.shape)
+        for name in dict.fromkeys((*_ROW, *_FILL)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            wanted = (rows,) if name in _ROW else (rows, shape[1])
+            if not isinstance(value, Tensor) or tuple(value.shape) != wanted:
+                got = tuple(value.shape) if isinstance(value, Tensor) else f"{type(value).__name__}"
+                raise AlignmentError(f"{name} has the shape {got}, and the batch is {shape}; wanted {wanted}")
+        for name in ("mask", "attention"):
+            value = getattr(self, name)
+            if value.dtype != torch.bool:
+                odd = value[(value != 0) & (value != 1)]
+                what = f"holds {float(odd[0]):g}" if len(odd) else f"is {value.dtype}"
+                raise AlignmentError(f"{name} {what}; give a bool tensor: True where the policy sampled the token")
+        inside = torch.arange(shape[1])[None] < self.lengths[:, None]
+        for what, wrong in (
+            ("mask is 1 on padding", self.mask & ~inside),
+            ("mask is 1 at position 0, which nothing predicts", self.mask & (torch.arange(shape[1]) == 0)),
+            ("logprobs is not finite where the mask is 1", self.mask & ~torch.isfinite(self.logprobs)),
+            ("logprobs is above 0 where the mask is 1", self.mask & (self.logprobs > 1e-3)),
+            ("ids is negative", self.ids < 0),
+        ):
+            if bool(wrong.any()):
+                raise AlignmentError(f"{what}, first at {wrong.nonzero()[0].tolist()}; collate makes none like it")
+        for what, wrong in (
+            ("rewards is not finite", ~torch.isfinite(self.rewards)),
+            ("temperatures is not above 0", ~(self.temperatures > 0)),
+        ):
+            if bool(wrong.any()):
+                raise AlignmentError(f"{what}, first in row {int(wrong.nonzero()[0])}")
+
     def replace(self, **changes: Any) -> Batch:
         """The same rows with other tensors; (B, T) ones are checked for their shape."""
         for name, value in changes.items():
@@ -518,6 +555,7 @@ def join(batches: Sequence[Batch]) -> Batch:
     )
 
 
+_ROW = ("rewards", "groups", "rollouts", "row_index", "temperatures", "lengths", "truncated", "trees")
 # What stands on the padding of each tensor.
 _FILL: dict[str, Any] = dict.fromkeys(
     ("ids", "attention", "mask", "rewards", "temperatures", "lengths", "truncated", "row_index", "multiplicity"), 0

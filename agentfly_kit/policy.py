@@ -615,16 +615,35 @@ def _cheapest(sizes: list[int], micro_tokens: int, launch: int) -> list[int]:
 
 
 class compute_threads:
-    """One torch thread for a tiny model on a CPU: more of them spin longer than they compute."""
+    """One torch thread for a tiny model on a CPU: more of them spin longer than they compute.
+
+    The setting is the whole process's, and an engine's thread and an update hold it at one time: the first one in takes
+    what was set, the last one out puts it back.
+    """
+
+    _inside = 0
+    _before = 0
+    _changing = threading.Lock()
 
     def __init__(self, policy: Policy) -> None:
-        self._wanted = 1 if policy.device.type == "cpu" and policy.size < 5_000_000 else None
+        self._wanted = policy.device.type == "cpu" and policy.size < 5_000_000
 
     def __enter__(self) -> None:
-        self._before = torch.get_num_threads()
-        if self._wanted is not None and self._before != self._wanted:
-            torch.set_num_threads(self._wanted)
+        if not self._wanted:
+            return
+        shared = compute_threads
+        with shared._changing:
+            if shared._inside == 0:
+                shared._before = torch.get_num_threads()
+            if torch.get_num_threads() != 1:
+                torch.set_num_threads(1)
+            shared._inside += 1
 
     def __exit__(self, *_: object) -> None:
-        if torch.get_num_threads() != self._before:
-            torch.set_num_threads(self._before)
+        if not self._wanted:
+            return
+        shared = compute_threads
+        with shared._changing:
+            shared._inside -= 1
+            if shared._inside == 0 and torch.get_num_threads() != shared._before:
+                torch.set_num_threads(shared._before)

@@ -717,7 +717,9 @@ class Stats:
     loss: float
     policy_loss: float
     approx_kl: float
-    """Mean of k3(new, old), nats a token, on the last epoch's forward."""
+    """Mean of k3(new, old), nats a token, on the last epoch's forward: over the tokens that were run. Rows without
+    signal are not (see `dropped_groups`), so it is what the others moved; `target_kl` runs every row, and has the mean
+    over all tokens."""
     clip_fraction: float
     """Share of action tokens whose clip binds, given the advantage's sign, on the last epoch's forward."""
     entropy: float

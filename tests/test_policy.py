@@ -11,7 +11,7 @@ import torch
 from agents import fresh, random_policy, reference_logprobs, shipped
 
 from agentfly_kit.errors import AlignmentError, PolicyError, SettingsError
-from agentfly_kit.policy import Policy, micro_batches
+from agentfly_kit.policy import Policy, compute_threads, micro_batches
 
 
 def rows(temperatures: tuple[float, ...] = (1.0, 0.7, 1.3)) -> Any:
@@ -146,3 +146,20 @@ def test_state_of_another_model_is_refused() -> None:
         random_policy(0).load_state(shipped().state())
     with pytest.raises(PolicyError, match="one of the two has a value head"):
         random_policy(0).load_state(random_policy(0, value_head=True).state())
+
+
+def test_the_number_of_threads_comes_back_whoever_leaves_last() -> None:
+    """An engine's thread and an update overlap; the first to enter is not the last to leave."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        one, two = compute_threads(random_policy(0)), compute_threads(random_policy(0))
+        one.__enter__()
+        two.__enter__()
+        assert torch.get_num_threads() == 1
+        one.__exit__()
+        assert torch.get_num_threads() == 1, "somebody still computes"
+        two.__exit__()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

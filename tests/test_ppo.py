@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import threading
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 from agents import agent, fresh, random_policy, reference_logprobs, tasks
 from torch import Tensor
 
-from agentfly_kit import advantages
-from agentfly_kit.batch import Batch, collate
-from agentfly_kit.errors import BatchError, SettingsError, TrainingError
+from agentfly_kit import advantages, tiny
+from agentfly_kit.batch import Batch, collate, join
+from agentfly_kit.chat import Chat
+from agentfly_kit.errors import AlignmentError, BatchError, SettingsError, TrainingError
 from agentfly_kit.policy import Policy
 from agentfly_kit.ppo import adamw, objective, ppo_step, ppo_step_async, step
 from agentfly_kit.types import Sampling, Task, Trajectory, Turn
@@ -223,8 +225,6 @@ def test_what_the_result_does_not_depend_on(how: Any) -> None:
         wide[name] = torch.cat([value, torch.full((len(batch), 40), fill, dtype=value.dtype)], 1)
     for name in ("logprobs", "entropies", "advantages", "token_rewards"):
         wide[name] = torch.cat([getattr(batch, name), torch.full((len(batch), 40), math.nan)], 1)
-    import dataclasses
-
     torch.testing.assert_close(moved(policy, dataclasses.replace(batch, **wide), **options), wanted, **close)
 
 
@@ -233,8 +233,6 @@ def test_what_stands_at_masked_positions_is_never_read(junk: float) -> None:
     policy = random_policy(0, value_head=True)
     batch = batch_of(policy, stale=0.1, values=True)
     wanted = moved(policy, batch, old="engine")
-    import dataclasses
-
     names = ("logprobs", "advantages", "token_rewards", "entropies", "values", "returns")
     dirty = dataclasses.replace(batch, **{n: torch.where(batch.mask, getattr(batch, n), junk) for n in names})
     assert torch.equal(moved(policy, dirty, old="engine"), wanted)
@@ -387,6 +385,29 @@ def test_options_that_cannot_be(options: dict[str, Any], error: type[Exception],
     assert policy.version == 0
 
 
+async def test_a_batch_of_another_tokenizer_of_the_same_size_is_refused() -> None:
+    policy = fresh()
+    batch = collate(await agent(policy).rollout(tasks(2), group_size=2), [1.0, -1.0, 1.0, -1.0])
+    other = Policy(policy.model, Chat(tiny.tokenizer()))
+    first = int(batch.ids[0, 0])
+    assert other.chat.pieces([first]) == policy.chat.pieces([first])
+    other.chat._pieces[first] = "<another>"
+    with pytest.raises(BatchError, match=rf"the token id {first} was '.*' when .* and is '<another>' to this policy"):
+        ppo_step(other, adamw(other), batch)
+
+
+def test_the_probe_looks_at_the_longest_row() -> None:
+    """Eight of many rows are probed; the one where a wrong history shows most is always one of them."""
+    policy = random_policy(0)
+    batch = join([batch_of(policy) for _ in range(3)])
+    longest = int(batch.lengths.argmax())
+    wrong = batch.logprobs.clone()
+    wrong[longest] -= 0.01
+    stats = ppo_step(policy, adamw(policy, 1e-9), dataclasses.replace(batch, logprobs=wrong))
+    assert stats.sampler_gap == pytest.approx(0.01, abs=1e-4)
+    assert stats.approx_kl == pytest.approx(0, abs=1e-6), "recomputed"
+
+
 def test_batches_that_cannot_be() -> None:
     policy = random_policy(0)
     batch = batch_of(policy)
@@ -394,6 +415,21 @@ def test_batches_that_cannot_be() -> None:
         ppo_step(policy, adamw(policy), collate(batch.trajectories))
     with pytest.raises(BatchError, match="an advantage is infinite"):
         ppo_step(policy, adamw(policy), batch.replace(advantages=torch.full_like(batch.advantages, math.inf)))
+    for name, value, says in (
+        ("mask", batch.mask.float() * 0.5, r"mask holds 0\.5; give a bool tensor"),
+        ("mask", batch.mask.long(), r"mask is torch\.int64; give a bool tensor"),
+        ("mask", torch.ones_like(batch.mask), r"mask is 1 on padding, first at|mask is 1 at position 0"),
+        ("logprobs", torch.full_like(batch.logprobs, math.nan), "logprobs is not finite where the mask is 1"),
+        ("logprobs", batch.logprobs.abs() + 1, "logprobs is above 0"),
+        ("logprobs", batch.logprobs[:, :-1], r"logprobs has the shape \(.*\), and the batch is"),
+        ("temperatures", batch.temperatures[:-1], r"temperatures has the shape \(7,\).*wanted \(8,\)"),
+        ("temperatures", batch.temperatures * 0, "temperatures is not above 0, first in row 0"),
+        ("versions", batch.versions[:-1], "versions has the shape"),
+        ("rewards", batch.rewards + math.inf, "rewards is not finite"),
+        ("ids", batch.ids - 500, "ids is negative"),
+    ):
+        with pytest.raises(AlignmentError, match=says):
+            ppo_step(policy, adamw(policy), batch.replace(**{name: value}))
     batch.ids[0, 0] = 400
     with pytest.raises(BatchError, match="token id 400 and the policy a vocabulary of 400"):
         ppo_step(policy, adamw(policy), batch)

@@ -20,6 +20,10 @@ _EXACT = 1e-4
 """nats: an engine whose logprobs are closer than this to a full forward is taken at its word."""
 
 
+_PROBED = 8
+"""Rows."""
+
+
 def sampler_weights(batch: Batch, old: Tensor, correction: Any) -> tuple[Tensor | None, float]:
     """Importance weights (B, T) of the sampled tokens, and the effective sample size they leave."""
     if correction is None:
@@ -49,7 +53,9 @@ def choose_old(forward: Forward, batch: Batch, old: str) -> tuple[Tensor, float]
     if old == "auto":
         measured = math.inf
         if bool((batch.versions[batch.mask] == forward.policy.version).all()):
-            some = torch.linspace(0, len(batch) - 1, min(8, len(batch))).long().unique()
+            some = torch.linspace(0, len(batch) - 1, min(_PROBED, len(batch))).long()
+            some[0] = batch.lengths.argmax()  # a gap grows with what came before
+            some = some.unique()
             measured = gap(some, forward.score(Rows(batch, some), {"logprob"})["logprob"])
         if measured > _EXACT:
             return choose_old(forward, batch, "recompute")

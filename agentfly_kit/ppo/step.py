@@ -43,6 +43,10 @@ from agentfly_kit.ppo.sums import Phases, Sums
 from agentfly_kit.types import Stats
 
 
+_PROBED = 64
+"""Tokens of a batch whose text is compared with the policy's."""
+
+
 def ppo_step(
     policy: Policy,
     optimizer: torch.optim.Optimizer,
@@ -93,7 +97,9 @@ def ppo_step(
     micro_tokens: padded tokens a forward (None: the policy's own choice); it bounds memory and changes nothing else.
     target_kl: stop before the next minibatch once approx_kl of an update exceeds it.
     old: the ratio's denominator. "engine" takes the sampler's logprobs, "recompute" the policy's before the first
-        update, "auto" the sampler's if they are of this policy version and a probe agrees to 1e-4.
+        update, "auto" the sampler's if they are of this policy version and a probe agrees to 1e-4. The probe is eight
+        rows spread over the batch, the longest one among them: it finds an engine that computes otherwise, and not one
+        row that was recorded wrongly; "recompute" compares all of them. Either way the gap is `stats.sampler_gap`.
     correction: weigh tokens by p_old / p_sampler: "token", "sequence", or the options of `losses.importance_weights`,
         such as {"level": "sequence", "cap": 5.0, "beyond": "mask"}. What truncated sampling kept belongs to p_sampler.
     autocast: run the model in bfloat16; weights, losses and optimizer stay in theirs.
@@ -261,6 +267,7 @@ def _check(
     old: str,
     correction: Any,
 ) -> None:
+    batch.check()
     advantages = batch.advantages[batch.mask]
     if bool(torch.isnan(advantages).any()):
         raise BatchError(
@@ -274,6 +281,14 @@ def _check(
             f"the batch has the token id {int(batch.ids.max())} and the policy a vocabulary of {policy.vocab_size}: "
             "the batch was made with another tokenizer"
         )
+    for row in batch.rows[:1]:  # another tokenizer of the same size, or a smaller one, has other texts for the ids
+        ids = row.ids[:_PROBED].tolist()
+        for token, was, now in zip(ids, row.pieces, policy.chat.pieces(ids), strict=False):
+            if was not in (now, f"[{token}]"):
+                raise BatchError(
+                    f"the token id {token} was {was!r} when the batch was sampled and is {now!r} to this policy: "
+                    "the batch was made with another tokenizer"
+                )
     newest = int(batch.versions.max())
     if newest > policy.version:
         raise BatchError(

@@ -74,6 +74,10 @@ class TrainConfig:
     entropy_coef: float = 0.0
     max_grad_norm: float | None = 1.0
     target_kl: float | None = None
+    """nats a token: an iteration makes no further update once one exceeded it."""
+    max_kl: float | None = 5.0
+    """nats a token: an iteration whose approx_kl exceeds it has diverged. It ends the run with a TrainingError, is not
+    kept, and the weights go back to the last checkpoint. None keeps whatever comes."""
     micro_tokens: int | None = None
     old: Literal["auto", "engine", "recompute"] = "auto"
     """The ratio's denominator; see `ppo_step`. With `overlap`, "auto" is "engine" without a correction, and
@@ -122,6 +126,8 @@ class TrainConfig:
                 raise SettingsError(f"{name}={getattr(self, name)}: give 0 or more")
         if self.overlap not in (0, 1):
             raise SettingsError(f"overlap={self.overlap!r}: give 0, or 1 for one rollout ahead of the update")
+        if self.max_kl is not None and not self.max_kl > 0:
+            raise SettingsError(f"max_kl={self.max_kl}: give nats a token above 0, or None for no limit")
         if self.old not in ("auto", "engine", "recompute"):
             raise SettingsError(f"old={self.old!r}: give 'auto', 'engine' or 'recompute'")
         given: Any = self.filters

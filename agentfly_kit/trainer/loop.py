@@ -454,6 +454,14 @@ class TrainRun:
             )
             return None
 
+    async def _back(self) -> None:
+        """Put the last checkpoint's weights in place: nobody shall go on with those that diverged."""
+        found = self.run.checkpoint
+        assert self._optimizer is not None
+        if found is not None:
+            config = self.config
+            await in_thread(checkpoint.load, self.run, found, self.policy, self._optimizer, config.kl_coef)
+
     # --- updating ---
 
     async def _update(self, index: int, rollout: Rollout) -> tuple[Stats | None, Rollout, float]:
@@ -503,8 +511,16 @@ class TrainRun:
                 accelerator=self._crew.accelerator,
                 seed=seeds.derive(config.seed, "update", index),
             )
+            if config.max_kl is not None and stats.approx_kl > config.max_kl:
+                raise TrainingError(
+                    f"it moved the policy by {stats.approx_kl:.3g} nats a token (more than max_kl={config.max_kl}): it "
+                    f"has diverged. Try a smaller lr than {config.lr:g}, target_kl=0.05, or fewer epochs"
+                )
         except (TrainingError, BatchError) as error:
-            kept = f"steps 1 to {index} are kept in {self.path}"
+            kept = f"steps 1 to {index} are kept in {self.path}" if index else f"no step was kept in {self.path}"
+            if isinstance(error, TrainingError):
+                kept += "; the policy has the weights of its last checkpoint"
+                await self._back()
             raise type(error)(f"step {index + 1}: {error} ({kept})") from error
         return stats, rollout, lag
 
