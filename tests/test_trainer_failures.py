@@ -53,7 +53,7 @@ async def test_a_rate_that_destroys_the_policy_is_said_and_undone(tmp_path: Path
     assert policy.version == (run.records[-1]["version"] if run.records else 0)
     assert policy.fingerprint() == learner().fingerprint(), "a first batch without signal may have moved nothing"
     kept = start(tmp_path / "kept", learner(), SMALL.replace(lr=0.1, max_kl=None))
-    assert max([s.record.get("approx_kl", 0.0) async for s in kept]) > 5
+    assert max([s.record.get("approx_kl", 0.0) async for s in kept]) > 10
     with pytest.raises(SettingsError, match="max_kl=0"):
         SMALL.replace(max_kl=0.0)
 

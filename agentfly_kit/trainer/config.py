@@ -75,7 +75,7 @@ class TrainConfig:
     max_grad_norm: float | None = 1.0
     target_kl: float | None = None
     """nats a token: an iteration makes no further update once one exceeded it."""
-    max_kl: float | None = 5.0
+    max_kl: float | None = 10.0
     """nats a token: an iteration whose approx_kl exceeds it has diverged. It ends the run with a TrainingError, is not
     kept, and the weights go back to the last checkpoint. None keeps whatever comes."""
     micro_tokens: int | None = None
