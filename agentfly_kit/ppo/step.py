@@ -42,7 +42,6 @@ from agentfly_kit.ppo.ranks import Ranks
 from agentfly_kit.ppo.sums import Phases, Sums
 from agentfly_kit.types import Stats
 
-
 _PROBED = 64
 """Tokens of a batch whose text is compared with the policy's."""
 
