@@ -116,6 +116,21 @@ DISPUTES = [
         ],
     ),
     Dispute(
+        "GAE over a fold",
+        "A rollout of two rows of two actions: what came before the fold is not in the second row, but was its cause. "
+        "As one episode, the reward reaches the first row's tokens, and a fold is what an observation is; `train` does "
+        "this. Taken apart, the first row ends in what its critic expects of the second, or in nothing.",
+        "rewards, values = [[0, 0], [0, 1]], [[0.2, 0.3], [0.6, 0.8]]\nmask = [[1, 1], [1, 1]]",
+        [
+            Side("one episode", 'af.advantages.gae(rewards, values, mask, lam=0.95, rollouts=["a", "a"])[0]'),
+            Side(
+                "two, the first cut at the second's first value",
+                "af.advantages.gae(rewards, values, mask, lam=0.95, bootstrap=[0.6, 0])[0]",
+            ),
+            Side("two, the first ended by the fold", "af.advantages.gae(rewards, values, mask, lam=0.95)[0]"),
+        ],
+    ),
+    Dispute(
         "A rollout of several rows",
         "A success in three rows, a failure in one. By row, the success is three votes in its own baseline, and the "
         "failure's row is punished three times as hard as each of the success's is praised.",
@@ -138,6 +153,19 @@ DISPUTES = [
             Side("every row equal (GRPO)", 'mass(mask, "seq_mean_token_mean")'),
             Side("every rollout equal (Agent Lightning v1)", 'mass(mask, "rollout_mean", rollouts=rollouts)'),
             Side("the same, by its own constant", 'mass(mask, "rollout_mean", rollouts=rollouts, count="rows")'),
+        ],
+    ),
+    Dispute(
+        "Tokens that forks share",
+        "A token stands in two forks with the advantages 1.2 and -0.4, and its ratio is now `r`. Trained in both rows "
+        'it has two losses; trained once (`shared="once"`), twice that of their mean. At a ratio of 1 they are one; '
+        "where a clip binds they are not. A loss that looks at whole rows cannot be had of the second, and is refused.",
+        "loss = lambda a, r: -af.losses.ppo(torch.tensor([r]).log(), torch.zeros(1), torch.tensor([a]), torch.ones(1))",
+        [
+            Side("in each row, at 1", "loss(1.2, 1.0) + loss(-0.4, 1.0)"),
+            Side("once, at 1", "2 * loss(0.4, 1.0)"),
+            Side("in each row, at 1.5", "loss(1.2, 1.5) + loss(-0.4, 1.5)"),
+            Side("once, at 1.5", "2 * loss(0.4, 1.5)"),
         ],
     ),
     Dispute(

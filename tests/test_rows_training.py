@@ -699,6 +699,38 @@ async def test_a_chain_pays_the_kl_of_all_its_rows(tmp_path: Path) -> None:
     torch.testing.assert_close(each, wanted[batch.rollouts], rtol=1e-4, atol=1e-5)
 
 
+def forget_the_question(chain: Chain) -> None:
+    """A shorter context: the call and its result, without what was asked."""
+    if chain.turn.kind == "observation" and chain.turn.row == 0:
+        said = [m for turn in chain.turns[1:] for m in turn.messages]
+        chain.fold([{"role": "user", "content": "?"}, *said])
+
+
+def forget_the_call(chain: Chain) -> None:
+    """Another task: what the result is. It is asked in words that the shipped policy takes for a question."""
+    if chain.turn.kind == "observation" and chain.turn.row == 0:
+        chain.fold([{"role": "user", "content": f"What is {chain.turn.messages[0]['content']}?"}])
+
+
+async def test_it_learns_with_folds(tmp_path: Path) -> None:
+    """The call, which stands in the first row, is learned from a reward that is won in the second."""
+    policy = agents.fresh()
+    agent = agents.agent(policy, before_turn=forget_the_question)
+    config = TrainConfig(steps=4, tasks_per_step=8, group_size=8, lr=1e-3, lr_end=None)
+    records = (await train(agent, policy, agents.tasks(64), config, run=tmp_path)).records
+    assert records[0]["success"] < 0.5 and records[-1]["success"] > 0.75, [r["success"] for r in records]
+    assert records[0]["rows"] < 1.7 and records[-1]["rows"] > 1.8, [r["rows"] for r in records]
+
+
+@pytest.mark.real
+async def test_it_learns_what_to_do_in_another_context(tmp_path: Path) -> None:
+    policy = agents.fresh()
+    agent = agents.agent(policy, before_turn=forget_the_call)
+    records = (await train(agent, policy, agents.tasks(64), run=tmp_path)).records
+    first, last = records[0]["success"], sum(r["success"] for r in records[-5:]) / 5
+    assert first < 0.1 and last > 0.5, [r["success"] for r in records]
+
+
 async def test_another_hook_is_another_run(tmp_path: Path) -> None:
     await run_of(tmp_path, steps=1)
     await run_of(tmp_path, steps=1)
