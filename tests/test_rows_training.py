@@ -716,10 +716,10 @@ async def test_it_learns_with_folds(tmp_path: Path) -> None:
     """The call, which stands in the first row, is learned from a reward that is won in the second."""
     policy = agents.fresh()
     agent = agents.agent(policy, before_turn=forget_the_question)
-    config = TrainConfig(steps=4, tasks_per_step=8, group_size=8, lr=1e-3, lr_end=None)
+    config = TrainConfig(steps=3, lr_end=None)
     records = (await train(agent, policy, agents.tasks(64), config, run=tmp_path)).records
-    assert records[0]["success"] < 0.5 and records[-1]["success"] > 0.75, [r["success"] for r in records]
-    assert records[0]["rows"] < 1.7 and records[-1]["rows"] > 1.8, [r["rows"] for r in records]
+    assert records[0]["success"] < 0.4 and records[-1]["success"] > 0.7, [r["success"] for r in records]
+    assert records[0]["rows"] < 1.6 and records[-1]["rows"] > 1.8, [r["rows"] for r in records]
 
 
 @pytest.mark.real
