@@ -20,6 +20,7 @@ from agentfly_kit.budget import Budget, Meter
 from agentfly_kit.caps import Caps
 from agentfly_kit.chain import Chain, Place, Report
 from agentfly_kit.chat import Chat
+from agentfly_kit.collector import few_full_collections
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import NotAwaited, SettingsError, TaskError
 from agentfly_kit.pending import cancelling, complain, ended
@@ -448,6 +449,10 @@ class RolloutRun:
             reader.put_nowait(trajectory)
 
     async def _run(self) -> Rollout:
+        with few_full_collections():
+            return await self._all()
+
+    async def _all(self) -> Rollout:
         self._waiting = deque(self._places)
         if self._meter is not None:
             self._meter.start()

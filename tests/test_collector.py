@@ -1,0 +1,55 @@
+"""Full collections are rare while chains run, and everything is as before afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import Any
+
+import pytest
+from agents import agent, chat, tasks
+
+from agentfly_kit.collector import few_full_collections
+from agentfly_kit.engines.scripted import ScriptedEngine
+
+
+@pytest.fixture(autouse=True)
+def thresholds() -> Any:
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.set_threshold(*before)
+
+
+def test_rare_inside_and_as_before_after_the_last() -> None:
+    with few_full_collections():
+        assert gc.get_threshold() == (700, 10, 100)
+        with few_full_collections():
+            assert gc.get_threshold() == (700, 10, 100)
+        assert gc.get_threshold() == (700, 10, 100)
+    assert gc.get_threshold() == (700, 10, 10)
+
+
+def test_what_somebody_sets_meanwhile_stays() -> None:
+    with few_full_collections():
+        gc.set_threshold(5000, 20, 20)
+    assert gc.get_threshold() == (5000, 20, 20)
+
+
+async def test_a_rollout_asks_for_it_and_gives_it_back_also_when_it_is_cancelled() -> None:
+    seen = []
+
+    def script(task: Any, turn: int) -> str:
+        seen.append(gc.get_threshold())
+        return "1"
+
+    await agent(engine=ScriptedEngine(script), chat=chat()).rollout(tasks(3))
+    assert set(seen) == {(700, 10, 100)}
+    assert gc.get_threshold() == (700, 10, 10)
+    slow = agent(engine=ScriptedEngine(["1"], latency=5.0), chat=chat()).rollout(tasks(3))
+    going = asyncio.ensure_future(slow._wait())
+    await asyncio.sleep(0.05)
+    assert gc.get_threshold() == (700, 10, 100)
+    going.cancel()
+    await asyncio.wait([going])
+    assert gc.get_threshold() == (700, 10, 10)
