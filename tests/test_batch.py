@@ -199,3 +199,17 @@ async def test_forks_repeat_their_prefix_as_rows_of_their_own() -> None:
     assert len(batch) == 2
     assert len(set(batch.rollouts.tolist())) == 2
     assert batch.ids[0].tolist() == batch.ids[1].tolist()
+
+
+async def test_packed_rows_are_the_rows() -> None:
+    rollout = await played(lambda task, turn: "7" * (1 + int(task.fields["answer"]))).rollout(
+        [Task(str(i), TASK.messages, {"answer": str(i)}) for i in range(4)]
+    )
+    batch = collate(rollout)
+    packed = batch.packed()
+    assert len(packed.ids) == int(batch.lengths.sum()) == int(packed.starts[-1])
+    for i, (a, b) in enumerate(zip(packed.starts.tolist(), packed.starts.tolist()[1:], strict=False)):
+        n = int(batch.lengths[i])
+        assert torch.equal(packed.ids[a:b], batch.ids[i, :n])
+        assert torch.equal(packed.mask[a:b], batch.mask[i, :n])
+        assert packed.positions[a:b].tolist() == list(range(n))
