@@ -510,10 +510,25 @@ def test_a_view_as_python() -> None:
     view = w.TokenView(t, signal="entropy")
     assert view.to_code() == "view = w.TokenView(source, signal='entropy')\nview"
     view.select("t-0", 6, 9)
-    cell: dict[str, Any] = {"w": w, "source": t, "agent": SimpleNamespace(chain=lambda task: task)}
+    cell: dict[str, Any] = {"w": w, "source": t, "agent": SimpleNamespace(chain=lambda t: t)}
     exec(view.to_code(), cell)
     assert repr(cell["view"].selection) == repr(view.selection)
-    assert cell["chain"] is t.task
+    assert cell["chain"] is t
+
+
+async def test_a_chain_goes_on_by_hand_from_its_tokens() -> None:
+    import agents
+
+    import agentfly_kit as af
+
+    agent = af.Agent(af.ScriptedEngine(["4", "5"]), chat=agents.chat(), reward=agents.exact, max_turns=2)
+    rollout = await agent.rollout(agents.tasks(2))
+    view = w.TokenView(rollout, agent=agent)
+    view._do_stepper(1)
+    assert view.stepper.chains[0].ids == tuple(rollout.trajectories[1].ids)
+    assert view._child == view.stepper.model_id
+    with pytest.raises(ValueError, match="which agent"):
+        w.TokenView(rollout)._do_stepper(0)
 
 
 def test_the_kl_to_a_reference_comes_from_the_step_or_from_its_logprobs() -> None:

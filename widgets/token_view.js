@@ -138,17 +138,20 @@ export default {
             "Tokens. Arrow keys walk, with Shift they select, Enter selects, Page keys go by turn, n goes to the next telling token, c to the next clipped one, r to the largest ratio, Escape clears.",
         });
         const card = h("div", { class: "afk-card afk-num" });
+        const host = h("div", { class: "afk-child" });
+        const hand = about.agent ? h("button", { type: "button", title: "Open the chain of the pointed token in a stepper", onclick: () => context.ask("stepper", before(starts, Math.max(0, cursor))) }, "Step by hand") : null;
         const code = h("pre", { class: "afk-code", tabindex: "0", "aria-label": "this view as Python" });
         const spoken = h("div", { class: "afk-spoken", "aria-live": "polite" });
         root.classList.add("afk-tokenview");
         root.append(
           h("div", { class: "afk-bar" },
             h("span", { class: "afk-title" }, `${plural(about.rows.length, "row")}, ${plural(about.total, "token")}`),
-            h("label", {}, "Signal ", select), jump, ...seek.map((x) => x.button), go, h("span", { class: "afk-grow" }), chosen, clear),
+            h("label", {}, "Signal ", select), jump, ...seek.map((x) => x.button), go, hand, h("span", { class: "afk-grow" }), chosen, clear),
           legend,
           ...about.notes.map((note) => h("div", { class: "afk-note" }, note)),
           scroller, card,
-          h("details", { class: "afk-about", ontoggle: (event) => { if (event.target.open) context.ask("code"); } }, h("summary", {}, "as Python"), code), spoken);
+          h("details", { class: "afk-about", ontoggle: (event) => { if (event.target.open) context.ask("code"); } }, h("summary", {}, "as Python"), code), host, spoken);
+        context.child("_child", host);
 
         // --- tokens ---
         const els = new Array(about.total);

@@ -32,12 +32,13 @@ class TokenView(View):
 
     Source: a Trajectory, a sequence of them, a Group, a Rollout, a Batch, or the Stats of a step with detail=True.
     compare: a second source; its numbers are joined by (trajectory id, token span) and shown as ′ and Δ.
+    agent:   who made them, for "step by hand": a chain with the trajectory's turns in a ChainStepper, `view.stepper`.
     Raises:  TypeError for anything else, ValueError for a signal that the source does not have.
     """
 
     stem: ClassVar[str] = "token_view"
     settable: ClassVar[frozenset[str]] = frozenset({"signal", "_selected"})
-    doable: ClassVar[frozenset[str]] = frozenset({"code"})
+    doable: ClassVar[frozenset[str]] = frozenset({"code", "stepper"})
 
     signal = traitlets.Unicode("mask").tag(sync=True)
     _about = traitlets.Dict().tag(sync=True)
@@ -46,8 +47,10 @@ class TokenView(View):
     _selected: traitlets.List[Any] = traitlets.List().tag(sync=True)
     """[row, first, last + 1] in the row's own tokens."""
     _code = traitlets.Unicode("").tag(sync=True)
+    _child = traitlets.Unicode("").tag(sync=True)
+    """Model of the ChainStepper below."""
 
-    def __init__(self, source: Any, compare: Any = None, *, signal: str = "mask") -> None:
+    def __init__(self, source: Any, compare: Any = None, *, signal: str = "mask", agent: Any = None) -> None:
         rows = rows_of(source)
         notes: list[str] = []
         parts: dict[int, int] = {}
@@ -55,6 +58,9 @@ class TokenView(View):
             rows, notes, parts = compare_rows(rows, rows_of(compare))
         self._rows = rows
         about, buffers = _payload(rows, notes, parts)
+        self._agent = agent
+        self._stepper: Any = None
+        about["agent"] = agent is not None
         self._signals = ["mask", *(each["name"] for each in about["signals"])]
         self._trajectories = [_weak(t) for t in _trajectories(source)]
         super().__init__(source, signal=signal, _about=about, _buffers=buffers)
@@ -121,13 +127,38 @@ class TokenView(View):
         if spans:
             lines.append("view.selection.to_frame()")
             lines.append(f"one = next(t for t in view.trajectories if t.id == {spans[0].trajectory!r})")
-            lines.append("chain = agent.chain(one.task)  # to go through it again by hand: w.ChainStepper(chain)")
+            lines.append("chain = agent.chain(one)  # with its turns; w.ChainStepper(chain) goes on by hand")
         else:
             lines.append("view")
         return "\n".join(lines)
 
     def _do_code(self, value: Any) -> None:
         self._code = sendable(self.to_code())
+
+    def _do_stepper(self, value: Any) -> None:
+        from .chain_stepper import ChainStepper
+
+        if self._agent is None:
+            raise ValueError("which agent? w.TokenView(source, agent=agent) can open its chains in the stepper")
+        row = self._rows[int(value)]
+        found = next((t for t in self.trajectories if t.id == row.id), None)
+        if found is None:
+            raise LookupError(f"nothing keeps {row.id} any more; keep the rollout in a variable")
+        self._child = ""
+        if self._stepper is not None:
+            self._stepper.close()
+        self._stepper = ChainStepper(self._agent, found)
+        self._child = self._stepper.model_id
+
+    @property
+    def stepper(self) -> Any:
+        """The ChainStepper that the page shows below, or None."""
+        return self._stepper
+
+    def close(self) -> None:
+        if getattr(self, "_stepper", None) is not None:
+            self._stepper.close()
+        super().close()
 
     @property
     def trajectories(self) -> tuple[Any, ...]:
