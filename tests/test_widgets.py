@@ -793,7 +793,12 @@ def test_train_view_follows_a_run() -> None:
     assert "No step is recorded yet" in check_static(view).text
     for _ in range(5):
         run.step(eval_success=0.5, eval_low=0.4, eval_high=0.6)
-    _until(lambda: view.steps == (1, 2, 3, 4, 5))
+    view._repr_mimebundle_()  # shown again, it does not wait for its next update
+    assert view.steps == (1, 2, 3, 4, 5)
+    run.step(eval_success=0.5, eval_low=0.4, eval_high=0.6)
+    _until(lambda: len(view.steps) == 6)
+    run.records.pop()
+    view.refresh()
     assert repr(view) == "TrainView(5 of 20 steps)"
     columns = view._buffers["runs"][0]["columns"]
     np.testing.assert_allclose(unpack(columns["success"]), np.float32([0.05, 0.1, 0.15, 0.2, 0.25]))

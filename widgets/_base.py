@@ -387,6 +387,10 @@ class LiveView(View):
     def _opened(self) -> None:
         self._refresh_safely()
 
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        self._refresh_safely()  # what is saved with the cell is the state of now, not that of the last update
+        return super()._repr_mimebundle_(**kwargs)
+
     def close(self) -> None:
         end = getattr(self, "_end", None)
         if end is not None:
