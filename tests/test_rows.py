@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -13,9 +13,10 @@ from test_chat import with_template
 
 from agentfly_kit.chain import Chain
 from agentfly_kit.chat import Chat
+from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import AlignmentError, SettingsError
 from agentfly_kit.record import Rollout
-from agentfly_kit.types import Task, Trajectory, Turn
+from agentfly_kit.types import Sample, Task, Trajectory, Turn
 
 TASK = Task("t", ({"role": "user", "content": "What is 1+1, and twice that?"},), {"answer": "4"})
 VIEWS = ("ids", "action_mask", "logprobs", "entropies", "versions", "pieces", "turn_index")
@@ -390,6 +391,52 @@ async def test_views_show_every_row() -> None:
         assert f"{t.id} row {i}" in view._static()
     view.select(f"{t.id} row 1", 0, 3)
     assert [(s.trajectory, s.start, s.stop) for s in view.selection] == [(f"{t.id} row 1", 0, 3)]
+
+
+async def test_the_stepper_writes_what_makes_the_rows() -> None:
+    from agentfly_kit.widgets import ChainStepper
+
+    chain = played([call("1+1"), "I have 2.", "4"]).chain(TASK)
+    await chain.step()
+    chain.observe("What do you know?")
+    await chain.sample()
+    chain.fold("I have 2.")
+    await chain.step()
+    code = ChainStepper(chain).to_code()
+    wanted = ["await chain.sample()", "await chain.act()", "chain.observe('What do you know?')", "chain.fold("]
+    at = [code.index(line) for line in wanted]
+    assert at == sorted(at)
+    t = await chain.finish()
+    again = chain.agent.chain(t)
+    assert again.ids == tuple(t.rows[1].ids.tolist())
+    again.rewind(1)
+    assert (again.turn.row, len(again.row().rows)) == (0, 1)
+
+
+async def test_a_text_only_engine_is_told_the_new_row_alone() -> None:
+    class Text(Engine):
+        tokens, logprobs, author = "none", "no", "policy"
+        told: ClassVar[list[Any]] = []
+
+        @property
+        def max_length(self) -> int:
+            return 1 << 30
+
+        async def sample(self, ids: Any, sampling: Any, seed: int, *, request: Any = None) -> Sample:
+            self.told.append(request.messages)
+            said = call("1+1") if len(self.told) == 1 else "4"
+            return Sample(None, None, None, "stop", None, text=said)
+
+    chain = agent(engine=Text(), chat=chat()).chain(TASK)
+    await chain.step()
+    chain.fold("So far: 2")
+    await chain.step()
+    t = await chain.finish()
+    assert (t.reward, len(t.rows), t.exact) == (1.0, 2, False)
+    assert [len(told) for told in Text.told] == [1, 1]
+    assert str(Text.told[1][0]["content"]).endswith("So far: 2")
+    with pytest.raises(AlignmentError, match="gives text only"):
+        _ = t.rows[1].ids
 
 
 async def test_drift_is_of_a_row() -> None:

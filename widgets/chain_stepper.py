@@ -447,11 +447,14 @@ def code(chain: Any) -> str:
             more = "" if turn.messages else ", end=False"
             more += "" if turn.author == "person" else f", author={turn.author!r}"
             lines.append(f"chain.force({said!r}{more})")
+        elif turn.author == "template":  # a history that the chat renders anew by itself
+            continue
         elif turn.kind == "prompt":  # a row that begins with what was said before in short
             more = "" if turn.author == "hook" else f", author={turn.author!r}"
             lines.append(f"chain.fold({list(turn.messages)!r}{more})")
         elif turn.author == "tool":
             lines.append("await chain.act()")
+            lines += [f"chain.observe({m['content']!r})" for m in turn.messages if m.get("role") == "user"]
         else:
             more = "" if turn.author == "person" else f", author={turn.author!r}"
             lines.append(f"chain.observe({_answer(turn)!r}{more})")

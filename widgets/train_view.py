@@ -353,7 +353,8 @@ def _row(t: Any) -> list[Any]:
     question, final = (" ".join(str(text).split()) for text in (t.task.messages[-1]["content"], t.final))
     return [
         sendable(t.id), sendable(question[:120]), number(t.reward), t.stop, len(t.actions),
-        int(t.action_mask.sum()) if t.exact else None, None if t.final is None else sendable(final[:120]),
+        sum(int(row.action_mask.sum()) for row in t.rows) if t.exact else None,
+        None if t.final is None else sendable(final[:120]),
     ]  # fmt: skip
 
 
