@@ -100,12 +100,12 @@ def readable(text: str, limit: int) -> str:
 
 
 def shared_prefix(names: list[str]) -> int:
-    """Letters at the beginning of all names that need not be read again and again: "rollout-0:"."""
+    """Letters at the beginning of all names that need not be read again and again: "rollout-0:calc-"."""
     if len(names) < 2:
         return 0
     first, last = min(names), max(names)  # what these two share, all share
     n = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-    return first.rfind(":", 0, n) + 1
+    return max(first.rfind(":", 0, n), first.rfind("-", 0, n)) + 1
 
 
 # --- how often -----------------------------------------------------------------------------------
