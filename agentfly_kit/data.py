@@ -7,7 +7,6 @@ every other column becomes a field that rewards and tools may ask for by name.
 from __future__ import annotations
 
 import hashlib
-import html
 import json
 import random
 from collections import Counter
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
+from agentfly_kit import markup
 from agentfly_kit.errors import TaskError
 from agentfly_kit.types import Message, Task
 
@@ -118,9 +118,9 @@ class Tasks(Sequence[Task]):
 
         def cell(value: Any) -> str:
             text = value if isinstance(value, str) else repr(value)
-            return f"<td style='text-align:left'>{html.escape(text if len(text) <= 120 else text[:117] + '...')}</td>"
+            return f"<td style='text-align:left'>{markup.escape(text if len(text) <= 120 else text[:117] + '...')}</td>"
 
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in ("id", "split", "question", *fields))
+        head = "".join(f"<th>{markup.escape(name)}</th>" for name in ("id", "split", "question", *fields))
         rows = "".join(
             f"<tr>{cell(task.id)}{cell(split or '')}{cell(str(task.messages[-1]['content']))}"
             + "".join(cell(task.fields[name]) if name in task.fields else "<td></td>" for name in fields)
@@ -128,9 +128,8 @@ class Tasks(Sequence[Task]):
             for task, split in list(zip(self._tasks, self._splits, strict=True))[:10]
         )
         more = f"<p>and {len(self) - 10} more</p>" if len(self) > 10 else ""
-        return (
-            f"<p>{html.escape(repr(self))}</p><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{more}"
-        )
+        body = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        return f"<p>{markup.escape(repr(self))}</p>{body}{more}"
 
 
 # --- from files ----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from agentfly_kit import markup
 from agentfly_kit.chat import Chat, History
 from agentfly_kit.errors import AlignmentError, PolicyError, SettingsError
 
@@ -339,6 +340,22 @@ class Policy:
             learns = f" of which {sum(p.numel() for p in self.model.parameters() if p.requires_grad):,} in an adapter"
         kind = type(model).__name__
         return f"Policy({kind}, {self.size:,} parameters{learns}{head}, version {self.version}, {self.device})"
+
+    def _repr_html_(self) -> str:
+        model = self.model.get_base_model() if self.has_adapter else self.model
+        c = model.config
+        shape = {
+            name: getattr(c, key)
+            for name, key in (
+                ("layers", "num_hidden_layers"), ("width", "hidden_size"), ("heads", "num_attention_heads"),
+                ("vocabulary", "vocab_size"), ("longest context", "max_position_embeddings"),
+            )
+            if isinstance(getattr(c, key, None), int)
+        }  # fmt: skip
+        learning = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        head = {ValueHead: "a linear head", Critic: "a separate critic"}.get(type(self.value_head), "none")
+        numbers = {"parameters": self.size, "that learn": learning, **shape, "value": head, "version": self.version}
+        return markup.facts(self, {**numbers, "device": str(self.device), "chat": repr(self.chat)})
 
     # --- the forward ---
 

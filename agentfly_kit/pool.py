@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar, cast
 
+from . import markup
 from .capacity import Capacity
 from .episodes import is_environment
 from .errors import IsolationError, PoolClosed, PoolTimeout, SandboxError, SettingsError
@@ -374,6 +375,14 @@ class Pool(Generic[S]):
         leased = f"{s.leased} leased{f' ({hands} by hand)' if hands else ''}"
         counts = f"{leased}, {s.idle} idle, {s.starting} starting, {s.waiting} waiting"
         return f"<Pool {s.kind} {counts}, size {s.size}>"
+
+    def _repr_html_(self) -> str:
+        s = self.snapshot()
+        rows = [(box.id, box.state, box.owner, box.uses, round(s.time - box.since, 1)) for box in s.sandboxes[:100]]
+        out = markup.heading(self) + markup.table(("sandbox", "state", "held by", "leases", "seconds so"), rows)
+        if s.waiters:
+            out += f"<p>waiting: {markup.escape(', '.join(s.waiters[:20]))}</p>"
+        return out + (f"<p>the last start failed: {markup.escape(s.error, 1000)}</p>" if s.error else "")
 
     def subscribe(self, callback: Callable[[PoolEvent], object]) -> Callable[[], None]:
         """Call `callback` with every change from now on, in order; returns what ends that.

@@ -6,7 +6,6 @@ Knows no engine and no policy. On disk a rollout is JSONL: a header, then a traj
 from __future__ import annotations
 
 import contextlib
-import html
 import json
 import math
 import os
@@ -15,6 +14,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from agentfly_kit import markup
 from agentfly_kit.context import Context
 from agentfly_kit.errors import RunError, SettingsError
 from agentfly_kit.pending import awaited
@@ -388,16 +388,20 @@ class Rollout:
             f"<tr><td>{k}</td><td style='text-align:right'>{v:.4g}</td></tr>" for k, v in self.numbers().items()
         )
         worst = "".join(
-            f"<tr><td>{html.escape(t.id)}</td><td style='text-align:right'>"
+            f"<tr><td>{markup.escape(t.id)}</td><td style='text-align:right'>"
             f"{'–' if t.reward is None else f'{t.reward:g}'}</td>"
-            f"<td style='text-align:left'>{html.escape(t.explain()[:200])}</td></tr>"
+            f"<td style='text-align:left'>{markup.escape(t.explain())}</td></tr>"
             for t in self.trajectories[:8]
         )
         more = f"<p>and {len(self) - 8} more</p>" if len(self) > 8 else ""
         return (
-            f"<p><b>{html.escape(repr(self))}</b></p><table><tbody>{cells}</tbody></table>"
+            f"<p><b>{markup.escape(repr(self))}</b></p><table><tbody>{cells}</tbody></table>"
             f"<details><summary>the first chains</summary><table><tbody>{worst}</tbody></table>{more}</details>"
         )
+
+
+_SHOWN = 8
+"""Pairs of a kind that a notebook shows."""
 
 
 @dataclass(frozen=True)
@@ -458,24 +462,25 @@ class RolloutDiff:
         )
 
     def _repr_html_(self) -> str:
-        def row(pair: tuple[Trajectory, Trajectory]) -> str:
+        def row(pair: tuple[Trajectory, Trajectory]) -> tuple[Any, ...]:
             a, b = pair
-            question = html.escape(str(a.task.messages[-1]["content"])[:60])
-            texts = "".join(
-                f"<td style='text-align:left'><code>{html.escape(' '.join(x.text for x in t.actions)[:160])}"
-                "</code></td>"
-                for t in (a, b)
-            )
-            return f"<tr><td style='text-align:left'>{question}</td>{texts}</tr>"
+            at = self.first_difference(a, b)
+            texts = [markup.Code(t.turns[at].text if at is not None and at < len(t.turns) else "") for t in (a, b)]
+            question = str(a.task.messages[-1]["content"])
+            where = "nowhere" if at is None else f"turn {at}"
+            return f"{a.task.id}/{a.chain}", question, a.reward, b.reward, where, *texts
 
-        head = "<thead><tr><th>task</th><th>before</th><th>after</th></tr></thead>"
+        head = ("chain", "task", "before", "after", "they part at", "before", "after")
         tables = "".join(
-            f"<details{' open' if name == 'gained' else ''}><summary>{name}: {len(pairs)}</summary>"
-            f"<table>{head}<tbody>{''.join(map(row, pairs[:5]))}</tbody></table></details>"
+            markup.folded(
+                f"{name}: {len(pairs)}" + (f", the first {_SHOWN}" if len(pairs) > _SHOWN else ""),
+                markup.table(head, map(row, pairs[:_SHOWN]), 200),
+                opened=True,
+            )
             for name, pairs in (("gained", self.gained), ("lost", self.lost))
             if pairs
         )
-        return f"<p><b>{html.escape(repr(self))}</b></p>{tables}"
+        return markup.heading(self) + (tables or "<p>no chain flipped</p>")
 
 
 def _credited(turns: tuple[Turn, ...], rewards: dict[int, float]) -> tuple[Turn, ...]:

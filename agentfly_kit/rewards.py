@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import html
 import inspect
 import math
 import numbers
@@ -19,7 +18,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, overload
 
-from agentfly_kit import functions
+from agentfly_kit import functions, markup
 from agentfly_kit.context import Context, Injection, PoolLike, injection, own_copy, throwaway
 from agentfly_kit.errors import RewardError
 from agentfly_kit.pending import Pending, awaited
@@ -68,17 +67,17 @@ class Score:
     def _repr_html_(self) -> str:
         def row(kind: str, key: str, value: str) -> str:
             return (
-                f"<tr><td>{kind}</td><td><code>{html.escape(key)}</code></td>"
-                f"<td style='text-align:left'><code>{html.escape(value)}</code></td></tr>"
+                f"<tr><td>{kind}</td><td><code>{markup.escape(key)}</code></td>"
+                f"<td style='text-align:left'><code>{markup.escape(value)}</code></td></tr>"
             )
 
         rows = [row("given", key, _short(value, 400)) for key, value in self.arguments.items()]
         rows += [row("metric", key, f"{value:g}") for key, value in self.metrics.items() if key != self.name]
         rows += [row("extra", key, _short(value, 400)) for key, value in self.extras.items()]
         rows += [row("turn reward", str(turn), f"{value:g}") for turn, value in self.turn_rewards.items()]
-        failed = f"<pre>{html.escape(self.error.traceback or str(self.error))}</pre>" if self.error else ""
+        failed = f"<pre>{markup.escape(self.error.traceback or str(self.error))}</pre>" if self.error else ""
         return (
-            f"<p><b>{html.escape(self.name)}</b>: {html.escape(_shown(self.reward))}</p>"
+            f"<p><b>{markup.escape(self.name)}</b>: {markup.escape(_shown(self.reward))}</p>"
             f"<table><thead><tr><th></th><th>name</th><th>value</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
             + failed
         )
@@ -171,6 +170,13 @@ class Reward(Generic[P, R]):
         weight = f", weight {self.weight:g}" if self.weight != 1 else ""
         per = ", per turn" if self.per == "turn" else ""
         return f"<Reward {self.name}({', '.join(self._parameters)}){weight}{per}>"
+
+    def _repr_html_(self) -> str:
+        what = {"field": "of the task"}
+        rows = [(name, what.get(self._asks(name), self._asks(name))) for name in self._parameters]
+        doc = markup.escape(inspect.getdoc(self.function) or "", 2000)
+        said = f"<p style='white-space:pre-wrap;margin:2px 0'>{doc}</p>"
+        return markup.heading(self) + said + markup.table(("asks for", "which is"), rows)
 
     # --- scoring ---
 
@@ -388,6 +394,10 @@ class RewardSet(Sequence[Reward[..., Any]]):
 
     def __repr__(self) -> str:
         return f"<RewardSet {' + '.join(f'{r.weight:g} {r.name}' for r in self._rewards) or 'empty'}>"
+
+    def _repr_html_(self) -> str:
+        rows = ((r.name, float(r.weight), r.per, ", ".join(r._parameters)) for r in self._rewards)
+        return markup.table(("reward", "weight", "per", "asks for"), rows)
 
 
 def _sum(parts: Sequence[tuple[Reward[..., Any], int | None, Score]]) -> Score:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from agentfly_kit import markup
 from agentfly_kit.budget import Budget, Meter
 from agentfly_kit.caps import Caps
 from agentfly_kit.chain import Chain, Place, Report
@@ -119,6 +120,20 @@ class Agent:
         tools = ", ".join(self.tools.names) or "no tools"
         reward = f", reward {' + '.join(self.reward.names)}" if self.reward else ", no reward"
         return f"Agent({tools}{reward}, {self.max_turns} turns, {self.engine!r})"
+
+    def _repr_html_(self) -> str:
+        shown = {
+            "engine": repr(self.engine),
+            "chat": repr(self.chat),
+            "tools": markup.Code("\n".join(map(repr, self.tools)) or "none"),
+            "reward": markup.Code("\n".join(map(repr, self.reward)) if self.reward else "none: chains stay unscored"),
+            "sampling": repr(self.sampling),
+            "pools": markup.Code("\n".join(map(repr, self.pools)) or "none"),
+        }
+        names = [f.name for f in dataclasses.fields(self) if not f.name.startswith("_") and f.name not in shown]
+        rest = {name: getattr(self, name) for name in names}
+        rest = {k: getattr(v, "__name__", v) for k, v in rest.items() if v is not None}
+        return markup.facts("Agent", shown | rest, 2000)
 
     @property
     def last_run(self) -> RolloutRun:
@@ -382,6 +397,12 @@ class RolloutRun:
         state = "done" if self._task.done() else "paused" if self._paused else "running"
         missing = f", {len(self._not_run)} not run" if self._not_run else ""
         return f"<{what}, {len(self._done)} of {self.total} chains done{missing}, {state}>"
+
+    def _repr_html_(self) -> str:
+        now = self.snapshot()
+        states = ("queued", "waiting", "sampling", "sandbox", "tool", "scoring", "done", "failed", "cancelled")
+        counts = {state: n for state in states if (n := now.count(state))}
+        return markup.facts(self, {**counts, "seconds": now.seconds})
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and hasattr(Rollout, name):

@@ -11,10 +11,11 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentfly_kit import markup
 from agentfly_kit.errors import RunError, RunMismatch
 from agentfly_kit.record import Rollout, dump, whole_file
 
@@ -253,6 +254,22 @@ class Run:
         last = self.records[-1] if self.records else {}
         success = f", success {last['success']:.3f}" if "success" in last else ""
         return f"Run({str(self.path)!r}, {len(self.records)} steps{success})"
+
+    def _repr_html_(self) -> str:
+        return markup.heading(self) + recent(self.records)
+
+
+_TELLING = (
+    "success", "reward", "eval_success", "approx_kl", "clip_fraction", "entropy", "grad_norm", "turns", "seconds",
+)  # fmt: skip
+
+
+def recent(records: Sequence[Mapping[str, Any]], most: int = 6) -> str:
+    """The last steps as a table: what a person looks at first."""
+    names = [n for n in ("step", *_TELLING) if any(n in r for r in records)]
+    rows = [[r.get(name) for name in names] for r in records[-most:]]
+    more = f"<p>the last {most} of {len(records)} steps</p>" if len(records) > most else ""
+    return (markup.table(names, rows) if rows else "<p>no step yet</p>") + more
 
 
 def _digest(path: Path) -> str:

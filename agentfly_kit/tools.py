@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
-from agentfly_kit import functions
+from agentfly_kit import functions, markup
 from agentfly_kit.context import Context, Injection, PoolLike, injection, throwaway
 from agentfly_kit.errors import TaskError, ToolError, ToolSchemaError
 from agentfly_kit.pending import Pending, awaited
@@ -135,6 +135,24 @@ class Tool(Generic[P, R]):
         hidden = f", hidden: {', '.join(self._hidden)}" if self._hidden else ""
         unbound = ", unbound method" if self._method and self._instance is None else ""
         return f"<Tool {self.name}{self._arguments.signature}{hidden}{unbound}>"
+
+    def _repr_html_(self) -> str:
+        """What the model is told of it, and what it is not."""
+        asked = self._arguments.schema.get("properties", {})
+        needed = self._arguments.schema.get("required", [])
+        rows = [
+            (name, markup.Code(_kind(what)), name in needed, what.get("description", ""))
+            for name, what in asked.items()
+        ]
+        arguments = markup.table(("argument", "type", "required", "what the model reads"), rows) if rows else ""
+        hidden = markup.facts("hidden from the model", {n: ask.what for n, ask in self._hidden.items()})
+        said = f"<p style='white-space:pre-wrap;margin:2px 0'>{markup.escape(self.description, 2000)}</p>"
+        return (
+            markup.heading(f"Tool {self.name}{self._arguments.signature}")
+            + said
+            + arguments
+            + (hidden if self._hidden else "")
+        )
 
     # --- calling it as the model does ---
 
@@ -375,6 +393,20 @@ class ToolSet(Sequence[Tool[..., Any]]):
 
     def __repr__(self) -> str:
         return f"<ToolSet {', '.join(self.names) or 'empty'}>"
+
+    def _repr_html_(self) -> str:
+        rows = ((tool.name, markup.Code(tool._arguments.signature), tool.description.split("\n")[0]) for tool in self)
+        return markup.table(("tool", "arguments", "what it does"), rows)
+
+
+def _kind(schema: dict[str, Any]) -> str:
+    """A JSON schema in a word or two."""
+    if "enum" in schema:
+        return " | ".join(map(repr, schema["enum"]))
+    if "anyOf" in schema:
+        return " | ".join(_kind(each) for each in schema["anyOf"])
+    kind = schema.get("type", schema.get("$ref", "any").rsplit("/", 1)[-1])
+    return f"{kind} of {_kind(schema['items'])}" if kind == "array" and schema.get("items") else str(kind)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ Everything per token is indexed by the predicted token: `logprobs[t]` is log p(i
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from agentfly_kit import markup
 from agentfly_kit.errors import AlignmentError, EngineError, SettingsError, TaskError
 
 if TYPE_CHECKING:
@@ -95,6 +95,16 @@ class Task:
         text = str(self.messages[-1]["content"])
         text = text if len(text) <= 60 else text[:57] + "..."
         return f"Task({self.id!r}, {text!r}, fields: {', '.join(self.fields) or 'none'})"
+
+    def _repr_html_(self) -> str:
+        said = markup.table(
+            ("role", "content"), ((m["role"], markup.Code(str(m["content"]))) for m in self.messages), 2000
+        )
+        kept = {
+            name: markup.Code(value if isinstance(value, str) else repr(value)) for name, value in self.fields.items()
+        }
+        fields = markup.folded(f"fields: {', '.join(self.fields)}", markup.table((), kept.items()), opened=True)
+        return markup.heading(f"Task {self.id}") + said + (fields if self.fields else "")
 
 
 @dataclass(frozen=True)
@@ -204,7 +214,7 @@ class Distribution:
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><td style='text-align:right'>{i}</td><td><code>{html.escape(repr(t))}</code></td>"
+            f"<tr><td style='text-align:right'>{i}</td><td><code>{markup.escape(repr(t))}</code></td>"
             f"<td style='text-align:right'>{math.exp(lp):.4f}</td></tr>"
             for i, t, lp in zip(self.ids, self.texts, self.logprobs, strict=True)
         )
@@ -293,6 +303,36 @@ class ToolCall:
         arguments = ", ".join(f"{k}={v!r}" for k, v in self.arguments.items())
         shown = f"{self.name}({arguments})" if self.error is None else f"unreadable: {self.error}"
         return f"ToolCall({shown}{'' if self.result is None else f' -> {self.result.observation!r}'})"
+
+    def _repr_html_(self) -> str:
+        return markup.table(_CALL_HEAD, [_call_row(self)], 2000) + _tracebacks([self])
+
+
+_CALL_HEAD = ("call", "arguments", "", "result", "seconds")
+
+
+def _call_row(call: ToolCall) -> tuple[Any, ...]:
+    result = call.result
+    state = "unreadable" if call.error else "not run" if result is None else "ok" if result.ok else "failed"
+    state += ", cut" if result is not None and result.truncated else ""
+    said = call.error or ("" if result is None else result.observation)
+    arguments = ", ".join(f"{k}={v!r}" for k, v in call.arguments.items())
+    return (
+        call.name or "?",
+        markup.Code(arguments),
+        state,
+        markup.Code(said),
+        None if result is None else result.seconds,
+    )
+
+
+def _tracebacks(calls: Sequence[ToolCall]) -> str:
+    """Of what was our fault: a click away."""
+    failed = [(c.name, c.result.error) for c in calls if c.result is not None and c.result.error is not None]
+    return "".join(
+        markup.folded(f"{name}: {error}", f"<pre>{markup.escape(error.traceback or str(error), 4000)}</pre>")
+        for name, error in failed[:5]
+    )
 
 
 # --- turns and trajectories ----------------------------------------------------------------------
@@ -640,17 +680,17 @@ class Trajectory:
         several = len(self.rows) > 1
         rows = "".join(
             f"<tr><td>{i}</td>{f'<td>{turn.row}</td>' if several else ''}<td>{turn.kind}</td>"
-            f"<td>{html.escape(turn.author)}</td>"
+            f"<td>{markup.escape(turn.author)}</td>"
             f"<td style='text-align:right'>{'–' if turn.ids is None else len(turn.ids)}</td>"
             f"<td style='text-align:left;background:{colours[turn.kind]}'><code style='white-space:pre-wrap'>"
-            f"{html.escape(turn.text[:400])}</code></td></tr>"
+            f"{markup.escape(turn.text)}</code></td></tr>"
             for i, turn in enumerate(self.turns)
         )
         return (
-            f"<p><b>{html.escape(self.id)}</b>: {html.escape(self.explain())}</p>"
+            f"<p><b>{markup.escape(self.id)}</b>: {markup.escape(self.explain())}</p>"
             f"<table><thead><tr><th></th>{'<th>row</th>' if several else ''}<th>kind</th><th>author</th><th>tokens</th>"
             "<th>text</th></tr></thead>"
-            f"<tbody>{rows}</tbody></table>"
+            f"<tbody>{rows}</tbody></table>" + _tracebacks(self.tool_calls)
         )
 
 
@@ -679,6 +719,11 @@ class Group:
         scored = [r for r in self.rewards if r is not None]
         mean = f"mean reward {sum(scored) / len(scored):.3f}" if scored else "unscored"
         return f"Group({self.id!r}, {len(self)} chains, {mean})"
+
+    def _repr_html_(self) -> str:
+        rows = ((t.chain, t.reward, t.stop, len(t.actions), t.explain()) for t in self.trajectories[:50])
+        more = f"<p>and {len(self) - 50} more</p>" if len(self) > 50 else ""
+        return markup.heading(self) + markup.table(("chain", "reward", "end", "actions", "why"), rows) + more
 
 
 # --- events and progress -------------------------------------------------------------------------

@@ -139,8 +139,9 @@ def test_a_stepper_shown_twice_and_after_a_restart(notebook: Any) -> None:
 
 def test_trajectories_by_mouse_and_keys(notebook: Any) -> None:
     nb = notebook(MANY, "view = w.TrajectoryView(rollout, agent=agent)\nview")
-    nb.run()
     page = nb.page
+    page.set_default_timeout(60_000)
+    nb.run()
     view = page.locator(".afk-trajectoryview")
     rows = view.locator(".afk-item")
     rows.first.wait_for()

@@ -22,6 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import traitlets
 
+from agentfly_kit.markup import readable as readable
+
 HERE = Path(__file__).parent
 STATIC_LIMIT = 100_000
 """Bytes of a static form; a notebook of many views stays under a megabyte."""
@@ -90,13 +92,6 @@ def json_text(value: Any) -> str:
     """JSON for people, which can also be sent: half of a surrogate pair is written as its escape."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if text == sendable(text) else json.dumps(value, default=str)
-
-
-def readable(text: str, limit: int) -> str:
-    """Running text for a page: blanks and new lines stay; what cannot be seen, or turns its neighbours, is a number."""
-    if len(text) > limit:
-        text = f"{text[:limit]}… ({len(text):,} characters)"
-    return "".join(ch if ch.isprintable() or ch in "\n\t" else f"‹U+{ord(ch):04X}›" for ch in text)
 
 
 def shared_prefix(names: list[str]) -> int:

@@ -281,11 +281,11 @@ export function codeBox(code, close) {
   return box;
 }
 
-/** Put another widget into an element; `ref` is its trait ("IPY_MODEL_..."). Returns what takes it away. */
+/** Put another widget into an element; `ref` is how its trait arrives ("IPY_MODEL_..."). Returns what takes it away. */
 export function child(host, ref, el) {
   const gone = new AbortController();
   const failed = (error) => { if (!gone.signal.aborted) el.replaceChildren(h("div", { class: "afk-note" }, `This view cannot be shown here: ${error.message ?? error}`)); };
   if (!host?.getWidget) failed(new Error("it needs anywidget 0.11 in the front end"));
-  else host.getWidget(ref).then((widget) => { if (!gone.signal.aborted) return widget.render({ el, signal: gone.signal }); }).catch(failed);
+  else host.getWidget(ref.replace(/^IPY_MODEL_/, "anywidget:")).then((widget) => { if (!gone.signal.aborted) return widget.render({ el, signal: gone.signal }); }).catch(failed);
   return () => { gone.abort(); el.replaceChildren(); };
 }

@@ -52,5 +52,8 @@ class Engine(ABC):
     def release(self, session: str) -> None:  # noqa: B027 - an engine without KV has nothing to do
         """The chain ended: whatever was kept for it may go."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"  # no address: what a notebook shows stays the same
+
     async def close(self) -> None:  # noqa: B027
         """Stop everything that runs. An engine may be used again after it."""

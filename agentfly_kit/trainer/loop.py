@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from agentfly_kit import losses, seeds
+from agentfly_kit import losses, markup, seeds
 from agentfly_kit.batch import counted
 from agentfly_kit.engines.local import LocalEngine
 from agentfly_kit.errors import BatchError, EmptyBatch, RunError, SettingsError, TaskError, TrainingError
@@ -31,7 +31,7 @@ from agentfly_kit.policy import Policy
 from agentfly_kit.ppo import adamw, ppo_step_async
 from agentfly_kit.record import Rollout
 from agentfly_kit.rollout import Agent, RolloutRun
-from agentfly_kit.runs import Run
+from agentfly_kit.runs import Run, recent
 from agentfly_kit.trainer import checkpoint
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.crew import Crew, in_thread
@@ -230,6 +230,9 @@ class TrainRun:
         last = f", success {self.records[-1]['success']:.3f}" if done and "success" in self.records[-1] else ""
         hint = "" if self._begun else "; write `await` before it"
         return f"<training run, {done} of {self.total} steps done{last}, in {str(self.path)!r}{hint}>"
+
+    def _repr_html_(self) -> str:
+        return markup.heading(self) + recent(self.records)
 
     # --- running ---
 
