@@ -80,6 +80,7 @@ class Chain:
         self.agent = agent
         self.task = task
         self.place = place if place is not None else Place(group=f"chain-0:{task.id}")
+        self._seeds: dict[tuple[Place, int], int] = {}
         self._noise = self.place  # of a fork with the same noise: the place of the chain that it samples like
         self.id = self.place.id
         self.author = agent.name
@@ -196,7 +197,11 @@ class Chain:
 
     def _seed(self, turn: int) -> int:
         p = self._noise
-        return seeds.derive(self.agent.seed, p.purpose, p.rollout, self.task.id, p.group, p.chain, p.fork, turn)
+        known = self._seeds.get((p, turn))
+        if known is None:
+            known = seeds.derive(self.agent.seed, p.purpose, p.rollout, self.task.id, p.group, p.chain, p.fork, turn)
+            self._seeds[p, turn] = known
+        return known
 
     def _prompt(self) -> Turn:
         messages = self.agent.opening(self.task)

@@ -26,10 +26,8 @@ def derive(seed: int, *parts: str | int) -> int:
         # The kind and the length go in, so that ("ab", "c"), ("a", "bc") and (1,), ("1",) stay apart. An integer of
         # numpy is the integer.
         text = str(part)
-        told.append(
-            (f"str:{len(text.encode('utf-8', 'surrogatepass'))}:" if isinstance(part, str) else f"int:{len(text)}:")
-            + text
-        )
+        length = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+        told.append(f"{'str' if isinstance(part, str) else 'int'}:{length}:{text}")
     h = hashlib.blake2b("".join(told).encode("utf-8", "surrogatepass"), digest_size=8)
     return int.from_bytes(h.digest(), "little") >> 1
 
