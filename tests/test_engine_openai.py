@@ -49,6 +49,13 @@ class Server:
                 except Slow as slow:
                     self.hang(slow.seconds)
                     return
+                except EOFError:  # gone in the middle of its answer
+                    self.close_connection = True
+                    self.send_response(200)
+                    self.send_header("Content-Length", "1000")
+                    self.end_headers()
+                    self.wfile.write(b'{"choices": [{"message"')
+                    return
                 except ConnectionError:
                     self.close_connection = True
                     self.connection.shutdown(socket.SHUT_RDWR)
@@ -199,13 +206,15 @@ async def test_a_cut_text_ends_the_chain_as_a_turn_that_was_cut(server: Server) 
 # --- a server that fails -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", [429, 500, 503, "reset", "slow"])
+@pytest.mark.parametrize("fault", [429, 500, 503, "reset", "cut", "slow"])
 async def test_a_fault_that_passes_is_tried_again(server: Server, fault: Any) -> None:
     def say(path: str, body: dict[str, Any]) -> Any:
         if len(server.got) > 2:
             return chat("42")
         if fault == "reset":
             raise ConnectionError
+        if fault == "cut":
+            raise EOFError
         if fault == "slow":
             raise Slow(2.0)
         return fault, {"error": {"message": "busy"}}, {"Retry-After": "0"}

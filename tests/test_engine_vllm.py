@@ -20,6 +20,7 @@ from pathlib import Path
 import agents
 import pytest
 import torch
+from cancelling import Whom, cancel_at, settled, some, tasks_left
 
 from agentfly_kit.advantages import grpo
 from agentfly_kit.batch import Batch, collate
@@ -300,6 +301,25 @@ async def test_cancelling_takes_the_request_back(engine: VLLMEngine, policy: Pol
         pytest.fail("five times the requests had ended before they could be cancelled")
     await settles(lambda: not host._llm.get_num_unfinished_requests())
     assert (await engine.sample(prompt, Sampling(max_tokens=4), 0)).ids
+
+
+@installed
+@pytest.mark.real
+@pytest.mark.parametrize("whom", ["waiter", "itself"])
+async def test_cancelled_at_every_suspension_it_goes_on(engine: VLLMEngine, policy: Policy, whom: Whom) -> None:
+    agent = agents.agent(policy, engine=engine, sampling=Sampling(max_tokens=8))
+
+    async def work() -> None:
+        await agent.rollout(agents.tasks(3), max_concurrency=2)
+
+    host = engine._host
+    assert host is not None
+    total = (await cancel_at(0, work)).count
+    for k in some(total, None):
+        steps = await cancel_at(k, work, whom)
+        assert await settled(lambda: not tasks_left()), (k, steps.where, tasks_left())
+        await settles(lambda: not host._llm.get_num_unfinished_requests())
+    assert gaps(policy, await batch_of(engine, policy, 4))[0] <= GAP
 
 
 # --- weights -------------------------------------------------------------------------------------
