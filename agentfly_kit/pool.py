@@ -479,7 +479,10 @@ class Pool(Generic[S]):
             self._change(Returned(lease.id, reusable and resettable))
         else:
             self._change(Died(lease.id, "found dead when it came back"))
-        await self._until_done(lease.id)
+        with self._lock:
+            taken = self._state.slots.get(lease.id)
+            uses = None if taken is None else taken.uses
+        await self._until_done(lease.id, uses)
 
     async def close(self) -> None:
         """End every sandbox, the leased ones too, and refuse everybody who waits. Nothing is left when it returns."""
@@ -625,11 +628,14 @@ class Pool(Generic[S]):
         if slot is not None and not closing and (task.cancelled() or task.exception() is not None):
             self._lose(slot)
 
-    async def _until_done(self, slot: int | None) -> None:
-        """Wait for the work on a slot (None: on all); cancelling the wait does not cancel the work."""
+    async def _until_done(self, slot: int | None, uses: int | None = None) -> None:
+        """Wait for the work on a slot (None: on all), until it is lent again; cancelling that cancels no work."""
         loop = asyncio.get_running_loop()
         while True:
             with self._lock:
+                now = self._state.slots.get(slot or 0)
+                if uses is not None and now is not None and now.uses != uses:
+                    return
                 tasks = [t for t, s in self._tasks.items() if slot in (None, s) and t.get_loop() is loop]
             if not tasks:
                 return

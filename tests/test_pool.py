@@ -193,6 +193,29 @@ async def test_first_come_first_served():
         assert served == list(range(20))
 
 
+async def test_a_release_waits_for_its_own_reset_and_not_for_those_after_it():
+    """Else whoever gives back on a busy pool stands there as long as others go on using what was theirs."""
+    async with Pool(Slow, size=1) as pool:
+        resets = 0
+
+        def told(event: PoolEvent) -> None:
+            nonlocal resets
+            resets += event.kind == "resetting"
+
+        async def busy() -> None:
+            while resets < 40:
+                async with pool.lease("busy", timeout=5):
+                    pass
+
+        mine = await pool.acquire("me")
+        others = [asyncio.ensure_future(busy()) for _ in range(3)]
+        await asyncio.sleep(0)
+        pool.subscribe(told)
+        await mine.release()
+        assert resets <= 3, "one reset, and at most what came between it and this line"
+        await asyncio.gather(*others)
+
+
 async def test_a_waiter_that_gives_up_leaves_the_order_of_the_others():
     async with Pool(Notes, size=1) as pool:
         held = await pool.acquire("holder")
