@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import marshal
 import os
 import platform
 import shutil
@@ -219,9 +220,10 @@ def landlock_version() -> int:
 
 @functools.cache
 def _try_landlock() -> str:
-    program = seccomp.program(landlock=landlock_version(), network=False) or b""
-    settings = {"space": None, "landlock": landlock_rules("/nonexistent", Limits()), "filter": program.hex()}
-    return _probe([python(), "-s", "-S", str(WORKER), "probe", json.dumps(settings)], {}, ())
+    calls = seccomp.program(landlock=landlock_version(), network=False) or b""
+    settings = {"space": None, "landlock": landlock_rules("/nonexistent", Limits()), "filter": calls.hex()}
+    with worker_file() as file:
+        return _probe(run_worker(file.fileno(), "probe", json.dumps(settings)), {}, (file.fileno(),))
 
 
 @functools.cache
@@ -229,7 +231,9 @@ def _try_shared(program: str) -> str:
     command, environment = shared_command(Limits(), program)
     calls = seccomp.program() or b""
     settings = {"space": shared_space(Limits()), "landlock": None, "filter": calls.hex()}
-    said = _probe([*command, python(), "-s", "-S", STRICT_WORKER, "probe", json.dumps(settings)], environment, ())
+    with worker_file() as file:
+        worker = run_worker(file.fileno(), "probe", json.dumps(settings))
+        said = _probe([*command, *worker], environment, (file.fileno(),))
     return said and f"namespaces inside of bubblewrap's are refused: {said}"
 
 
@@ -277,6 +281,33 @@ def seccomp_file() -> BinaryIO | None:
     file.write(program)
     file.seek(0)
     return file
+
+
+# The worker comes compiled, through a file that has no name: to compile it takes longer than to start Python does, and
+# leaves memory behind. Nothing of the working folder may be imported by it.
+_BOOT = (
+    "import sys, marshal; sys.path[:] = filter(None, sys.path); __file__ = '/sandbox/worker.py'\n"
+    "with open(int(sys.argv.pop(1)), 'rb') as program: program = program.read()\n"
+    "exec(marshal.loads(program))"
+)
+
+
+def run_worker(program_fd: int, *arguments: str) -> list[str]:
+    """The command that runs the worker out of a `worker_file`."""
+    return [python(), "-s", "-S", "-c", _BOOT, str(program_fd), *arguments]
+
+
+def worker_file() -> BinaryIO:
+    """The compiled worker in an anonymous file, at its start."""
+    file: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115
+    file.write(_compiled(WORKER))
+    file.seek(0)
+    return file
+
+
+@functools.cache
+def _compiled(source: Path) -> bytes:
+    return marshal.dumps(compile(source.read_text(encoding="utf-8"), STRICT_WORKER, "exec", dont_inherit=True))
 
 
 def python() -> str:

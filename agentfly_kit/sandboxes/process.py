@@ -279,7 +279,7 @@ class Hub(Vessel):
 
     def launch(self, limits: Limits, preload: Sequence[str], packages: bool) -> None:
         host, inside = socket.socketpair()
-        with inside:
+        with inside, isolation.worker_file() as program:
             self.control = host
             self.errors = tempfile.TemporaryFile()  # noqa: SIM115
             command, environment = isolation.shared_command(limits, packages=packages)
@@ -289,8 +289,8 @@ class Hub(Vessel):
             }  # fmt: skip
             host.sendall(json.dumps(settings).encode() + b"\n")
             self.process = subprocess.Popen(
-                [*command, isolation.python(), "-s", "-S", isolation.STRICT_WORKER, "hub", str(inside.fileno())],
-                env=environment, cwd="/", pass_fds=[inside.fileno()], start_new_session=True,
+                [*command, *isolation.run_worker(program.fileno(), "hub", str(inside.fileno()))],
+                env=environment, cwd="/", pass_fds=[inside.fileno(), program.fileno()], start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self.errors,
             )  # fmt: skip
 
@@ -367,7 +367,9 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, 
             return vessel
         host.sendall(line)
         vessel.errors = tempfile.TemporaryFile()  # noqa: SIM115
-        script = str(isolation.WORKER)
+        program_file = isolation.worker_file()
+        opened.append(program_file)
+        passed.append(program_file.fileno())
         command: list[str] = []
         if level == "strict":
             filter_ = isolation.seccomp_file()
@@ -375,10 +377,9 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, 
             opened.append(filter_)
             passed.append(filter_.fileno())
             command, environment = isolation.strict_command(limits, filter_.fileno(), packages=packages)
-            script = isolation.STRICT_WORKER
         else:
             environment = isolation.environment(home, os.environ.get("PATH", os.defpath))
-        command = [*command, isolation.python(), "-s", "-S", script, "zygote", str(inside.fileno())]
+        command += isolation.run_worker(program_file.fileno(), "zygote", str(inside.fileno()))
         if vessel.group is not None:
             # A shell enters the group and becomes the sandbox: no code of ours runs between fork and exec, where
             # another thread's lock could hang it, and a big host process is not copied.

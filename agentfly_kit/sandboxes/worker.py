@@ -1,6 +1,6 @@
 """What runs inside a sandbox: a zygote that forks one interpreter per chain, and that interpreter.
 
-Run as a script by `python -s -S worker.py zygote FD`; it imports only the standard library and knows neither the
+Run compiled, by isolation.run_worker, as `zygote FD`; it imports only the standard library and knows neither the
 package nor the host. The zygote never runs code from outside. It holds the control socket, forks a fresh interpreter
 when told to, kills everything it ever forked, and empties the writable folders: a reset is a new process, not a cleared
 namespace. With `hub FD` it is a hub instead: it forks zygotes, each into namespaces of its own, so that they share the
