@@ -625,6 +625,26 @@ async def test_a_killed_client_loses_its_leases_and_a_killed_server_is_named():
                 process.communicate()
 
 
+LEAVER = """
+import asyncio, sys
+import agentfly_kit as af
+pool = af.RemotePool(sys.argv[1], token=sys.argv[2])
+lease = asyncio.run(pool.acquire("left"))
+print(asyncio.run(lease.sandbox.run("6 * 7")).value)
+"""
+
+
+async def test_a_python_that_ends_with_a_lease_says_good_bye():
+    async with Pool(PythonSandbox, size=1, isolation="none") as near, serve_pool(near, heartbeat=600) as server:
+        leaver = await asyncio.create_subprocess_exec(
+            sys.executable, "-W", "error", "-c", LEAVER, server.url, server.token, stdout=-1, stderr=-1
+        )
+        assert await leaver.communicate() == (b"42\n", b"")
+        assert leaver.returncode == 0
+        assert server.clients == {}
+        assert near.snapshot().leased == 0
+
+
 async def test_a_server_that_closes_gives_back_and_says_so(pool: Pool[Notes]):
     server = await serve_pool(pool, token=TOKEN)
     far = client(server, patience=0.3)

@@ -5,6 +5,7 @@ What is said of PythonSandbox elsewhere must hold in a container too, so the att
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import gc
 import inspect
@@ -28,7 +29,7 @@ from test_sandbox_abuse import attack
 import agentfly_kit as af
 from agentfly_kit.errors import IsolationError, SandboxError, SettingsError
 from agentfly_kit.pool import Pool
-from agentfly_kit.sandboxes import Container, FileSandbox, PythonSandbox, ShellSandbox, SQLSandbox
+from agentfly_kit.sandboxes import Container, FileSandbox, PythonSandbox, ShellSandbox, SQLSandbox, isolation
 from agentfly_kit.sandboxes import container as containers_module
 from agentfly_kit.sandboxes.limits import Limits
 
@@ -481,6 +482,17 @@ async def test_printing_between_calls_blocks_nothing(sandbox: PythonSandbox):
     await sandbox.reset()
     result = await sandbox.run("6 * 7")
     assert (result.value, result.stdout) == ("42", "")
+
+
+def test_what_is_sent_in_is_understood_by_the_oldest_python_that_is_promised():
+    for file in (isolation.WORKER, Path(containers_module.__file__).with_name("relay.py")):
+        ast.parse(file.read_text(), feature_version=(3, 9))
+
+
+def test_what_is_not_isolated_is_said():
+    assert any("kernel is shared" in text for text in Container("x").not_isolated)
+    with pytest.raises(SettingsError, match=r"or a container: isolation=af\.Container"):
+        PythonSandbox(isolation="container")
 
 
 def test_settings_that_cannot_be():

@@ -115,6 +115,11 @@ class Container:
         return f"container {self.image}"
 
     @property
+    def not_isolated(self) -> tuple[str, ...]:
+        """What a container does not keep apart."""
+        return NOT_ISOLATED
+
+    @property
     def inner_mounts(self) -> dict[str, str]:
         """Path inside -> "ro" or "rw"."""
         split = (inside.removesuffix(":ro") for inside in self.mounts.values())

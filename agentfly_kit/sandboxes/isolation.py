@@ -113,7 +113,10 @@ def known(isolation: str | None) -> None:
     """Raises SettingsError for a level that does not exist."""
     if isolation is not None and isolation not in LEVELS:
         names = ", ".join(map(repr, LEVELS))
-        raise SettingsError(f"isolation={isolation!r}: want one of {names}, or None for the best there is here")
+        raise SettingsError(
+            f"isolation={isolation!r}: want one of {names}, or None for the best there is here, or a container: "
+            'isolation=af.Container("python:3.12-slim")'
+        )
 
 
 def choose(isolation: str | None, limits: Limits) -> str:
