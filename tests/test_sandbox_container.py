@@ -277,10 +277,11 @@ async def test_memory_one_process_and_all_together(sandbox: PythonSandbox):
 
 async def test_processor_time_of_all_processes_together(engine: Podman):
     async with PythonSandbox(isolation=place(engine), cpu_seconds=1.0) as sandbox:
-        code = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
-        result = await sandbox.run(code, timeout=30)
+        code = "import os\nfor _ in range(2): os.fork()\nwhile True: pass"
+        result = await sandbox.run(code, timeout=60)
         assert result.limit == "cpu"
-        assert (await sandbox.run("6 * 7")).value == "42"
+        await sandbox.reset()  # the others go on turning, and would hold up the next call on a busy machine
+        assert (await sandbox.run("6 * 7", timeout=30)).value == "42"
 
 
 async def test_processors(engine: Podman):
