@@ -181,6 +181,22 @@ async def test_it_ends_with_the_view() -> None:
     assert isinstance(view._repr_html_(), str)
 
 
+async def test_a_view_that_is_closed_in_the_middle_leaves_the_run_alone() -> None:
+    run = agents.scripted([agents.call(), "42"], latency=0.01).rollout(
+        agents.tasks(1), group_size=40, max_concurrency=4
+    )
+    views = [w.RolloutView(run), w.RolloutView(run)]
+    for view in views:
+        show(view)
+    task = asyncio.ensure_future(run._wait())
+    await until(lambda: views[0].counts["done"] > 2)
+    views[0].close()
+    sent_before = views[0].updates
+    assert len(await task) == 40
+    await until(lambda: views[1].counts["done"] == 40)
+    assert views[0].updates == sent_before
+
+
 async def test_a_training_run_shows_the_rollout_of_its_step(tmp_path: Any) -> None:
     policy = agents.random_policy()
     agent = agents.agent(policy, max_turns=2, sampling=af.Sampling(max_tokens=8))
