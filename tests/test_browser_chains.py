@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -358,3 +359,34 @@ batch = af.collate(mixed)
             html.scroll_into_view_if_needed()
             html.screenshot(path=PICTURES / f"static-{name}-{theme.lower()}-{width}.png")
     nb.execute("gate.set()\nawait going")
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("width", [1280, 560])
+def test_axe_has_nothing_to_say(notebook: Any, width: int) -> None:
+    from test_browser_access import AXE, complaints
+
+    nb = notebook(
+        MANY
+        + "run = agents.scripted(['42']).rollout(agents.tasks(30))\nchain = agents.agent().chain(agents.tasks()[0])",
+        "chain.force(agents.call('6*7'))\nstepper = w.ChainStepper(chain)\nstepper",
+        "many = w.TrajectoryView(rollout, agent=agent)\nmany.select(*rollout.groups[0])\nmany",
+        "lanes = w.RolloutView(run)\nlanes",
+        "await chain.act()\nawait run",
+        size=(width, 1800),
+    )
+    nb.page.set_default_timeout(60_000)
+    nb.command("application:toggle-left-area")
+    nb.run(wait=False)
+    nb.finish(120)
+    page = nb.page
+    page.wait_for_selector(".afk-column")
+    page.wait_for_selector(".afk-next")
+    page.wait_for_selector(".afk-rolloutview .afk-r-done")
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    said = {}
+    for theme in ("Light", "Dark"):
+        nb.theme(theme)
+        page.wait_for_timeout(300)
+        said[theme] = complaints(page)
+    assert not any(said.values()), json.dumps(said, indent=1)
