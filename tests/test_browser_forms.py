@@ -62,7 +62,8 @@ def test_a_tool_is_called_from_its_form_while_a_cell_awaits(notebook: Any) -> No
     seen = form.locator(".afk-seen")
     seen.wait_for()
     assert seen.inner_text() == "<b>[('Rome <i>', 12), ('Oslo', 0)]</b> 2.5 F False 'two\\nlines'‹U+200B›"
-    assert "✓ ok" in form.locator(".afk-result").inner_text()
+    assert "✓ ok" in form.locator(".afk-answer").inner_text()
+    assert "null" not in form.locator(".afk-answer").inner_text()
     assert not page.evaluate("() => window.ran")  # the cell still awaits
     # A slow call is cancelled by its button; one that is ours shows its traceback.
     form.get_by_label("give wait").check()
@@ -143,5 +144,6 @@ def test_a_reward_is_edited_and_scored_again(notebook: Any) -> None:
     detail = form.get_by_role("region", name="The picked trajectory")
     detail.locator("text=Reward 0.5").wait_for()
     assert "<script>alert(1)</script>" in detail.inner_text()
+    assert "null" not in detail.inner_text()
     assert nb.python("float(form.rescored.trajectories[0].reward)") == 0.5
     assert nb.python("form._notice") == ""

@@ -24,7 +24,7 @@ export default {
         const again = h("button", { type: "button" }, "Score again");
         const cancel = h("button", { type: "button" }, "Cancel");
         const numbers = h("div", { class: "afk-scores afk-num" });
-        const chart = h("table", { class: "afk-bars afk-num" });
+        const chart = h("table", { class: "afk-tally afk-num" });
         const errors = h("div", {});
         const filter = h("select", { "aria-label": "Which trajectories" });
         const table = h("table", { class: "afk-flips" });
@@ -49,14 +49,14 @@ export default {
           const sizes = widths(x.bars);
           chart.replaceChildren(
             h("caption", { class: "afk-spoken" }, "How many trajectories have which reward, as recorded and now"),
-            h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "reward"), h("th", { scope: "col" }, h("i", { class: "afk-bar1", "aria-hidden": "true" }), " recorded"), h("th", { scope: "col" }, h("i", { class: "afk-bar2", "aria-hidden": "true" }), " now"))),
+            h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "reward"), h("th", { scope: "col" }, h("i", { class: "afk-was", "aria-hidden": "true" }), " recorded"), h("th", { scope: "col" }, h("i", { class: "afk-isnow", "aria-hidden": "true" }), " now"))),
             h("tbody", {}, ...x.bars.map(([label, a, b], i) => {
               const cell = (n, share, name) => {
                 const bar = h("i", { class: name, "aria-hidden": "true" });
                 bar.style.width = `${share.toFixed(1)}%`;
                 return h("td", {}, h("span", { class: "afk-barbox" }, bar), ` ${n.toLocaleString("en-US")}`);
               };
-              return h("tr", {}, h("th", { scope: "row" }, label), cell(a, sizes[i][0], "afk-bar1"), x.scored ? cell(b, sizes[i][1], "afk-bar2") : h("td", { class: "afk-soft" }, "–"));
+              return h("tr", {}, h("th", { scope: "row" }, label), cell(a, sizes[i][0], "afk-was"), x.scored ? cell(b, sizes[i][1], "afk-isnow") : h("td", { class: "afk-soft" }, "–"));
             })));
           errors.replaceChildren(...x.errors.map(([text, n]) => h("div", { class: "afk-notice" }, `${plural(n, "chain")} unscored: ${text}`)));
           const was = filter.value || "changed";
@@ -84,9 +84,9 @@ export default {
           const x = model.get("_detail");
           detail.hidden = !x?.id;
           if (detail.hidden) return;
-          const line = (name, text, mono) => h("div", { class: "afk-line2" }, h("span", { class: "afk-soft" }, name), h("span", { dir: "auto", class: mono ? "afk-code" : null }, ...marks(text)));
+          const line = (name, text, mono) => h("div", { class: "afk-pair" }, h("span", { class: "afk-soft" }, name), h("span", { dir: "auto", class: mono ? "afk-code" : null }, ...marks(text)));
           detail.replaceChildren(h("div", { class: "afk-cardhead" }, h("b", {}, h("bdi", {}, x.id)), h("span", { class: "afk-soft" }, "→ form.picked")),
-            line("question", x.task), x.fields ? line("task", x.fields, true) : null, line("final", x.final ?? "(it never answered)", true), line("recorded", x.old), x.new ? line("now", x.new) : null,
+            line("question", x.task), x.fields ? line("task", x.fields, true) : "", line("final", x.final ?? "(it never answered)", true), line("recorded", x.old), x.new ? line("now", x.new) : "",
             x.traceback ? h("details", {}, h("summary", {}, "traceback"), h("pre", { class: "afk-code", tabindex: "0" }, x.traceback)) : "");
           drawRows();
         }

@@ -169,7 +169,7 @@ export default {
             const row = h("div", { class: "afk-field" },
               h("div", { class: "afk-fieldhead" }, given, h(optional ? "label" : "span", optional ? { for: id, class: "afk-kind" } : { class: "afk-kind" }, name),
                 h("span", { class: "afk-soft" }, `${typeName(part)}${optional ? ` · optional${has ? `, ${JSON.stringify(part.default)} if not given` : ""}` : ""}`)),
-              part.description ? h("div", { class: "afk-soft afk-says" }, part.description) : null, inner.el);
+              part.description ? h("div", { class: "afk-soft afk-doc" }, part.description) : null, inner.el);
             const show = () => { if (optional) inner.el.hidden = !given.checked; };
             given?.addEventListener("change", () => {
               show();
@@ -204,11 +204,11 @@ export default {
         const call = h("button", { type: "button", class: "afk-go", title: "Call the tool (Ctrl+Enter)" }, "Call");
         const cancel = h("button", { type: "button", hidden: true }, "Cancel");
         const running = h("span", { class: "afk-soft", role: "status" });
-        const result = h("div", { class: "afk-result" });
+        const result = h("div", { class: "afk-answer" });
         root.append(
           h("div", { class: "afk-bar" }, h("span", { class: "afk-title" }, about.name), h("span", { class: "afk-soft" }, `${about.timeout === null ? "no time limit" : `at most ${about.timeout} s`} · ${about.max_chars === null ? "no limit of length" : `${about.max_chars.toLocaleString("en-US")} characters`}`),
             h("span", { class: "afk-grow" }), h("span", { role: "group", "aria-label": "How to write the arguments" }, asForm, " ", asText)),
-          h("div", { class: "afk-says afk-about" }, about.description),
+          h("div", { class: "afk-doc afk-about" }, about.description),
           ...(about.hidden.length ? [h("div", { class: "afk-soft afk-about" }, `not seen by the model: ${about.hidden.join("; ")}`)] : []),
           form.el, textBox,
           h("div", { class: "afk-bar afk-foot" }, call, cancel, running),
@@ -269,12 +269,12 @@ export default {
             return;
           }
           const word = r.ok ? "✓ ok" : r.error === null ? "✗ failed, and the model is told why" : "✗ failed on our side: the model is told only that it failed";
-          result.append(
+          result.append(...[
             h("div", { class: "afk-cardhead", role: "status" }, h("b", { class: r.ok ? "afk-good" : "afk-bad" }, word),
               h("span", { class: "afk-soft afk-num" }, [`${r.seconds.toFixed(3)} s`, plural(r.characters, "character"), r.truncated ? "truncated" : null, r.done ? "ends the chain" : null, r.reward === null ? null : `turn reward ${r.reward}`, ...r.metrics.map(([k, v]) => `${k} ${v}`)].filter(Boolean).join(" · "))),
             h("div", { class: "afk-soft" }, "what the model sees:"),
             r.observation ? h("pre", { class: "afk-seen afk-code", tabindex: "0", dir: "auto", role: "region", "aria-label": "what the model sees" }, ...marks(r.observation)) : h("div", { class: "afk-seen afk-soft" }, "an empty text"),
-            r.characters > r.observation.length ? h("div", { class: "afk-soft" }, `${(r.characters - r.observation.length).toLocaleString("en-US")} characters more`) : null);
+            r.characters > r.observation.length ? h("div", { class: "afk-soft" }, `${(r.characters - r.observation.length).toLocaleString("en-US")} characters more`) : null].filter(Boolean));
           if (r.error !== null) {
             result.append(h("details", { open: true }, h("summary", {}, r.error), h("pre", { class: "afk-code", tabindex: "0" }, r.traceback)));
           }
