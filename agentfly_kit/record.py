@@ -6,6 +6,7 @@ Knows no engine and no policy. On disk a rollout is JSONL: a header, then a traj
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -53,17 +54,20 @@ def dump(value: Any, where: str) -> str:
         ) from error
 
 
+@functools.cache
+def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
+    return tuple((f.name, f.default if f.default_factory is MISSING else f.default_factory()) for f in fields(kind))
+
+
 def _bare(record: Any, leave: Sequence[str] = ()) -> dict[str, Any]:
     """The fields that differ from their defaults."""
     out = {}
-    for f in fields(record):
-        value = getattr(record, f.name)
-        if f.name in leave:
-            continue
-        default = f.default if f.default_factory is MISSING else f.default_factory()
+    kind: Any = type(record)
+    for name, default in _defaults(kind):
+        value = getattr(record, name)
         # None has no type of its own to differ in; () and "" are kept where they are not the default.
-        if type(value) is not type(default) or value != default:
-            out[f.name] = value
+        if value is not default and (type(value) is not type(default) or value != default) and name not in leave:
+            out[name] = value
     return out
 
 
