@@ -631,6 +631,33 @@ def test_python_may_end_while_it_computes() -> None:
     assert done.returncode == 7, done.stderr
 
 
+LEAVING = """
+import asyncio, contextlib, sys, time
+sys.path.insert(0, {tests!r})
+import torch
+import test_engine_local as t
+
+@contextlib.contextmanager
+def slowly(policy):
+    yield
+    for _ in range(300):  # what is behind the last request, on a busy machine
+        torch.randn(400, 400) @ torch.randn(400, 400)
+
+t.local.compute_threads, t.local._IDLE_SECONDS = slowly, 0.01
+engine = t.LocalEngine(t.endless())
+asyncio.run(engine.sample(t.prompt(20), t.Sampling(max_tokens=3), 0))
+while engine._thread is not None:
+    time.sleep(0.001)
+sys.exit(7)
+"""
+
+
+def test_python_may_end_while_an_idle_thread_leaves() -> None:
+    script = LEAVING.format(tests=str(Path(__file__).parent))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 7, done.stderr
+
+
 async def test_reproducible_is_said_of_float32_on_cpu_only() -> None:
     assert LocalEngine(endless()).reproducible
     half = random_policy(2)

@@ -86,6 +86,7 @@ class LocalEngine(Engine):
         self._inbox: deque[_Request] = deque()
         self._released: deque[str] = deque()
         self._thread: threading.Thread | None = None
+        self._leaving: threading.Thread | None = None  # the last one that had nothing to do; it may still be in torch
         self._ending = False
         # From here on: touched by the engine's thread alone.
         self._store: Slots | None = None
@@ -189,7 +190,7 @@ class LocalEngine(Engine):
                 with self._wake:
                     while not (self._inbox or self._waiting or self._active or self._ending):
                         if not self._wake.wait(_IDLE_SECONDS) and not self._inbox:
-                            self._thread = None
+                            self._leaving, self._thread = self._thread, None
                             return
                     if self._ending:
                         return
@@ -207,9 +208,10 @@ class LocalEngine(Engine):
         with self._wake:
             self._ending = True
             self._wake.notify()
-            thread = self._thread
-        if thread is not None:
-            thread.join(10)
+            threads = (self._thread, self._leaving)
+        for thread in threads:
+            if thread is not None:
+                thread.join(10)
 
     def _fail(self, error: Exception) -> None:
         """Everything in flight gets the error; the slots are made anew, for their state is unknown."""
