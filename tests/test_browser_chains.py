@@ -116,6 +116,7 @@ def test_a_chain_is_stepped_by_mouse_and_keys_while_a_cell_awaits(notebook: Any)
     assert page.evaluate(cells) == before
 
 
+@pytest.mark.real
 def test_a_stepper_shown_twice_and_after_a_restart(notebook: Any) -> None:
     nb = notebook(
         START + "chain = agents.scripted(['42']).chain(agents.tasks()[0])\nview = w.ChainStepper(chain)\nview", "view"
