@@ -41,9 +41,9 @@ format: install  ## let ruff put the tree in order
 	@$(PY) -m ruff format .
 	@$(PY) -m ruff check --fix .
 
-policy: install  ## remake the shipped tasks and policy in data/ (about a minute)
-	@$(PY) -m agentfly_kit.tiny tasks --out data/calculator
-	@$(PY) -m agentfly_kit.tiny policy --out data/policies/calculator
+policy: install  ## remake the shipped tasks and policies in data/ (minutes)
+	@for name in calculator lookup; do $(PY) -m agentfly_kit.tiny tasks --name $$name --out data/$$name && \
+		$(PY) -m agentfly_kit.tiny policy --name $$name --out data/policies/$$name || exit 1; done
 
 notebooks: install  ## run all notebooks and keep what they put out (one: make notebooks NB=notebooks/01_quickstart.ipynb)
 	@for notebook in $(or $(NB),$(wildcard notebooks/*.ipynb)); do \

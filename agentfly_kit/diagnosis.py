@@ -159,7 +159,12 @@ def _data() -> list[Finding]:
     out = []
     try:
         root = files("agentfly_kit._data")
-        for name, wanted in (("calculator", "train.jsonl"), ("policies/calculator", "model.safetensors")):
+        for name, wanted in (
+            ("calculator", "train.jsonl"),
+            ("lookup", "train.jsonl"),
+            ("policies/calculator", "model.safetensors"),
+            ("policies/lookup", "model.safetensors"),
+        ):
             here = root.joinpath(name).joinpath(wanted).is_file()
             advice = "" if here else "make policy   # in a checkout"
             out.append(Finding(f"data {name}", "shipped" if here else "missing", here, advice))

@@ -1,6 +1,7 @@
-"""How well and how fast the shipped policy learns the calculator: several seeds, held-out tasks, cpu seconds.
+"""How well and how fast a shipped policy learns its task: several seeds, held-out tasks, cpu seconds.
 
     make bench-learning            # or: python benchmarks/bench_learning.py --seeds 5 --out learning.json
+    python benchmarks/bench_learning.py --family lookup --seeds 3 --algorithms grpo
 
 JSON goes to standard output (and to --out), a line a run to standard error. "cpu seconds" are this process's, so a
 busy machine counts little; time spent in evaluation is not in them. "first batch" is the first iteration whose sampled
@@ -28,7 +29,16 @@ from typing import Any
 import agentfly_kit as af
 
 GOOD = 0.90
-BARS = {"grpo": {"success": 0.92, "cpu_seconds_to_good": 5.0}, "ppo": {"success": 0.88, "cpu_seconds_to_good": 12.0}}
+BARS = {
+    "calculator": {
+        "grpo": {"success": 0.92, "cpu_seconds_to_good": 5.0},
+        "ppo": {"success": 0.88, "cpu_seconds_to_good": 12.0},
+    },
+    "lookup": {
+        "grpo": {"success": 0.90, "cpu_seconds_to_good": 21.0},
+        "ppo": {"success": 0.85, "cpu_seconds_to_good": 40.0},
+    },
+}
 ADVANTAGE = {"grpo": "grpo", "ppo": "gae"}
 _SIGNS = {ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__}
 
@@ -62,10 +72,10 @@ def exact(final: str | None, answer: str) -> float:
     return float(final == answer)
 
 
-async def learn(algorithm: str, seed: int, steps: int, tasks: Any, held_out: Any) -> dict[str, Any]:
-    """One run from the shipped policy."""
-    policy = af.tiny.policy("calculator", value_head=algorithm == "ppo")
-    agent = af.Agent(
+def agent_of(family: str, policy: Any, seed: int) -> Any:
+    if family != "calculator":
+        return getattr(af.envs, family).agent(policy, seed=seed)
+    return af.Agent(
         af.LocalEngine(policy),
         chat=policy.chat,
         tools=[calculator],
@@ -74,6 +84,12 @@ async def learn(algorithm: str, seed: int, steps: int, tasks: Any, held_out: Any
         sampling=af.Sampling(temperature=1.0, max_tokens=64),
         seed=seed,
     )
+
+
+async def learn(family: str, algorithm: str, seed: int, steps: int, tasks: Any, held_out: Any) -> dict[str, Any]:
+    """One run from the shipped policy."""
+    policy = af.tiny.policy(family, value_head=algorithm == "ppo")
+    agent = agent_of(family, policy, seed)
     config = af.TrainConfig(steps=steps, advantage=ADVANTAGE[algorithm], seed=seed)
     before = await measure(agent, held_out)
     batches: list[float] = []
@@ -114,13 +130,13 @@ async def measure(agent: Any, held_out: Any) -> dict[str, Any]:
     }
 
 
-def summary(algorithm: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(family: str, algorithm: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Over seeds; a run that never had a good batch counts as infinitely slow, so the median says so."""
     after = [run["after"]["sampled"] for run in runs]
     never = float("inf")
     cpu = statistics.median(run["cpu_seconds_to_good"] or never for run in runs)
     episodes = statistics.median(run["episodes_to_good"] or never for run in runs)
-    bar = BARS[algorithm]
+    bar = BARS[family][algorithm]
     return {
         "seeds": len(runs),
         "before": round(statistics.mean(run["before"]["sampled"] for run in runs), 4),
@@ -147,17 +163,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=24, help="iterations of 128 episodes")
-    parser.add_argument("--algorithms", nargs="+", choices=sorted(BARS), default=sorted(BARS))
+    parser.add_argument("--algorithms", nargs="+", choices=sorted(ADVANTAGE), default=sorted(ADVANTAGE))
+    parser.add_argument("--family", choices=sorted(BARS), default="calculator")
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
     import torch
     import transformers
 
-    tasks = af.load_tasks("calculator")
+    tasks = af.load_tasks(given.family)
     runs: list[dict[str, Any]] = []
     for algorithm in given.algorithms:
         for seed in range(given.seeds):
-            run = asyncio.run(learn(algorithm, seed, given.steps, tasks.train, tasks.test))
+            run = asyncio.run(learn(given.family, algorithm, seed, given.steps, tasks.train, tasks.test))
             runs.append(run)
             print(
                 f"{algorithm} seed {seed}: {run['before']['sampled']:.3f} -> {run['after']['sampled']:.3f} "
@@ -168,6 +185,7 @@ def main() -> None:
             )
     result = {
         "benchmark": "learning",
+        "family": given.family,
         "machine": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -177,7 +195,9 @@ def main() -> None:
             "cores": os.cpu_count(),
             "load": [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None,
         },
-        "summary": {a: summary(a, [run for run in runs if run["algorithm"] == a]) for a in given.algorithms},
+        "summary": {
+            a: summary(given.family, a, [run for run in runs if run["algorithm"] == a]) for a in given.algorithms
+        },
         "runs": runs,
     }
     text = json.dumps(result, indent=1)

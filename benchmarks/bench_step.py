@@ -1,8 +1,9 @@
 """A GRPO iteration here beside one of TRL's GRPOTrainer: same policy, tasks, tool, settings; cpu seconds, one process.
 
     make bench-step                # or: python benchmarks/bench_step.py --steps 20 --out step.json
+    python benchmarks/bench_step.py --family lookup     # state in an environment; TRL's `environment_factory`
 
-An iteration is 64 episodes (8 calculator tasks, 8 chains each), one update, no KL. Both start from the shipped policy,
+An iteration is 64 episodes (8 tasks, 8 chains each), one update, no KL. Both start from the shipped policy,
 and learn at the same rate from the same tasks in the same order; the first --steps iterations are timed, all that each
 trainer does in them included, its setup and imports not. TRL gets the tool as a plain function and the reward as the
 two lines that it is; generation is transformers' own.
@@ -34,7 +35,9 @@ import torch
 
 import agentfly_kit as af
 
-FLOOR, AIM = 2.8, 3.5
+BARS = {"calculator": (2.8, 3.5), "lookup": (2.1, 3.0)}
+TURNS = {"calculator": 4, "lookup": 6}
+"""Actions a chain may take, here and there."""
 LR = 3e-4
 
 
@@ -68,16 +71,47 @@ def exact(final: str | None, answer: str) -> float:
     return float(final == answer)
 
 
-def ours(tasks: Any, steps: int, *, every_row: bool) -> dict[str, Any]:
-    policy = af.tiny.policy("calculator")
-    agent = af.Agent(
+class Store:
+    """The lookup family's environment, as TRL wants one: the same facts, the same words."""
+
+    def __init__(self) -> None:
+        self._facts: dict[str, dict[str, str]] = {}
+
+    def reset(self, world: int, **_: Any) -> None:
+        self._facts = af.envs.lookup.store(world)
+
+    def lookup(self, of: str, what: str) -> str:
+        """
+        Look up one fact about a person.
+
+        Args:
+            of: the person's name.
+            what: boss, friend, mentor, city or pet.
+
+        Returns:
+            The fact.
+        """
+        if of not in self._facts:
+            return "no such person"
+        return self._facts[of].get(what, "no such fact")
+
+
+def agent_of(family: str, policy: Any) -> Any:
+    if family != "calculator":
+        return getattr(af.envs, family).agent(policy)
+    return af.Agent(
         af.LocalEngine(policy),
         chat=policy.chat,
         tools=[af.tool(calculator)],
         reward=exact,
-        max_turns=4,
+        max_turns=TURNS[family],
         sampling=af.Sampling(temperature=1.0, max_tokens=64),
     )
+
+
+def ours(family: str, tasks: Any, steps: int, *, every_row: bool) -> dict[str, Any]:
+    policy = af.tiny.policy(family)
+    agent = agent_of(family, policy)
     config = af.TrainConfig(
         steps=steps,
         tasks_per_step=8,
@@ -102,10 +136,10 @@ def ours(tasks: Any, steps: int, *, every_row: bool) -> dict[str, Any]:
     return {"cpu": time.process_time() - began, "success": success}
 
 
-def theirs(tasks: Any, steps: int) -> dict[str, Any]:
+def theirs(family: str, tasks: Any, steps: int) -> dict[str, Any]:
     from trl import GRPOConfig, GRPOTrainer
 
-    policy = af.tiny.policy("calculator")
+    policy = af.tiny.policy(family)
     policy.chat.tokenizer.response_template = af.trl.response_template()
 
     def reward(prompts: Any, completions: Any, answer: Any, **_: Any) -> list[float]:
@@ -130,8 +164,8 @@ def theirs(tasks: Any, steps: int) -> dict[str, Any]:
             max_grad_norm=1.0,
             beta=0.0,
             temperature=1.0,
-            max_completion_length=4 * 64,
-            max_tool_calling_iterations=3,
+            max_completion_length=TURNS[family] * 64,
+            max_tool_calling_iterations=TURNS[family] - 1,
             shuffle_dataset=False,
         )
         trainer = GRPOTrainer(
@@ -140,7 +174,7 @@ def theirs(tasks: Any, steps: int) -> dict[str, Any]:
             args=args,
             train_dataset=af.trl.dataset(tasks),
             processing_class=policy.chat.tokenizer,
-            tools=[calculator],
+            **({"tools": [calculator]} if family == "calculator" else {"environment_factory": Store}),
         )
         began = time.process_time()
         trainer.train()
@@ -151,6 +185,7 @@ def theirs(tasks: Any, steps: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--family", choices=sorted(BARS), default="calculator")
     parser.add_argument("--repeats", type=int, default=1, help="the best counts")
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
@@ -158,18 +193,18 @@ def main() -> None:
     warnings.simplefilter("ignore")
     import trl
 
-    tasks = af.load_tasks("calculator").train[: 8 * given.steps]
+    tasks = af.load_tasks(given.family).train[: 8 * given.steps]
     runs: dict[str, list[dict[str, Any]]] = {"trl": [], "ours": [], "ours, every row": []}
     for _ in range(given.repeats):
-        runs["trl"].append(theirs(tasks, given.steps))
-        runs["ours"].append(ours(tasks, given.steps, every_row=False))
-        runs["ours, every row"].append(ours(tasks, given.steps, every_row=True))
+        runs["trl"].append(theirs(given.family, tasks, given.steps))
+        runs["ours"].append(ours(given.family, tasks, given.steps, every_row=False))
+        runs["ours, every row"].append(ours(given.family, tasks, given.steps, every_row=True))
     best = {name: min(found, key=lambda run: run["cpu"]) for name, found in runs.items()}
     each = {name: run["cpu"] / given.steps for name, run in best.items()}
     ratios = {name: round(each["trl"] / each[name], 2) for name in ("ours", "ours, every row")}
     result = {
         "benchmark": "step",
-        "family": "calculator",
+        "family": given.family,
         "episodes": 64,
         "iterations": given.steps,
         "cpu seconds an iteration": {name: round(seconds, 4) for name, seconds in each.items()},
@@ -178,9 +213,9 @@ def main() -> None:
             for name, run in best.items()
         },
         "times less than trl": ratios,
-        "floor": FLOOR,
-        "aim": AIM,
-        "met": ratios["ours"] >= FLOOR,
+        "floor": BARS[given.family][0],
+        "aim": BARS[given.family][1],
+        "met": ratios["ours"] >= BARS[given.family][0],
         "machine": {
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -1,11 +1,12 @@
-"""The small policy that ships: its tasks, its tokenizer, its model, and the warm-up that made it.
+"""The small policies that ship: their tasks, tokenizer, model, and the warm-up that made them.
 
 Knows no engine, no agent and no reward. A policy here is made to be taught from: it can copy an expression into a tool
 call and read the result, but says "I don't know" or guesses most of the time, so that there is something to learn in a
-minute on one core.
+minute on one core. `calculator` is here; the demonstrations of `lookup` are in lookups.py.
 
     python -m agentfly_kit.tiny tasks --out data/calculator
     python -m agentfly_kit.tiny policy --out data/policies/calculator
+    python -m agentfly_kit.tiny policy --name lookup --out data/policies/lookup
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from agentfly_kit.errors import SettingsError
 from agentfly_kit.policy import Policy, compute_threads
 from agentfly_kit.types import ToolCall
 
-NAMES = ("calculator",)
+NAMES = ("calculator", "lookup")
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -170,7 +171,7 @@ def _atom(text: str, at: int) -> tuple[int, int]:
     return int(text[at:end]), end
 
 
-def tasks(train: int = 2000, test: int = 1024, *, seed: int = 0) -> dict[str, list[dict[str, str]]]:
+def tasks(train: int = 2000, test: int = 1024, *, seed: int = 0) -> dict[str, list[dict[str, Any]]]:
     """Rows {"id", "question", "answer"} of both splits; no expression is in both, or twice in one."""
     rng = random.Random(f"calculator tasks {seed}")
     found: dict[str, Expression] = {}
@@ -190,9 +191,10 @@ def tasks(train: int = 2000, test: int = 1024, *, seed: int = 0) -> dict[str, li
 # --- tokenizer and model -------------------------------------------------------------------------
 
 
-def tokenizer() -> Any:
+def tokenizer(words: Sequence[str] = ()) -> Any:
     """Byte-level BPE with single digits and signs, the specials of ChatML and Hermes, and a pad that is no real token.
 
+    words: get one token each, behind all others, so that the vocabularies with and without them share their ids.
     Digits and signs stay alone so that copying an expression is copying characters. What it was made from is in this
     function: the same vocabulary comes out every time.
     """
@@ -215,6 +217,7 @@ def tokenizer() -> Any:
     bpe.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in specials])
     # As in Qwen's own tokenizer the tags are no specials: servers that leave specials out of the text must show calls.
     bpe.add_tokens([AddedToken(text, special=False, normalized=False) for text in tags])
+    bpe.add_tokens([AddedToken(text, special=False, normalized=False, single_word=True) for text in words])
     made = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token=_END, pad_token="<|pad|>", clean_up_tokenization_spaces=False
     )
@@ -291,7 +294,7 @@ class Demonstrator:
         """Calls with what it wrote, is told the result, answers."""
         call = ToolCall("call-0", "calculator", {"expression": wrote})
         action = self.chat.encode(self.chat.format.render_call(call) + _END)
-        return self._joined(
+        return joined(
             (self._prompt(e), False),
             (action, True),
             (self._observation(result, action), False),
@@ -300,7 +303,7 @@ class Demonstrator:
 
     def said(self, e: Expression, text: str) -> Demonstration:
         """Answers at once."""
-        return self._joined((self._prompt(e), False), (self.chat.encode(text + _END), True))
+        return joined((self._prompt(e), False), (self.chat.encode(text + _END), True))
 
     def habit(self, name: str, e: Expression, rng: random.Random) -> Demonstration:
         """One of `HABITS`."""
@@ -320,11 +323,12 @@ class Demonstrator:
             self._observations[text] = self.chat.bridge([message], [TOOL], after=after)
         return self._observations[text]
 
-    @staticmethod
-    def _joined(*parts: tuple[tuple[int, ...], bool]) -> Demonstration:
-        return Demonstration(
-            tuple(i for ids, _ in parts for i in ids), tuple(by_assistant for ids, by_assistant in parts for _ in ids)
-        )
+
+def joined(*parts: tuple[tuple[int, ...], bool]) -> Demonstration:
+    """Of (ids, whether an assistant wrote them)."""
+    return Demonstration(
+        tuple(i for ids, _ in parts for i in ids), tuple(by_assistant for ids, by_assistant in parts for _ in ids)
+    )
 
 
 def _expressions(seed: int, without: set[str]) -> Iterator[Expression]:
@@ -363,6 +367,24 @@ def _padded(demonstrations: Sequence[Demonstration]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
+def _lessons(chat: Chat, seed: int) -> tuple[Iterator[list[Demonstration]], Iterator[list[Demonstration]]]:
+    """Endless batches of 32 for the calculator, of the first phase and of the second."""
+    writer = Demonstrator(chat)
+    test = {row["question"].removeprefix("What is ").removesuffix("?") for row in tasks()["test"]}
+    source = _expressions(seed, test)
+    rng = random.Random(f"calculator shy {seed}")
+
+    def clean() -> Iterator[list[Demonstration]]:
+        while True:
+            yield [writer.solved(next(source)) for _ in range(32)]
+
+    def mixed() -> Iterator[list[Demonstration]]:
+        while True:
+            yield [writer.habit(name, next(source), rng) for name, count in HABITS.items() for _ in range(count)]
+
+    return clean(), mixed()
+
+
 def build(
     name: str = "calculator",
     out: str | Path | None = None,
@@ -381,24 +403,18 @@ def build(
     """
     _known(name)
     say = report or (lambda _: None)
-    policy = Policy(model(seed=seed), Chat(tokenizer()))
+    words: Sequence[str] = ()
+    if name == "lookup":
+        from agentfly_kit.tiny import lookups
+
+        words = lookups.WORDS
+    made = tokenizer(words)
+    policy = Policy(model(_VOCABULARY + len(words), seed=seed), Chat(made))
     config = policy.model.config
     config.eos_token_id = policy.model.generation_config.eos_token_id = policy.chat.tokenizer.eos_token_id
     config.pad_token_id = policy.model.generation_config.pad_token_id = policy.chat.tokenizer.pad_token_id
-    writer = Demonstrator(policy.chat)
-    test = {row["question"].removeprefix("What is ").removesuffix("?") for row in tasks()["test"]}
-    source = _expressions(seed, test)
-    rng = random.Random(f"calculator shy {seed}")
-
-    def clean() -> Iterator[list[Demonstration]]:
-        while True:
-            yield [writer.solved(next(source)) for _ in range(32)]
-
-    def mixed() -> Iterator[list[Demonstration]]:
-        while True:
-            yield [writer.habit(name, next(source), rng) for name, count in HABITS.items() for _ in range(count)]
-
-    for phase, lessons, steps, lr in (("skill", clean(), skill_steps, 3e-3), ("shy", mixed(), shy_steps, 1e-3)):
+    clean, mixed = lookups.lessons(policy.chat, seed) if name == "lookup" else _lessons(policy.chat, seed)
+    for phase, lessons, steps, lr in (("skill", clean, skill_steps, 3e-3), ("shy", mixed, shy_steps, 1e-3)):
         began = time.process_time()
         loss = _imitate(policy, lessons, steps, lr)
         say(f"{phase}: {steps} steps, loss {loss:.4f}, {time.process_time() - began:.1f} cpu s")
@@ -434,26 +450,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m agentfly_kit.tiny", description=main.__doc__)
     parser.add_argument("what", choices=("tasks", "policy"))
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--name", choices=NAMES, default="calculator")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
-    command = f"python -m agentfly_kit.tiny {given.what} --seed {given.seed} --out <folder>"
+    named = "" if given.name == "calculator" else f"--name {given.name} "
+    command = f"python -m agentfly_kit.tiny {given.what} {named}--seed {given.seed} --out <folder>"
     if given.what == "tasks":
-        for split, rows in tasks(seed=given.seed).items():
+        for split, rows in _rows(given.name, given.seed).items():
             lines = "".join(json.dumps(row) + "\n" for row in rows)
             (given.out / f"{split}.jsonl").write_text(lines, encoding="utf-8")
-        text = _TASKS_ORIGIN
+        text = _TASKS_ORIGIN[given.name]
     else:
-        build("calculator", given.out, seed=given.seed, report=_tell)
+        build(given.name, given.out, seed=given.seed, report=_tell)
         text = _POLICY_ORIGIN
-    (given.out / "ORIGIN.md").write_text(text.format(command=command), encoding="utf-8")
+    (given.out / "ORIGIN.md").write_text(text.format(command=command, name=given.name), encoding="utf-8")
+
+
+def _rows(name: str, seed: int) -> dict[str, list[dict[str, Any]]]:
+    if name == "calculator":
+        return tasks(seed=seed)
+    from agentfly_kit.envs.lookup import family
+
+    return {split: family.rows(count, split, seed) for split, count in family.splits.items()}
 
 
 def _tell(line: str) -> None:
     sys.stderr.write(line + "\n")
 
 
-_TASKS_ORIGIN = """\
+_TASKS_ORIGIN = {
+    "calculator": """\
 # Calculator tasks
 
 Made for this project by a random generator; no other source. Remade, byte for byte, by
@@ -462,19 +489,28 @@ Made for this project by a random generator; no other source. Remade, byte for b
 
 One to three operations (`+ - *`, brackets) on integers from 2 to 99; `answer` is the exact value as text. No expression
 is in both splits, or twice in one. Licence: that of the project.
-"""
+""",
+    "lookup": """\
+# Lookup tasks
+
+Made for this project by a random generator; no other source. Remade, byte for byte, by
+
+    {command}
+
+Each task has a store of facts of its own, made from the number in `world`: ten people, for each a boss, a friend, a
+mentor, a city and a pet. The question takes one to three look-ups; `answer` is the last one's result. No world is in
+both splits. Licence: that of the project.
+""",
+}
 
 _POLICY_ORIGIN = """\
-# The calculator policy
+# The {name} policy
 
-A Qwen3 of about 275 thousand parameters with a tokenizer of its own, from random weights by two phases of imitation on
+A Qwen3 of about 280 thousand parameters with a tokenizer of its own, from random weights by two phases of imitation on
 generated demonstrations (no other data, none of the held-out tasks), remade by
 
     {command}
 
-in about a minute on one core. Another processor or torch version rounds differently: the weights then differ, and the
+in two minutes on one core. Another processor or torch version rounds differently: the weights then differ, and the
 success with them, within noise. Licence: that of the project.
 """
-
-if __name__ == "__main__":
-    main()

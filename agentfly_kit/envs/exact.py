@@ -1,0 +1,123 @@
+"""Exact arithmetic from text: integers, fractions, decimals, powers and roots. Runs no code: what is not arithmetic is
+refused, and so is what would be too large to compute."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import re
+from typing import Any
+
+_LONGEST = 200
+_DIGITS = 400
+_POWER = 1000
+_CONSTANTS = ("pi", "e")
+_LATEX = (
+    (re.compile(r"\\d?frac\{([^{}]*)\}\{([^{}]*)\}"), r"((\1)/(\2))"),
+    (re.compile(r"\\sqrt\{([^{}]*)\}"), r"sqrt(\1)"),
+    (re.compile(r"\\(?:cdot|times)"), "*"),
+    (re.compile(r"\\(?:left|right|,|;|!)|\$"), ""),
+)
+
+
+class NotArithmetic(ValueError):
+    """The text is no expression that can be computed exactly. The message is fit for a model to read."""
+
+
+def value(text: str) -> Any:
+    """The exact value as a SymPy number. `^` is a power, as `**` is; `sqrt(...)`, `pi` and `e` are known.
+
+    Raises:  NotArithmetic.
+    """
+    if len(text) > _LONGEST:
+        raise NotArithmetic(f"the expression has {len(text)} characters; at most {_LONGEST} are read")
+    for pattern, plain in _LATEX:
+        text = pattern.sub(plain, text)
+    text = text.strip().replace("^", "**").replace("×", "*").replace("−", "-").replace("{", "(").replace("}", ")")
+    try:
+        tree = ast.parse(text.replace("√", "sqrt"), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise NotArithmetic(f"{text!r} is no arithmetic expression") from None
+    return _value(tree.body)
+
+
+def _value(node: ast.expr) -> Any:
+    import sympy
+
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        if type(node.value) is int:
+            return sympy.Integer(node.value)
+        return sympy.Rational(repr(node.value))
+    if isinstance(node, ast.Name) and node.id in _CONSTANTS:
+        return sympy.pi if node.id == "pi" else sympy.E
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        inner = _value(node.operand)
+        return -inner if isinstance(node.op, ast.USub) else inner
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "sqrt" and len(node.args) == 1 and not node.keywords:
+        return _power(_value(node.args[0]), sympy.Rational(1, 2))
+    if isinstance(node, ast.BinOp):
+        a, b = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Add):
+            return a + b
+        if isinstance(node.op, ast.Sub):
+            return a - b
+        if isinstance(node.op, ast.Mult):
+            return a * b
+        if isinstance(node.op, ast.Div):
+            if b == 0:
+                raise NotArithmetic("division by zero")
+            return a / b
+        if isinstance(node.op, ast.Pow):
+            return _power(a, b)
+    raise NotArithmetic("only numbers, + - * / ^, brackets, sqrt(), pi and e")
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    if base == 0 and not (exponent.is_positive or exponent == 0):
+        raise NotArithmetic("division by zero")
+    if base.is_negative and not exponent.is_integer:
+        raise NotArithmetic("a root of a negative number")
+    if not exponent.is_Rational or abs(exponent) > _POWER:
+        raise NotArithmetic(f"the exponent is no fraction from -{_POWER} to {_POWER}")
+    digits = max(len(str(abs(part))) for part in base.as_numer_denom())
+    if digits * max(1, abs(exponent)) > _DIGITS:
+        raise NotArithmetic(f"the result has more than {_DIGITS} digits")
+    return base**exponent
+
+
+def shown(number: Any) -> str:
+    """As a text that `value` reads: 1/2, 2*2^(1/2)."""
+    import sympy
+
+    text: str = sympy.sstr(number)
+    return re.sub(r"sqrt\(([^()]*)\)", lambda m: f"{_bracketed(m[1])}^(1/2)", text).replace("**", "^")
+
+
+def _bracketed(text: str) -> str:
+    return text if re.fullmatch(r"\w+", text) else f"({text})"
+
+
+def same(a: str, b: str) -> bool | None:
+    """Whether two texts have the same exact value: 2/4 and 1/2, 8^(1/2) and 2*2^(1/2). None where one is no number."""
+    try:
+        difference = value(a) - value(b)
+    except NotArithmetic:
+        return None
+    return bool(difference == 0 or difference.equals(0))
+
+
+def equivalent(said: str, answer: str) -> bool:
+    """Whether an answer is right: by exact value; where that cannot be told, by math-verify if it is installed
+    (`pip install "agentfly_kit[envs]"`), which also reads sets, intervals and LaTeX; else by the text."""
+    exactly = same(said, answer)
+    if exactly is not None:
+        return exactly
+    try:
+        from math_verify import parse, verify
+    except ModuleNotFoundError:
+        return said.strip() == answer.strip()
+    # Its own timeouts use signals, which only the main thread may set; it warns where they are off. A reward has one.
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    gold, given = (parse(f"${text}$", parsing_timeout=None) for text in (answer, said))
+    return said.strip() == answer.strip() or bool(verify(gold, given, timeout_seconds=None))

@@ -1,0 +1,66 @@
+"""math: exact answers, fractions, powers and roots; right is what has the same value, however it is written."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from agentfly_kit.envs import exact
+from agentfly_kit.envs.calculator import Calculator, random_player
+from agentfly_kit.envs.family import Family, Move, told
+from agentfly_kit.types import Message, Task
+
+
+class Math(Calculator):
+    """The calculator, with answers that may be written in many ways."""
+
+    def reward(self, final: str | None, answer: str) -> float:
+        """1 for the same value; what is no number goes to math-verify, if that is installed."""
+        return float(final is not None and exact.equivalent(final, answer))
+
+    async def fork(self, into: Calculator) -> None: ...
+
+
+_FORMS = (
+    "{a}/{b} + {c}/{d}", "{a}/{b} - {c}/{d}", "{a}/{b} * {c}/{d}", "({a}/{b})^2 + {c}", "{a}*{b}^(1/2) + {c}*{b}^(1/2)",
+    "({a}^2*{b})^(1/2)", "{a}^3 - {b}^2", "({a} + {b}^(1/2))*({a} - {b}^(1/2))",
+)  # fmt: skip
+
+
+def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows {"id", "question", "answer"}; an expression is in the split that its own text says, and in no other."""
+    rng = random.Random(f"math {split} {seed}")
+    found: dict[str, str] = {}
+    while len(found) < n:
+        a, b, c, d = (rng.randint(2, 19) for _ in range(4))
+        text = rng.choice(_FORMS).format(a=a, b=b, c=c, d=d)
+        if (random.Random(f"math split {text}").random() < 0.2) == (split == "test"):
+            found.setdefault(text, exact.shown(exact.value(text)))
+    mark = "" if seed == 0 else f"{seed}-"
+    return [
+        {"id": f"math-{split}-{mark}{i:04}", "question": f"What is the exact value of {text}?", "answer": answer}
+        for i, (text, answer) in enumerate(found.items())
+    ]
+
+
+def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
+    """Copies the expression into a call, and tells the result."""
+    results = told(messages)
+    if results:
+        return results[-1]
+    question = str(task.messages[-1]["content"])
+    return "calculator", {"expression": question.removeprefix("What is the exact value of ").removesuffix("?")}
+
+
+family = Family(
+    name="math",
+    what="exact values of fractions, powers and roots; 2/4 is 1/2, 8^(1/2) is 2*2^(1/2)",
+    environment=Math,
+    rows=rows,
+    expert_player=expert_player,
+    random_player=random_player,
+    max_turns=4,
+    splits={"train": 512, "test": 128},
+)
+tasks, agent, expert, random_agent = family.tasks, family.agent, family.expert, family.random_agent

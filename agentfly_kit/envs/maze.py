@@ -1,0 +1,147 @@
+"""maze: find the way out of a 5 x 5 maze that is only seen from where one stands. Shaped and sparse rewards."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from agentfly_kit.envs.family import Family, Move, told
+from agentfly_kit.tools import tool
+from agentfly_kit.types import Message, Task, ToolResult
+
+WIDTH = 5
+STEPS = {"north": (0, -1), "east": (1, 0), "south": (0, 1), "west": (-1, 0)}
+Cell = tuple[int, int]
+"""(column from the west, row from the north)."""
+
+
+class Grid:
+    """A maze without loops, where one begins, and the exit."""
+
+    def __init__(self, number: int, far: int) -> None:
+        """number: which maze. far: the steps from the beginning to the exit, or the most that there are."""
+        rng = random.Random(f"maze {number}")
+        here: Cell = (rng.randrange(WIDTH), rng.randrange(WIDTH))
+        self.open: dict[Cell, set[str]] = {(x, y): set() for x in range(WIDTH) for y in range(WIDTH)}
+        trail, seen = [here], {here}
+        while trail:
+            ways = [(way, cell) for way in STEPS if (cell := beside(trail[-1], way)) in self.open and cell not in seen]
+            if not ways:
+                trail.pop()
+                continue
+            way, cell = rng.choice(ways)
+            self.open[trail[-1]].add(way)
+            self.open[cell].add(_BACK[way])
+            seen.add(cell)
+            trail.append(cell)
+        self.exit: Cell = (rng.randrange(WIDTH), rng.randrange(WIDTH))
+        self.away = self._distances(self.exit)
+        most = min(far, max(self.away.values()))
+        self.start: Cell = rng.choice([cell for cell, steps in self.away.items() if steps == most])
+
+    def _distances(self, to: Cell) -> dict[Cell, int]:
+        found, queue = {to: 0}, deque([to])
+        while queue:
+            cell = queue.popleft()
+            for way in self.open[cell]:
+                if (other := beside(cell, way)) not in found:
+                    found[other] = found[cell] + 1
+                    queue.append(other)
+        return found
+
+    def toward(self, cell: Cell) -> str:
+        """The way that leads to the exit."""
+        return min(self.open[cell], key=lambda way: self.away[beside(cell, way)])
+
+
+_BACK = {"north": "south", "south": "north", "east": "west", "west": "east"}
+
+
+def beside(cell: Cell, way: str) -> Cell:
+    return cell[0] + STEPS[way][0], cell[1] + STEPS[way][1]
+
+
+class Maze:
+    """One walk through one maze.
+
+    shaped   each step is paid its part of the way: the turn rewards of a walk from the start to the exit add up to 1,
+             whatever detours it makes. Otherwise only arriving is paid, 1.
+    """
+
+    def __init__(self, shaped: bool = False) -> None:
+        self.shaped = shaped
+
+    async def reset(self, task: Task, seed: int) -> str:
+        self.grid = Grid(task.fields["maze"], task.fields["far"])
+        self.cell, self.steps, self.done = self.grid.start, 0, False
+        return self._seen()
+
+    def _seen(self) -> str:
+        x, y = self.cell
+        ex, ey = self.grid.exit
+        parts = [f"{abs(ey - y)} {'south' if ey > y else 'north'}"] if ey != y else []
+        parts += [f"{abs(ex - x)} {'east' if ex > x else 'west'}"] if ex != x else []
+        open_ways = " ".join(way for way in STEPS if way in self.grid.open[self.cell])
+        return f"Open: {open_ways}. Exit: {' '.join(parts)}."
+
+    @tool
+    async def go(self, way: Literal["north", "east", "south", "west"]) -> ToolResult:
+        """Take one step.
+
+        Args:
+            way: where to.
+        """
+        self.steps += 1
+        if way not in self.grid.open[self.cell]:
+            return ToolResult(False, f"A wall. {self._seen()}")
+        before = self.grid.away[self.cell]
+        self.cell = beside(self.cell, way)
+        self.done = self.cell == self.grid.exit
+        nearer = (before - self.grid.away[self.cell]) / self.grid.away[self.grid.start]
+        text = "You are out." if self.done else self._seen()
+        return ToolResult(True, text, reward=nearer if self.shaped else None)
+
+    async def reward(self) -> dict[str, float]:
+        """Sparse: 1 for being out. Shaped: nothing more than the turns were paid. `success` is the same in both."""
+        return {"reward": 0.0 if self.shaped else float(self.done), "success": float(self.done), "steps": self.steps}
+
+    async def fork(self, into: Maze) -> None:
+        into.__dict__.update(self.__dict__)
+
+
+def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows {"id", "question", "maze", "far"}: mazes of 3 to 7 steps; no maze is in both splits."""
+    first = 2_000_000 * seed + (1_000_000 if split == "test" else 0)
+    mark = "" if seed == 0 else f"{seed}-"
+    return [
+        {"id": f"maze-{split}-{mark}{i:04}", "question": "Find the way out.", "maze": first + i, "far": 3 + i % 5}
+        for i in range(n)
+    ]
+
+
+def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
+    """Knows the maze, and takes the shortest way."""
+    grid = Grid(task.fields["maze"], task.fields["far"])
+    cell = grid.start
+    for _ in told(messages):
+        cell = beside(cell, grid.toward(cell))
+    return "go", {"way": grid.toward(cell)}
+
+
+def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
+    """Goes anywhere, walls included."""
+    return "go", {"way": rng.choice(list(STEPS))}
+
+
+family = Family(
+    name="maze",
+    what="find the way out of a 5 x 5 maze; options={'shaped': True} pays each step",
+    environment=Maze,
+    rows=rows,
+    expert_player=expert_player,
+    random_player=random_player,
+    max_turns=8,
+)
+tasks, agent, expert, random_agent = family.tasks, family.agent, family.expert, family.random_agent

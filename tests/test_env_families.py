@@ -1,0 +1,178 @@
+"""Each family is real: its expert solves it, luck does not, and many chains at once see only their own world."""
+
+import random
+from typing import Any
+
+import pytest
+
+import agentfly_kit as af
+from agentfly_kit.envs import FAMILIES, exact, family, lookup, maze
+from agentfly_kit.types import Task
+
+LUCK = {"maze": 0.2}
+"""What a random walk of eight steps finds; the others are words and numbers."""
+
+
+def ready() -> list[str]:
+    return [name for name in FAMILIES if not getattr(af.envs, name).family.missing]
+
+
+@pytest.mark.parametrize("name", ready())
+async def test_the_expert_solves_it_and_luck_does_not(name: str) -> None:
+    of = getattr(af.envs, name)
+    tasks = of.tasks(64, "test")
+    expert, luck = await af.evaluate(of.expert(), tasks), await af.evaluate(of.random_agent(), tasks)
+    assert expert.success >= 0.98, expert
+    assert luck.success <= LUCK.get(name, 0.05), luck
+    assert expert.unscored == luck.unscored == 0
+
+
+@pytest.mark.parametrize("name", ready())
+def test_tasks_are_the_same_again_and_in_one_split_only(name: str) -> None:
+    of = getattr(af.envs, name)
+    tasks = of.tasks(40)  # raises where a content stands in both splits
+    assert tasks.splits == {"train": 40, "test": 40}
+    assert tasks == of.tasks(40)
+    assert tasks.fingerprint != of.tasks(40, seed=1).fingerprint
+    assert tuple(of.tasks(40, "test")) == tuple(tasks.test)
+    assert [t.messages for t in of.tasks(20, "test")] == [t.messages for t in tasks.test[:20]]
+    with pytest.raises(af.errors.SettingsError, match="split='dev'"):
+        of.tasks(1, "dev")
+    with pytest.raises(af.errors.SettingsError, match="n=0"):
+        of.tasks(0)
+
+
+def test_the_list_says_what_there_is() -> None:
+    table = af.envs.list()
+    assert list(table.index) == list(FAMILIES)
+    assert table.loc["lookup", "tools"] == "lookup"
+    assert set(table.loc[ready(), "installed"]) == {"yes"}
+    missing = family.Family(
+        "x", "a thing", maze.Maze, maze.rows, maze.expert_player, maze.random_player, needs=("not_there",),
+        install="pip install not-there",
+    )  # fmt: skip
+    with pytest.raises(af.errors.SettingsError, match=r"af\.envs\.x needs not_there; type: pip install not-there"):
+        missing.tasks()
+
+
+# ---- lookup
+
+
+async def test_64_lookups_at_once_each_in_its_own_store() -> None:
+    """A marker is planted in each store that a chain has; it must be all that this chain, and no other, reads of it."""
+    tasks = lookup.tasks(64, "train")
+
+    class Marked(lookup.Lookup):
+        async def reset(self, task: Task, seed: int) -> None:
+            await super().reset(task, seed)
+            for facts in self.facts.values():
+                facts["pet"] = f"marker-{task.id}"
+
+    def script(task: Task, turn: int) -> str:
+        of = random.Random(f"{task.id} {turn}").choice(list(lookup.store(task.fields["world"])))
+        return (
+            f'<tool_call>{{"name":"lookup","arguments":{{"of":"{of}","what":"pet"}}}}</tool_call>' if turn < 4 else "."
+        )
+
+    agent = af.envs.agent(
+        Marked, af.ScriptedEngine(script), chat=family.small_chat(), size=16, reward=af.envs.reward(lookup.Lookup)
+    )
+    for t in (await agent.rollout(tasks)).trajectories:
+        assert [c.result.observation for c in t.tool_calls] == [f"marker-{t.task.id}"] * 4, t.error
+
+
+def test_a_question_is_read_as_it_was_written_and_the_store_answers_it() -> None:
+    rng = random.Random(1)
+    hops = set()
+    for world in range(200):
+        facts = lookup.store(world)
+        asked = lookup.question(facts, rng)
+        assert lookup.read(asked.text) == asked
+        name = asked.name
+        for key in asked.keys:
+            name = facts[name][key]
+        assert asked.steps(facts)[-1][2] == name
+        hops.add(len(asked.keys))
+    assert hops == {1, 2, 3}
+    assert lookup.read("What is Ann's boss's boss's city?") == lookup.Question("Ann", ("boss", "boss", "city"))
+
+
+async def test_a_look_up_says_what_it_does_not_know() -> None:
+    (look,) = af.envs.tools(lookup.Lookup)
+    task = lookup.tasks(1, "train")[0]
+    name = next(iter(lookup.store(task.fields["world"])))
+    assert (await look.try_(of=name, what="city", task=task)).observation in lookup.CITIES
+    assert (await look.try_(of="Nobody", what="city", task=task)).observation == "no such person"
+    assert (await look.try_(of=name, what="shoe", task=task)).observation == "no such fact"
+
+
+# ---- maze
+
+
+def test_every_cell_of_a_maze_is_reached_by_one_way() -> None:
+    for number in range(50):
+        grid = maze.Grid(number, 5)
+        assert len(grid.away) == 25
+        assert sum(map(len, grid.open.values())) == 2 * 24  # a tree
+        assert all(maze._BACK[way] in grid.open[maze.beside(c, way)] for c, ways in grid.open.items() for way in ways)
+
+
+async def test_shaped_steps_add_up_to_one_whatever_the_detours() -> None:
+    tasks = maze.tasks(10, "train")
+    agent = maze.expert(options={"shaped": True})
+    for t in (await agent.rollout(tasks)).trajectories:
+        assert sum(turn.reward or 0.0 for turn in t.turns) == pytest.approx(1.0)
+        assert (t.stop, t.reward, t.success) == ("env_done", 0.0, True)
+
+    def detour(task: Task, messages: Any, rng: Any) -> Any:
+        grid, cell = maze.Grid(task.fields["maze"], task.fields["far"]), None
+        ways = [grid.toward(grid.start)]
+        ways += [maze._BACK[ways[0]], ways[0]]
+        cell = maze.beside(grid.start, ways[0])
+        while cell != grid.exit:
+            ways.append(grid.toward(cell))
+            cell = maze.beside(cell, ways[-1])
+        return "go", {"way": ways[len(family.told(messages))]}
+
+    chat = family.small_chat()
+    wanders = maze.agent(family.PlayerEngine(detour, chat), chat=chat, options={"shaped": True}, max_turns=12)
+    for t in (await wanders.rollout(tasks)).trajectories:
+        assert sum(turn.reward or 0.0 for turn in t.turns) == pytest.approx(1.0)
+    for t in (await maze.expert().rollout(tasks)).trajectories:
+        assert t.reward == 1.0
+
+
+# ---- exact arithmetic
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "equal"),
+    [
+        ("2/4", "1/2", True), ("8^(1/2)", "2*2^(1/2)", True), ("0.5", "1/2", True), ("0.1+0.2", "0.3", True),
+        ("(1+sqrt(2))^2", "3+2*sqrt(2)", True), ("2^-1", "1/2", True), ("-3^2", "-9", True), ("1/3", "0.333", False),
+        ("\\frac{2}{4}", "1/2", True), ("$\\sqrt{8}$", "2\\sqrt{2}", None), ("2/3", "3/2", False),
+        ("pi", "3.14", False),
+        ("seven", "7", None), ("1/0", "1", None), ("__import__('os')", "1", None), ("9^9^9", "1", None),
+        ("2^100000", "1", None), ("(-1)^(1/2)", "1", None), ("0^-1", "1", None), ("1" * 300, "1", None),
+        ("(" * 150 + ")" * 50, "1", None), ("1 if 1 else 2", "1", None), ("True", "1", None), ("", "1", None),
+    ],
+)  # fmt: skip
+def test_values_are_compared_not_texts(a: str, b: str, equal: bool | None) -> None:
+    assert exact.same(a, b) is equal
+    if equal is not None:
+        assert exact.same(b, a) is equal
+
+
+def test_what_is_shown_is_read_again() -> None:
+    for text, shown in {"8^(1/2)": "2*2^(1/2)", "2/4": "1/2", "3*(4+5)": "27", "(2+3^(1/2))^(1/2)": None}.items():
+        got = exact.shown(exact.value(text))
+        assert shown in (None, got)
+        assert exact.same(got, text), got
+
+
+def test_an_answer_in_other_words_goes_to_math_verify() -> None:
+    for said, answer, right in [
+        ("2/4", "1/2", True), ("x+1", "1+x", True), ("{2,1}", "{1,2}", True), ("[1,2]", "(1,2)", False),
+        ("$\\sqrt{8}$", "2\\sqrt{2}", True), ("1/2", "x+1", False), ("seven", "7", False), ("", "7", False),
+    ]:  # fmt: skip
+        assert exact.equivalent(said, answer) is right, said
