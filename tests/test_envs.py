@@ -216,6 +216,17 @@ def test_a_reward_of_an_environment_is_known_by_its_source() -> None:
     assert 'state["done"]' in first.source
 
 
+async def test_a_reward_tried_later_sees_the_end_of_the_chain_again() -> None:
+    agent = guesser([call(3), call(7)])
+    (t,) = (await agent.rollout(task())).trajectories
+    (mine,) = agent.reward
+    assert (await mine.try_(t)).reward == 1.0
+    other = t.replace(task=task(secret=3))
+    score = await mine.try_(other)
+    assert score.reward is None
+    assert "gave 'right' when it was run again" in str(score.error)
+
+
 # ---- Gymnasium
 
 

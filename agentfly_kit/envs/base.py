@@ -37,13 +37,13 @@ start, alive, close as of any kind of sandbox; may be left out.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agentfly_kit import episodes, functions
 from agentfly_kit.context import Context, FromPool
-from agentfly_kit.errors import SettingsError
+from agentfly_kit.errors import SandboxError, SettingsError
 from agentfly_kit.pool import Pool
 from agentfly_kit.rewards import Reward
 from agentfly_kit.rollout import Agent
@@ -122,32 +122,51 @@ def reward(kind: type) -> Reward[..., Any] | None:
     if method is None:
         return None
     parameters = list(inspect.signature(method).parameters.values())[1:]
-    wants_state = any(p.name == "state" for p in parameters)
+    names = [p.name for p in parameters]
 
-    def given(environment: Any, more: dict[str, Any]) -> dict[str, Any]:
-        return more | {"state": state(environment)} if wants_state else more
-
-    scored: Callable[..., Any]
-    if inspect.iscoroutinefunction(method):
-
-        async def scored(environment: Any, **more: Any) -> Any:
-            return await method(environment, **given(environment, more))
-    else:
-
-        def scored(environment: Any, **more: Any) -> Any:
-            return method(environment, **given(environment, more))
+    async def scored(environment: Any, context: Context, trajectory: Any, **more: Any) -> Any:
+        if context.trajectory_id.startswith("try "):  # its own went back: a fresh one is brought into the same state
+            await _replay(environment, kind, context, trajectory)
+        ready = {"context": context, "trajectory": trajectory}
+        more |= {name: value for name, value in ready.items() if name in names}
+        if "state" in names:
+            more["state"] = state(environment)
+        if inspect.iscoroutinefunction(method):
+            return await method(environment, **more)
+        outcome = await functions.run(environment.reward, more)
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.value
 
     own = inspect.Parameter("environment", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    hidden = [own.replace(name=name, kind=own.KEYWORD_ONLY) for name in ("context", "trajectory")]
     others = [
-        p.replace(kind=p.KEYWORD_ONLY) for p in parameters if p.name != "state" and p.kind is not p.VAR_KEYWORD
-    ]  # fmt: skip
+        p.replace(kind=p.KEYWORD_ONLY)
+        for p in parameters
+        if p.name not in ("state", "context", "trajectory") and p.kind is not p.VAR_KEYWORD
+    ]
     signed: Any = scored
     from_pool: Any = FromPool
-    signed.__signature__ = inspect.Signature([own, *others])
+    signed.__signature__ = inspect.Signature([own, *hidden, *others])
     signed.__annotations__ = {"environment": from_pool[kind]}
     signed.__wrapped__ = method  # its source is the reward's, and so its fingerprint
     signed.__qualname__, signed.__module__, signed.__doc__ = method.__qualname__, method.__module__, method.__doc__
     return Reward(scored, name=kind.__name__.lower())
+
+
+async def _replay(environment: Any, kind: type, context: Context, trajectory: Any) -> None:
+    """Run the calls of a trajectory again. Raises SandboxError at one that gives something else now."""
+    methods = {tool.name: tool for tool in tools(kind)}
+    for call in trajectory.tool_calls:
+        if call.error is None and call.name in methods and call.result is not None:
+            if episodes.is_done(environment):
+                return
+            got = await Tool.invoke(Tool.__get__(methods[call.name], environment), call.arguments, context)
+            if (got.ok, got.observation) != (call.result.ok, call.result.observation):
+                raise SandboxError(
+                    f"{kind.__name__}.{call.name} gave {got.observation!r} when it was run again, and "
+                    f"{call.result.observation!r} at first: the end of this chain cannot be had again"
+                )
 
 
 class Opening:
