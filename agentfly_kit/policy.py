@@ -110,6 +110,7 @@ class Policy:
         self.started: dict[str, str] = {}
         """Run folder -> fingerprint of the weights with which its run began: a cell that is run again finds its run."""
         self._plain_head: bool | None = None
+        self._sized: tuple[Any, int] = (None, 0)
 
     # --- loading and saving ---
 
@@ -272,7 +273,9 @@ class Policy:
     @property
     def size(self) -> int:
         """Number of parameters, the value head's left out."""
-        return sum(p.numel() for p in self.model.parameters())
+        if self._sized[0] is not self.model:  # asked for at every micro-batch; walking the modules takes a millisecond
+            self._sized = (self.model, sum(p.numel() for p in self.model.parameters()))
+        return self._sized[1]
 
     @property
     def micro_tokens(self) -> int:

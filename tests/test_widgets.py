@@ -936,7 +936,9 @@ async def test_a_run_is_paused_and_stopped_from_its_view(tmp_path: Path) -> None
     running = asyncio.ensure_future(run._all())
     await asyncio.sleep(0.3)
     assert run.records == []
-    assert view._about["control"]["paused"]
+    async with asyncio.timeout(20):
+        while not view._about["control"]["paused"]:
+            await asyncio.sleep(0.02)
     await ask("resume")
     while not run.records:
         await asyncio.sleep(0.01)
