@@ -336,7 +336,6 @@ async def test_a_cancelled_call_leaves_the_next_one_right(level: str):
                 await writing
             except asyncio.CancelledError:
                 pass
-            await asyncio.sleep(0.02)
             assert await sandbox.read("README.md") == "# Title\n"
         extra = set(await sandbox.list()) - {"README.md", "data.bin", "src/", "src/main.py", "a.txt"}
         assert not extra, "no half of a file"

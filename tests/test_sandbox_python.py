@@ -717,3 +717,23 @@ async def test_packages_that_lie_below_tmp_are_there_and_the_sandbox_begins_empt
             assert (await sandbox.run("import lies_in_tmp\nlies_in_tmp.number")).value == "7"
     finally:
         shutil.rmtree(site)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "timed out"])
+async def test_an_interrupt_that_comes_late_hits_nobody(how: str) -> None:
+    """The zygote is slow, the call answers before it is interrupted, and the next one begins."""
+    async with PythonSandbox(isolation="none") as sandbox:
+        await sandbox.run("import time")
+        assert sandbox.pid is not None
+        os.kill(sandbox.pid, signal.SIGSTOP)
+        first = asyncio.create_task(sandbox.run("time.sleep(0.3)", timeout=0.1 if how == "timed out" else 5.0))
+        await asyncio.sleep(0.1)
+        if how == "cancelled":
+            first.cancel()
+        await asyncio.wait([first])
+        await asyncio.sleep(0.4)  # its answer is there, and its interrupt is not
+        following = asyncio.create_task(sandbox.run("for _ in range(40): time.sleep(0.02)\n'whole'"))
+        await asyncio.sleep(0.2)
+        os.kill(sandbox.pid, signal.SIGCONT)
+        result = await following
+        assert (result.value, result.error) == ("'whole'", None)

@@ -95,6 +95,7 @@ class PythonSandbox:
         self._worker = False  # an interpreter runs
         self._held = False  # a call was made since the last reset: there may be something to lose
         self._abandoned: bytes | None = None  # a call was given up while its code ran: what of it is still to be sent
+        self._interrupted = False  # an interrupt may still be on its way
         self._hits = (0, 0)
         self._watches: set[_Watch] = set()
         self._tail: asyncio.Future[None] | None = None
@@ -294,6 +295,8 @@ class PythonSandbox:
                 await self.start()
             if self._abandoned is not None:
                 await self._settle(self._abandoned)
+            if self._interrupted and self._worker:
+                await self._pass_interrupt()
             if not self._worker:
                 await self._fresh(wipe=False)
             self._number += 1
@@ -306,7 +309,7 @@ class PythonSandbox:
             except asyncio.CancelledError:
                 if not self._closed:
                     self._abandoned = call.request
-                    self._command("interrupt")
+                    self._interrupt()
                 raise
             finally:
                 call.watch.stop()
@@ -331,6 +334,17 @@ class PythonSandbox:
         finally:
             call.watch.stop()
         self._abandoned = None
+
+    def _interrupt(self) -> None:
+        self._interrupted = True
+        self._command("interrupt")
+
+    async def _pass_interrupt(self) -> None:
+        """Wait until the zygote has delivered an interrupt: on a busy machine it would hit the next call otherwise, if
+        the one that it was meant for answered first."""
+        if self._command("sync", serial=self._number):
+            await self._expect("sync", self._number, _CONTROL_SECONDS)
+        self._interrupted = False
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -374,6 +388,7 @@ class PythonSandbox:
         assert vessel is not None
         self._worker = False
         self._abandoned = None
+        self._interrupted = False  # commands are carried out in order: it has hit the one before, or nobody
         self._serial += 1
         vessel.cut()
         vessel.data, data = socket.socketpair()
@@ -416,6 +431,8 @@ class PythonSandbox:
                 for message in control.read():
                     if message.get("op") == op and message.get("serial", 0) == serial and not found.done():
                         found.set_result(message)
+                    elif message.get("op") == "exit" and message.get("serial") == self._serial:
+                        self._worker = False  # the interpreter ended meanwhile
             except EOFError:
                 watch.stop()
 
@@ -636,7 +653,7 @@ class _Call:
 
     def stop(self) -> None:
         """Interrupt now, kill soon."""
-        self.sandbox._command("interrupt")
+        self.sandbox._interrupt()
         self.after(_GRACE_SECONDS, self.kill)
 
     def kill(self) -> None:

@@ -7,7 +7,8 @@ namespace. With `hub FD` it is a hub instead: it forks zygotes, each into namesp
 memory of one Python. With `probe JSON` it tries the kernel's doors and prints 42.
 
 Control socket, JSON lines. Host to zygote: the settings once; then {"op": "fresh", "serial", "wipe"} with three file
-descriptors (data, stdout, stderr), {"op": "interrupt"}, {"op": "kill"}. Zygote to host: {"op": "hello", "error"} if a
+descriptors (data, stdout, stderr), {"op": "interrupt"}, {"op": "kill"}, {"op": "sync", "serial"}, which is sent back
+once all before it is done. Zygote to host: {"op": "hello", "error"} if a
 hub made it, {"op": "ready"}, {"op": "fresh", "serial", "error"}, {"op": "exit", "serial", "status"}. When the socket
 ends, the zygote kills everything and exits. Host to hub: the settings once; then {"op": "zygote", "network"} with the
 zygote's end of its control socket.
@@ -241,6 +242,8 @@ class Zygote:
         elif op == "interrupt":
             if self.worker:
                 os.kill(self.worker, signal.SIGINT)
+        elif op == "sync":
+            self.tell(op="sync", serial=message["serial"])
         elif op == "kill":
             self.kill_all(tell=True)
 
