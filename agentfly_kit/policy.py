@@ -85,6 +85,8 @@ class Policy:
     value_head: True reads values from the policy's own trunk, "separate" from a copy of it (see `Critic`).
     """
 
+    _sized: tuple[Any, int] = (None, 0)  # a model, and its size
+
     def __init__(
         self,
         model: Any,
@@ -110,7 +112,6 @@ class Policy:
         self.started: dict[str, str] = {}
         """Run folder -> fingerprint of the weights with which its run began: a cell that is run again finds its run."""
         self._plain_head: bool | None = None
-        self._sized: tuple[Any, int] = (None, 0)
 
     # --- loading and saving ---
 
