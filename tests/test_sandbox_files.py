@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from test_sandbox_python import LEVELS, nothing_left  # noqa: F401  (nothing_left is a fixture)
+from test_sandbox_python import few, nothing_left  # noqa: F401  (nothing_left is a fixture)
 
 from agentfly_kit import toolbox
 from agentfly_kit.context import Context
@@ -23,7 +23,7 @@ CODE = "def f():\n    return 1\n\n\ndef g():\n    return 1\n"
 SEED = {"src/main.py": CODE, "README.md": "# Title\n", "data.bin": b"\0\1\2"}
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=few("strict"))
 def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

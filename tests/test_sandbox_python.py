@@ -27,15 +27,24 @@ from agentfly_kit.sandboxes.limits import Group, Hierarchy, Limits, find_hierarc
 # Absent, they are skipped. There and refused, these tests fail: a machine that should have it must not hide that.
 STRICT = isolation.strict_trouble() if shutil.which("bwrap") is None else ""
 LANDLOCK = "" if isolation.landlock_version() else isolation.landlock_trouble()
-LEVELS = [
-    pytest.param("strict", marks=pytest.mark.skipif(bool(STRICT), reason=STRICT)),
-    pytest.param("shared", marks=pytest.mark.skipif(bool(STRICT), reason=STRICT)),
-    pytest.param("landlock", marks=pytest.mark.skipif(bool(LANDLOCK), reason=LANDLOCK)),
-    "none",
-]
+MARKS = {
+    "strict": [pytest.mark.skipif(bool(STRICT), reason=STRICT)],
+    "shared": [pytest.mark.skipif(bool(STRICT), reason=STRICT)],
+    "landlock": [pytest.mark.skipif(bool(LANDLOCK), reason=LANDLOCK)],
+    "none": [],
+}
+LEVELS = [pytest.param(level, marks=marks) for level, marks in MARKS.items()]
 
 
-@pytest.fixture(params=LEVELS)
+def few(*fast: str):
+    """All levels, those but the named ones for `make test-real`: hundreds of processes at each are minutes in all."""
+    return [
+        pytest.param(level, marks=[*marks, *([] if level in fast else [pytest.mark.real])])
+        for level, marks in MARKS.items()
+    ]
+
+
+@pytest.fixture(params=few("strict", "shared"))
 def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

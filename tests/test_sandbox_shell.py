@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_sandbox_python import LEVELS, nothing_left, zygotes  # noqa: F401  (nothing_left is a fixture)
+from test_sandbox_python import few, nothing_left, zygotes  # noqa: F401  (nothing_left is a fixture)
 
 from agentfly_kit import toolbox
 from agentfly_kit.context import Context
@@ -20,7 +20,7 @@ from agentfly_kit.types import Task
 STUBBORN = "python -c 'import time\nwhile True:\n  try: time.sleep(9)\n  except BaseException: pass'"
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=few("strict"))
 def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

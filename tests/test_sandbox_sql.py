@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from test_sandbox_python import LEVELS, nothing_left  # noqa: F401  (nothing_left is a fixture)
+from test_sandbox_python import few, nothing_left  # noqa: F401  (nothing_left is a fixture)
 
 from agentfly_kit import toolbox
 from agentfly_kit.context import Context
@@ -25,7 +25,7 @@ ENDLESS = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c) SELEC
 ENGINES = ["sqlite", "duckdb"]
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=few("strict"))
 def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
