@@ -821,3 +821,34 @@ def test_the_filter_is_valid_for_both_machines():
         assert int.from_bytes(steps[-1][:2], "little") == seccomp._RETURN
     assert seccomp.program("riscv64") is None
     assert ctypes.sizeof(ctypes.c_long) == 8 or platform.machine() not in seccomp._MACHINES
+
+
+FORGE = """
+import json, os, stat, threading, time
+
+def is_socket(fd):
+    try:
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError:
+        return False
+
+sockets = [fd for fd in range(256) if is_socket(fd)]
+
+def forge():
+    time.sleep(0.2)
+    reply = {"value": "'forged'", "error": None, "type": None, "truncated": False, "limit": None}
+    for number in range(200):
+        for fd in sockets:
+            os.write(fd, json.dumps({"id": number, **reply}).encode() + bytes([10]))
+
+threading.Thread(target=forge, daemon=True).start()
+len(sockets)
+"""
+
+
+@levels("strict", "shared", "none")
+async def test_a_thread_that_was_left_cannot_forge_the_next_reply(level: str):
+    async with PythonSandbox(isolation=level) as sandbox:
+        assert (await sandbox.run(FORGE)).value not in (None, "0"), "it finds no socket: the test forges nothing"
+        result = await sandbox.run("time.sleep(0.6)\n'true'")
+        assert result.value == "'true'"

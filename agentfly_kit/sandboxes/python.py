@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import os
+import secrets
 import socket
 import struct
 import time
@@ -92,6 +93,7 @@ class PythonSandbox:
         self._replies: _Lines | None = None
         self._serial = 0  # of the interpreter
         self._number = 0  # of the call, over all interpreters
+        self._nonce = 0  # of the call that runs
         self._worker = False  # an interpreter runs
         self._held = False  # a call was made since the last reset: there may be something to lose
         self._abandoned: bytes | None = None  # a call was given up while its code ran: what of it is still to be sent
@@ -302,7 +304,9 @@ class PythonSandbox:
             self._number += 1
             self._held = True
             self._history.append((code, timeout, None))  # as it stays if this call is abandoned
-            request = json.dumps({"id": self._number, "code": code}).encode() + b"\n"
+            # A number that nobody can guess: a thread that an earlier call left could write the next reply beforehand.
+            self._nonce = secrets.randbits(62)
+            request = json.dumps({"id": self._nonce, "code": code}).encode() + b"\n"
             call = _Call(self, request, timeout)
             try:
                 result = await call.outcome()
@@ -548,7 +552,7 @@ class _Call:
         vessel, control, replies = sandbox._vessel, sandbox._control, sandbox._replies
         assert vessel is not None and control is not None and replies is not None and vessel.data is not None
         self.sandbox, self.control, self.replies = sandbox, control, replies
-        self.number = sandbox._number
+        self.number = sandbox._nonce
         self.request = request
         self.timeout = timeout
         self.loop = asyncio.get_running_loop()
