@@ -69,7 +69,7 @@ export function tick(value, step) {
   const size = Math.abs(value);
   if (size >= 10000) return `${Number((value / 1000).toPrecision(3))}k`.replace("-", "−");
   const digits = Math.max(0, Math.min(6, -Math.floor(Math.log10(step) + 1e-9)));
-  return (digits > 4 && value !== 0 ? value.toExponential(1) : value.toFixed(digits)).replaceAll("-", "−");
+  return (digits <= 4 ? value.toFixed(digits) : value === 0 ? "0" : value.toExponential(1)).replaceAll("-", "−");
 }
 
 const HEIGHT = 108;
