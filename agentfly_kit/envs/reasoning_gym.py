@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,13 @@ DATASETS = ("basic_arithmetic", "chain_sum", "gcd", "lcm", "letter_counting", "s
 """What `tasks` takes where it is not told."""
 
 
+def _package() -> Any:
+    with warnings.catch_warnings():  # cellpylib, which it brings, compares with `is`, and Python says so the first time
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import reasoning_gym
+    return reasoning_gym
+
+
 class ReasoningGym(Calculator):
     """The calculator, and the verifier of the question's kind."""
 
@@ -29,12 +37,10 @@ class ReasoningGym(Calculator):
         self, final: str | None, answer: str, dataset: str, metadata: dict[str, Any], question_text: str
     ) -> float:
         """What its verifier says, from 0 to 1; none of an answer is 0."""
-        import reasoning_gym
-
         if final is None:
             return 0.0
         entry = {"question": question_text, "answer": answer, "metadata": metadata}
-        return float(reasoning_gym.get_score_answer_fn(dataset)(answer=final.strip(), entry=entry))
+        return float(_package().get_score_answer_fn(dataset)(answer=final.strip(), entry=entry))
 
     async def fork(self, into: Calculator) -> None: ...
 
@@ -42,7 +48,7 @@ class ReasoningGym(Calculator):
 def rows(n: int, split: str, seed: int = 0, datasets: Sequence[str] = DATASETS) -> list[dict[str, Any]]:
     """Rows {"id", "messages", "question", "answer", "dataset", "metadata"}, the kinds in turn; a question is in the
     split that its own text says, and in no other."""
-    import reasoning_gym
+    package = _package()
     from reasoning_gym.factory import DATASETS as known
 
     for name in datasets:
@@ -51,7 +57,7 @@ def rows(n: int, split: str, seed: int = 0, datasets: Sequence[str] = DATASETS) 
     if not datasets:
         raise SettingsError(f"datasets=(): give at least one, such as {DATASETS}")
     size = 20 * n + 100
-    sources = [iter(reasoning_gym.create_dataset(name, size=size, seed=seed)) for name in datasets]
+    sources = [iter(package.create_dataset(name, size=size, seed=seed)) for name in datasets]
     mark = "" if seed == 0 else f"{seed}-"
     found: list[dict[str, Any]] = []
     seen: set[str] = set()
