@@ -21,6 +21,7 @@ import textwrap
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import pytest_asyncio
@@ -513,9 +514,10 @@ async def test_replies_that_lie(sandbox: PythonSandbox):
         result = await sandbox.run(find + lie, timeout=3)
         assert isinstance(result, SandboxResult), lie
         assert (await sandbox.run("6 * 7")).value == "42", lie
-    number = sandbox._number + 1
-    lie = {"id": number, "value": 7, "error": ["no text"], "type": None, "truncated": 3, "limit": "nonsense"}
-    result = await sandbox.run(f"{find}s.send(json.dumps({lie!r}).encode() + b'\\n')", timeout=3)
+    # As if it had found out the call's number, which nobody can guess, within its own call.
+    lie = {"id": 77, "value": 7, "error": ["no text"], "type": None, "truncated": 3, "limit": "nonsense"}
+    with mock.patch("agentfly_kit.sandboxes.python.secrets.randbits", return_value=77):
+        result = await sandbox.run(f"{find}s.send(json.dumps({lie!r}).encode() + b'\\n')", timeout=3)
     assert (result.value, result.error, result.limit) == (None, None, None), "only text is taken for text"
     await sandbox.reset()
     assert (await sandbox.run("6 * 7")).value == "42"
