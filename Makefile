@@ -41,8 +41,9 @@ format: install  ## let ruff put the tree in order
 	@$(PY) -m ruff format .
 	@$(PY) -m ruff check --fix .
 
+POLICIES := calculator lookup
 policy: install  ## remake the shipped tasks and policies in data/ (minutes)
-	@for name in calculator lookup; do $(PY) -m agentfly_kit.tiny tasks --name $$name --out data/$$name && \
+	@for name in $(POLICIES); do $(PY) -m agentfly_kit.tiny tasks --name $$name --out data/$$name && \
 		$(PY) -m agentfly_kit.tiny policy --name $$name --out data/policies/$$name || exit 1; done
 
 notebooks: install  ## run all notebooks and keep what they put out (one: make notebooks NB=notebooks/01_quickstart.ipynb)

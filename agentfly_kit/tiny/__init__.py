@@ -2,7 +2,7 @@
 
 Knows no engine, no agent and no reward. A policy here is made to be taught from: it can copy an expression into a tool
 call and read the result, but says "I don't know" or guesses most of the time, so that there is something to learn in a
-minute on one core. `calculator` is here; the demonstrations of `lookup` are in lookups.py.
+minute on one core. `calculator` is here; the demonstrations of the others have a file each, which `_LESSONS` names.
 
     python -m agentfly_kit.tiny tasks --out data/calculator
     python -m agentfly_kit.tiny policy --out data/policies/calculator
@@ -12,6 +12,8 @@ minute on one core. `calculator` is here; the demonstrations of `lookup` are in 
 from __future__ import annotations
 
 import argparse
+import copy
+import importlib
 import importlib.resources
 import json
 import random
@@ -30,7 +32,14 @@ from agentfly_kit.errors import SettingsError
 from agentfly_kit.policy import Policy, compute_threads
 from agentfly_kit.types import ToolCall
 
-NAMES = ("calculator", "lookup")
+_LESSONS = {
+    "lookup": "lookups",
+}
+"""Where the demonstrations of a policy are: a module with `WORDS`, `ORIGIN` and `lessons(chat, seed)`. It may say what
+is otherwise than in the calculator's policy: `MODEL` (settings of its config), `SKILL` and `SHY` (steps of each phase),
+`HALF` (its weights are rounded to 16 bits and ship so). The family of that name in `af.envs` has its tasks."""
+
+NAMES = ("calculator", *_LESSONS)
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -238,8 +247,10 @@ _CORPUS = [
 ]
 
 
-def model(vocabulary: int = _VOCABULARY, *, seed: int = 0) -> Any:
+def model(vocabulary: int = _VOCABULARY, *, seed: int = 0, **settings: Any) -> Any:
     """A Qwen3 with random weights: width 96, 2 layers, 4 heads, about 275k parameters, float32.
+
+    settings: in place of those of its config.
 
     The head size is 32 because serving kernels refuse smaller or odd ones. Four turns of 64 sampled tokens, a question
     and four short observations fit in 512 positions; a chain that grows past them would be reading positions that no
@@ -247,22 +258,23 @@ def model(vocabulary: int = _VOCABULARY, *, seed: int = 0) -> Any:
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=96,
-        intermediate_size=240,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        initializer_range=0.05,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        use_cache=True,
-    )
+    shape: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": 96,
+        "intermediate_size": 240,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.05,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "use_cache": True,
+    }
+    config = Qwen3Config(**(shape | settings))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(config).float()
@@ -390,8 +402,8 @@ def build(
     out: str | Path | None = None,
     *,
     seed: int = 0,
-    skill_steps: int = 500,
-    shy_steps: int = 150,
+    skill_steps: int | None = None,
+    shy_steps: int | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Policy:
     """Make the policy anew: random weights, then two phases of imitation. About a minute on one core.
@@ -399,28 +411,38 @@ def build(
     skill: clean demonstrations only. One mixed phase instead copies digits badly, and learning then stops early.
     shy: three in ten do it well, and most of the others say "I don't know"; see `HABITS`. It hides the skill without
         destroying it, and reinforcement learning then finds it.
+    skill_steps, shy_steps: 500 and 150, where the policy's module does not say otherwise.
     out: a folder to save it in. Held-out expressions are never shown.
     """
     _known(name)
     say = report or (lambda _: None)
-    words: Sequence[str] = ()
-    if name == "lookup":
-        from agentfly_kit.tiny import lookups
-
-        words = lookups.WORDS
+    own = _lessons_of(name)
+    words: Sequence[str] = getattr(own, "WORDS", ())
     made = tokenizer(words)
-    policy = Policy(model(_VOCABULARY + len(words), seed=seed), Chat(made))
+    policy = Policy(model(_VOCABULARY + len(words), seed=seed, **getattr(own, "MODEL", {})), Chat(made))
     config = policy.model.config
     config.eos_token_id = policy.model.generation_config.eos_token_id = policy.chat.tokenizer.eos_token_id
     config.pad_token_id = policy.model.generation_config.pad_token_id = policy.chat.tokenizer.pad_token_id
-    clean, mixed = lookups.lessons(policy.chat, seed) if name == "lookup" else _lessons(policy.chat, seed)
-    for phase, lessons, steps, lr in (("skill", clean, skill_steps, 3e-3), ("shy", mixed, shy_steps, 1e-3)):
+    clean, mixed = (own.lessons if own else _lessons)(policy.chat, seed)
+    skill = getattr(own, "SKILL", 500) if skill_steps is None else skill_steps
+    shy = getattr(own, "SHY", 150) if shy_steps is None else shy_steps
+    for phase, lessons, steps, lr in (("skill", clean, skill, 3e-3), ("shy", mixed, shy, 1e-3)):
         began = time.process_time()
         loss = _imitate(policy, lessons, steps, lr)
         say(f"{phase}: {steps} steps, loss {loss:.4f}, {time.process_time() - began:.1f} cpu s")
+    if getattr(own, "HALF", False):
+        policy.model.half().float()  # what ships and what was built are the same policy
     if out is not None:
         policy.save(out)
+        if getattr(own, "HALF", False):
+            copy.deepcopy(policy.model).half().save_pretrained(out)
+            (Path(out) / "model.safetensors").chmod((Path(out) / "policy.json").stat().st_mode)
     return policy
+
+
+def _lessons_of(name: str) -> Any:
+    """Its module; None of the calculator."""
+    return importlib.import_module(f"agentfly_kit.tiny.{_LESSONS[name]}") if name in _LESSONS else None
 
 
 # --- what ships ----------------------------------------------------------------------------------
@@ -460,7 +482,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for split, rows in _rows(given.name, given.seed).items():
             lines = "".join(json.dumps(row) + "\n" for row in rows)
             (given.out / f"{split}.jsonl").write_text(lines, encoding="utf-8")
-        text = _TASKS_ORIGIN[given.name]
+        text = getattr(_lessons_of(given.name), "ORIGIN", _CALCULATOR_ORIGIN)
     else:
         build(given.name, given.out, seed=given.seed, report=_tell)
         text = _POLICY_ORIGIN
@@ -470,8 +492,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _rows(name: str, seed: int) -> dict[str, list[dict[str, Any]]]:
     if name == "calculator":
         return tasks(seed=seed)
-    from agentfly_kit.envs.lookup import family
-
+    family = importlib.import_module(f"agentfly_kit.envs.{name}").family
     return {split: family.rows(count, split, seed) for split, count in family.splits.items()}
 
 
@@ -479,8 +500,7 @@ def _tell(line: str) -> None:
     sys.stderr.write(line + "\n")
 
 
-_TASKS_ORIGIN = {
-    "calculator": """\
+_CALCULATOR_ORIGIN = """\
 # Calculator tasks
 
 Made for this project by a random generator; no other source. Remade, byte for byte, by
@@ -489,19 +509,7 @@ Made for this project by a random generator; no other source. Remade, byte for b
 
 One to three operations (`+ - *`, brackets) on integers from 2 to 99; `answer` is the exact value as text. No expression
 is in both splits, or twice in one. Licence: that of the project.
-""",
-    "lookup": """\
-# Lookup tasks
-
-Made for this project by a random generator; no other source. Remade, byte for byte, by
-
-    {command}
-
-Each task has a store of facts of its own, made from the number in `world`: ten people, for each a boss, a friend, a
-mentor, a city and a pet. The question takes one to three look-ups; `answer` is the last one's result. No world is in
-both splits. Licence: that of the project.
-""",
-}
+"""
 
 _POLICY_ORIGIN = """\
 # The {name} policy

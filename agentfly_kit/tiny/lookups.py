@@ -18,6 +18,18 @@ HABITS = {"solves": 9, "stops early": 1, "forgets": 1, "guesses": 1, "unsure": 2
 """Of 32 demonstrations of the second phase. It looks everything up and tells the last result; it answers with the first
 result; it looks everything up and says that it does not know; it says any word; it says that it does not know."""
 
+ORIGIN = """\
+# Lookup tasks
+
+Made for this project by a random generator; no other source. Remade, byte for byte, by
+
+    {command}
+
+Each task has a store of facts of its own, made from the number in `world`: ten people, for each a boss, a friend, a
+mentor, a city and a pet. The question takes one to three look-ups; `answer` is the last one's result. No world is in
+both splits. Licence: that of the project.
+"""
+
 _lookup = Lookup.lookup
 assert isinstance(_lookup, Tool)
 TOOL = _lookup.schema
