@@ -13,6 +13,7 @@ import inspect
 import itertools
 import math
 import time
+import warnings
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,10 @@ class Place:
         return f"{self.group}/{self.chain}{self.fork}"
 
 
+_TOLD = frozenset({"turn", "stop", "error", "_busy", "_closed", "_trajectory"})
+"""What listeners are told of: where the chain stands."""
+
+
 class Chain:
     """Made by `agent.chain(task)`. Everything that may wait is awaited; every call returns the new turn.
 
@@ -76,6 +81,7 @@ class Chain:
 
     def __init__(self, agent: Agent, task: Task, place: Place | None = None, *, hand: bool = False) -> None:
         """hand: a person steps it. While nothing runs in it, a pool that others wait for may take its sandbox back."""
+        self._listeners: list[Callable[[Chain], object]] = []  # first: what is set from here on is told
         self.hand = hand
         self.agent = agent
         self.task = task
@@ -165,6 +171,28 @@ class Chain:
         paused rollout waits there), someone who runs the forks that `after_observation` asks for, and the meters of
         the budgets that they share."""
         self._report, self._gate, self._spawn, self._meters = report, gate, spawn, tuple(meters)
+
+    def subscribe(self, callback: Callable[[Chain], object]) -> Callable[[], None]:
+        """Be called with the chain after each change of where it stands, by whomever. Returns what ends it.
+
+        The call is made amid the change, in whatever thread makes it: look soon, but not in the call itself.
+        """
+        self._listeners.append(callback)
+
+        def unsubscribe() -> None:
+            if callback in self._listeners:
+                self._listeners.remove(callback)
+
+        return unsubscribe
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name in _TOLD and self._listeners:
+            for listener in list(self._listeners):
+                try:
+                    listener(self)
+                except Exception as error:
+                    warnings.warn(f"a listener of {self.id} raised {type(error).__name__}: {error}", stacklevel=2)
 
     # --- where it stands ---
 
@@ -742,7 +770,7 @@ class Chain:
             self._open("fork")
             place = dataclasses.replace(self.place, fork=f"{self.place.fork}.{next(self._forks)}")
             twin = object.__new__(Chain)
-            twin.__dict__.update(self.__dict__)
+            twin.__dict__.update(self.__dict__, _listeners=[])
             twin.place, twin._noise = place, self._noise if same_noise else place
             twin.id = place.id
             twin._session = f"{place.id}#{next(_sessions)}"

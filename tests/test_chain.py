@@ -845,3 +845,38 @@ async def test_the_same_chain_by_hand_and_by_run() -> None:
     assert one.ids.tolist() == two.ids.tolist()
     assert one.logprobs.tobytes() == two.logprobs.tobytes()
     assert one.reward == two.reward
+
+
+async def test_whoever_follows_a_chain_is_told_of_every_change() -> None:
+    chain = agent(engine=Played([call(), "42"]), chat=chat()).chain(TASK)
+    seen: list[tuple[int, str | None, bool]] = []
+    end = chain.subscribe(lambda c: seen.append((len(c.turns), c.stop, c._busy)))
+    await chain.step()
+    assert [n for n, _, _ in seen] == sorted(n for n, _, _ in seen)
+    assert {n for n, _, _ in seen} == {1, 2, 3}
+    assert (seen[0], seen[-1]) == ((1, None, True), (3, None, False))  # it was busy, and is not any more
+    chain.rewind(0)
+    assert (1, None, False) in seen[-4:]
+    fork = await chain.fork()
+    seen.clear()
+    fork.force("for the fork alone")
+    assert seen == []
+    chain.force("42")
+    assert seen[-1] == (2, "answered", False)
+    end()
+    end()
+    seen.clear()
+    await chain.close()
+    assert seen == []
+
+
+async def test_a_listener_that_raises_harms_no_chain() -> None:
+    chain = scripted(["42"]).chain(TASK)
+
+    def broken(_: Chain) -> None:
+        raise ZeroDivisionError("mine")
+
+    chain.subscribe(broken)
+    with pytest.warns(UserWarning, match="a listener of .* raised ZeroDivisionError: mine"):
+        trajectory = await chain.run()
+    assert trajectory.stop == "answered"

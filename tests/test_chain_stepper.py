@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +36,10 @@ def click(view: Any, name: str, value: Any = None) -> None:
 
 def show(view: Any) -> None:
     view._handle_custom_msg({"kind": "open", "page": "p"}, [])
+
+
+def hide(view: Any) -> None:
+    view._handle_custom_msg({"kind": "close", "page": "p"}, [])
 
 
 async def settle(view: Any) -> None:
@@ -114,8 +120,33 @@ async def test_what_a_cell_does_is_seen_while_a_page_is_open() -> None:
     assert abs(sum(view._distribution["probabilities"]) - 1) < 0.2
     chain.rewind(0)
     await until(lambda: len(view._state["turns"]) == 1)
+    # It is told, and asks nobody: an idle chain makes it send nothing. A page that was left is sent nothing either.
+    sent = view._throttle.sent
+    await asyncio.sleep(0.4)
+    assert view._throttle.sent == sent
+    hide(view)
+    await chain.sample()
+    await asyncio.sleep(0.2)
+    assert len(view._state["turns"]) == 1
+    show(view)
+    await until(lambda: len(view._state["turns"]) == 2)
     view.close()
-    assert view._polling is None
+    assert chain._listeners == []
+
+
+async def test_a_forgotten_view_leaves_its_chain() -> None:
+    chain = agents.agent().chain(agents.tasks()[0])
+    view = w.ChainStepper(chain)
+    await press(view, "fork")
+    assert (len(chain._listeners), len(view.chain._listeners)) == (0, 1)  # the one in sight alone
+    await press(view, "switch", 0)
+    assert (len(chain._listeners), len(view.chains[1]._listeners)) == (1, 0)
+    view.close()
+    gone = weakref.ref(view)
+    del view
+    gc.collect()
+    assert gone() is None
+    assert chain._listeners == []
 
 
 async def test_errors_are_on_the_page_and_kept() -> None:

@@ -9,6 +9,7 @@ import html.parser
 import json
 import math
 import random
+import re
 import shutil
 import subprocess
 import threading
@@ -168,6 +169,24 @@ def test_missing_is_a_bit_and_not_a_number() -> None:
     assert np.isfinite(np.frombuffer(packed["values"], "<f4")[:3]).all()
     np.testing.assert_array_equal(unpack(packed), np.float32([0, np.nan, -1.5, np.inf]))
     assert pack([]) == {"values": b"", "present": b""}
+
+
+def test_a_rule_of_a_widget_says_nothing_of_another() -> None:
+    """The page holds the CSS of all of them at once: what two share stands in _shared.css, and only there."""
+    here = Path(w.__file__).parent
+    stems = [path.stem for path in here.glob("[!_]*.css")]
+    words = {stem: (here / f"{stem}.js").read_text() + (here / f"{stem}.css").read_text() for stem in stems}
+    used = {stem: set(re.findall(r"(?<!-)afk-[\w-]*\w", text)) for stem, text in words.items()}
+    leaks = []
+    for stem in stems:
+        css = re.sub(r"/\*.*?\*/|@container[^{]*\{", "", (here / f"{stem}.css").read_text(), flags=re.DOTALL)
+        for selector in ",".join(re.findall(r"([^{}]+)\{", css)).split(","):
+            named = set(re.findall(r"\.(afk-[\w-]+)", selector))
+            own = [x for x in named if not any(x in used[other] for other in stems if other != stem)]
+            if not own:
+                leaks.append(f"{stem}.css: {selector.strip()}")
+    assert len(stems) == 8
+    assert leaks == []
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed; CI has it")

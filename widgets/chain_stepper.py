@@ -12,11 +12,9 @@ from typing import Any, ClassVar
 
 import traitlets
 
-from ._base import View, count, escape, number, readable, sendable, tag
+from ._base import Throttle, View, count, escape, number, readable, sendable, tag
 from ._tokens import visible
 
-_POLL = 0.1
-"""Seconds between two looks at a chain that somebody else may have moved."""
 _TEXT = 12_000
 
 
@@ -56,8 +54,8 @@ class ChainStepper(View):
         self._task: asyncio.Future[Any] | None = None
         self._asking: asyncio.Future[Any] | None = None
         self._asked_for: Any = None
-        self._seen_state: Any = None
         super().__init__(None, top=top)
+        self._follow()
         self.refresh()
 
     # --- what it shows ---
@@ -71,15 +69,9 @@ class ChainStepper(View):
         return self.chain._trajectory
 
     def refresh(self) -> None:
-        """Send the chain as it is now. A page that is open does so by itself within a tenth of a second."""
-        self._seen_state = self._signature()
+        """Send the chain as it is now. It does so by itself whenever the chain changes, while a page is open."""
         self._state = _state(self.chains, self._at, self._doing)
         self._ask_distribution()
-
-    def _signature(self) -> Any:
-        c = self.chain
-        # The turn itself, not its id(): a number may come again.
-        return (self._at, len(self.chains), c.turn, c.stop, c._busy, c._closed, c._trajectory is None, self._doing)
 
     def __repr__(self) -> str:
         return f"ChainStepper({self.chain!r})"
@@ -89,32 +81,37 @@ class ChainStepper(View):
 
     # --- following the chain ---
 
+    _throttle: Throttle | None = None
+    _end: Callable[[], Any] | None = None
+
+    def _follow(self) -> None:
+        """Be told by the chain in sight. It keeps the listener, which holds the view weakly."""
+        self._unfollow()
+        me = weakref.ref(self)
+
+        def changed() -> None:
+            view = me()
+            if view is not None and view.comm is not None:
+                view._refresh_safely()
+
+        throttle = self._throttle = Throttle(changed, 0.05)
+        self._end = weakref.finalize(self, _both, self.chain.subscribe(lambda _: throttle.poke()), throttle.close)
+
+    def _unfollow(self) -> None:
+        if self._end is not None:
+            self._end()
+            self._end = None
+
+    def _refresh_safely(self) -> None:
+        if self._seen and not self._pages:
+            return  # nobody looks; a page that opens later refreshes
+        try:
+            self.refresh()
+        except Exception as error:
+            self._failed(error)  # in a loop's callback nobody would see it
+
     def _opened(self) -> None:
         self.refresh()
-        loop = self._running_loop()
-        if loop is not None and self._polling is None:
-            self._polling = loop.call_later(_POLL, _poll, weakref.ref(self))
-
-    _polling: asyncio.TimerHandle | None = None
-
-    def _left(self) -> None:
-        if self._polling is not None:
-            self._polling.cancel()
-            self._polling = None
-
-    def _look(self) -> None:
-        """Called again and again while a page is open: one comparison, unless something has changed."""
-        self._polling = None
-        if not self.is_open or self.comm is None:
-            return
-        if any(
-            a is not b and (not isinstance(a, int | str) or a != b)
-            for a, b in zip(self._signature(), self._seen_state, strict=True)
-        ):
-            self.refresh()
-        loop = self._running_loop()
-        if loop is not None:
-            self._polling = loop.call_later(_POLL, _poll, weakref.ref(self))
 
     def _running_loop(self) -> asyncio.AbstractEventLoop | None:
         if self._loop is None or self._loop.is_closed():
@@ -213,6 +210,7 @@ class ChainStepper(View):
             twin = await chain.fork()
             self.chains.append(twin)
             self._at = len(self.chains) - 1
+            self._follow()
 
         self._start("forking", fork)
 
@@ -226,6 +224,7 @@ class ChainStepper(View):
             raise ValueError(f"still {self._doing}; wait for it, or cancel it")
         self._at = int(value)
         self._asked_for = None
+        self._follow()
         self.refresh()
 
     def _do_cancel(self, _: Any) -> None:
@@ -260,7 +259,7 @@ class ChainStepper(View):
         super()._failed(error)
 
     def close(self) -> None:
-        self._left()
+        self._unfollow()
         super().close()
 
     # --- code ---
@@ -274,14 +273,9 @@ class ChainStepper(View):
         return code(self.chain)
 
 
-def _poll(view: Callable[[], ChainStepper | None]) -> None:
-    alive = view()
-    if alive is None:
-        return
-    try:
-        alive._look()
-    except Exception as error:  # in a loop's callback nobody would see it
-        alive._failed(error)
+def _both(first: Callable[[], Any], second: Callable[[], Any]) -> None:
+    first()
+    second()
 
 
 async def _now(call: Callable[[], Any]) -> Any:
