@@ -1,6 +1,11 @@
 """Each family is real: its expert solves it, luck does not, and many chains at once see only their own world."""
 
+import asyncio
+import inspect
+import json
+import os
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -22,6 +27,33 @@ async def test_the_expert_solves_it_and_luck_does_not(name: str) -> None:
     assert expert.success >= 0.98, expert
     assert luck.success <= 0.05, luck
     assert expert.unscored == luck.unscored == 0
+
+
+async def seen(names: list[str], concurrency: int) -> dict[str, Any]:
+    """Tasks, numbers and texts of the random agents."""
+    found = {}
+    for name in names:
+        of = getattr(af.envs, name)
+        tasks = of.tasks(16, "test")
+        evaluation = await af.evaluate(of.random_agent(), tasks, max_concurrency=concurrency)
+        texts = [[turn.text for turn in t.turns] for t in evaluation.rollout.trajectories]
+        found[name] = {"tasks": tasks.fingerprint, "numbers": evaluation.numbers(), "texts": texts}
+    return found
+
+
+async def test_the_same_seed_gives_the_same_evaluation_in_another_process() -> None:
+    """Whatever the order of its sets of words, and however many chains run at once."""
+    code = "import asyncio, json\nfrom typing import Any\nimport agentfly_kit as af\n" + inspect.getsource(seen)
+    code += f"print(json.dumps(asyncio.run(seen({ready()}, 3))))"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code,
+        env=os.environ | {"PYTHONHASHSEED": "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"},
+        stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    here, there = await asyncio.gather(seen(ready(), 64), process.communicate())
+    other = json.loads(there[0])
+    for name, one in here.items():
+        assert json.loads(json.dumps(one)) == other[name], name
 
 
 @pytest.mark.parametrize("name", ready())

@@ -45,15 +45,19 @@ class Grid:
         found, queue = {to: 0}, deque([to])
         while queue:
             cell = queue.popleft()
-            for way in self.open[cell]:
+            for way in self.ways(cell):
                 if (other := beside(cell, way)) not in found:
                     found[other] = found[cell] + 1
                     queue.append(other)
         return found
 
+    def ways(self, cell: Cell) -> list[str]:
+        """The open ways in one order: that of a set of words is another in every process, and with it the maze was."""
+        return [way for way in STEPS if way in self.open[cell]]
+
     def toward(self, cell: Cell) -> str:
         """The way that leads to the exit."""
-        return min(self.open[cell], key=lambda way: self.away[beside(cell, way)])
+        return min(self.ways(cell), key=lambda way: self.away[beside(cell, way)])
 
 
 _BACK = {"north": "south", "south": "north", "east": "west", "west": "east"}
@@ -83,8 +87,7 @@ class Maze:
         ex, ey = self.grid.exit
         parts = [f"{abs(ey - y)} {'south' if ey > y else 'north'}"] if ey != y else []
         parts += [f"{abs(ex - x)} {'east' if ex > x else 'west'}"] if ex != x else []
-        open_ways = " ".join(way for way in STEPS if way in self.grid.open[self.cell])
-        return f"Open: {open_ways}. Exit: {' '.join(parts)}."
+        return f"Open: {' '.join(self.grid.ways(self.cell))}. Exit: {' '.join(parts)}."
 
     @tool
     async def go(self, way: Literal["north", "east", "south", "west"]) -> ToolResult:
