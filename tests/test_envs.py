@@ -78,6 +78,21 @@ async def test_after_the_end_no_call_is_run() -> None:
     assert t.stop == "env_done"
 
 
+async def test_a_reward_gets_a_sandbox_that_it_asks_for_from_a_pool_that_is_made() -> None:
+    class Written(Guess):
+        async def reward(self, state: dict[str, Any], secret: int, sandbox: af.PythonSandbox) -> float:
+            ran = await sandbox.run(f"{state['tries'][-1]} == {secret}")
+            return float(ran.value == "True")
+
+    agent = guesser([call(3), "x"], Written)
+    assert [pool.kind for pool in agent.pools] == [Written, af.PythonSandbox]
+    a, b = (await agent.rollout([task(id="a"), task(id="b", secret=3)])).trajectories
+    assert (a.reward, b.reward) == (0.0, 1.0), (a.error, b.error)
+    mine = af.Pool(af.PythonSandbox, size=1)
+    assert list(guesser(["x"], Written, pools=[mine]).pools)[1:] == [mine]
+    await mine.close()
+
+
 async def test_a_group_begins_alike_and_the_task_may_name_its_seed() -> None:
     seeds: list[int] = []
 

@@ -28,7 +28,7 @@ reset(task, seed)   before each chain; makes everything anew, for the same objec
 tools               methods under @af.tool. Plain ones run in a thread, coroutine functions on the loop.
 done                true once the episode is over: the chain ends, `env_done`. May be left out.
 reward(...)         its score of the chain. May ask for `state`, and by name for what any reward may: final, trajectory,
-                    context, a task's field. May be left out, or replaced: agent(..., reward=mine).
+                    context, a task's field, a sandbox by its class. May be left out, or replaced by agent(reward=mine).
 state               what rewards may read; left out, the public attributes.
 fork(into)          bring another of the kind into the same state. Left out, a chain that has begun cannot fork.
 start, alive, close as of any kind of sandbox; may be left out.
@@ -42,18 +42,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agentfly_kit import episodes, functions
-from agentfly_kit.context import Context, FromPool
+from agentfly_kit.context import Context, FromPool, injection
 from agentfly_kit.errors import SandboxError, SettingsError
 from agentfly_kit.pool import Pool
-from agentfly_kit.rewards import Reward
+from agentfly_kit.rewards import Reward, RewardSet
 from agentfly_kit.rollout import Agent
-from agentfly_kit.tools import Tool
+from agentfly_kit.tools import Tool, ToolSet
 from agentfly_kit.types import ToolResult
 
 if TYPE_CHECKING:
     from agentfly_kit.chain import Chain
 
 OVER = "The episode is over."
+_OTHERS = 4
+"""Sandboxes of a kind that are made for tools and rewards: they are wanted for a moment each."""
 
 
 class EnvironmentTool(Tool[..., Any]):
@@ -138,6 +140,7 @@ def reward(kind: type) -> Reward[..., Any] | None:
             raise outcome.error
         return outcome.value
 
+    sandboxes = {name: given for name, given in _hints(method).items() if _is_sandbox(given)}
     own = inspect.Parameter("environment", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     hidden = [own.replace(name=name, kind=own.KEYWORD_ONLY) for name in ("context", "trajectory")]
     others = [
@@ -148,10 +151,22 @@ def reward(kind: type) -> Reward[..., Any] | None:
     signed: Any = scored
     from_pool: Any = FromPool
     signed.__signature__ = inspect.Signature([own, *hidden, *others])
-    signed.__annotations__ = {"environment": from_pool[kind]}
+    signed.__annotations__ = {**sandboxes, "environment": from_pool[kind]}
     signed.__wrapped__ = method  # its source is the reward's, and so its fingerprint
     signed.__qualname__, signed.__module__, signed.__doc__ = method.__qualname__, method.__module__, method.__doc__
     return Reward(scored, name=kind.__name__.lower())
+
+
+def _hints(method: Any) -> dict[str, Any]:
+    try:
+        return functions.hints(method, None)
+    except Exception:  # a name that only a type checker knows: then no parameter asks for a sandbox
+        return {}
+
+
+def _is_sandbox(annotation: Any) -> bool:
+    asks = injection(annotation)
+    return asks is not None and asks.what == "sandbox"
 
 
 async def _replay(environment: Any, kind: type, context: Context, trajectory: Any) -> None:
@@ -197,7 +212,8 @@ def agent(
 
     tools, reward   beside the environment's tools; in place of its reward. A reward that reads the environment asks for
                     it: `world: af.FromPool[Guess]`.
-    pool, size      the pool that the environments come from; else one of `size` is made, and more chains wait.
+    pool, size      the pool that the environments come from; else one of `size` is made, and more chains wait. Small
+                    ones are made for other sandboxes that a tool or the reward asks for and that no pool has.
     options         keyword arguments for the class.
     settings        the agent's others: max_turns, sampling, seed, pools, ...
     Raises:  SettingsError for a class without `reset(task, seed)` or without a tool.
@@ -211,13 +227,18 @@ def agent(
         pool = Pool(kind, size=size, **(options or {}))
     elif options:
         raise SettingsError(f"options={options!r} are for a pool that is made here; give them to yours")
-    given = _reward(kind) if reward is None else reward
+    toolset = ToolSet([*own, *tools])
+    scored = RewardSet.of(_reward(kind) if reward is None else reward)
+    have = [pool, *(p for p in pools if p is not pool)]
+    for asked in dict.fromkeys((*toolset.sandbox_kinds, *scored.sandbox_kinds)):
+        if not any(issubclass(p.kind, asked) for p in have):
+            have.append(Pool(asked, size=min(size, _OTHERS)))
     return Agent(
         engine,
         chat=chat,
-        tools=[*own, *tools],
-        reward=given,
-        pools=[pool, *(p for p in pools if p is not pool)],
+        tools=toolset,
+        reward=scored,
+        pools=have,
         before_chain=settings.pop("before_chain", Opening(kind)),
         **settings,
     )
