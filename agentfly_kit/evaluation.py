@@ -37,6 +37,8 @@ class Evaluation:
     unscored: float
     truncated: float
     greedy: bool
+    metrics: dict[str, float] = field(hash=False)
+    """What else the rewards measured, by name: the stages of a task, say. Means over the scored chains that have it."""
     seconds: float = field(compare=False)
     rollout: Rollout = field(repr=False, compare=False)
 
@@ -53,7 +55,8 @@ class Evaluation:
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><td>{k}</td><td style='text-align:right'>{v:.4g}</td></tr>" for k, v in self.numbers().items()
+            f"<tr><td>{k}</td><td style='text-align:right'>{v:.4g}</td></tr>"
+            for k, v in (self.numbers() | self.metrics).items()
         )
         return f"<p><b>{html.escape(repr(self))}</b></p><table><tbody>{rows}</tbody></table>"
 
@@ -103,6 +106,11 @@ def summarise(rollout: Rollout, samples: int, *, greedy: bool = False) -> Evalua
         why = next((str(t.error) for t in rollout.trajectories if t.error), "the agent has no reward")
         raise SettingsError(f"none of {len(rollout)} chains was scored ({why}); give the agent a reward=")
     numbers = rollout.numbers()
+    measured: dict[str, list[float]] = {}
+    for t in rollout.trajectories:
+        if t.reward is not None:
+            for name, value in t.metrics.items():
+                measured.setdefault(name, []).append(value)
     means = [sum(values) / len(values) for values in by_task.values()]
     low, high = bootstrap(means)
     return Evaluation(
@@ -119,6 +127,7 @@ def summarise(rollout: Rollout, samples: int, *, greedy: bool = False) -> Evalua
         unscored=numbers["unscored"],
         truncated=numbers["truncated"],
         greedy=greedy,
+        metrics={name: sum(values) / len(values) for name, values in measured.items()},
         seconds=rollout.seconds,
         rollout=rollout,
     )

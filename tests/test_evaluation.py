@@ -43,6 +43,19 @@ def test_success_is_the_metric_where_there_is_one() -> None:
     assert summarise(chains({"a": [0.0]}, metrics={"success": 1.0}), 1).success == 1
 
 
+def test_what_else_was_measured_is_told_as_means_over_those_that_have_it() -> None:
+    some = Rollout.of(
+        Trajectory(f"a/{i}", Task("a", MESSAGES), "a", i, (), "answered", reward=r, metrics=metrics)
+        for i, (r, metrics) in enumerate(
+            [(1.0, {"found": 1.0, "bought": 3.0}), (0.0, {"found": 0.0}), (None, {"found": 9.0})]
+        )
+    )
+    e = summarise(some, 3)
+    assert e.metrics == {"found": 0.5, "bought": 3.0}
+    assert "bought" in e._repr_html_() and "bought" not in e.numbers()
+    assert hash(e) == hash(summarise(some, 3))
+
+
 def test_nothing_scored_says_why() -> None:
     with pytest.raises(SettingsError, match=r"none of 2 chains was scored \(the agent has no reward\)"):
         summarise(chains({"a": [None, None]}), 1)

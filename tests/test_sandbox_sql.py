@@ -8,6 +8,7 @@ import decimal
 import itertools
 import sqlite3
 import uuid
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -307,3 +308,28 @@ def test_values_from_inside_are_not_believed():
     for told in ([1], {"no such": 1}, {"decimal": "x"}, {"uuid": 3}, {"date": "x"}, {}, {"bytes": 1, "text": 2}):
         with pytest.raises((KeyError, TypeError, ValueError, ArithmeticError, AttributeError)):
             sql._value(told)
+
+
+async def test_another_database_in_the_same_process(engine: str, tmp_path: Path):
+    async with SQLSandbox(engine=engine, script=SCRIPT) as sandbox:
+        pid = (await sandbox._python.run("import os; os.getpid()")).value
+        for statement in ("INSERT INTO people VALUES ('Cy', 1)", "CREATE TEMP TABLE mine (x INTEGER)", "BEGIN"):
+            assert (await sandbox.run(statement)).ok
+        await sandbox.renew("CREATE TABLE other (x INTEGER); INSERT INTO other VALUES (7)")
+        assert (await sandbox.run("SELECT x FROM other")).rows == ((7,),)
+        for gone in ("people", "mine"):
+            assert not (await sandbox.run(f"SELECT * FROM {gone}")).ok
+        await sandbox.renew()
+        assert not (await sandbox.run("SELECT x FROM other")).ok
+        with pytest.raises(SettingsError, match="the script of this database failed"):
+            await sandbox.renew("CREATE TABEL x")
+        if engine == "sqlite":
+            with closing(sqlite3.connect(tmp_path / "own.db")) as own:
+                own.executescript("CREATE TABLE own (x INTEGER); INSERT INTO own VALUES (1);")
+            await sandbox.renew("INSERT INTO own VALUES (2)", database=(tmp_path / "own.db").read_bytes())
+            assert (await sandbox.run("SELECT sum(x) FROM own")).rows == ((3,),)
+        assert (await sandbox._python.run("import os; os.getpid()")).value == pid
+        await sandbox.reset()  # what it was made with
+        assert (await sandbox.run("SELECT count(*) FROM people")).rows == ((2,),)
+    with pytest.raises(SandboxError, match="closed"):
+        await sandbox.renew()

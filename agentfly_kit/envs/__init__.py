@@ -9,7 +9,14 @@ import builtins
 import importlib
 from typing import Any
 
-FAMILIES: tuple[str, ...] = ("calculator", "lookup", "math", "maze", "reasoning_gym")
+FAMILIES: tuple[str, ...] = (
+    "calculator",
+    "lookup",
+    "math",
+    "maze",
+    "reasoning_gym",
+    "sql",
+)
 """A family is added here, and has a module of this name."""
 
 _WHERE = {

@@ -79,6 +79,16 @@ def close_database() -> None:
     Database.connection, Database.engine = None, ""
 
 
+def renew() -> None:
+    """Nothing is left of the database; the next query opens an empty one, or the file that is put in its place."""
+    close_database()
+    for end in ("", "-journal", "-wal", "-shm", ".wal"):
+        try:
+            os.unlink(path() + end)
+        except FileNotFoundError:
+            pass
+
+
 def statements(script: str) -> list[str]:
     """sqlite3 takes one statement at a time."""
     found, begun = [], 0
@@ -219,4 +229,4 @@ def settle(engine: str) -> None:
     close_database()
 
 
-CALLS |= {"query": query, "settle": settle}
+CALLS |= {"query": query, "renew": renew, "settle": settle}

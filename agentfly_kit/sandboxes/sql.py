@@ -186,6 +186,27 @@ class SQLSandbox(Guest):
             died=died, limit=limit, columns=columns, types=types, rows=rows, changed=changed,
         )  # fmt: skip
 
+    async def renew(self, script: str | None = None, *, database: bytes | None = None, timeout: float = 60.0) -> None:
+        """Another database in place of this one, in the same process: some times faster than `reset`, which ends the
+        process and comes back to what the sandbox was made with.
+
+        script, database   as of the class, the file by its content; without both, an empty database.
+
+        Raises:  SettingsError if the script fails; SandboxError if the sandbox is closed or has no room.
+        """
+        async with self._turn():
+            await self._start()
+            try:
+                await self._inner("renew")
+            except ToolError as error:
+                raise SandboxError(f"this SQLSandbox could not be given another database: {error}") from None
+            await self._put(iter([] if database is None else guest._pieces("chain.db", 0o600, database)), "")
+            self._calls += 1
+            if script is not None:
+                result = await self._run(script, timeout)
+                if not result.ok:
+                    raise SettingsError(f"the script of this database failed: {result.error}")
+
     async def fork(self, into: SQLSandbox) -> None:
         """Bring another sandbox into this one's state: a copy of its database.
 

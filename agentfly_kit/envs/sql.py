@@ -1,0 +1,524 @@
+"""sql: questions about a database, answered by queries. A real sqlite or DuckDB database for every chain.
+
+Observation and reward are InterCode's: the rows of the last query as a list of tuples, and how far they are those of
+the task's own query. The tasks that ship have small databases, made from a number; `load` reads the files of Spider
+and InterCode. A task of yours has the fields `gold`, a query, and `script`, statements, or `database`, a sqlite file.
+
+    af.envs.sql.agent(engine, chat=chat, options={"engine": "duckdb"})
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import math
+import os
+import random
+import re
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentfly_kit import data
+from agentfly_kit.data import Tasks
+from agentfly_kit.envs import kendall
+from agentfly_kit.envs.family import Family, Move, told
+from agentfly_kit.errors import SandboxError, SettingsError, TaskError
+from agentfly_kit.sandboxes.sql import SQLSandbox
+from agentfly_kit.tools import tool
+from agentfly_kit.types import Message, Task, ToolResult
+
+Rows = list[tuple[Any, ...]]
+
+# --- reward --------------------------------------------------------------------------------------
+
+
+def score(seen: Rows | str | None, wanted: Rows) -> dict[str, float]:
+    """How far the last observation is the wanted rows: {"reward", "success", "overlap", "order"}.
+
+    overlap  intersection over union of the two multisets of rows, each row as its text; 1 where both are empty, 0 for
+             an error or a statement that gives no rows (None).
+    order    Kendall's tau-b between the rows that both have, in the order of each; 1 where it says nothing (one row,
+             or all alike).
+    reward   their product, rounded to two digits where the order counts: rows in the reverse order have -1.
+    Source:  InterCode, arXiv 2306.14898, and its SQL environment; rows are compared as texts: 1 is not 1.0.
+    """
+    if not isinstance(seen, list):
+        return {"reward": 0.0, "success": 0.0, "overlap": 0.0, "order": 0.0}
+    have, want = [str(row) for row in seen], [str(row) for row in wanted]
+    overlap = reward = kendall.overlap(have, want)
+    order = kendall.tau(*kendall.shared(have, want))
+    if not math.isnan(order):
+        reward = round(order * overlap, 2)
+    order = 1.0 if math.isnan(order) else order
+    return {"reward": reward, "success": float(reward >= 1), "overlap": overlap, "order": order}
+
+
+# --- environment ---------------------------------------------------------------------------------
+
+
+class SQL:
+    """One database, which the chain may change, and the rows that its task's own query gave before that.
+
+    engine      "sqlite", or "duckdb" (needs duckdb).
+    seconds     that one query may take; then it is stopped, and an error for the model.
+    most        rows that one query may give.
+    sandbox     SQLSandbox's other settings: isolation, memory_mb, disk_mb, ...
+    """
+
+    def __init__(self, engine: str = "sqlite", *, seconds: float = 5.0, most: int = 10_000, **sandbox: Any) -> None:
+        if engine == "duckdb" and importlib.util.find_spec("duckdb") is None:
+            raise SettingsError(
+                "af.envs.sql with engine='duckdb' needs duckdb; type: pip install \"agentfly_kit[sql]\". "
+                "engine='sqlite' needs nothing"
+            )
+        self._sandbox = SQLSandbox(engine=engine, max_rows=most, **({"max_output": 2**20} | sandbox))
+        self._seconds = seconds
+        self.observation: Rows | str | None = None
+        """What the last query gave: rows, the text of an error, or None of a statement without rows."""
+        self.queries: list[str] = []
+        self.errors = 0
+        self.gold: Rows = []
+        """What the task's own query gives, before the chain changed anything."""
+        self.done = False
+
+    async def start(self) -> None:
+        await self._sandbox.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._sandbox.alive
+
+    async def close(self) -> None:
+        await self._sandbox.close()
+
+    def kill(self) -> None:
+        self._sandbox.kill()
+
+    async def reset(self, task: Task, seed: int) -> None:
+        """A database of the task's own, and its own query run in it.
+
+        Raises:  SettingsError for a task without a database, or whose script fails; SandboxError if its query does.
+        """
+        self.queries, self.errors, self.observation, self.done = [], 0, "", False
+        self.gold = []
+        gold = task.fields.get("gold")
+        if not isinstance(gold, str):
+            raise SettingsError(f"task {task.id!r} has no field 'gold', the query whose rows are wanted")
+        await self._fill(task)
+        result = await self._sandbox.run(gold, timeout=max(30.0, self._seconds))
+        if not result.ok or result.truncated:
+            why = result.error or f"more than {self._sandbox.max_rows} rows; raise options={{'most': ...}}"
+            raise SandboxError(f"the query of task {task.id!r} fails in {self._sandbox.engine}: {why}; it is {gold!r}")
+        self.gold = list(result.rows)
+        if not _only_reads(gold):
+            await self._fill(task)
+
+    async def _fill(self, task: Task) -> None:
+        fields = task.fields
+        if "world" in fields and fields.get("db") in SCHEMAS:
+            await self._sandbox.renew(world(fields["db"], fields["world"]).script)
+        elif isinstance(fields.get("script"), str):
+            await self._sandbox.renew(fields["script"])
+        elif "database" in fields and self._sandbox.engine == "sqlite":
+            await self._sandbox.renew(database=_file(task).read_bytes())
+        elif "database" in fields:
+            path = _file(task)
+            await self._sandbox.renew(_portable(str(path), path.stat().st_mtime_ns))
+        else:
+            raise SettingsError(
+                f"task {task.id!r} has no database: give it a field 'script' with statements, or 'database' with a file"
+            )
+
+    @tool(max_chars=4096)
+    async def execute(self, query: str) -> ToolResult:
+        """Run a query on the database, and see its rows.
+
+        Args:
+            query: one statement of SQL.
+        """
+        self.queries.append(query)
+        result = await self._sandbox.run(query, timeout=self._seconds)
+        if not result.ok:
+            self.observation = f"Error executing query: {result.error}"
+        elif result.truncated:
+            self.observation = f"Error executing query: more than {self._sandbox.max_rows} rows, or too long ones"
+        else:
+            self.observation = list(result.rows) if result.columns else None
+        failed = isinstance(self.observation, str)
+        self.errors += failed
+        return ToolResult(not failed, str(self.observation))
+
+    @tool
+    async def submit(self) -> str:
+        """Say that the rows of the last query are the answer."""
+        self.done = True
+        return "Submitted."
+
+    async def reward(self, final: str | None) -> dict[str, float]:
+        """`score` of the last observation, once it was submitted; any last words submit it too.
+
+        Further metrics: queries, and errors, how many of them failed.
+        """
+        submitted = self.done or final is not None
+        scored = score(self.observation if submitted else None, self.gold)
+        return scored | {"submitted": float(submitted), "queries": len(self.queries), "errors": self.errors}
+
+    async def fork(self, into: SQL) -> None:
+        """A copy of the database. Raises SandboxError in an open transaction, or where there are temporary tables."""
+        await self._sandbox.fork(into._sandbox)
+        into.queries, into.errors, into.done = list(self.queries), self.errors, self.done
+        into.observation, into.gold = self.observation, self.gold
+
+
+def _only_reads(query: str) -> bool:
+    words = re.findall(r"[a-z]+", query.lower())
+    return bool(words) and words[0] == "select"
+
+
+def _file(task: Task) -> Path:
+    path = Path(str(task.fields["database"]))
+    if not path.is_file():
+        raise SettingsError(f"task {task.id!r}: its database {str(path)!r} is not there")
+    return path
+
+
+@functools.lru_cache(maxsize=16)
+def _portable(path: str, changed: int) -> str:
+    """The tables of a sqlite file as statements that DuckDB takes too; a column's type is that of its values."""
+    with closing(sqlite3.connect(f"{Path(path).resolve().as_uri()}?mode=ro", uri=True)) as connection:
+        connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
+        names = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%' ORDER BY rowid"
+        parts = []
+        for (table,) in connection.execute(names).fetchall():
+            cursor = connection.execute(f"SELECT * FROM {_quoted(table)}")
+            columns = [column[0] for column in cursor.description]
+            rows = cursor.fetchall()
+            kinds = [_kind([row[at] for row in rows]) for at in range(len(columns))]
+            typed = ", ".join(f"{_quoted(name)} {kind}" for name, kind in zip(columns, kinds, strict=True))
+            parts.append(f"CREATE TABLE {_quoted(table)} ({typed});")
+            for begin in range(0, len(rows), 500):
+                values = ",\n".join(
+                    f"({', '.join(_written(value, kind) for value, kind in zip(row, kinds, strict=True))})"
+                    for row in rows[begin : begin + 500]
+                )
+                parts.append(f"INSERT INTO {_quoted(table)} VALUES\n{values};")
+        return "\n".join(parts)
+
+
+def _kind(values: Iterable[Any]) -> str:
+    kinds = {type(value) for value in values if value is not None}
+    if kinds == {int}:
+        return "BIGINT"
+    if kinds and kinds <= {int, float}:
+        return "DOUBLE"
+    return "BLOB" if kinds == {bytes} else "VARCHAR"
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _written(value: Any, kind: str) -> str:
+    if value is None:
+        return "NULL"
+    if kind == "BLOB":
+        return "'" + "".join(f"\\x{byte:02x}" for byte in value) + "'::BLOB"
+    if kind in ("BIGINT", "DOUBLE"):
+        return f"'{value}'::DOUBLE" if kind == "DOUBLE" else str(value)
+    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+    return "'" + text.replace("'", "''") + "'"
+
+
+# --- tasks that ship -----------------------------------------------------------------------------
+
+NAMES = (
+    "Ada", "Alma", "Amir", "Bela", "Cleo", "Dina", "Egon", "Elif", "Enzo", "Fay", "Finn", "Hugo", "Ida", "Juno", "Kurt",
+    "Lena", "Milo", "Nils", "Olga", "Otto",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Two tables: things, each with a text of few values and two numbers; and what there is to say of that text."""
+
+    table: str
+    key: str
+    keys: tuple[str, ...]
+    text: str
+    texts: tuple[str, ...]
+    numbers: Mapping[str, tuple[int, int, int]]
+    """name -> (from, below, step); all values of a column differ."""
+    other: str
+    what: str
+    whats: tuple[str, ...]
+    size: int = 8
+
+    @property
+    def tables(self) -> dict[str, list[str]]:
+        return {self.table: [self.key, self.text, *self.numbers], self.other: [self.text, self.what]}
+
+    @property
+    def told(self) -> str:
+        return "Tables: " + ", ".join(f"{name}({', '.join(columns)})" for name, columns in self.tables.items())
+
+
+SCHEMAS = {
+    "staff": Schema(
+        "staff", "name", NAMES, "team", ("design", "legal", "sales", "support"),
+        {"pay": (20, 90, 1), "age": (21, 66, 1)}, "teams", "city", ("Bergen", "Cairo", "Lima", "Oslo", "Riga", "Seoul"),
+    ),
+    "shop": Schema(
+        "products", "product", tuple("apron bowl brush candle chair clock cup fork jar kettle lamp mat mirror mug pan "  # noqa: SIM905
+        "plate rug shelf spoon stool towel tray vase".split()), "kind", ("bath", "kitchen", "light", "wood"),
+        {"price": (2, 99, 1), "stock": (1, 80, 1)}, "kinds", "floor", ("cellar", "gallery", "ground", "roof"),
+    ),
+    "zoo": Schema(
+        "animals", "animal", tuple("badger bear camel crane eagle fox gecko goat hare heron lion lynx moose newt otter "  # noqa: SIM905
+        "owl panda puma seal swan tapir toad wolf zebra".split()), "house", ("forest", "hill", "lake", "steppe"),
+        {"weight": (3, 95, 1), "births": (1, 60, 1)}, "houses", "keeper", NAMES[:8],
+    ),
+}  # fmt: skip
+"""By the name in a task's field `db`."""
+
+
+@dataclass(frozen=True)
+class World:
+    """One database of a schema."""
+
+    schema: Schema
+    rows: tuple[tuple[Any, ...], ...]
+    others: tuple[tuple[str, str], ...]
+
+    @property
+    def script(self) -> str:
+        s = self.schema
+        columns = ", ".join([f"{s.key} TEXT", f"{s.text} TEXT", *(f"{name} INTEGER" for name in s.numbers)])
+        values = ", ".join(f"('{key}', '{text}', {', '.join(map(str, numbers))})" for key, text, *numbers in self.rows)
+        others = ", ".join(f"('{text}', '{what}')" for text, what in self.others)
+        return (
+            f"CREATE TABLE {s.table} ({columns});\nINSERT INTO {s.table} VALUES {values};\n"
+            f"CREATE TABLE {s.other} ({s.text} TEXT, {s.what} TEXT);\nINSERT INTO {s.other} VALUES {others};"
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def world(db: str, number: int) -> World:
+    """The database of this number: the same one whenever it is asked for."""
+    s = SCHEMAS[db]
+    rng = random.Random(f"sql {db} {number}")
+    keys = rng.sample(s.keys, s.size)
+    columns = [rng.sample(range(low, high, step), s.size) for low, high, step in s.numbers.values()]
+    texts = [rng.choice(s.texts) for _ in keys]
+    whats = rng.sample(s.whats, len(s.texts))
+    return World(s, tuple(zip(keys, texts, *columns, strict=True)), tuple(zip(s.texts, whats, strict=True)))
+
+
+@dataclass(frozen=True)
+class Question:
+    text: str
+    gold: str
+    hardness: str
+    """As Spider says: easy, medium or hard."""
+
+
+def question(of: World, rng: random.Random) -> Question:
+    """One of eight kinds, about values that are there."""
+    s = of.schema
+    key, text, *_ = rng.choice(of.rows)
+    number = rng.choice(list(s.numbers))
+    most = rng.random() < 0.5
+    column = rng.choice([s.text, *s.numbers])
+    value = sorted(row[2 + list(s.numbers).index(number)] for row in of.rows)[rng.randrange(2, s.size - 2)]
+    asked, gold, hardness = rng.choice(
+        [
+            (f"What is the {column} of {key}?", f"SELECT {column} FROM {s.table} WHERE {s.key} = '{key}'", "easy"),
+            (f"Which {s.key} has {s.text} {text}?", f"SELECT {s.key} FROM {s.table} WHERE {s.text} = '{text}'", "easy"),
+            (
+                f"How many {s.table} have {s.text} {text}?",
+                f"SELECT count(*) FROM {s.table} WHERE {s.text} = '{text}'",
+                "easy",
+            ),
+            (
+                f"Which {s.key} has {number} over {value}?",
+                f"SELECT {s.key} FROM {s.table} WHERE {number} > {value}",
+                "easy",
+            ),
+            (
+                f"Which {s.key} has the {'most' if most else 'least'} {number}?",
+                f"SELECT {s.key} FROM {s.table} ORDER BY {number}{' DESC' if most else ''} LIMIT 1",
+                "medium",
+            ),
+            (
+                f"List each {s.key} by {number}, {'most' if most else 'least'} first.",
+                f"SELECT {s.key} FROM {s.table} ORDER BY {number}{' DESC' if most else ''}",
+                "medium",
+            ),
+            (
+                f"What is the total {number} of each {s.text}, by {s.text}?",
+                f"SELECT {s.text}, sum({number}) FROM {s.table} GROUP BY {s.text} ORDER BY {s.text}",
+                "medium",
+            ),
+            (
+                f"What is the {s.what} of {key}?",
+                f"SELECT {s.what} FROM {s.table} JOIN {s.other} USING ({s.text}) WHERE {s.key} = '{key}'",
+                "hard",
+            ),
+        ]
+    )
+    return Question(asked, gold, hardness)
+
+
+_FIRST = {"train": 0, "test": 1_000_000}
+"""Where the worlds of each split begin."""
+
+
+def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows {"id", "question", "db", "world", "gold", "hardness"}; each has a world of its own, in one split only."""
+    found = []
+    for i in range(n):
+        number = 2_000_000 * seed + _FIRST[split] + i
+        db = list(SCHEMAS)[i % len(SCHEMAS)]
+        asked = question(world(db, number), random.Random(f"sql question {number}"))
+        found.append(
+            {
+                "id": f"sql-{split}-{i:04}" if seed == 0 else f"sql-{split}-{seed}-{i:04}",
+                "question": f"{SCHEMAS[db].told}\n{asked.text}",
+                "db": db,
+                "world": number,
+                "gold": asked.gold,
+                "hardness": asked.hardness,
+            }
+        )
+    return found
+
+
+# --- files of others -----------------------------------------------------------------------------
+
+
+def load(
+    questions: str | os.PathLike[str],
+    databases: str | os.PathLike[str] | None = None,
+    *,
+    schema: bool = True,
+    ids: Sequence[int] | None = None,
+) -> Tasks:
+    """Tasks of a file as Spider, BIRD or InterCode have it, with the databases that lie in a folder.
+
+    questions   a JSON list of {"question", "query" or "SQL", "db_id"} (Spider, BIRD), or of {"query", "gold", "db"}
+                (InterCode).
+    databases   holds NAME/NAME.sqlite, or NAME.sqlite, for each; left out, the folder `database` beside the file.
+    schema      say the tables and their columns under each question. Spider's agents are told, InterCode's not.
+    ids         the positions of the rows that are wanted; left out, all.
+
+    Nothing is downloaded: both are fetched by you, from https://yale-lily.github.io/spider and the projects' pages.
+    Raises:  TaskError naming file and row, and what is not there.
+    """
+    path = Path(questions).expanduser()
+    if not path.is_file():
+        raise TaskError(
+            f"{path}: no such file; give Spider's dev.json, or InterCode's ic_spider_dev.json, by its path. Nothing is "
+            "downloaded for you: get them from https://yale-lily.github.io/spider"
+        )
+    try:
+        given = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise TaskError(f"{path.name}: not JSON ({error})") from None
+    if not isinstance(given, list):
+        raise TaskError(f"{path.name}: want a list of rows, and this is {type(given).__name__}")
+    wanted = range(len(given)) if ids is None else ids
+    for i in wanted:
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < len(given):
+            raise TaskError(f"ids={i!r}: {path.name} has the rows 0 to {len(given) - 1}")
+    folder = path.parent / "database" if databases is None else Path(databases).expanduser()
+    found, missing = [], set()
+    for i in wanted:
+        row = _spider(given[i], f"{path.name}, row {i}")
+        file = next(
+            (f for f in (folder / row["db"] / f"{row['db']}.sqlite", folder / f"{row['db']}.sqlite") if f.is_file()),
+            None,
+        )
+        if file is None:
+            missing.add(row["db"])
+            continue
+        if schema:
+            row["question"] = f"{_tables(str(file), file.stat().st_mtime_ns)}\n{row['question']}"
+        found.append(row | {"id": f"{path.stem}-{i:05}", "database": str(file.resolve())})
+    if missing:
+        names = ", ".join(sorted(missing)[:5]) + (", ..." if len(missing) > 5 else "")
+        raise TaskError(
+            f"{folder}: no database for {names}; want {folder}/NAME/NAME.sqlite, as in Spider's archive, or give the "
+            "folder: load(questions, databases)"
+        )
+    return data.tasks_from(found, name=path.stem)
+
+
+def _spider(row: Any, where: str) -> dict[str, Any]:
+    shape = dict(row) if isinstance(row, Mapping) else {}
+    asked, gold, db = (
+        (shape.get("query"), shape.get("gold"), shape.get("db"))
+        if "gold" in shape
+        else (shape.get("question"), shape.get("query", shape.get("SQL")), shape.get("db_id"))
+    )
+    if not (isinstance(asked, str) and isinstance(gold, str) and isinstance(db, str)):
+        have = ", ".join(map(str, shape)) or type(row).__name__
+        raise TaskError(
+            f'{where}: want "question", "query" (or "SQL") and "db_id" as in Spider, or "query", "gold" and "db" as in '
+            f"InterCode; it has {have}"
+        )
+    if not re.fullmatch(r"[\w.\- ]+", db) or db.startswith("."):
+        raise TaskError(f"{where}: {db!r} is no name of a database")
+    hardness = shape.get("hardness", shape.get("difficulty"))
+    more = {"hardness": hardness} if isinstance(hardness, str) else {}
+    return {"question": asked, "gold": gold, "db": db, **more}
+
+
+@functools.lru_cache(maxsize=512)
+def _tables(path: str, changed: int) -> str:
+    with closing(sqlite3.connect(f"{Path(path).resolve().as_uri()}?mode=ro", uri=True)) as connection:
+        try:
+            names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+            columns = {name: connection.execute(f"PRAGMA table_info({_quoted(name)})").fetchall() for name in names}
+        except sqlite3.DatabaseError as error:
+            raise TaskError(f"{path}: no database of sqlite that can be read ({error})") from None
+    return "Tables: " + ", ".join(
+        f"{name}({', '.join(str(c[1]) for c in columns[name])})" for name in names if not name.startswith("sqlite_")
+    )
+
+
+# --- players -------------------------------------------------------------------------------------
+
+
+def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
+    """Knows the query."""
+    return ("submit", {}) if told(messages) else ("execute", {"query": task.fields["gold"]})
+
+
+def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
+    """Asks for some columns of some table, and submits or not."""
+    if told(messages) and rng.random() < 0.5:
+        return "submit", {}
+    db = task.fields.get("db")
+    tables = SCHEMAS[db].tables if db in SCHEMAS else {"sqlite_master": ["name", "sql"]}
+    table = rng.choice(list(tables))
+    columns = rng.sample(tables[table], rng.randint(1, len(tables[table])))
+    return "execute", {"query": f"SELECT {', '.join(columns)} FROM {table} LIMIT {rng.randint(1, 9)}"}
+
+
+family = Family(
+    name="sql",
+    what="questions about a sqlite or DuckDB database; InterCode's observation and reward; Spider's files load",
+    environment=SQL,
+    rows=rows,
+    expert_player=expert_player,
+    random_player=random_player,
+    max_turns=8,
+    max_tokens=128,
+    size="any number is made; `load` reads Spider's",
+    splits={"train": 1000, "test": 256},
+)
+tasks, agent, expert, random_agent = family.tasks, family.agent, family.expert, family.random_agent

@@ -1,0 +1,354 @@
+"""sql: its reward is InterCode's, every chain has a database of its own, and what a query may do stays in there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import sqlite3
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentfly_kit as af
+from agentfly_kit.envs import family, kendall, sql
+from agentfly_kit.errors import SandboxError, SettingsError, TaskError
+from agentfly_kit.types import Task
+
+SCRIPT = "CREATE TABLE t (a INTEGER, b TEXT); INSERT INTO t VALUES (1, 'x'), (2, 'y'), (3, 'z');"
+ENDLESS = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c) SELECT count(*) FROM c"
+
+
+def task(gold: str = "SELECT b FROM t ORDER BY a", script: str = SCRIPT, **fields: Any) -> Task:
+    return Task("t", ({"role": "user", "content": "?"},), {"gold": gold, "script": script, **fields})
+
+
+async def played(of: sql.SQL, *queries: str, **given: Any) -> dict[str, float]:
+    """What the reward says of these queries, submitted."""
+    await of.reset(task(**given), 0)
+    for query in queries:
+        await sql.SQL.execute.function(of, query)  # type: ignore[attr-defined]
+    await sql.SQL.submit.function(of)  # type: ignore[attr-defined]
+    return await of.reward(None)
+
+
+@pytest.fixture(params=["sqlite", "duckdb"])
+def engine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+# ---- the reward
+
+
+def pairs_tau(a: list[str], b: list[str]) -> float:
+    """Tau-b by its definition: every pair looked at."""
+    signs = [
+        ((a[i] > a[j]) - (a[i] < a[j]), (b[i] > b[j]) - (b[i] < b[j]))
+        for i, j in itertools.combinations(range(len(a)), 2)
+    ]
+    left, right = sum(x != 0 for x, _ in signs), sum(y != 0 for _, y in signs)
+    return sum(x * y for x, y in signs) / math.sqrt(left * right) if left and right else math.nan
+
+
+def slow_score(seen: list[tuple[Any, ...]], wanted: list[tuple[Any, ...]]) -> float:
+    """InterCode's words, one after the other."""
+    have, want = [str(r) for r in seen], [str(r) for r in wanted]
+    every = set(have) | set(want)
+    if not every:
+        return 1.0
+    iou = sum(min(have.count(r), want.count(r)) for r in every) / sum(max(have.count(r), want.count(r)) for r in every)
+    kept = []
+    for rows in (have, want):
+        left = {r: min(have.count(r), want.count(r)) for r in every}
+        some = []
+        for r in rows:
+            if left[r]:
+                left[r] -= 1
+                some.append(r)
+        kept.append(some)
+    tau = pairs_tau(*kept)
+    return iou if math.isnan(tau) else round(tau * iou, 2)
+
+
+@pytest.mark.parametrize(
+    ("seen", "wanted", "reward"),
+    [
+        ([], [], 1.0), ([(1,)], [], 0.0), ([], [(1,)], 0.0), ([(1,)], [(1,)], 1.0), ([(1,)], [(1.0,)], 0.0),
+        ([(1,), (2,)], [(1,), (2,)], 1.0), ([(2,), (1,)], [(1,), (2,)], -1.0),
+        ([(1,), (2,), (3,)], [(1,), (2,)], 0.67), ([(1,), (1,)], [(1,)], 0.5), ([(1,), (1,)], [(1,), (1,)], 1.0),
+        # shared rows 1 2 3 against 2 1 3: two pairs of three agree, tau 1/3; 3 of 4 rows
+        ([(1,), (2,), (3,), (9,)], [(2,), (1,), (3,)], 0.25),
+        ([("a", None)], [("a", None)], 1.0), ([("ä", "日本")], [("ä", "日本")], 1.0),
+        # order is that of the texts: '(10,)' stands before '(9,)', in both alike
+        ([(9,), (10,)], [(9,), (10,)], 1.0),
+        ("Error executing query: no such table: t", [], 0.0), (None, [], 0.0), ("", [], 0.0),
+        ([(i,) for i in range(1000)], [(7,)], 0.001),  # spam: everything there is
+    ],
+)  # fmt: skip
+def test_worked_cases(seen: Any, wanted: Any, reward: float) -> None:
+    got = sql.score(seen, wanted)
+    assert got["reward"] == pytest.approx(reward)
+    assert got["success"] == float(reward == 1)
+
+
+def test_the_reward_is_that_of_the_slow_version() -> None:
+    rng = random.Random(20)
+    seen_negative = 0
+    for _ in range(1500):
+        of = [(x, "b"[: x % 2]) for x in range(rng.randint(1, 6))]
+        seen, wanted = (rng.choices(of, k=rng.randint(0, 12)) for _ in range(2))
+        got = sql.score(seen, wanted)["reward"]
+        assert got == pytest.approx(slow_score(seen, wanted), abs=0.0101), (seen, wanted)  # halves round either way
+        assert sql.score(wanted, wanted)["success"] == 1
+        seen_negative += got < 0
+    assert seen_negative > 100
+
+
+def test_tau_of_long_sequences_is_that_of_every_pair() -> None:
+    rng = random.Random(21)
+    for n in (0, 1, 2, 3, 50, 300):
+        a, b = ([str(rng.randrange(40)) for _ in range(n)] for _ in range(2))
+        assert kendall.tau(a, b) == pytest.approx(pairs_tau(a, b), nan_ok=True)
+    many = [str(i) for i in range(10_000)]
+    assert kendall.tau(many, many) == pytest.approx(1.0)
+    assert kendall.tau(range(10_000), range(10_000, 0, -1)) == pytest.approx(-1.0)
+    with pytest.raises(ValueError, match="tau of 1 and 2 values"):
+        kendall.tau([1], [1, 2])
+    assert kendall.shared(["a", "b", "a", "c"], ["c", "a"]) == (["a", "c"], ["c", "a"])
+    assert Counter(kendall.shared(["a", "a"], ["a", "a", "a"])[1]) == {"a": 2}
+
+
+# ---- the environment
+
+
+async def test_what_is_shown_and_what_is_scored(engine: str) -> None:
+    of = sql.SQL(engine=engine)
+    try:
+        assert (await played(of, "SELECT b FROM t ORDER BY a"))["reward"] == 1
+        assert of.observation == [("x",), ("y",), ("z",)]
+        assert (await played(of, "SELECT b FROM t ORDER BY a DESC"))["reward"] == -1
+        got = await played(of, "SELECT nope FROM t", "SELECT b FROM t ORDER BY a LIMIT 2")
+        assert (got["reward"], got["queries"], got["errors"], got["submitted"]) == (0.67, 2, 1, 1)
+        got = await played(of, "SELECT b FROM t ORDER BY a", "SELEKT")  # the last counts
+        assert got["reward"] == 0
+        assert str(of.observation).startswith("Error executing query: ")
+        assert (await played(of))["reward"] == 0
+        assert (await played(of, ""))["success"] == 0
+        assert (await played(of, "SELECT 'x' AS ü", gold="SELECT 'x' AS a"))["reward"] == 1
+        assert (await played(of, "SELECT b FROM t WHERE a > 9", gold="SELECT b FROM t WHERE a > 5"))["reward"] == 1
+    finally:
+        await of.close()
+
+
+async def test_what_was_not_submitted_is_not_scored_and_last_words_submit() -> None:
+    of = sql.SQL()
+    try:
+        await of.reset(task(), 0)
+        shown = await sql.SQL.execute.function(of, "SELECT b FROM t ORDER BY a")  # type: ignore[attr-defined]
+        assert (shown.ok, shown.observation) == (True, "[('x',), ('y',), ('z',)]")
+        assert (await of.reward(None))["reward"] == 0
+        assert (await of.reward("That is it."))["reward"] == 1
+    finally:
+        await of.close()
+
+
+async def test_a_database_that_was_emptied_does_not_move_what_is_wanted(engine: str) -> None:
+    """The trick: drop the rows, so that the gold query would give none either."""
+    of = sql.SQL(engine=engine)
+    try:
+        assert (await played(of, "DELETE FROM t", "SELECT b FROM t ORDER BY a"))["reward"] == 0
+        assert of.observation == []
+        assert (await played(of, "DROP TABLE t", "SELECT 1 WHERE 1 = 0"))["reward"] == 0
+        assert (await played(of, "SELECT b FROM t ORDER BY a"))["reward"] == 1  # the next chain has them again
+        # a gold query that changes something has done so in no chain's database
+        assert (await played(of, "SELECT b FROM t ORDER BY a", gold="DELETE FROM t"))["reward"] == 0
+        assert of.observation == [("x",), ("y",), ("z",)]
+    finally:
+        await of.close()
+
+
+async def test_hostile_queries_are_told_and_the_next_chain_finds_nothing_of_them(engine: str, tmp_path: Path) -> None:
+    of = sql.SQL(engine=engine, seconds=0.5)
+    there = tmp_path / "there.db"
+    try:
+        for query in (
+            ENDLESS, f"ATTACH '{there}' AS other", "SELECT load_extension('x')", f"COPY t TO '{there}'",
+            f"VACUUM INTO '{there}'", "SELEC\u200bT 1", "'); --", "SELECT * FROM t; SELECT",
+        ):  # fmt: skip
+            assert (await played(of, query))["reward"] == 0, query
+            assert str(of.observation).startswith("Error executing query: "), query
+        assert not there.exists()
+        for query in (
+            "DROP TABLE t",
+            "CREATE TABLE marker (x INTEGER)",
+            "CREATE TEMP TABLE marker2 (x INTEGER)",
+            "BEGIN",
+        ):
+            await played(of, query)
+        for name in ("marker", "marker2"):
+            await played(of, f"SELECT * FROM {name}")
+            assert str(of.observation).startswith("Error executing query: "), name
+        assert (await played(of, "SELECT b FROM t ORDER BY a"))["reward"] == 1
+    finally:
+        await of.close()
+
+
+async def test_more_rows_than_there_may_be_are_an_error_for_the_model() -> None:
+    of = sql.SQL(most=2)
+    try:
+        assert (await played(of, "SELECT b FROM t", gold="SELECT 1"))["reward"] == 0
+        assert of.observation == "Error executing query: more than 2 rows, or too long ones"
+        with pytest.raises(SandboxError, match=r"more than 2 rows; raise options=\{'most': \.\.\.\}"):
+            await of.reset(task(), 0)
+    finally:
+        await of.close()
+
+
+async def test_64_chains_at_once_each_in_its_own_database() -> None:
+    """Each plants a marker, and must find its own and no other."""
+    tasks = sql.tasks(64, "train")
+
+    def script(task: Task, turn: int) -> str:
+        table = next(iter(sql.SCHEMAS[task.fields["db"]].tables))
+        key = sql.SCHEMAS[task.fields["db"]].key
+        query = [
+            "SELECT * FROM marker",
+            f"CREATE TABLE marker AS SELECT '{task.id}' AS who",
+            f"UPDATE {table} SET {key} = '{task.id}'",
+            "SELECT who FROM marker",
+            f"SELECT DISTINCT {key} FROM {table}",
+        ]
+        call = f'{{"name":"execute","arguments":{{"query":{json.dumps(query[turn])}}}}}' if turn < 5 else ""
+        return f"<tool_call>{call}</tool_call>" if call else "."
+
+    agent = sql.agent(af.ScriptedEngine(script), chat=family.small_chat(), size=16, max_turns=8)
+    for t in (await agent.rollout(tasks)).trajectories:
+        shown = [c.result.observation for c in t.tool_calls if c.result is not None]
+        assert "Error executing query: " in shown[0], (t.error, shown)
+        assert shown[3:] == [f"[('{t.task.id}',)]"] * 2, t.error
+
+
+async def test_a_fork_goes_on_with_a_copy() -> None:
+    chain = sql.agent(af.ScriptedEngine(["."]), chat=family.small_chat(), size=2).chain(task())
+    await chain.begin()
+    one = await chain.context.sandbox(sql.SQL)
+    await sql.SQL.execute.function(one, "DELETE FROM t WHERE a = 1")  # type: ignore[attr-defined]
+    twin = await chain.fork()
+    other = await twin.context.sandbox(sql.SQL)
+    assert other is not one and other.queries == one.queries and other.gold == [("x",), ("y",), ("z",)]
+    await sql.SQL.execute.function(one, "DELETE FROM t")  # type: ignore[attr-defined]
+    await sql.SQL.execute.function(other, "SELECT b FROM t ORDER BY a")  # type: ignore[attr-defined]
+    assert other.observation == [("y",), ("z",)]
+    for each in (chain, twin):
+        await each.finish()
+
+
+async def test_tasks_that_cannot_be_are_named() -> None:
+    of = sql.SQL()
+    try:
+        for wrong, error, words in [
+            (
+                {"gold": "SELECT nope FROM t"},
+                SandboxError,
+                "the query of task 't' fails in sqlite: no such column: nope",
+            ),
+            ({"script": "CREATE TABEL t"}, SettingsError, "the script of this database failed"),
+            ({"script": None}, SettingsError, "task 't' has no database: give it a field 'script'"),
+            ({"script": None, "database": "nowhere.sqlite"}, SettingsError, "'nowhere.sqlite' is not there"),
+            ({"gold": None}, SettingsError, "task 't' has no field 'gold'"),
+        ]:
+            with pytest.raises(error, match=words):
+                await of.reset(task(**wrong), 0)  # type: ignore[arg-type]
+        assert (await played(of, "SELECT b FROM t ORDER BY a"))["reward"] == 1  # and the rest goes on
+    finally:
+        await of.close()
+
+
+def test_without_duckdb_it_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "duckdb" else find(name, *a))
+    with pytest.raises(SettingsError, match=r'needs duckdb; type: pip install "agentfly_kit\[sql\]"'):
+        sql.SQL(engine="duckdb")
+
+
+# ---- its tasks
+
+
+def test_worlds_are_the_same_again_and_every_kind_of_question_has_rows() -> None:
+    kinds = set()
+    for row in sql.rows(120, "train"):
+        of = sql.world(row["db"], row["world"])
+        with closing(sqlite3.connect(":memory:")) as connection:
+            connection.executescript(of.script)
+            got = connection.execute(row["gold"]).fetchall()
+        assert got, row
+        kinds.add((row["hardness"], row["question"].split("\n")[1].split(" ")[0]))
+    assert len(kinds) >= 6
+    assert {hardness for hardness, _ in kinds} == {"easy", "medium", "hard"}
+
+
+@pytest.fixture
+def spider(tmp_path: Path) -> Path:
+    """A folder as Spider's archive has it."""
+    for name in ("pets", "odd"):
+        folder = tmp_path / "database" / name
+        folder.mkdir(parents=True)
+        with closing(sqlite3.connect(folder / f"{name}.sqlite")) as connection:
+            connection.executescript(
+                "CREATE TABLE pet (id int primary key, name varchar(20), weight real, born bool, note text);"
+                "INSERT INTO pet VALUES (1, 'Rex''s', 2.5, 1, NULL), (2, 'Tom', 3, 'unknown', x'00ff'), (3, 'Ü', NULL, 0, '');"  # noqa: E501
+            )
+    rows = [
+        {"db_id": "pets", "question": "How many pets?", "query": "SELECT count(*) FROM pet", "query_toks": []},
+        {"db_id": "odd", "question": "Whose weight?", "query": "SELECT name FROM pet WHERE weight > 1 ORDER BY weight"},
+    ]
+    (tmp_path / "dev.json").write_text(json.dumps(rows), encoding="utf-8")
+    return tmp_path
+
+
+async def test_spiders_files_load_and_are_solved(spider: Path, engine: str) -> None:
+    tasks = sql.load(spider / "dev.json")
+    assert len(tasks) == 2
+    assert tasks[0].messages[-1]["content"] == "Tables: pet(id, name, weight, born, note)\nHow many pets?"
+    assert tasks[0].fields["gold"] == "SELECT count(*) FROM pet"
+    expert = await af.evaluate(sql.expert(options={"engine": engine}, size=2), tasks)
+    assert expert.success == 1, [t.error for t in expert.rollout]
+    assert expert.metrics["queries"] == 1
+    assert len(sql.load(spider / "dev.json", ids=[1], schema=False)) == 1
+
+
+def test_intercodes_rows_load(spider: Path) -> None:
+    row = {"db": "pets", "query": "How many?", "gold": "SELECT count(*) FROM pet", "hardness": "easy", "db_tables": {}}
+    (spider / "ic.json").write_text(json.dumps([row]), encoding="utf-8")
+    (only,) = sql.load(spider / "ic.json", schema=False)
+    assert (only.messages[-1]["content"], only.fields["hardness"]) == ("How many?", "easy")
+
+
+def test_wrong_files_are_named(spider: Path) -> None:
+    with pytest.raises(TaskError, match=r"nowhere\.json: no such file; give Spider's dev\.json"):
+        sql.load(spider / "nowhere.json")
+    for content, words in [
+        ("{", "bad.json: not JSON"),
+        ("{}", "bad.json: want a list of rows, and this is dict"),
+        ('[{"question": "?", "query": "SELECT 1"}]', r'bad\.json, row 0: want "question".*it has question, query'),
+        ('["x"]', r"bad\.json, row 0: want .*it has str"),
+        ('[{"question": "?", "query": "SELECT 1", "db_id": "../x"}]', "no name of a database"),
+        (
+            '[{"question": "?", "query": "SELECT 1", "db_id": "cars"}]',
+            r"no database for cars; want .*NAME/NAME\.sqlite",
+        ),
+    ]:
+        (spider / "bad.json").write_text(content, encoding="utf-8")
+        with pytest.raises(TaskError, match=words):
+            sql.load(spider / "bad.json")
+    with pytest.raises(TaskError, match=r"ids=7: dev\.json has the rows 0 to 1"):
+        sql.load(spider / "dev.json", ids=[7])
+    (spider / "database" / "pets" / "pets.sqlite").write_text("no database, but long enough to be read as one" * 9)
+    with pytest.raises(TaskError, match=r"pets\.sqlite: no database of sqlite"):
+        sql.load(spider / "dev.json")
