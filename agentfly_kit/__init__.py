@@ -23,6 +23,7 @@ _WHERE = {
     "FileSandbox": "sandboxes.files",
     "FromPool": "context",
     "FromTask": "context",
+    "Grader": "sandboxes.grader",
     "Group": "types",
     "LocalEngine": "engines.local",
     "OpenAIEngine": "engines.openai",

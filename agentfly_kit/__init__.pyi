@@ -43,6 +43,7 @@ from agentfly_kit.runs import Run as Run
 from agentfly_kit.sandboxes import sandbox_report as sandbox_report
 from agentfly_kit.sandboxes.container import Container as Container
 from agentfly_kit.sandboxes.files import FileSandbox as FileSandbox
+from agentfly_kit.sandboxes.grader import Grader as Grader
 from agentfly_kit.sandboxes.python import PythonSandbox as PythonSandbox
 from agentfly_kit.sandboxes.shell import ShellSandbox as ShellSandbox
 from agentfly_kit.sandboxes.sql import SQLSandbox as SQLSandbox

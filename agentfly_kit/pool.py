@@ -314,7 +314,9 @@ class Pool(Generic[S]):
         except (TypeError, ValueError):
             parameters = {}  # type: ignore[assignment]
         said = {name: parameter.default for name, parameter in parameters.items() if name in ("memory_mb", "processes")}
-        return {name: value for name, value in {**said, **self.options}.items() if name in ("memory_mb", "processes")}
+        cost = {name: value for name, value in {**said, **self.options}.items() if name in ("memory_mb", "processes")}
+        parts = getattr(self.kind, "parts", 1)  # one that is made of several, each with these limits
+        return {name: value if value is None else value * parts for name, value in cost.items()}
 
     def _check_options(self) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .container import Container
 from .files import FileSandbox
+from .grader import Grade, Grader, Verdict
 from .isolation import LevelReport, SandboxReport, sandbox_report
 from .limits import Limits
 from .python import PythonSandbox
@@ -14,6 +15,8 @@ from .sql import SQLResult, SQLSandbox
 __all__ = [
     "Container",
     "FileSandbox",
+    "Grade",
+    "Grader",
     "LevelReport",
     "Limits",
     "PythonSandbox",
@@ -23,5 +26,6 @@ __all__ = [
     "SandboxResult",
     "ShellResult",
     "ShellSandbox",
+    "Verdict",
     "sandbox_report",
 ]

@@ -1,0 +1,459 @@
+"""Tests run against submitted code, in fresh processes that the chain which wrote the code has never seen.
+
+Knows how to carry a test's questions to the submission and its answers back; what asks and answers is
+inside_grading.py. Expected outputs of whole programs are compared here, on the host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from ..errors import SandboxError, SettingsError
+from . import guest
+from .container import Container
+from .guest import Guest
+from .limits import Limits
+from .result import Limit, SandboxResult
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How one test went. `error` may quote the test: show it to a model only where the test is no secret."""
+
+    passed: bool
+    error: str | None = None
+    limit: Limit | None = None
+    """The limit that ended it, of the submission or of the test."""
+    stdout: str = ""
+    """What the submission printed meanwhile, up to max_output bytes."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """What a submission is worth: a verdict a test, in order."""
+
+    verdicts: tuple[Verdict, ...]
+    error: str | None = None
+    """Why the submission itself did not load; then no test has passed. Holds nothing of the tests."""
+
+    @property
+    def passed(self) -> int:
+        return sum(verdict.passed for verdict in self.verdicts)
+
+    @property
+    def share(self) -> float:
+        """Of the tests, how many passed, in [0, 1]."""
+        return self.passed / len(self.verdicts)
+
+    @property
+    def ok(self) -> bool:
+        """All passed."""
+        return self.passed == len(self.verdicts)
+
+    def __repr__(self) -> str:
+        return f"Grade({self.passed} of {len(self.verdicts)} passed{', did not load' if self.error else ''})"
+
+
+class _Half(Guest):
+    """One of the two interpreters of a Grader."""
+
+    _programs: ClassVar[tuple[str, ...]] = ("inside", "inside_grading")
+
+    async def seed(self, files: Mapping[str, str | bytes] | str | os.PathLike[str]) -> None:
+        entries = guest.seeds(files)
+        async with self._turn():
+            await self._start()
+            self._calls += 1
+            await self._put(iter(entries), "")
+
+
+class Grader:
+    """Grades what a policy wrote: `grade = await grader.grade(source, tests)`, in fresh processes, capped.
+
+    Two confined interpreters that never meet. The submission runs in one, the tests in the other; each call that a test
+    makes is carried over as data, and so is what comes back. Code that is graded has no test, no answer and no verdict
+    in its process: not in a frame, a file, a module or an argument, and what it prints, patches, raises or kills is its
+    own. Both are new for each `grade`: nothing that a chain left in its PythonSandbox is there.
+
+    A kind like the others: `af.Pool(af.Grader, size=4)` lends it, and a reward asks for it by type:
+
+        @af.reward
+        async def solved(final: str | None, tests: list[str], grader: af.Grader) -> float:
+            return (await grader.grade(final or "", tests)).share
+
+    The settings are PythonSandbox's, and hold for each of the two; isolation="none" keeps nothing apart.
+    """
+
+    parts: ClassVar[int] = 2
+    """Sandboxes that one of these is, for whoever counts memory and processes."""
+
+    def __init__(
+        self,
+        *,
+        isolation: str | Container | None = None,
+        memory_mb: int | None = 256,
+        processes: int | None = 32,
+        cpu_seconds: float | None = 10.0,
+        disk_mb: int | None = 64,
+        network: bool = False,
+        packages: bool = True,
+        preload: Sequence[str] = (),
+        max_output: int = 65536,
+    ) -> None:
+        self._work, self._tests = (
+            _Half(
+                isolation=isolation, memory_mb=memory_mb, processes=processes, cpu_seconds=cpu_seconds, disk_mb=disk_mb,
+                network=network, packages=packages, preload=preload, max_output=max_output,
+            )
+            for _ in range(2)
+        )  # fmt: skip
+        self._used = False
+        self._busy = False
+        self._graded = 0
+
+    # --- life ------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start both. Raises as PythonSandbox does."""
+        await self._work.start()
+        await self._tests.start()
+
+    async def reset(self) -> None:
+        """New processes, empty folders."""
+        self._used = False
+        await self._work.reset()
+        await self._tests.reset()
+
+    @property
+    def alive(self) -> bool:
+        return self._work.alive and self._tests.alive
+
+    @property
+    def isolation(self) -> str | None:
+        return self._work.isolation
+
+    @property
+    def limits(self) -> Limits:
+        return self._work.limits
+
+    @property
+    def applied(self) -> Mapping[str, str]:
+        return self._work.applied
+
+    async def close(self) -> None:
+        try:
+            await self._work.close()
+        finally:
+            await self._tests.close()
+
+    def kill(self) -> None:
+        self._work.kill()
+        self._tests.kill()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        state = f"{self._graded} graded" if self.alive else "not running"
+        return f"<Grader {self.isolation or 'best isolation there is'}, {state}>"
+
+    # --- grading ---------------------------------------------------------------------------------
+
+    async def grade(
+        self,
+        source: str,
+        tests: Iterable[str | tuple[str, str]],
+        *,
+        setup: str = "",
+        names: Sequence[str] = (),
+        module: str = "solution",
+        modules: Sequence[str] = (),
+        files: Mapping[str, str | bytes] | str | os.PathLike[str] | None = None,
+        timeout: float = 5.0,
+        total: float = 60.0,
+    ) -> Grade:
+        """Run each test against the submission; a verdict each, in order.
+
+        source   the submitted program's text. It is run as a module of the name `module`.
+        tests    each is Python text that passes if it ends without an exception (`assert add(1, 2) == 3`; functions
+                 test_... and unittest.TestCase classes that it defines are run too), or a pair (stdin, stdout): the
+                 submission is run as a whole program, and what it prints must be the same but for blanks at the ends
+                 of lines and empty last lines.
+        setup    Python text that is run before the tests, on their side; they share what it defines.
+        names    of the submission's names, those that are built-in names too (a function `sum`). All others that a test
+                 uses and nobody else defines are the submission's; `from solution import add` works as well.
+        modules  modules among `files` that the tests import. They run on the submission's side.
+        files    in the submission's folder, which it is started in: a dict of paths to contents, or a folder.
+        timeout  seconds for loading the submission, and for each test; total: for all of it.
+
+        What crosses between a test and the submission is data: None, bool, numbers, str, bytes, list, tuple, set, dict.
+        Arguments are copies: what the submission does to a list that it was handed is not seen by the test. Another
+        object stays in the submission's process; a test may call it, read and set its attributes and items, iterate
+        over it, take its `len`, `str` and truth, but not compare it: its `==` would be the submission's own. A test
+        cannot hand the submission a function. A built-in exception is raised in the test as itself, another as
+        SubmissionError, an exit too.
+
+        Raises:  SettingsError for tests that are wrong by themselves (no Python; a setup that fails without having
+                 asked anything of the submission); SandboxError for failures of the host. Whatever the submission does
+                 is a verdict.
+        """
+        cases = list(tests)
+        _check(source, cases, timeout, total)
+        async with self._alone():
+            run = _Run(
+                self._work, self._tests, source, setup, module, list(names), list(modules), files, timeout, total
+            )
+            verdicts = []
+            for number, case in enumerate(cases, 1):
+                try:
+                    verdicts.append(await (run.python(case) if isinstance(case, str) else run.program(*case)))
+                except _Broken as error:
+                    raise SettingsError(f"test {number}: {error}") from None
+            self._graded += 1
+            return Grade(tuple(verdicts), run.load_error)
+
+    async def run(self, source: str, stdin: str = "", timeout: float = 5.0) -> SandboxResult:
+        """Run a program by itself, in a fresh process: what it prints, and how it ended.
+
+        Raises:  SandboxError for failures of the host; nothing that the program does.
+        """
+        _check(source, [(stdin, "")], timeout, timeout)
+        async with self._alone():
+            result, told = await self._work._call("program", timeout, source=source, stdin=stdin)
+            answer = (told or {}).get("answer")
+            error = answer.get("error") if isinstance(answer, dict) else result.error or "it gave no readable answer"
+            return dataclasses.replace(result, value=None, error=None if error is None else str(error)[-4000:])
+
+    @contextlib.asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """Two new processes, for one at a time."""
+        if self._busy:
+            raise SettingsError("this Grader is at work already; take another, from a pool of them")
+        self._busy = True
+        try:
+            if self._used or not self.alive:
+                await _renew(self._work)
+                await _renew(self._tests)
+            self._used = True
+            yield
+        finally:
+            self._busy = False
+
+
+async def _renew(half: _Half) -> None:
+    """A new process, whatever became of the last one: what cannot be reset is started anew."""
+    if half.alive:
+        try:
+            await half.reset()
+            return
+        except SandboxError:
+            if half._closed:
+                raise
+    await half.start()
+
+
+class _Broken(Exception):
+    """A test that is wrong by itself."""
+
+
+class _Run:
+    """One `grade` on its way."""
+
+    def __init__(
+        self, work: _Half, tests: _Half, source: str, setup: str, module: str, names: list[str], modules: list[str],
+        files: Mapping[str, str | bytes] | str | os.PathLike[str] | None, timeout: float, total: float,
+    ) -> None:  # fmt: skip
+        self.work, self.tests = work, tests
+        self.source, self.setup, self.files, self.timeout = source, setup, files, timeout
+        self.module, self.names, self.modules = module, names, modules
+        self.loop = asyncio.get_running_loop()
+        self.total = total
+        self.end = self.loop.time() + total
+        self.test_end = self.end
+        self.is_new = True  # nothing has run in the submission's interpreter
+        self.is_loaded = False
+        self.load_error: str | None = None
+        self.are_tests_new = True
+        self.are_tests_ready = False
+        self.setup_error: str | None = None
+        self.stdout = ""
+
+    def left(self) -> float:
+        return min(self.end, self.test_end) - self.loop.time()
+
+    def late(self) -> str:
+        if self.end <= self.test_end:
+            return f"it was not done when the {self.total:g} s for all tests were over"
+        return f"it took more than {self.timeout:g} s"
+
+    async def ask(self, half: _Half, name: str, **given: object) -> Any:
+        """One call of one half: its answer, and how its interpreter took it.
+
+        Raises:  _Ended for what it did not answer.
+        """
+        left = self.left()
+        if left <= 0:
+            raise _Ended(self.late(), "time")
+        try:
+            # The clock inside stops code; this one stops an answer that is never handed over.
+            async with asyncio.timeout(left + 2.0):
+                result, told = await half._call(name, left, **given)
+        except TimeoutError:
+            raise _Ended(self.late(), "time") from None
+        if half is self.work:
+            self.stdout = (self.stdout + result.stdout)[: half.max_output]
+        if told is not None and "answer" in told:
+            return told["answer"], result
+        if told is not None:
+            raise _Ended(str(told.get("refused"))[:2000], None)
+        raise _Ended(self.late() if result.limit == "time" else _why(result), result.limit)
+
+    async def ask_tests(self, name: str, **given: object) -> Any:
+        answer, _ = await self.ask(self.tests, name, **given)
+        return answer
+
+    async def fresh(self) -> None:
+        """An interpreter in which nothing of the submission has run."""
+        if not self.is_new:
+            await _renew(self.work)
+        self.is_new = False
+        self.is_loaded = False
+        if self.files is not None:
+            await self.work.seed(self.files)
+
+    async def load(self) -> None:
+        if self.is_loaded:
+            return
+        await self.fresh()
+        try:
+            answer, _ = await self.ask(self.work, "load", source=self.source, module=self.module)
+        except _Ended as ended:
+            self.load_error = str(ended)
+            raise
+        error = answer.get("error") if isinstance(answer, dict) else "it gave no readable answer"
+        if error is not None:
+            self.load_error = str(error)[-4000:]
+            raise _Ended(self.load_error, None)
+        self.is_loaded = True
+
+    def begin(self) -> float:
+        now = self.loop.time()
+        self.test_end = now + self.timeout
+        self.stdout = ""
+        return now
+
+    def verdict(self, began: float, error: str | None, limit: Limit | None = None) -> Verdict:
+        return Verdict(error is None, error, limit, self.stdout, self.loop.time() - began)
+
+    async def prepare(self) -> None:
+        """The tests' side, up to the first test."""
+        if self.are_tests_ready:
+            return
+        if not self.are_tests_new:
+            await _renew(self.tests)
+        self.are_tests_new = False
+        await self.ask_tests("prepare", module=self.module, names=self.names, modules=self.modules)
+        try:
+            self.setup_error, asked = await self.steps(self.setup, setup=True) if self.setup else (None, False)
+        except _Broken as error:
+            raise SettingsError(f"the setup of the tests failed: {error}") from None
+        if self.setup_error is not None and not asked:
+            raise SettingsError(f"the setup of the tests failed: {self.setup_error}")
+        self.are_tests_ready = True
+
+    async def python(self, test: str) -> Verdict:
+        began = self.begin()
+        if self.load_error is not None:
+            return self.verdict(began, self.load_error)
+        if self.left() <= 0:
+            return self.verdict(began, self.late(), "time")
+        try:
+            await self.load()
+            self.test_end = self.loop.time() + self.timeout
+            await self.prepare()
+            if self.setup_error is not None:
+                return self.verdict(began, f"in the setup of the tests: {self.setup_error}")
+            error, _ = await self.steps(test, setup=False)
+        except _Ended as ended:
+            # Where it stands now nobody knows: both begin anew.
+            self.is_loaded = self.are_tests_ready = False
+            return self.verdict(began, str(ended), ended.limit)
+        return self.verdict(began, error)
+
+    async def steps(self, text: str, setup: bool) -> tuple[str | None, bool]:
+        """A test from its beginning to its end: why it failed, and whether it asked the submission anything."""
+        step = await self.ask_tests("begin", text=text, setup=setup)
+        while "ask" in step:
+            answer, _ = await self.ask(self.work, "answer", question=step["ask"])
+            if not isinstance(answer, str):
+                raise _Ended("the submission gave no readable answer", None)
+            step = await self.ask_tests("resume", answer=answer)
+        if "broken" in step:
+            raise _Broken(step["broken"])
+        if "end" not in step:
+            raise SandboxError("the tests ended as no tests end")
+        return step["end"], bool(step["asked"])
+
+    async def program(self, stdin: str, stdout: str) -> Verdict:
+        began = self.begin()
+        if self.left() <= 0:
+            return self.verdict(began, self.late(), "time")
+        await self.fresh()
+        try:
+            answer, result = await self.ask(self.work, "program", source=self.source, stdin=stdin)
+        except _Ended as ended:
+            return self.verdict(began, str(ended), ended.limit)
+        error = answer.get("error") if isinstance(answer, dict) else "it gave no readable answer"
+        if error is not None:
+            return self.verdict(began, str(error)[-4000:])
+        if result.truncated:
+            return self.verdict(began, f"it printed more than {self.work.max_output} bytes", "output")
+        if _lines(result.stdout) != _lines(stdout):
+            return self.verdict(began, f"it printed\n{result.stdout[:2000]}\nand not\n{stdout[:2000]}")
+        return self.verdict(began, None)
+
+
+class _Ended(Exception):
+    """A half did not answer, and what that says of the test."""
+
+    def __init__(self, text: str, limit: Limit | None) -> None:
+        super().__init__(text)
+        self.limit = limit
+
+
+def _check(source: str, cases: Sequence[object], timeout: float, total: float) -> None:
+    if not isinstance(source, str):
+        raise SettingsError(f"source is {type(source).__name__}; want the text of a program")
+    if not cases:
+        raise SettingsError("no tests were given: nothing could fail")
+    for number, case in enumerate(cases, 1):
+        pair = isinstance(case, tuple | list) and len(case) == 2 and all(isinstance(each, str) for each in case)
+        if not isinstance(case, str) and not pair:
+            raise SettingsError(f"test {number} is {case!r}; want Python text, or a pair (stdin, stdout)")
+    for name, value in (("timeout", timeout), ("total", total)):
+        if not 0 < value < float("inf"):
+            raise SettingsError(f"{name}={value!r}: want a positive number of seconds")
+
+
+def _why(result: SandboxResult) -> str:
+    if result.limit is not None and not result.died:
+        return f"it ran into the {result.limit} limit"
+    return (result.error or "it gave no readable answer")[-4000:]
+
+
+def _lines(text: str) -> list[str]:
+    lines = [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
