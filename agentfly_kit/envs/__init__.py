@@ -10,6 +10,7 @@ import importlib
 from typing import Any
 
 FAMILIES: tuple[str, ...] = (
+    "alfworld",
     "calculator",
     "lookup",
     "math",

@@ -1,0 +1,210 @@
+"""Games of the household world: a house and a goal, made from a number. No two numbers of one size give one by design.
+
+Knows the goals' conditions and wording, which are ALFWorld's; not how a goal is reached.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from agentfly_kit.envs.alfworld.house import CLEANABLE, COOLABLE, HEATABLE, HOLDS, LAMPS, House, Name
+from agentfly_kit.errors import SettingsError
+
+Size: TypeAlias = Literal["small", "full"]
+"""A room of six receptacles with a few things in it; or as many as in ALFWorld's own, ten to thirty."""
+
+WORDING = {
+    "pick_and_place_simple": ("put a {} in {}", "put some {} on {}"),
+    "look_at_obj_in_light": ("look at {} under the {}", "examine the {} with the {}"),
+    "pick_clean_then_place_in_recep": ("put a clean {} in {}", "clean some {} and put it in {}"),
+    "pick_heat_then_place_in_recep": ("put a hot {} in {}", "heat some {} and put it in {}"),
+    "pick_cool_then_place_in_recep": ("put a cool {} in {}", "cool some {} and put it in {}"),
+    "pick_two_obj_and_place": ("put two {} in {}", "find two {} and put them in {}"),
+}
+KINDS = tuple(WORDING)
+TREATED = {
+    "pick_clean_then_place_in_recep": ("clean", "sinkbasin", CLEANABLE),
+    "pick_heat_then_place_in_recep": ("heat", "microwave", HEATABLE),
+    "pick_cool_then_place_in_recep": ("cool", "fridge", COOLABLE),
+}
+"""Kind -> (command, where, what can be treated so)."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    kind: str
+    thing: str
+    place: str
+    """The kind of receptacle; of lamp in "look_at_obj_in_light"."""
+    wording: int = 0
+
+    @property
+    def text(self) -> str:
+        return WORDING[self.kind][self.wording].format(self.thing, self.place)
+
+    def ready(self, house: House, thing: Name) -> bool:
+        """Whether this thing is of the kind, and in the state, that the goal wants."""
+        if thing[0] != self.thing:
+            return False
+        if self.kind not in TREATED:
+            return True
+        verb = TREATED[self.kind][0]
+        return thing in {"clean": house.clean, "heat": house.hot, "cool": house.cool}[verb]
+
+    def placed(self, house: House) -> int:
+        """The most of them that are, ready, in one receptacle of the kind."""
+        inside = [things for place, things in house.inside.items() if place[0] == self.place]
+        return max((sum(self.ready(house, thing) for thing in things) for things in inside), default=0)
+
+    def met(self, house: House) -> bool:
+        if self.kind == "look_at_obj_in_light":
+            here = [] if house.here is None else house.inside[house.here]
+            lit = any(thing[0] == self.place and thing in house.used for thing in here)
+            return lit and house.held is not None and house.held[0] == self.thing
+        return self.placed(house) >= (2 if self.kind == "pick_two_obj_and_place" else 1)
+
+
+@dataclass(frozen=True)
+class Game:
+    number: int
+    size: Size
+    goal: Goal
+    _house: House
+
+    def house(self) -> House:
+        """A fresh one."""
+        return self._house.copy()
+
+    @property
+    def opening(self) -> str:
+        return f"-= Welcome to TextWorld, ALFRED! =-\n\n{self._house.room()}\n\nYour task is to: {self.goal.text}."
+
+
+_ROOMS: dict[Size, dict[str, dict[str, tuple[int, int]]]] = {
+    "full": {
+        "kitchen": {
+            "cabinet": (4, 9), "coffeemachine": (1, 1), "countertop": (1, 3), "diningtable": (0, 1), "drawer": (2, 6),
+            "fridge": (1, 1), "garbagecan": (1, 1), "microwave": (1, 1), "shelf": (0, 3), "sidetable": (0, 1),
+            "sinkbasin": (1, 1), "stoveburner": (2, 4),
+        },
+        "bedroom": {
+            "armchair": (0, 1), "bed": (1, 1), "desk": (1, 2), "drawer": (2, 6), "dresser": (0, 1),
+            "garbagecan": (1, 1), "safe": (0, 1), "shelf": (1, 6), "sidetable": (1, 2),
+        },
+        "livingroom": {
+            "armchair": (1, 2), "cabinet": (0, 4), "coffeetable": (1, 2), "diningtable": (0, 1), "drawer": (1, 5),
+            "dresser": (0, 1), "garbagecan": (1, 1), "shelf": (0, 3), "sidetable": (1, 2), "sofa": (1, 1),
+        },
+        "bathroom": {
+            "bathtubbasin": (0, 1), "cabinet": (2, 4), "countertop": (1, 1), "drawer": (0, 4), "garbagecan": (1, 1),
+            "shelf": (0, 2), "sinkbasin": (1, 2), "toilet": (1, 1), "toiletpaperhanger": (1, 1),
+        },
+    },
+    "small": {
+        "kitchen": {
+            "cabinet": (1, 1), "countertop": (1, 1), "diningtable": (1, 1), "fridge": (1, 1), "microwave": (1, 1),
+            "sinkbasin": (1, 1),
+        },
+        "bedroom": {
+            "bed": (1, 1), "desk": (1, 1), "drawer": (1, 1), "dresser": (1, 1), "shelf": (1, 1), "sidetable": (1, 1),
+        },
+    },
+}  # fmt: skip
+"""Room -> receptacle -> the least and the most of them."""
+
+_THINGS: dict[Size, dict[str, str]] = {
+    "full": {
+        "kitchen": "apple bowl bread butterknife cup dishsponge egg fork kettle knife ladle lettuce mug pan "
+        "peppershaker plate pot potato saltshaker soapbottle spatula spoon tomato winebottle",
+        "bedroom": "alarmclock book bowl cd cellphone cloth creditcard keychain laptop mug pen pencil pillow tissuebox "
+        "watch",
+        "livingroom": "book candle cellphone creditcard keychain laptop newspaper pillow remotecontrol statue "
+        "tissuebox vase watch",
+        "bathroom": "candle cloth soapbar soapbottle spraybottle tissuebox toiletpaper",
+    },
+    "small": {
+        "kitchen": "apple bowl bread cup egg mug plate potato tomato",
+        "bedroom": "book cd cellphone laptop pen pencil pillow watch",
+    },
+}
+_LAMP_STANDS = ("desk", "dresser", "shelf", "sidetable")
+
+
+@functools.lru_cache(maxsize=4096)
+def game(number: int, size: Size = "full") -> Game:
+    """The game of this number. Its kind goes round with the number; all else is drawn.
+
+    Raises:  SettingsError for a size or a number that there is not.
+    """
+    if size not in get_args(Size):
+        raise SettingsError(f"size={size!r}: want {' or '.join(map(repr, get_args(Size)))}")
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise SettingsError(f"game={number!r}: want a number, 0 or more")
+    rng = random.Random(f"alfworld {size} {number}")
+    kind = KINDS[number % len(KINDS)]
+    while True:
+        made = _drawn(rng, kind, size)
+        if made is not None:
+            return Game(number, size, *made)
+
+
+def _drawn(rng: random.Random, kind: str, size: Size) -> tuple[Goal, House] | None:
+    """One draw, or None where the room has no goal of the kind."""
+    rooms = _ROOMS[size]
+    if kind in TREATED:
+        _, at, treated = TREATED[kind]
+        fitting = [room for room in rooms if rooms[room].get(at, (0, 0))[0]]
+    else:
+        at, treated = "", frozenset()
+        fitting = [room for room in rooms if kind != "look_at_obj_in_light" or set(_LAMP_STANDS) & set(rooms[room])]
+        if kind == "look_at_obj_in_light":
+            fitting = [room for room in fitting if room != "kitchen"]
+    room = rng.choice(fitting)
+    places: list[Name] = []
+    for place, (low, high) in rooms[room].items():
+        # Counted down, as the original's opening lists them.
+        places += [(place, n) for n in range(rng.randint(low, high), 0, -1)]
+    kinds = sorted({place for place, _ in places})
+    all_things = _THINGS[size][room].split()
+    wanted = [
+        thing for thing in all_things
+        if (not treated or thing in treated) and len([k for k in kinds if thing in HOLDS[k]]) >= 2
+    ]  # fmt: skip
+    if not wanted:
+        return None
+    thing = rng.choice(wanted)
+    house = House({place: [] for place in places})
+
+    def put(name: Name, fits: Callable[[str], bool]) -> bool:
+        found = [place for place in places if fits(place[0])]
+        if found:
+            house.inside[rng.choice(found)].append(name)
+        return bool(found)
+
+    if kind == "look_at_obj_in_light":
+        goal_place = rng.choice(LAMPS) if size == "full" else "desklamp"
+        if not put((goal_place, 1), lambda place: place in _LAMP_STANDS):
+            return None
+        barred: set[str] = set()
+    else:
+        ends = [k for k in kinds if thing in HOLDS[k] and k != at]
+        if not ends:
+            return None
+        goal_place = rng.choice(ends)
+        barred = set() if treated else {goal_place}
+    count = rng.randint(2, 3) if kind == "pick_two_obj_and_place" else rng.randint(1, 2)
+    if size == "small":
+        count = 2 if kind == "pick_two_obj_and_place" else 1
+    for n in range(count, 0, -1):
+        if not put((thing, n), lambda place: place not in barred and thing in HOLDS[place]):
+            return None
+    others = [other for other in all_things if other != thing]
+    for other in rng.sample(others, rng.randint(6, min(16, len(others))) if size == "full" else rng.randint(2, 3)):
+        for n in range(rng.choice((1, 1, 2, 3)) if size == "full" else 1, 0, -1):
+            put((other, n), lambda place, other=other: other in HOLDS[place])  # type: ignore[misc]
+    goal = Goal(kind, thing, goal_place, rng.randrange(2))
+    return None if goal.met(house) else (goal, house)

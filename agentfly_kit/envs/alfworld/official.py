@@ -1,0 +1,177 @@
+"""Games that TextWorld plays: those of ALFWorld (`game.tw-pddl`), and its own (`.json`, `.z8`).
+
+Needs `textworld`; for `game.tw-pddl` also ALFWorld's planner `fast_downward_textworld`, which is compiled when it is
+installed. Nothing is downloaded: the original's games come by its own command `alfworld-download`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agentfly_kit.errors import SettingsError
+
+SUFFIXES = (".tw-pddl", ".json", ".z8", ".ulx")
+FETCH = (
+    "the original's come by `pip install alfworld` (it compiles for minutes) and `alfworld-download`, into "
+    "~/.cache/alfworld/json_2.1.1; give that folder"
+)
+_LOADING = threading.Lock()
+"""TextWorld's parsers keep state in their module."""
+
+
+def rows(folder: str | os.PathLike[str], kinds: Sequence[str] | None) -> list[dict[str, Any]]:
+    """Rows {"id", "question", "file", "kind"?, "split"?} of the games in a folder and below."""
+    root = Path(folder).expanduser()
+    if not root.is_dir():
+        raise SettingsError(f"{str(root)!r} is no folder; {FETCH}")
+    found = []
+    for path in sorted(root.rglob("*")):
+        if path.suffix not in SUFFIXES or path.name == "traj_data.json" or not path.is_file():
+            continue
+        inside = path.relative_to(root)
+        if any("movable" in part or "Sliced" in part for part in inside.parts):
+            continue
+        row: dict[str, Any] = {"id": inside.as_posix(), "question": "Play the game.", "file": str(path.resolve())}
+        if path.suffix == ".tw-pddl":
+            game = _read(path)
+            if game.get("solvable") is False:
+                continue
+            goal = re.search(r"Your task is to: (.*?)\.?\"", game["grammar"])
+            if goal:
+                row["question"] = f"{goal[1][:1].upper()}{goal[1][1:]}."
+            kind = re.match(r"[a-z_]+", inside.parts[-3]) if len(inside.parts) > 2 else None
+            row["kind"] = kind[0].rstrip("_") if kind else "unknown"
+        elif path.suffix == ".json" and "metadata" not in _json(path):
+            continue
+        if kinds is not None and row.get("kind") not in kinds:
+            continue
+        split = next((part for part in inside.parts if part in ("train", "valid_seen", "valid_unseen")), None)
+        if split is not None:
+            row["split"] = split
+        found.append(row)
+    if not found:
+        raise SettingsError(f"no game ({', '.join(SUFFIXES)}) in {str(root)!r}; {FETCH}")
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{str(path)!r} cannot be read as a game: {error}") from error
+    return read if isinstance(read, dict) else {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    game = _json(path)
+    lacks = [name for name in ("pddl_domain", "grammar", "pddl_problem") if not isinstance(game.get(name), str)]
+    if lacks:
+        raise SettingsError(f"{str(path)!r} is no game of ALFWorld's: it has no {', '.join(lacks)}")
+    return game
+
+
+class Session:
+    """One game under way. Blocking; used from one thread at a time."""
+
+    def __init__(self, file: str) -> None:
+        path = Path(file)
+        if not path.is_file():
+            raise SettingsError(f"there is no game {file!r}; {FETCH}")
+        if importlib.util.find_spec("textworld") is None:
+            raise SettingsError(f"{path.name} is played by TextWorld; type: pip install textworld")
+        if path.suffix == ".tw-pddl":
+            _read(path)
+            if importlib.util.find_spec("fast_downward") is None:
+                raise SettingsError(
+                    f"{path.name} needs ALFWorld's planner; type: pip install alfworld (it compiles for minutes)"
+                )
+        self.file = file
+        self.commands: list[str] = []
+        import textworld
+
+        wanted = textworld.EnvInfos(won=True, lost=True, admissible_commands=True)
+        wrappers = [_demangled()] if path.suffix == ".tw-pddl" else []
+        with _LOADING:
+            self._env = textworld.start(file, request_infos=wanted, wrappers=wrappers)
+            self._state = self._env.reset()
+
+    @property
+    def opening(self) -> str:
+        return str(self._state.feedback).strip()
+
+    @property
+    def won(self) -> bool:
+        return bool(self._state.won)
+
+    @property
+    def plan(self) -> list[str]:
+        """Commands of TextWorld's own policy from here on, in a copy of the game."""
+        import textworld
+
+        path = Path(self.file)
+        wanted = textworld.EnvInfos(won=True, lost=True, admissible_commands=True, policy_commands=True)
+        wrappers = [_demangled()] if path.suffix == ".tw-pddl" else []
+        with _LOADING:
+            env = textworld.start(self.file, request_infos=wanted, wrappers=wrappers)
+            state = env.reset()
+            for command in self.commands:
+                state, _, _ = env.step(command)
+            return list(state.policy_commands or ())
+
+    def do(self, command: str) -> str:
+        command = " ".join(command.split())
+        put = re.fullmatch(r"put (.+?) (?:in/on|in|on|into|onto) (.+)", command)
+        offered = self._state.admissible_commands or ()
+        if put and command not in offered and f"move {put[1]} to {put[2]}" in offered:
+            command = f"move {put[1]} to {put[2]}"
+        self.commands.append(command)
+        with _LOADING:
+            self._state, _, _ = self._env.step(command)
+        return str(self._state.feedback).strip()
+
+    def admissible(self) -> list[str]:
+        return sorted(self._state.admissible_commands or ())
+
+    def copy(self) -> Session:
+        """Another of the same game, after the same commands."""
+        twin = Session(self.file)
+        for command in self.commands:
+            twin.do(command)
+        return twin
+
+
+def _demangled() -> Any:
+    """A wrapper of TextWorld's that gives ALFWorld's entities the names that are shown: `Apple|+1.2` is "apple 1"."""
+    import textworld.core
+
+    class Names(textworld.core.Wrapper):  # type: ignore[misc]
+        def load(self, *arguments: Any, **named: Any) -> None:
+            super().load(*arguments, **named)
+            infos = list(self._entity_infos.values())
+            for info, name in shown([info.id for info in infos]).items():
+                next(each for each in infos if each.id == info).name = name
+
+    return Names
+
+
+def shown(ids: Sequence[str]) -> dict[str, str]:
+    """Entity ids of a game -> the names that ALFWorld shows: the kind, and a number, counted down over sorted ids."""
+    kinds = {}
+    for each in ids:
+        kind, bar, _ = each.partition("_bar_")
+        kinds[each] = kind + ("basin" if "basin" in each else "") if bar else ""
+    left = Counter(kind for kind in kinds.values() if kind)
+    found = {}
+    for each in sorted(ids):
+        kind = kinds[each]
+        found[each] = f"{kind} {left[kind]}" if kind else each
+        left[kind] -= 1
+    return found

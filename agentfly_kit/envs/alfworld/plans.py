@@ -1,0 +1,90 @@
+"""Plans: the commands that lead from any state of a house to a goal, by one who sees into every cupboard."""
+
+from __future__ import annotations
+
+from agentfly_kit.envs.alfworld.games import TREATED, Goal
+from agentfly_kit.envs.alfworld.house import HOLDS, OPENABLE, House, Name, text
+
+
+class _Walk:
+    """Does what it writes down, in a copy."""
+
+    def __init__(self, house: House) -> None:
+        self.house = house.copy()
+        self.commands: list[str] = []
+
+    def do(self, command: str) -> None:
+        self.house.do(command)
+        self.commands.append(command)
+
+    def go(self, place: Name) -> None:
+        if self.house.here != place:
+            self.do(f"go to {text(place)}")
+
+    def reach(self, place: Name) -> None:
+        """Go there, and open it."""
+        self.go(place)
+        if self.house.shut(place):
+            self.do(f"open {text(place)}")
+
+    def take(self, thing: Name) -> None:
+        if self.house.held == thing:
+            return
+        if self.house.held is not None:
+            self.drop()
+        place = self.house.where(thing)
+        assert place is not None
+        self.reach(place)
+        self.do(f"take {text(thing)} from {text(place)}")
+
+    def drop(self) -> None:
+        """Put what is held anywhere that takes it: here if that will do, else where nothing must be opened."""
+        held = self.house.held
+        assert held is not None
+        places = [place for place in self.house.inside if held[0] in HOLDS[place[0]]]
+        place = min(places, key=lambda place: (place != self.house.here, place[0] in OPENABLE, place))
+        self.put(held, place)
+
+    def put(self, thing: Name, place: Name) -> None:
+        self.reach(place)
+        self.do(f"move {text(thing)} to {text(place)}")
+
+
+def plan(house: House, goal: Goal) -> list[str]:
+    """Commands that meet the goal from here on; none where it is met. Short, not always the shortest.
+
+    Raises:  ValueError for a house in which nothing meets the goal.
+    """
+    walk = _Walk(house)
+    if goal.met(house):
+        return []
+    everything = [thing for things in house.inside.values() for thing in things]
+    things = [thing for thing in ([house.held] if house.held else []) + everything if thing[0] == goal.thing]
+    # Those that need least come first: what is held, what is ready, what lies here.
+    things.sort(key=lambda t: (t != house.held, not goal.ready(house, t), house.where(t) != house.here))
+    if goal.kind == "look_at_obj_in_light":
+        lamps = [thing for thing in everything if thing[0] == goal.place]
+        if not things or not lamps:
+            raise ValueError(f"no {goal.thing} or no {goal.place} in this house")
+        walk.take(things[0])
+        stand = house.where(lamps[0])
+        assert stand is not None
+        walk.go(stand)
+        if lamps[0] not in house.used:
+            walk.do(f"use {text(lamps[0])}")
+        return walk.commands
+    count = 2 if goal.kind == "pick_two_obj_and_place" else 1
+    ends = [place for place in house.inside if place[0] == goal.place]
+    if len(things) < count or not ends:
+        raise ValueError(f"this house has {len(things)} {goal.thing} and {len(ends)} {goal.place}; the goal wants more")
+    end = max(ends, key=lambda place: sum(goal.ready(house, thing) for thing in house.inside[place]))
+    lying = [thing for thing in things if thing in house.inside[end] and goal.ready(house, thing)]
+    for thing in [thing for thing in things if thing not in lying][: count - len(lying)]:
+        walk.take(thing)
+        if not goal.ready(walk.house, thing):
+            verb, where, _ = TREATED[goal.kind]
+            at = next(place for place in house.inside if place[0] == where)
+            walk.go(at)
+            walk.do(f"{verb} {text(thing)} with {text(at)}")
+        walk.put(thing, end)
+    return walk.commands

@@ -1,0 +1,327 @@
+"""The household world: its words and rules, its games and plans, its chains, and the original's engine where it is."""
+
+import importlib.util
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentfly_kit as af
+from agentfly_kit.envs import alfworld, family
+from agentfly_kit.envs.alfworld import games, official, pddl, plans
+from agentfly_kit.envs.alfworld.house import NOTHING, House
+from agentfly_kit.types import Task
+
+ORIGINAL = importlib.util.find_spec("textworld") and importlib.util.find_spec("fast_downward")
+
+
+def kitchen() -> House:
+    return House(
+        {
+            ("fridge", 1): [("apple", 1)],
+            ("countertop", 1): [("knife", 1), ("apple", 2), ("bread", 1)],
+            ("microwave", 1): [],
+            ("sinkbasin", 1): [],
+            ("desk", 1): [("desklamp", 1)],
+        }
+    )
+
+
+def test_the_words_are_the_originals() -> None:
+    house = kitchen()
+    for command, said in [
+        ("look", "You are in the middle of a room. Looking quickly around you, you see nothing."),
+        ("inventory", "You are not carrying anything."),
+        ("go to fridge 1", "You arrive at fridge 1. The fridge 1 is closed."),
+        ("go to fridge 1", NOTHING),
+        ("take apple 1 from fridge 1", NOTHING),
+        ("open fridge 1", "You open the fridge 1. The fridge 1 is open. In it, you see a apple 1."),
+        ("open fridge 1", NOTHING),
+        ("examine apple 1", NOTHING),
+        ("take apple 1 from fridge 1", "You pick up the apple 1 from the fridge 1."),
+        ("examine fridge 1", "The fridge 1 is open. In it, you see nothing."),
+        ("close fridge 1", "You close the fridge 1."),
+        ("look", "You are facing the fridge 1. Next to it, you see nothing."),
+        ("inventory", "You are carrying: a apple 1."),
+        ("examine apple 1", "There's nothing special about apple 1."),
+        ("heat apple 1 with microwave 1", NOTHING),
+        ("GO  to Microwave 1", "You arrive at microwave 1. The microwave 1 is closed."),
+        ("heat apple 1 with microwave 1", "You heat the apple 1 using the microwave 1."),
+        ("examine apple 1", "This is a hot apple 1."),
+        ("move apple 1 to microwave 1", NOTHING),
+        ("go to sinkbasin 1", "You arrive at sinkbasin 1. On the sinkbasin 1, you see nothing."),
+        ("clean apple 1 with sinkbasin 1", "You clean the apple 1 using the sinkbasin 1."),
+        ("examine apple 1", "This is a hot and clean apple 1."),
+        ("go to fridge 1", "You arrive at fridge 1. The fridge 1 is closed."),
+        ("cool apple 1 with fridge 1", "You cool the apple 1 using the fridge 1."),
+        ("examine apple 1", "This is a cool and clean apple 1."),
+        ("go to countertop 1",
+         "You arrive at countertop 1. On the countertop 1, you see a knife 1, a apple 2, and a bread 1."),
+        ("take knife 1 from countertop 1", NOTHING),
+        ("put apple 1 in/on countertop 1", "You move the apple 1 to the countertop 1."),
+        ("take knife 1 from countertop 1", "You pick up the knife 1 from the countertop 1."),
+        ("slice apple 2 with knife 1", "You sliced the apple 2 with the knife 1."),
+        ("slice apple 2 with knife 1", NOTHING),
+        ("move knife 1 to countertop 1", "You move the knife 1 to the countertop 1."),
+        ("take apple 2 from countertop 1", "You pick up the apple 2 from the countertop 1."),
+        ("examine apple 2", "This is a sliced apple 2."),
+        ("go to desk 1", "You arrive at desk 1. On the desk 1, you see a desklamp 1."),
+        ("move apple 2 to desk 1", NOTHING),
+        ("take desklamp 1 from desk 1", NOTHING),
+        ("use desklamp 1", "You turn on the desklamp 1."),
+    ]:  # fmt: skip
+        assert house.do(command) == said, command
+    assert "Available commands:" in house.do("help")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["", " ", "go", "go to", "go to moon 1", "go to fridge", "go to fridge 01", "go to fridge -1", "go to fridge 99999",
+     "take apple 1", "put apple 1", "heat fridge 1 with fridge 1", "use fridge 1", "slice fridge 1 with fridge 1",
+     "move None to fridge 1", "go to fridge 1; open fridge 1", "go to fridge 1\x00", "геть to fridge 1", "look " * 5000,
+     "__init__", "go to 'fridge 1'", "open apple 1", "close countertop 1"],
+)  # fmt: skip
+def test_what_is_no_command_changes_nothing(command: str) -> None:
+    house, before = kitchen(), kitchen()
+    assert house.do(command) == NOTHING
+    assert house == before
+    assert vars(house) == vars(before)
+
+
+@pytest.mark.parametrize("size", ["small", "full"])
+def test_whatever_is_admissible_does_something_and_a_plan_wins_from_anywhere(size: Any) -> None:
+    rng = random.Random(3)
+    kinds = set()
+    for number in range(120):
+        game = games.game(number, size)
+        house = game.house()
+        assert not game.goal.met(house)
+        for _ in range(rng.randrange(12)):
+            command = rng.choice(house.admissible())
+            assert house.copy().do(command) != NOTHING, (number, command)
+            house.do(command)
+        for command in plans.plan(house, game.goal):
+            assert command in house.admissible(), (number, command)
+            house.do(command)
+        assert game.goal.met(house), number
+        assert plans.plan(house, game.goal) == []
+        kinds.add(game.goal.kind)
+        assert game.house() == games.game(number, size).house(), "a game begins as it was made"
+    assert kinds == set(games.KINDS)
+
+
+def test_a_plan_for_what_cannot_be_says_so() -> None:
+    with pytest.raises(ValueError, match="has 1 bread and 1 desk; the goal wants more"):
+        plans.plan(kitchen(), games.Goal("pick_two_obj_and_place", "bread", "desk"))
+    with pytest.raises(ValueError, match="no floorlamp"):
+        plans.plan(kitchen(), games.Goal("look_at_obj_in_light", "bread", "floorlamp"))
+
+
+def test_goals_hold_when_and_only_when_they_are_met() -> None:
+    house = kitchen()
+    heat = games.Goal("pick_heat_then_place_in_recep", "apple", "countertop")
+    two = games.Goal("pick_two_obj_and_place", "apple", "countertop", 1)
+    light = games.Goal("look_at_obj_in_light", "bread", "desklamp")
+    assert (heat.text, two.text) == ("put a hot apple in countertop", "find two apple and put them in countertop")
+    for command in ("go to fridge 1", "open fridge 1", "take apple 1 from fridge 1", "go to microwave 1",
+                    "heat apple 1 with microwave 1", "go to fridge 1", "cool apple 1 with fridge 1",
+                    "go to countertop 1", "move apple 1 to countertop 1"):  # fmt: skip
+        assert not heat.met(house)
+        assert not two.met(house)
+        assert house.do(command) != NOTHING
+    assert not heat.met(house), "it was cooled again"
+    assert two.met(house)
+    assert games.Goal("pick_cool_then_place_in_recep", "apple", "countertop").met(house)
+    for command in ("go to desk 1", "use desklamp 1", "go to countertop 1", "take bread 1 from countertop 1"):
+        house.do(command)
+        assert not light.met(house)
+    house.do("go to desk 1")
+    assert light.met(house)
+
+
+async def test_the_reward_says_how_far_a_chain_came() -> None:
+    tasks = alfworld.tasks(12, "test")
+    won = (await alfworld.expert().rollout(tasks)).trajectories
+    for t in won:
+        assert (t.stop, t.reward, t.success) == ("env_done", 1.0, True)
+        assert {name: t.metrics[name] for name in ("found", "taken", "prepared", "invalid")} == {
+            "found": 1.0, "taken": 1.0, "prepared": 1.0, "invalid": 0.0}  # fmt: skip
+
+    def hostile(task: Task, turn: int) -> str:
+        command = ("take everything", "go to nowhere 1")[turn % 2]
+        return f'<tool_call>{{"name":"act","arguments":{{"command":"{command}"}}}}</tool_call>'
+
+    lost = alfworld.agent(af.ScriptedEngine(hostile), chat=family.small_chat(), options={"steps": 6})
+    for t in (await lost.rollout(tasks[:3])).trajectories:
+        assert (t.stop, t.reward, t.metrics["invalid"], t.metrics["steps"]) == ("env_done", 0.0, 6.0, 6.0)
+        assert [c.result.observation for c in t.tool_calls] == [NOTHING] * 6
+
+
+async def test_64_houses_at_once_each_its_own() -> None:
+    """A thing that is nowhere else is planted in each house; each chain finds its own where it left it."""
+    tasks = alfworld.tasks(64, "train", size="small")
+
+    class Marked(alfworld.ALFWorld):
+        async def reset(self, task: Task, seed: int) -> str:
+            said = await super().reset(task, seed)
+            assert isinstance(self.world, House)
+            self.world.inside[next(iter(self.world.inside))] = [("vase", tasks.index(task) + 1)]
+            return said
+
+    def script(task: Task, turn: int) -> str:
+        number = tasks.index(task) + 1
+        (kind, one) = next(iter(alfworld.game_of(task).house().inside))
+        place = f"{kind} {one}"
+        commands = [f"go to {place}", f"open {place}", f"take vase {number} from {place}", "inventory"]
+        return (
+            f'<tool_call>{{"name":"act","arguments":{{"command":"{commands[turn]}"}}}}</tool_call>' if turn < 4 else "."
+        )
+
+    agent = af.envs.agent(Marked, af.ScriptedEngine(script), chat=family.small_chat(), size=16, max_turns=8)
+    for t in (await agent.rollout(tasks)).trajectories:
+        number = tasks.index(t.task) + 1
+        assert t.tool_calls[-1].result.observation == f"You are carrying: a vase {number}.", t.error
+
+
+async def test_a_fork_goes_its_own_way() -> None:
+    chain = alfworld.expert().chain(alfworld.tasks(1, "test", size="small")[0])
+    for _ in range(4):  # two actions and what they gave
+        await chain.step()
+    fork = await chain.fork()
+    mine, its = (c.context.held[alfworld.ALFWorld] for c in (chain, fork))
+    assert mine.world == its.world and mine.world is not its.world
+    before = its.world.copy()
+    while chain.stop is None:
+        await chain.step()
+    assert (await chain.finish()).reward == 1.0
+    assert its.world == before
+    while fork.stop is None:
+        await fork.step()
+    assert (await fork.finish()).reward == 1.0
+
+
+async def test_the_admissible_commands_are_told_when_asked() -> None:
+    task = alfworld.tasks(1, "test", size="small")[0]
+    act, admissible = alfworld.family.tools
+    assert (act.name, admissible.name) == ("act", "admissible_commands")
+    told = (await admissible.try_(task=task)).observation
+    assert told == ", ".join(alfworld.game_of(task).house().admissible())
+    (t,) = (await alfworld.expert(options={"admissible": True}).rollout([task])).trajectories
+    assert f"\n\nAdmissible: {told}" in t.turns[0].text
+    assert all("\n\nAdmissible: " in c.result.observation for c in t.tool_calls[:-1])
+
+
+def test_bad_settings_are_named() -> None:
+    with pytest.raises(af.errors.SettingsError, match="size='huge': want 'small' or 'full'"):
+        alfworld.tasks(1, "test", size="huge")  # type: ignore[arg-type]
+    with pytest.raises(af.errors.SettingsError, match="kinds has 'cook'"):
+        alfworld.tasks(1, "test", kinds=("cook",))
+    with pytest.raises(af.errors.SettingsError, match="game=-1"):
+        games.game(-1)
+    with pytest.raises(af.errors.SettingsError, match="has no field game="):
+        alfworld.game_of(af.Task("x", ({"role": "user", "content": "?"},)))
+    with pytest.raises(af.errors.SettingsError, match="steps=0"):
+        alfworld.ALFWorld(steps=0)
+    only = alfworld.tasks(5, "train", kinds=("pick_two_obj_and_place",))
+    assert {task.fields["kind"] for task in only} == {"pick_two_obj_and_place"}
+
+
+# ---- games in files
+
+
+def a_file(folder: Path, number: int = 0, **changes: Any) -> Path:
+    """Laid out as the original's, without its engine's domain."""
+    import json
+
+    game = games.game(number)
+    inside = folder / "json_2.1.1" / "train" / f"{game.goal.kind}-Apple-None-Fridge-1" / f"trial_{number}"
+    inside.mkdir(parents=True)
+    grammar = f'"rhs": "Your task is to: {game.goal.text}."'
+    row = {"pddl_domain": "(define)", "grammar": grammar, "pddl_problem": pddl.problem(game), "solvable": True}
+    (inside / "game.tw-pddl").write_text(json.dumps(row | changes), encoding="utf-8")
+    (inside / "traj_data.json").write_text("{}", encoding="utf-8")
+    return inside / "game.tw-pddl"
+
+
+async def test_a_folder_of_the_originals_games_becomes_tasks(tmp_path: Path) -> None:
+    for number in range(3):
+        a_file(tmp_path, number)
+    a_file(tmp_path, 3, solvable=False)
+    tasks = alfworld.tasks_in(tmp_path)
+    assert tasks.splits == {"train": 3}
+    assert [t.fields["kind"] for t in tasks] == sorted(games.KINDS[:3])
+    first = next(t for t in tasks if t.fields["kind"] == games.KINDS[0])
+    goal = games.game(0).goal.text
+    assert first.messages[-1]["content"] == f"{goal[0].upper()}{goal[1:]}."
+    assert len(alfworld.tasks_in(tmp_path, kinds=[games.KINDS[1]])) == 1
+    if importlib.util.find_spec("textworld") is None:  # elsewhere the engine itself is asked, below
+        (t,) = (await alfworld.random_agent().rollout([first])).trajectories
+        assert t.stop == "error"
+        assert "type: pip install textworld" in str(t.error)
+
+
+def test_bad_folders_and_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(af.errors.SettingsError, match=r"is no folder; .*alfworld-download"):
+        alfworld.tasks_in(tmp_path / "nowhere")
+    with pytest.raises(af.errors.SettingsError, match=r"no game \(.*alfworld-download"):
+        alfworld.tasks_in(tmp_path)
+    (tmp_path / "game.tw-pddl").write_text("{", encoding="utf-8")
+    with pytest.raises(af.errors.SettingsError, match=r"game.tw-pddl' cannot be read as a game"):
+        alfworld.tasks_in(tmp_path)
+    (tmp_path / "game.tw-pddl").write_text('{"grammar": ""}', encoding="utf-8")
+    with pytest.raises(af.errors.SettingsError, match="it has no pddl_domain, pddl_problem"):
+        alfworld.tasks_in(tmp_path)
+    with pytest.raises(af.errors.SettingsError, match="there is no game"):
+        official.Session(str(tmp_path / "other.tw-pddl"))
+
+
+def test_the_names_are_those_that_the_original_would_show() -> None:
+    for number in range(20):
+        house = games.game(number).house()
+        names = [*house.inside, *(thing for things in house.inside.values() for thing in things)]
+        shown = official.shown([*map(pddl.entity, names), "agent1", "loc_1"])
+        assert [shown[pddl.entity(name)] for name in names] == [f"{kind} {n}" for kind, n in names]
+        assert shown["loc_1"] == "loc_1"
+
+
+def same_words(text: str) -> str:
+    """The original lists things in its planner's order."""
+    head, sees, tail = text.partition("you see ")
+    things, dot, rest = tail.partition(".")
+    return (
+        head + sees + ",".join(sorted(p.strip().removeprefix("and ") for p in things.split(","))) + dot + rest
+    ).strip()
+
+
+@pytest.mark.real
+@pytest.mark.skipif(not ORIGINAL, reason="alfworld is not installed: its planner compiles for minutes")
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # its files
+@pytest.mark.parametrize("size", ["small", "full"])
+async def test_the_originals_engine_says_and_does_the_same(size: Any, tmp_path: Path) -> None:
+    """Its own domain and grammar, our games: texts, admissible commands, the end; walks drawn and planned."""
+    for number in range(12):
+        game = games.game(number, size)
+        pddl.write(game, tmp_path / f"{number}.tw-pddl")
+        theirs = official.Session(str(tmp_path / f"{number}.tw-pddl"))
+        ours, rng = game.house(), random.Random(number)
+        assert same_words(theirs.opening) == same_words(game.opening)
+        assert len(theirs.plan) <= len(plans.plan(ours, game.goal))
+        for _ in range(40):
+            assert ours.admissible() == sorted(set(theirs.admissible())), number
+            plan = plans.plan(ours, game.goal)
+            odd = ["", "fly", "go to moon 1", "open apple 1", "put apple 1 in/on fridge 1", "use desklamp 1"]
+            command = plan[0] if rng.random() < 0.4 else rng.choice([*ours.admissible(), *odd])
+            assert same_words(ours.do(command)) == same_words(theirs.do(command)), (number, command)
+            assert game.goal.met(ours) == theirs.won, (number, command)
+            if theirs.won:
+                break
+    (task,) = alfworld.tasks_in(tmp_path)[:1]
+
+    def plays(task: Task, messages: Any, rng: Any) -> Any:
+        made = games.game(int(Path(task.fields["file"]).stem), size)
+        return "act", {"command": plans.plan(made.house(), made.goal)[len(family.told(messages))]}
+
+    chat = family.small_chat()
+    (t,) = (await alfworld.agent(family.PlayerEngine(plays, chat), chat=chat).rollout([task])).trajectories
+    assert (t.reward, t.stop) == (1.0, "env_done")
