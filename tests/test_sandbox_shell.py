@@ -17,6 +17,8 @@ from agentfly_kit.pool import Pool
 from agentfly_kit.sandboxes import PythonSandbox, ShellResult, ShellSandbox
 from agentfly_kit.types import Task
 
+LONG = 90_000_000 + os.getpid()
+"""Seconds that no other test run on this machine sleeps."""
 STUBBORN = "python -c 'import time\nwhile True:\n  try: time.sleep(9)\n  except BaseException: pass'"
 
 
@@ -181,7 +183,7 @@ async def test_a_reset_leaves_no_trace(level: str):
 async def test_background_processes_end_with_the_lease(level: str):
     pool = Pool(ShellSandbox, size=1, isolation=level)
     async with pool.lease() as sandbox:
-        await sandbox.run("sleep 54321 & (setsid nohup sleep 54321 >/dev/null 2>&1 &)")
+        await sandbox.run(f"sleep {LONG} & (setsid nohup sleep {LONG} >/dev/null 2>&1 &)")
         while sleepers() < 2:
             await asyncio.sleep(0.01)
     assert sleepers() == 0
@@ -196,7 +198,7 @@ def sleepers() -> int:
                 line = (folder / "cmdline").read_bytes()
             except OSError:
                 continue
-            count += line == b"sleep\00054321\0"
+            count += line == f"sleep\0{LONG}\0".encode()
     return count
 
 
@@ -226,7 +228,7 @@ async def test_64_chains_at_once_share_nothing():
 async def test_a_cancelled_command_is_interrupted_and_the_next_one_runs(level: str):
     async with ShellSandbox(isolation=level) as sandbox:
         await sandbox.run("A=5")
-        running = asyncio.create_task(sandbox.run("sleep 54321; echo late", timeout=60))
+        running = asyncio.create_task(sandbox.run(f"sleep {LONG}; echo late", timeout=60))
         while sleepers() == 0:
             await asyncio.sleep(0.01)
         running.cancel()
@@ -239,7 +241,7 @@ async def test_a_cancelled_command_is_interrupted_and_the_next_one_runs(level: s
 async def test_cancelled_at_any_moment_it_ends(level: str):
     for seconds in (0.0, 0.001, 0.01, 0.03, 0.1):
         sandbox = ShellSandbox(isolation=level)
-        running = asyncio.create_task(sandbox.run("sleep 54321", timeout=60))
+        running = asyncio.create_task(sandbox.run(f"sleep {LONG}", timeout=60))
         await asyncio.sleep(seconds)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -251,7 +253,7 @@ async def test_cancelled_at_any_moment_it_ends(level: str):
 
 async def test_closed_in_the_middle(level: str):
     sandbox = ShellSandbox(isolation=level)
-    running = asyncio.create_task(sandbox.run("sleep 54321", timeout=60))
+    running = asyncio.create_task(sandbox.run(f"sleep {LONG}", timeout=60))
     while sleepers() == 0:
         await asyncio.sleep(0.01)
     await sandbox.close()
@@ -292,7 +294,7 @@ async def test_a_fork_goes_on_by_itself(level: str):
 
 async def test_a_fork_with_a_job_is_refused_by_name(level: str):
     async with ShellSandbox(isolation=level) as one, ShellSandbox(isolation=level) as two:
-        await one.run("sleep 54321 &")
+        await one.run(f"sleep {LONG} &")
         why = "background processes cannot be seen" if level == "landlock" else "1 background process still running"
         with pytest.raises(SandboxError, match=f"this ShellSandbox cannot fork: .*{why}"):
             await one.fork(two)
