@@ -17,6 +17,7 @@ FAMILIES: tuple[str, ...] = (
     "maze",
     "reasoning_gym",
     "sql",
+    "webshop",
 )
 """A family is added here, and has a module of this name."""
 

@@ -1,0 +1,395 @@
+"""webshop: find, configure and buy what an instruction asks for, in a shop of text pages (Yao et al. 2022).
+
+Search, results of ten a page, item pages with options and sub pages, Buy Now; the pages' texts, what can be clicked and
+the reward are WebShop's. The catalogue that ships is invented; WebShop's own files are read by `Catalogue.load`.
+
+    tasks = af.envs.webshop.tasks(200, "train")
+    mine = af.envs.webshop.Catalogue.load("folder with items_shuffle_1000.json")
+    agent = af.envs.webshop.agent(policy, options={"catalogue": mine})
+    tasks = af.envs.webshop.tasks(catalogue=mine)
+
+The reward asks a tagger for the nouns of titles. `nouns="words"` is a stand-in for it and the default with the invented
+catalogue; with yours it is "auto": spaCy's small English model where it is installed, else the stand-in. `scoring.py`
+says what the stand-in does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentfly_kit.data import Tasks
+from agentfly_kit.envs.family import Family, Move, told
+from agentfly_kit.envs.webshop import pages
+from agentfly_kit.envs.webshop.catalogue import Catalogue, Product
+from agentfly_kit.envs.webshop.scoring import Nouns, alike, color_of, find_nouns, score
+from agentfly_kit.errors import SettingsError, ToolError
+from agentfly_kit.rollout import Agent
+from agentfly_kit.tools import tool
+from agentfly_kit.types import Message, Task
+
+__all__ = [
+    "Catalogue",
+    "Shop",
+    "WebShop",
+    "WebShopText",
+    "agent",
+    "expert",
+    "family",
+    "random_agent",
+    "tasks",
+]
+
+_ACTION = re.compile(r"\s*(.+?)\[(.+)\]\s*", re.DOTALL)
+
+
+class Shop:
+    """One visit to the shop, without tools: see `WebShop` and `WebShopText`.
+
+    catalogue        a `Catalogue`, or the folder with WebShop's files; None for the invented one
+    nouns            "words", "spacy", "auto", or a function from a title to its nouns
+    page_size        products on a page of results
+    rich             pages mark the buttons, as WebShop's `text_rich`
+    show_attributes  item pages have a tab with the product's attributes, as an option of WebShop
+    brief            pages without the instruction and the navigation, results by their number: for small models
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue | str | None = None,
+        *,
+        nouns: str | Nouns | None = None,
+        page_size: int = 10,
+        rich: bool = False,
+        show_attributes: bool = False,
+        brief: bool = False,
+    ) -> None:
+        if catalogue is not None and not isinstance(catalogue, Catalogue):
+            catalogue = _loaded(str(catalogue))
+        if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
+            raise SettingsError(f"page_size={page_size!r}: want at least 1 product a page; WebShop has 10")
+        self._given = catalogue
+        self._nouns = find_nouns(("words" if catalogue is None else "auto") if nouns is None else nouns)
+        self._page_size, self._rich, self._show_attributes, self._brief = page_size, rich, show_attributes, brief
+
+    async def reset(self, task: Task, seed: int) -> str | None:
+        self._catalogue = _of_task(task, self._given)
+        self.goal: dict[str, Any] = self._catalogue.goal(task.fields["goal"])
+        if self.goal["instruction_text"] not in str(task.messages[-1]["content"]):
+            raise SettingsError(
+                f"task {task.id}: goal {task.fields['goal']} of {self._catalogue!r} is another one, "
+                f"{self.goal['instruction_text']!r}; make tasks and agent of one catalogue: "
+                "tasks(catalogue=mine), agent(..., options={'catalogue': mine})"
+            )
+        self.keywords: str | None = None
+        self.found: list[str] = []
+        """ASINs of the last search."""
+        self.number = 1
+        self.asin: str | None = None
+        self.subpage: str | None = None
+        self.options: dict[str, str] = {}
+        self.seen: list[str] = []
+        """Products whose page was opened."""
+        self.bought: str | None = None
+        self.done = False
+        return None if self._brief else self.page.text(self._rich)
+
+    # --- where one is ---
+
+    @property
+    def page(self) -> pages.Page:
+        """The one that is shown now."""
+        text = self.goal["instruction_text"]
+        if self.bought is not None:
+            return pages.done(self._product(self.bought), self.options, self.goal, self._score()["reward"])
+        if self.asin is not None:
+            product = self._product(self.asin)
+            if self.subpage is not None:
+                return pages.sub(text, product, self.subpage)
+            if self._brief:
+                return pages.brief_item(product, self.options, self._show_attributes)
+            return pages.item(text, product, self.options, self._show_attributes)
+        if self.keywords is None:
+            return pages.search(text)
+        shown = [self._product(asin) for asin in self._shown]
+        if self._brief:
+            return pages.brief_results(shown, self.number)
+        return pages.results(text, shown, self.number, len(self.found))
+
+    @property
+    def clickables(self) -> tuple[str, ...]:
+        """What `click` takes on this page."""
+        return self.page.clickables
+
+    @property
+    def _shown(self) -> list[str]:
+        first = (self.number - 1) * self._page_size
+        return self.found[first : first + self._page_size]
+
+    def _product(self, asin: str) -> Product:
+        return self._catalogue.products[asin]
+
+    @property
+    def _text(self) -> str:
+        if self._brief:
+            return "\n".join(self.page.parts)
+        return self.page.text(self._rich)
+
+    # --- what one does ---
+
+    def _search(self, keywords: str) -> None:
+        self.keywords = keywords.lower()
+        self.found = self._catalogue.find(self.keywords)
+        self.number, self.asin, self.subpage, self.options = 1, None, None, {}
+
+    def _click(self, value: str) -> bool:
+        """Whether there was something to click."""
+        value = value.strip().lower()
+        if value not in self.clickables:
+            return False
+        if value == pages.BACK.lower():
+            self.keywords, self.found, self.number, self.asin, self.subpage, self.options = None, [], 1, None, None, {}
+        elif value == pages.NEXT.lower():
+            self.number += 1
+        elif value == pages.PREVIOUS.lower():
+            if self.subpage is not None:
+                self.subpage = None
+            elif self.asin is not None:
+                self.asin, self.options = None, {}
+            else:
+                self.number -= 1
+        elif self.asin is None and self.keywords is not None:
+            shown = self._shown
+            self.asin = shown[int(value) - 1] if self._brief else next(a for a in shown if a.lower() == value)
+            self.seen.append(self.asin)
+        elif value == pages.BUY.lower():
+            self.bought, self.done = self.asin, True
+        elif self.asin is not None:
+            tabs = {name.lower(): name for name in (*pages.SUBPAGES, pages.ATTRIBUTES)}
+            named = [name for name, values in self._product(self.asin).options.items() if value in values]
+            if named:
+                self.options[named[-1]] = value
+            else:
+                self.subpage = tabs[value]
+        return True
+
+    def _score(self) -> dict[str, float]:
+        if self.bought is None:
+            return {"reward": 0.0, "attributes": 0.0, "options": 0.0, "price": 0.0, "type": 0.0}
+        got = score(self._product(self.bought), self.goal, self.options.values(), self._nouns)
+        options = self.goal["goal_options"]
+        return {
+            "reward": got.reward,
+            "attributes": got.attributes / max(len(self.goal["attributes"]), 1),
+            "options": got.options / len(options) if options else 1.0,
+            "price": float(got.price),
+            "type": got.kind,
+        }
+
+    async def reward(self) -> dict[str, float]:
+        """WebShop's, from 0 to 1, of what was bought; nothing bought is 0. `success` is a reward of 1. The stages: the
+        goal's own product was looked at, something was bought, and of it the share of attributes and options, price
+        and type."""
+        got = self._score()
+        return got | {
+            "success": float(got["reward"] >= 1.0),
+            "found": float(self.goal["asin"] in self.seen),
+            "bought": float(self.bought is not None),
+        }
+
+    async def fork(self, into: Shop) -> None:
+        for name, value in vars(self).items():
+            setattr(into, name, value.copy() if isinstance(value, dict | list) and name != "goal" else value)
+
+
+class WebShop(Shop):
+    """The shop with two tools. What is not on the page is told to the model with what is."""
+
+    @tool
+    def search(self, keywords: str) -> str:
+        """Search the shop.
+
+        Args:
+            keywords: what to look for.
+        """
+        if not keywords.strip():
+            raise ToolError("give keywords to search for")
+        self._search(keywords)
+        return self._text
+
+    @tool
+    async def click(self, value: str) -> str:
+        """Click a button, a product or an option on the page.
+
+        Args:
+            value: its text.
+        """
+        before = dict(getattr(self, "options", {}))
+        if not self._click(value):
+            if self._brief:
+                raise ToolError("not on this page")
+            raise ToolError(f"{value!r} is not on this page; you can click: {', '.join(self.clickables)}")
+        if self._brief and (chosen := [f"{k} {v}" for k, v in self.options.items() if before.get(k) != v]):
+            return chosen[0]
+        return "bought" if self._brief and self.done else self._text
+
+
+class WebShopText(Shop):
+    """The shop with WebShop's own actions in one tool: `search[keywords]` and `click[value]`; anything else changes
+    nothing and shows the page again. With `format="action"` a model writes <action>search[red shoes]</action>."""
+
+    @tool
+    def act(self, action: str) -> str:
+        """Do one thing in the shop.
+
+        Args:
+            action: search[keywords] or click[value].
+        """
+        written = _ACTION.fullmatch(action)
+        if written is not None:
+            name, value = written.group(1), written.group(2).lower()
+            if name == "search":
+                self._search(value)
+            elif name == "click":
+                self._click(value)
+        return self._text
+
+
+@functools.lru_cache(2)
+def _loaded(path: str) -> Catalogue:
+    return Catalogue.load(path)
+
+
+def _of_task(task: Task, given: Catalogue | None) -> Catalogue:
+    missing = [name for name in ("goal", *(() if given else ("world",))) if name not in task.fields]
+    if missing:
+        raise SettingsError(
+            f"task {task.id} has no {missing[0]!r}: make tasks with af.envs.webshop.tasks(...), and if they are of "
+            "your files, give the agent options={'catalogue': yours} too"
+        )
+    return Catalogue.invented(task.fields["world"]) if given is None else given
+
+
+# --- tasks ---------------------------------------------------------------------------------------
+
+
+def rows(n: int, split: str, seed: int = 0, catalogue: Catalogue | None = None) -> list[dict[str, Any]]:
+    """Rows {"id", "question", "world", "goal"}: the instruction and the goal's number.
+
+    Of the invented catalogue every fifth product is the test's, and no instruction is in both splits. Of WebShop's full
+    set of human goals 0 to 499 are the test's and those from 1,500 on for training, as there; of a smaller one a fifth
+    is the test's.
+    """
+    of = Catalogue.invented(seed) if catalogue is None else catalogue
+    numbers = _split(of, split, invented=catalogue is None)
+    if n > len(numbers):
+        raise SettingsError(f"n={n}: {of!r} has {len(numbers)} different goals for {split!r}; ask for fewer")
+    mark = "" if seed == 0 or catalogue is not None else f"{seed}-"
+    world = {"world": seed} if catalogue is None else {}
+    return [
+        {"id": f"webshop-{split}-{mark}{i:04}", "question": of.goals[number]["instruction_text"], **world}
+        | {"goal": number}
+        for i, number in enumerate(numbers[:n])
+    ]
+
+
+def _split(of: Catalogue, split: str, invented: bool) -> list[int]:
+    count = len(of.goals)
+    if invented:
+        tested = {asin for i, asin in enumerate(of.products) if i % 5 == 0}
+        test = [i for i, goal in enumerate(of.goals) if goal["asin"] in tested]
+        train = [i for i, goal in enumerate(of.goals) if goal["asin"] not in tested]
+    elif count > 2000:
+        test, train = list(range(500)), list(range(1500, count))
+    else:
+        test, train = list(range(count // 5)), list(range(count // 5, count))
+    seen: set[str] = set()
+
+    def fresh(numbers: list[int]) -> list[int]:
+        kept = [i for i in numbers if of.goals[i]["instruction_text"] not in seen]
+        kept = list({of.goals[i]["instruction_text"]: i for i in reversed(kept)}.values())[::-1]
+        seen.update(of.goals[i]["instruction_text"] for i in kept)
+        return kept
+
+    tests, trains = fresh(test), fresh(train)
+    return tests if split == "test" else trains
+
+
+# --- players -------------------------------------------------------------------------------------
+
+
+def plan(task: Task, options: Mapping[str, Any]) -> list[Move]:
+    """Everything that an expert does: search by the title, go to the product, choose, buy."""
+    given = options.get("catalogue")
+    catalogue = _of_task(task, given if given is None or isinstance(given, Catalogue) else _loaded(str(given)))
+    goal = catalogue.goal(task.fields["goal"])
+    product = catalogue.products[goal["asin"]]
+    found = catalogue.find(product.title.lower())
+    if product.asin not in found:
+        return [("search", {"keywords": product.title.lower()}), "It is not here."]
+    page, place = divmod(found.index(product.asin), options.get("page_size", 10))
+    clicks = [pages.NEXT.lower()] * page + [str(place + 1) if options.get("brief") else product.asin.lower()]
+    wanted = goal["goal_options"]
+    for value in wanted.values() if isinstance(wanted, Mapping) else wanted:
+        every = [v for values in product.options.values() for v in values]
+        if every:
+            clicks.append(max(every, key=lambda v: (v == value, alike(color_of(v), color_of(value)))))
+    return [
+        ("search", {"keywords": product.title.lower()}),
+        *(("click", {"value": value}) for value in (*clicks, pages.BUY.lower())),
+    ]
+
+
+def expert_player(
+    task: Task, messages: Sequence[Message], rng: random.Random, options: Mapping[str, Any] | None = None
+) -> Move:
+    """Knows which product is meant."""
+    return plan(task, options or {})[len(told(messages))]
+
+
+def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
+    """Searches for a word of the instruction, then clicks anything that it sees, or buys."""
+    seen = told(messages)
+    if not seen or rng.random() < 0.1:
+        return "search", {"keywords": rng.choice(str(task.messages[-1]["content"]).split())}
+    texts = re.split(r" \[SEP\] |\n", seen[-1])
+    return "click", {"value": "buy now" if rng.random() < 0.2 else rng.choice(texts)}
+
+
+family = Family(
+    name="webshop",
+    what="find, configure and buy what an instruction asks for; WebShop's pages and reward",
+    environment=WebShop,
+    rows=rows,
+    expert_player=expert_player,
+    random_player=random_player,
+    max_turns=15,
+    size="1,500 train and 400 test ship, of an invented catalogue; WebShop's files are read",
+    needs=("bm25s", "rapidfuzz"),
+    install="pip install bm25s rapidfuzz",
+    splits={"train": 1500, "test": 400},
+)
+agent, random_agent = family.agent, family.random_agent
+
+
+def expert(**settings: Any) -> Agent:
+    """An agent without a model that buys what is asked for, with the same `options` as `agent`."""
+    known = functools.partial(expert_player, options=settings.get("options") or {})
+    return dataclasses.replace(family, expert_player=known).expert(**settings)
+
+
+def tasks(
+    n: int | None = None, split: str | None = None, *, seed: int = 0, catalogue: Catalogue | str | None = None
+) -> Tasks:
+    """`n` tasks of a split, "train" or "test"; without a split, both. catalogue: yours, or the folder of its files."""
+    if catalogue is None:
+        return family.tasks(n, split, seed=seed)
+    family.need()
+    of = catalogue if isinstance(catalogue, Catalogue) else _loaded(str(catalogue))
+    counts = {name: len(_split(of, name, invented=False)) for name in family.splits}
+    chosen = dataclasses.replace(family, rows=functools.partial(rows, catalogue=of), splits=counts)
+    return chosen.tasks(n, split, seed=seed)

@@ -1,0 +1,159 @@
+"""An invented shop: products, their attributes and what people ask for, in the very shapes of WebShop's files.
+
+Knows no page and no reward. The same number makes the same shop everywhere.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+BRANDS = tuple(
+    "Adwin Belmor Calvet Dorrin Elspa Farrow Gildan Hestor Ivarn Jorvik Kelda Lumeo Marlo Nordan Ostrea Pellin "  # noqa: SIM905
+    "Quillo Ruskel Sondry Tavish".split()
+)
+COLORS = ("black", "blue", "brown", "green", "grey", "navy", "pink", "purple", "red", "white", "yellow")
+SIZES = ("small", "medium", "large", "oversized")
+FLAVORS = ("apple", "cherry", "ginger", "honey", "lemon", "mint", "vanilla")
+PACKS = ("single", "double", "family")
+_COLOR, _SIZE, _FLAVOR, _SCENT, _PACK = "color", "size", "flavor", "scent", "pack"
+VALUES = {_COLOR: COLORS, _SIZE: SIZES, _FLAVOR: FLAVORS, _SCENT: FLAVORS, _PACK: PACKS}
+PER_KIND = 18
+"""Products of each kind."""
+ASKED = 5
+"""What people ask for, of each product."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Kinds of goods that share a shelf, attributes, options and what they cost."""
+
+    shelf: str
+    category: str
+    kinds: tuple[str, ...]
+    attributes: tuple[str, ...]
+    options: tuple[str, ...]
+    cost: tuple[int, int]
+    """Whole dollars, from and to."""
+
+
+GROUPS = (
+    Group(
+        "clothing › everyday", "fashion", ("shirt", "jacket", "sweater", "dress", "coat", "hoodie"),
+        ("cotton", "woolen", "linen", "waterproof", "washable", "lightweight", "stretchy"), (_COLOR, _SIZE), (15, 80),
+    ),
+    Group(
+        "luggage › carried", "fashion", ("backpack", "wallet", "purse", "briefcase"),
+        ("leather", "canvas", "waterproof", "foldable", "durable", "lightweight"), (_COLOR,), (20, 90),
+    ),
+    Group(
+        "home › textiles", "garden", ("blanket", "rug", "curtain", "pillow"),
+        ("cotton", "woolen", "washable", "handmade", "reversible", "recycled"), (_COLOR, _SIZE), (12, 85),
+    ),
+    Group(
+        "home › furniture", "garden", ("lamp", "chair", "basket", "shelf"),
+        ("wooden", "handmade", "foldable", "modern", "sturdy", "recycled"), (_COLOR,), (18, 92),
+    ),
+    Group(
+        "grocery › pantry", "grocery", ("jam", "tea", "syrup", "cookie"),
+        ("organic", "vegan", "natural", "unsweetened", "kosher", "crunchy"), (_FLAVOR, _PACK), (4, 40),
+    ),
+    Group(
+        "beauty › bath", "beauty", ("soap", "candle", "lotion"),
+        ("organic", "vegan", "natural", "gentle", "handmade", "creamy"), (_SCENT,), (5, 45),
+    ),
+)  # fmt: skip
+KINDS = tuple(kind for group in GROUPS for kind in group.kinds)
+ATTRIBUTES = tuple(sorted({name for group in GROUPS for name in group.attributes}))
+_ASKS = ("i am looking for {what} {options}", "find me {what} {options}", "i need {what} {options}")
+WORDS = tuple(
+    dict.fromkeys(
+        [
+            *(brand.lower() for brand in BRANDS),
+            *(*KINDS, *ATTRIBUTES, *VALUES, *COLORS, *SIZES, *FLAVORS, *PACKS),
+            *"i am looking for find me need with and price lower than dollars".split(),  # noqa: SIM905
+        ]
+    )
+)
+"""Every word of a title, an option and a request, in lower case."""
+
+Files = tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]
+
+
+def make(world: int = 0) -> Files:
+    """(items, attributes by ASIN, instructions by ASIN) of one invented shop, as WebShop's three files hold them."""
+    rng = random.Random(f"webshop goods {world}")
+    items: list[dict[str, Any]] = []
+    known: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
+    numbers = rng.sample(range(10**7), PER_KIND * len(KINDS))
+    for group in GROUPS:
+        for kind in group.kinds:
+            titles: set[str] = set()
+            while len(titles) < PER_KIND:
+                attributes = rng.sample(group.attributes, 3)
+                title = f"{rng.choice(BRANDS)} {attributes[0].title()} {attributes[1].title()} {kind.title()}"
+                if title in titles:
+                    continue
+                titles.add(title)
+                asin = f"B0S{numbers[len(items)]:07}"
+                options = {name: _some(VALUES[name], rng) for name in group.options}
+                items.append(_item(asin, title, kind, group, attributes, options, rng))
+                known[asin] = {
+                    "attributes": attributes,
+                    "instruction": f"find me {attributes[0]} {attributes[1]} {kind}",
+                    "instruction_attributes": attributes[:2],
+                }
+                asked[asin] = [_asked(asin, kind, attributes, options, n, rng) for n in range(ASKED)]
+    return items, known, asked
+
+
+def _some(values: tuple[str, ...], rng: random.Random) -> list[str]:
+    """Some of them, at least three (or all that there are), in their own order."""
+    chosen = set(rng.sample(values, rng.randint(min(3, len(values)), min(5, len(values)))))
+    return [value for value in values if value in chosen]
+
+
+def _item(
+    asin: str, title: str, kind: str, group: Group, attributes: list[str], options: dict[str, list[str]], rng: Any
+) -> dict[str, Any]:
+    first, second, third = attributes
+    return {
+        "asin": asin,
+        "name": title,
+        "full_description": f"This {kind} by {title.split()[0]} is {first}, {second} and made to be used every day.",
+        "small_description": [
+            f"A {third} {kind}.",
+            f"Comes in {', '.join(value for values in options.values() for value in values)}.",
+            "Sent within two days; returns are free.",
+        ],
+        "pricing": f"${rng.randint(*group.cost)}.00",
+        "customization_options": {
+            name: [{"value": value, "image": None} for value in values] for name, values in options.items()
+        },
+        "images": [],
+        "category": group.category,
+        "query": kind,
+        "product_category": f"{group.shelf} › {kind}",
+    }
+
+
+def _asked(
+    asin: str, kind: str, attributes: list[str], options: dict[str, list[str]], n: int, rng: random.Random
+) -> dict[str, Any]:
+    """What one person asks for: one or two attributes, and an option of each name."""
+    wanted = rng.sample(attributes[:2], 2) if n % 2 == 0 else [rng.choice(attributes)]
+    chosen = {name: rng.choice(values) for name, values in options.items()}
+    words = " and ".join(f"{name} {value}" for name, value in chosen.items())
+    text = rng.choice(_ASKS).format(what=" ".join([*wanted, kind]), options=f"with {words}")
+    return {
+        "asin": asin,
+        "instruction": text + ".",
+        "attributes": attributes,
+        "options": [f"{name}: {value}" for name, value in chosen.items()],
+        "instruction_attributes": wanted,
+        "instruction_options": list(chosen.values()),
+        "assignment_id": f"made-{asin}-{n}",
+        "worker_id": "made",
+    }

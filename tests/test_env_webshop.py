@@ -1,0 +1,413 @@
+"""WebShop: the pages and clicks, the reward's every part, files, and 64 visits at once."""
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentfly_kit as af
+from agentfly_kit.envs import family
+from agentfly_kit.envs.webshop import Catalogue, WebShop, WebShopText, expert, goods, plan, scoring, tasks
+from agentfly_kit.envs.webshop.catalogue import UNBOUNDED, Product
+from agentfly_kit.types import Task
+
+
+def product(title: str = "Adwin Cotton Shirt", **changes: Any) -> Product:
+    settings: dict[str, Any] = {
+        "asin": "B1", "title": title, "description": "Made to last.", "bullets": ("Soft to the touch.",), "price": 20.0,
+        "price_text": "$20.0", "options": {"color": ("red", "navy blue")}, "attributes": ("machine washable",),
+        "category": "fashion", "query": "shirt", "product_category": "clothing › tops › shirts",
+    }  # fmt: skip
+    return Product(**(settings | changes))
+
+
+def goal(**changes: Any) -> dict[str, Any]:
+    return {
+        "asin": "B1", "category": "fashion", "query": "shirt", "name": "Adwin Cotton Shirt", "price_upper": 30.0,
+        "product_category": "clothing › tops › shirts", "instruction_text": "a shirt", "attributes": ["washable"],
+        "goal_options": ["red"],
+    } | changes  # fmt: skip
+
+
+def reward(of: Product, wanted: dict[str, Any], *options: str, nouns: Any = scoring.likely_nouns) -> float:
+    return scoring.score(of, wanted, options, nouns).reward
+
+
+async def visit(task: Task, **options: Any) -> WebShop:
+    shop = WebShop(**options)
+    await shop.reset(task, 0)
+    return shop
+
+
+# ---- the reward
+
+
+def test_each_part_of_the_reward_counts_as_it_is_defined() -> None:
+    assert reward(product(), goal(), "red") == 1.0
+    assert reward(product(), goal()) == pytest.approx(2 / 3)  # no option
+    assert reward(product(price=30.0), goal(), "red") == 1.0  # the bound itself is allowed
+    assert reward(product(price=30.01), goal(), "red") == pytest.approx(2 / 3)
+    assert reward(product(attributes=("DUMMY_ATTR",)), goal(), "red") == pytest.approx(2 / 3)
+    assert reward(product(attributes=(), bullets=("It is WASHABLE.",)), goal(), "red") == 1.0
+    assert reward(product(attributes=(), description="A washable thing"), goal(), "red") == 1.0
+    assert reward(product("Adwin Washable Shirt", attributes=()), goal(), "red") == 1.0
+    assert reward(product(), goal(attributes=[], goal_options=[]), "blue") == 1.0  # the price alone
+    two = goal(attributes=["washable", "silk"], goal_options=["red", "large"])
+    assert reward(product(), two, "red") == pytest.approx(3 / 5)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "wanted", "met"),
+    [
+        ("red", "red", 1), ("bright red", "red", 1), ("navy blue", "blue", 1),  # "blue" comes before "navy"
+        ("dark red", "dark green", 1),  # both are "dark" first: so it is defined
+        ("x-large", "large", 1), ("large", "x-large", 1), ("12 ounce", "16 ounce", 1), ("size 8", "8", 1),
+        ("red", "blue", 0), ("", "red", 0), ("rouge", "red", 0), ("größe 8", "grosse 8", 0), ("红色", "red", 0),
+        ("red " * 500, "blue", 0), ("pack of 2", "pack of two", 1), ("pack of 2", "pack of 12", 1),
+    ],
+)  # fmt: skip
+def test_an_option_is_met_by_likeness_or_by_its_colour(chosen: str, wanted: str, met: int) -> None:
+    got = scoring.score(product(), goal(goal_options=[wanted]), [chosen], scoring.likely_nouns)
+    assert got.options == met, (chosen, wanted, scoring.alike(chosen, wanted))
+
+
+def test_a_synthetic_goals_options_are_pairs() -> None:
+    pairs = goal(goal_options={"color": "red", "size": "large"})
+    assert scoring.score(product(), pairs, ["red", "large"], scoring.likely_nouns).options == 2
+    assert scoring.score(product(), pairs, ["small"], scoring.likely_nouns).options == 0
+    assert reward(product(), pairs, "red", "large") == 1.0
+
+
+def test_the_type_counts_down_from_the_titles_nouns() -> None:
+    def typed(title: str, wanted: str, **changes: Any) -> float:
+        other = {"query": "x", "product_category": "a › b"} | changes
+        return scoring.type_factor(product(title, **other), goal(name=wanted), str.split)
+
+    same = {"query": "shirt"}
+    assert typed("shirt", "shirt") == 1.0
+    assert typed("mug", "shirt", **same) == 0.0  # not one noun in common
+    assert typed("mug", "shirt") == 0.0
+    assert typed("a", "a b c d e") == 0.5  # one of five is 0.2, which is not above it
+    assert typed("a", "a b c d e", **same) == 1.0
+    assert typed("a", "a b c d e", product_category="tops › clothing › x") == 1.0  # two shelves, in any order
+    assert typed("a", "a b c d e", product_category="clothing › x") == 0.5
+    assert typed("a", "a b c d") == 1.0
+    assert typed("a", "a " + "b " * 10, **same) == 0.1  # below a tenth, whatever else agrees
+    assert typed("a", "", **same) == 1.0  # a goal without nouns counts 0.2, which is no match of its own
+    assert typed("a", "") == 0.5
+
+
+def test_likeness_is_that_of_thefuzz() -> None:
+    for a, b, ratio in [
+        ("cotton", "cotton", 100), ("Cotton!", "  cotton", 100), ("cotton shirt", "shirt", 100), ("", "", 0),
+        ("a", "", 0), ("---", "red", 0), ("abcd", "abce", 75), ("é", "e", 0), ("crème", "crme", 100),
+    ]:  # fmt: skip
+        assert scoring.alike(a, b) == ratio, (a, b)
+
+
+def test_a_stand_in_takes_no_adjective_for_a_noun() -> None:
+    assert scoring.likely_nouns("Adwin Washable Cotton Shirt, extra LARGE (2 Pack)") == ["adwin", "shirt", "pack"]
+    assert scoring.likely_nouns("") == []
+    assert scoring.find_nouns(str.split) == str.split
+    assert scoring.find_nouns("words") is scoring.likely_nouns
+    with pytest.raises(af.errors.SettingsError, match=r"nouns='verbs': want 'auto', 'words', 'spacy'"):
+        scoring.find_nouns("verbs")
+    if scoring.missing_tagger():
+        with pytest.raises(af.errors.SettingsError, match=r"nouns='spacy' needs .*; type: .*download en_core_web_sm"):
+            WebShop(nouns="spacy")
+    else:
+        assert "shirt" in scoring.spacy_nouns()("A cotton shirt")
+
+
+def test_the_rewards_of_random_purchases_are_what_the_formula_says() -> None:
+    """Written a second time, from the definition, for products and goals of the invented shop."""
+    rng = random.Random(7)
+    shop = Catalogue.invented()
+    every = list(shop.products.values())
+    seen = set()
+    for _ in range(300):
+        wanted = shop.goal(rng.randrange(len(shop.goals)))
+        one = shop.products[wanted["asin"]] if rng.random() < 0.3 else rng.choice(every)
+        if rng.random() < 0.5:
+            one = rng.choice([p for p in every if p.query == wanted["query"]])
+        chosen = [rng.choice(v) for v in one.options.values() if rng.random() < 0.8]
+        got = scoring.score(one, wanted, chosen, scoring.likely_nouns)
+        text = " ".join((one.title, *one.bullets, one.description)).lower()
+        n = sum(a in one.attributes or a in text for a in wanted["attributes"])
+        m = sum(o in chosen for o in wanted["goal_options"])
+        assert (got.attributes, got.options, got.price) == (n, m, one.price <= wanted["price_upper"])
+        whole = (n + m + got.price) / (len(wanted["attributes"]) + len(wanted["goal_options"]) + 1)
+        assert got.reward == pytest.approx(whole * got.kind)
+        seen.add(got.kind)
+    assert seen == {0.0, 1.0}
+
+
+def test_no_two_words_of_the_invented_shop_are_alike() -> None:
+    for words in (*goods.VALUES.values(), goods.ATTRIBUTES):
+        for a in words:
+            assert [b for b in words if scoring.alike(a, b) > scoring.ALIKE] == [a]
+    assert len({scoring.color_of(c) for c in goods.COLORS}) == len(goods.COLORS)
+
+
+# ---- the pages
+
+
+async def test_the_pages_are_webshops() -> None:
+    task = tasks(1, "test")[0]
+    shop = WebShop()
+    opening = await shop.reset(task, 0)
+    text = task.messages[-1]["content"]
+    assert opening == f"WebShop [SEP] Instruction: [SEP] {text} [SEP] Search"
+    assert shop.clickables == ("search",)
+    got = shop.search("vegan soap").split(" [SEP] ")
+    asins = got[5::3]
+    assert got[:5] == ["Instruction:", text, "Back to Search", f"Page 1 (Total results: {len(shop.found)})", "Next >"]
+    assert asins == shop.found[:10]
+    assert shop.clickables == ("back to search", "next >", *(a.lower() for a in asins))
+    second = (await shop.click("next >")).split(" [SEP] ")
+    assert second[3:6] == [f"Page 2 (Total results: {len(shop.found)})", "< Prev", "Next >"]
+    for _ in range(7):
+        past = await shop.click("Next >")  # there is always one
+    assert past.endswith("[SEP] < Prev [SEP] Next >")
+    for _ in range(8):
+        back = await shop.click("< prev")
+    assert back.split(" [SEP] ") == got
+    one = shop._catalogue.products[asins[0]]
+    shown = (await shop.click(asins[0].lower())).split(" [SEP] ")
+    options = [t for name, values in one.options.items() for t in (name, *values)]
+    about = [one.title, f"Price: {one.price_text}", "Rating: N.A.", "Description", "Features", "Reviews", "Buy Now"]
+    assert shown == ["Instruction:", text, "Back to Search", "< Prev", *options, *about]
+    assert (await shop.click("Features")).split(" [SEP] ")[2:] == ["Back to Search", "< Prev", *one.bullets]
+    assert (await shop.click("< Prev")).split(" [SEP] ") == shown
+    scent = one.options["scent"]
+    await shop.click(scent[0])
+    await shop.click(scent[1])
+    assert shop.options == {"scent": scent[1]}  # the last one counts
+    last = await shop.click("buy now")
+    assert last.startswith("Thank you for shopping with us! [SEP] Your code: [SEP] None [SEP] (Paste it in your MTurk")
+    assert f"Purchased [SEP] asin [SEP] {one.asin} [SEP]" in last
+    assert re.search(r"Your score \(min 0.0, max 1.0\) \[SEP\] [\d.]+ \[SEP\] Reward Details \[SEP\] None$", last)
+    assert shop.done
+
+
+async def test_rich_pages_mark_what_was_clicked() -> None:
+    task = tasks(1, "test")[0]
+    shop = await visit(task, rich=True, show_attributes=True)
+    assert "[button] Search [button_]" in shop.page.text(True)
+    found = shop.search("vegan soap")
+    assert f"[button] {shop.found[0]} [button_]" in found
+    await shop.click(shop.found[0])
+    scent = shop._catalogue.products[shop.found[0]].options["scent"][0]
+    assert f"[clicked button] {scent} [clicked button_]" in await shop.click(scent)
+    assert "vegan" in (await shop.click("attributes")).lower()
+
+
+async def test_what_is_not_on_the_page_changes_nothing_and_says_so() -> None:
+    task = tasks(1, "test")[0]
+    shop = await visit(task)
+    with pytest.raises(af.ToolError, match="'buy now' is not on this page; you can click: search"):
+        await shop.click("buy now")
+    with pytest.raises(af.ToolError, match="give keywords"):
+        shop.search("  ")
+    assert shop.search("qwertyuiop").endswith("Page 1 (Total results: 0) [SEP] Next >")
+    text = WebShopText()
+    page = await text.reset(task, 0)
+    for nonsense in ("", "buy", "click[]", "click[buy now]", "search", "think[hard]", "click[red", "搜索[x]"):
+        assert text.act(nonsense) == page, nonsense
+        assert not text.done
+    assert "Page 1" in text.act("search[VEGAN soap]")
+    assert text.keywords == "vegan soap"
+    asin = text.found[0]
+    assert asin in text.act("search[vegan soap]")  # a search from any page
+    assert "Buy Now" in text.act(f" click[{asin}] ")
+    assert text.act("click[buy now]").startswith("Thank you")
+    assert (await text.reward())["bought"] == 1.0
+
+
+async def test_a_search_from_an_item_forgets_the_item_and_its_options() -> None:
+    task = tasks(1, "test")[0]
+    shop = await visit(task)
+    shop.search("soap")
+    await shop.click(shop.found[0])
+    await shop.click(shop.clickables[2])
+    assert shop.options
+    shop.search("candle")
+    assert (shop.asin, shop.options, shop.number) == (None, {}, 1)
+
+
+async def test_special_keywords() -> None:
+    shop = Catalogue.invented()
+    assert len(shop.find("<r> 1")) == 50
+    assert shop.find("<r> 1") == shop.find("<r> 1") != shop.find("<r> 2")
+    assert {shop.products[a].query for a in shop.find("<q> soap")} == {"soap"}
+    assert {shop.products[a].category for a in shop.find("<c> beauty")} == {"beauty"}
+    assert all("vegan" in shop.products[a].attributes for a in shop.find("<a> vegan"))
+    assert shop.find("<q> nothing") == []
+
+
+# ---- chains
+
+
+async def test_64_visits_at_once_each_to_its_own_goal() -> None:
+    """Each chain chooses and buys by a script of its own; what it holds at the end is what its script did, no other."""
+    chosen = tasks(64, "train")
+    plans = {t.id: plan(t, {"page_size": 2}) for t in chosen}
+
+    class Marked(WebShop):
+        async def reset(self, task: Task, seed: int) -> str | None:
+            text = await super().reset(task, seed)
+            self.goal = self.goal | {"instruction_text": f"marker-{task.id}"}
+            return text
+
+    def script(task: Task, turn: int) -> str:
+        move = plans[task.id][turn]
+        name, arguments = move
+        return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+    agent = af.envs.agent(
+        Marked, af.ScriptedEngine(script), chat=family.small_chat(), size=16, max_turns=15,
+        options={"page_size": 2}, sampling=af.Sampling(max_tokens=200),
+    )  # fmt: skip
+    for t in (await agent.rollout(chosen)).trajectories:
+        assert (t.stop, t.reward, t.metrics["success"]) == ("env_done", 1.0, 1.0), t.error
+        for call in t.tool_calls:
+            assert set(re.findall(r"marker-[\w-]+", call.result.observation)) == {f"marker-{t.task.id}"}
+
+
+async def test_a_fork_goes_its_own_way() -> None:
+    task = tasks(1, "test")[0]
+    chain = expert().chain(task)
+    await chain.step()
+    await chain.step()
+    other = await chain.fork()
+    while chain.stop is None:
+        await chain.step()
+    trajectory = await chain.finish()
+    assert trajectory.reward == 1.0
+    assert {k: trajectory.metrics[k] for k in ("found", "bought", "attributes", "options", "price")} == dict.fromkeys(
+        ("found", "bought", "attributes", "options", "price"), 1.0
+    )
+    other.force('<tool_call>{"name":"click","arguments":{"value":"buy now"}}</tool_call>')
+    await other.act()
+    hasty = await other.finish()
+    assert 0.0 < hasty.reward < 1.0
+    assert {k: hasty.metrics[k] for k in ("found", "bought", "options")} == {
+        "found": 1.0,
+        "bought": 1.0,
+        "options": 0.0,
+    }
+
+
+async def test_brief_pages_are_the_same_shop_in_few_words() -> None:
+    options = {"brief": True, "page_size": 3}
+    some = tasks(20, "test")
+    done = await af.evaluate(expert(options=options), some)
+    assert done.success == 1.0
+    shop = await visit(some[0], **options)
+    lines = shop.search("soap").split("\n")
+    assert len(lines) == 3
+    assert re.fullmatch(r"1 [a-z ]+ soap \$\d+", lines[0])
+    assert await shop.click("2") == "\n".join(
+        f"{name}: {' '.join(values)}" for name, values in shop._catalogue.products[shop.found[1]].options.items()
+    )
+    assert (await shop.click(shop.clickables[2])).startswith("scent ")
+    assert await shop.click("buy now") == "bought"
+
+
+# ---- files
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    items, attributes, instructions = goods.make(3)
+    items[0]["pricing"] = "$10.50 to $1,020.00"
+    items[1]["pricing"] = ""
+    items[2]["asin"] = "nan"
+    items[3]["asin"] = items[4]["asin"]
+    items[5]["asin"] = "MUCHTOOLONG"
+    items[6]["customization_options"] = ""
+    items[7]["small_description"] = "one text"
+    items[8]["customization_options"] = {"Size": [{"value": " 5/6 XL ", "image": None}], "Fit": None}
+    del attributes[items[9]["asin"]]
+    for name, value in {
+        "items_shuffle_1000": items, "items_ins_v2_1000": attributes, "items_human_ins": instructions,
+    }.items():  # fmt: skip
+        (tmp_path / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
+    return tmp_path
+
+
+def test_webshops_files_are_read_with_their_quirks(folder: Path) -> None:
+    items = json.loads((folder / "items_shuffle_1000.json").read_text(encoding="utf-8"))
+    shop = Catalogue.load(folder)
+    assert len(shop.products) == 450 - 3
+    at = [shop.products.get(row["asin"]) for row in items]
+    assert at[0] is not None and 10.5 <= at[0].price <= 1020 and at[0].price_text == "$10.5 to $1020.0"
+    assert at[1] is not None and (at[1].price, at[1].price_text) == (100.0, "$100.0")
+    assert at[6] is not None and at[6].options == {}
+    assert at[7] is not None and at[7].bullets == ("one text",)
+    assert at[8] is not None and at[8].options == {"size": ("5 | 6 xl",)}
+    assert at[9] is not None and at[9].attributes == ("DUMMY_ATTR",)
+    for wanted in shop.goals:
+        price, bound = shop.products[wanted["asin"]].price, wanted["price_upper"]
+        assert (price < bound <= price + 40 and bound % 10 == 0) or bound == UNBOUNDED
+        assert wanted["instruction_text"].endswith(f", and price lower than {bound:.2f} dollars") != (
+            bound == UNBOUNDED
+        )
+    assert repr(shop.goals) == repr(Catalogue.load(folder).goals)
+    synthetic = Catalogue.load(folder / "items_shuffle_1000.json", folder / "items_ins_v2_1000.json")
+    assert isinstance(synthetic.goals[0]["goal_options"], dict)
+    assert sum(g["weight"] for g in synthetic.goals) > 0
+
+
+async def test_tasks_of_files_are_solved_by_the_same_expert(folder: Path) -> None:
+    mine = Catalogue.load(folder)
+    some = tasks(30, "test", catalogue=mine)
+    done = await af.evaluate(expert(options={"catalogue": mine, "nouns": "words"}), some)
+    assert done.success == 1.0
+    with pytest.raises(af.errors.SettingsError, match=r"n=9999: .* different goals for 'test'; ask for fewer"):
+        tasks(9999, "test", catalogue=mine)
+    shop = WebShop(str(folder))
+    with pytest.raises(af.errors.SettingsError, match=r"make tasks and agent of one catalogue"):
+        await shop.reset(tasks(5, "train")[4], 0)
+    other = Task("x", ({"role": "user", "content": "buy"},), {"goal": 99999, "world": 0})
+    with pytest.raises(af.errors.SettingsError, match=r"goal 99999: the catalogue .* has goals 0 to 2249"):
+        await WebShop().reset(other, 0)
+    with pytest.raises(af.errors.SettingsError, match=r"task y has no 'goal': make tasks with af\.envs\.webshop"):
+        await WebShop().reset(Task("y", other.messages, {}), 0)
+    with pytest.raises(af.errors.SettingsError, match="page_size=0"):
+        WebShop(page_size=0)
+
+
+def test_files_that_are_not_theirs_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(af.errors.SettingsError, match=r"nowhere\.json: no such file\. WebShop's own are items_shuffle"):
+        Catalogue.load("nowhere.json")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(af.errors.SettingsError, match="holds no items_shuffle"):
+        Catalogue.load(tmp_path / "empty")
+    items = folder / "items_shuffle_1000.json"
+    items.write_text(items.read_text(encoding="utf-8")[:1000], encoding="utf-8")
+    with pytest.raises(af.errors.SettingsError, match=r"is not JSON .* was it downloaded to its end"):
+        Catalogue.load(folder)
+    items.write_text("{}", encoding="utf-8")
+    with pytest.raises(af.errors.SettingsError, match="want a list of products, got dict"):
+        Catalogue.load(folder)
+    items.write_text('[{"title": "x"}]', encoding="utf-8")
+    with pytest.raises(af.errors.SettingsError, match="product 0 has no 'asin': this is not one of WebShop's files"):
+        Catalogue.load(folder)
+    items.write_text("[]", encoding="utf-8")
+    with pytest.raises(af.errors.SettingsError, match="has no product"):
+        Catalogue.load(folder)
+
+
+async def test_a_chain_whose_task_is_not_of_the_catalogue_is_unscored_and_the_rest_goes_on() -> None:
+    some = list(tasks(3, "test"))
+    some[1] = Task("odd", some[1].messages, {"goal": 10**6, "world": 0})
+    got = {t.task.id: t for t in (await expert().rollout([some[0], some[2]])).trajectories}
+    assert [t.reward for t in got.values()] == [1.0, 1.0]
+    agent = af.envs.webshop.random_agent()
+    odd = (await agent.rollout(some)).trajectories
+    assert [t.reward is None for t in odd] == [False, True, False]
+    assert "goal 1000000" in str(odd[1].error)
