@@ -12,6 +12,7 @@ from typing import Any
 FAMILIES: tuple[str, ...] = (
     "alfworld",
     "calculator",
+    "code",
     "lookup",
     "math",
     "maze",

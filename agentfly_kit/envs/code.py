@@ -1,0 +1,338 @@
+"""code: write a Python function that passes its tests. An interpreter to try things in, and a grader it never meets.
+
+The submitted code is graded by a `Grader`: in fresh processes, of which its own holds no test. Two task sets: "steps"
+(made from a restricted grammar of short instructions; any number) and "problems" (written by hand, as MBPP's are);
+`load` reads MBPP's files. A task of yours has the field `test_list`: asserts.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dataclasses
+import functools
+import os
+import random
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from agentfly_kit import data
+from agentfly_kit.data import Tasks
+from agentfly_kit.envs.family import Family, Move
+from agentfly_kit.errors import SettingsError, TaskError
+from agentfly_kit.sandboxes.grader import Grader
+from agentfly_kit.sandboxes.python import PythonSandbox
+from agentfly_kit.sandboxes.result import SandboxResult
+from agentfly_kit.tools import tool
+from agentfly_kit.types import Message, Task
+
+_FENCED = re.compile(r"^[ ]{0,3}```[^\n`]*\n(.*?)(?:^[ ]{0,3}```|\Z)", re.DOTALL | re.MULTILINE)
+
+
+def code_in(text: str) -> str:
+    """The last fenced block of a text; the text itself where there is none."""
+    blocks = _FENCED.findall(text)
+    return str(blocks[-1]) if blocks else text
+
+
+class Code:
+    """One task, an interpreter of the chain's own, and what was submitted.
+
+    partial     the reward is the share of tests that pass; else 1 for all of them, and 0.
+    seconds     for one run in the interpreter, for loading a submission, and for each of its tests. All tests of a
+                submission may take four times that.
+    sandbox     PythonSandbox's settings, for the interpreter. It starts when the chain first uses it. Those of the
+                grader are its pool's: agent(..., pools=[af.Pool(af.Grader, size=8, packages=False)]).
+    """
+
+    def __init__(self, *, partial: bool = True, seconds: float = 5.0, **sandbox: Any) -> None:
+        if not 0 < seconds < float("inf"):
+            raise SettingsError(f"seconds={seconds!r}: want a positive number")
+        self._sandbox = PythonSandbox(**({"packages": False} | sandbox))
+        self._used = False
+        self._partial = partial
+        self._seconds = seconds
+        self._tests: list[str] = []
+        self._setup = ""
+        self._code = ""
+        self.runs = 0
+        self.submitted: str | None = None
+        self.done = False
+
+    async def close(self) -> None:
+        await self._sandbox.close()
+
+    def kill(self) -> None:
+        self._sandbox.kill()
+
+    async def reset(self, task: Task, seed: int) -> None:
+        """Raises SettingsError for a task without tests."""
+        tests, setup = task.fields.get("test_list"), task.fields.get("test_setup_code") or ""
+        if not _texts(tests) or not isinstance(setup, str):
+            raise SettingsError(
+                f"task {task.id!r} has no tests: give it a field 'test_list' such as ['assert f(1) == 2'], and for "
+                "what comes before them 'test_setup_code', a text"
+            )
+        self._tests, self._setup, self._code = list(tests), setup, str(task.fields.get("code") or "")
+        if self._used:
+            if self._sandbox.alive:
+                await self._sandbox.reset()
+            self._used = False
+        self.runs, self.submitted, self.done = 0, None, False
+
+    @tool(timeout=120.0)
+    async def python(self, code: str) -> SandboxResult:
+        """Run Python code. Variables are kept from call to call; the last expression's value is shown.
+
+        Args:
+            code: one or more statements.
+        """
+        self.runs += 1
+        self._used = True
+        return await self._sandbox.run(code, timeout=self._seconds)
+
+    @tool
+    async def submit(self, code: str) -> str:
+        """Hand in the solution. It is tested then, and the task is over.
+
+        Args:
+            code: the whole program: imports, and the function that was asked for.
+        """
+        self.submitted = code
+        self.done = True
+        return "Submitted."
+
+    async def reward(self, final: str | None, grader: Grader) -> dict[str, float]:
+        """The share of tests that pass. What was not submitted by the tool is looked for in the last words.
+
+        Further metrics: success, of all tests; submitted; loads, whether the code ran without an error; runs.
+        """
+        source = code_in(final or "") if self.submitted is None else self.submitted
+        told = {"reward": 0.0, "success": 0.0, "submitted": float(bool(source.strip())), "loads": 0.0}
+        told["runs"] = float(self.runs)
+        if not source.strip():
+            return told
+        grade = await grader.grade(
+            source, self._tests, setup=self._setup, names=_built_in_names(self._code), timeout=self._seconds,
+            total=4 * self._seconds,
+        )  # fmt: skip
+        reward = grade.share if self._partial else float(grade.ok)
+        return told | {"reward": reward, "success": float(grade.ok), "loads": float(grade.error is None)}
+
+    async def fork(self, into: Code) -> None:
+        """The interpreter's calls are run again in the other. Raises SandboxError where they give something else."""
+        into._tests, into._setup, into._code = self._tests, self._setup, self._code
+        into.runs, into.submitted, into.done = self.runs, self.submitted, self.done
+        if self._used:
+            into._used = True
+            await self._sandbox.fork(into._sandbox)
+
+
+def _texts(given: Any) -> bool:
+    return isinstance(given, list | tuple) and bool(given) and all(isinstance(test, str) for test in given)
+
+
+@functools.lru_cache(maxsize=4096)
+def _built_in_names(code: str) -> tuple[str, ...]:
+    """What a program defines that has the name of something built in: tests that use `sum` then mean this one."""
+    try:
+        body = ast.parse(code).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ()
+    names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return tuple(name for name in names if hasattr(builtins, name))
+
+
+# --- tasks: steps --------------------------------------------------------------------------------
+
+Step = tuple[str, int]
+"""(what, a number where it takes one)."""
+STEPS = {
+    "add": "x = x + {}",
+    "subtract": "x = x - {}",
+    "multiply by": "x = x * {}",
+    "remainder by": "x = x % {}",
+    "at least": "x = max(x, {})",
+    "at most": "x = min(x, {})",
+    "negate": "x = -x",
+    "square": "x = x * x",
+}
+"""What an instruction says, and the line that does it. This is all of the grammar: a function f(x) of whole numbers
+that does one to three such steps, in order."""
+_ALONE = ("negate", "square")
+
+
+def program(steps: Sequence[Step]) -> str:
+    """The function that does these steps."""
+    return "\n    ".join(["def f(x):", *(STEPS[what].format(number) for what, number in steps), "return x"])
+
+
+def instruction(steps: Sequence[Step]) -> str:
+    return "Write f(x): " + ", ".join(what if what in _ALONE else f"{what} {number}" for what, number in steps) + "."
+
+
+def value(steps: Sequence[Step], x: int) -> int:
+    """What that function gives."""
+    for what, number in steps:
+        x = {
+            "add": x + number, "subtract": x - number, "multiply by": x * number, "remainder by": x % number,
+            "at least": max(x, number), "at most": min(x, number), "negate": -x, "square": x * x,
+        }[what]  # fmt: skip
+    return x
+
+
+def steps_and_inputs(rng: random.Random) -> tuple[list[Step], list[int]]:
+    """One to three steps, and four inputs that tell them from the same steps with one left out."""
+    while True:
+        steps = [(rng.choice(list(STEPS)), rng.randint(2, 30)) for _ in range(rng.choice((1, 2, 2, 3, 3)))]
+        others = [[*steps[:i], *steps[i + 1 :]] for i in range(len(steps))]
+        inputs = rng.sample(range(-40, 41), 4)
+        told = len({value(steps, x) for x in inputs}) > 2  # no number alone is the answer
+        if told and all(any(value(steps, x) != value(other, x) for x in inputs) for other in others):
+            return steps, inputs
+
+
+def _split_of(text: str) -> str:
+    return "test" if random.Random(f"code split {text}").random() < 0.2 else "train"
+
+
+def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows of "steps", as MBPP has them: {"id", "question", "code", "test_list", "test_setup_code"}. An instruction is
+    in the split that its own text says."""
+    rng = random.Random(f"code steps {split} {seed}")
+    found: dict[str, dict[str, Any]] = {}
+    while len(found) < n:
+        steps, inputs = steps_and_inputs(rng)
+        text = instruction(steps)
+        if _split_of(text) != split or text in found:
+            continue
+        number = f"{len(found):04}" if seed == 0 else f"{seed}-{len(found):04}"
+        found[text] = {
+            "id": f"code-{split}-{number}",
+            "question": text,
+            "code": program(steps),
+            "test_list": [f"assert f({x}) == {value(steps, x)}" for x in inputs],
+            "test_setup_code": "",
+        }
+    return list(found.values())
+
+
+def _problems(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
+    """The shipped ones, for another seed in another order."""
+    shipped = data.load_tasks("code_problems").split(split)
+    if n > len(shipped):
+        raise SettingsError(
+            f"{len(shipped)} {split} problems ship, and n={n} were asked for; kind='steps' has any number"
+        )
+    chosen = shipped[:n] if seed == 0 else shipped.sample(n, seed)
+    return [{"id": t.id, "messages": [dict(m) for m in t.messages], **t.fields} for t in chosen]
+
+
+# --- files of others -----------------------------------------------------------------------------
+
+
+def load(path: str | os.PathLike[str], *, shown: int | None = 1, ids: Sequence[int] | None = None) -> Tasks:
+    """Tasks of a file as MBPP has it: mbpp.jsonl, sanitized-mbpp.json, the parquet files, or InterCode's ic_mbpp.json.
+
+    shown   how many tests are told in the question: from one the name of the function is seen, and the others stay
+            unknown to who writes it. None tells all, as MBPP's own prompt does.
+    ids     the `task_id` of the rows that are wanted (without such a column: their positions); left out, all.
+
+    Rows with a task_id are in MBPP's splits: 1-10 "prompt", 11-510 "test", 511-600 "validation", 601-974 "train".
+    Nothing is downloaded: https://github.com/google-research/google-research/tree/master/mbpp has the files.
+    Raises:  TaskError naming file and row, and what is not there.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise TaskError(
+            f"{file}: no such file; give MBPP's mbpp.jsonl or sanitized-mbpp.json by its path. Nothing is downloaded "
+            "for you: get them from https://github.com/google-research/google-research/tree/master/mbpp"
+        )
+    if shown is not None and (isinstance(shown, bool) or not isinstance(shown, int) or shown < 0):
+        raise SettingsError(f"shown={shown!r}: want how many tests to tell, or None for all")
+    found: dict[int, dict[str, Any]] = {}
+    for position, (where, row) in enumerate(data._rows(file)):
+        made = _mbpp(row, where, shown)
+        number = made.pop("task_id")
+        known = isinstance(number, int) and not isinstance(number, bool)
+        if known and 1 <= number <= 974:
+            made["split"] = next(s for last, s in _MBPP_SPLITS if number <= last)
+        key = number if known else position
+        if key in found:
+            raise TaskError(f"{where}: a second row with the task_id {key}")
+        found[key] = {"id": f"{file.stem}-{key:04}", **made}
+    if ids is not None:
+        for wanted in ids:
+            if wanted not in found:
+                raise TaskError(f"ids={wanted!r}: {file.name} has {len(found)} tasks, {min(found)} to {max(found)}")
+        found = {wanted: found[wanted] for wanted in ids}
+    return data.tasks_from(list(found.values()), name=file.stem)
+
+
+_MBPP_SPLITS = ((10, "prompt"), (510, "test"), (600, "validation"), (974, "train"))
+
+
+def _mbpp(row: Any, where: str, shown: int | None) -> dict[str, Any]:
+    given = dict(row) if isinstance(row, Mapping) else {}
+    text = given.get("text", given.get("prompt", given.get("query")))
+    code = given.get("code", given.get("gold"))
+    tests = given.get("test_list", given.get("tests"))
+    before = given.get("test_setup_code", given.get("test_imports", ""))
+    before = "\n".join(before) if _texts(before) else before or ""
+    if not (isinstance(text, str) and isinstance(code, str) and _texts(tests) and isinstance(before, str)):
+        have = ", ".join(map(str, given)) or type(row).__name__
+        raise TaskError(
+            f'{where}: want "text" or "prompt", "code" and "test_list" (asserts) as in MBPP, or "query", "gold" and '
+            f'"tests" as in InterCode; it has {have}'
+        )
+    tests = [str(test) for test in tests]
+    told = tests if shown is None else tests[:shown]
+    question = "\n".join([text.strip(), *(["It must pass:"] if told else []), *told])
+    return {
+        "task_id": given.get("task_id"), "question": question, "code": code.replace("\r\n", "\n"), "test_list": tests,
+        "test_setup_code": before.replace("\r\n", "\n"),
+    }  # fmt: skip
+
+
+# --- players -------------------------------------------------------------------------------------
+
+
+def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
+    """Knows the program."""
+    return "submit", {"code": task.fields["code"]}
+
+
+def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
+    """Submits some steps, or says something."""
+    if rng.random() < 0.2:
+        return rng.choice(["I don't know", "```python\nf = max\n```", ""])
+    return "submit", {"code": program(steps_and_inputs(rng)[0])}
+
+
+family = Family(
+    name="code",
+    what="write a Python function; unit tests as reward, each its part; MBPP's files load",
+    environment=Code,
+    rows=rows,
+    expert_player=expert_player,
+    random_player=random_player,
+    max_turns=6,
+    max_tokens=256,
+    size='any number of kind="steps" is made; 24 of kind="problems" ship; `load` reads MBPP\'s',
+    splits={"train": 1000, "test": 256},
+)
+agent, expert, random_agent = family.agent, family.expert, family.random_agent
+
+
+def tasks(
+    n: int | None = None, split: str | None = None, *, seed: int = 0, kind: Literal["steps", "problems"] = "steps"
+) -> Tasks:
+    """`n` tasks of a split; without a split, both. "steps" are made, "problems" were written by hand."""
+    if kind == "steps":
+        return family.tasks(n, split, seed=seed)
+    if kind != "problems":
+        raise SettingsError(f"kind={kind!r}: want 'steps' or 'problems'")
+    shipped = data.load_tasks("code_problems").splits
+    return dataclasses.replace(family, rows=_problems, splits=shipped).tasks(n, split, seed=seed)

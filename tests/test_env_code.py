@@ -1,0 +1,241 @@
+"""code: what passes is graded where the submission cannot see a test, and what a chain leaves is gone with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentfly_kit as af
+from agentfly_kit.envs import code, family
+from agentfly_kit.errors import SettingsError, TaskError
+from agentfly_kit.types import Task
+
+TESTS = ["assert f(1) == 2", "assert f(2) == 3", "assert f(3) == 4", "assert f(-1) == 0"]
+GOOD = "def f(x):\n    return x + 1"
+
+
+def task(**fields: Any) -> Task:
+    return Task("t", ({"role": "user", "content": "?"},), {"test_list": TESTS, **fields})
+
+
+def submitting(*sources: str, last: str = "") -> af.ScriptedEngine:
+    """One chain a source: it submits it by the tool."""
+
+    def script(task: Task, turn: int) -> str:
+        call = json.dumps({"name": "submit", "arguments": {"code": sources[int(task.id)]}})
+        return f"<tool_call>{call}</tool_call>"
+
+    return af.ScriptedEngine(script)
+
+
+async def graded(*sources: str, tests: list[str] = TESTS, **more: Any) -> list[Any]:
+    agent = code.agent(submitting(*sources), chat=family.small_chat(), size=2, **more)
+    tasks = [Task(str(i), ({"role": "user", "content": "?"},), {"test_list": tests}) for i in range(len(sources))]
+    return list((await agent.rollout(tasks)).trajectories)
+
+
+async def test_each_test_is_its_part_of_the_reward() -> None:
+    sources = [
+        GOOD,
+        "def f(x):\n    return 3 if x == 2 else 2 if x == 1 else 9",
+        "def f(x): return 5",
+        "",
+        "  \n",
+        "def f(x:",
+        "g = 1",
+    ]
+    for t, (reward, loads) in zip(
+        await graded(*sources), [(1, 1), (0.5, 1), (0, 1), (0, 0), (0, 0), (0, 0), (0, 1)], strict=True
+    ):
+        assert (t.reward, t.metrics["loads"], t.success) == (reward, loads, reward == 1), (t.error, t.metrics)
+        assert t.stop == "env_done"
+    whole = await graded(*sources[:2], options={"partial": False})
+    assert [t.reward for t in whole] == [1, 0]
+
+
+async def test_hostile_submissions_have_what_they_compute_and_no_more() -> None:
+    hostile = {
+        "ends the process": "import os\nos._exit(0)",
+        "exits": "raise SystemExit(0)",
+        "never ends": "while True: pass",
+        "never answers": "def f(x):\n    while True: pass",
+        "says so": "print('4 passed')\ndef f(x): return 0",
+        "equals all": "class A:\n    def __eq__(self, other): return True\ndef f(x): return A()",
+        "is any number": "class A(int):\n    def __eq__(self, other): return True\ndef f(x): return A(7)",
+        "looks up": "import sys\ndef f(x):\n    return sys._getframe(1).f_locals.get('expected', 0)",
+        "patches": "import builtins\nbuiltins.AssertionError = type('A', (Exception,), {})\ndef f(x): return 0",
+        "floods": "def f(x):\n    while True: print('x' * 10000)",
+        "grows": "def f(x): return [0] * 10**9",
+        "unicode": "def f(x): return '\U0001f600\ud800'",
+        "stops": "def f(x): raise KeyboardInterrupt",
+    }
+    for (name, _), t in zip(
+        hostile.items(), await graded(*hostile.values(), tests=TESTS[:2], options={"seconds": 0.7}), strict=True
+    ):
+        assert (t.error, t.reward) == (None, 0.0), name
+    again = await graded(GOOD, GOOD)
+    assert [t.reward for t in again] == [1, 1]
+
+
+async def test_last_words_are_a_submission_too_and_the_last_block_counts() -> None:
+    block = "```python\n{}\n```"
+    bad = "def f(x): return 5"
+    good = block.format(GOOD)
+    answers = [
+        good, GOOD, f"First\n{block.format(bad)}\nno,\n{good}\nis it.", f"{good}\n{block.format(bad)}",
+        "\n\n".join(block.format(GOOD.replace("1", str(n))) for n in range(200)),  # spam: one of them is right
+        "I don't know", "", "```python\n```", f"Well:\n```py\n{GOOD}",
+    ]  # fmt: skip
+    agent = code.agent(af.ScriptedEngine(lambda task, turn: answers[int(task.id)]), chat=family.small_chat(), size=2)
+    tasks = [Task(str(i), ({"role": "user", "content": "?"},), {"test_list": TESTS}) for i in range(len(answers))]
+    rewards = [t.reward for t in (await agent.rollout(tasks)).trajectories]
+    assert rewards == [1, 1, 1, 0, 0, 0, 0, 0, 1]
+
+
+async def test_64_chains_at_once_each_in_its_own_interpreter() -> None:
+    """Each plants a name and a file, and must find its own and no other; no grader sees either."""
+    calls = [
+        "import os; print(sorted(os.listdir('.')), 'marker' in globals())",
+        "marker = '{id}'; open('marker.txt', 'w').write(marker); None",
+        "print(marker, open('marker.txt').read())",
+    ]
+    source = "import os\ndef f(x): return x + 1 + ('marker.txt' in os.listdir('.')) + ('marker' in globals())"
+
+    def script(task: Task, turn: int) -> str:
+        name, argument = ("python", calls[turn].replace("{id}", task.id)) if turn < 3 else ("submit", source)
+        return f"<tool_call>{json.dumps({'name': name, 'arguments': {'code': argument}})}</tool_call>"
+
+    tasks = [Task(f"n{i}", ({"role": "user", "content": "?"},), {"test_list": TESTS}) for i in range(64)]
+    agent = code.agent(af.ScriptedEngine(script), chat=family.small_chat(), size=12)
+    for t in (await agent.rollout(tasks)).trajectories:
+        shown = [c.result.observation for c in t.tool_calls if c.result is not None]
+        assert shown == ["[] False", "", f"{t.task.id} {t.task.id}", "Submitted."], t.error
+        assert (t.reward, t.metrics["runs"]) == (1.0, 3.0), t.error
+
+
+async def test_the_interpreter_of_a_chain_is_told_its_limits_and_the_chain_goes_on() -> None:
+    turns = ["while True: pass", "import os; os._exit(3)", "print('x' * 10**7)", "1 / 0", "2 + 2"]
+
+    def script(task: Task, turn: int) -> str:
+        return (
+            f"<tool_call>{json.dumps({'name': 'python', 'arguments': {'code': turns[turn]}})}</tool_call>"
+            if turn < 5
+            else GOOD
+        )
+
+    agent = code.agent(
+        af.ScriptedEngine(script), chat=family.small_chat(), size=1, options={"seconds": 0.5}, max_turns=8
+    )
+    (t,) = (await agent.rollout([task()])).trajectories
+    shown = [c.result.observation for c in t.tool_calls if c.result is not None]
+    assert "KeyboardInterrupt" in shown[0] and "restarted" in shown[1] and "cut" in shown[2]
+    assert "ZeroDivisionError" in shown[3] and shown[4] == "4"
+    assert t.reward == 1
+
+
+async def test_a_fork_runs_the_calls_again_and_one_that_cannot_refuses() -> None:
+    chain = code.agent(af.ScriptedEngine([GOOD]), chat=family.small_chat(), size=2).chain(task())
+    await chain.begin()
+    one = await chain.context.sandbox(code.Code)
+    await code.Code.python.function(one, "y = 41")  # type: ignore[attr-defined]
+    twin = await chain.fork()
+    other = await twin.context.sandbox(code.Code)
+    await code.Code.python.function(one, "y = 0")  # type: ignore[attr-defined]
+    assert (await code.Code.python.function(other, "y + 1")).value == "42"  # type: ignore[attr-defined]
+    await code.Code.python.function(one, "import os; os.urandom(9)")  # type: ignore[attr-defined]
+    await twin.finish()
+    with pytest.raises(af.errors.SandboxError, match="cannot fork: call 3 of 3 gave something else"):
+        await chain.fork()
+    await chain.finish()
+
+
+async def test_a_task_without_tests_is_named_and_the_others_go_on() -> None:
+    tasks = [task(), Task("bare", ({"role": "user", "content": "?"},), {"code": GOOD})]
+    agent = code.agent(af.ScriptedEngine(lambda task, turn: GOOD), chat=family.small_chat(), size=2)
+    good, bare = (await agent.rollout(tasks)).trajectories
+    assert good.reward == 1 and bare.reward is None
+    assert "task 'bare' has no tests: give it a field 'test_list'" in str(bare.error)
+    with pytest.raises(SettingsError, match="seconds=0"):
+        code.Code(seconds=0)
+
+
+# ---- its tasks
+
+
+def test_steps_are_programs_that_do_what_the_tests_say() -> None:
+    for row in code.rows(200, "train"):
+        space: dict[str, Any] = {}
+        exec(row["code"], space)  # ours, made from the grammar
+        for test in row["test_list"]:
+            exec(test, dict(space))
+        assert len(row["test_list"]) == 4
+    texts = [{row["question"] for row in code.rows(300, split)} for split in ("train", "test")]
+    assert len(texts[0]) == len(texts[1]) == 300 and not texts[0] & texts[1]
+
+
+async def test_the_problems_that_ship_are_solved_by_their_own_code_and_by_no_constant() -> None:
+    tasks = code.tasks(kind="problems")
+    assert tasks.splits == {"train": 16, "test": 8}
+    expert = await af.evaluate(code.expert(size=4), tasks)
+    assert expert.success == 1, [(t.task.id, t.error) for t in expert.rollout if not t.success]
+    luck = await af.evaluate(code.random_agent(size=4), tasks)
+    assert luck.success == 0
+    with pytest.raises(SettingsError, match="8 test problems ship, and n=9"):
+        code.tasks(9, "test", kind="problems")
+    with pytest.raises(SettingsError, match="kind='katas'"):
+        code.tasks(kind="katas")  # type: ignore[arg-type]
+
+
+MBPP = {
+    "text": "Write a python function to sum a list.",
+    "code": "def sum(v):\r\n    t = 0\r\n    for x in v: t += x\r\n    return t",
+    "task_id": 602, "test_setup_code": "", "test_list": ["assert sum([1, 2]) == 3", "assert sum([]) == 0"],
+    "challenge_test_list": [],
+}  # fmt: skip
+
+
+async def test_mbpps_files_load_and_are_solved(tmp_path: Path) -> None:
+    file = tmp_path / "mbpp.jsonl"
+    other = MBPP | {"task_id": 12, "text": "Write a python function to add one.", "code": GOOD, "test_list": TESTS}
+    file.write_text("\n".join(map(json.dumps, (MBPP, other))), encoding="utf-8")
+    tasks = code.load(file)
+    assert tasks.splits == {"train": 1, "test": 1}
+    assert tasks.train[0].id == "mbpp-0602"
+    assert tasks.train[0].messages[-1]["content"] == (
+        "Write a python function to sum a list.\nIt must pass:\nassert sum([1, 2]) == 3"
+    )
+    assert (await af.evaluate(code.expert(size=2), tasks)).success == 1  # also a function of a built-in name
+    assert "== 0" in code.load(file, shown=None, ids=[602])[0].messages[-1]["content"]
+    assert [t.id for t in code.load(file, ids=[12])] == ["mbpp-0012"]
+    with pytest.raises(TaskError, match=r"ids=11: mbpp\.jsonl has 2 tasks, 12 to 602"):
+        code.load(file, ids=[11])
+
+    clean = {"task_id": 3, "prompt": "Add one.", "code": GOOD, "test_imports": ["import math"], "test_list": TESTS}
+    intercode = {"query": "Add one.", "gold": GOOD, "tests": TESTS, "test_setup_code": ""}
+    for row, setup in ((clean, "import math"), (intercode, "")):
+        (tmp_path / "some.json").write_text(json.dumps([row]), encoding="utf-8")
+        (only,) = code.load(tmp_path / "some.json", shown=0)
+        assert (only.messages[-1]["content"], only.fields["test_setup_code"]) == ("Add one.", setup)
+        assert (await af.evaluate(code.expert(size=1), [only])).success == 1
+
+
+def test_wrong_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"no such file; give MBPP's mbpp\.jsonl"):
+        code.load(tmp_path / "mbpp.jsonl")
+    bad = tmp_path / "bad.jsonl"
+    for row, words in [
+        ({"text": "?", "code": "x"}, r'bad\.jsonl:1: want "text" or "prompt", .*it has text, code'),
+        (MBPP | {"test_list": "assert 1"}, "want .*test_list"),
+        ([1], "it has list"),
+    ]:
+        bad.write_text(json.dumps(row), encoding="utf-8")
+        with pytest.raises(TaskError, match=words):
+            code.load(bad)
+    bad.write_text(json.dumps(MBPP) + "\n" + json.dumps(MBPP), encoding="utf-8")
+    with pytest.raises(TaskError, match=r"bad\.jsonl:2: a second row with the task_id 602"):
+        code.load(bad)
+    with pytest.raises(SettingsError, match="shown=-1"):
+        code.load(bad, shown=-1)
