@@ -175,7 +175,7 @@ async def test_the_pages_are_webshops() -> None:
     for _ in range(8):
         back = await shop.click("< prev")
     assert back.split(" [SEP] ") == got
-    one = shop._catalogue.products[asins[0]]
+    one = shop.catalogue.products[asins[0]]
     shown = (await shop.click(asins[0].lower())).split(" [SEP] ")
     options = [t for name, values in one.options.items() for t in (name, *values)]
     about = [one.title, f"Price: {one.price_text}", "Rating: N.A.", "Description", "Features", "Reviews", "Buy Now"]
@@ -200,7 +200,7 @@ async def test_rich_pages_mark_what_was_clicked() -> None:
     found = shop.search("vegan soap")
     assert f"[button] {shop.found[0]} [button_]" in found
     await shop.click(shop.found[0])
-    scent = shop._catalogue.products[shop.found[0]].options["scent"][0]
+    scent = shop.catalogue.products[shop.found[0]].options["scent"][0]
     assert f"[clicked button] {scent} [clicked button_]" in await shop.click(scent)
     assert "vegan" in (await shop.click("attributes")).lower()
 
@@ -311,7 +311,7 @@ async def test_brief_pages_are_the_same_shop_in_few_words() -> None:
     assert len(lines) == 3
     assert re.fullmatch(r"1 [a-z ]+ soap \$\d+", lines[0])
     assert await shop.click("2") == "\n".join(
-        f"{name}: {' '.join(values)}" for name, values in shop._catalogue.products[shop.found[1]].options.items()
+        f"{name}: {' '.join(values)}" for name, values in shop.catalogue.products[shop.found[1]].options.items()
     )
     assert (await shop.click(shop.clickables[2])).startswith("scent ")
     assert await shop.click("buy now") == "bought"

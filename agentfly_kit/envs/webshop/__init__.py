@@ -77,14 +77,19 @@ class Shop:
         self._page_size, self._rich, self._show_attributes, self._brief = page_size, rich, show_attributes, brief
 
     async def reset(self, task: Task, seed: int) -> str | None:
-        self._catalogue = _of_task(task, self._given)
-        self.goal: dict[str, Any] = self._catalogue.goal(task.fields["goal"])
+        self.enter(_of_task(task, self._given), task.fields["goal"])
         if self.goal["instruction_text"] not in str(task.messages[-1]["content"]):
             raise SettingsError(
-                f"task {task.id}: goal {task.fields['goal']} of {self._catalogue!r} is another one, "
+                f"task {task.id}: goal {task.fields['goal']} of {self.catalogue!r} is another one, "
                 f"{self.goal['instruction_text']!r}; make tasks and agent of one catalogue: "
                 "tasks(catalogue=mine), agent(..., options={'catalogue': mine})"
             )
+        return None if self._brief else self.page.text(self._rich)
+
+    def enter(self, catalogue: Catalogue, goal: int) -> None:
+        """Begin a visit for the goal of that number."""
+        self.catalogue = catalogue
+        self.goal: dict[str, Any] = catalogue.goal(goal)
         self.keywords: str | None = None
         self.found: list[str] = []
         """ASINs of the last search."""
@@ -96,7 +101,6 @@ class Shop:
         """Products whose page was opened."""
         self.bought: str | None = None
         self.done = False
-        return None if self._brief else self.page.text(self._rich)
 
     # --- where one is ---
 
@@ -131,7 +135,7 @@ class Shop:
         return self.found[first : first + self._page_size]
 
     def _product(self, asin: str) -> Product:
-        return self._catalogue.products[asin]
+        return self.catalogue.products[asin]
 
     @property
     def _text(self) -> str:
@@ -141,9 +145,27 @@ class Shop:
 
     # --- what one does ---
 
+    def searched(self, keywords: str) -> str:
+        """What the tool `search` says."""
+        if not keywords.strip():
+            raise ToolError("give keywords to search for")
+        self._search(keywords)
+        return self._text
+
+    def clicked(self, value: str) -> str:
+        """What the tool `click` says."""
+        before = dict(self.options)
+        if not self._click(value):
+            if self._brief:
+                raise ToolError("not on this page")
+            raise ToolError(f"{value!r} is not on this page; you can click: {', '.join(self.clickables)}")
+        if self._brief and (chosen := [f"{k} {v}" for k, v in self.options.items() if before.get(k) != v]):
+            return chosen[0]
+        return "bought" if self._brief and self.done else self._text
+
     def _search(self, keywords: str) -> None:
         self.keywords = keywords.lower()
-        self.found = self._catalogue.find(self.keywords)
+        self.found = self.catalogue.find(self.keywords)
         self.number, self.asin, self.subpage, self.options = 1, None, None, {}
 
     def _click(self, value: str) -> bool:
@@ -216,10 +238,7 @@ class WebShop(Shop):
         Args:
             keywords: what to look for.
         """
-        if not keywords.strip():
-            raise ToolError("give keywords to search for")
-        self._search(keywords)
-        return self._text
+        return self.searched(keywords)
 
     @tool
     async def click(self, value: str) -> str:
@@ -228,14 +247,7 @@ class WebShop(Shop):
         Args:
             value: its text.
         """
-        before = dict(getattr(self, "options", {}))
-        if not self._click(value):
-            if self._brief:
-                raise ToolError("not on this page")
-            raise ToolError(f"{value!r} is not on this page; you can click: {', '.join(self.clickables)}")
-        if self._brief and (chosen := [f"{k} {v}" for k, v in self.options.items() if before.get(k) != v]):
-            return chosen[0]
-        return "bought" if self._brief and self.done else self._text
+        return self.clicked(value)
 
 
 class WebShopText(Shop):

@@ -222,7 +222,7 @@ class Catalogue:
         return bound, f", and price lower than {bound:.2f} dollars"
 
 
-@functools.lru_cache(4)
+@functools.lru_cache(16)
 def _invented(world: int) -> Catalogue:
     items, attributes, instructions = goods.make(world)
     return Catalogue(items, attributes, instructions, name=f"invented {world}", seed=SEED + world)

@@ -1,0 +1,300 @@
+"""search: the scores of an answer, both kinds of retrieval, corpora of one's own, and 64 chains at once."""
+
+import json
+import random
+import re
+import string
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+import agentfly_kit as af
+from agentfly_kit.envs import encyclopedia, family, qa, retrieval
+from agentfly_kit.envs.search import Corpus, Search, agent, expert, tasks
+from agentfly_kit.types import Task
+
+
+def task(answers: Any = "Paris", **fields: Any) -> Task:
+    return Task("t", ({"role": "user", "content": "Where?"},), {"answers": answers} | fields)
+
+
+def ready(
+    corpus: Any = ("Paris is in France.", "Oslo is in Norway."), given: Task | None = None, **options: Any
+) -> Any:
+    of = Search(corpus, **options)
+    of.reset(given or task(), 0)
+    return of
+
+
+# ---- the scores
+
+
+@pytest.mark.parametrize(
+    ("said", "answers", "em", "f1"),
+    [
+        ("Paris", ["Paris"], 1, 1), ("the  PARIS.", ["paris"], 1, 1), ("Paris, France", ["Paris"], 0, 2 / 3),
+        ("Paris", ["Lyon", "Paris"], 1, 1), ("Lyon", ["Paris"], 0, 0), ("", ["Paris"], 0, 0), ("the", [""], 1, 1),
+        ("the", ["a"], 1, 1), ("", ["the"], 1, 1), ("!?", ["Paris"], 0, 0),
+        ("Paris Paris Paris", ["Paris"], 0, 1 / 2), ("Paris Lyon Nice Lille", ["Paris"], 0, 2 / 5),
+        ("an apple a day", ["apple day"], 1, 1), ("theatre", ["atre"], 0, 0), ("U.S.A.", ["USA"], 1, 1),
+        ("well-known", ["wellknown"], 1, 1), ("Zürich", ["zürich"], 1, 1), ("Zurich", ["Zürich"], 0, 0),
+        ("ＰＡＲＩＳ", ["Paris"], 0, 0), ("北京", ["北京"], 1, 1), ("İ", ["i̇"], 1, 1), ("1,000", ["1000"], 1, 1),
+        ("New York City", ["New York"], 0, 4 / 5), ("«Paris»", ["Paris"], 0, 0), ("3.5", ["35"], 1, 1),
+    ],
+)  # fmt: skip
+def test_answers_are_scored_as_squad_does(said: str, answers: list[str], em: float, f1: float) -> None:
+    assert qa.exact_match(said, answers) == em
+    assert qa.f1(said, answers) == pytest.approx(f1)
+
+
+def test_random_answers_have_the_scores_of_the_definition() -> None:
+    """Written a second time, letter by letter."""
+    rng = random.Random(5)
+
+    def plain(text: str) -> list[str]:
+        kept = "".join(c for c in text.lower() if c not in set(string.punctuation))
+        return re.sub(r"\b(a|an|the)\b", " ", kept).split()
+
+    seen = set()
+    for _ in range(2000):
+        said, right = (
+            " ".join(
+                rng.choice(["the", "a", "A.", "Ann", "ann's", "bell", "Bell!", "x-y", "é", "an"]) for _ in range(n)
+            )
+            for n in (rng.randrange(4), rng.randrange(4))
+        )
+        a, b = plain(said), plain(right)
+        common = sum(min(a.count(w), b.count(w)) for w in set(a))
+        wanted = float(a == b) if not (a and b) else 0.0 if not common else 2 / (len(a) / common + len(b) / common)
+        assert qa.f1(said, [right]) == pytest.approx(wanted), (said, right)
+        assert qa.exact_match(said, [right]) == float(a == b)
+        seen.add((round(wanted, 2), a == b))
+    assert len(seen) > 5
+
+
+def test_the_answer_is_what_the_last_tag_holds() -> None:
+    assert qa.said_in("I think <answer> Paris </answer>") == "Paris"
+    assert qa.said_in("<answer>Lyon</answer> no, <answer>Paris</answer>") == "Paris"
+    assert qa.said_in("Paris") == "Paris"
+    assert qa.said_in("<answer>Paris") == "<answer>Paris"
+    assert qa.said_in("") == ""
+    assert qa.said_in(None) is None
+
+
+def test_rewards_of_a_chain() -> None:
+    of = ready()
+    assert of.reward(None) == {
+        "reward": 0.0, "success": 0.0, "em": 0.0, "f1": 0.0, "answered": 0.0, "searched": 0.0
+    }  # fmt: skip
+    of.search("france")
+    assert of.reward("Paris!") == {
+        "reward": 1.0, "success": 1.0, "em": 1.0, "f1": 1.0, "answered": 1.0, "searched": 1.0
+    }  # fmt: skip
+    every = " ".join(dict(encyclopedia.entries(0)))  # answer spam: all titles at once
+    assert of.reward(every)["reward"] == 0.0
+    soft = ready(metric="f1")
+    assert soft.reward("Paris in France")["reward"] == pytest.approx(0.5)
+    assert soft.reward("Paris in France")["success"] == 0.0
+    assert ready(metric="f1").reward(every + " Paris")["reward"] < 0.02
+    two = ready(given=task(support=["Paris", "Rome"]), corpus=[{"title": "Paris", "text": "in France"}])
+    assert two.reward("x")["found"] == 0.0
+    two.search("paris")
+    assert two.reward("x")["found"] == 0.5
+
+
+# ---- retrieval
+
+
+def test_words_find_texts_best_first_and_nothing_finds_nothing() -> None:
+    index = retrieval.WordIndex(["red fox", "the red red fox", "blue whale", "", "red fox"])
+    assert set(index.find("red", 9)) == {0, 1, 4}
+    assert index.find("fox", 9)[:2] == [0, 4]  # as good as each other: in their own order; the longer text behind
+    assert index.find("whales", 3) == [2]
+    assert index.find("the", 3) == index.find("", 3) == index.find("unheard", 3) == index.find("ß∂", 3) == []
+    assert index.find("red " * 10_000, 1) == [1]
+    assert [len(index.find("red", k)) for k in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_bm25_is_lucenes_formula() -> None:
+    import math
+
+    rng = random.Random(3)
+    words = ["ant", "bee", "cat", "dog", "elk"]
+    texts = [" ".join(rng.choices(words, k=rng.randint(1, 9))) for _ in range(30)]
+    index = retrieval.WordIndex(texts, k1=0.9, b=0.4)
+    mean = sum(len(t.split()) for t in texts) / len(texts)
+    for query in ("ant", "bee cat", "elk elk dog"):
+        scores = []
+        for text in texts:
+            counts, total = Counter(text.split()), 0.0
+            for word in query.split():
+                n = sum(word in t.split() for t in texts)
+                idf = math.log(1 + (len(texts) - n + 0.5) / (n + 0.5))
+                tf = counts[word]
+                total += idf * tf / (tf + 0.9 * (1 - 0.4 + 0.4 * len(text.split()) / mean))
+            scores.append(total)
+        got = index.find(query, 30)
+        assert len(got) == sum(s > 0 for s in scores)
+        assert [scores[i] for i in got] == pytest.approx(sorted((s for s in scores if s > 0), reverse=True), abs=1e-3)
+
+
+def letters(texts: list[str]) -> Any:
+    return numpy.array([[text.lower().count(c) for c in string.ascii_lowercase] for text in texts], dtype=float)
+
+
+def test_vectors_find_by_cosine(tmp_path: Path) -> None:
+    calls = []
+
+    def embed(texts: list[str]) -> Any:
+        calls.append(len(texts))
+        return letters(texts)
+
+    corpus = Corpus([f"{c}{c} {c}" for c in "abcdef"])
+    for _ in range(3):  # an index is made once, however many chains there are
+        of = ready(corpus, dense=embed, topk=2)
+    assert calls == [6]
+    assert of.search("eeee").startswith('Doc 1(Title: "") ee e\nDoc 2')
+    for wrong, said in [
+        (lambda texts: [1.0] * len(texts), r"an array of shape \(2,\) for 2 texts; want \(2, d\)"),
+        (lambda texts: letters(texts)[:1], r"shape \(1, 26\) for 2 texts"),
+        (lambda texts: letters(texts) * numpy.nan, "NaN or infinite"),
+    ]:
+        with pytest.raises(af.errors.SettingsError, match=said):
+            ready(dense=wrong)
+    with pytest.raises(
+        af.errors.SettingsError, match=r"no embedding model in '.*nowhere' .* Nothing is downloaded here"
+    ):
+        ready(dense=tmp_path / "nowhere")
+
+
+def test_a_transformers_model_embeds_by_the_mean_of_its_states(tmp_path: Path) -> None:
+    """The tiny policy's own model, as any folder of one: same texts, same vectors, whatever stands beside them."""
+    af.tiny.policy("calculator").save(tmp_path / "model")
+    embed = retrieval.embedding(tmp_path / "model")
+    texts = ["What is 1+2?", "I don't know", "What is 1+3, and what is 4*5?"]
+    together, alone = embed(texts), [embed([t])[0] for t in texts]
+    assert together.shape == (3, 96)
+    for a, b in zip(together, alone, strict=True):
+        assert numpy.allclose(a, b, atol=1e-4)
+    of = ready(texts, dense=str(tmp_path / "model"), topk=1)
+    assert of.search("I don't know") == 'Doc 1(Title: "") I don\'t know'
+
+
+# ---- corpora and bad input
+
+
+async def test_your_own_corpus_and_questions(tmp_path: Path) -> None:
+    file = tmp_path / "wiki.jsonl"
+    rows = [
+        {"id": "0", "contents": '"Rome"\nRome lies on the Tiber.'},
+        {"title": "Bonn", "text": "Bonn lies on the Rhine."},
+        {"contents": "no title at all"},
+    ]
+    file.write_text("\n\n".join(map(json.dumps, rows)), encoding="utf-8")
+    corpus = Corpus.load(file)
+    assert [d.title for d in corpus.documents] == ["Rome", "Bonn", ""]
+    of = ready(str(file), topk=1)
+    assert of.search("Tiber") == 'Doc 1(Title: "Rome") Rome lies on the Tiber.'
+    assert of.search("ocean") == "nothing found"
+    with pytest.raises(af.ToolError, match="give a query"):
+        of.search(" ")
+    mine = af.tasks_from([{"question": "On what does Rome lie?", "golden_answers": ["Tiber", "the river Tiber"]}])
+    texts = ["<search>Rome</search>", "so <answer>The Tiber</answer>"]
+    tagged = agent(
+        af.ScriptedEngine(texts), chat=af.Chat(family.small_chat().tokenizer, format="search"),
+        options={"corpus": corpus, "topk": 1},
+    )  # fmt: skip
+    (t,) = (await tagged.rollout(mine)).trajectories
+    assert (t.reward, t.stop, t.metrics["searched"]) == (1.0, "answered", 1.0)
+    assert '<information>Doc 1(Title: "Rome") Rome lies on the Tiber.</information>' in "".join(
+        turn.text for turn in t.turns
+    )
+
+
+def test_what_is_no_corpus_or_no_question_is_named(tmp_path: Path) -> None:
+    error = af.errors.SettingsError
+    with pytest.raises(error, match=r"nowhere\.jsonl: no such file; give a \.jsonl file .* Nothing is downloaded"):
+        Corpus.load("nowhere.jsonl")
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": ', encoding="utf-8")
+    with pytest.raises(error, match=r"bad\.jsonl:2: not JSON"):
+        Corpus.load(tmp_path / "bad.jsonl")
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n\n{"body": "b"}', encoding="utf-8")
+    with pytest.raises(error, match=r"bad\.jsonl:3: want a text, or an object with 'contents'"):
+        Corpus.load(tmp_path / "bad.jsonl")
+    with pytest.raises(error, match="the corpus 'yours' is empty"):
+        Corpus([])
+    for options, said in (({"topk": 0}, "topk=0"), ({"metric": "rouge"}, "metric='rouge': want 'em' or 'f1'")):
+        with pytest.raises(error, match=said):
+            Search(**options)
+    for fields, said in (
+        ({}, "task t has none of the fields answers, golden_answers, answer"), ({"answer": []}, r"answer=\[\]: want"),
+        ({"answer": "x", "world": "no"}, "world='no': want the number"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=said):
+            Search().reset(Task("t", ({"role": "user", "content": "?"},), fields), 0)
+    with pytest.raises(error, match=r"n=5000: the encyclopedia has \d+ questions for 'train'; ask for fewer"):
+        tasks(5000, "train")
+
+
+# ---- the encyclopedia, and chains over it
+
+
+def test_questions_are_answered_by_the_articles_that_support_them() -> None:
+    hops = Counter()
+    for t in tasks():
+        asked = encyclopedia.read(t.messages[-1]["content"])
+        assert asked.text == t.messages[-1]["content"]
+        entries = encyclopedia.entries(0)
+        title = asked.start
+        for relation, support in zip(asked.relations, t.fields["support"], strict=True):
+            assert title == support
+            assert f"the {relation} is " in entries[title].text
+            title = dict(entries[title].facts)[relation]
+        assert title == t.fields["answer"]
+        hops[len(asked.relations)] += 1
+    assert set(hops) == {1, 2, 3}
+    assert min(hops.values()) > 200
+    entry = encyclopedia.entries(0)["Vessany"]
+    country, river = (value for _, value in entry.facts)
+    assert entry.text == f"Vessany is a town. Of Vessany, the country is {country}, and the river is {river}."
+
+
+def test_every_article_is_the_first_that_its_title_finds() -> None:
+    corpus = Corpus.invented()
+    for i, document in enumerate(corpus.documents):
+        assert corpus.index().find(document.title, 1) == [i]
+
+
+async def test_64_searches_at_once_each_sees_its_own() -> None:
+    """Each chain searches for a marker that only its own corpus has, and must be shown no other chain's."""
+
+    class Marked(Search):
+        def reset(self, task: Task, seed: int) -> None:
+            self._given = Corpus([f"marker-{task.id} of this chain", "nothing else"])
+            super().reset(task, seed)
+
+    def script(task: Task, turn: int) -> str:
+        call = '<tool_call>{"name":"search","arguments":{"query":"marker"}}</tool_call>'
+        return call if turn < 3 else str(task.fields["answer"])
+
+    own = af.envs.agent(Marked, af.ScriptedEngine(script), chat=family.small_chat(), size=16, options={"brief": True})
+    for t in (await own.rollout(tasks(64, "train"))).trajectories:
+        assert [c.result.observation for c in t.tool_calls] == [f"marker-{t.task.id} of this chain"] * 3, t.error
+        assert (t.reward, t.metrics["searched"]) == (1.0, 3.0)
+
+
+async def test_a_fork_searches_for_itself() -> None:
+    some = [t for t in tasks(9, "test") if len(t.fields["support"]) == 3]
+    chain = expert().chain(some[0])
+    await chain.step()
+    other = await chain.fork()
+    while chain.stop is None:
+        await chain.step()
+    first = await chain.finish()
+    other.force("I give up")
+    second = await other.finish()
+    assert (first.reward, first.metrics["searched"], first.metrics["found"]) == (1.0, 3.0, 1.0)
+    assert (second.reward, second.metrics["searched"], second.metrics["found"]) == (0.0, 1.0, pytest.approx(1 / 3))
