@@ -23,9 +23,14 @@ from torch import Tensor, nn
 from agentfly_kit import markup
 from agentfly_kit.chat import Chat, History
 from agentfly_kit.errors import AlignmentError, PolicyError, SettingsError
+from agentfly_kit.trees import Forest, Tree, grow
 
 Want = Literal["logprob", "entropy", "value", "hidden"]
 _WANTS = frozenset({"logprob", "entropy", "value", "hidden"})
+
+
+_MASKED = 4.0
+"""How much less attention under a mask gets done in a second than a matrix product; measured on a CPU, docs/log.md."""
 
 
 @dataclass
@@ -112,6 +117,7 @@ class Policy:
         self.started: dict[str, str] = {}
         """Run folder -> fingerprint of the weights with which its run began: a cell that is run again finds its run."""
         self._plain_head: bool | None = None
+        self._grows: bool | None = None
 
     # --- loading and saving ---
 
@@ -398,36 +404,111 @@ class Policy:
         Raises:  AlignmentError if position 0 is masked: nothing comes before it that could predict it.
         """
         rows, cols = self._selected(mask)
-        states = self.hidden(ids[:, :-1])[rows, cols - 1]  # nothing is predicted from a row's last token
-        logits = self.logits(states) / temperatures.to(states.device, torch.float32)[rows, None]
+        forest = self._forest(ids, mask)
+        # Tokens after the same tokens have one state; logits are made once for it.
+        merged = forest is not None and bool((temperatures == temperatures[0]).all())
+        place = _place(forest, rows, cols - 1, ids.shape[1] - 1)
+        each: Tensor | slice = slice(None)
+        if merged:
+            place, each = place.unique(return_inverse=True)
+        states = _states(self.model.get_decoder(), ids[:, :-1], forest)[place]
+        heat = temperatures.to(states.device, torch.float32)
+        logits = self.logits(states) / (heat[:1, None] if merged else heat[rows, None])
         logp = torch.log_softmax(logits, dim=-1)
+        values = None
+        if value:
+            decoder, head = self._judge()
+            seen = states if decoder is None else _states(decoder, ids[:, :-1], forest)[place]
+            values = _read(head, seen)[each]
         return Selected(
-            logprob=logp.gather(-1, ids[rows, cols, None])[:, 0],
-            entropy=-(logp.exp() * logp).sum(-1) if entropy else None,
-            value=self._values(states, ids, rows, cols - 1) if value else None,
-            hidden=states,
+            logprob=logp.gather(-1, ids[rows, cols, None])[:, 0] if not merged else logp[each, ids[rows, cols]],
+            entropy=-(logp.exp() * logp).sum(-1)[each] if entropy else None,
+            value=values,
+            hidden=states[each],
         )
 
-    def _values(self, states: Tensor | None, ids: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
-        """V at the states (rows, cols): of the policy's own trunk where they are given, or of the critic's."""
+    def _judge(self) -> tuple[Any, ValueHead]:
+        """The critic's decoder, or None where the policy's own is read, and the head that reads it."""
         if self.value_head is None:
             raise PolicyError("this policy has no value head; load it with value_head=True")
         if isinstance(self.value_head, Critic):
-            head, states = self.value_head.head, _run(self.value_head.trunk, ids)[rows, cols]
-        else:
-            head = self.value_head
-            states = self.hidden(ids)[rows, cols] if states is None else states
-        return cast(Tensor, head(states.to(head.weight.dtype)))[:, 0].float()
+            return self.value_head.trunk, self.value_head.head
+        return None, self.value_head
+
+    def micro_batches(self, batch: Any, rows: Tensor | None = None, micro_tokens: int | None = None) -> list[Tensor]:
+        """Rows of a batch (all, or some) in forwards of at most `micro_tokens` tokens; see `micro_batches`.
+
+        Rows that begin alike go together where one forward can share what they have in common; a shared token is then
+        counted once. A row longer than `micro_tokens` goes alone.
+        """
+        rows = torch.arange(len(batch.lengths)) if rows is None else rows
+        limit = micro_tokens or self.micro_tokens
+        if not len(rows) or not self._can_grow():
+            return [rows[part] for part in micro_batches(batch.lengths[rows], limit, self.launch)]
+        trees = self._grow(batch.ids[rows], batch.mask[rows], limit)
+        parts = micro_batches(torch.tensor([tree.width for tree in trees]), limit, self.launch)
+        return [rows[torch.tensor([row for i in part.tolist() for row in trees[i].rows])] for part in parts]
+
+    def _forest(self, ids: Tensor, mask: Tensor) -> Forest | None:
+        """Rows as trees, or None where they share too little or the model must run them as they are."""
+        if not self._can_grow():
+            return None
+        trees = self._grow(ids, mask, self.micro_tokens)
+        if len(trees) == len(ids):
+            return None
+        return Forest.of(trees, ids, _needed(mask))
+
+    def _grow(self, ids: Tensor, mask: Tensor, widest: int) -> list[Tree]:
+        config = self.model.config.get_text_config()
+        # Operations a token: two a weight, and for each key that it may look at four a number of the heads' in a layer.
+        heads = config.num_attention_heads
+        inner = heads * (getattr(config, "head_dim", None) or self.width // heads)
+        weights = max(1, self.size - self.vocab_size * self.width)
+        scale = 2 * weights / (4 * self.layers * inner) / _MASKED
+        return grow(ids, _needed(mask), scale=scale, widest=widest)
+
+    def _can_grow(self) -> bool:
+        """Whether the model runs a tree as it would run its rows: found out on a trial."""
+        if self._grows is None:
+            self._grows = self._grows_on_trial()
+        return self._grows
+
+    @torch.no_grad()
+    def _grows_on_trial(self) -> bool:
+        config = self.model.config.get_text_config()
+        kinds = getattr(config, "layer_types", None) or ()
+        if getattr(config, "_attn_implementation", None) not in ("sdpa", "eager") or set(kinds) - {"full_attention"}:
+            return False
+        ids = (torch.arange(30) * 7 % self.vocab_size).reshape(3, 10).to(self.device)
+        ids[:, :4] = ids[0, :4]
+        ids[2, :7] = ids[1, :7]
+        lengths = [10, 9, 8]
+        try:
+            trees = grow(ids, lengths, scale=1e9, widest=100)
+            decoder = self.model.get_decoder()
+            forest = Forest.of(trees, ids, lengths)
+            plain, grown = _states(decoder, ids, None).float(), _states(decoder, ids, forest).float()
+            where = [(i, j) for i, n in enumerate(lengths) for j in range(n)]
+            gap = max(float((plain[i * 10 + j] - grown[forest.node[i, j]]).abs().max()) for i, j in where)
+        except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError):
+            return False  # a model that wants another mask, or none
+        return gap <= (1e-4 if self._exact else 0.05) * float(plain.abs().max())
+
+    @property
+    def _exact(self) -> bool:
+        return all(p.dtype == torch.float32 for p in self.model.parameters())
 
     @torch.no_grad()
     def end_values(self, batch: Any, *, micro_tokens: int | None = None) -> Tensor:
         """V of the state after each row's last token: what a chain that a limit cut would still have got. (B,)."""
+        decoder, head = self._judge()
         out = torch.zeros(len(batch.lengths))
         with compute_threads(self):
             for rows in micro_batches(batch.lengths, micro_tokens or self.micro_tokens, self.launch):
                 ids = batch.ids[rows, : int(batch.lengths[rows].max())].to(self.device)
                 each = torch.arange(len(rows), device=self.device)
-                out[rows] = self._values(None, ids, each, batch.lengths[rows].to(self.device) - 1).cpu()
+                states = _run(self.model.get_decoder() if decoder is None else decoder, ids)
+                out[rows] = _read(head, states[each, batch.lengths[rows].to(self.device) - 1]).cpu()
         return out
 
     @contextlib.contextmanager
@@ -477,7 +558,7 @@ class Policy:
         ids, mask = batch.ids, batch.mask
         shape = tuple(ids.shape)
         if wanted == {"value"} and isinstance(self.value_head, Critic):
-            return Scored(value=self._critic_values(batch, micro_tokens or self.micro_tokens))
+            return Scored(value=self._critic_values(batch, micro_tokens))
         out = {
             name: torch.full(
                 (*shape, self.width) if name == "hidden" else shape, 0.0 if name == "hidden" else torch.nan
@@ -485,7 +566,7 @@ class Policy:
             for name in wanted
         }
         with compute_threads(self):
-            for rows in micro_batches(batch.lengths, micro_tokens or self.micro_tokens, self.launch):
+            for rows in self.micro_batches(batch, None, micro_tokens):
                 width = int(batch.lengths[rows].max())
                 m = mask[rows, :width]
                 if not bool(m.any()):
@@ -502,15 +583,18 @@ class Policy:
                     out[name][rows[r], c] = getattr(got, name).float().cpu()
         return Scored(**out)
 
-    def _critic_values(self, batch: Any, micro_tokens: int) -> Tensor:
+    def _critic_values(self, batch: Any, micro_tokens: int | None) -> Tensor:
         """(B, T) values without running the policy."""
         out = torch.full(tuple(batch.ids.shape), torch.nan)
+        decoder, head = self._judge()
         with compute_threads(self):
-            for rows in micro_batches(batch.lengths, micro_tokens, self.launch):
+            for rows in self.micro_batches(batch, None, micro_tokens):
                 width = int(batch.lengths[rows].max())
                 r, c = self._selected(batch.mask[rows, :width])
-                ids = batch.ids[rows, :width].to(self.device)
-                out[rows[r], c] = self._values(None, ids, r.to(self.device), c.to(self.device) - 1).cpu()
+                ids, mask = batch.ids[rows, :width].to(self.device), batch.mask[rows, :width].to(self.device)
+                forest = self._forest(ids, mask)
+                place = _place(forest, r.to(self.device), c.to(self.device) - 1, width - 1)
+                out[rows[r], c] = _read(head, _states(decoder, ids[:, :-1], forest)[place]).cpu()
         return out
 
 
@@ -522,7 +606,7 @@ class _Base(Policy):
         self.value_head = None
         self.lock = policy.lock
         self.started = {}
-        self._plain_head = policy._plain_head
+        self._plain_head, self._grows = policy._plain_head, policy._grows
 
     def score(
         self, batch: Any, want: Iterable[Want] = ("logprob", "entropy"), *, micro_tokens: int | None = None
@@ -539,6 +623,40 @@ def _run(decoder: Any, ids: Tensor, attention: Tensor | None = None) -> Tensor:
     positions = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)
     out = decoder(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False, return_dict=True)
     return cast(Tensor, out.last_hidden_state)
+
+
+def _states(decoder: Any, ids: Tensor, forest: Forest | None) -> Tensor:
+    """Last hidden states of all tokens, (N, d): of (B, T) ids row by row, or of the trees that they make."""
+    if forest is None:
+        return _run(decoder, ids).flatten(0, 1)
+    mask: Tensor = forest.mask()
+    if decoder.config._attn_implementation == "eager":  # it adds the mask to its scores
+        kind = next(decoder.parameters()).dtype
+        mask = torch.zeros(mask.shape, dtype=kind, device=mask.device).masked_fill(~mask, torch.finfo(kind).min)
+    out = decoder(
+        input_ids=forest.ids,
+        attention_mask=mask,
+        position_ids=forest.positions,
+        use_cache=False,
+        return_dict=True,
+    )
+    return cast(Tensor, out.last_hidden_state).flatten(0, 1)
+
+
+def _place(forest: Forest | None, rows: Tensor, cols: Tensor, width: int) -> Tensor:
+    """Where the states of tokens (rows, cols) are in those that `_states` gives."""
+    return rows * width + cols if forest is None else forest.node[rows, cols]
+
+
+def _read(head: ValueHead, states: Tensor) -> Tensor:
+    return cast(Tensor, head(states.to(head.weight.dtype)))[:, 0].float()
+
+
+def _needed(mask: Tensor) -> list[int]:
+    """Of each row, how many tokens the last sampled one is predicted from, and at least one."""
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    last: list[int] = (mask * columns).amax(1).clamp(min=1).tolist()
+    return last
 
 
 def _critic(model: Any) -> Critic:

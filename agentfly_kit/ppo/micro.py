@@ -15,7 +15,7 @@ from torch import Tensor
 
 from agentfly_kit.batch import Batch
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.policy import Policy, micro_batches
+from agentfly_kit.policy import Policy
 
 
 @dataclass
@@ -89,7 +89,6 @@ class Forward:
         self.policy, self.micro_tokens = policy, micro_tokens
         self._half = autocast is not None
         self._checkpointing = checkpointing
-        self._launch = policy.launch
 
     def _precision(self) -> AbstractContextManager[Any]:
         if not self._half:
@@ -105,7 +104,7 @@ class Forward:
             return (policy or self.policy).score(batch, want, micro_tokens=self.micro_tokens)
 
     def micro_batches(self, rows: Tensor, batch: Batch) -> Iterable[Tensor]:
-        return (rows[part] for part in micro_batches(batch.lengths[rows], self.micro_tokens, self._launch))
+        return self.policy.micro_batches(batch, rows, self.micro_tokens)
 
 
 class Rows:

@@ -16,7 +16,7 @@ from agentfly_kit.ppo.micro import Forward, Rows
 
 Correction = Literal["token", "sequence"] | Mapping[str, Any]
 
-_EXACT = 1e-4
+EXACT = 1e-4
 """nats: an engine whose logprobs are closer than this to a full forward is taken at its word."""
 
 
@@ -40,8 +40,11 @@ def sampler_weights(batch: Batch, old: Tensor, correction: Any) -> tuple[Tensor 
     return weights, float(losses.effective_sample_size(weights, batch.mask, level=level))
 
 
-def choose_old(forward: Forward, batch: Batch, old: str) -> tuple[Tensor, float]:
-    """The ratio's denominator (B, T), and the largest gap to the engine's logprobs where it was measured."""
+def choose_old(forward: Forward, batch: Batch, old: str, *, later: bool = False) -> tuple[Tensor, float | None]:
+    """The ratio's denominator (B, T), and the largest gap to the engine's logprobs where it was measured.
+
+    later: the first update runs every row that matters, so that it can measure the gap by the way: the gap is None.
+    """
 
     def gap(rows: Tensor, scored: Tensor) -> float:
         mask = batch.mask[rows]
@@ -53,11 +56,13 @@ def choose_old(forward: Forward, batch: Batch, old: str) -> tuple[Tensor, float]
     if old == "auto":
         measured = math.inf
         if bool((batch.versions[batch.mask] == forward.policy.version).all()):
+            if later:
+                return batch.logprobs, None
             some = torch.linspace(0, len(batch) - 1, min(_PROBED, len(batch))).long()
             some[0] = batch.lengths.argmax()  # a gap grows with what came before
             some = some.unique()
             measured = gap(some, forward.score(Rows(batch, some), {"logprob"})["logprob"])
-        if measured > _EXACT:
+        if measured > EXACT:
             return choose_old(forward, batch, "recompute")
         return batch.logprobs, measured
     return batch.logprobs, math.nan

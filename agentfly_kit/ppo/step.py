@@ -36,7 +36,7 @@ from agentfly_kit.ppo.objective import (
     refuse_once,
     whole_gradient,
 )
-from agentfly_kit.ppo.old import Correction, choose_old, sampler_weights
+from agentfly_kit.ppo.old import EXACT, Correction, choose_old, sampler_weights
 from agentfly_kit.ppo.optimizer import update
 from agentfly_kit.ppo.ranks import Ranks
 from agentfly_kit.ppo.sums import Phases, Sums
@@ -96,9 +96,10 @@ def ppo_step(
     micro_tokens: padded tokens a forward (None: the policy's own choice); it bounds memory and changes nothing else.
     target_kl: stop before the next minibatch once approx_kl of an update exceeds it.
     old: the ratio's denominator. "engine" takes the sampler's logprobs, "recompute" the policy's before the first
-        update, "auto" the sampler's if they are of this policy version and a probe agrees to 1e-4. The probe is eight
-        rows spread over the batch, the longest one among them: it finds an engine that computes otherwise, and not one
-        row that was recorded wrongly; "recompute" compares all of them. Either way the gap is `stats.sampler_gap`.
+        update, "auto" the sampler's if they are of this policy version and a probe agrees to 1e-4. It is each row
+        of the first update where that is all of the batch, and otherwise eight rows spread over it, the longest one
+        among them: those find an engine that computes otherwise, and not one row that was recorded wrongly;
+        "recompute" compares all of them. Either way the gap is `stats.sampler_gap`.
     correction: weigh tokens by p_old / p_sampler: "token", "sequence", or the options of `losses.importance_weights`,
         such as {"level": "sequence", "cap": 5.0, "beyond": "mask"}. What truncated sampling kept belongs to p_sampler.
     autocast: run the model in bfloat16; weights, losses and optimizer stay in theirs.
@@ -137,14 +138,6 @@ def ppo_step(
     phases = Phases()
 
     with compute_threads(policy):
-        old_logprobs, gap = choose_old(forward, batch, old)
-        ref_logprobs = batch.ref_logprobs
-        if ref_logprobs is None and reference is not None and (kl_coef > 0 or detail):
-            ref_logprobs = forward.score(batch, {"logprob"}, reference)["logprob"]
-        weights, sample_size = sampler_weights(batch, old_logprobs, correction)
-        before = forward.score(batch, {"entropy"})["entropy"] if detail else None
-        phases.lap("old")
-
         # A row whose advantage is exactly 0 moves nothing when nothing but the advantage speaks. It is not run, but it
         # stays in every denominator and in the schedule of updates.
         live = batch.mask.any(1)  # what a row shares may all be trained in others
@@ -152,9 +145,38 @@ def ppo_step(
             live = (torch.where(batch.mask, batch.advantages, 0.0) != 0).any(1)
         flat = len(batch.groups[batch.mask.any(1)].unique()) - len(batch.groups[live].unique())
 
+        whole_batch = minibatch is None or minibatch >= len(batch.heads)
+        later = whole_batch and ranks.alone and bool(live.any()) and not (detail or objective.loss.batch_wide)
+        old_logprobs, gap = choose_old(forward, batch, old, later=later)
+        ref_logprobs = batch.ref_logprobs
+        if ref_logprobs is None and reference is not None and (kl_coef > 0 or detail):
+            ref_logprobs = forward.score(batch, {"logprob"}, reference)["logprob"]
+        weights, sample_size = sampler_weights(batch, old_logprobs, correction)
+        before = forward.score(batch, {"entropy"})["entropy"] if detail else None
+        phases.lap("old")
+
         # The engine's entropies are exact and cover every row; only without them does the forward make its own.
         known = not bool(torch.isnan(batch.entropies[batch.mask]).any())
         data = Data(batch, old_logprobs, ref_logprobs, weights)
+
+        def differentiate(running: torch.Tensor, sums: Sums, whole: Any) -> float:
+            """The gradient of a minibatch. Returns the largest gap to the old logprobs, if it is asked for."""
+            largest = 0.0
+            for picked in forward.micro_batches(ranks.share(batch, running), batch):
+                if ranks.alone:
+                    stop_if(cancel, optimizer)
+                micro = data.at(picked, policy.device)
+                got = forward(micro, entropy=entropy_coef > 0 or not known, value=objective.value_coef > 0)
+                if gap is None:
+                    largest = max(largest, float((got.logprob.detach() - micro.old).abs().max()))
+                    if largest > EXACT:
+                        break
+                gradients = objective.differentiate(got, micro, sums, whole)
+                phases.lap("forward")
+                tensors = [t for t, g in gradients if g is not None]
+                torch.autograd.backward(tensors, [g for _, g in gradients if g is not None])
+                phases.lap("backward")
+            return largest
 
         totals, last_epoch = Sums(), Sums()
         generator = torch.Generator().manual_seed(seed)
@@ -169,16 +191,17 @@ def ppo_step(
                 whole = None
                 if objective.loss.batch_wide:
                     whole = whole_gradient(forward, objective, data, running, seed + updates, ranks, cancel)
-                for picked in forward.micro_batches(ranks.share(batch, running), batch):
-                    if ranks.alone:
-                        stop_if(cancel, optimizer)
-                    micro = data.at(picked, policy.device)
-                    got = forward(micro, entropy=entropy_coef > 0 or not known, value=objective.value_coef > 0)
-                    gradients = objective.differentiate(got, micro, sums, whole)
-                    phases.lap("forward")
-                    tensors = [t for t, g in gradients if g is not None]
-                    torch.autograd.backward(tensors, [g for _, g in gradients if g is not None])
-                    phases.lap("backward")
+                measured = differentiate(running, sums, whole)
+                if gap is None and measured > EXACT:  # the engine computes otherwise, and the weights are still its own
+                    optimizer.zero_grad(set_to_none=False)
+                    old_logprobs, gap = choose_old(forward, batch, "recompute")
+                    weights, sample_size = sampler_weights(batch, old_logprobs, correction)
+                    data = Data(batch, old_logprobs, ref_logprobs, weights)
+                    data.mass = objective.mass(batch, rows)
+                    sums = Sums()
+                    differentiate(running, sums, whole)
+                elif gap is None:
+                    gap = measured
                 if not ranks.alone:
                     ranks.sum_gradients(optimizer)
                     if ranks.sum(sums.tensor(cancel is not None and cancel.is_set()), sums):
@@ -219,7 +242,7 @@ def ppo_step(
         explained_variance=_explained_variance(batch),
         ratio_max=1 + totals["ratio"],
         effective_sample_size=sample_size,
-        sampler_gap=gap,
+        sampler_gap=math.nan if gap is None else gap,
         reward_mean=float(scored.mean()),
         reward_std=float(scored.std()) if len(scored) > 1 else 0.0,
         advantage_mean=float(batch.advantages[batch.mask].mean()),
