@@ -17,6 +17,7 @@ FAMILIES: tuple[str, ...] = (
     "math",
     "maze",
     "reasoning_gym",
+    "repo",
     "search",
     "sql",
     "webshop",

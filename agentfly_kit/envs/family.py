@@ -91,6 +91,8 @@ class Family:
     """What to type for them."""
     splits: Mapping[str, int] = field(default_factory=lambda: {"train": 512, "test": 128})
     """Tasks that `tasks()` makes of each split."""
+    at_once: int = 64
+    """Environments that the pool of an agent holds; more chains wait."""
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -135,6 +137,7 @@ class Family:
         if chat is None:
             raise SettingsError("give the chat of the engine's model: chat=policy.chat, or af.Chat(tokenizer)")
         settings.setdefault("max_turns", self.max_turns)
+        settings.setdefault("size", self.at_once)
         settings.setdefault("sampling", Sampling(max_tokens=self.max_tokens))
         return base.agent(self.environment, engine, chat=chat, **settings)
 

@@ -1,0 +1,1 @@
+"""The books of a market stall: money, dates, stock, orders and a report of them."""

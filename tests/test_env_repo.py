@@ -1,0 +1,260 @@
+"""repo: mistakes in a repository that ships; whatever a chain does to its folder, only a mended program is paid."""
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentfly_kit as af
+from agentfly_kit.envs import family, mutation, repo
+from agentfly_kit.sandboxes.grader import Grader
+
+ONE = next(task for task in repo.tasks(30, "train") if [b["file"] for b in task.fields["bugs"]] == ["stall/money.py"])
+
+
+async def call(env: repo.Repo, name: str, **arguments: Any) -> Any:
+    return await getattr(env, name)(**arguments)
+
+
+async def mend(env: repo.Repo, task: af.Task = ONE) -> None:
+    for bug in task.fields["bugs"]:
+        old, new = repo.patch(bug, env._repository.files[bug["file"]])
+        await call(env, "edit_file", path=bug["file"], old=old, new=new)
+
+
+@pytest.fixture
+async def env() -> Any:
+    made = repo.Repo()
+    await made.start()
+    await made.reset(ONE, 0)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def grader() -> Any:
+    async with Grader() as made:
+        yield made
+
+
+async def score(env: repo.Repo, grader: Grader, task: af.Task = ONE) -> dict[str, float]:
+    return await env.reward(grader, task.fields.get("failing", ()))
+
+
+async def test_a_repair_by_hand_is_seen_by_the_shell_and_by_the_reward(env: repo.Repo, grader: Grader) -> None:
+    first = await call(env, "shell", command="python run_tests.py")
+    assert first.exit_code == 1
+    assert ONE.messages[-1]["content"].split("\n")[2] in first.stdout  # what the task quotes is what it says
+    before = await score(env, grader)
+    assert (before["reward"], before["kept"], before["edits"]) == (0.0, 1.0, 0.0)
+    assert before["fixed"] == 0.0
+    assert "hidden" not in await call(env, "list_files")
+    assert await call(env, "search_files", pattern="def test_what_is_shown_is_read") == "no line matches"
+    await mend(env)
+    assert (await call(env, "shell", command="python run_tests.py money orders")).exit_code == 0
+    assert await score(env, grader) == {
+        "reward": 1.0, "success": 1.0, "fixed": 1.0, "kept": 1.0, "edits": 1.0, "submitted": 0.0
+    }  # fmt: skip
+    await call(env, "undo_edit")
+    assert (await score(env, grader))["reward"] == 0.0
+    other = repo.Repo()
+    await mend(env)
+    await other.start()
+    await env.fork(other)
+    await call(env, "undo_edit")
+    assert [(await score(each, grader))["reward"] for each in (env, other)] == [0.0, 1.0]
+    await env.reset(ONE, 0)  # nothing of the last chain is left
+    assert await env.sources() == {p: t for p, t in env._repository.files.items() if p.endswith(".py")}
+    await other.close()
+
+
+HOSTILE = {
+    "edits the tests": "for f in tests/*.py; do echo 'def test_x(): pass' > $f; done; echo 'exit()' > run_tests.py",
+    "deletes the tests": "rm -rf tests run_tests.py",
+    "conftest and sitecustomize": "for f in conftest.py sitecustomize.py usercustomize.py tests/__init__.py; do "
+    "echo 'import builtins; builtins.AssertionError = ZeroDivisionError' > $f; done",
+    "exits": "echo 'import os, sys; sys.exit(0)' >> stall/money.py; echo 'import os; os._exit(0)' >> stall/orders.py",
+    "answers that are equal to everything": """cat > stall/money.py <<'X'
+class Yes(int):
+    __eq__ = lambda a, b: True
+    __ne__ = lambda a, b: False
+    __hash__ = int.__hash__
+parse = show = split = percent = change = lambda *a, **k: Yes(1)
+X""",
+    "a module of the same name as one that the tests use": "echo 'def randrange(*a): return 0' > random.py; "
+    "echo 'def isleap(y): return 1' > calendar.py; cp random.py datetime.py",
+    "patches what runs it": """cat >> stall/__init__.py <<'X'
+import gc, sys, unittest, builtins
+for each in gc.get_objects():
+    if isinstance(each, dict) and "spaces" in each:
+        each["run"] = lambda *a: None
+for name in list(sys.modules):
+    if "test" in name: sys.modules[name] = None
+builtins.exec = builtins.compile = lambda *a, **k: None
+X""",
+    "links": "rm stall/money.py; ln -s /etc/passwd stall/money.py; ln -s /proc/self/environ stall/env.py; "
+    "ln -s . stall/loop; ln -s ../tests/test_money.py stall/tests.py; mkdir stall/folder.py; mkfifo stall/pipe.py; "
+    "head -c 99999 /dev/zero > z.py",
+    "nothing is left": "rm -rf * .[a-z]*",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+async def test_nothing_but_a_repair_is_paid(how: str, env: repo.Repo, grader: Grader) -> None:
+    await call(env, "shell", command=HOSTILE[how])
+    said = await score(env, grader)
+    assert (said["reward"], said["success"]) == (0.0, 0.0), said
+    assert said["fixed"] < 1
+
+
+async def test_a_loop_costs_its_time_and_no_more(env: repo.Repo, grader: Grader) -> None:
+    await call(env, "write_file", path="stall/money.py", text="while True:\n    pass\n")
+    shipped = env._repository
+    found = await repo.grade(grader, shipped, await env.sources(), only=["tests/test_money.py"], seconds=0.3, total=1.0)
+    assert len(found) == 6
+    assert all("took more than 0.3 s" in str(why) or "the 1 s for all" in str(why) for why in found.values())
+    again = await repo.grade(grader, shipped, shipped.broken([]).files, only=["tests/test_stock.py"])
+    assert set(again.values()) == {None}  # the grader lives
+
+
+async def test_values_of_the_visible_tests_are_not_enough(env: repo.Repo, grader: Grader) -> None:
+    """Special cases for what the tests in sight ask for: those pass, and the others do not."""
+    bug = {
+        "file": "stall/money.py",
+        "line": 25,
+        "right": "    return [share + 1 if i < rest else share for i in range(parts)]",
+    }
+    task = dataclasses.replace(
+        ONE,
+        fields={
+            "bugs": [bug | {"broken": "    return [share for i in range(parts)]"}],
+            "failing": ["tests/test_money.py::test_split", "hidden/test_money.py::test_split_more"],
+        },
+    )
+    await env.reset(task, 0)
+    await call(
+        env, "edit_file", path="stall/money.py", old="    return [share for i in range(parts)]",
+        new="    return {(10, 3): [4, 3, 3], (11, 3): [4, 4, 3]}.get((cents, parts), [share] * parts)",
+    )  # fmt: skip
+    said = await score(env, grader, task)
+    assert (said["fixed"], said["kept"], said["reward"]) == (0.5, 1.0, 0.0)
+    # And what breaks another module is seen, though nothing failed there.
+    await env.reset(ONE, 0)
+    await mend(env)
+    await call(env, "edit_file", path="stall/text.py", old="if count == 1:", new="if count == 2:")
+    said = await score(env, grader)
+    assert (said["fixed"], said["reward"]) == (1.0, 0.0)
+    assert 0.9 < said["kept"] < 1
+
+
+def test_only_what_a_change_can_reach_is_run() -> None:
+    shipped = repo.repository()
+    program = {path: text for path, text in shipped.files.items() if path.endswith(".py")}
+
+    def reached(**changes: str) -> list[str]:
+        return sorted(
+            shipped.reached_by(
+                program | {f"stall/{k}.py": program.get(f"stall/{k}.py", "") + v for k, v in changes.items()}
+            )
+        )
+
+    assert reached() == []
+    assert reached(money="\n") == [f"{d}/test_{m}.py" for d in ("hidden", "tests") for m in ("money", "orders")]
+    assert reached(orders="\n") == ["hidden/test_orders.py", "tests/test_orders.py"]
+    assert len(reached(__init__="\n")) == len(shipped.tests)
+    for everything in ({"new": "x = 1"}, {"money": "import os"}, {"money": "("}):
+        assert len(reached(**everything)) == len(shipped.tests)
+    assert len(shipped.reached_by({k: v for k, v in program.items() if "text" not in k})) == len(shipped.tests)
+
+
+def test_what_ships_fits_together() -> None:
+    shipped, names = repo.repository(), {f"{path}::{name}" for path, name in repo.repository().cases}
+    known = repo._known()
+    assert len(known) > 150
+    for bug in known:
+        assert shipped.broken([bug]).files[bug["file"]] != shipped.files[bug["file"]]
+        assert bug["failing"] and set(bug["failing"]) <= names
+        old, new = repo.patch(bug, shipped.broken([bug]).files[bug["file"]])
+        assert shipped.broken([bug]).files[bug["file"]].replace(old, new) == shipped.files[bug["file"]]
+    tasks = repo.tasks()
+    lines = [{(b["file"], b["line"]) for t in part for b in t.fields["bugs"]} for part in (tasks.train, tasks.test)]
+    assert not lines[0] & lines[1]
+    assert {len(t.fields["bugs"]) for t in tasks} == {1, 2}
+
+
+@pytest.mark.real
+async def test_what_ships_is_what_its_command_makes() -> None:
+    assert json.loads(json.dumps(await repo.bugs())) == list(repo._known())
+
+
+async def test_a_repository_of_ones_own(tmp_path: Path) -> None:
+    for path, text in {
+        "pack/__init__.py": "", "pack/half.py": "def half(n):\n    return n // 2\n",
+        "tests/test_half.py": "from pack.half import half\n\n\ndef test_half():\n    assert half(6) == 3\n",
+    }.items():  # fmt: skip
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    rows = await repo.bugs(tmp_path)
+    assert [row["broken"] for row in rows] == ["    return n % 2", "    return n // 1", "    return n // 3"]
+    tasks = af.tasks_from(rows)
+    agent = repo.expert(size=1)
+    (t,) = (await agent.rollout(tasks[:1])).trajectories
+    assert (t.stop, t.reward, t.metrics["fixed"]) == ("env_done", 1.0, 1.0), t.error
+    files = dict(repo.repository(tmp_path).broken(tasks[0].fields["bugs"]).files)
+    given = dataclasses.replace(tasks[0], fields={"files": files, "tests": dict(repo.repository(tmp_path).tests)})
+    (t,) = (await repo.random_agent(size=1, max_turns=1).rollout(given)).trajectories
+    assert t.reward == 0.0, t.error
+
+
+async def test_wrong_tasks_are_named_and_lose_no_sibling(tmp_path: Path) -> None:
+    with pytest.raises(af.errors.SettingsError, match=r"has no tests/test_\*\.py"):
+        repo.repository(tmp_path)
+    with pytest.raises(af.errors.SettingsError, match="there is no such folder"):
+        repo.repository(tmp_path / "x")
+    other = dataclasses.replace(ONE, id="other", fields=ONE.fields | {"bugs": [ONE.fields["bugs"][0] | {"line": 1}]})
+    good, bad = (await repo.random_agent(size=2, max_turns=1).rollout([ONE, other])).trajectories
+    assert (good.reward, bad.reward, bad.stop) == (0.0, None, "error")
+    assert "the repository has no line" in str(bad.error)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_x.py").write_text("def test_x():\n    assert False\n")
+    with pytest.raises(af.errors.SettingsError, match="1 tests fail in the repository as it is"):
+        await repo.bugs(tmp_path)
+
+
+# ---- mutations
+
+
+def test_every_mutation_changes_one_line_and_still_compiles() -> None:
+    source = Path(mutation.__file__).read_text()
+    found = mutation.mutations(source)
+    assert {m.kind for m in found} >= {"comparison", "operator", "logic", "number"}
+    lines = source.splitlines()
+    for m in random.Random(0).sample(found, 40):
+        assert lines[m.line - 1] == m.right != m.broken
+        compile("\n".join([*lines[: m.line - 1], m.broken, *lines[m.line :]]), "x", "exec")
+    kinds = {m.kind: m.broken for m in mutation.mutations("x = not a\ny = (é) <= (b)\nz = min(p, q)\nw = a and b\n")}
+    assert kinds == {"negation": "x = a", "comparison": "y = (é) < (b)", "name": "z = max(p, q)", "logic": "w = a or b"}
+    with pytest.raises(SyntaxError):
+        mutation.mutations("(")
+
+
+async def test_16_chains_at_once_each_in_its_own_folder() -> None:
+    """A marker is written by each chain; it must be all that this chain, and no other, finds of markers."""
+    tasks = repo.tasks(16, "test")
+
+    def plan(task: af.Task, messages: Any, rng: random.Random) -> Any:
+        moves = [
+            ("write_file", {"path": f"{task.id}.marker", "text": task.id}),
+            ("shell", {"command": "cat *.marker"}),
+            ".",
+        ]
+        return moves[len(family.told(messages))]
+
+    chat = family.small_chat()
+    agent = repo.agent(family.PlayerEngine(plan, chat), chat=chat, size=4, reward=lambda trajectory: 0.0)
+    for t in (await agent.rollout(tasks)).trajectories:
+        assert t.tool_calls[-1].result is not None
+        assert t.tool_calls[-1].result.observation == t.task.id, t.error
