@@ -124,7 +124,7 @@ async def test_values_of_the_visible_tests_are_not_enough(env: repo.Repo, grader
     """Special cases for what the tests in sight ask for: those pass, and the others do not."""
     bug = {
         "file": "stall/money.py",
-        "line": 25,
+        "line": 24,
         "right": "    return [share + 1 if i < rest else share for i in range(parts)]",
     }
     task = dataclasses.replace(
