@@ -8,8 +8,8 @@ processes in which nothing of the chain ever ran. Edited tests, a conftest.py or
     rows = await af.envs.repo.bugs("my/folder")      # mistakes in yours: af.tasks_from(rows)
 
 A repository is a folder with `tests/test_*.py` (functions test_..., plain asserts) and, where there is one, `hidden/`
-with tests that no chain sees. A task has the fields `repository` (a folder; left out, what ships), `bugs` (lines that are
-broken before the chain begins) and `failing` (the tests that fail then); or, instead of the first two, `files` and
+with tests that no chain sees. A task has three fields: `repository`, a folder (left out, what ships); `bugs`, the lines
+that are broken before the chain begins; `failing`, the tests that fail then. Or, instead of the first two, `files` and
 `tests`, each {path: text}.
 """
 
