@@ -55,11 +55,12 @@ def lab(server: browser.Lab) -> Iterator[browser.Lab]:
 
 @pytest.fixture
 def notebook(lab: browser.Lab, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Opens notebooks; at the end no page may have complained."""
+    """Opens notebooks; at the end no page may have complained. `browser.both` runs a test in Notebook 7 as well."""
     opened: list[browser.Notebook] = []
 
     def open(*cells: str, **more: Any) -> browser.Notebook:
         name = "".join(c if c.isalnum() else "-" for c in request.node.name)
+        more.setdefault("app", getattr(request, "param", "lab"))
         opened.append(lab.open(f"{name}-{len(opened)}", [textwrap.dedent(cell).strip() for cell in cells], **more))
         return opened[-1]
 

@@ -129,6 +129,7 @@ RECORDS = textwrap.dedent(inspect.getsource(records).split('"""', 2)[2])
 # --- TokenView -----------------------------------------------------------------------------------
 
 
+@browser.both
 def test_token_view_by_mouse_and_keys(notebook: Any) -> None:
     nb = notebook(RECORDS, "ts = [trajectory(i) for i in range(3)]\nview = w.TokenView(step(ts), signal='ratio')\nview")
     nb.run()
@@ -137,7 +138,10 @@ def test_token_view_by_mouse_and_keys(notebook: Any) -> None:
     nb.wait_python("view.is_open", True)
     n = nb.python("len(ts[0].ids)")
     tokens = page.locator(".afk-lines .afk-tok")
-    assert tokens.count() == nb.python("view.tokens")
+    # A row is drawn when it comes near.
+    page.wait_for_function(
+        "(n) => document.querySelectorAll('.afk-lines .afk-tok').length === n", arg=nb.python("view.tokens")
+    )
     # What is shown is Python's text, and HTML in a tool's output is text.
     assert page.evaluate("() => document.querySelectorAll('.afk-tokenview script').length") == 0
     assert "<script>alert(1)</script>" in "".join(tokens.all_inner_texts()[:n])
@@ -258,6 +262,7 @@ def watch(nb: browser.Notebook, selector: str) -> None:
     )
 
 
+@browser.both
 def test_pool_view_is_live_during_an_await(notebook: Any) -> None:
     nb = notebook(
         RECORDS,
@@ -298,6 +303,7 @@ def test_pool_view_is_live_during_an_await(notebook: Any) -> None:
     nb.execute("await pool.close()")
 
 
+@browser.both
 def test_train_view_is_live_during_an_await(notebook: Any) -> None:
     nb = notebook(
         RECORDS,

@@ -40,7 +40,7 @@ CELLS = {
     "TrainView": "w.TrainView(run)",
     "TrainView of two": "two = w.TrainView(run, other, names=['a', 'b'])\ntwo.step = 4\nawait two.open_step(4)\ntwo",
     "ToolForm": "form = w.ToolForm(weather)\nawait form.call(places=[{'city': 'Rome'}], unit='F', note='fail')\nform",
-    "RewardForm": "scores = w.RewardForm(short, ts)\nawait scores.score()\nscores._do_pick(ts[1].id)\nscores",
+    "RewardForm": "scores = w.RewardForm(short, ts)\nawait scores.score()\nscores._do_look(ts[1].id)\nscores",
     "TrajectoryView": "w.TrajectoryView(Rollout.of(ts)) if hasattr(w, 'TrajectoryView') else None",
 }
 AXE = Path(str(__import__("axe_playwright_python").__path__[0])) / "axe.min.js"

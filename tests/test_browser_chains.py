@@ -40,6 +40,7 @@ rollout = await agent.rollout(agents.tasks(4), group_size=3)
 # --- stepper -------------------------------------------------------------------------------------
 
 
+@browser.both
 def test_a_chain_is_stepped_by_mouse_and_keys_while_a_cell_awaits(notebook: Any) -> None:
     nb = notebook(
         START + "agent = agents.agent(seed=3)\ntask = agents.tasks()[0]\nchain = agent.chain(task)",
@@ -139,6 +140,7 @@ def test_a_stepper_shown_twice_and_after_a_restart(notebook: Any) -> None:
 # --- trajectories ----------------------------------------------------------------------------------
 
 
+@browser.both
 def test_trajectories_by_mouse_and_keys(notebook: Any) -> None:
     nb = notebook(MANY, "view = w.TrajectoryView(rollout, agent=agent)\nview")
     page = nb.page
@@ -252,6 +254,7 @@ DONE = "() => Number(document.querySelector('.afk-chip.afk-r-done b').textConten
 # --- rollouts --------------------------------------------------------------------------------------
 
 
+@browser.both
 def test_a_rollout_is_watched_paused_and_stopped_during_one_await(notebook: Any) -> None:
     nb = notebook(
         START

@@ -35,6 +35,7 @@ async def weather(places: Annotated[list[Place], "where"], unit: Annotated[Liter
 """
 
 
+@browser.both
 def test_a_tool_is_called_from_its_form_while_a_cell_awaits(notebook: Any) -> None:
     nb = notebook(
         TOOL,
@@ -116,6 +117,7 @@ rollout = Rollout.of([chain(i) for i in range(12)])
 """
 
 
+@browser.both
 def test_a_reward_is_edited_and_scored_again(notebook: Any) -> None:
     nb = notebook(
         REWARD,

@@ -64,7 +64,7 @@ def test_a_run_is_steered_from_its_view(notebook: Any) -> None:
     nb.finish(60)
     assert nb.python("3 < len(run.records) < 60")
     assert nb.python("view.step, len(view.rollout), view._notice") == (2, 4, "")
-    assert nb.python("view._tokens.trajectories[0].id == view._list['rows'][2][0]")
+    assert nb.python("view.opened.trajectories[0].id == view._list['rows'][2][0]")
     assert child.count() == 1
     view.get_by_role("button", name="Clear", exact=True).first.click()
     page.wait_for_function("() => !document.querySelector('.afk-child .afk-tokenview')")

@@ -213,3 +213,50 @@ async def test_a_training_run_shows_the_rollout_of_its_step(tmp_path: Any) -> No
     await training
     assert len(run.records) < 40
     check_static(view)
+
+
+async def test_a_chain_that_is_over_is_opened_from_its_lane() -> None:
+    gate = asyncio.Event()
+
+    @af.tool
+    async def wait() -> str:
+        """Wait."""
+        await gate.wait()
+        return "w"
+
+    waits = agents.call(name="wait").replace('"expression":"1+1"', "")
+    agent = agents.played(
+        lambda task, turn: waits if task.id == agents.tasks(2)[1].id and not turn else "42", tools=[wait]
+    )
+    run = agent.rollout(agents.tasks(2))
+    view = w.RolloutView(run)
+    show(view)
+    task = asyncio.ensure_future(run._wait())
+    await until(lambda: view.counts["done"] == 1 and view.counts["tool"] == 1)
+    over, going = (view._names[i] for i in sorted((0, 1), key=lambda i: states(view)[i] != "done"))
+    click(view, "chain", going)
+    await until(lambda: "not over yet" in view._notice)
+    assert len(view.selection) == 0
+    click(view, "chain_tokens", over)
+    await until(lambda: view.opened is not None or "not over yet" not in view._notice)
+    await asyncio.sleep(0.1)
+    assert view._notice == ""
+    assert [t.id for t in view.selection] == [over]
+    assert view.opened.trajectories[0].id == over
+    assert list(view.selection.to_frame()["trajectory"]) == [over]
+    click(view, "chain_stepper")
+    await until(lambda: isinstance(view.opened, w.ChainStepper))
+    assert view.opened.chain.agent is agent
+    click(view, "chain_code")
+    await until(lambda: view._cell)
+    assert f"for t in run.partial if t.id == {over!r}" in view._cell["text"]
+    gate.set()
+    rollout = await task
+    found: dict[str, Any] = {"agent": agent, "run": run}
+    exec(view._cell["text"], found)
+    assert found["trajectory"] is next(t for t in rollout if t.id == over)
+    stepper = view.opened
+    click(view, "chain_leave")
+    await until(lambda: view.opened is None)
+    assert stepper.comm is None
+    assert not view.selection

@@ -969,12 +969,20 @@ async def test_a_run_is_paused_and_stopped_from_its_view(tmp_path: Path) -> None
     await ask("open", {"step": 1, "run": 0})
     assert [t.id for t in view.rollout] == [row[0] for row in view._list["rows"]]
     assert len(view._list["rows"]) == 4
-    await ask("tokens", view._list["rows"][2][0])
-    assert view._tokens.model_id == view._child
-    assert view._tokens.trajectories[0].id == view._list["rows"][2][0]
+    await ask("chain_tokens", view._list["rows"][2][0])
+    assert view.opened.trajectories[0].id == view._list["rows"][2][0] == view.selection.ids[0]
     sent(view)
-    shown = view._tokens
+    assert len(view.selection.to_frame()) == 1
+    await ask("chain_stepper")
+    assert view.opened.chain.origin is next(iter(view.selection))
+    await ask("chain_code")
+    cell: dict[str, Any] = {"af": af, "agent": agent}
+    exec(view._cell["text"], cell)
+    assert cell["trajectory"].id == view.selection.ids[0]
+    assert cell["chain"].turns == cell["trajectory"].turns
+    shown = view.opened
     await ask("open", {"step": 99, "run": 0})
+    assert len(view.selection) == 0
     assert "not one of" in view._list["note"]
     assert view.rollout is None
     assert shown.comm is None  # closed with the list that it belonged to
@@ -984,6 +992,12 @@ async def test_a_run_is_paused_and_stopped_from_its_view(tmp_path: Path) -> None
     folder = w.TrainView(tmp_path / "run")  # as another day: only its folder
     assert folder._about["control"]["can"] is False
     assert len(await folder.open_step(1)) == 4
+    folder.pick(folder.rollout.trajectories[0])
+    assert folder._chain["agent"] is False
+    with pytest.raises(ValueError, match="which agent"):
+        folder._do_chain_stepper(None)
+    with pytest.raises(LookupError, match="no trajectory nobody"):
+        folder.pick("nobody")
     await ask("stop")
     bare = w.TrainView(FakeRun(2))
     assert await bare.open_step(1) is None

@@ -224,10 +224,18 @@ async def test_a_reward_form_shows_what_flipped() -> None:
     assert form._about["new"] == {"mean": "0.3636", "success": "0.3636", "scored": 11, "unscored": 1}
     assert [row[0] for row in form._about["rows"][:4]] == gained
     assert [t.reward for t in rollout.trajectories if t.reward] == []  # the rollout is as it was
-    await ask(form, "pick", gained[1])
+    await ask(form, "look", gained[1])
     assert form.picked is rollout.trajectories[3]
     assert "Reward 1" in form._detail["new"]
-    await ask(form, "pick", "nothing")
+    assert list(form.selection) == [form.picked]
+    await ask(form, "chain_tokens")
+    assert form.opened.trajectories == (form.picked,)
+    await ask(form, "chain_stepper")
+    assert "agent=" in form._notice
+    await ask(form, "chain_code")
+    assert form._cell["text"].startswith(f"trajectory = next(t for t in rollout.trajectories if t.id == {gained[1]!r})")
+    await ask(form, "look", "nothing")
+    assert form.opened is None
     assert form.picked is None
     sent(form)
     assert "succeeds now" in check_static(form).text
@@ -269,7 +277,7 @@ async def test_a_reward_that_fails_is_told_and_leaves_a_chain_unscored() -> None
     assert n == form._about["new"]["unscored"] - 1
     assert {k: n for k, _, n in form._about["tally"]}["unscored"] == n
     failed = form.to_frame().query("change == 'unscored'")["trajectory"].iloc[0]
-    await ask(form, "pick", failed)
+    await ask(form, "look", failed)
     assert "1 / len" in form._detail["traceback"]
 
     @af.reward
@@ -322,7 +330,7 @@ async def test_a_reward_form_of_nasty_texts() -> None:
     sent(form)
     assert not check_static(form).tags & {"script", "img"}
     for t in form.record.trajectories:
-        await ask(form, "pick", t.id)
+        await ask(form, "look", t.id)
         sent(form)
 
 

@@ -25,6 +25,7 @@ except ImportError as error:  # pragma: no cover - the test environment has it
     raise ImportError("the widgets need anywidget; type: pip install 'agentfly_kit[lab]'") from error
 
 from ._base import Static, View
+from ._chains import Trajectories
 from ._tokens import Selection, Span
 from .chain_stepper import ChainStepper
 from .pool_view import PoolView
@@ -33,7 +34,7 @@ from .rollout_view import RolloutView
 from .token_view import TokenView
 from .tool_form import ToolForm
 from .train_view import TrainView
-from .trajectory_view import Trajectories, TrajectoryView
+from .trajectory_view import TrajectoryView
 
 __all__ = [
     "ChainStepper", "PoolView", "RewardForm", "RolloutView", "Selection", "Span", "Static", "TokenView", "ToolForm",

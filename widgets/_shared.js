@@ -173,8 +173,10 @@ export function mount({ model, el }, { label, build }) {
     notice.textContent = model.get("_notice") ?? "";
     notice.hidden = !notice.textContent;
   };
-  // The notebook moves its cells on arrows and letters: keys pressed in a view are the view's.
+  // The notebook moves its cells on arrows and letters: keys pressed in a view are the view's. Notebook 7 listens before
+  // they get here, and asks the focused element before its parents.
   root.addEventListener("keydown", (event) => event.stopPropagation());
+  root.addEventListener("focusin", (event) => event.target.setAttribute("data-lm-suppress-shortcuts", "true"));
   root.append(stale, notice);
   build(context);
   showNotice();
@@ -288,4 +290,45 @@ export function child(host, ref, el) {
   if (!host?.getWidget) failed(new Error("it needs anywidget 0.11 in the front end"));
   else host.getWidget(ref.replace(/^IPY_MODEL_/, "anywidget:")).then((widget) => { if (!gone.signal.aborted) return widget.render({ el, signal: gone.signal }); }).catch(failed);
   return () => { gone.abort(); el.replaceChildren(); };
+}
+
+/** The chain that is picked in a view of many: what can be opened of it, and what is. Goes with the Python class ChainsView. */
+export function chainBar(context, model, host, back) {
+  const name = h("bdi", {});
+  const button = (text, title, what) => h("button", { type: "button", class: "afk-small", title, onclick: () => context.ask(what) }, text);
+  const stepper = button("Stepper", "", "chain_stepper");
+  const bar = h("div", { class: "afk-bar", role: "group", "aria-label": "The picked chain" }, h("b", {}, name), h("span", { class: "afk-soft" }, "→ view.selection"),
+    button("Tokens", "Its tokens with all their numbers", "chain_tokens"), stepper, button("As Python", "A cell that gets this trajectory and goes on from it", "chain_code"),
+    h("span", { class: "afk-grow" }), h("button", { type: "button", class: "afk-small", onclick: () => { context.ask("chain_leave"); back.focus(); } }, "Close"));
+  const code = h("div", {});
+  const below = h("div", { class: "afk-child" });
+  const box = h("div", { class: "afk-below", hidden: true }, bar, code, below);
+  let takeAway = null;
+  function draw() {
+    const picked = model.get("_chain");
+    box.hidden = !picked?.id;
+    if (box.hidden) code.replaceChildren();
+    name.textContent = picked?.name ?? "";
+    stepper.disabled = !picked?.agent;
+    stepper.title = picked?.agent ? "Go on from it, or back in it, by hand" : "Give agent= to this view to open its chains in the stepper";
+  }
+  function open() {
+    takeAway?.();
+    takeAway = null;
+    const ref = model.get("_below");
+    if (ref) takeAway = child(host, ref, below);
+  }
+  let shown = model.get("_cell")?.n ?? 0;
+  context.on("_chain", draw);
+  context.on("_below", open);
+  context.on("_cell", () => {
+    const { n, text } = model.get("_cell") ?? {};
+    if (!n || n === shown) return;
+    shown = n;
+    code.replaceChildren(codeBox(text, () => bar.querySelector("button").focus()));
+  });
+  context.end(() => takeAway?.());
+  draw();
+  open();
+  return box;
 }

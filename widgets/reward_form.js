@@ -13,7 +13,7 @@ export function widths(bars) {
 }
 
 export default {
-  render({ model, el }) {
+  render({ model, el, host }) {
     return mount({ model, el }, {
       label: "Score saved trajectories again",
       build(context) {
@@ -35,7 +35,7 @@ export default {
           h("div", { class: "afk-bar" }, title, say, h("span", { class: "afk-grow" }), again, cancel),
           numbers, chart, errors,
           h("div", { class: "afk-bar afk-foot" }, h("label", {}, "Show ", filter), h("span", { class: "afk-soft" }, "Run the cell of the reward again, and it is scored again.")),
-          scroll, detail, h("details", { class: "afk-about" }, h("summary", {}, "the reward that is scored"), source));
+          scroll, detail, chainBar(context, model, host, scroll), h("details", { class: "afk-about" }, h("summary", {}, "the reward that is scored"), source));
         let drawnFilter = "";
 
         function draw() {
@@ -75,7 +75,7 @@ export default {
             h("thead", {}, h("tr", {}, ...["change", "reward", "trajectory", "question", "final"].map((t) => h("th", { scope: "col" }, t)))),
             h("tbody", {}, ...rows.map(([id, task, a, b, k, final]) => h("tr", { class: id === picked ? "afk-on" : null },
               h("td", { class: `afk-k-${k}` }, words[k]), h("td", { class: "afk-num" }, `${a} → ${b}`),
-              h("td", {}, h("button", { type: "button", class: "afk-link", title: "Show why", onclick: () => context.ask("pick", id) }, h("bdi", {}, id))),
+              h("td", {}, h("button", { type: "button", class: "afk-link", title: "Show why", onclick: () => context.ask("look", id) }, h("bdi", {}, id))),
               h("td", { dir: "auto" }, ...marks(task)), h("td", { dir: "auto", class: "afk-code" }, ...marks(final))))),
             rows.length < total || !rows.length ? h("caption", { class: "afk-soft" }, !x.scored ? "Not scored yet." : rows.length ? `the first ${rows.length} of ${total}; form.to_frame() has all` : filter.value === "changed" ? "Nothing changed." : "None.") : "");
           drawnFilter = filter.value;

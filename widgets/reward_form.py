@@ -15,7 +15,9 @@ from typing import Any, ClassVar
 
 import traitlets
 
-from ._base import View, count, escape, number, sendable, tag
+from ._base import count, escape, number, sendable, tag
+from ._chains import ChainsView
+from .chain_stepper import _named
 
 _ROWS = 200
 """Rows of the table on the page; `to_frame()` has all."""
@@ -32,7 +34,7 @@ KINDS = {
 }
 
 
-class RewardForm(View):
+class RewardForm(ChainsView):
     """The rewards of saved trajectories beside those of a reward that is being written, and which of them flipped.
 
     Run the cell that defines the reward again, and the form scores again by itself (`follow=False`: only the button
@@ -40,20 +42,20 @@ class RewardForm(View):
     Nothing is sampled and the rollout is not changed.
 
     `await form.score()` is the button; `form.rescored` is the rollout with the new rewards, `form.to_frame()` a row a
-    trajectory, `form.picked` the trajectory that was clicked.
+    trajectory, `form.picked` the trajectory that was clicked. agent: who made them, to open one in the stepper.
     Raises:  RewardError where the reward asks for a task field that is not there.
     """
 
     stem: ClassVar[str] = "reward_form"
     settable: ClassVar[frozenset[str]] = frozenset()
-    doable: ClassVar[frozenset[str]] = frozenset({"score", "cancel", "pick"})
+    doable: ClassVar[frozenset[str]] = frozenset({"score", "cancel", "look"}) | ChainsView.picking
 
     busy = traitlets.Bool(False).tag(sync=True)
     _about = traitlets.Dict().tag(sync=True)
     _progress = traitlets.List([0, 0]).tag(sync=True)
     _detail = traitlets.Dict().tag(sync=True)
 
-    def __init__(self, reward: Any, rollout: Any, *, follow: bool = True) -> None:
+    def __init__(self, reward: Any, rollout: Any, *, follow: bool = True, agent: Any = None) -> None:
         from agentfly_kit.rewards import RewardSet
 
         self.reward = RewardSet.of(reward)
@@ -63,6 +65,7 @@ class RewardForm(View):
         self._kept: Any = _rollout(rollout)
         self.reward.check([group.task for group in self._kept.groups])
         self._picked: str | None = None
+        self._agent = agent
         self._scoring: asyncio.Future[Any] | None = None
         self.rescored: Any = None
         """The rollout with the new rewards; None before it was scored once."""
@@ -183,10 +186,11 @@ class RewardForm(View):
             "seconds": seconds,
         }  # fmt: skip
 
-    def _do_pick(self, value: Any) -> None:
+    def _do_look(self, value: Any) -> None:
         for a, b in self._pairs():
             if a.id == value:
                 self._picked = a.id
+                self.pick(a)
                 self._detail = {
                     "id": sendable(a.id),
                     "task": sendable(str(a.task.messages[-1]["content"])[:2000]),
@@ -198,6 +202,20 @@ class RewardForm(View):
                 }
                 return
         self._picked, self._detail = None, {}
+        self.pick(None)
+
+    def _trajectory(self, id: str) -> Any:
+        found = next((a for a, _ in self._pairs() if sendable(a.id) == id), None)
+        if found is None:
+            raise LookupError(f"nothing keeps {id} any more; keep the rollout in a variable")
+        return found
+
+    def _agent_for(self) -> Any:
+        return self._agent
+
+    def _expression(self) -> str:
+        rollout = self.record
+        return f"{(_named(rollout) if rollout is not None else None) or 'rollout'}.trajectories"
 
     @property
     def picked(self) -> Any:

@@ -31,7 +31,7 @@ export function shares(counts, total) {
 }
 
 export default {
-  render({ model, el }) {
+  render({ model, el, host }) {
     return mount({ model, el }, {
       label: "Chains of a rollout",
       build(context) {
@@ -74,7 +74,7 @@ export default {
         };
         const list = windowed({
           row: 24,
-          label: "Chains",
+          label: "Chains. Arrow keys walk, Enter opens the tokens of one that is over, Space picks it.",
           fill(box, at) {
             const i = rows[at];
             if (!box.parts) {
@@ -105,7 +105,7 @@ export default {
         });
         const ticking = () => !context.stale() && /running|paused|stopping/.test(model.get("_about")?.state ?? "") && !model.get("_about")?.gone;
         root.append(h("div", { class: "afk-bar" }, title, what, h("span", { class: "afk-grow" }), pause, stop), note, progress, chips,
-          h("div", { class: "afk-bar afk-sub" }, h("label", {}, "Show ", how), shown), list.el);
+          h("div", { class: "afk-bar afk-sub" }, h("label", {}, "Show ", how), shown), list.el, chainBar(context, model, host, list.el));
 
         function read() {
           const b = model.get("_buffers");
@@ -152,6 +152,21 @@ export default {
         }
         for (const name of ["_about", "_buffers", "_names", "_details"]) context.on(name, changed);
         how.addEventListener("change", draw);
+        const ask = (what, at) => { if (data && at >= 0 && rows[at] !== undefined) context.ask(what, data.names[rows[at]]); };
+        list.el.addEventListener("click", (event) => {
+          const box = event.target.closest?.(".afk-item");
+          if (!box) return;
+          list.show(box.row);
+          ask("chain", box.row);
+        });
+        list.el.addEventListener("dblclick", () => ask("chain_tokens", list.cursor));
+        list.el.addEventListener("keydown", (event) => {
+          if (event.ctrlKey || event.metaKey || event.altKey) return;
+          if (event.key === "Enter") ask("chain_tokens", list.cursor);
+          else if (event.key === " ") ask("chain", list.cursor);
+          else return;
+          event.preventDefault();
+        });
         const timer = setInterval(() => { if (data && ticking()) list.draw(); }, 500);
         context.end(() => { clearInterval(timer); cancelAnimationFrame(planned); });
         read();

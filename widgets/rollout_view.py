@@ -11,6 +11,8 @@ import numpy as np
 import traitlets
 
 from ._base import LiveView, count, escape, number, pack, sendable, shared_prefix, tag
+from ._chains import ChainsView
+from .chain_stepper import _named
 
 STATES = ("queued", "waiting", "sampling", "sandbox", "tool", "scoring", "done", "failed", "cancelled")
 WORDS = {"sandbox": "waiting for a sandbox", "tool": "in a tool", "waiting": "waiting", "queued": "not begun"}
@@ -28,16 +30,17 @@ _WINDOW = 20.0
 """Seconds over which the rate is taken."""
 
 
-class RolloutView(LiveView):
+class RolloutView(ChainsView, LiveView):
     """A lane a chain, counts, rate and time left, and buttons to pause, resume and stop: `RolloutView(run)`.
 
     run: what `agent.rollout(...)` gave, before or while it is awaited; or a training run: the rollout of its step.
+    A chain that is over can be picked: its tokens, itself in the stepper, or as Python; `view.selection` has it.
     The buttons work while a cell awaits the run. At most 10 updates a second, whatever the number of chains.
     `view.counts` has what was last sent.
     """
 
     stem: ClassVar[str] = "rollout_view"
-    doable: ClassVar[frozenset[str]] = frozenset({"pause", "resume", "stop"})
+    doable: ClassVar[frozenset[str]] = frozenset({"pause", "resume", "stop"}) | ChainsView.picking
 
     _about = traitlets.Dict().tag(sync=True)
     _names: traitlets.List[Any] = traitlets.List().tag(sync=True)
@@ -145,6 +148,24 @@ class RolloutView(LiveView):
     def counts(self) -> dict[str, int]:
         """Chains in each state, as last sent."""
         return dict(self._about.get("counts", {}))
+
+    # --- chains ---
+
+    def _trajectory(self, id: str) -> Any:
+        handle = self._handle()
+        if handle is None:
+            raise LookupError("the run is gone, and its chains with it")
+        found = next((t for t in handle.partial.trajectories if sendable(t.id) == id), None)
+        if found is None:
+            raise LookupError(f"{id} is not over yet: its tokens are there when it is")
+        return found
+
+    def _agent_for(self) -> Any:
+        return getattr(self._handle(), "agent", None)
+
+    def _expression(self) -> str:
+        run = self.record
+        return f"{(_named(run) if run is not None else None) or 'run'}{'.rollout' if self._training else ''}.partial"
 
     # --- buttons ---
 

@@ -41,19 +41,6 @@ export function before(starts, x) {
   return lo;
 }
 
-/** The next token after `from` (around the end) whose number is the telling one; for flags the next that is set. */
-export function nextTelling(signal, col, from) {
-  const n = col.length;
-  if (signal.scale === "flag") {
-    for (let k = 1; k <= n; k++) {
-      const i = (((from + k) % n) + n) % n;
-      if (col.at(i) > 0) return i;
-    }
-    return null;
-  }
-  return ranked(signal, col)[0] ?? null;
-}
-
 /** Tokens that have a number, the most telling first. */
 export function ranked(signal, col) {
   const key = { low: (v) => v, high: (v) => -v, far: (v) => -Math.abs(v - signal.middle) }[signal.telling];
@@ -81,6 +68,7 @@ export function joined(spans, span) {
 export function split(text) {
   return text.match(/[·⏎⇥␍⍽]+|[^·⏎⇥␍⍽]+/gu) ?? [];
 }
+const plain = (text) => !/[·⏎⇥␍⍽]/u.test(text);
 const marked = (text) => split(text).map((part) => (/^[·⏎⇥␍⍽]/u.test(part) ? h("i", { class: "afk-ws" }, part) : part));
 
 function read(model) {
@@ -159,15 +147,38 @@ export default {
         const built = new Set();
 
         const observer = new IntersectionObserver((entries) => {
-          for (const entry of entries) if (entry.isIntersecting) make(entry.target.part);
+          for (const { isIntersecting, target } of entries) {
+            if (!isIntersecting) continue;
+            if (target.chunk !== undefined) make(target.chunk);
+            else buildRow(target.rowIndex);
+          }
         }, { root: scroller, rootMargin: "600px 0px" });
         context.end(() => observer.disconnect());
 
-        let p = 0;
-        about.rows.forEach((row, r) => {
+        // A row far from the screen is one empty box of about its height, and so is a chunk of its tokens.
+        const firstPart = about.rows.map(() => parts.length);
+        for (let k = parts.length - 1; k >= 0; k--) firstPart[parts[k].row] = k;
+        const tall = (tokens) => Math.ceil(tokens / 12) * 25;
+        const bodies = about.rows.map((row, r) => {
+          const body = h("div", { class: "afk-row" });
+          body.rowIndex = r;
+          body.style.minHeight = `${32 + tall(row.n) + 10 * row.turns.length}px`;
+          observer.observe(body);
+          return body;
+        });
+        scroller.append(...bodies);
+        function buildRow(r) {
+          const body = bodies[r];
+          if (body.firstChild) return;
+          observer.unobserve(body);
+          const row = about.rows[r];
           const head = h("div", { class: "afk-rowhead" }, h("b", { dir: "auto" }, row.id),
             h("span", { class: "afk-soft afk-num" }, `${row.reward === null ? "unscored" : `reward ${row.reward}`} · ${row.stop} · ${plural(row.n, "token")}, ${row.sampled.toLocaleString("en-US")} trained${row.start ? ` · from token ${row.start}` : ""}`));
-          const body = h("div", { class: "afk-row", role: "group", "aria-label": `trajectory ${row.id}` }, head);
+          body.setAttribute("role", "group");
+          body.setAttribute("aria-label", `trajectory ${row.id}`);
+          body.append(head);
+          body.style.minHeight = "";
+          let p = firstPart[r];
           if (row.note) body.append(h("div", { class: "afk-note" }, row.note));
           row.turns.forEach(([turn, kind, author, first, last], t) => {
             const trained = data.mask(starts[r] + first);
@@ -179,20 +190,20 @@ export default {
               lines));
             for (; p < parts.length && parts[p].row === r && parts[p].turn === t; p++) {
               const holder = h("div", { class: "afk-chunk" });
-              holder.part = p;
-              holder.style.minHeight = `${Math.ceil((parts[p].last - parts[p].first) / 12) * 25}px`;
+              holder.chunk = p; // not `part`: every element has one
+              holder.style.minHeight = `${tall(parts[p].last - parts[p].first)}px`;
               holders[p] = holder;
               lines.append(holder);
               observer.observe(holder);
             }
           });
-          scroller.append(body);
-        });
+        }
 
         function make(index) {
           if (built.has(index)) return;
           built.add(index);
           const { row, first, last } = parts[index];
+          buildRow(row);
           const holder = holders[index];
           const fork = about.rows[row].parts;
           const fragment = document.createDocumentFragment();
@@ -202,7 +213,8 @@ export default {
             const token = document.createElement("span");
             token.className = "afk-tok";
             token.i = i;
-            token.append(...marked(text));
+            if (plain(text)) token.textContent = text;
+            else token.append(...marked(text));
             els[i] = token;
             paint(i);
             fragment.append(token);
@@ -226,7 +238,8 @@ export default {
             else ({ side, share } = shade(value, signals[name]));
           } else side = data.mask(i) ? "trained" : "off";
           token.className = `afk-tok afk-${side}${flags & 1 ? " afk-special" : ""}${selected.has(i) ? " afk-sel" : ""}${i === cursor ? " afk-cur" : ""}`;
-          token.style.setProperty("--h", `${Math.round(share * 100)}%`);
+          if (share || token.share) token.style.setProperty("--h", `${Math.round(share * 100)}%`);
+          token.share = share;
         }
 
         function ensure(i) {
@@ -363,9 +376,17 @@ export default {
           if (way < 0 && i > edges[here]) return edges[here];
           return edges[Math.min(edges.length - 1, Math.max(0, here + way))];
         }
-        let order = [];
+        let order = null; // sorted when it is asked for: with twenty thousand tokens that takes longer than to draw them
         let place = -1;
+        function telling() {
+          const name = model.get("signal");
+          if (name === "mask") return about.rows.flatMap((row, r) => row.turns.filter(([, kind]) => kind === "action" || kind === "forced").map(([, , , first]) => starts[r] + first));
+          const x = signals[name];
+          const col = columns[name];
+          return x.scale === "flag" ? ranked(x, col).filter((i) => col.at(i) > 0) : ranked(x, col).slice(0, 50);
+        }
         function goTelling() {
+          order ??= telling();
           if (!order.length) return;
           place = (place + 1) % order.length;
           moveTo(order[place], { block: "center" });
@@ -418,8 +439,8 @@ export default {
                 h("span", { class: `afk-legendturn afk-${ICON[kind] ? kind : "prompt"}` }, h("span", { class: `afk-tok afk-${on ? "trained" : "off"}` }, `${kind} by ${author}`)),
                 `${plural(n, "token")}, ${on === n ? "mask 1" : on === 0 ? "mask 0" : `mask 1 on ${on.toLocaleString("en-US")}`}`));
             }
-            order = about.rows.flatMap((row, r) => row.turns.filter(([, kind]) => kind === "action" || kind === "forced").map(([, , , first]) => starts[r] + first));
             jump.textContent = "Next action ▸";
+            jump.disabled = !about.authors.some(([kind]) => kind === "action" || kind === "forced");
           } else {
             const x = signals[name];
             const say = (v) => `${number(v)}${x.unit ? ` ${x.unit}` : ""}`;
@@ -433,13 +454,12 @@ export default {
               legend.append(h("span", { class: "afk-soft" }, `${plural(x.n, "number")}: ${number(x.min)} to ${number(x.max)}, mean ${number(x.mean)}${x.outside ? `; ${x.outside} beyond the scale` : ""}${x.infinite ? `; ${x.infinite} infinite` : ""}`));
             }
             if (x.says) legend.append(h("span", { class: "afk-soft" }, `${x.label}: ${x.says}`));
-            const col = columns[name];
-            order = x.scale === "flag" ? ranked(x, col).filter((i) => col.at(i) > 0) : ranked(x, col).slice(0, 50);
+            jump.disabled = !(x.scale === "flag" ? x.set : x.n);
             jump.textContent = x.scale === "flag" ? `Next ${x.label} ▸` : { low: "Lowest ▸", high: "Highest ▸", far: "Farthest ▸" }[x.telling];
           }
           for (const x of seek) x.button.hidden = x.name === name; // the button beside it does the same then
           place = -1;
-          jump.disabled = !order.length;
+          order = null;
         }
         function recolour() {
           drawLegend();
@@ -454,7 +474,8 @@ export default {
         context.on("signal", recolour);
         context.on("_selected", readSelection);
         readSelection();
-        for (let i = 0, n = 0; i < parts.length && n < 600; i++) {
+        if (bodies.length) buildRow(0);
+        for (let i = 0, n = 0; i < parts.length && n < 300; i++) {
           make(i);
           n += parts[i].last - parts[i].first;
         }

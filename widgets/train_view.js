@@ -77,7 +77,7 @@ const PAD = { left: 44, right: 10, top: 8, bottom: 18 };
 const LINES = 6; // kinds of line in the style sheet: hue and dashes
 
 export default {
-  render({ model, el }) {
+  render({ model, el, host }) {
     return mount({ model, el }, {
       label: "Training curves",
       build(context) {
@@ -98,8 +98,7 @@ export default {
         const spoken = h("div", { class: "afk-spoken", "aria-live": "polite" });
         const key = h("div", { class: "afk-chartkey afk-soft" });
         const list = h("div", { class: "afk-steplist", hidden: true });
-        const host = h("div", { class: "afk-child" });
-        root.append(h("div", { class: "afk-bar" }, title, progress, state, pause, stop, h("span", { class: "afk-grow" }), where, clear), note, grid, key, list, host, spoken);
+        root.append(h("div", { class: "afk-bar" }, title, progress, state, pause, stop, h("span", { class: "afk-grow" }), where, clear), note, grid, key, list, chainBar(context, model, host, list), spoken);
 
         let runs = []; // { steps, cols } a run
         let steps = []; // of all runs together
@@ -290,7 +289,7 @@ export default {
           pointed = -1;
           context.put("step", null);
           list.hidden = true;
-          if (model.get("_child")) context.ask("tokens", null);
+          if (model.get("_chain")?.id) context.ask("chain_leave");
           readout();
         }
         clear.addEventListener("click", forget);
@@ -323,12 +322,10 @@ export default {
             x.rows.length ? h("div", { class: "afk-listbox", tabindex: "0", role: "region", "aria-label": `trajectories of step ${x.step}` },
               h("table", {}, h("thead", {}, h("tr", {}, ...["trajectory", "reward", "stop", "actions", "tokens", "question", "final"].map((t) => h("th", { scope: "col" }, t)))),
                 h("tbody", {}, ...x.rows.map(([id, question, reward, why, actions, tokens, final]) => h("tr", {},
-                  h("td", {}, h("button", { type: "button", class: "afk-link", title: "Show its tokens below", onclick: () => context.ask("tokens", id) }, h("bdi", {}, id))),
+                  h("td", {}, h("button", { type: "button", class: "afk-link", title: "Show its tokens below", onclick: () => context.ask("chain_tokens", id) }, h("bdi", {}, id))),
                   h("td", { class: "afk-num" }, reward), h("td", {}, why), h("td", { class: "afk-num" }, String(actions)), h("td", { class: "afk-num" }, tokens === null ? "–" : String(tokens)),
                   h("td", { dir: "auto" }, ...marks(question)), h("td", { dir: "auto", class: "afk-code" }, ...marks(final ?? "–"))))))) : "");
         }
-        context.child("_child", host);
-
         read();
         build();
         head();

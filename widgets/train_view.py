@@ -18,6 +18,7 @@ import numpy.typing as npt
 import traitlets
 
 from ._base import LiveView, escape, number, pack, sendable, tag
+from ._chains import ChainsView
 
 
 @dataclass(frozen=True)
@@ -176,18 +177,19 @@ class _Source:
         }
 
 
-class TrainView(LiveView):
+class TrainView(ChainsView, LiveView):
     """Curves of one run or of several, live or finished: handles of `af.train`, or the paths of runs' folders.
 
     Pointing at a chart, or the arrow keys, show every number of a step; Enter or a click keeps it in `view.step` and
     lists its trajectories, where the run kept them (`TrainConfig(save_rollouts=True)`): `view.rollout`. Pause and stop
     act on the first run that can, also while a cell awaits it. At most 10 updates a second. A folder is read when the
-    view is made, when a page opens it, and by `view.refresh()`. names: one a run.
+    view is made, when a page opens it, and by `view.refresh()`. names: one a run. agent: for a listed trajectory to be
+    opened in the stepper; a live run has its own. `view.selection` has the trajectory that was clicked.
     """
 
     stem: ClassVar[str] = "train_view"
     settable: ClassVar[frozenset[str]] = frozenset({"step"})
-    doable: ClassVar[frozenset[str]] = frozenset({"pause", "resume", "stop", "open", "tokens"})
+    doable: ClassVar[frozenset[str]] = frozenset({"pause", "resume", "stop", "open"}) | ChainsView.picking
 
     step = traitlets.Int(None, allow_none=True).tag(sync=True)
     """The step that was picked in the browser; None when none is."""
@@ -195,10 +197,8 @@ class TrainView(LiveView):
     _buffers = traitlets.Dict().tag(sync=True)
     _list = traitlets.Dict().tag(sync=True)
     """The trajectories of the picked step."""
-    _child = traitlets.Unicode("").tag(sync=True)
-    """Model of the TokenView below the list."""
 
-    def __init__(self, run: Any, *others: Any, names: Sequence[str] | None = None) -> None:
+    def __init__(self, run: Any, *others: Any, names: Sequence[str] | None = None, agent: Any = None) -> None:
         runs = [run, *others]
         if names is not None and len(names) != len(runs):
             raise ValueError(f"names={list(names)!r}: give one for each of the {len(runs)} runs")
@@ -207,7 +207,7 @@ class TrainView(LiveView):
         live = [each for each in runs if not isinstance(each, str | os.PathLike) and hasattr(each, "subscribe")]
         self.rollout: Any = None
         """The trajectories of the step that was opened last, as a Rollout; None before one was."""
-        self._tokens: Any = None
+        self._agent = agent
         super().__init__(run if self._sources[0].path is None else None, _together(live) if live else None)
         self._show()
 
@@ -277,7 +277,7 @@ class TrainView(LiveView):
         if not 0 <= run < len(self._sources):
             raise ValueError(f"run={run}: there are {len(self._sources)} runs")
         source = self._sources[run]
-        self._drop_tokens()
+        self.pick(None)
         self.rollout = None
         file = Run(source.folder).rollout_path(f"step-{step:05d}") if source.folder is not None else None
         note, rows = "", []
@@ -292,25 +292,20 @@ class TrainView(LiveView):
         self._list = {"step": step, "run": run, "note": sendable(note), "rows": rows, "total": total}
         return self.rollout
 
-    def _do_tokens(self, value: Any) -> None:
-        from .token_view import TokenView
+    def _trajectory(self, id: str) -> Any:
+        found = next((t for t in self.rollout or () if sendable(t.id) == id), None)
+        if found is None:
+            raise LookupError(f"no trajectory {id} is listed; open a step that kept its rollouts")
+        return found
 
-        found = next((t for t in self.rollout or () if t.id == value), None)
-        self._drop_tokens()
-        if found is not None:
-            self._tokens = TokenView(found)
-            self._child = self._tokens.model_id
+    def _agent_for(self) -> Any:
+        if self._agent is not None:
+            return self._agent
+        return getattr(self._sources[int(self._list.get("run", 0))].run(), "agent", None)
 
-    def _drop_tokens(self) -> None:
-        self._child = ""
-        if self._tokens is not None:
-            self._tokens.close()
-            self._tokens = None
-
-    def close(self) -> None:
-        if getattr(self, "_tokens", None) is not None:
-            self._tokens.close()
-        super().close()
+    def _expression(self) -> str:
+        folder = self._sources[int(self._list.get("run", 0))].folder
+        return f"af.Run({str(folder)!r}).rollout({self._list.get('step')})"
 
     @traitlets.validate("step")
     def _known(self, proposal: Any) -> int | None:

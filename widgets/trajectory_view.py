@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ import traitlets
 from ipywidgets import widget_serialization
 
 from ._base import View, count, escape, number, pack, readable, sendable, shared_prefix, tag
+from ._chains import Trajectories, cell_of
 from ._tokens import is_trajectory, some
 from .chain_stepper import ChainStepper, _call, _named
 from .token_view import TokenView
@@ -22,37 +23,6 @@ _ABREAST = 12
 _TEXT = 6000
 OUTCOMES = ("success", "failed", "unscored", "dropped")
 SIGNS = {"success": "✓", "failed": "✗", "unscored": "–", "dropped": "⌀"}
-
-
-class Trajectories:
-    """What is selected in the browser. Empty is false; iterate for the trajectories."""
-
-    def __init__(self, ids: Sequence[str], trajectories: Sequence[Any]) -> None:
-        self.ids = tuple(ids)
-        self._found = tuple(trajectories)
-
-    @property
-    def trajectories(self) -> tuple[Any, ...]:
-        """Raises LookupError if nothing keeps one of them any more: a view keeps none alive."""
-        gone = [id for id, t in zip(self.ids, self._found, strict=True) if t is None]
-        if gone:
-            raise LookupError(f"nothing keeps {some(gone)} any more; keep the rollout in a variable")
-        return self._found
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.trajectories)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def to_frame(self, kind: Any = "trajectories") -> Any:
-        """A row a trajectory, a turn or a token, as `Rollout.to_frame`."""
-        from agentfly_kit.record import Rollout
-
-        return Rollout.of(self.trajectories).to_frame(kind)
-
-    def __repr__(self) -> str:
-        return f"Trajectories({some(list(self.ids)) if self.ids else 'nothing'})"
 
 
 @dataclass(frozen=True)
@@ -221,16 +191,7 @@ class TrajectoryView(View):
         k = self._kept[i]
         t = self._trajectories[i]()
         source = _named(self.record) if self.record is not None else None
-        name = _named(t) if t is not None else None
-        lines = [f"trajectory = {name}"] if name else [
-            f"trajectory = next(t for t in {source or 'rollout'}.trajectories if t.id == {k.id!r})"
-        ]  # fmt: skip
-        lines.append("print(trajectory.explain())")
-        agent = (_named(self._agent) if self._agent is not None else None) or "agent"
-        lines.append(
-            f"chain = {agent}.chain(trajectory)  # with its turns; chain.rewind(to=2) goes back, chain.step() on"
-        )
-        return "\n".join(lines)
+        return cell_of(k.id, t, f"{source or 'rollout'}.trajectories", self._agent)
 
     def close(self) -> None:
         child = getattr(self, "_child", None)

@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 import { load, packed } from "./load.mjs";
 
-const { before, chunks, column, joined, nextTelling, ranked, shade, split } = await load("token_view");
+const { before, chunks, column, joined, ranked, shade, split } = await load("token_view");
 
 test("chunks cover every token once and never cross a turn", () => {
   const rows = [
@@ -39,11 +39,6 @@ test("telling tokens: the order, and none that is missing", () => {
   const col = column(packed([-1, null, -3, -2]));
   assert.deepEqual(ranked({ telling: "low", middle: 0 }, col), [2, 3, 0]);
   assert.deepEqual(ranked({ telling: "far", middle: -2 }, col), [0, 2, 3]);
-  const flags = column(packed([0, 1, null, 1]));
-  assert.equal(nextTelling({ scale: "flag" }, flags, -1), 1);
-  assert.equal(nextTelling({ scale: "flag" }, flags, 1), 3);
-  assert.equal(nextTelling({ scale: "flag" }, flags, 3), 1);
-  assert.equal(nextTelling({ scale: "flag" }, column(packed([null, 0])), 0), null);
 });
 
 test("spans that touch become one", () => {

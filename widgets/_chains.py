@@ -1,0 +1,153 @@
+"""What views of many chains share: one is picked, and opened as tokens, in the stepper, or as a cell of Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import traitlets
+from ipywidgets import widget_serialization
+
+from ._base import View, readable, sendable
+from ._tokens import some
+from .chain_stepper import ChainStepper, _named
+from .token_view import TokenView
+
+
+class Trajectories:
+    """What is selected in the browser. Empty is false; iterate for the trajectories."""
+
+    def __init__(self, ids: Sequence[str], trajectories: Sequence[Any]) -> None:
+        self.ids = tuple(ids)
+        self._found = tuple(trajectories)
+
+    @property
+    def trajectories(self) -> tuple[Any, ...]:
+        """Raises LookupError if nothing keeps one of them any more: a view keeps none alive."""
+        gone = [id for id, t in zip(self.ids, self._found, strict=True) if t is None]
+        if gone:
+            raise LookupError(f"nothing keeps {some(gone)} any more; keep the rollout in a variable")
+        return self._found
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.trajectories)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def to_frame(self, kind: Any = "trajectories") -> Any:
+        """A row a trajectory, a turn or a token, as `Rollout.to_frame`."""
+        from agentfly_kit.record import Rollout
+
+        return Rollout.of(self.trajectories).to_frame(kind)
+
+    def __repr__(self) -> str:
+        return f"Trajectories({some(list(self.ids)) if self.ids else 'nothing'})"
+
+
+def cell_of(id: str, trajectory: Any, source: str, agent: Any) -> str:
+    """A cell that gets the trajectory from `source`, an expression for trajectories, and has a chain go on from it."""
+    name = _named(trajectory) if trajectory is not None else None
+    who = (_named(agent) if agent is not None else None) or "agent"
+    return "\n".join((
+        f"trajectory = {name or f'next(t for t in {source} if t.id == {id!r})'}",
+        "print(trajectory.explain())",
+        f"chain = {who}.chain(trajectory)  # with its turns; chain.rewind(to=2) goes back, chain.step() on",
+    ))  # fmt: skip
+
+
+class ChainsView(View):
+    """A view whose chains can be picked: `selection` has the one that is, `opened` the view that shows it below.
+
+    A subclass gives `_trajectory(id)`, which may raise LookupError, `_agent_for()`, and `_expression()`.
+    """
+
+    picking: ClassVar[frozenset[str]] = frozenset(
+        {"chain", "chain_tokens", "chain_stepper", "chain_code", "chain_leave"}
+    )
+
+    _chain = traitlets.Dict().tag(sync=True)
+    """The picked one: {"id", "name", "agent"}; empty when none is."""
+    _below = traitlets.Any(None, allow_none=True).tag(sync=True, **widget_serialization)
+    _cell = traitlets.Dict().tag(sync=True)
+
+    def _trajectory(self, id: str) -> Any:
+        raise NotImplementedError
+
+    def _agent_for(self) -> Any:
+        """Who made the chains, or None."""
+        return None
+
+    def _expression(self) -> str:
+        """Python for the trajectories."""
+        raise NotImplementedError
+
+    @property
+    def selection(self) -> Trajectories:
+        """The chain that is picked in the browser: `.to_frame()`, or iterate for the trajectory. Empty if none is."""
+        id = self._chain.get("id")
+        if id is None:
+            return Trajectories((), ())
+        try:
+            found = self._trajectory(id)
+        except LookupError:
+            found = None
+        return Trajectories((id,), (found,))
+
+    @property
+    def opened(self) -> Any:
+        """The TokenView or the ChainStepper that the page shows below, or None."""
+        return self._below
+
+    def pick(self, trajectory: Any) -> None:
+        """Pick a chain, by its trajectory or its id; the page shows it. None picks none."""
+        if trajectory is None:
+            self._put_below(None)
+            self._chain = {}
+            return
+        id = sendable(trajectory if isinstance(trajectory, str) else trajectory.id)
+        self._trajectory(id)
+        if self._chain.get("id") != id:
+            self._put_below(None)
+        self._chain = {"id": id, "name": readable(id, 200), "agent": self._agent_for() is not None}
+
+    def _do_chain(self, value: Any) -> None:
+        self.pick(value)
+
+    def _do_chain_tokens(self, value: Any) -> None:
+        """Of the picked chain, or of the one that is named."""
+        if value is not None:
+            self.pick(value)
+        self._put_below(TokenView(self._trajectory(self._picked_id()), agent=self._agent_for()))
+
+    def _do_chain_stepper(self, _: Any) -> None:
+        agent = self._agent_for()
+        if agent is None:
+            name = type(self).__name__
+            raise ValueError(f"which agent? w.{name}(..., agent=agent) can open its chains in the stepper")
+        self._put_below(ChainStepper(agent, self._trajectory(self._picked_id())))
+
+    def _do_chain_code(self, _: Any) -> None:
+        id = self._picked_id()
+        text = cell_of(id, self._trajectory(id), self._expression(), self._agent_for())
+        self._cell = {"n": self._cell.get("n", 0) + 1, "text": sendable(text)}
+
+    def _do_chain_leave(self, _: Any) -> None:
+        self.pick(None)
+
+    def _picked_id(self) -> str:
+        id = self._chain.get("id")
+        if id is None:
+            raise ValueError("no chain is picked; click one, or view.pick(trajectory)")
+        return str(id)
+
+    def _put_below(self, view: Any) -> None:
+        old, self._below = self._below, view
+        if old is not None:
+            old.close()
+
+    def close(self) -> None:
+        below = getattr(self, "_below", None)
+        if below is not None:
+            below.close()
+        super().close()
