@@ -139,12 +139,14 @@ def test_token_view_by_mouse_and_keys(notebook: Any) -> None:
     n = nb.python("len(ts[0].ids)")
     tokens = page.locator(".afk-lines .afk-tok")
     # A row is drawn when it comes near.
+    page.locator(".afk-tokens").evaluate("(x) => x.scrollTo(0, x.scrollHeight)")
     page.wait_for_function(
         "(n) => document.querySelectorAll('.afk-lines .afk-tok').length === n", arg=nb.python("view.tokens")
     )
     # What is shown is Python's text, and HTML in a tool's output is text.
     assert page.evaluate("() => document.querySelectorAll('.afk-tokenview script').length") == 0
     assert "<script>alert(1)</script>" in "".join(tokens.all_inner_texts()[:n])
+    page.locator(".afk-tokens").evaluate("(x) => x.scrollTo(0, 0)")
     kinds = page.evaluate("() => [...document.querySelectorAll('.afk-turn .afk-kind')].map((x) => x.textContent)")
     assert kinds[:7] == [
         "0 prompt", "1 action", "2 observation", "3 action", "4 observation", "5 forced", "6 action",

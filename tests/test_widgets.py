@@ -1004,3 +1004,39 @@ async def test_a_run_is_paused_and_stopped_from_its_view(tmp_path: Path) -> None
     assert "did not keep its rollouts" in bare._list["note"]
     with pytest.raises(ValueError, match="there are 1 runs"):
         await bare.open_step(1, 3)
+
+
+def test_a_saved_notebook_keeps_its_pictures_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import nbformat
+    from nbformat.sign import NotebookNotary
+
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))  # where trust is kept
+    view, other = w.TokenView(trajectory()), {WIDGET_MIME: {"model_id": "x"}, "text/plain": "Slider()"}
+    both = view._repr_mimebundle_()[0]
+    new = nbformat.v4.new_output
+    file = tmp_path / "mine.ipynb"
+    cells = [nbformat.v4.new_code_cell("view", outputs=[new("display_data", data=both)])]
+    notebook = nbformat.v4.new_notebook(cells=cells, metadata={"widgets": {"state": {}}})
+    nbformat.write(notebook, file)
+    NotebookNotary().sign(notebook)
+    assert w.freeze(file) == 1
+    after = nbformat.read(file, as_version=4)
+    nbformat.validate(after)
+    assert after.cells[0].outputs[0].data == {key: text for key, text in both.items() if key != WIDGET_MIME}
+    assert "widgets" not in after.metadata
+    assert NotebookNotary().check_signature(after)
+    before = file.read_bytes()
+    assert w.freeze(file) == 0
+    assert file.read_bytes() == before
+    # A widget without a picture stays as it is, with its state; one that nobody trusted is not trusted afterwards.
+    notebook.cells.append(nbformat.v4.new_code_cell("slider # mine", outputs=[new("display_data", data=other)]))
+    nbformat.write(notebook, file)
+    assert w.freeze(file) == 1
+    after = nbformat.read(file, as_version=4)
+    assert after.cells[1].outputs[0].data == other
+    assert "widgets" in after.metadata
+    assert not NotebookNotary().check_signature(after)
+    file.write_text("{}")
+    with pytest.raises(Exception, match="Notebook"):
+        w.freeze(file)
+    assert [path.name for path in tmp_path.glob("*.part")] == []

@@ -9,6 +9,7 @@ w.RolloutView(run)          the chains of a rollout, live, with pause and stop
 w.TrainView(run)            the curves of a training run, live or from its folder
 w.ToolForm(tool)            call a tool and read exactly what the model would
 w.RewardForm(reward, rollout)    score saved trajectories again while a reward is edited: what flipped
+w.freeze("mine.ipynb")      a saved notebook for readers without a kernel: the pictures alone
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ except ImportError as error:  # pragma: no cover - the test environment has it
 
 from ._base import Static, View
 from ._chains import Trajectories
+from ._saved import freeze
 from ._tokens import Selection, Span
 from .chain_stepper import ChainStepper
 from .pool_view import PoolView
@@ -38,5 +40,5 @@ from .trajectory_view import TrajectoryView
 
 __all__ = [
     "ChainStepper", "PoolView", "RewardForm", "RolloutView", "Selection", "Span", "Static", "TokenView", "ToolForm",
-    "TrainView", "Trajectories", "TrajectoryView", "View",
+    "TrainView", "Trajectories", "TrajectoryView", "View", "freeze",
 ]  # fmt: skip

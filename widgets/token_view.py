@@ -201,7 +201,7 @@ def _payload(rows: list[Row], notes: list[str], parts: dict[int, int]) -> tuple[
         if not any(name in row.signals for row in rows):
             continue
         values = np.concatenate([row.signals.get(name, np.full(len(row.ids), np.nan, np.float32)) for row in rows])
-        if name not in ("logprob", "entropy") and np.isnan(values).all():
+        if name not in ("logprob", "entropy", "advantage") and np.isnan(values).all():
             continue
         summaries.append(summary(describe(name), values, mask))
         columns[name] = pack(values)
