@@ -4,7 +4,8 @@
     python benchmarks/bench_learning.py --family lookup --seeds 3 --algorithms grpo
 
 JSON goes to standard output (and to --out), a line a run to standard error. "cpu seconds" are this process's, so a
-busy machine counts little; time spent in evaluation is not in them. "first batch" is the first iteration whose sampled
+busy machine counts little; time spent in evaluation is not in them, nor what
+sandboxes use in processes of their own. "first batch" is the first iteration whose sampled
 training chains succeed in 90 % of cases or more: its episodes include that iteration's own.
 """
 
@@ -34,9 +35,17 @@ BARS = {
         "grpo": {"success": 0.92, "cpu_seconds_to_good": 5.0},
         "ppo": {"success": 0.88, "cpu_seconds_to_good": 12.0},
     },
+    "code": {
+        "grpo": {"success": 0.85, "cpu_seconds_to_good": 60.0},
+        "ppo": {"success": 0.80, "cpu_seconds_to_good": 90.0},
+    },
     "lookup": {
         "grpo": {"success": 0.90, "cpu_seconds_to_good": 21.0},
         "ppo": {"success": 0.85, "cpu_seconds_to_good": 40.0},
+    },
+    "sql": {
+        "grpo": {"success": 0.85, "cpu_seconds_to_good": 90.0},
+        "ppo": {"success": 0.80, "cpu_seconds_to_good": 120.0},
     },
 }
 ADVANTAGE = {"grpo": "grpo", "ppo": "gae"}
@@ -86,12 +95,14 @@ def agent_of(family: str, policy: Any, seed: int) -> Any:
     )
 
 
-async def learn(family: str, algorithm: str, seed: int, steps: int, tasks: Any, held_out: Any) -> dict[str, Any]:
+async def learn(
+    family: str, algorithm: str, seed: int, steps: int, tasks: Any, held_out: Any, greedy: bool = True
+) -> dict[str, Any]:
     """One run from the shipped policy."""
     policy = af.tiny.policy(family, value_head=algorithm == "ppo")
     agent = agent_of(family, policy, seed)
     config = af.TrainConfig(steps=steps, advantage=ADVANTAGE[algorithm], seed=seed)
-    before = await measure(agent, held_out)
+    before = await measure(agent, held_out, greedy)
     batches: list[float] = []
     good: tuple[int, float] | None = None
     began, wall = time.process_time(), time.perf_counter()
@@ -100,7 +111,7 @@ async def learn(family: str, algorithm: str, seed: int, steps: int, tasks: Any, 
         if good is None and step.success >= GOOD:
             good = (len(batches) * config.tasks_per_step * config.group_size, time.process_time() - began)
     cpu, wall = time.process_time() - began, time.perf_counter() - wall
-    after = await measure(agent, held_out)
+    after = await measure(agent, held_out, greedy)
     await agent.engine.close()
     return {
         "algorithm": algorithm,
@@ -116,15 +127,15 @@ async def learn(family: str, algorithm: str, seed: int, steps: int, tasks: Any, 
     }
 
 
-async def measure(agent: Any, held_out: Any) -> dict[str, Any]:
+async def measure(agent: Any, held_out: Any, also_greedy: bool = True) -> dict[str, Any]:
     """Success on held-out tasks, sampled and greedy apart; intervals are 95 %, by bootstrap over tasks."""
     sampled = await af.evaluate(agent, held_out)
-    greedy = await af.evaluate(agent, held_out, greedy=True)
+    greedy = (await af.evaluate(agent, held_out, greedy=True)).success if also_greedy else None
     return {
         "n": sampled.tasks,
         "sampled": round(sampled.success, 4),
         "interval": [round(sampled.low, 4), round(sampled.high, 4)],
-        "greedy": round(greedy.success, 4),
+        "greedy": None if greedy is None else round(greedy, 4),
         "calls": round(sampled.calls, 3),
         "tokens": round(sampled.tokens, 1),
     }
@@ -142,7 +153,9 @@ def summary(family: str, algorithm: str, runs: list[dict[str, Any]]) -> dict[str
         "before": round(statistics.mean(run["before"]["sampled"] for run in runs), 4),
         "success": round(statistics.mean(after), 4),
         "success_by_seed": after,
-        "greedy": round(statistics.mean(run["after"]["greedy"] for run in runs), 4),
+        "greedy": None
+        if None in (greedy := [run["after"]["greedy"] for run in runs])
+        else round(statistics.mean(greedy), 4),
         "cpu_seconds_to_good": cpu if cpu < never else None,
         "episodes_to_good": episodes if episodes < never else None,
         "cpu_seconds": round(statistics.median(run["cpu_seconds"] for run in runs), 2),
@@ -165,6 +178,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24, help="iterations of 128 episodes")
     parser.add_argument("--algorithms", nargs="+", choices=sorted(ADVANTAGE), default=sorted(ADVANTAGE))
     parser.add_argument("--family", choices=sorted(BARS), default="calculator")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--held-out", type=int, default=None, help="held-out tasks to evaluate on; all")
+    parser.add_argument("--sampled-only", action="store_true", help="no greedy evaluation")
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
     import torch
@@ -173,12 +189,15 @@ def main() -> None:
     tasks = af.load_tasks(given.family)
     runs: list[dict[str, Any]] = []
     for algorithm in given.algorithms:
-        for seed in range(given.seeds):
-            run = asyncio.run(learn(given.family, algorithm, seed, given.steps, tasks.train, tasks.test))
+        for seed in range(given.first_seed, given.first_seed + given.seeds):
+            held_out = tasks.test[: given.held_out]
+            run = asyncio.run(
+                learn(given.family, algorithm, seed, given.steps, tasks.train, held_out, not given.sampled_only)
+            )
             runs.append(run)
             print(
                 f"{algorithm} seed {seed}: {run['before']['sampled']:.3f} -> {run['after']['sampled']:.3f} "
-                f"(greedy {run['after']['greedy']:.3f}), {GOOD:.0%} after {run['episodes_to_good']} episodes and "
+                f"(greedy {run['after']['greedy']}), {GOOD:.0%} after {run['episodes_to_good']} episodes and "
                 f"{run['cpu_seconds_to_good']} cpu s, all {run['episodes']} in {run['cpu_seconds']} cpu s",
                 file=sys.stderr,
                 flush=True,

@@ -107,10 +107,10 @@ class Code:
     async def reward(self, final: str | None, grader: Grader) -> dict[str, float]:
         """The share of tests that pass. What was not submitted by the tool is looked for in the last words.
 
-        Further metrics: success, of all tests; submitted; loads, whether the code ran without an error; runs.
+        Further metrics: success, of all tests; submitted, by the tool; loads, whether it ran without an error; runs.
         """
         source = code_in(final or "") if self.submitted is None else self.submitted
-        told = {"reward": 0.0, "success": 0.0, "submitted": float(bool(source.strip())), "loads": 0.0}
+        told = {"reward": 0.0, "success": 0.0, "submitted": float(self.submitted is not None), "loads": 0.0}
         told["runs"] = float(self.runs)
         if not source.strip():
             return told

@@ -33,6 +33,7 @@ from agentfly_kit.policy import Policy, compute_threads
 from agentfly_kit.types import ToolCall
 
 _LESSONS = {
+    "code": "programs",
     "lookup": "lookups",
 }
 """Where the demonstrations of a policy are: a module with `WORDS`, `ORIGIN` and `lessons(chat, seed)`. It may say what
