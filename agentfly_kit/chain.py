@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from agentfly_kit import seeds
 from agentfly_kit.budget import Action, Meter, take_calls
 from agentfly_kit.context import Context, Given, PoolLike
-from agentfly_kit.errors import AlignmentError, EngineError, SandboxError, SettingsError
+from agentfly_kit.errors import AlignmentError, EngineError, LeaseEnded, SandboxError, SettingsError
 from agentfly_kit.formats import Parsed
 from agentfly_kit.pending import awaited, cancelling, complain
 from agentfly_kit.types import (
@@ -46,7 +46,9 @@ Report = Callable[[str, str, str, int, str, str], None]
 """(kind, phase, state, turn, detail, call): what the chain does now, for whoever watches."""
 
 # Failures of these types are the host's: the model did nothing that could have caused them.
-_HOST = frozenset({"PoolTimeout", "PoolClosed", "SandboxError", "IsolationError", "RemotePoolError", "EngineError"})
+_HOST = frozenset(
+    {"PoolTimeout", "PoolClosed", "SandboxError", "LeaseEnded", "IsolationError", "RemotePoolError", "EngineError"}
+)
 
 _NOT_RUN = "was not run: there are no tool calls left"
 _sessions = itertools.count()  # names of KV sessions; never part of a seed
@@ -484,6 +486,11 @@ class Chain:
         host = next(
             (c.result.error for c in done if c.result and c.result.error and c.result.error.type in _HOST), None
         )
+        if host is None:
+            try:
+                self.context.check()
+            except LeaseEnded as error:  # of a tool that took its sandbox from the context itself
+                host = Failure.of("pool", error)
         if host is not None:
             self.error = host
             self._end("error")

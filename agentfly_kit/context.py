@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeVar
 
 from agentfly_kit import episodes, functions
 from agentfly_kit.caps import Caps
-from agentfly_kit.errors import SandboxError, SettingsError
+from agentfly_kit.errors import LeaseEnded, SandboxError, SettingsError
 from agentfly_kit.pending import complain, ended
 from agentfly_kit.types import Task
 
@@ -45,6 +45,7 @@ FromPool: TypeAlias = Annotated[T, _FROM_POOL]
 class _Lease(Protocol):
     turn: Any
     taken_back: bool
+    lost: str
     saved: asyncio.Future[Any] | None
 
     def rest(self, rests: bool = ...) -> None: ...
@@ -186,6 +187,7 @@ class Context:
         if acquiring.exception() is not None and self._leases.get(id(pool)) == (pool, acquiring):
             del self._leases[id(pool)]  # the next request may have more luck
         lease = acquiring.result()
+        self._check_lost(kind, lease)
         if lease.turn != self.turn:
             lease.turn = self.turn  # for whoever looks at the pool: who holds it, and how far they are
         return typing.cast(S, lease.sandbox)
@@ -246,7 +248,8 @@ class Context:
                 f"cannot be brought back ({error}); start again with agent.chain(task), or give the pool a larger size="
             ) from error
         complain(
-            f"the pool took back the {kind} of the chain {self.trajectory_id!r} while it waited and others needed it; "
+            f"the pool took back the {kind} of the chain {self.trajectory_id!r} while it waited and "
+            f"{getattr(gone, 'why', '') or 'others needed it'}; "
             f"the chain goes on in another, {how}"
         )
 
@@ -287,6 +290,17 @@ class Context:
         turn = self._turns.setdefault(id(self.pool(kind)), asyncio.Lock())
         async with turn:
             yield await self.sandbox(kind)
+            self.check()  # what a call said whose sandbox was taken from under it is nothing to go by
+
+    def check(self) -> None:
+        """Raises LeaseEnded if a pool has taken a sandbox from this chain, and why."""
+        for pool, lease in self._leases.values():
+            if _holds(lease):
+                self._check_lost(pool.kind, lease.result())
+
+    def _check_lost(self, kind: type, lease: _Lease) -> None:
+        if getattr(lease, "lost", ""):
+            raise LeaseEnded(f"the pool took the {kind.__name__} of the chain {self.trajectory_id!r}: {lease.lost}")
 
     def pool(self, kind: type) -> PoolLike:
         """The pool whose sandboxes are of this kind: the very class first, else a class derived from it."""

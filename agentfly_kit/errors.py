@@ -96,6 +96,10 @@ class IsolationError(SandboxError):
     """The isolation level that was asked for cannot be had on this machine."""
 
 
+class LeaseEnded(SandboxError):
+    """The pool took a sandbox from its holder: held for too long, or ended by hand. The message says which."""
+
+
 class RemotePoolError(SandboxError):
     """A remote pool does not answer, refused its client, or has ended its lease. Names the address."""
 

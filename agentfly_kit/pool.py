@@ -36,6 +36,7 @@ from .pool_state import (
     Evict,
     GaveUp,
     PoolState,
+    Recycle,
     Reset,
     Rests,
     Returned,
@@ -134,9 +135,13 @@ class Lease(Generic[S]):
         self._ticket = ticket
         self.hand = hand
         self.taken_back = False
-        """The pool ended it, for others who waited. Nothing may use `sandbox` any more."""
+        """The pool ended it while it rested. Nothing may use `sandbox` any more."""
+        self.why = ""
+        """Why it was taken back."""
         self.saved: asyncio.Future[Any] | None = None
         """Once it was taken back from a kind that has `snapshot()`: what that gave, or why it could not."""
+        self.lost = ""
+        """Why the pool ended it under its holder; "" as long as it has not. `sandbox` is closed then."""
         self.id = id
         self.sandbox = sandbox
         self.owner = owner
@@ -174,6 +179,7 @@ class Lease(Generic[S]):
     def __repr__(self) -> str:
         state = f"{time.monotonic() - self.since:.1f} s{' by hand' if self.hand else ''}"
         state = "taken back" if self.taken_back else "released" if self.released else state
+        state = f"lost: {self.lost}" if self.lost else state
         return f"<Lease {self._pool.name} {self.id} of {self.owner}, {state}>"
 
 
@@ -226,6 +232,9 @@ class Pool(Generic[S]):
                      not take is refused here: a limit is applied or refused, never only noted.
     max_uses, max_age    close a sandbox and start another after so many leases or seconds, instead of resetting
                      it; `max_uses=1` never resets.
+    max_lease        seconds that anybody may hold one. Then it is taken from them: the sandbox is closed, what the
+                     holder asks of it fails with LeaseEnded, its chain is unscored, and the next in the queue gets
+                     another. A lease by hand that rests is taken back instead.
     healthy          `healthy(sandbox)`, plain or async, after each reset: one for which it is false, or raises, is
                      replaced. A kind's own method `healthy()` is asked where this is not given.
     max_starting     how many may be on their way up at once.
@@ -251,6 +260,7 @@ class Pool(Generic[S]):
         network: bool | None = None,
         max_uses: int | None = None,
         max_age: float | None = None,
+        max_lease: float = 3600.0,
         healthy: Callable[[S], object] | None = None,
         max_starting: int | None = 8,
         capacity: Capacity | None = None,
@@ -267,6 +277,8 @@ class Pool(Generic[S]):
         for name, value in (("max_uses", max_uses), ("max_age", max_age), ("max_starting", max_starting)):
             if value is not None and value <= 0:
                 raise SettingsError(f"{name}={value!r}: want more than 0, or None for no bound")
+        if not 0 < max_lease < float("inf"):
+            raise SettingsError(f"max_lease={max_lease!r}: want a number of seconds; every lease ends some time")
         given: dict[str, Any] = {
             "isolation": isolation, "memory_mb": memory_mb, "processes": processes, "cpu_seconds": cpu_seconds,
             "disk_mb": disk_mb, "network": network,
@@ -277,6 +289,7 @@ class Pool(Generic[S]):
         self.warm = warm
         self.acquire_timeout = acquire_timeout
         self.start_timeout = start_timeout
+        self.max_lease = max_lease
         self.options = {name: value for name, value in given.items() if value is not None} | options
         self.number = next(_numbers)
         self._check_options()
@@ -286,12 +299,13 @@ class Pool(Generic[S]):
         self._healthy = healthy
         state = PoolState(
             size, warm, alive=lambda slot: _is_alive(sandboxes.get(slot)), max_starting=max_starting,
-            max_uses=max_uses, max_age=max_age,
+            max_uses=max_uses, max_age=max_age, max_lease=max_lease,
         )  # fmt: skip
         self._state = state
         self._lock = threading.Lock()
         self._dropped: deque[int] = deque()  # leases that were collected, not released
-        self._hands: weakref.WeakValueDictionary[int, Lease[S]] = weakref.WeakValueDictionary()  # by slot
+        self._leases: weakref.WeakValueDictionary[int, Lease[S]] = weakref.WeakValueDictionary()  # by slot
+        self._alarm: tuple[asyncio.AbstractEventLoop, float] | None = None  # where it rings when a lease is too old
         self._tickets: dict[int, _Ticket] = {}
         self._next_ticket = itertools.count(1)
         self._tasks: dict[asyncio.Task[None], int] = {}  # what is under way -> its slot
@@ -437,10 +451,30 @@ class Pool(Generic[S]):
                 taken = self._state.slots.get(slot)
                 if taken is not None and taken.state == "leased" and slot in self._sandboxes:
                     lease = Lease(self, slot, self._sandboxes[slot], owner, hand, taken.ticket or 0)
-                    if hand:
-                        self._hands[slot] = lease
-                    return lease
+                    self._leases[slot] = lease
+                    break
             # Between the grant and this line the pool was closed, which the next round says, or the sandbox was ended.
+        self._set_alarm(loop)
+        return lease
+
+    def _set_alarm(self, loop: asyncio.AbstractEventLoop) -> None:
+        """See to it that somebody looks when the first lease is too old. In the loop's own thread."""
+        with self._lock:
+            due = self._state.next_expiry
+            if due == float("inf") or (self._alarm and self._alarm[1] <= due and not self._alarm[0].is_closed()):
+                return
+            self._alarm = (loop, due)
+        me = weakref.ref(self)
+
+        def ring() -> None:
+            pool = me()
+            if pool is None or pool._alarm != (loop, due):
+                return
+            pool._alarm = None
+            pool._change(Tick())
+            pool._set_alarm(loop)
+
+        loop.call_later(max(0.0, due - time.monotonic()) + 0.01, ring)
 
     async def _wait(self, wanted: Wanted, loop: asyncio.AbstractEventLoop, deadline: float, timeout: float) -> int:
         number = wanted.ticket
@@ -486,6 +520,17 @@ class Pool(Generic[S]):
             uses = None if taken is None else taken.uses
         await self._until_done(lease.id, uses)
 
+    def recycle(self, sandbox: int, *, close: bool = False) -> None:
+        """By hand: have the sandbox of this number reset, or closed. Who is working with it loses it, as with
+        `max_lease`, and another takes its place; a lease by hand that rests is taken back. May be called twice.
+
+        Raises:  SettingsError if there is no such sandbox.
+        """
+        if sandbox not in self._state.slots:
+            have = ", ".join(map(str, self._state.slots)) or "none"
+            raise SettingsError(f"{self.name} {sandbox} is not in this pool (there are: {have})")
+        self._change(Recycle(sandbox, close))
+
     async def close(self) -> None:
         """End every sandbox, the leased ones too, and refuse everybody who waits. Nothing is left when it returns."""
         self._change(CloseAll())
@@ -522,8 +567,12 @@ class Pool(Generic[S]):
                 self._sequence += 1
                 if self._listeners:
                     self._events.append(PoolEvent(self._sequence, kind, slot, owner, now, detail))
-            ended = [(slot, self._end_lease(slot)) for slot in todo.take_back]
-        for slot, lease in ended:
+            taken = [(slot, self._end_lease(slot, why)) for slot, why in todo.take_back.items()]
+            for slot, why in todo.ended.items():
+                lost = self._leases.pop(slot, None)
+                if lost is not None:
+                    lost.lost, lost.released = why, True
+        for slot, lease in taken:
             self._spawn(slot, self._save(slot, lease))
         self._answer(todo)
         for slot in todo.start:
@@ -682,11 +731,12 @@ class Pool(Generic[S]):
         else:
             self._change(Reset(slot))
 
-    def _end_lease(self, slot: int) -> Lease[S] | None:
+    def _end_lease(self, slot: int, why: str) -> Lease[S] | None:
         """At once: whoever held it must find that out before it is anybody else's."""
-        lease = self._hands.pop(slot, None)
+        lease = self._leases.pop(slot, None)
         if lease is not None:
             lease.taken_back = lease.released = True
+            lease.why = why
             if callable(getattr(lease.sandbox, "snapshot", None)):
                 lease.saved = asyncio.get_running_loop().create_future()
         return lease

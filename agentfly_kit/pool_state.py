@@ -21,8 +21,7 @@ from typing import Literal
 SlotState = Literal["starting", "idle", "leased", "resetting", "closing"]
 Change = Literal[
     "waiting", "gave up", "refused", "starting", "start failed", "idle", "leased", "turn", "taken back", "resetting",
-    "died",
-    "closing", "closed", "pool closed",
+    "expired", "ended by hand", "died", "closing", "closed", "pool closed",
 ]  # fmt: skip
 
 
@@ -108,6 +107,14 @@ class Rests:
 
 
 @dataclass(frozen=True, slots=True)
+class Recycle:
+    """A person wants it reset, or closed. A holder that works loses it, and it is closed either way."""
+
+    slot: int
+    close: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Nothing happened; look again."""
 
@@ -123,7 +130,20 @@ class CloseAll:
 
 
 Event = (
-    Wanted | GaveUp | Started | StartFailed | Returned | Reset | Died | Closed | Turn | Rests | Tick | Evict | CloseAll
+    Wanted
+    | GaveUp
+    | Started
+    | StartFailed
+    | Returned
+    | Reset
+    | Died
+    | Closed
+    | Turn
+    | Rests
+    | Recycle
+    | Tick
+    | Evict
+    | CloseAll
 )
 
 
@@ -155,7 +175,8 @@ class Todo:
     reset: list[int] = field(default_factory=list)
     close: list[int] = field(default_factory=list)
     grant: list[tuple[int, int]] = field(default_factory=list)  # (ticket, slot)
-    take_back: list[int] = field(default_factory=list)  # slots whose state is to be saved, and which are then reset
+    ended: dict[int, str] = field(default_factory=dict)  # slots whose holder has lost them -> why
+    take_back: dict[int, str] = field(default_factory=dict)  # slots to be saved and then reset -> why
     refuse: list[tuple[int, BaseException | None]] = field(default_factory=list)  # (ticket, last error; None: closed)
     changes: list[tuple[Change, int | None, str | None, str]] = field(default_factory=list)  # what, slot, owner, detail
 
@@ -175,6 +196,9 @@ class PoolState:
 
     Wear: a sandbox that has been lent `max_uses` times, or is `max_age` seconds old, is closed instead of lent again.
 
+    Age of a lease: who has held a sandbox for `max_lease` seconds loses it, and it is closed, for whatever runs in it
+    may go on; a lease by hand that rests is taken back.
+
     Room: `room` is asked before a start (None: there is always room), `must_yield(since)` when a sandbox comes back or
     is idle: whether somebody else has waited for its room since before `since`.
 
@@ -186,7 +210,7 @@ class PoolState:
     def __init__(
         self, size: int, warm: int = 0, *, alive: Callable[[int], bool] = lambda slot: True, patience: int = 3,
         pause: float = 1.0, longest_pause: float = 60.0, max_starting: int | None = None, max_uses: int | None = None,
-        max_age: float | None = None, room: Callable[[], bool] | None = None,
+        max_age: float | None = None, max_lease: float = float("inf"), room: Callable[[], bool] | None = None,
         must_yield: Callable[[float], bool] = lambda since: False,
     ) -> None:  # fmt: skip
         self.size = size
@@ -204,6 +228,9 @@ class PoolState:
         self._alive = alive
         self._patience, self._pause, self._longest_pause = patience, pause, longest_pause
         self._max_starting, self._max_uses, self._max_age = max_starting, max_uses, max_age
+        self._max_lease = max_lease
+        self.next_expiry = float("inf")
+        """No lease is too old before this, in the seconds of `now`."""
         self._room, self._must_yield = room, must_yield
         self.short = 0
         """Sandboxes that would have been started, had there been room."""
@@ -267,6 +294,8 @@ class PoolState:
             case Turn(_, turn) if slot and slot.state == "leased":
                 slot.turn = turn
                 todo.changes.append(("turn", slot.id, slot.owner, str(turn)))
+            case Recycle(_, close) if slot and slot.state != "closing":
+                self._recycle(slot, close or not may_start, now, todo)
             case Evict():
                 idle = [slot for slot in self.slots.values() if slot.state == "idle"]
                 if idle:
@@ -278,6 +307,8 @@ class PoolState:
                 for each in list(self.slots.values()):
                     if each.state != "closing":
                         self._move(each, "closing", now, todo)
+        if may_start and now >= self.next_expiry:
+            self._expire(now, todo)
         if not self.closed:
             self._hand_out(now, todo)
             if may_start:
@@ -310,6 +341,37 @@ class PoolState:
             if not self._queues[waiter.run]:
                 del self._queues[waiter.run]
         return waiter
+
+    def _expire(self, now: float, todo: Todo) -> None:
+        self.next_expiry = float("inf")
+        for slot in [slot for slot in self.slots.values() if slot.state == "leased"]:
+            if now < slot.since + self._max_lease:
+                self.next_expiry = min(self.next_expiry, slot.since + self._max_lease)
+            elif slot.rests is not None:
+                self._end_rest(slot, f"it was held for {now - slot.since:.0f} s", now, todo)
+            else:
+                self._end(slot, "expired", f"held for {now - slot.since:.0f} s, longer than max_lease=", now, todo)
+
+    def _recycle(self, slot: Slot, close: bool, now: float, todo: Todo) -> None:
+        if slot.state == "leased" and slot.rests is not None and not close:
+            self._end_rest(slot, "it was reset by hand", now, todo)
+        elif slot.state == "leased":
+            self._end(slot, "ended by hand", f"{'closed' if close else 'reset'} by hand", now, todo)
+        elif close:
+            self._move(slot, "closing", now, todo, "closed by hand")
+        elif slot.state == "idle":
+            self._move(slot, "resetting", now, todo, "reset by hand")
+
+    def _end(self, slot: Slot, change: Change, why: str, now: float, todo: Todo) -> None:
+        """Take it from a holder that may be in the middle of a call: it is never anybody else's again."""
+        todo.ended[slot.id] = why
+        todo.changes.append((change, slot.id, slot.owner, why))
+        self._move(slot, "closing", now, todo)
+
+    def _end_rest(self, slot: Slot, why: str, now: float, todo: Todo) -> None:
+        todo.take_back[slot.id] = why
+        todo.changes.append(("taken back", slot.id, slot.owner, f"it waited for its person, and {why}"))
+        self._move(slot, "resetting", now, todo)
 
     def _worn(self, slot: Slot, now: float) -> str:
         if self._max_uses is not None and slot.uses >= self._max_uses:
@@ -381,6 +443,7 @@ class PoolState:
             slot.owner, slot.ticket, slot.hand = waiter.owner, ticket, waiter.hand
             slot.uses += 1
             self._move(slot, "leased", now, todo)
+            self.next_expiry = min(self.next_expiry, now + self._max_lease)
             todo.grant.append((ticket, slot.id))
 
     def _take_back(self, now: float, todo: Todo) -> None:
@@ -388,10 +451,7 @@ class PoolState:
         wanted = len(self.waiters) - self.count("starting", "resetting", "closing")
         resting = sorted((s.rests, s.id) for s in self.slots.values() if s.state == "leased" and s.rests is not None)
         for _, number in resting[: max(0, wanted)]:
-            slot = self.slots[number]
-            todo.take_back.append(number)
-            todo.changes.append(("taken back", number, slot.owner, "it waited for its person, and others for it"))
-            self._move(slot, "resetting", now, todo)
+            self._end_rest(self.slots[number], "others needed it", now, todo)
 
     def _start(self, now: float, todo: Todo) -> None:
         self.short, self.unmet = 0, float("inf")

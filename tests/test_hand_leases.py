@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import warnings
 from typing import Any
@@ -399,3 +400,90 @@ async def test_many_persons_and_rollouts_on_a_small_pool(kind: type[Box]) -> Non
         )
         assert done == [None] * 15, f"seed {seed}: {done}"
         assert (pool.snapshot().leased, pool.snapshot().waiting) == (0, 0)
+
+
+# --- leases that end under their holders ---------------------------------------------------------
+
+
+class Watched(Box):
+    gone = False
+
+    async def close(self) -> None:
+        self.gone = True
+
+
+async def wait_for_the_end(box: Watched, slow: bool) -> str:
+    while slow and not box.gone:
+        await asyncio.sleep(0.005)
+    return "done"
+
+
+@af.tool
+async def hold(box: Watched, slow: af.FromTask[bool]) -> str:
+    """Work for long."""
+    return await wait_for_the_end(box, slow)
+
+
+@af.tool
+async def hold_by_context(context: af.Context, slow: af.FromTask[bool]) -> str:
+    """Work for long."""
+    return await wait_for_the_end(await context.sandbox(Watched), slow)
+
+
+@af.reward
+def fine(final: str | None) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize("tool", [hold, hold_by_context])
+@pytest.mark.parametrize("by_hand", [False, True])
+async def test_a_chain_whose_lease_ends_is_unscored_and_its_siblings_are_whole(tool: Any, by_hand: bool):
+    pool = Pool(Watched, size=4, max_lease=3600.0 if by_hand else 2.0)
+    call = f'<tool_call>\n{{"name": "{tool.name}", "arguments": {{}}}}\n</tool_call>'
+    agent = scripted([call, "end"], tools=[tool], reward=fine, pools=[pool], max_turns=3)
+    tasks = [Task("slow", QUESTION, {"slow": True}), Task("quick", QUESTION, {"slow": False})]
+    rolling = asyncio.ensure_future(agent.rollout(tasks, group_size=4))
+    while by_hand and not rolling.done():
+        for lease in pool.snapshot().leases:
+            if "slow" in lease.owner:
+                pool.recycle(lease.sandbox, close=True)
+        await asyncio.sleep(0.01)
+    for trajectory in (await rolling).trajectories:
+        if trajectory.task.id == "quick":
+            assert trajectory.error is None and trajectory.stop == "answered"
+            continue
+        assert trajectory.error is not None and (trajectory.stop, trajectory.reward) == ("error", None)
+        assert trajectory.error.type == "LeaseEnded"
+        assert ("closed by hand" if by_hand else "held for 2 s") in trajectory.error.message
+    assert pool.snapshot().leased == 0
+    await pool.close()
+
+
+async def test_a_python_call_ends_with_its_lease():
+    pool = Pool(PythonSandbox, size=1, max_lease=1.0)
+    lease = await pool.acquire()
+    with contextlib.suppress(SandboxError):
+        result = await lease.sandbox.run("import time\ntime.sleep(1000)", timeout=1000.0)
+        assert result.died
+    assert lease.lost and not lease.sandbox.alive
+    with pytest.raises(SandboxError, match="closed"):
+        await lease.sandbox.run("1")
+    async with pool.lease() as sandbox:
+        assert (await sandbox.run("1")).value == "1"
+    await pool.close()
+
+
+async def test_a_chain_stepped_by_hand_that_rests_for_too_long_goes_on_in_another():
+    pool = Pool(Photographed, size=1, max_lease=0.2)
+    agent = scripted(["a", "b"], tools=[put], reward=fine, pools=[pool], max_turns=4)
+    chain = agent.chain(Task("t", QUESTION))
+    chain.force(say("x"))
+    await chain.act()
+    while pool.snapshot().leased:
+        await asyncio.sleep(0.01)
+    chain.force(say("y"))
+    with pytest.warns(UserWarning, match="while it waited and it was held for .* s; the chain goes on in another"):
+        await chain.act()
+    assert [c.result.observation for c in chain.row().tool_calls if c.result] == ["x", "x,y"]
+    await chain.close()
+    await pool.close()

@@ -295,6 +295,71 @@ async def test_recycled_by_number_of_uses_and_by_age():
         Pool(Plain, max_uses=0)
 
 
+async def test_every_lease_ends_some_time():
+    with pytest.raises(SettingsError, match="every lease ends some time"):
+        Pool(Notes, max_lease=float("inf"))
+    assert Pool(Notes).max_lease == 3600
+    pool = Pool(Notes, size=1, max_lease=0.05)
+    told: list[PoolEvent] = []
+    pool.subscribe(told.append)
+    lease = await pool.acquire("slow")
+    async with pool.lease("next") as notes:  # nobody touches the pool meanwhile: it looks by itself
+        assert notes is not lease.sandbox and not lease.sandbox.alive, "closed, and another in its place"
+        assert lease.lost.startswith("held for ") and repr(lease).startswith("<Lease Notes 1 of slow, lost: held for")
+        await lease.release()
+        await pool.release(lease)
+        lease.turn = 3
+        assert pool.snapshot().leased == 1, "it is over; what its holder does now reaches nobody"
+    assert [(e.sandbox, e.owner) for e in told if e.kind == "expired"] == [(1, "slow")]
+    await pool.close()
+    assert not Notes.open
+
+
+def test_a_lease_of_an_ended_event_loop_expires_too():
+    pool = Pool(Notes, size=1, max_lease=0.05)
+    kept = []
+
+    async def take() -> None:
+        kept.append(await pool.acquire("ended"))
+
+    async def next_one() -> None:
+        async with pool.lease("next", timeout=30):
+            assert kept[0].lost
+        await pool.close()
+
+    asyncio.run(take())
+    time.sleep(0.06)
+    asyncio.run(next_one())
+    assert not Notes.open
+
+
+async def test_recycled_by_hand():
+    pool = Pool(Notes, size=2)
+    with pytest.raises(SettingsError, match=r"Notes 7 is not in this pool \(there are: none\)"):
+        pool.recycle(7)
+    told: list[PoolEvent] = []
+    one, two = await pool.acquire("a"), await pool.acquire("b")
+    pool.subscribe(told.append)
+    pool.recycle(1)
+    assert one.lost == "reset by hand" and not two.lost
+    pool.recycle(2, close=True)
+    assert two.lost == "closed by hand" and pool.snapshot().leased == 0
+    async with pool.lease("c") as notes:
+        assert notes is not one.sandbox and notes is not two.sandbox and not one.sandbox.alive
+    assert [e.detail for e in told if e.kind == "ended by hand"] == ["reset by hand", "closed by hand"]
+    (box,) = pool.snapshot().sandboxes
+    notes.kept.append("x")
+    pool.recycle(box.id)
+    assert pool.snapshot().sandboxes[0].state == "resetting"
+    async with pool.lease("d") as again:
+        assert again is notes and not notes.kept, "an idle one is reset"
+    pool.recycle(box.id, close=True)
+    pool.recycle(box.id, close=True)
+    await pool._until_done(None)
+    assert pool.snapshot().sandboxes == () and not Notes.open
+    await pool.close()
+
+
 async def test_recycled_by_a_health_check():
     def empty(notes: Notes) -> bool:
         return not notes.kept
@@ -881,20 +946,26 @@ class StateMachine(RuleBasedStateMachine):
     @initialize(
         size=st.integers(1, 4), warm=st.integers(0, 2), uses=st.sampled_from((None, 1, 3)),
         age=st.sampled_from((None, 5.0)), starting=st.sampled_from((None, 1, 2)), room=st.integers(1, 5),
+        lease=st.sampled_from((12.0, 1000.0)),
     )  # fmt: skip
-    def begin(self, size: int, warm: int, uses: int | None, age: float | None, starting: int | None, room: int) -> None:
+    def begin(
+        self, size: int, warm: int, uses: int | None, age: float | None, starting: int | None, room: int, lease: float
+    ) -> None:
         self.dead: set[int] = set()
         self.room, self.size, self.starting = room, size, starting or size
         self.yielding = False
         self.state = PoolState(
             size, min(warm, size), alive=lambda slot: slot not in self.dead, max_uses=uses, max_age=age,
-            max_starting=starting, room=lambda: len(self.state.slots) < self.room,
+            max_starting=starting, max_lease=lease, room=lambda: len(self.state.slots) < self.room,
             must_yield=lambda since: self.yielding,
         )  # fmt: skip
         self.todo: dict[int, str] = {}  # slot -> what the pool was told to do with it
         self.queues: dict[str, list[int]] = {}  # run -> its tickets
         self.turns: list[str] = []  # runs, the one served last at the end
         self.held: dict[int, int] = {}  # ticket -> slot
+        self.since: dict[int, float] = {}  # ticket -> when it got its slot
+        self.lease = lease
+        self.by_hand: int | None = None  # what a person has just asked to be reset or closed
         self.now = 0.0
         self.tickets = itertools.count(1)
 
@@ -914,12 +985,16 @@ class StateMachine(RuleBasedStateMachine):
             assert slot not in self.dead, "a dead sandbox was handed out"
             assert slot not in self.held.values(), "one sandbox, two holders"
             self.held[ticket] = slot
-        for slot in todo.take_back:
-            assert self.queue, "nothing is taken back for nobody"
+            self.since[ticket] = self.now
+        for slot in [*todo.ended, *todo.take_back]:
             holder = next(ticket for ticket, its in self.held.items() if its == slot)
+            old = self.now - self.since[holder] >= self.lease
+            assert old or slot == self.by_hand or (slot in todo.take_back and self.queue), "taken for no reason"
             del self.held[holder]
+        for slot in todo.take_back:
             assert slot not in self.todo
             self.todo[slot] = "resetting"
+        assert all(self.now - self.since[ticket] < self.lease for ticket in self.held), "a lease is too old"
         for ticket, error in todo.refuse:
             self.forget(ticket)
             assert error is not None or self.state.closed
@@ -1012,6 +1087,17 @@ class StateMachine(RuleBasedStateMachine):
     def time_passes(self) -> None:
         self.now += 100.0
         self.tell(pool_state.Tick())
+
+    @rule(data=st.data(), close=st.booleans())
+    def recycled_by_hand(self, data: Any, close: bool) -> None:
+        if self.state.slots:
+            self.by_hand = data.draw(st.sampled_from(sorted(self.state.slots)))
+            state = self.state.slots[self.by_hand].state
+            self.tell(pool_state.Recycle(self.by_hand, close))
+            after = self.todo.get(self.by_hand)
+            assert after in ("closing", "resetting") or (state == "starting" and not close)
+            assert after == "closing" or not close
+            self.by_hand = None
 
     @rule(yielding=st.booleans())
     def others_need_room(self, yielding: bool) -> None:
