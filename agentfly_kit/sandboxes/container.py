@@ -13,7 +13,6 @@ import contextlib
 import functools
 import json
 import os
-import platform
 import select
 import socket
 import struct
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import IsolationError, SandboxError, SettingsError
-from . import isolation, seccomp
+from . import isolation, owner, seccomp
 from .limits import Group, Limits
 from .process import Vessel
 from .relay import CONTROL, DATA, OUT, USAGE, frame, frames
@@ -211,31 +210,10 @@ def _knock(url: str) -> None:
                 raise IsolationError(f"no container engine answers at {url}: {error.strerror or error}") from error
 
 
-def _maker() -> str:
-    """This process, so that another can tell whether it is still there: machine, process namespace, pid, start."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.getpid()}/{_started(os.getpid())}"
-    except OSError:
-        return f"{platform.node()}//{os.getpid()}/"
-
-
-def _started(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-
-
 def _sweep(api: Any) -> None:
     """Remove what a maker that was killed between making and starting a container left."""
-    mine = _maker().split("/")
     for each in api.containers(all=True, filters={"label": _LABEL}):
-        theirs = str((each.get("Labels") or {}).get(_LABEL, "")).split("/")
-        if len(theirs) != 4 or theirs[:2] != mine[:2] or not theirs[3]:
-            continue
-        try:
-            gone = _started(int(theirs[2])) != theirs[3]
-        except OSError:
-            gone = True
-        if gone:
+        if owner.is_gone(str((each.get("Labels") or {}).get(_LABEL, ""))):
             with contextlib.suppress(Exception):  # another process may be sweeping too
                 api.remove_container(each["Id"], force=True)
 
@@ -408,7 +386,7 @@ def _config(api: Any, place: Container, limits: Limits, packages: bool = True) -
     return api.create_container_config(
         place.image, [place.python, "-s", *([] if packages else ["-S"]), "-c", _BOOT], entrypoint=[], host_config=host,
         user=_USER, working_dir=_HOME, environment=variables, stdin_open=True, detach=False, tty=False,
-        labels={_LABEL: _maker()}, hostname="sandbox", network_disabled=not limits.network,
+        labels={_LABEL: owner.mark()}, hostname="sandbox", network_disabled=not limits.network,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import SettingsError
+from . import owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class Group:
 
     def __init__(self, hierarchy: Hierarchy, limits: Limits) -> None:
         self.version = hierarchy.version
-        name = f"agentfly-{os.getpid()}-{next(_numbers)}"
+        name = f"agentfly-{owner.mark()}-{next(_numbers)}"
         self.folders = {controller: root / name for controller, root in hierarchy.roots.items()}
         try:
             for folder in self.folders.values():
@@ -200,15 +201,14 @@ class Group:
 
 
 def sweep(hierarchy: Hierarchy) -> None:
-    """Remove groups whose maker was killed: empty folders, but the kernel keeps them for ever."""
+    """Remove the groups of makers that were killed, and kill what still runs in them."""
     for root in hierarchy.roots.values():
-        for folder in root.glob("agentfly-*-*"):
-            maker = folder.name.split("-")[1]
-            if maker.isdigit() and not Path(f"/proc/{maker}").exists():
-                try:
-                    folder.rmdir()
-                except OSError:
-                    continue  # still in use: its processes end by themselves when their maker's socket closes
+        for folder in root.glob("agentfly-*"):
+            if owner.is_gone(folder.name.removeprefix("agentfly-").rpartition("-")[0]):
+                left = Group.__new__(Group)
+                left.version, left.folders = hierarchy.version, {"": folder}
+                left.kill(0.5)
+                left.remove(0.1)
 
 
 def _write(file: Path, value: int, optional: bool = False) -> None:

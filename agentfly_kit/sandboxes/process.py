@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -23,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import BinaryIO, TypeVar
 
 from ..errors import SandboxError
-from . import isolation, seccomp, worker
+from . import isolation, owner, seccomp, worker
 from .limits import Group, Limits
 
 T = TypeVar("T")
@@ -310,6 +311,12 @@ class Hub(Vessel):
         self.destroy()
 
 
+@functools.cache
+def _reap() -> None:
+    """Once, before the first start: what killed processes left here. Control groups: see isolation.hierarchy."""
+    owner.reap_folders()
+
+
 def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, packages: bool = True) -> Vessel:
     """Start a zygote, on the spawner's thread. Takes about 2 ms; it says "ready" on the control socket later.
 
@@ -317,6 +324,7 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, 
 
     Raises:  SandboxError if it cannot be started at all.
     """
+    _reap()
     vessel = Vessel()
     passed: list[int] = []
     opened: list[socket.socket | BinaryIO] = []
@@ -341,7 +349,7 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, 
             rlimits["RLIMIT_NPROC"] = limits.processes + (1 if spaces else _processes_of_this_user() + 1)
         folder = None
         if not spaces:
-            vessel.scratch = folder = tempfile.mkdtemp(prefix=f"agentfly-sandbox-{os.getpid()}-")
+            vessel.scratch = folder = tempfile.mkdtemp(prefix=f"{owner.SCRATCH}{owner.mark()}-")
         home = folder or isolation.STRICT_HOME
         place = isolation.seen if spaces else str
         version = isolation.landlock_version() if level == "landlock" else None
