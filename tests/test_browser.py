@@ -382,6 +382,53 @@ def _int_keys(found: dict[str, Any]) -> dict[Any, Any]:
 
 
 @pytest.mark.real
+def test_pool_view_by_hand_with_keys_while_a_cell_awaits(notebook: Any) -> None:
+    nb = notebook(
+        RECORDS,
+        """
+        from agentfly_kit.pool import Pool
+        pool = Pool(Box, size=3)
+        view = w.PoolView(pool)
+        view
+        """,
+        """
+        lease = await pool.acquire("calc-1/0")
+        async with asyncio.timeout(120):
+            while not lease.lost:
+                await asyncio.sleep(0.05)
+        """,
+    )
+    nb.run(wait=False)
+    page = nb.page
+    hands = page.locator(".afk-poolview").get_by_role("group", name="By hand")
+    page.locator(".afk-tile.afk-s-leased .afk-owner", has_text="calc-1/0").wait_for()
+    hands.get_by_role("button", name="Take").focus()
+    page.keyboard.press("Enter")
+    page.locator(".afk-tile .afk-hand", has_text="by hand, from here").wait_for()
+    select = hands.get_by_role("combobox", name="Sandbox to act on")
+    select.select_option(label="#2 leased, by hand")
+    give_back = hands.get_by_role("button", name="Give back")
+    give_back.focus()
+    page.keyboard.press("Space")
+    page.wait_for_function("() => !document.querySelector('.afk-poolview .afk-hand:not([hidden])')")
+    page.locator(".afk-tile", has_text="calc-1/0").click()
+    assert select.input_value() == "1", "a click on a tile chooses it"
+    hands.get_by_role("button", name="Close").focus()
+    page.keyboard.press("Enter")
+    page.wait_for_function(
+        "() => ![...document.querySelectorAll('.afk-owner')].some((x) => x.textContent === 'calc-1/0')"
+    )
+    assert "asked: close #1" in hands.inner_text()
+    hands.get_by_role("button", name="Take").click()
+    page.locator(".afk-tile .afk-hand", has_text="by hand, from here").wait_for()
+    nb.finish()
+    nb.wait_python("lease.lost", "closed by hand")
+    assert nb.python("len(view.held), view._notice") == (1, "")
+    nb.execute("view.close(); await asyncio.sleep(0.1); leased = pool.snapshot().leased; await pool.close()")
+    assert nb.python("leased") == 0
+
+
+@pytest.mark.real
 @pytest.mark.parametrize("width", [1280, 620])
 def test_pictures(notebook: Any, width: int) -> None:
     """Light and dark, wide and narrow: for the gallery, and to be looked at."""

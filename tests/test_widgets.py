@@ -773,6 +773,59 @@ async def test_pool_view_of_a_real_pool() -> None:
         check_static(view)
 
 
+async def test_pool_view_by_hand() -> None:
+    from agentfly_kit.pool import Pool
+
+    class Box:
+        def __init__(self) -> None:
+            self.things: list[int] = []
+
+        async def reset(self) -> None:
+            self.things.clear()
+
+    async def ask(name: str, value: Any = None) -> None:
+        view._on_message(view, {"kind": "do", "page": "a", "name": name, "value": value}, [])
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        while view._jobs:
+            await asyncio.wait(list(view._jobs))
+            await asyncio.sleep(0)
+        view.refresh()
+
+    async with Pool(Box, size=2) as pool:
+        view = w.PoolView(pool)
+        assert view._state["recycles"]
+        await ask("take")
+        (number,) = view.held
+        view.held[number].things.append(1)
+        assert view._state["lanes"][0][:3] == [number, "leased", "by hand"]
+        assert view._state["lanes"][0][6] == 3 and "by hand, from this view" in check_static(view).text
+        await ask("reset", number)
+        assert view.held[number].things == [], "reset, and still ours"
+        chain = await pool.acquire("chain")
+        await ask("reset", chain.id)
+        assert chain.lost == "reset by hand"
+        again = await pool.acquire("chain")
+        await ask("close", again.id)
+        assert again.lost == "closed by hand"
+        await ask("close", 99)
+        assert view._notice.startswith("SettingsError: Box 99 is not in this pool"), "it says so"
+        await ask("give_back", number)
+        assert view.held == {} and pool.snapshot().leased == 0 and view._notice == ""
+        await ask("give_back", number)
+        assert "was not taken here" in view._notice
+        await ask("take")
+        (number,) = view.held
+        await ask("close", number)
+        assert view.held == {} and number not in [box.id for box in pool.snapshot().sandboxes]
+        await ask("reset", "x")
+        assert view._notice.startswith("ValueError")
+        await ask("take")
+        view.close()
+        await asyncio.sleep(0.01)
+        assert pool.snapshot().leased == 0, "a closed view holds nothing"
+
+
 # --- TrainView -----------------------------------------------------------------------------------
 
 

@@ -1,7 +1,7 @@
 // Tiles of sandboxes. Elements are kept from one update to the next: ten updates a second must not rebuild the page.
 
 const SIGN = { leased: "●", idle: "○", starting: "◐", resetting: "◑", closing: "✕", empty: "·" };
-const HANDS = ["", "by hand", "by hand, rests"];
+const HANDS = ["", "by hand", "by hand, rests", "by hand, from here"];
 const BANDS = ["leased", "starting", "idle"];
 
 /** Lanes in the order of their ids, then the places where nothing was started yet. */
@@ -48,6 +48,15 @@ export function bands(history, w, h, span, now) {
   return out;
 }
 
+/** What a person can do to the sandbox of this number now. */
+export function actions(state, id) {
+  const lane = state.closed || state.gone ? undefined : state.lanes.find((each) => each[0] === id);
+  const name = lane?.[1];
+  const mine = lane?.[6] === 3;
+  const settled = name === "leased" || name === "idle";
+  return { take: !state.closed && !state.gone, reset: settled && (mine || state.recycles), close: Boolean(name) && name !== "closing" && (mine || state.recycles), give_back: mine };
+}
+
 export default {
   render({ model, el }) {
     return mount({ model, el }, {
@@ -64,9 +73,19 @@ export default {
         const strip = s("svg", { class: "afk-strip", role: "img", preserveAspectRatio: "none", viewBox: "0 0 600 40" });
         const stripTitle = h("div", { class: "afk-soft afk-stripnote" }, "the last 60 s: leased, starting and idle as shares of the size");
         const table = h("div", { class: "afk-owners", hidden: true, tabindex: "0", role: "region", "aria-label": "Leases by owner" });
+        const pick = h("select", { "aria-label": "Sandbox to act on" });
+        const act = (name, text, title) => h("button", { type: "button", class: "afk-small", title, onclick: () => { context.ask(name, chosen()); put(done, name === "take" ? "asked for a sandbox" : `asked: ${text.toLowerCase()} #${chosen()}`); } }, text);
+        const does = {
+          take: act("take", "Take", "Lease a sandbox by hand; the next cell finds it in view.held"),
+          give_back: act("give_back", "Give back", "Return the sandbox that was taken here"),
+          reset: act("reset", "Reset", "Make it new. A chain that holds it loses it and is not scored"),
+          close: act("close", "Close", "End it; another takes its place. A chain that holds it loses it and is not scored"),
+        };
+        const done = h("span", { class: "afk-soft", role: "status" });
+        const hands = h("div", { class: "afk-hands", role: "group", "aria-label": "By hand" }, h("span", {}, "By hand:"), does.take, pick, does.reset, does.close, does.give_back, done);
         const asTiles = h("button", { type: "button", "aria-pressed": "true" }, "Sandboxes");
         const asOwners = h("button", { type: "button", "aria-pressed": "false" }, "Owners");
-        root.append(h("div", { class: "afk-bar" }, title, what, h("span", { class: "afk-grow" }), counts, h("span", { role: "group", "aria-label": "What to list" }, asTiles, " ", asOwners)), note, grid, table, queue, strip, stripTitle);
+        root.append(h("div", { class: "afk-bar" }, title, what, h("span", { class: "afk-grow" }), counts, h("span", { role: "group", "aria-label": "What to list" }, asTiles, " ", asOwners)), note, grid, table, hands, queue, strip, stripTitle);
         function mode(byOwner) {
           grid.hidden = byOwner;
           table.hidden = !byOwner;
@@ -94,6 +113,33 @@ export default {
           const polygon = s("polygon", { class: `afk-s-${name}` });
           strip.append(polygon);
           return polygon;
+        });
+
+        /** The number that is chosen in the list, or null. */
+        const chosen = () => (pick.value ? Number(pick.value) : null);
+        function allow() {
+          const can = actions(model.get("_state"), chosen());
+          for (const [name, node] of Object.entries(does)) if (node.disabled !== !can[name]) node.disabled = !can[name];
+          does.give_back.hidden = !can.give_back;
+        }
+        function list(state) {
+          const lanes = tiles(state).filter((t) => t.id !== null);
+          const was = pick.value;
+          lanes.forEach((t, i) => {
+            const option = pick.options[i] ?? pick.appendChild(h("option", {}));
+            if (option.value !== String(t.id)) option.value = String(t.id);
+            put(option, `#${t.id} ${t.name}${t.owner ? `, ${t.owner}` : ""}`);
+          });
+          while (pick.options.length > lanes.length) pick.options[pick.options.length - 1].remove();
+          if (was && pick.value !== was && lanes.some((t) => String(t.id) === was)) pick.value = was;
+          pick.disabled = !lanes.length;
+          hands.hidden = !state.recycles;
+          allow();
+        }
+        pick.addEventListener("change", allow);
+        grid.addEventListener("click", (event) => {
+          const box = event.target.closest(".afk-tile");
+          for (const { box: each, data } of made.values()) if (each === box && data.id !== null) { pick.value = String(data.id); allow(); }
         });
 
         const made = new Map();
@@ -126,6 +172,7 @@ export default {
           put(note, state.gone ? "The pool is gone: this is its last state." : state.error ? `The last start failed: ${state.error}` : "");
           note.hidden = !note.textContent;
           if (!table.hidden) drawOwners(state);
+          list(state);
           const seen = new Set();
           let last = null;
           for (const t of tiles(state)) {

@@ -1,7 +1,12 @@
-"""The sandboxes of a pool, live: who holds which, since when, who waits. Knows no sandbox and changes nothing."""
+"""The sandboxes of a pool, live: who holds which, since when, who waits; and what a person does to them by hand.
+
+Knows no sandbox: what is done is the pool's own `acquire`, `release` and `recycle`.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 import traitlets
@@ -10,7 +15,7 @@ from ._base import LiveView, count, escape, sendable, tag
 
 SIGNS = {"leased": "●", "idle": "○", "starting": "◐", "resetting": "◑", "closing": "✕"}
 """A sign beside each state's word, so that neither colour nor reading is needed to tell them apart."""
-HANDS = ("", " (by hand)", " (by hand, rests: it may be lent to others)")
+HANDS = ("", " (by hand)", " (by hand, rests: it may be lent to others)", " (by hand, from this view)")
 """How a lease is marked that a person holds."""
 _TINTS = {
     "leased": "40,120,220",
@@ -20,6 +25,7 @@ _TINTS = {
     "closing": "200,60,50",
 }
 _QUEUE = 50
+_TAKE_SECONDS = 30.0
 
 
 class PoolView(LiveView):
@@ -27,9 +33,14 @@ class PoolView(LiveView):
 
     At most 10 updates a second. A lease of a person who steps a chain is marked as by hand.
     `view.counts` has what was last sent; `view.refresh()` sends now; `view.close()` ends it.
+
+    By hand, on the page: Take leases a sandbox, which is then in `view.held[number]` for the next cell; Give back
+    returns it. Reset and Close act on any sandbox of a pool with `recycle`; a chain that holds it loses it, and is not
+    scored. One that was taken here is reset in place.
     """
 
     stem: ClassVar[str] = "pool_view"
+    doable: ClassVar[frozenset[str]] = frozenset({"take", "give_back", "reset", "close"})
 
     _state = traitlets.Dict().tag(sync=True)
 
@@ -38,8 +49,51 @@ class PoolView(LiveView):
             raise TypeError(
                 f"PoolView shows a Pool (something with snapshot() and subscribe()); got {type(pool).__name__}"
             )
+        self._taken: dict[int, Any] = {}  # number of the sandbox -> its lease
         super().__init__(pool, pool.subscribe)
         self.refresh()
+
+    @property
+    def held(self) -> dict[int, Any]:
+        """The sandboxes that were taken by hand on the page and not given back, by number."""
+        self._taken = {number: lease for number, lease in self._taken.items() if not lease.released}
+        return {number: lease.sandbox for number, lease in self._taken.items()}
+
+    async def _do_take(self, _: Any) -> None:
+        lease = await self._pool().acquire("by hand", _TAKE_SECONDS, hand=True)
+        self._taken[lease.id] = lease
+        self.refresh()
+
+    async def _do_give_back(self, number: Any) -> None:
+        lease = self._taken.pop(number, None)
+        if lease is None:
+            raise ValueError(f"sandbox {number} was not taken here")
+        await lease.release()
+
+    async def _do_reset(self, number: Any) -> None:
+        sandbox = self.held.get(number)
+        if sandbox is None:
+            self._pool().recycle(int(number))
+        else:
+            await sandbox.reset()
+
+    async def _do_close(self, number: Any) -> None:
+        if number in self.held:
+            lease = self._taken.pop(number)
+            await lease.pool.release(lease, reusable=False)
+        else:
+            self._pool().recycle(int(number), close=True)
+
+    def _pool(self) -> Any:
+        if self.record is None:
+            raise ValueError("the pool is gone")
+        return self.record
+
+    def close(self) -> None:
+        for lease in list(getattr(self, "_taken", {}).values()):
+            if not lease.released and self._loop is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(asyncio.ensure_future, lease.release())
+        super().close()
 
     def refresh(self) -> None:
         """Send the present state now. When the pool is gone, the last state stays and the page says so."""
@@ -48,7 +102,10 @@ class PoolView(LiveView):
             if self._state:
                 self._state = {**self._state, "gone": True}
             return
-        self._state = _state(pool.snapshot())
+        self._state = self._seen_now(pool)
+
+    def _seen_now(self, pool: Any) -> dict[str, Any]:
+        return _state(pool.snapshot(), self.held.keys(), callable(getattr(pool, "recycle", None)))
 
     @property
     def counts(self) -> dict[str, int]:
@@ -65,7 +122,7 @@ class PoolView(LiveView):
 
     def _static(self) -> str:
         if self.record is not None:
-            state = _state(self.record.snapshot())
+            state = self._seen_now(self.record)
         else:
             state = {**self._state, "gone": True}
         return _page(state)
@@ -75,7 +132,7 @@ def _counts(c: dict[str, int]) -> str:
     return f"{c['leased']} leased, {c['idle']} idle, {c['starting']} starting, {c['waiting']} waiting"
 
 
-def _state(s: Any) -> dict[str, Any]:
+def _state(s: Any, taken: Collection[int] = (), recycles: bool = False) -> dict[str, Any]:
     now = getattr(s, "time", None)
     turns = {lease.sandbox: lease.turn for lease in s.leases}
     hands = {lease.sandbox: 1 + bool(lease.rests) for lease in s.leases if getattr(lease, "hand", False)}
@@ -89,7 +146,7 @@ def _state(s: Any) -> dict[str, Any]:
                 box.id, box.state, None if box.owner is None else sendable(str(box.owner))[:200], box.uses,
                 None if now is None or began is None else round(max(0.0, now - began), 2),
                 None if turn is None else sendable(str(turn))[:40],
-                hands.get(box.id, 0),
+                3 if box.id in taken else hands.get(box.id, 0),
             ]
         )  # fmt: skip
     error = getattr(s, "error", None)
@@ -99,6 +156,7 @@ def _state(s: Any) -> dict[str, Any]:
         "counts": {name: int(getattr(s, name)) for name in ("size", "idle", "starting", "leased", "waiting", "dead")},
         "closed": bool(getattr(s, "closed", False)),
         "gone": False,
+        "recycles": recycles,
         "error": None if error is None else sendable(str(error))[:500],
         "lanes": lanes,
         "queue": [sendable(str(owner))[:200] for owner in tuple(getattr(s, "waiters", ()))[:_QUEUE]],

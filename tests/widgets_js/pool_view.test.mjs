@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 import { load } from "./load.mjs";
 
-const { bands, owners, tiles } = await load("pool_view");
+const { actions, bands, owners, tiles } = await load("pool_view");
 const counts = { size: 3, idle: 1, starting: 0, leased: 1, waiting: 0, dead: 0 };
 
 test("tiles: by id, then the places where nothing was started", () => {
@@ -22,4 +22,19 @@ test("bands stay in their box and end now", () => {
 test("leases by owner, the longest first, those by hand marked", () => {
   const state = { counts, lanes: [[1, "leased", "c1", 1, 3, "2", 0], [2, "leased", "me", 1, 9, null, 2], [3, "leased", "c1", 1, 5, "0", 0], [4, "idle", "c1", 1, 5, null, 0]] };
   assert.deepEqual(owners(state).map((r) => [r.owner, r.ids, r.age, r.hands]), [["me", [2], 9, ["by hand, rests"]], ["c1", [1, 3], 5, []]]);
+});
+
+test("what a person can do to a sandbox", () => {
+  const state = { counts, recycles: true, lanes: [[1, "leased", "c1", 1, 3, "2", 0], [2, "idle", null, 1, 9, null, 0], [3, "closing", null, 1, 5, null, 0], [4, "leased", "by hand", 1, 5, null, 3], [5, "starting", null, 0, 1, null, 0]] };
+  const can = (id, more = {}) => Object.entries(actions({ ...state, ...more }, id)).filter(([, yes]) => yes).map(([name]) => name).join(" ");
+  assert.equal(can(1), "take reset close");
+  assert.equal(can(2), "take reset close");
+  assert.equal(can(3), "take");
+  assert.equal(can(4), "take reset close give_back");
+  assert.equal(can(5), "take close");
+  assert.equal(can(9), "take");
+  assert.equal(can(null), "take");
+  assert.equal(can(1, { closed: true }), "");
+  assert.equal(can(4, { recycles: false }), "take reset close give_back");
+  assert.equal(can(1, { recycles: false }), "take");
 });
