@@ -27,6 +27,7 @@ import pytest
 import pytest_asyncio
 
 from agentfly_kit.errors import SandboxError
+from agentfly_kit.pool import Pool
 from agentfly_kit.sandboxes import PythonSandbox, SandboxResult, isolation, seccomp
 from agentfly_kit.sandboxes.limits import Limits
 
@@ -476,6 +477,68 @@ async def test_a_file_is_bounded_where_a_folder_is_not(sandbox: PythonSandbox):
     assert (await sandbox.run("written")).value == str(8 * 2**20)
     await sandbox.reset()
     assert (await sandbox.run("import os\nos.listdir()")).value == "[]"
+
+
+@spaces
+async def test_files_without_end_and_without_content(level: str):
+    """At shared the disk counts them; at strict they are memory, and end with what holds them."""
+    code = """
+    import os
+    for number in range(400_000):
+        os.close(os.open(f'/tmp/{number}', os.O_CREAT | os.O_WRONLY))
+    """
+    settings = {"isolation": level, "memory_mb": 48, "processes": 16, "disk_mb": 8}
+    async with Pool(PythonSandbox, size=1, **settings) as pool:
+        async with pool.lease() as sandbox:
+            result = await sandbox.run(textwrap.dedent(code), timeout=100.0)
+            expected = "disk" if level == "shared" else "memory" if isolation.hierarchy() else None
+            assert result.limit == expected or (expected is None and not result.ok), result
+        async with pool.lease() as sandbox:
+            assert (await sandbox.run("import os\nos.listdir('/tmp')")).value == "[]", "the next lease is clean"
+
+
+@levels("strict", "landlock")
+async def test_a_bomb_in_a_zip(sandbox: PythonSandbox, level: str):
+    code = """
+    import io, zipfile
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, 'w', zipfile.ZIP_DEFLATED) as archive, archive.open('bomb', 'w') as file:
+        for _ in range(128):
+            file.write(bytes(2 ** 20))
+    with open('bomb.zip', 'wb') as file:
+        file.write(packed.getvalue())
+    len(packed.getvalue()) < 2 ** 20
+    """
+    assert (await attack(sandbox, code)).value == "True"
+    result = await attack(sandbox, "zipfile.ZipFile('bomb.zip').extractall()")
+    assert (result.error_type, result.limit) == ("OSError", "disk")
+    result = await attack(sandbox, "len(zipfile.ZipFile('bomb.zip').read('bomb'))")
+    assert result.limit == "memory"
+    await sandbox.reset()
+    assert (await sandbox.run("import os\nos.listdir()")).value == "[]"
+
+
+@confined
+async def test_it_cannot_delete_its_own_interpreter(sandbox: PythonSandbox, level: str):
+    code = """
+    import os, sys
+    def tried(call, *arguments):
+        try:
+            call(*arguments)
+            return 'done'
+        except OSError as error:
+            return type(error).__name__
+    library = os.path.join(os.path.dirname(os.__file__), 'this.py')
+    [tried(os.unlink, sys.executable), tried(os.rename, sys.executable, sys.executable + '.x'),
+     tried(open, sys.executable, 'r+b'), tried(os.unlink, library), tried(os.truncate, library, 0),
+     tried(os.unlink, '/proc/self/exe'), os.path.exists(sys.executable), os.path.exists(library)]
+    """
+    said = eval((await attack(sandbox, code)).value or "")
+    assert "done" not in said and said[-2:] == [True, True], said
+    await attack(sandbox, "import sys, os\nsys.modules.clear()\nos._exit(0)")
+    await attack(sandbox, "import builtins\nbuiltins.__dict__.clear()")
+    await sandbox.reset()
+    assert (await sandbox.run("import this as zen\nzen.d['T']")).value == "'G'"
 
 
 @every_level

@@ -48,7 +48,7 @@ NOT_ISOLATED: Mapping[str, tuple[str, ...]] = {
         "the code runs as your user, without capabilities; /usr and the folders of this Python can be read",
         "whether a file of yours exists, its size and its times can be looked at where its path is known",
         "facts about the machine can be read: processor, memory, the number of processes by guessing process ids",
-        "disk_mb bounds each file, not their sum",
+        "disk_mb bounds each file, not their sum or number",
         "a process that hides on purpose can outlive the sandbox where no control group is to be had",
         "with network=True the whole network of this machine can be reached, its loopback too",
         "Landlock before version 6 does not know signals: there the code may send none, not even to its own children",
@@ -56,7 +56,7 @@ NOT_ISOLATED: Mapping[str, tuple[str, ...]] = {
     "none": (
         "the code runs as you: it reads and writes your files and sees your processes",
         "the network can be reached, whatever network= says",
-        "disk_mb bounds each file, not their sum; what is written outside the working folder stays",
+        "disk_mb bounds each file, not their sum or number; what is written outside the working folder stays",
         "a process that hides on purpose can outlive the sandbox where no control group is to be had",
         "the code can kill or change its own zygote; then the sandbox is replaced, and its chain is not scored",
     ),

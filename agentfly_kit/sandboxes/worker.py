@@ -91,7 +91,8 @@ def furnish(space: dict[str, Any]) -> None:
     kernel("mount", b"proc", b"/proc", b"proc", 0xE, None)  # nosuid, nodev, noexec
     kernel("mount", b"tmpfs", space["cover"].encode(), b"tmpfs", 0xF, b"size=4k,mode=000")
     for folder, size in space["folders"].items():
-        options = "mode=700" + ("" if size is None else f",size={size}")
+        # A file for each page of the size: more would fill memory that the size does not count.
+        options = "mode=700" + ("" if size is None else f",size={size},nr_inodes={max(1024, size // 4096)}")
         kernel("mount", b"tmpfs", folder.encode(), b"tmpfs", 0x6, options.encode())
     os.chdir(space["home"])
 
