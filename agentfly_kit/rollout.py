@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import itertools
+import math
 import time
 import warnings
 from collections import deque
@@ -23,12 +25,12 @@ from agentfly_kit.chain import Chain, Place, Report
 from agentfly_kit.chat import Chat
 from agentfly_kit.collector import few_full_collections
 from agentfly_kit.engines.base import Engine
-from agentfly_kit.errors import NotAwaited, SettingsError, TaskError
+from agentfly_kit.errors import NotAwaited, RewardError, SettingsError, TaskError
 from agentfly_kit.pending import cancelling, complain, ended
 from agentfly_kit.record import Rollout
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.tools import ToolSet
-from agentfly_kit.types import Failure, Message, RolloutEvent, Sampling, Task, Trajectory
+from agentfly_kit.types import UNSCORED, Failure, Group, Message, RolloutEvent, Sampling, Task, Trajectory
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +79,9 @@ class Agent:
     the chain goes on. Otherwise it ends: context_full."""
     after_chain: Callable[[Chain, Trajectory], Any] | None = None
     """In a rollout, called with each finished chain and its trajectory."""
+    group_reward: Callable[[Group], Any] | None = None
+    """In a rollout, called with each group when all chains have ended, for what only a comparison can say: gives each
+    chain, in order, a number that is added to its reward, or None for unscored. Sync or async."""
     _last: list[Any] = field(default_factory=list, repr=False, compare=False)
     _warned: list[str] = field(default_factory=list, repr=False, compare=False)
     _caps: Caps = field(default_factory=Caps, repr=False, compare=False)
@@ -523,7 +528,38 @@ class RolloutRun:
                 self._ended = time.perf_counter()
                 if bar is not None:
                     bar.close()
+        if self.agent.group_reward is not None:
+            async with asyncio.TaskGroup() as comparing:
+                for group in self.partial.groups:
+                    comparing.create_task(self._compare(group))
         return self.partial
+
+    async def _compare(self, group: Group) -> None:
+        """What `group_reward` gives its chains, added to their rewards; one that raises leaves the group unscored."""
+        given: list[Any] = [None] * len(group)
+        failure: Failure | None = None
+        try:
+            assert self.agent.group_reward is not None
+            said = self.agent.group_reward(group)
+            given = list(await said if inspect.isawaitable(said) else said)
+            if len(given) != len(group):
+                raise RewardError(
+                    f"group_reward gave {len(given)} numbers for {len(group)} chains; give one each, or None"
+                )
+            given = [None if number is None else float(number) for number in given]
+            if not all(number is None or math.isfinite(number) for number in given):
+                raise RewardError(f"group_reward gave {given}; want finite numbers, or None for unscored")
+        except Exception as error:
+            given = [None] * len(group)
+            failure = Failure.of("group_reward", error)
+        for t, number in zip(group, given, strict=True):
+            if t.stop in UNSCORED:
+                continue
+            own = t.reward if self.agent.reward else 0.0
+            total = None if own is None or number is None else own + number
+            metrics = t.metrics if number is None else {**t.metrics, "group_reward": number}
+            why = failure or (Failure("group_reward", "RewardError", "it gave None") if number is None else None)
+            self._done[t.id] = t.replace(reward=total, metrics=metrics, error=t.error or why)
 
     async def _work(self, bar: Any, spawn: Callable[[Chain], None]) -> None:
         while self._waiting:

@@ -13,6 +13,7 @@ FAMILIES: tuple[str, ...] = (
     "alfworld",
     "calculator",
     "code",
+    "judge",
     "lookup",
     "math",
     "maze",

@@ -28,7 +28,7 @@ def _said(value: Any) -> Any:
     return value
 
 
-_HOOKS = ("before_chain", "before_turn", "after_observation", "when_full")  # after_chain only looks on
+_HOOKS = ("before_chain", "before_turn", "after_observation", "when_full", "group_reward")  # after_chain only looks on
 
 
 def fingerprint(agent: Agent, tasks: Sequence[Task], config: TrainConfig, start: str) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class TrainRun:
             raise SettingsError("advantage='gae' needs values; load the policy with value_head=True")
         if config.evaluate_every and not eval_tasks:
             raise SettingsError(f"evaluate_every={config.evaluate_every} needs eval_tasks=, such as tasks.test")
-        if not agent.reward:
+        if not agent.reward and agent.group_reward is None:
             raise SettingsError("the agent has no reward, so there is nothing to learn from; agent.replace(reward=...)")
         if agent.sampling.greedy:
             raise SettingsError(
