@@ -52,12 +52,36 @@ def test_the_quickstart_is_short() -> None:
     assert len(nbformat.read(ROOT / "notebooks" / "01_quickstart.ipynb", as_version=4).cells) <= 12
 
 
+def with_answers(notebook: Any) -> Any:
+    """Each Python block of a folded answer as a cell behind its exercise."""
+    cells = []
+    for cell in notebook.cells:
+        cells.append(cell)
+        if cell.cell_type == "markdown" and "<details>" in cell.source:
+            answers = re.findall(r"^```python\n(.*?)^```", cell.source, flags=re.DOTALL | re.MULTILINE)
+            assert answers or "Exercise" not in cell.source, f"an exercise without an answer in Python: {cell.source}"
+            cells += [nbformat.v4.new_code_cell(answer) for answer in answers]
+    notebook.cells = cells
+    return notebook
+
+
+def test_there_are_exercises_and_their_answers_are_run() -> None:
+    """So that the test below cannot pass for want of anything to run."""
+    tour = nbformat.read(ROOT / "notebooks" / "06_widgets.ipynb", as_version=4)
+    before = len(tour.cells)
+    assert len(with_answers(tour).cells) >= before + 3
+    assert any("## Break it" in cell.source for cell in tour.cells if cell.cell_type == "markdown")
+
+
 @pytest.mark.parametrize(
     "path", [pytest.param(path, marks=[] if path in FIRST else [pytest.mark.real]) for path in NOTEBOOKS], ids=by_name
 )
 def test_runs_top_to_bottom(path: Path, tmp_path: Path) -> None:
-    """nbval in an empty folder: a cell that raises fails, and so does a changed text under NBVAL_CHECK_OUTPUT."""
-    (tmp_path / path.name).write_bytes(path.read_bytes())
+    """nbval in an empty folder: a cell that raises fails, and so does a changed text under NBVAL_CHECK_OUTPUT.
+
+    The folded answers of exercises run where they stand.
+    """
+    nbformat.write(with_answers(nbformat.read(path, as_version=4)), tmp_path / path.name)
     nbval = ("--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=600", "-p", "no:cacheprovider", "--color=no")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *nbval, path.name],

@@ -1093,3 +1093,15 @@ def test_a_saved_notebook_keeps_its_pictures_alone(tmp_path: Path, monkeypatch: 
     with pytest.raises(Exception, match="Notebook"):
         w.freeze(file)
     assert [path.name for path in tmp_path.glob("*.part")] == []
+
+
+def test_a_frame_of_all_tokens_and_of_those_selected_agree() -> None:
+    view = w.TokenView([trajectory("t-0"), trajectory("t-1", seed=1)])
+    frame = view.to_frame()
+    assert len(frame) == view.tokens == 46
+    view.select("t-1", 3, 9)
+    some = view.selection.to_frame().reset_index(drop=True)
+    again = frame[frame["trajectory"] == "t-1"].iloc[3:9].reset_index(drop=True)
+    assert some.equals(again)
+    assert frame["logprob"].isna().sum() == (~frame["mask"]).sum()
+    assert len(w.TokenView([]).to_frame()) == 0

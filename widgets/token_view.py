@@ -104,6 +104,11 @@ class TokenView(View):
             spans.append(Span(row.id, row.start + first, row.start + last))
         return Selection(spans, self._rows)
 
+    def to_frame(self) -> Any:
+        """Every token that is shown, as `selection.to_frame()` has the selected ones: a row a token, NaN is missing."""
+        spans = [Span(row.id, row.start, row.start + len(row.ids)) for row in self._rows if len(row.ids)]
+        return Selection(spans, self._rows).to_frame()
+
     def select(self, trajectory: str, start: int, stop: int | None = None) -> None:
         """Select tokens from Python; the browser shows them. Counted in the trajectory, `stop` not included."""
         stop = start + 1 if stop is None else stop
