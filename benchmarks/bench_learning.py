@@ -1,7 +1,7 @@
 """How well and how fast a shipped policy learns its task: several seeds, held-out tasks, cpu seconds.
 
     make bench-learning            # or: python benchmarks/bench_learning.py --seeds 5 --out learning.json
-    python benchmarks/bench_learning.py --family lookup --seeds 3 --algorithms grpo
+    python benchmarks/bench_learning.py --family webshop --seeds 3 --algorithms grpo --steps 12
 
 JSON goes to standard output (and to --out), a line a run to standard error. "cpu seconds" are this process's, so a
 busy machine counts little; time spent in evaluation is not in them, nor what
@@ -43,9 +43,17 @@ BARS = {
         "grpo": {"success": 0.90, "cpu_seconds_to_good": 21.0},
         "ppo": {"success": 0.85, "cpu_seconds_to_good": 40.0},
     },
+    "search": {
+        "grpo": {"success": 0.85, "cpu_seconds_to_good": 120.0},
+        "ppo": {"success": 0.80, "cpu_seconds_to_good": 180.0},
+    },
     "sql": {
         "grpo": {"success": 0.85, "cpu_seconds_to_good": 90.0},
         "ppo": {"success": 0.80, "cpu_seconds_to_good": 120.0},
+    },
+    "webshop": {
+        "grpo": {"success": 0.85, "cpu_seconds_to_good": 120.0},
+        "ppo": {"success": 0.80, "cpu_seconds_to_good": 180.0},
     },
 }
 ADVANTAGE = {"grpo": "grpo", "ppo": "gae"}
@@ -83,7 +91,8 @@ def exact(final: str | None, answer: str) -> float:
 
 def agent_of(family: str, policy: Any, seed: int) -> Any:
     if family != "calculator":
-        return getattr(af.envs, family).agent(policy, seed=seed)
+        of = getattr(af.envs, family)
+        return of.agent(policy, seed=seed, options=getattr(of, "BRIEF", None))
     return af.Agent(
         af.LocalEngine(policy),
         chat=policy.chat,

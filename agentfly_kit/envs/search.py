@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +25,15 @@ from typing import Any, Literal, get_args
 
 from agentfly_kit.envs import encyclopedia, qa
 from agentfly_kit.envs.family import Family, Move, told
-from agentfly_kit.envs.retrieval import Embed, Index, VectorIndex, WordIndex, embedding
+from agentfly_kit.envs.retrieval import Embed, Index, VectorIndex, WordIndex, embedding, words
 from agentfly_kit.errors import SettingsError, ToolError
 from agentfly_kit.tools import tool
 from agentfly_kit.types import Message, Task
 
 Metric = Literal["em", "f1"]
+
+BRIEF: dict[str, Any] = {"brief": True, "topk": 1}
+"""How the policy that ships was taught to search: `agent(af.tiny.policy("search"), options=BRIEF)`."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,8 @@ class Search:
     topk    documents that a search shows
     dense   an embedding: a function from texts to vectors, or the folder of a transformers model. None is BM25
     metric  which score is the reward, "em" or "f1"
-    brief   a search shows the texts alone, without "Doc 1(Title: ...)": for small models
+    brief   a search shows snippets, without "Doc 1(Title: ...)": of each text the clause that shares most words with
+            the query, words of the title aside; for small models
     """
 
     def __init__(
@@ -180,7 +185,7 @@ class Search:
         if not found:
             return "nothing found"
         if self._brief:
-            return "\n".join(document.text for document in found)
+            return "\n".join(snippet(document, query) for document in found)
         return "\n".join(f'Doc {i}(Title: "{d.title}") {d.text}' for i, d in enumerate(found, 1))
 
     def reward(self, final: str | None) -> dict[str, float]:
@@ -197,6 +202,14 @@ class Search:
     async def fork(self, into: Search) -> None:
         into.__dict__.update(self.__dict__)
         into.queries, into.seen = list(self.queries), list(self.seen)
+
+
+def snippet(document: Document, query: str) -> str:
+    """The clause of the text that shares most words with the query, those of the title aside; all of it for none."""
+    wanted = set(words(query)) - set(words(document.title))
+    clauses = re.split(r"[.,;]\s+(?:and )?", document.text.rstrip("."))
+    best = max(clauses, key=lambda clause: len(wanted & set(words(clause))))
+    return best if wanted & set(words(best)) else document.text
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:

@@ -35,6 +35,7 @@ from agentfly_kit.types import ToolCall
 _LESSONS = {
     "code": "programs",
     "lookup": "lookups",
+    "webshop": "shops",
 }
 """Where the demonstrations of a policy are: a module with `WORDS`, `ORIGIN` and `lessons(chat, seed)`. It may say what
 is otherwise than in the calculator's policy: `MODEL` (settings of its config), `SKILL` and `SHY` (steps of each phase),
@@ -204,7 +205,8 @@ def tasks(train: int = 2000, test: int = 1024, *, seed: int = 0) -> dict[str, li
 def tokenizer(words: Sequence[str] = ()) -> Any:
     """Byte-level BPE with single digits and signs, the specials of ChatML and Hermes, and a pad that is no real token.
 
-    words: get one token each, behind all others, so that the vocabularies with and without them share their ids.
+    words: get one token each, behind all others, so that the vocabularies with and without them share their ids. One
+        that begins with a blank is the word with the blank before it.
     Digits and signs stay alone so that copying an expression is copying characters. What it was made from is in this
     function: the same vocabulary comes out every time.
     """
@@ -227,7 +229,9 @@ def tokenizer(words: Sequence[str] = ()) -> Any:
     bpe.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in specials])
     # As in Qwen's own tokenizer the tags are no specials: servers that leave specials out of the text must show calls.
     bpe.add_tokens([AddedToken(text, special=False, normalized=False) for text in tags])
-    bpe.add_tokens([AddedToken(text, special=False, normalized=False, single_word=True) for text in words])
+    bpe.add_tokens(
+        [AddedToken(text, special=False, normalized=False, single_word=not text.startswith(" ")) for text in words]
+    )
     made = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token=_END, pad_token="<|pad|>", clean_up_tokenization_spaces=False
     )
@@ -479,15 +483,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     named = "" if given.name == "calculator" else f"--name {given.name} "
     command = f"python -m agentfly_kit.tiny {given.what} {named}--seed {given.seed} --out <folder>"
+    size = 0
     if given.what == "tasks":
         for split, rows in _rows(given.name, given.seed).items():
             lines = "".join(json.dumps(row) + "\n" for row in rows)
             (given.out / f"{split}.jsonl").write_text(lines, encoding="utf-8")
         text = getattr(_lessons_of(given.name), "ORIGIN", _CALCULATOR_ORIGIN)
     else:
-        build(given.name, given.out, seed=given.seed, report=_tell)
-        text = _POLICY_ORIGIN
-    (given.out / "ORIGIN.md").write_text(text.format(command=command, name=given.name), encoding="utf-8")
+        made = build(given.name, given.out, seed=given.seed, report=_tell)
+        text, size = _POLICY_ORIGIN, round(made.size / 10_000) * 10
+    (given.out / "ORIGIN.md").write_text(text.format(command=command, name=given.name, size=size), encoding="utf-8")
 
 
 def _rows(name: str, seed: int) -> dict[str, list[dict[str, Any]]]:
@@ -515,11 +520,11 @@ is in both splits, or twice in one. Licence: that of the project.
 _POLICY_ORIGIN = """\
 # The {name} policy
 
-A Qwen3 of about 280 thousand parameters with a tokenizer of its own, from random weights by two phases of imitation on
-generated demonstrations (no other data, none of the held-out tasks), remade by
+A Qwen3 of about {size} thousand parameters with a tokenizer of its own, from random weights by two phases of
+imitation on generated demonstrations (no other data, none of the held-out tasks), remade by
 
     {command}
 
-in two minutes on one core. Another processor or torch version rounds differently: the weights then differ, and the
-success with them, within noise. Licence: that of the project.
+in two to four minutes on one core. Another processor or torch version rounds differently: the weights then differ, and
+the success with them, within noise. Licence: that of the project.
 """

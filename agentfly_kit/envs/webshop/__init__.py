@@ -33,6 +33,7 @@ from agentfly_kit.tools import tool
 from agentfly_kit.types import Message, Task
 
 __all__ = [
+    "BRIEF",
     "Catalogue",
     "Shop",
     "WebShop",
@@ -43,6 +44,9 @@ __all__ = [
     "random_agent",
     "tasks",
 ]
+
+BRIEF: dict[str, Any] = {"brief": True, "page_size": 3}
+"""The shop that the policy which ships was warmed up in: `agent(af.tiny.policy("webshop"), options=BRIEF)`."""
 
 _ACTION = re.compile(r"\s*(.+?)\[(.+)\]\s*", re.DOTALL)
 
