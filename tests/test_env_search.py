@@ -13,7 +13,7 @@ import pytest
 
 import agentfly_kit as af
 from agentfly_kit.envs import encyclopedia, family, qa, retrieval
-from agentfly_kit.envs.search import Corpus, Search, agent, expert, tasks
+from agentfly_kit.envs.search import Corpus, Document, Search, agent, expert, snippet, tasks
 from agentfly_kit.types import Task
 
 
@@ -181,6 +181,15 @@ def test_a_transformers_model_embeds_by_the_mean_of_its_states(tmp_path: Path) -
         assert numpy.allclose(a, b, atol=1e-4)
     of = ready(texts, dense=str(tmp_path / "model"), topk=1)
     assert of.search("I don't know") == 'Doc 1(Title: "") I don\'t know'
+
+
+def test_a_snippet_is_the_clause_that_fits_the_query() -> None:
+    article = Document("Rome", "Rome is a town. Of Rome, the river is Tiber, and the country is Italy.")
+    assert snippet(article, "Rome river") == "the river is Tiber"
+    assert snippet(article, "country of Rome?") == "the country is Italy"
+    assert snippet(article, "Rome") == snippet(article, "Rome mayor") == article.text
+    of = ready([{"title": article.title, "text": article.text}, "nothing"], brief=True, topk=1)
+    assert of.search("Rome RIVER") == "the river is Tiber"
 
 
 # ---- corpora and bad input

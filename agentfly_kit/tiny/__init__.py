@@ -35,6 +35,7 @@ from agentfly_kit.types import ToolCall
 _LESSONS = {
     "code": "programs",
     "lookup": "lookups",
+    "search": "searches",
     "webshop": "shops",
 }
 """Where the demonstrations of a policy are: a module with `WORDS`, `ORIGIN` and `lessons(chat, seed)`. It may say what
