@@ -715,6 +715,8 @@ class Chain:
         """
         self._idle("fold")
         self._open("fold")
+        if not self._opened:
+            raise SettingsError("the first prompt is not whole before the agent's before_chain; await chain.begin()")
         if self._calls() and self.stop not in ("context_full", "turn_tokens"):  # what was cut is never run
             raise SettingsError("the last action called tools that have not run; await chain.act(), or chain.observe()")
         if self.turn.kind == "forced" and not self.turn.messages:

@@ -95,11 +95,25 @@ class Chat:
         """Ids of a text as it stands: special tokens in it are read, none is added."""
         known = self._encoded.get(text)
         if known is None:
+            if not text.isascii():
+                self._whole(text)
             known = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
             if len(self._encoded) >= _KEEP:
                 self._encoded.clear()
             self._encoded[text] = known
         return known
+
+    @staticmethod
+    def _whole(text: str) -> None:
+        """A tokenizer's own word for it is a bare TypeError."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            near = ascii(text[max(0, error.start - 20) : error.start + 20])
+            raise SettingsError(
+                f"a message holds half of a surrogate pair, near {near}, and no tokenizer encodes it; give "
+                "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
+            ) from None
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included. A view: it is never encoded again."""

@@ -164,6 +164,8 @@ class Context:
         self._works = 0
         self._gone: dict[int, tuple[PoolLike, _Lease]] = {}
         """Leases that were taken back, until another sandbox is in their state."""
+        self._kept: set[int] = set()
+        """Pools whose lease was handed to a cell."""
         self._leases: dict[int, tuple[PoolLike, asyncio.Task[_Lease]]] = {}
         self._turns: dict[int, asyncio.Lock] = {}
         self._closing: asyncio.Task[None] | None = None
@@ -171,6 +173,8 @@ class Context:
     async def sandbox(self, kind: type[S]) -> S:
         """The chain's sandbox of this kind: leased at the first request, the same one until the context is closed.
 
+        Asked for in a cell, `await chain.context.sandbox(kind)`, it is the chain's until its end: what a person does in
+        it no replay would bring back. `async with chain.context.using(kind) as sandbox` keeps it for that long only.
         Raises:  SettingsError where no pool has the kind; what the pool raises (PoolTimeout, PoolClosed, SandboxError).
         """
         pool = self.pool(kind)
@@ -180,6 +184,9 @@ class Context:
         if id(pool) not in self._leases:
             self._leases[id(pool)] = (pool, asyncio.ensure_future(self._acquire(pool)))
         acquiring = self._leases[id(pool)][1]
+        by_hand = self._again is not None and not self._works
+        if by_hand:
+            self._kept.add(id(pool))
         # Waited for from outside: a call that is cancelled must not take the lease from the calls that wait beside it.
         await asyncio.wait([acquiring])
         if acquiring.cancelled():
@@ -188,6 +195,8 @@ class Context:
             del self._leases[id(pool)]  # the next request may have more luck
         lease = acquiring.result()
         self._check_lost(kind, lease)
+        if by_hand:
+            lease.rest(False)
         if lease.turn != self.turn:
             lease.turn = self.turn  # for whoever looks at the pool: who holds it, and how far they are
         return typing.cast(S, lease.sandbox)
@@ -213,7 +222,7 @@ class Context:
         if self._again is None:
             return lease
         self._gone.pop(id(pool), None)
-        if not self._works:
+        if not self._works and id(pool) not in self._kept:
             lease.rest()
         return lease
 
@@ -280,8 +289,8 @@ class Context:
 
     def _say(self, rests: bool) -> None:
         if self._again is not None:
-            for _, lease in list(self._leases.values()):
-                if _holds(lease):
+            for key, (_, lease) in list(self._leases.items()):
+                if _holds(lease) and key not in self._kept:
                     lease.result().rest(rests)
 
     @asynccontextmanager
@@ -289,8 +298,12 @@ class Context:
         """The sandbox for the length of one call: calls of one turn that share it run in the order written."""
         turn = self._turns.setdefault(id(self.pool(kind)), asyncio.Lock())
         async with turn:
-            yield await self.sandbox(kind)
-            self.check()  # what a call said whose sandbox was taken from under it is nothing to go by
+            self.work()
+            try:
+                yield await self.sandbox(kind)
+                self.check()  # what a call said whose sandbox was taken from under it is nothing to go by
+            finally:
+                self.rest()
 
     def check(self) -> None:
         """Raises LeaseEnded if a pool has taken a sandbox from this chain, and why."""

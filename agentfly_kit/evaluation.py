@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentfly_kit.budget import Budget
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.pending import awaited
 from agentfly_kit.record import Rollout
@@ -71,10 +72,14 @@ async def evaluate(
     seeds: Sequence[int] = (0,),
     max_concurrency: int = 64,
     greedy: bool = False,
+    budget: Budget | None = None,
+    group_budget: Budget | None = None,
 ) -> Evaluation:
     """Roll out `samples` chains of each task for each seed, and summarise.
 
     greedy: the most probable tokens instead of samples; the two are different numbers and are never mixed.
+    budget, group_budget: what all chains of a seed, and those of each of its tasks, may spend together. Chains that
+        were kept from beginning are in `evaluation.rollout.not_run` and in no number.
     Seeds of evaluation are its own: they are not those of any training rollout.
     Raises:  SettingsError if nothing could be scored.
     """
@@ -87,13 +92,23 @@ async def evaluate(
         # Still the same agent: it knows its last run, and what it warned of.
         agent = dataclasses.replace(agent, sampling=sampling)
     found: list[Trajectory] = []
+    not_run: dict[str, str] = {}
     seconds = 0.0
     for seed in seeds:
-        run = agent.rollout(given, samples, max_concurrency=max_concurrency, index=seed, purpose="evaluate")
+        run = agent.rollout(
+            given,
+            samples,
+            max_concurrency=max_concurrency,
+            budget=budget,
+            group_budget=group_budget,
+            index=seed,
+            purpose="evaluate",
+        )
         rollout = await run
         found.extend(rollout.trajectories)
+        not_run.update(rollout.not_run)
         seconds += rollout.seconds
-    return summarise(Rollout.of(found, seconds), samples * len(seeds), greedy=agent.sampling.greedy)
+    return summarise(Rollout.of(found, seconds, not_run), samples * len(seeds), greedy=agent.sampling.greedy)
 
 
 def summarise(rollout: Rollout, samples: int, *, greedy: bool = False) -> Evaluation:

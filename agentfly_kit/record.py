@@ -298,9 +298,16 @@ class Rollout:
     async def rescore(self, reward: Any) -> Rollout:
         """The same chains scored by another reward; nothing is sampled.
 
-        Their sandboxes went back to the pool: a reward that asks for one is refused for each chain, which is unscored.
+        Raises:  SettingsError for a reward that looks into a sandbox or an environment: the chains gave theirs back,
+            and a fresh one is not in the state that they left.
         """
         rewards = RewardSet.of(reward)
+        if rewards.sandbox_kinds:
+            asking = next(r.name for r in rewards if r.sandbox_kinds)
+            raise SettingsError(
+                f"the reward {asking!r} looks into a {rewards.sandbox_kinds[0].__name__}, and these chains gave theirs "
+                f"back when they were scored; roll out again with it, or await {asking}.try_(trajectory) in a fresh one"
+            )
         rewards.check([group.task for group in self.groups])
         groups = []
         for group in self.groups:

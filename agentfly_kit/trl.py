@@ -278,6 +278,11 @@ def _told(chains: list[Trajectory], end: int) -> dict[str, Any]:
             scored[t.group].append(t.reward)
     out: dict[str, list[Any]] = defaultdict(list)
     for t in chains:
+        if len(t.rows) > 1:
+            raise SettingsError(
+                f"{t.id!r} was folded into {len(t.rows)} rows, and TRL trains a completion as one; take the fold out "
+                "of the agent's hooks (and history='exact'), or train with af.train"
+            )
         opening = len(t.turns[0].ids or ())
         ids = [int(i) for i in t.ids]
         mask = [int(m) for m in t.action_mask]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from agents import calculator, call, chat, played
+from agents import calculator, call, chat, played, tasks
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -351,3 +351,25 @@ def test_a_tokenizer_that_puts_a_blank_before_the_first_word() -> None:
     whole = mine.render([USER, {"role": "assistant", "content": "5"}, USER], generate=True)
     said = mine.encode("</s>5")[1:]
     assert (*mine.prompt([USER]), *said, *mine.bridge([USER]))[:20] == mine.encode(whole)[:20]
+
+
+@pytest.mark.parametrize("where", ["system", "task", "force"])
+def test_half_a_surrogate_pair_is_refused_by_name(where: str) -> None:
+    half = "so \ud800 what"
+    task = Task("t", ({"role": "user", "content": half if where == "task" else "?"},), {"answer": "x"})
+
+    def ask() -> Any:
+        if where == "force":
+            return played(["x"]).chain(task).force(half)
+        return played(["x"], system=half if where == "system" else None).rollout([task])
+
+    with pytest.raises(SettingsError, match=r"half of a surrogate pair, near .*\\ud800"):
+        ask()
+
+
+async def test_one_task_with_half_a_surrogate_pair_fails_alone() -> None:
+    good, bad = tasks(1)[0], Task("bad", ({"role": "user", "content": "\udfff"},), {"answer": "x"})
+    one, other = (await played(["5"]).rollout([good, bad])).trajectories
+    assert one.stop == "answered"
+    assert (other.stop, other.reward) == ("error", None)
+    assert "surrogate" in str(other.error)

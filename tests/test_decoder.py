@@ -63,6 +63,40 @@ def test_it_says_what_the_modules_say(family: str, heads: int) -> None:
     assert float((theirs - ours).abs().max()) <= 1e-5 * float(theirs.abs().max())
 
 
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_one_token_comes_out_the_same_bit_for_bit_in_any_company(heads: int) -> None:
+    made = model("qwen3", num_key_value_heads=heads, max_position_embeddings=512)
+    decoder = Decoder.of(made)
+    assert decoder is not None
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, 90, (24, 70), generator=generator)
+    at = torch.randint(3, 60, (24,), generator=generator)
+    seen: list[torch.Tensor] = []
+    for count, capacity, rows in (
+        (24, 64, range(24)),
+        (8, 64, range(8)),
+        (16, 300, range(16)),
+        (24, 300, range(23, -1, -1)),
+    ):
+        store, order = Slots(count, capacity, 3), torch.tensor(rows)
+        context = torch.arange(64)[None].expand(count, -1)
+        with torch.no_grad():
+            decoder(store, ids[order, :64], context, store.aim(torch.arange(count), context), stamp=0)
+        far = torch.full((count, 1), capacity - 8)  # somebody's history is long: all look at as many keys
+        far[:-1] = at[order][:-1, None]
+        for positions in (at[order][:, None], far):
+            mask = store.aim(count, positions)
+            with torch.no_grad():
+                out = decoder(store, ids[order, 64:65], positions, mask, stamp=0)
+            found = torch.full((24, out.shape[-1]), torch.nan)
+            found[order[:-1]] = out[:-1, 0]
+            seen.append(found)
+    for other in seen[1:]:
+        both = ~(seen[0].isnan().any(1) | other.isnan().any(1))
+        assert int(both.sum()) >= 7
+        assert torch.equal(seen[0][both], other[both])
+
+
 def test_another_stamp_or_a_change_that_torch_counts_brings_other_weights() -> None:
     made = model("qwen3")
     decoder = Decoder.of(made)

@@ -263,6 +263,33 @@ async def test_a_group_computes_its_prompt_once() -> None:
         check(policy, ids, sample)
 
 
+async def test_chains_that_ask_together_stay_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, steps, prefills = endless(), Counter[int](), []
+    engine = LocalEngine(policy)
+    decode, logits = LocalEngine._decode, LocalEngine._prompt_logits
+
+    def counted(self: LocalEngine) -> None:
+        steps[self._active] += 1
+        decode(self)
+
+    def prompted(self: LocalEngine, chosen: Any) -> Any:
+        prefills.append(len(chosen))
+        return logits(self, chosen)
+
+    monkeypatch.setattr(LocalEngine, "_decode", counted)
+    monkeypatch.setattr(LocalEngine, "_prompt_logits", prompted)
+    # So long in the end that not all of them would fit one prefill, were what the slots hold counted too.
+    rows = [prompt(60 + i % 3, seed=i) for i in range(32)]
+    for turn in range(4):
+        asked = [
+            engine.sample(ids, Sampling(max_tokens=8), i, request=request(f"s{i}", turn)) for i, ids in enumerate(rows)
+        ]
+        got = await asyncio.gather(*asked)
+        rows = [[*ids, *(s.ids or ()), *prompt(20, seed=turn)] for ids, s in zip(rows, got, strict=True)]
+    assert prefills == [32] * 4
+    assert steps == {32: 4 * 7}
+
+
 async def test_a_history_that_was_rewritten_is_computed_again_from_there() -> None:
     policy = endless()
     engine = LocalEngine(policy)
@@ -627,7 +654,7 @@ asyncio.run(go())
 
 def test_python_may_end_while_it_computes() -> None:
     script = SCRIPT.format(tests=str(Path(__file__).parent))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=480)
     assert done.returncode == 7, done.stderr
 
 
@@ -654,7 +681,7 @@ sys.exit(7)
 
 def test_python_may_end_while_an_idle_thread_leaves() -> None:
     script = LEAVING.format(tests=str(Path(__file__).parent))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=480)
     assert done.returncode == 7, done.stderr
 
 

@@ -401,6 +401,27 @@ async def test_training_through_it_is_exact(engine: VLLMEngine, record_property:
 
 @installed
 @pytest.mark.real
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's vLLM can sleep")
+async def test_sleep_is_refused_where_vllm_would_only_say_that_it_slept(engine: VLLMEngine, policy: Policy) -> None:
+    await engine.update(policy)
+    ids = policy.chat.prompt([{"role": "user", "content": "1+1"}])
+    with pytest.raises(EngineError, match=r"no sleep mode on this machine \(cpu\); engine\.close\(\) gives all"):
+        await engine.sleep()
+    await engine.wake()  # it is awake
+    host = engine._host
+    assert host is not None
+    await host.call(host._sleep)  # what a GPU is asked: a CPU's worker takes it for a joke
+    assert "asleep" in repr(engine)
+    for asks in (lambda: engine.sample(ids, Sampling(max_tokens=4), 0), lambda: engine.update(policy)):
+        with pytest.raises(EngineError, match="sleeps, so that another may have its memory; await engine.wake"):
+            await asks()
+    await engine.wake()
+    assert "running" in repr(engine)
+    assert len((await engine.sample(ids, Sampling(max_tokens=4), 0)).ids or ()) >= 1
+
+
+@installed
+@pytest.mark.real
 async def test_a_dead_core_is_an_error_of_each_chain_and_can_be_told(
     engine: VLLMEngine, policy: Policy, endless: Sampling
 ) -> None:

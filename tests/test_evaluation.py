@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from agents import Played, agent, call, chat, played, tasks
 
+from agentfly_kit.budget import Budget
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.evaluation import bootstrap, evaluate, summarise
 from agentfly_kit.record import Rollout
@@ -144,3 +145,13 @@ async def test_a_reward_without_success_counts_from_one_on() -> None:
         return 3.0
 
     assert (await evaluate(played(["5"], reward=much), tasks(2))).success == 1
+
+
+async def test_a_budget_holds_for_each_seed_and_says_who_did_not_run() -> None:
+    e = await evaluate(played(["5"]), tasks(4), seeds=(0, 1), max_concurrency=1, budget=Budget(turns=3))
+    assert len(e.rollout) == 6
+    assert set(e.rollout.not_run.values()) == {"run_turns"}
+    assert len(e.rollout.not_run) == 2
+    e = await evaluate(played([call("1+1"), "5"]), tasks(2), 2, max_concurrency=1, group_budget=Budget(turns=2))
+    assert [len(group) for group in e.rollout.groups] == [1, 1]
+    assert set(e.rollout.not_run.values()) == {"group_turns"}

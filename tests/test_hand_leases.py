@@ -487,3 +487,35 @@ async def test_a_chain_stepped_by_hand_that_rests_for_too_long_goes_on_in_anothe
     assert [c.result.observation for c in chain.row().tool_calls if c.result] == ["x", "x,y"]
     await chain.close()
     await pool.close()
+
+
+async def test_what_a_cell_took_from_the_context_is_not_taken_away_from_it() -> None:
+    async with Pool(Box, size=1, acquire_timeout=10) as pool:
+        chain = agent(pool).chain(task())
+        await chain.step()
+        box = await chain.context.sandbox(Box)
+        await box.run("by hand")  # which running the chain's calls again would not bring back
+        await chain.step()
+        assert last(chain) == "a,by hand,b"
+        with pytest.raises(PoolTimeout):
+            await pool.acquire(owner="another", timeout=0.05)
+        assert (await chain.context.sandbox(Box)) is box
+        assert box.log == ["a", "by hand", "b"]
+        await chain.close()
+        assert pool.snapshot().leased == 0
+
+
+async def test_using_in_a_cell_keeps_it_for_that_long() -> None:
+    async with Pool(Box, size=1, acquire_timeout=10) as pool:
+        chain = agent(pool).chain(task())
+        await chain.step()
+        async with chain.context.using(Box) as box:
+            with pytest.raises(PoolTimeout):
+                await pool.acquire(owner="another", timeout=0.05)
+            assert box.log == ["a"]
+        lease = await pool.acquire(owner="another", timeout=10)
+        await pool.release(lease)
+        with pytest.warns(UserWarning, match=BACK):
+            await chain.step()
+        assert last(chain) == "a,b"
+        await chain.close()

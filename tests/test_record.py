@@ -236,6 +236,24 @@ async def test_rescore_samples_nothing_and_scores_all_but_our_failures() -> None
     assert again.trajectories[0].metrics == {"length": 1.0}
 
 
+class Board:
+    async def run(self, move: str) -> str:
+        return move
+
+    async def close(self) -> None: ...
+
+
+async def test_rescore_refuses_a_reward_that_looks_into_what_was_given_back() -> None:
+    @reward
+    def won(board: Board) -> float:
+        return 1.0
+
+    rollout = await played(["5"]).rollout(tasks(2))
+    with pytest.raises(SettingsError, match=r"'won' looks into a Board, .* gave theirs back .*won\.try_\(trajectory\)"):
+        await rollout.rescore([won])
+    assert {t.reward for t in rollout} <= {0.0, 1.0}
+
+
 async def test_diff_pairs_each_chain_with_itself() -> None:
     some = tasks(3)
     wrong, right = played(["no"]), played(lambda task, turn: task.fields["answer"])

@@ -139,6 +139,18 @@ async def test_the_policy_writes_its_own_summary() -> None:
     assert (t.reward, t.final) == (1.0, "4")
 
 
+async def test_no_fold_before_the_beginning_was_shown() -> None:
+    chain = played(["4"], before_chain=lambda chain: "The board is empty.").chain(TASK)
+    with pytest.raises(SettingsError, match=r"before_chain.*await chain\.begin\(\)"):
+        chain.fold("x")
+    await chain.begin()
+    prompt = chain.fold("x")
+    assert (prompt.row, "The board is empty." in chain.turns[0].text, "The board" in prompt.text) == (1, True, True)
+    await chain.step()
+    t = await chain.finish()
+    assert (t.reward, [len(row.turns) for row in t.rows]) == (1.0, [1, 2])
+
+
 async def test_what_a_fold_refuses() -> None:
     chain = played([call("1+1"), "4"]).chain(TASK)
     await chain.sample()

@@ -19,6 +19,7 @@ import torch
 from agents import agent, exact, fresh, scripted, tasks
 
 from agentfly_kit import advantages
+from agentfly_kit.budget import Budget
 from agentfly_kit.engines.local import LocalEngine
 from agentfly_kit.errors import BatchError, EngineError, RunError, RunMismatch, SettingsError, TaskError, TrainingError
 from agentfly_kit.policy import Policy
@@ -69,6 +70,26 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str,
         return policy.fingerprint(), numbers(run)
 
     return asyncio.run(go())
+
+
+# --- budgets -------------------------------------------------------------------------------------
+
+
+async def test_an_iteration_keeps_to_its_budgets_and_a_run_without_them_has_none(tmp_path: Path) -> None:
+    config = SMALL.replace(steps=1, budget=Budget(turns=9), group_budget=Budget(turns=4), max_concurrency=1)
+    run = start(tmp_path / "run", config=config)
+    (step,) = [step async for step in run]
+    assert step.rollout is not None
+    assert sum(len(t.actions) for t in step.rollout) == 9
+    assert max(sum(len(t.actions) for t in group) for group in step.rollout.groups) == 4
+    assert len(step.rollout) + len(step.rollout.not_run) == 12
+    assert run.fingerprint["config"]["budget"]["turns"] == 9
+    with pytest.raises(RunMismatch, match="budget"):
+        start(tmp_path / "run", config=config.replace(budget=None))
+    plain = start(tmp_path / "plain", config=SMALL)
+    assert not {"budget", "group_budget"} & set(plain.fingerprint["config"])
+    with pytest.raises(SettingsError, match=r"budget=9: give an af\.Budget"):
+        TrainConfig(budget=9)  # type: ignore[arg-type]
 
 
 # --- it learns -----------------------------------------------------------------------------------

@@ -239,6 +239,17 @@ def test_an_unscored_chain_moves_nothing() -> None:
     )
 
 
+def test_a_folded_chain_is_refused_by_name() -> None:
+    def fold(chain: Any) -> None:
+        if chain.actions == 1 and chain.turn.row == 0:
+            chain.fold("so far so good")
+
+    agent = agents.played([agents.call("1+1"), "2"], before_turn=fold)
+    chains = bridge._chains(agent, [agents.tasks(1)[0]], 0, True)
+    with pytest.raises(SettingsError, match="folded into 2 rows, and TRL trains a completion as one"):
+        bridge._told(chains, 0)
+
+
 def test_a_bridge_that_would_train_the_wrong_thing_is_refused(tmp_path: Path) -> None:
     policy, other = agents.fresh(), agents.fresh()
     tasks = agents.tasks(4)

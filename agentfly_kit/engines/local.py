@@ -37,7 +37,9 @@ _IDLE_SECONDS = 2.0
 _ROWS = 8
 """A batch is a multiple of this: other counts run other kernels, whose last bits differ; see slots.py."""
 _PREFILL_TOKENS = 4096
-"""Tokens, padding included, of one prefill forward."""
+"""Tokens, padding included, of one prefill."""
+_PIECE = 512
+"""Tokens of one forward of a prefill: what lies between two of its products should stay in the processor's cache."""
 _WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256)
 """A prefill chunk is as wide as one of these."""
 
@@ -83,6 +85,7 @@ class LocalEngine(Engine):
         self.slots = -(-slots // _ROWS) * _ROWS
         self._max_length = policy.max_length
         self._wake = threading.Condition()
+        self._arriving: deque[_Request] = deque()
         self._inbox: deque[_Request] = deque()
         self._released: deque[str] = deque()
         self._thread: threading.Thread | None = None
@@ -168,19 +171,28 @@ class LocalEngine(Engine):
         wanted = _Request(array, sampling, seed, session, loop, loop.create_future(), top=top)
         wanted.limit = min(sampling.max_tokens, self.max_length - len(ids))
         with self._wake:
-            self._inbox.append(wanted)
+            self._arriving.append(wanted)
             if self._thread is None:
                 _running.add(self)
                 atexit.unregister(_end_all)
                 atexit.register(_end_all)
                 self._thread = threading.Thread(target=self._run, name="agentfly-engine", daemon=True)
                 self._thread.start()
-            self._wake.notify()
+        loop.call_soon(self._arrived)
         try:
             return await wanted.future
         except asyncio.CancelledError:
             wanted.cancelled = True  # the thread drops the row at its next step
             raise
+
+    def _arrived(self) -> None:
+        """What was asked for in one turn of the event loop comes in together: chains that begin at once, or that one
+        step brought to their next turn, would else be prefilled in pieces and stay out of step."""
+        if self._arriving:
+            with self._wake:
+                self._inbox.extend(self._arriving)
+                self._arriving.clear()
+                self._wake.notify()
 
     # --- the thread ---
 
@@ -189,7 +201,12 @@ class LocalEngine(Engine):
             while True:
                 with self._wake:
                     while not (self._inbox or self._waiting or self._active or self._ending):
-                        if not self._wake.wait(_IDLE_SECONDS) and not self._inbox:
+                        if self._wake.wait(_IDLE_SECONDS) or self._inbox:
+                            continue
+                        if self._arriving:  # their event loop is stuck, or gone
+                            self._inbox.extend(self._arriving)
+                            self._arriving.clear()
+                        else:
                             self._leaving, self._thread = self._thread, None
                             return
                     if self._ending:
@@ -332,6 +349,15 @@ class LocalEngine(Engine):
             self._owner[own] = request.session
         return own, common
 
+    def _left(self, request: _Request) -> int:
+        """How many of its ids its own session's slot does not hold."""
+        own = self._session.get(request.session) if request.session is not None else None
+        if own is None or self._store is None or self._weights[own] != self._now:
+            return len(request.ids)
+        held = int(self._store.length[own])
+        same = held < len(request.ids) and bool((self._store.ids[own, :held] == request.ids[:held]).all())
+        return len(request.ids) - held if same else len(request.ids)
+
     def _take(self, avoid: int | None) -> int | None:
         """A slot that is not running: a free one, else the one unused for longest."""
         idle = [i for i in range(self._active, len(self._rows)) if self._rows[i] is None]
@@ -397,7 +423,7 @@ class LocalEngine(Engine):
             for request in self._waiting:
                 # Chains of one group bring the same prompt: one computes it, and the others take what it found.
                 key = request.ids.tobytes()
-                width = max(width, min(len(request.ids), _WIDTHS[-1]))
+                width = max(width, min(self._left(request), _WIDTHS[-1]))
                 if key not in lead and width * (len(chosen) + 1) > _PREFILL_TOKENS:
                     later.append(request)
                     continue
@@ -439,18 +465,23 @@ class LocalEngine(Engine):
         requests = [chosen[i][0] for i in going]
         lanes = np.array([r.lane for r in requests], dtype=np.int64)
         ended = self._extend(requests, lanes, logits[going], version)
-        results = []
+        results, joining = [], []
         for i, request in enumerate(requests):
-            # An earlier move in this loop may have carried the slot elsewhere.
-            slot = self._rows.index(request)
+            slot = chosen[going[i]][1]
             if i not in ended:
                 self._lanes[slot] = request.lane
-                self._swap(slot, self._active)
-                self._active += 1
+                joining.append(slot)
             else:
                 self._rows[slot] = None
                 results.append((request, self._sample(request, ended[i])))
                 self._tape.close(request.lane)
+        # They join behind those that run. Who stands there already stays: a move copies all that a slot holds.
+        places = range(self._active, self._active + len(joining))
+        free = sorted({*places}.difference(joining))
+        for slot in joining:
+            if slot not in places:
+                self._swap(slot, free.pop())
+        self._active += len(joining)
         self._deliver(results)
 
     def _prompt_logits(self, chosen: list[tuple[_Request, int, int]]) -> tuple[Tensor, int]:
@@ -474,7 +505,10 @@ class LocalEngine(Engine):
             ends = starts + counts
             positions = torch.as_tensor(np.minimum(starts[:, None] + np.arange(width), ends[:, None]), device=device)
             slots = torch.as_tensor([slot for _, slot, _ in left], device=device)
-            hidden = self._forward(torch.as_tensor(tokens, device=device), positions, slots)
+            given = torch.as_tensor(tokens, device=device)
+            few = max(_ROWS, _PIECE // width // _ROWS * _ROWS)
+            pieces = zip(given.split(few), positions.split(few), slots.split(few), strict=True)
+            hidden = torch.cat([self._forward(*piece) for piece in pieces])
             self.prefilled += int(counts.sum())
             following = []
             for i, (request, slot, start) in enumerate(left):

@@ -38,13 +38,15 @@ def draw(
     logp = torch.log_softmax(scaled, dim=-1)
     # softmax, not logp.exp(): an elementwise function may round a row differently in another company (see slots.py).
     p = torch.softmax(scaled, dim=-1)
-    entropies = -torch.where(p > 0, p * logp, torch.zeros_like(p)).sum(-1)
+    entropies = -(p * logp).sum(-1)
+    if not bool(entropies.isfinite().all()):  # a logit of -inf: 0 * -inf
+        entropies = -torch.where(p > 0, p * logp, torch.zeros_like(p)).sum(-1)
     weights, kept = p, None
     if top_p is not None or top_k is not None or min_p is not None:
         weights = truncate(p, top_p=top_p, top_k=top_k, min_p=min_p)
         kept = weights.sum(-1)
     # float64: in float32 the cumulative sum of a large vocabulary would skip its rare tokens.
-    cumulative = weights.double().cumsum(-1)
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
     target = noise.double()[:, None] * cumulative[:, -1:]
     ids = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     if bool(greedy.any()):

@@ -247,6 +247,7 @@ class VLLMEngine(Engine):
             "max_tokens": limit,
             "logprobs": EXTRA if host.exact else 0,
         }
+        host.check_awake()
         version = self._version
         got = await host.generate(f"{next(self._numbers)}", list(ids), options)
         return self._read(got, sampling, host.exact, version, began)
@@ -312,6 +313,7 @@ class VLLMEngine(Engine):
             "detokenize": False,
             "logprobs": EXTRA + top,
         }
+        host.check_awake()
         flat = (await host.generate(f"{next(self._numbers)}", list(ids), options)).logprobs
         first = 1 + EXTRA
         return list(flat.token_ids[first : first + top]), list(flat.logprobs[first : first + top]), flat.logprobs[1]
@@ -335,12 +337,31 @@ class VLLMEngine(Engine):
                     f"{getattr(theirs, name, None)!r}: weights can be changed, the architecture cannot"
                 )
         host = await self._ready()
+        host.check_awake()
         path, version = await asyncio.to_thread(write_weights, policy)
         try:
             await host.load(str(path), version)
         finally:
             shutil.rmtree(path.parent, ignore_errors=True)
         self._version = version
+
+    # --- in turns with a trainer ---
+
+    async def sleep(self) -> None:
+        """Leave the GPU's memory to a trainer: weights go to the machine's, what was cached is dropped. Requests that
+        run are waited for. `await engine.wake()` takes the memory again; send new weights after that.
+
+        vLLM does this on GPUs and with `VLLMEngine(..., enable_sleep_mode=True)`; this kit's tests have no GPU, and see
+        only that vLLM is asked, and that what cannot sleep is refused.
+        Raises:  EngineError where vLLM would stay as it is: on a CPU, or without that argument.
+        """
+        host = await self._ready()
+        await host.sleep()
+
+    async def wake(self) -> None:
+        """Take the memory again, and sample with the weights from before. An engine that is awake stays so."""
+        host = await self._ready()
+        await host.wake()
 
 
 # --- the thread --------------------------------------------------------------------------------------------
@@ -355,6 +376,7 @@ class _Host:
         self.log = self.folder / "vllm.log"
         self.log.touch()
         self.exact = False
+        self.asleep = False
         self._loading = asyncio.Lock()
         self._settings = settings
         self._llm: Any = None
@@ -373,7 +395,7 @@ class _Host:
             return "starting"
         if self._llm is None:
             return "stopped"
-        return "dead" if self._llm.errored else "running"
+        return "dead" if self._llm.errored else "asleep" if self.asleep else "running"
 
     # --- from any event loop ---
 
@@ -465,6 +487,31 @@ class _Host:
         except Exception as error:
             raise self._explain(error) from error
 
+    def check_awake(self) -> None:
+        if self.asleep:
+            raise EngineError("this VLLMEngine sleeps, so that another may have its memory; await engine.wake() first")
+
+    async def sleep(self) -> None:
+        if self.asleep:
+            return
+        if why := self._wide_awake():
+            raise EngineError(f"{why}; engine.close() gives all of its memory back, and engine.start() loads it again")
+        await self.call(self._sleep)
+
+    async def wake(self) -> None:
+        if self.asleep:
+            await self.call(self._wake)
+
+    def _wide_awake(self) -> str | None:
+        """Why it cannot sleep. vLLM itself only writes a line into its log then, and keeps all that it has."""
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_sleep_mode_available():
+            return f"vLLM has no sleep mode on this machine ({current_platform.device_name})"
+        if not self._settings.get("enable_sleep_mode"):
+            return "this engine was not made to sleep, which VLLMEngine(..., enable_sleep_mode=True) is"
+        return None
+
     def _explain(self, error: Exception) -> EngineError:
         what = f"{type(error).__name__}: {error}"
         if self._llm is None or self._llm.errored:
@@ -496,6 +543,23 @@ class _Host:
                     await llm.update_weight_version(str(version))
             finally:
                 await llm.resume_generation()
+
+    async def _sleep(self) -> None:
+        async with self._loading:
+            self.asleep = True  # nothing new begins
+            try:
+                await self._llm.pause_generation(mode="wait", clear_cache=True)
+                await self._llm.sleep(1)
+            except BaseException:
+                self.asleep = False
+                await self._llm.resume_generation()
+                raise
+
+    async def _wake(self) -> None:
+        async with self._loading:
+            await self._llm.wake_up()
+            await self._llm.resume_generation()
+            self.asleep = False
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from agentfly_kit import losses
 from agentfly_kit.batch import Per, Shared, Truncated
+from agentfly_kit.budget import Budget
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.filters import Filter, of_group
 from agentfly_kit.ppo import Aggregate, Correction, LossName, aggregate_options, refuse_once
@@ -96,6 +97,10 @@ class TrainConfig:
     truncated_penalty: float = 0.5
     """Taken from its reward by truncated="penalty"."""
     max_concurrency: int = 128
+    budget: Budget | None = None
+    """What the chains of an iteration may spend together; those that it kept from beginning are not trained on."""
+    group_budget: Budget | None = None
+    """The same for the chains of one task."""
     evaluate_every: int = 0
     """Iterations; 0 is never. Needs `eval_tasks=`."""
     checkpoint_every: int = 1
@@ -126,6 +131,10 @@ class TrainConfig:
                 raise SettingsError(f"{name}={getattr(self, name)}: give 0 or more")
         if self.overlap not in (0, 1):
             raise SettingsError(f"overlap={self.overlap!r}: give 0, or 1 for one rollout ahead of the update")
+        for name in ("budget", "group_budget"):
+            if not isinstance(getattr(self, name), Budget | None):
+                wanted = "give an af.Budget(tokens=, turns=, tool_calls=, seconds=)"
+                raise SettingsError(f"{name}={getattr(self, name)!r}: {wanted}")
         if self.max_kl is not None and not self.max_kl > 0:
             raise SettingsError(f"max_kl={self.max_kl}: give nats a token above 0, or None for no limit")
         if self.old not in ("auto", "engine", "recompute"):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentfly_kit import functions
+from agentfly_kit.budget import Budget
 from agentfly_kit.rollout import Agent
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.types import Task
@@ -21,6 +22,8 @@ def _said(value: Any) -> Any:
         return {"function": _said(value.func), "with": filled}
     if isinstance(value, list | tuple):
         return [_said(item) for item in value]
+    if isinstance(value, Budget):
+        return dataclasses.asdict(value)
     if callable(value):
         function = value if hasattr(value, "__code__") else getattr(value, "function", type(value).__call__)
         source = functions.source_of(function)
@@ -38,7 +41,12 @@ def fingerprint(agent: Agent, tasks: Sequence[Task], config: TrainConfig, start:
         digest.update(repr((task.id, task.messages, sorted(task.fields.items(), key=lambda item: item[0]))).encode())
     hooks = {name: _said(hook) for name in _HOOKS if (hook := getattr(agent, name)) is not None}
     return {
-        "config": {f.name: _said(getattr(config, f.name)) for f in dataclasses.fields(config)},
+        "config": {
+            f.name: _said(value)
+            for f in dataclasses.fields(config)
+            # A run from before there were budgets has none.
+            if (value := getattr(config, f.name)) is not None or f.name not in ("budget", "group_budget")
+        },
         "agent": {
             "system": agent.system,
             "max_turns": agent.max_turns,

@@ -136,6 +136,11 @@ class TrainRun:
         self._crew = Crew(accelerator)
         if run is None and not self._crew.alone:
             raise SettingsError("several processes need run=, one folder that all of them see")
+        if config.budget is not None and not self._crew.alone:
+            raise SettingsError(
+                f"budget={config.budget} would be counted by each of {self._crew.size} processes alone; "
+                "give group_budget=, whose chains run in one"
+            )
         agent._check([*tasks, *eval_tasks])
         self.agent = agent
         self.policy = policy
@@ -391,6 +396,8 @@ class TrainRun:
             self._order.draw(index),
             config.group_size,
             max_concurrency=config.max_concurrency,
+            budget=config.budget,
+            group_budget=config.group_budget,
             index=index,
             purpose="train",
             share=(crew.rank, crew.size),
