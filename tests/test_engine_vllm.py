@@ -413,7 +413,7 @@ async def test_sleep_is_refused_where_vllm_would_only_say_that_it_slept(engine: 
     await host.call(host._sleep)  # what a GPU is asked: a CPU's worker takes it for a joke
     assert "asleep" in repr(engine)
     for asks in (lambda: engine.sample(ids, Sampling(max_tokens=4), 0), lambda: engine.update(policy)):
-        with pytest.raises(EngineError, match="sleeps, so that another may have its memory; await engine.wake"):
+        with pytest.raises(EngineError, match=r"sleeps, so that another may have its memory; await engine\.wake"):
             await asks()
     await engine.wake()
     assert "running" in repr(engine)
