@@ -324,8 +324,8 @@ class VLLMEngine(Engine):
         """Sample from these weights from now on. Requests that run are held for a moment and go on with the new ones.
 
         They travel as a file in shared memory, an adapter merged into them; a value head stays behind. Nothing that was
-        cached under the old weights is used again. On a GPU it is the same file: vLLM's ways over CUDA IPC and NCCL, and
-        adapters that it holds apart, are not used.
+        cached under the old weights is used again. On a GPU it is the same file: vLLM's ways over CUDA IPC and NCCL,
+        and adapters that it holds apart, are not used.
         Raises:  EngineError if the policy is another architecture; the engine then keeps what it has.
         """
         if not isinstance(policy, Policy):
