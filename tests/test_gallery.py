@@ -78,6 +78,12 @@ SHOTS = {
     "trajectory_view": (
         "many = w.TrajectoryView(rollout, agent=agent)\nmany.select(*[t.id for t in mixed[0]][:2])\nmany"
     ),
+    "rollout_view": (
+        "seen = agent.rollout(tasks.train[8:20], group_size=4, max_concurrency=8)\nlanes = w.RolloutView(seen)\n"
+        "going = asyncio.ensure_future(seen._wait())\n"
+        "while sum(c.state == 'done' for c in seen.snapshot().chains) < 20:\n    await asyncio.sleep(0.01)\n"
+        "seen.pause()\nlanes.pick(seen.partial.trajectories[0])\nlanes"
+    ),
     "chain_stepper": "stepper = w.ChainStepper(chain)\nstepper",
 }
 NARROW = ("token_view", "pool_view", "train_view")
@@ -119,7 +125,7 @@ def test_pictures_for_the_gallery(notebook: Any) -> None:
         for name in SHOTS:
             shoot(name, theme.lower())
     nb.theme("Light")
-    page.set_viewport_size({"width": 520, "height": 2000})
+    page.set_viewport_size({"width": 520, "height": 3400})  # a view that is cut is no picture
     page.wait_for_timeout(500)
     for name in NARROW:
         shoot(name, "narrow")
