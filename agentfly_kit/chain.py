@@ -784,6 +784,7 @@ class Chain:
             twin.id = place.id
             twin._session = f"{place.id}#{next(_sessions)}"
             twin._forks = itertools.count(1)
+            await self.context.firm()
             await self._regain(self.context.gone)
             twin.context = await self.context.fork(place.id, twin._again if self.hand else None)
             twin._busy, twin._closed, twin._trajectory, twin._running = False, False, None, 0

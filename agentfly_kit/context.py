@@ -180,6 +180,7 @@ class Context:
         pool = self.pool(kind)
         if self._closing is not None:
             raise SandboxError(f"the chain {self.trajectory_id!r} is over, and its {kind.__name__} was given back")
+        await self.firm(pool)
         self._notice()
         if id(pool) not in self._leases:
             self._leases[id(pool)] = (pool, asyncio.ensure_future(self._acquire(pool)))
@@ -261,6 +262,16 @@ class Context:
             f"{getattr(gone, 'why', '') or 'others needed it'}; "
             f"the chain goes on in another, {how}"
         )
+
+    async def firm(self, only: PoolLike | None = None) -> None:
+        """Of pools that are elsewhere: have them say whether what is held by hand was taken back, and keep the rest."""
+        if self._again is None:
+            return
+        for pool, lease in list(self._leases.values()):
+            if only in (None, pool) and _holds(lease):
+                ask = getattr(lease.result(), "firm", None)
+                if ask is not None and not lease.result().taken_back:
+                    await ask()
 
     def _notice(self) -> None:
         """See which leases were taken back; only those by hand ever are."""

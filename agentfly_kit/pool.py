@@ -50,13 +50,19 @@ from .pool_state import (
 )
 
 S = TypeVar("S")
-_POOLS: weakref.WeakSet[Pool[Any]] = weakref.WeakSet()
+_POOLS: weakref.WeakSet[Any] = weakref.WeakSet()
 _numbers = itertools.count(1)
 _CLOSE_SECONDS = 5.0  # then it is killed
 
 
-def pools() -> list[Pool[Any]]:
-    """The pools that are alive and not closed, oldest first."""
+def announce(pool: Any) -> int:
+    """From now on `pools()` has this one too, or one that is used like it. Gives its number."""
+    _POOLS.add(pool)
+    return next(_numbers)
+
+
+def pools() -> list[Any]:
+    """The pools that are alive and not closed, remote ones too, oldest first."""
     return sorted((pool for pool in _POOLS if not pool.closed), key=lambda pool: pool.number)
 
 
@@ -291,7 +297,6 @@ class Pool(Generic[S]):
         self.start_timeout = start_timeout
         self.max_lease = max_lease
         self.options = {name: value for name, value in given.items() if value is not None} | options
-        self.number = next(_numbers)
         self._check_options()
         self._sandboxes: dict[int, S] = {}
         sandboxes = self._sandboxes  # not self: a pool must go when its last name goes, not at the next collection
@@ -319,7 +324,7 @@ class Pool(Generic[S]):
             number = capacity.join(self, self.name, self._cost(), _sender(me, Tick()), _sender(me, Evict()))
             state.share(functools.partial(capacity.take, number), functools.partial(capacity.must_yield, number))
             self._number_in_capacity = number
-        _POOLS.add(self)
+        self.number = announce(self)
 
     def _cost(self) -> dict[str, Any]:
         """What one sandbox may use: what was said here, or the kind's default."""

@@ -55,7 +55,9 @@ async def level(name: Any, rounds: int, crowd: int) -> dict[str, Any]:
 
         out["start"] = await timed(start, crowd - 1)
         megabytes = weight([sandbox, *started]) / 1024 / (len(started) + 1)
-        out[f"memory of each of {len(started) + 1} idle, MB (PSS)"] = round(megabytes, 2)
+        out[f"memory of each of {len(started) + 1} idle, MB (PSS)"] = (
+            round(megabytes, 2) or None
+        )  # a container's are the engine's
         out["idle ones a GB"] = round(1024 / megabytes) if megabytes else None
         for each in started:
             await each.close()

@@ -219,7 +219,8 @@ async def cancelled_anywhere(level: str, count: int, seconds: float = float("inf
 
 
 async def test_cancelled_at_any_await_leaves_nothing(level: str):
-    assert await cancelled_anywhere(level, 40) >= 40
+    count = 300 if level == "strict" else 40
+    assert await cancelled_anywhere(level, count) >= count
 
 
 @pytest.mark.soak

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 import agentfly_kit as af
 from agentfly_kit.errors import (
     IsolationError,
+    LeaseEnded,
     PoolClosed,
     PoolTimeout,
     RemotePoolError,
@@ -770,3 +771,72 @@ def test_records_come_from_where_they_may():
         assert (type(back), str(back)) == (type(error), str(error))
     assert type(wire.raised({"type": "SystemExit", "message": "x"})) is SandboxError
     assert type(wire.raised("nonsense")) is SandboxError
+
+
+# --- leases that the pool ends -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [PythonSandbox, Notes])
+async def test_a_lease_by_hand_is_taken_back_from_afar_and_its_chain_goes_on(kind: type):
+    @af.tool
+    async def python(code: str, sandbox: PythonSandbox) -> str:
+        """Run code.
+
+        Args:
+            code: the code.
+        """
+        return (await sandbox.run(code)).text
+
+    @af.tool
+    async def note(code: str, notes: Notes) -> str:
+        """Write a note.
+
+        Args:
+            code: the note.
+        """
+        return str(len(await notes.run(code)))
+
+    tool = python if kind is PythonSandbox else note
+    async with Pool(kind, size=1, acquire_timeout=30) as pool:
+        async with serve_pool(pool, token=TOKEN, heartbeat=1.0) as server:
+            async with RemotePool(server.url, token=TOKEN, kind=kind) as remote:
+                texts = [call(code).replace("python", tool.name) for code in ("x = [1]", "x += [2]", "len(x)")]
+                agent = played([*texts, "end"], tools=[tool], pools=[remote], max_turns=5)
+                chain = agent.chain(tasks()[0])
+                await chain.step()
+                await until(lambda: [lease.rests for lease in pool.snapshot().leases] == [True])
+                async with pool.lease("somebody here") as sandbox:
+                    assert sandbox is not None, "taken back for one who waits"
+                with pytest.warns(UserWarning, match="the pool took back the .* while it waited and others needed it"):
+                    await chain.step()
+                assert [lease.rests for lease in pool.snapshot().leases] in ([True], [False])
+                await chain.step()
+                result = chain.turn.tool_calls[0].result if chain.turn else None
+                assert result is not None and result.observation == ("2" if kind is PythonSandbox else "3")
+                await chain.close()
+                await until(lambda: pool.snapshot().leased == 0)
+                assert list(server.clients.values()) == [0]
+
+
+async def test_a_lease_that_is_too_old_ends_from_afar_and_counts_no_more():
+    async with Pool(Notes, size=1, max_lease=0.3) as pool:
+        async with serve_pool(pool, token=TOKEN, heartbeat=0.4, max_leases=1) as server:
+            async with RemotePool(server.url, token=TOKEN, kind=Notes) as remote:
+                lease = await remote.acquire("slow")
+                with pytest.raises(LeaseEnded, match=r"the pool took the Notes: held for"):
+                    await lease.sandbox.run("x", pause=600.0)
+                assert "held for" in lease.lost
+                other = await remote.acquire("next")
+                await until(lambda: bool(other.lost))
+                with pytest.raises(SandboxError):
+                    await other.sandbox.run("x")
+                await other.release()
+                await lease.release()
+
+
+async def test_pools_lists_those_that_are_elsewhere(server: PoolServer, pool: Pool[Notes]):
+    remote = RemotePool(server.url, token=TOKEN, kind=Notes)
+    mine = [each for each in af.pools() if each in (pool, remote)]
+    assert mine == [pool, remote], "oldest first"
+    await remote.close()
+    assert remote not in af.pools()

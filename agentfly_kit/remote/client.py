@@ -11,7 +11,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
-import itertools
 import json
 import logging
 import secrets
@@ -26,8 +25,8 @@ from typing import Any, Generic, Self, TypeVar
 
 import httpx
 
-from ..errors import PoolClosed, RemotePoolError, SettingsError
-from ..pool import PoolEvent, PoolSnapshot
+from ..errors import LeaseEnded, PoolClosed, RemotePoolError, SettingsError
+from ..pool import PoolEvent, PoolSnapshot, announce
 from ..sandboxes import PythonSandbox
 from . import wire
 
@@ -36,7 +35,6 @@ R = TypeVar("R")
 _log = logging.getLogger(__name__)
 _HELD_OPEN = 10.0  # s that a question waits at the server before it is asked again
 _FIRST_LOOK = 2.0  # s that a snapshot waits for the first contact
-_numbers = itertools.count(1)
 
 
 class RemoteSandbox:
@@ -70,8 +68,9 @@ class RemoteSandbox:
 class RemoteLease(Generic[S]):
     """A remote sandbox in somebody's hands, until `await pool.release(lease)`. Set `turn` to show where they are."""
 
-    def __init__(self, pool: RemotePool[S], name: str, id: int, sandbox: S, owner: str) -> None:
+    def __init__(self, pool: RemotePool[S], name: str, id: int, sandbox: S, owner: str, hand: bool = False) -> None:
         self._pool, self._link = pool, pool._link
+        self.hand = hand
         self.name = name
         self.id = id
         """The sandbox's number at the server."""
@@ -80,11 +79,34 @@ class RemoteLease(Generic[S]):
         self.since = time.monotonic()
         self.released = False
         self.taken_back = False
-        """Never: from afar a lease by hand is a firm one."""
+        """The server's pool ended it while it rested; known from the next `firm` on."""
+        self.why = ""
         self.saved: asyncio.Future[Any] | None = None
+        """Once it was taken back from a kind that has `snapshot()`: what that gave, or why it could not."""
 
     def rest(self, rests: bool = True) -> None:
-        """Nothing; see `taken_back`."""
+        """By hand: from now on the server's pool may take it back; rests=False: see `firm`."""
+        if self.hand and rests and not self.released:
+            self._link.send(self._link.rest(self.name, True, self._link.next_number()))
+
+    async def firm(self) -> None:
+        """By hand, before it is used: it may not be taken back until the next rest; or find that it was."""
+        if not self.hand or self.released:
+            return
+        told = await self._link.ask(self._link.rest(self.name, False, self._link.next_number()))
+        if told["state"] != "taken":
+            return
+        self.taken_back = self.released = True
+        self.why = str(told["why"])
+        self._link.held.pop(self.name, None)
+        if told["saved"]:
+            self.saved = asyncio.ensure_future(self._link.ask(self._link.saved(self.name)))
+            self.saved.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+
+    @property
+    def lost(self) -> str:
+        """Why the server's pool ended it under its holder, as far as was heard; else ""."""
+        return self._link.lost.get(self.name, "")
 
     @property
     def pool(self) -> RemotePool[S]:
@@ -110,7 +132,13 @@ class RemoteLease(Generic[S]):
             warnings.warn(f"{self!r} was dropped without a release", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
-        state = "released" if self.released else f"{time.monotonic() - self.since:.1f} s"
+        state = (
+            "taken back"
+            if self.taken_back
+            else "released"
+            if self.released
+            else f"{time.monotonic() - self.since:.1f} s"
+        )
         return f"<RemoteLease {self._pool.name} {self.id} of {self.owner}, {state}>"
 
 
@@ -146,9 +174,9 @@ class RemotePool(Generic[S]):
         self.kind = kind
         self.name = kind.__name__
         self.acquire_timeout = acquire_timeout
-        self.number = next(_numbers)
         self._link = _Link(self.url, token, kind, patience, verify)
         self._finalizer = weakref.finalize(self, self._link.stop)
+        self.number = announce(self)
 
     # --- looking
 
@@ -221,16 +249,16 @@ class RemotePool(Generic[S]):
         self, owner: str = "somebody", timeout: float | None = None, *, hand: bool = False, run: str = ""
     ) -> RemoteLease[S]:
         """A sandbox to keep over many calls, until `release`. First come, first served, over all clients; those who
-        name a `run` take turns with other runs. A lease by `hand` is kept like any other: it is not taken back.
+        name a `run` take turns with other runs. A lease by `hand` may be taken back while it rests.
 
         Raises:  as `Pool.acquire` does there; RemotePoolError if the server does not answer, or refuses this client.
         """
         timeout = self.acquire_timeout if timeout is None else timeout
         link = self._link
-        told: dict[str, Any] = await link.ask(link.acquire(owner, timeout, run), lost=link.return_lost)
+        told: dict[str, Any] = await link.ask(link.acquire(owner, timeout, run, hand), lost=link.return_lost)
         link.held[told["lease"]] = None
         sandbox: Any = RemoteSandbox(link, told["lease"], self.name, link.methods, told.get("isolation"))
-        return RemoteLease(self, told["lease"], told["sandbox"], sandbox, owner)
+        return RemoteLease(self, told["lease"], told["sandbox"], sandbox, owner, bool(told.get("hand")))
 
     async def release(self, lease: RemoteLease[S], *, reusable: bool = True) -> None:
         """Give a sandbox back; the server resets it. Twice is once, and a server that is gone has it already."""
@@ -268,7 +296,9 @@ class _Link:
         self.module = kind.__module__
         self.client = secrets.token_hex(16)
         self.held: dict[str, object] = {}  # lease -> turn
+        self.lost: dict[str, str] = {}  # leases that the server's pool ended -> why
         self.waiting: set[str] = set()  # acquires
+        self._rests = 0
         self.listeners: list[Callable[[PoolEvent], object]] = []
         self.methods: frozenset[str] = frozenset()
         self.snapshot = PoolSnapshot(
@@ -440,7 +470,7 @@ class _Link:
             if not self.met.is_set():
                 await self.look()
 
-    async def acquire(self, owner: str, timeout: float, run: str) -> dict[str, Any]:
+    async def acquire(self, owner: str, timeout: float, run: str, hand: bool) -> dict[str, Any]:
         await self.meet()
         request = secrets.token_hex(16)
         self.waiting.add(request)
@@ -451,6 +481,7 @@ class _Link:
                     request=request,
                     owner=owner[:1000],
                     run=run[:1000],
+                    hand=hand,
                     timeout=timeout,
                     wait=min(_HELD_OPEN, self.heartbeat / 2),
                 )
@@ -481,6 +512,28 @@ class _Link:
         except RemotePoolError as error:
             _log.warning("a lease was not given back: %s", error)  # the server takes it when it hears no more of it
 
+    def next_number(self) -> int:
+        """Of what is said about rest: two words may overtake each other on the way."""
+        with self._lock:
+            self._rests += 1
+            return self._rests
+
+    async def rest(self, lease: str, rests: bool, number: int) -> dict[str, Any]:
+        try:
+            return await self.post("rest", lease=lease, rests=rests, number=number)
+        except RemotePoolError as error:
+            if not rests:
+                raise
+            _log.warning("a lease by hand does not rest: %s", error)
+            return {}
+
+    async def saved(self, lease: str) -> Any:
+        request = secrets.token_hex(16)
+        while True:
+            told = await self.post("saved", request=request, lease=lease, wait=min(_HELD_OPEN, self.heartbeat / 2))
+            if told["state"] == "done":
+                return wire.decode(told["value"], self.module)
+
     async def call(self, lease: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if lease not in self.held:
             raise RemotePoolError(f"this sandbox of {self.url} is not leased any more")
@@ -496,6 +549,9 @@ class _Link:
                 told = await self.post("call", **body)
                 if told["state"] == "done":
                     return wire.decode(told["value"], self.module)
+        except LeaseEnded as error:
+            self.lost.setdefault(lease, str(error))
+            raise
         except asyncio.CancelledError:
             self._leave(request)
             raise
@@ -523,6 +579,7 @@ class _Link:
             )
             if told is None:
                 return
+            self.lost.update(told.get("lost", {}))
             for name in set(held) - set(told["leases"]):
                 self.held.pop(name, None)
             if self.listeners:

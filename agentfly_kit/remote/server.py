@@ -24,7 +24,7 @@ from typing import Annotated, Any, Self, TypeVar
 
 import pydantic
 
-from ..errors import PoolTimeout, RemotePoolError, SandboxError, SettingsError
+from ..errors import LeaseEnded, PoolTimeout, RemotePoolError, SandboxError, SettingsError
 from ..pool import Lease, Pool, PoolEvent
 from . import wire
 
@@ -52,6 +52,20 @@ class _Acquire(_Message):
     owner: Annotated[str, pydantic.StringConstraints(max_length=1000)] = "somebody"
     timeout: Seconds | None = None
     run: Annotated[str, pydantic.StringConstraints(max_length=1000)] = ""
+    hand: bool = False
+    wait: Seconds = 0.0
+
+
+class _Rest(_Message):
+    lease: Name
+    rests: bool
+    number: Annotated[int, pydantic.Field(ge=0)]
+    """Grows with each: of two that overtook each other the later one counts."""
+
+
+class _Saved(_Message):
+    request: Name
+    lease: Name
     wait: Seconds = 0.0
 
 
@@ -107,6 +121,8 @@ class _Held:
     lease: Lease[Any]
     since: float
     calls: OrderedDict[str, asyncio.Task[Any]] = field(default_factory=OrderedDict)
+    rest: int = -1
+    """The number of the last word about its rest."""
 
 
 @dataclass
@@ -123,6 +139,8 @@ class _Client:
     requests: OrderedDict[str, _Request] = field(default_factory=OrderedDict)
     given_up: OrderedDict[str, None] = field(default_factory=OrderedDict)
     releasing: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    ended: OrderedDict[str, _Held] = field(default_factory=OrderedDict)
+    """Leases that the pool ended by itself, until the client has heard."""
 
 
 class PoolServer:
@@ -199,7 +217,8 @@ class PoolServer:
         application.router.add_get(f"{wire.PATH}/pool", self._handler(None, self._tell))
         for name, kind, answer in (
             ("acquire", _Acquire, self._acquire), ("abandon", _Abandon, self._abandon), ("call", _Call, self._call),
-            ("release", _Release, self._release), ("beat", _Beat, self._beat), ("bye", _Bye, self._bye),
+            ("release", _Release, self._release), ("rest", _Rest, self._rest), ("saved", _Saved, self._saved),
+            ("beat", _Beat, self._beat), ("bye", _Bye, self._bye),
         ):  # fmt: skip
             application.router.add_post(f"{wire.PATH}/{name}", self._handler(kind, answer))
         runner = web.AppRunner(application, access_log=None, handle_signals=False, shutdown_timeout=0.5)
@@ -318,7 +337,20 @@ class PoolServer:
                 raise _Refused(429, RemotePoolError(f"{self.max_clients} clients are served already (max_clients=)"))
             client = self._clients[name] = _Client(now, asyncio.Semaphore(self.max_leases or 2**30))
         client.seen = now
+        self._notice(client)
         return client
+
+    @staticmethod
+    def _notice(client: _Client) -> None:
+        """What the pool ended by itself counts no more against its client."""
+        for name, held in list(client.leases.items()):
+            if held.lease.lost or held.lease.taken_back:
+                client.ended[name] = client.leases.pop(name)
+                client.room.release()
+                for call in held.calls.values():
+                    call.cancel()
+        while len(client.ended) > _KEPT_REQUESTS:
+            client.ended.popitem(last=False)
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
@@ -376,7 +408,7 @@ class PoolServer:
             raise _Refused(404, _over(lease))
         return {
             "state": "leased", "lease": lease, "sandbox": held.lease.id,
-            "isolation": getattr(held.lease.sandbox, "isolation", None), **self._seen(),
+            "isolation": getattr(held.lease.sandbox, "isolation", None), "hand": held.lease.hand, **self._seen(),
         }  # fmt: skip
 
     async def _lease(self, client: _Client, message: _Acquire) -> str:
@@ -395,7 +427,8 @@ class PoolServer:
                 "(max_leases= of the server)"
             ) from None
         try:
-            lease = await self.pool.acquire(message.owner, max(0.0, timeout - (loop.time() - began)), run=run)
+            left = max(0.0, timeout - (loop.time() - began))
+            lease = await self.pool.acquire(message.owner, left, run=run, hand=message.hand)
         except BaseException:
             client.room.release()
             raise
@@ -426,7 +459,7 @@ class PoolServer:
     async def _call(self, message: _Call, client: _Client) -> dict[str, Any]:
         held = client.leases.get(message.lease)
         if held is None:
-            raise _Refused(404, _over(message.lease))
+            raise self._why_over(client, message.lease)
         if message.turn is not None:
             held.lease.turn = wire.turn(message.turn)
         call = held.calls.get(message.request)
@@ -461,12 +494,48 @@ class PoolServer:
         client.seen = asyncio.get_running_loop().time()
         if not call.done():
             return {"state": "waiting"}
+        self._notice(client)
+        if message.lease in client.ended:
+            raise self._why_over(client, message.lease)
         if call.cancelled():
             raise _Refused(409, RemotePoolError("the call was given up, or its lease ended under it"))
         failed = call.exception()
         if failed is not None:
             raise _Refused(409, failed)
         return {"state": "done", "value": call.result()}
+
+    @staticmethod
+    def _why_over(client: _Client, name: str) -> _Refused:
+        held = client.ended.get(name)
+        if held is None:
+            return _Refused(404, _over(name))
+        why = held.lease.lost or f"taken back while it rested, and {held.lease.why}"
+        return _Refused(409, LeaseEnded(f"the pool took the {held.lease.pool.name}: {why}"))
+
+    async def _rest(self, message: _Rest, client: _Client) -> dict[str, Any]:
+        gone = client.ended.get(message.lease)
+        if gone is not None and gone.lease.taken_back:
+            return {"state": "taken", "why": gone.lease.why, "saved": gone.lease.saved is not None, **self._seen()}
+        held = client.leases.get(message.lease)
+        if held is None:
+            raise self._why_over(client, message.lease)
+        if message.number > held.rest:
+            held.rest = message.number
+            held.lease.rest(message.rests)
+        return {"state": "rests" if message.rests else "firm", **self._seen()}
+
+    async def _saved(self, message: _Saved, client: _Client) -> dict[str, Any]:
+        held = client.ended.get(message.lease)
+        if held is None or held.lease.saved is None:
+            raise _Refused(404, _over(message.lease))
+        saved = held.lease.saved
+        await asyncio.wait([saved], timeout=min(message.wait, _LONGEST_WAIT))
+        if not saved.done():
+            return {"state": "waiting"}
+        try:
+            return {"state": "done", "value": wire.encode(saved.result())}
+        except Exception as error:  # what could not be saved, or cannot travel
+            raise _Refused(409, error) from None
 
     def _sibling(self, client: _Client, name: str) -> Any:
         """Another sandbox of the same client, as an argument: what a fork goes into."""
@@ -515,8 +584,9 @@ class PoolServer:
                     async with asyncio.timeout(min(message.wait, _LONGEST_WAIT, self.heartbeat / 2)):
                         await news.wait()
             events = [event for event in list(self._events) if event.sequence > after]
+        lost = {name: held.lease.lost for name, held in client.ended.items() if held.lease.lost}
         return {
-            "leases": list(client.leases), "events": wire.encode(events),
+            "leases": list(client.leases), "lost": lost, "events": wire.encode(events),
             "sequence": self.pool._sequence, **self._seen(),
         }  # fmt: skip
 
@@ -535,6 +605,7 @@ class PoolServer:
             task.cancel()
         if pending:
             await asyncio.wait(pending)
+        client.ended.clear()
         for lease in list(client.leases):
             self._return(client, lease, True)
         if client.releasing:
@@ -554,6 +625,7 @@ class PoolServer:
                     client.seen += late
                 continue
             for name, client in list(self._clients.items()):
+                self._notice(client)
                 if loop.time() - client.seen > self.heartbeat:
                     _log.warning("client %s has fallen silent; its %d leases end", name, len(client.leases))
                     await self._end(name)
