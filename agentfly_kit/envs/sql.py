@@ -42,9 +42,10 @@ def score(seen: Rows | str | None, wanted: Rows) -> dict[str, float]:
 
     overlap  intersection over union of the two multisets of rows, each row as its text; 1 where both are empty, 0 for
              an error or a statement that gives no rows (None).
-    order    Kendall's tau-b between the rows that both have, in the order of each; 1 where it says nothing (one row,
-             or all alike).
-    reward   their product, rounded to two digits where the order counts: rows in the reverse order have -1.
+    order    Kendall's tau-b of the rows that both have: the one's against the other's at the same place, compared as
+             texts. 1 where it says nothing (one row, or all alike). As there it is not the tau of their ranks: rows in
+             reverse have -1 only if they were in the order of their texts.
+    reward   their product, rounded to two digits where the order counts; it may be below 0.
     Source:  InterCode, arXiv 2306.14898, and its SQL environment; rows are compared as texts: 1 is not 1.0.
     """
     if not isinstance(seen, list):
