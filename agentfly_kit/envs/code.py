@@ -16,7 +16,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from agentfly_kit import data
 from agentfly_kit.data import Tasks
@@ -130,7 +130,7 @@ class Code:
             await self._sandbox.fork(into._sandbox)
 
 
-def _texts(given: Any) -> bool:
+def _texts(given: Any) -> TypeGuard[list[str]]:
     return isinstance(given, list | tuple) and bool(given) and all(isinstance(test, str) for test in given)
 
 
