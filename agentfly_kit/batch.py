@@ -213,8 +213,8 @@ class Batch:
     def packed(self) -> Packed:
         """Rows end to end, in order: N = lengths.sum() tokens, for a kernel that takes rows of any length.
 
-        No step here uses it: `ppo_step` pads rows of like length. On a CPU packed rows need a dense mask over all N
-        tokens, and were 1.75 times slower; on a GPU it was not tried.
+        No step here uses it: on a CPU packed rows need a dense mask over all N tokens, and were 1.75 times slower; on a
+        GPU it was not tried. `ppo_step` runs what rows have in common once (`trees.py`), and pads rows of like length.
         """
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
         positions = torch.arange(self.ids.shape[1])[None].expand_as(self.ids)

@@ -205,7 +205,7 @@ class Chain:
     @property
     def ids(self) -> tuple[int, ...]:
         """What the engine is given next: every token of the row so far."""
-        return tuple(i for turn in _row_of(self.turn) for i in turn.ids or ())
+        return tuple(itertools.chain.from_iterable(turn.ids or () for turn in _row_of(self.turn)))
 
     @property
     def actions(self) -> int:

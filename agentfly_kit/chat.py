@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from agentfly_kit import drift as drifting
 from agentfly_kit import formats
@@ -85,6 +85,7 @@ class Chat:
         self._shows: dict[int, bool] = {}
         self._pieces: dict[int, str] = {}
         self._encoded: dict[str, tuple[int, ...]] = {}
+        self._texts: dict[tuple[int, ...], str] = {}
         self._rendered: dict[str, tuple[int, ...]] = {}
         self.stop_ids: tuple[int, ...] = self._stop_ids(stop)
         """Ids that end an action: the template's own ends of turn, the tokenizer's eos, and `stop`."""
@@ -117,13 +118,25 @@ class Chat:
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included. A view: it is never encoded again."""
+        key = tuple(ids)  # the chains of a group say the same things
+        known = self._texts.get(key)
+        if known is not None:
+            return known
         if (backend := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:  # the same, at half the cost
-            return str(backend.decode(list(ids), skip_special_tokens=False))
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+            text = str(backend.decode(list(ids), skip_special_tokens=False))
+        else:
+            text = str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        if len(self._texts) >= _KEEP:
+            self._texts.clear()
+        self._texts[key] = text
+        return text
 
     def pieces(self, ids: Sequence[int]) -> tuple[str, ...]:
         """The text of each id alone; bytes that are no text by themselves appear as <0xE2>."""
-        return tuple(self._pieces.get(i) or self._piece(i) for i in ids)
+        found = tuple(map(self._pieces.get, ids))
+        if None in found:
+            found = tuple(self._pieces.get(i) or self._piece(i) for i in ids)
+        return cast("tuple[str, ...]", found)
 
     def _piece(self, token: int) -> str:
         text = self.text([token])

@@ -25,7 +25,7 @@ def equal_rewards(group: Group) -> str | None:
 
     A group with a single scored chain is one. Without this filter such a group gets advantages of exactly 0 and still
     counts in the denominator of a token mean.
-    Source:  DAPO, arXiv 2503.14476, "dynamic sampling"; nothing is sampled in their place here.
+    Source:  DAPO, arXiv 2503.14476, "dynamic sampling". `TrainConfig(refill=)` samples other groups in their place.
     """
     scored = {reward for reward in group.rewards if reward is not None}
     return "equal rewards" if len(scored) == 1 else None

@@ -408,6 +408,18 @@ def test_the_probe_looks_at_the_longest_row() -> None:
     assert stats.approx_kl == pytest.approx(0, abs=1e-6), "recomputed"
 
 
+def test_a_stale_batch_is_refused_unless_it_is_allowed() -> None:
+    policy = random_policy(0)
+    batch = batch_of(policy)
+    policy.version += 64
+    ppo_step(policy, adamw(policy, 1e-9), batch)
+    before = weights(policy).clone()
+    with pytest.raises(BatchError, match=r"the batch is stale: .* version 0 and this policy is at 65, .* max_lag=None"):
+        ppo_step(policy, adamw(policy, 1e-9), batch)
+    assert torch.equal(weights(policy), before)
+    assert ppo_step(policy, adamw(policy, 1e-9), batch, max_lag=None, correction="token").updates == 1
+
+
 def test_batches_that_cannot_be() -> None:
     policy = random_policy(0)
     batch = batch_of(policy)

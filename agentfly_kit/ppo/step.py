@@ -72,6 +72,7 @@ def ppo_step(
     target_kl: float | None = None,
     old: Literal["auto", "engine", "recompute"] = "auto",
     correction: Correction | None = None,
+    max_lag: int | None = 64,
     autocast: Literal["bfloat16"] | None = None,
     checkpointing: bool = False,
     accelerator: Any = None,
@@ -102,6 +103,8 @@ def ppo_step(
         "recompute" compares all of them. Either way the gap is `stats.sampler_gap`.
     correction: weigh tokens by p_old / p_sampler: "token", "sequence", or the options of `losses.importance_weights`,
         such as {"level": "sequence", "cap": 5.0, "beyond": "mask"}. What truncated sampling kept belongs to p_sampler.
+    max_lag: a batch with a token that was sampled more updates ago is refused, for it says little about the policy as
+        it is. None takes any.
     autocast: run the model in bfloat16; weights, losses and optimizer stay in theirs.
     checkpointing: keep no activations inside layers, and compute them again in the backward.
     accelerator: an accelerate.Accelerator of several processes. Each has the same policy and gives the same batch (see
@@ -114,7 +117,7 @@ def ppo_step(
     Source:  PPO, arXiv 1707.06347, eq. 7; masked as docs/conventions.md says.
     """
     started = time.perf_counter()
-    _check(policy, batch, kl_coef, kl_in, reference, epochs, minibatch, old, correction)
+    _check(policy, batch, kl_coef, kl_in, reference, epochs, minibatch, old, correction, max_lag)
     for name, coefficient in (("value_coef", value_coef), ("kl_coef", kl_coef), ("entropy_coef", entropy_coef)):
         if not coefficient >= 0:
             raise SettingsError(f"{name}={coefficient}: give 0 or more")
@@ -288,6 +291,7 @@ def _check(
     minibatch: int | None,
     old: str,
     correction: Any,
+    max_lag: int | None,
 ) -> None:
     batch.check()
     advantages = batch.advantages[batch.mask]
@@ -316,6 +320,13 @@ def _check(
         raise BatchError(
             f"the batch was sampled at policy version {newest} and this policy is at {policy.version}: "
             "it is another policy"
+        )
+    oldest = int(batch.versions[batch.mask].min()) if bool(batch.mask.any()) else policy.version
+    if max_lag is not None and policy.version - oldest > max_lag:
+        raise BatchError(
+            f"the batch is stale: it was sampled at policy version {oldest} and this policy is at {policy.version}, "
+            f"more than max_lag={max_lag} updates later. Sample anew; or allow it with max_lag=None, best with "
+            "correction='token'"
         )
     if kl_in not in ("loss", "reward"):
         raise SettingsError(f"kl_in={kl_in!r}: give 'loss' or 'reward'")

@@ -90,6 +90,9 @@ class TrainConfig:
     policy; a `LocalEngine` samples them from a copy of the policy). 0 does one after the other."""
     filters: list[Filter] | tuple[Filter, ...] = ()
     """What is not trained on and why, in the words of `af.filters`: such a chain is left out as if it were unscored."""
+    refill: int = 0
+    """DAPO's dynamic sampling: up to so many times an iteration, other tasks are sampled for the groups of which
+    `filters` left nothing, until there are `tasks_per_step` with something to learn from. 0 trains on what is left."""
     autocast: Literal["bfloat16"] | None = None
     checkpointing: bool = False
     truncated: Truncated = "score"
@@ -145,6 +148,11 @@ class TrainConfig:
             raise SettingsError(f"filters={given!r}: {wanted}")
         for each in self.filters:
             of_group(each)
+        if self.refill < 0 or (self.refill and not self.filters):
+            raise SettingsError(
+                f"refill={self.refill} with {len(self.filters)} filters: give a number of rounds, and in filters= what "
+                "a group is left out for, such as af.filters.equal_rewards"
+            )
         how, _ = aggregate_options(self.aggregate, self.denominator)
         if self.shared == "once":
             refuse_once(self.loss, how, self.correction)

@@ -26,6 +26,7 @@ from agentfly_kit.batch import counted
 from agentfly_kit.engines.local import LocalEngine
 from agentfly_kit.errors import BatchError, EmptyBatch, RunError, SettingsError, TaskError, TrainingError
 from agentfly_kit.evaluation import Evaluation, evaluate
+from agentfly_kit.filters import reasons
 from agentfly_kit.pending import ended
 from agentfly_kit.policy import Policy
 from agentfly_kit.ppo import adamw, ppo_step_async
@@ -134,6 +135,8 @@ class TrainRun:
                 "use agent.replace(engine=af.LocalEngine(policy))"
             )
         self._crew = Crew(accelerator)
+        if config.refill and not self._crew.alone:
+            raise SettingsError("refill= is for one process: each of several would count its own groups; give refill=0")
         if run is None and not self._crew.alone:
             raise SettingsError("several processes need run=, one folder that all of them see")
         if config.budget is not None and not self._crew.alone:
@@ -390,16 +393,33 @@ class TrainRun:
     # --- sampling ---
 
     async def _sample(self, index: int, agent: Agent) -> Rollout:
-        """This process's chains of an iteration."""
+        """This process's chains of an iteration, with those that are sampled in the place of filtered groups."""
+        rollout = await self._roll(agent, self._order.draw(index), index, "train")
+        for again in range(1, self.config.refill + 1):
+            left_out = reasons(rollout.trajectories, self.config.filters)
+            full = sum(
+                any(t.reward is not None and t.id not in left_out for t in g.trajectories) for g in rollout.groups
+            )
+            missing = self.config.tasks_per_step - full
+            if missing <= 0:
+                break
+            others = self._order.more(index, again, missing, [g.trajectories[0].task for g in rollout.groups])
+            if not others:
+                break
+            more = await self._roll(agent, others, index, f"refill{again}")
+            rollout = Rollout((*rollout.groups, *more.groups), rollout.seconds + more.seconds)
+        return rollout
+
+    async def _roll(self, agent: Agent, tasks: list[Task], index: int, purpose: str) -> Rollout:
         config, crew = self.config, self._crew
         self.rollout = agent.rollout(
-            self._order.draw(index),
+            tasks,
             config.group_size,
             max_concurrency=config.max_concurrency,
             budget=config.budget,
             group_budget=config.group_budget,
             index=index,
-            purpose="train",
+            purpose=purpose,
             share=(crew.rank, crew.size),
         )
         if self._paused:
@@ -516,6 +536,7 @@ class TrainRun:
                 target_kl=config.target_kl,
                 old="engine" if config.overlap and config.old == "auto" and config.correction is None else config.old,
                 correction=config.correction,
+                max_lag=None,  # it knows how old its chains are
                 autocast=config.autocast,
                 checkpointing=config.checkpointing,
                 accelerator=self._crew.accelerator,

@@ -36,6 +36,15 @@ class Order:
             out.append(self._tasks[order[place]])
         return out
 
+    def more(self, index: int, again: int, count: int, asked: Sequence[Task]) -> list[Task]:
+        """Up to `count` other tasks for an iteration, of the difficulties that it has. The same at every call."""
+        known = {task.id for task in asked}
+        levels = {level for task, level in zip(self._tasks, self._levels, strict=True) if task.id in known}
+        left = [i for i, t in enumerate(self._tasks) if t.id not in known and self._levels[i] in levels]
+        generator = torch.Generator().manual_seed(seeds.derive(self._seed, "refill", index, again))
+        order = torch.randperm(len(left), generator=generator)[:count].tolist()
+        return [self._tasks[left[i]] for i in order]
+
 
 def _levels(tasks: Sequence[Task], difficulty: str | Callable[[Task], float] | None) -> list[float]:
     """The difficulty of each task; 0 for all where none is asked for."""
