@@ -1,11 +1,14 @@
 """Each family is real: its expert solves it, luck does not, and many chains at once see only their own world."""
 
 import asyncio
+import dataclasses
 import inspect
 import json
+import linecache
 import os
 import random
 import sys
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -19,14 +22,14 @@ def ready() -> list[str]:
     return [name for name in FAMILIES if not getattr(af.envs, name).family.missing]
 
 
-FEWER = {"repo": 6}
-"""Of families whose chains start processes."""
+FEWER = {"alfworld": 16, "code": 8, "repo": 6, "sql": 16}
+"""Of families whose chains start processes, or think long."""
 
 
 @pytest.mark.parametrize("name", ready())
 async def test_the_expert_solves_it_and_luck_does_not(name: str) -> None:
     of = getattr(af.envs, name)
-    tasks = of.tasks(FEWER.get(name, 64), "test")
+    tasks = of.tasks(fewer(name), "test")
     expert, luck = await af.evaluate(of.expert(), tasks), await af.evaluate(of.random_agent(), tasks)
     assert expert.success >= 0.98, expert
     assert luck.success <= 0.05, luck
@@ -78,6 +81,8 @@ def test_tasks_are_the_same_again_and_in_one_split_only(name: str) -> None:
 def test_the_list_says_what_there_is() -> None:
     table = af.envs.list()
     assert list(table.index) == list(FAMILIES)
+    assert list(table.columns) == ["what", "tools", "needs", "size", "licence", "installed"]
+    assert table.map(bool).all(axis=None)
     assert table.loc["lookup", "tools"] == "lookup"
     assert set(table.loc[ready(), "installed"]) == {"yes"}
     missing = family.Family(
@@ -219,3 +224,209 @@ def test_an_answer_in_other_words_goes_to_math_verify() -> None:
         ("$\\sqrt{8}$", "2\\sqrt{2}", True), ("1/2", "x+1", False), ("seven", "7", False), ("", "7", False),
     ]:  # fmt: skip
         assert exact.equivalent(said, answer) is right, said
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "right"),
+    [
+        ("", "1/2", False), ("   ", "1/2", False), ("\x00", "1/2", False), ("\ud800", "1/2", False),
+        ("1/2 2/3 3/4", "1/2", False), ("1/2 or 2/3", "1/2", False), ("1,2,3,4,5,6,7,8,9", "7", False),
+        ("9^9^9^9", "7", False), ("10^{10^{10}}", "7", False), ("(10^8)!", "7", False), ("(" * 5000, "7", False),
+        ("9" * 100_000, "7", False), ("\\prod_{n=1}^{10^9} n", "7", False), ("\\binom{10^9}{10^8}", "7", False),
+        ("\u0661", "2", False), ("-" * 3000 + "1", "1", False), ("nan", "1/2", False), ("1/0", "1/0", True),
+    ],
+)  # fmt: skip
+def test_no_answer_is_right_by_force(said: str, answer: str, right: bool) -> None:
+    assert exact.equivalent(said, answer) is right
+
+
+def test_exact_values_agree_with_fractions_and_sympy_on_random_expressions() -> None:
+    import sympy
+
+    seed = random.randrange(10**9)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+
+    def grow(depth: int) -> tuple[str, Fraction]:
+        if depth == 0 or rng.random() < 0.2:
+            n = rng.randint(0, 30)
+            return (
+                (str(n), Fraction(n))
+                if rng.random() < 0.7
+                else (f"{n}.{n % 10}5", Fraction(100 * n + n % 10 * 10 + 5, 100))
+            )
+        (a, x), (b, y) = grow(depth - 1), grow(depth - 1)
+        sign = rng.choice("+-*/^")
+        if sign == "^":
+            n = rng.randint(0, 3)
+            return f"({a})^{n}", x**n
+        return f"({a}){sign}({b})", {"+": x + y, "-": x - y, "*": x * y}[sign] if sign != "/" else x / y
+
+    computed = 0
+    for _ in range(300):
+        try:
+            text, wanted = grow(3)
+        except ZeroDivisionError:
+            continue
+        if len(text) > 200:
+            continue
+        try:
+            got = exact.value(text)
+        except exact.NotArithmetic:  # too many digits
+            continue
+        computed += 1
+        assert got == sympy.Rational(wanted.numerator, wanted.denominator), text
+        assert exact.same(exact.shown(got), text) is True
+        assert exact.same(text, f"{wanted.numerator + 1}/{wanted.denominator}") is (
+            False if len(str(wanted)) < 190 else None
+        )
+    assert computed > 150
+    for _ in range(40):
+        a, b = rng.randint(1, 30), rng.randint(1, 30)
+        assert exact.same(f"({a}^2*{b})^(1/2)", f"{a}*sqrt({b})") is True
+        assert exact.same(f"({a}^2*{b}+1)^(1/2)", f"{a}*sqrt({b})") is False
+
+
+# ---- what holds for all
+
+
+def fewer(name: str, n: int = 64) -> int:
+    return min(n, FEWER.get(name, n))
+
+
+@pytest.mark.parametrize("name", ready())
+async def test_many_chains_at_once_are_each_as_if_they_were_alone(name: str) -> None:
+    """64 at once, and one after another in one environment that serves them all, say the same word for word."""
+    of = getattr(af.envs, name)
+    tasks = of.tasks(fewer(name), "train")
+    together = await of.random_agent(size=8).rollout(tasks, max_concurrency=64)
+    alone = await of.random_agent(size=1).rollout(tasks, max_concurrency=1)
+    for one, other in zip(together.trajectories, alone.trajectories, strict=True):
+        assert [turn.text for turn in one.turns] == [turn.text for turn in other.turns]
+        assert (one.reward, one.metrics, one.stop) == (other.reward, other.metrics, other.stop), (
+            one.error or other.error
+        )
+
+
+def garbage(what: dict[str, Any]) -> Any:
+    return {"integer": -(10**9), "number": 1e300, "boolean": "perhaps", "array": []}.get(
+        what.get("type", ""), "\u2042 ' ; --"
+    )
+
+
+@pytest.mark.parametrize("name", ready())
+async def test_an_action_that_is_none_is_told_so_and_the_others_go_on(name: str) -> None:
+    of = getattr(af.envs, name)
+    tasks = of.tasks(3, "test")
+    tool = of.family.tools[0]
+    schema = tool.schema["function"]["parameters"]["properties"]
+    moves: list[Any] = [
+        ("no_such_tool", {"x": 1}), (tool.name, {"no_such_argument": 1}),
+        (tool.name, {name: garbage(what) for name, what in schema.items()}), "\u2042",
+    ]  # fmt: skip
+
+    def plays(task: Task, messages: Any, rng: random.Random) -> Any:
+        if task.id != tasks[1].id:
+            return of.family.expert_player(task, messages, rng)
+        return moves[min(3, sum(m["role"] == "assistant" for m in messages))]
+
+    chat = family.small_chat()
+    agent = of.agent(family.PlayerEngine(plays, chat), chat=chat)
+    good, bad, also = (await agent.rollout(tasks)).trajectories
+    assert good.success and also.success, good.error or also.error
+    assert (bad.error, bad.success) == (None, False), bad.explain()
+    first, second = bad.tool_calls[:2]
+    for call, word in ((first, "no_such_tool"), (second, "no_such_argument")):
+        assert call.result is not None and not call.result.ok
+        assert word in call.result.observation
+
+
+@pytest.mark.parametrize("name", ready())
+async def test_a_task_that_is_none_is_named_and_the_others_go_on(name: str) -> None:
+    of = getattr(af.envs, name)
+    good = of.tasks(1, "test")[0]
+    chat = family.small_chat()
+    agent = of.agent(family.PlayerEngine(lambda task, messages, rng: "\u2042", chat), chat=chat)
+    huge = {k: 10**9 if isinstance(v, int) and not isinstance(v, bool) else v for k, v in good.fields.items()}
+    refused: list[str] = []
+    for fields in (huge, {}):
+        bad = dataclasses.replace(good, id="bad", fields=fields)
+        try:
+            one, other = (await agent.rollout([good, bad])).trajectories
+        except af.errors.RewardError as error:  # refused before anything ran
+            refused.append(str(error))
+            continue
+        assert one.reward is not None, one.error
+        assert other.reward is not None or len(str(other.error)) > 20
+    assert all("'bad'" in text for text in refused), refused
+
+
+@pytest.mark.parametrize("name", ready())
+async def test_a_fork_goes_on_from_the_same_state_or_is_refused_by_name(name: str) -> None:
+    of = getattr(af.envs, name)
+    chain = of.expert().chain(of.tasks(1, "test")[0])
+    await chain.begin()
+    await chain.step()
+    if chain.stop is not None:
+        assert (await chain.finish()).success
+        return
+    try:
+        twin = await chain.fork()
+    except af.errors.SandboxError as error:
+        await chain.close()
+        assert of.family.environment.__name__ in str(error)  # noqa: PT017
+        return
+    for each in (twin, chain):
+        while each.stop is None:
+            await each.step()
+        assert (await each.finish()).success
+
+
+CELL = '''
+class Count:
+    def reset(self, task, seed):
+        self.n, self.done = 0, False
+        return f"Count to {task.fields['to']}."
+
+    @af.tool
+    def next(self) -> str:
+        """Say the next number."""
+        self.n += 1
+        return str(self.n)
+
+    @af.tool
+    def stop(self) -> str:
+        """Stop counting."""
+        self.done = True
+        return "Stopped."
+
+    def reward(self, state, to):
+        return float(state["n"] == to)
+
+    def fork(self, into):
+        into.n, into.done = self.n, self.done
+'''
+
+
+async def test_a_class_of_a_cell_is_an_environment_and_pooled() -> None:
+    space: dict[str, Any] = {"af": af, "__name__": "__main__"}
+    linecache.cache["<cell 1>"] = (len(CELL), None, CELL.splitlines(keepends=True), "<cell 1>")
+    exec(compile(CELL, "<cell 1>", "exec"), space)
+
+    def plays(task: Task, messages: Any, rng: random.Random) -> Any:
+        return ("next" if len(family.told(messages)) < task.fields["to"] else "stop", {})
+
+    chat = family.small_chat()
+    pool = af.Pool(space["Count"], size=3)
+    agent = af.envs.agent(space["Count"], family.PlayerEngine(plays, chat), chat=chat, pool=pool, max_turns=12)
+    rollout = await agent.rollout(af.tasks_from([{"id": f"c{i}", "question": f"{i}?", "to": i % 9} for i in range(64)]))
+    assert {(t.stop, t.reward) for t in rollout.trajectories} == {("env_done", 1.0)}
+    assert pool.snapshot().idle <= 3
+    await pool.close()
+
+
+async def test_evaluations_tell_the_stages() -> None:
+    for name, stage in (("maze", "steps"), ("judge", "short"), ("judge", "manners")):
+        of = getattr(af.envs, name)
+        evaluation = await af.evaluate(of.expert(), of.tasks(8, "test"))
+        assert evaluation.metrics[stage] > 0, evaluation.metrics

@@ -51,7 +51,8 @@ def __dir__() -> builtins.list[str]:
 
 
 def list() -> Any:
-    """A frame of the task families: what each is, what it needs, and what to type where that is not installed."""
+    """A frame of the task families: what each is and needs, how many tasks there are, the licence, and what to type for
+    what is not installed."""
     import pandas
 
     rows = []
@@ -63,11 +64,11 @@ def list() -> Any:
                 "name": name,
                 "what": family.what,
                 "tools": ", ".join(tool.name for tool in family.tools),
-                "tasks": family.size,
                 "needs": ", ".join(family.needs) or "nothing",
+                "size": family.size,
                 "licence": family.licence,
                 "installed": family.install if lacks else "yes",
             }
         )
-    columns = ["name", "what", "tools", "tasks", "needs", "licence", "installed"]
+    columns = ["name", "what", "tools", "needs", "size", "licence", "installed"]
     return pandas.DataFrame(rows, columns=columns).set_index("name")

@@ -108,16 +108,64 @@ def same(a: str, b: str) -> bool | None:
 
 def equivalent(said: str, answer: str) -> bool:
     """Whether an answer is right: by exact value; where that cannot be told, by math-verify if it is installed
-    (`pip install "agentfly_kit[envs]"`), which also reads sets, intervals and LaTeX; else by the text."""
+    (`pip install "agentfly_kit[envs]"`), which also reads sets, intervals and LaTeX; else by the text.
+
+    What would compute for ever (towers of powers, factorials, sums and products) is compared as text alone.
+    """
     exactly = same(said, answer)
     if exactly is not None:
         return exactly
+    if said.strip() == answer.strip():
+        return True
+    if _is_heavy(said):
+        return False
     try:
         from math_verify import parse, verify
     except ModuleNotFoundError:
-        return said.strip() == answer.strip()
-    # Its own timeouts use signals, which only the main thread may set; it warns where they are off. A reward has one.
+        return False
+    # Its own timeouts use signals, which only the main thread may set; it warns where they are off.
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    gold, given = (parse(f"${text}$", parsing_timeout=None) for text in (answer, said))
-    return said.strip() == answer.strip() or bool(verify(gold, given, timeout_seconds=None))
+    try:
+        gold, given = (parse(f"${text}$", parsing_timeout=None) for text in (answer, said))
+        return bool(verify(gold, given, timeout_seconds=None))
+    except Exception:  # what a model writes may be anything; that it cannot be read is no failure of ours
+        return False
+
+
+_LONGEST_LATEX = 500
+_HEAVY = re.compile(r"!|factorial|gamma|zeta|\\(?:[a-z]?binom|choose|sum|prod|i*int|oint|lim|big|Gamma)", re.IGNORECASE)
+
+
+def _is_heavy(text: str) -> bool:
+    """Whether its value may take more than a moment: nobody can stop a thread that computes."""
+    if len(text) > _LONGEST_LATEX or _HEAVY.search(text):
+        return True
+    growth = 1
+    for match in re.finditer(r"(?:\^|\*\*|sqrt\s*(?=\[))\s*", text):
+        exponent, after = _group(text, match.end())
+        if re.search(r"\^|\*\*", exponent) or re.match(r"\s*(?:\^|\*\*)", after):
+            return True  # a tower
+        for number in re.findall(r"[0-9]+", exponent):
+            growth *= max(1, int(number))
+    return growth > 10 * _POWER
+
+
+_TOKEN = re.compile(r"-?(\\[a-zA-Z]+|[0-9.]+|[a-zA-Z]|)")
+
+
+def _group(text: str, at: int) -> tuple[str, str]:
+    """What stands in brackets from here on, or one number, letter or command with its brackets; and what follows it."""
+    token = _TOKEN.match(text, at)
+    assert token is not None
+    end = token.end()
+    while end < len(text) and text[end] in "{([" and (token[1] == "" or token[1].startswith("\\")):
+        depth = 0
+        for i in range(end, len(text)):
+            depth += (text[i] in "{([") - (text[i] in "})]")
+            end = i + 1
+            if depth == 0:
+                break
+        if token[1] == "":
+            break
+    return text[at:end], text[end:]

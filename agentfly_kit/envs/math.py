@@ -19,8 +19,6 @@ class Math(Calculator):
         """1 for the same value; what is no number goes to math-verify, if that is installed."""
         return float(final is not None and exact.equivalent(final, answer))
 
-    async def fork(self, into: Calculator) -> None: ...
-
 
 _FORMS = (
     "{a}/{b} + {c}/{d}", "{a}/{b} - {c}/{d}", "{a}/{b} * {c}/{d}", "({a}/{b})^2 + {c}", "{a}*{b}^(1/2) + {c}*{b}^(1/2)",

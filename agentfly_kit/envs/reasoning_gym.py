@@ -42,8 +42,6 @@ class ReasoningGym(Calculator):
         entry = {"question": question_text, "answer": answer, "metadata": metadata}
         return float(_package().get_score_answer_fn(dataset)(answer=final.strip(), entry=entry))
 
-    async def fork(self, into: Calculator) -> None: ...
-
 
 def rows(n: int, split: str, seed: int = 0, datasets: Sequence[str] = DATASETS) -> list[dict[str, Any]]:
     """Rows {"id", "messages", "question", "answer", "dataset", "metadata"}, the kinds in turn; a question is in the
