@@ -12,6 +12,7 @@ from typing import Any
 FAMILIES: tuple[str, ...] = (
     "alfworld",
     "calculator",
+    "chess",
     "code",
     "judge",
     "lookup",
@@ -19,6 +20,7 @@ FAMILIES: tuple[str, ...] = (
     "maze",
     "reasoning_gym",
     "repo",
+    "scienceworld",
     "search",
     "sql",
     "webshop",
@@ -66,6 +68,8 @@ def list() -> Any:
                 "tools": ", ".join(tool.name for tool in family.tools),
                 "needs": ", ".join(family.needs) or "nothing",
                 "size": family.size,
+                "tasks": family.size,
+                "needs": ", ".join((*family.needs, *family.programs)) or "nothing",
                 "licence": family.licence,
                 "installed": family.install if lacks else "yes",
             }

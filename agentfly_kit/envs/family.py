@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import random
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -87,6 +88,8 @@ class Family:
     licence: str = "that of the project"
     needs: tuple[str, ...] = ()
     """Modules that must be importable."""
+    programs: tuple[str, ...] = ()
+    """Programs that must be on the path."""
     install: str = ""
     """What to type for them."""
     splits: Mapping[str, int] = field(default_factory=lambda: {"train": 512, "test": 128})
@@ -96,7 +99,8 @@ class Family:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        return tuple(name for name in self.needs if importlib.util.find_spec(name) is None)
+        modules = [name for name in self.needs if importlib.util.find_spec(name) is None]
+        return (*modules, *(name for name in self.programs if shutil.which(name) is None))
 
     def need(self) -> None:
         """Raises SettingsError naming what is not installed, and what to type."""

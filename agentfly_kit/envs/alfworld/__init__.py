@@ -227,6 +227,6 @@ def tasks(
     size: Size = "full",
     kinds: Sequence[str] = KINDS,
 ) -> Tasks:
-    """`n` tasks of a split; without a split, both. size: "full", or "small" with six receptacles. kinds: only these."""
+    """`n` tasks of a split; without a split, both. size: "full", or "small" with few receptacles. kinds: only these."""
     chosen = dataclasses.replace(family, rows=functools.partial(rows, size=size, kinds=tuple(kinds)))
     return chosen.tasks(n, split, seed=seed)

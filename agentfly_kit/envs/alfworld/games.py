@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from agentfly_kit.envs.alfworld.house import CLEANABLE, COOLABLE, HEATABLE, HOLDS, LAMPS, House, Name
+from agentfly_kit.envs.alfworld.house import CLEANABLE, COOLABLE, HEATABLE, HOLDS, LAMPS, OPENABLE, House, Name
 from agentfly_kit.errors import SettingsError
 
 Size: TypeAlias = Literal["small", "full"]
-"""A room of six receptacles with a few things in it; or as many as in ALFWorld's own, ten to thirty."""
+"""A room of four or five receptacles with a few things, all of them in the open; or as in ALFWorld's own, with seven to
+thirty receptacles, and things behind doors."""
 
 WORDING = {
     "pick_and_place_simple": ("put a {} in {}", "put some {} on {}"),
@@ -106,12 +107,9 @@ _ROOMS: dict[Size, dict[str, dict[str, tuple[int, int]]]] = {
     },
     "small": {
         "kitchen": {
-            "cabinet": (1, 1), "countertop": (1, 1), "diningtable": (1, 1), "fridge": (1, 1), "microwave": (1, 1),
-            "sinkbasin": (1, 1),
+            "countertop": (1, 1), "diningtable": (1, 1), "fridge": (1, 1), "microwave": (1, 1), "sinkbasin": (1, 1),
         },
-        "bedroom": {
-            "bed": (1, 1), "desk": (1, 1), "drawer": (1, 1), "dresser": (1, 1), "shelf": (1, 1), "sidetable": (1, 1),
-        },
+        "bedroom": {"bed": (1, 1), "desk": (1, 1), "drawer": (1, 1), "shelf": (1, 1)},
     },
 }  # fmt: skip
 """Room -> receptacle -> the least and the most of them."""
@@ -128,7 +126,7 @@ _THINGS: dict[Size, dict[str, str]] = {
     },
     "small": {
         "kitchen": "apple bowl bread cup egg mug plate potato tomato",
-        "bedroom": "book cd cellphone laptop pen pencil pillow watch",
+        "bedroom": "book cd cellphone laptop pen pencil",
     },
 }
 _LAMP_STANDS = ("desk", "dresser", "shelf", "sidetable")
@@ -180,7 +178,7 @@ def _drawn(rng: random.Random, kind: str, size: Size) -> tuple[Goal, House] | No
     house = House({place: [] for place in places})
 
     def put(name: Name, fits: Callable[[str], bool]) -> bool:
-        found = [place for place in places if fits(place[0])]
+        found = [place for place in places if fits(place[0]) and (size == "full" or place[0] not in OPENABLE)]
         if found:
             house.inside[rng.choice(found)].append(name)
         return bool(found)

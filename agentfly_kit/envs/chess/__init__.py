@@ -1,0 +1,247 @@
+"""chess: puzzles against a defender. Mates in one and two ship; Lichess' puzzle files load; the rules are our own.
+
+Nothing needs python-chess (GPL-3). Where Debian's `stockfish` is, it can play the other side: options={"opponent":
+"stockfish"}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import functools
+import json
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agentfly_kit import data
+from agentfly_kit.data import Tasks
+from agentfly_kit.envs.chess import puzzles
+from agentfly_kit.envs.chess.board import Board, Move
+from agentfly_kit.envs.chess.stockfish import Stockfish
+from agentfly_kit.envs.family import Family, told
+from agentfly_kit.envs.family import Move as Play
+from agentfly_kit.errors import SettingsError
+from agentfly_kit.tools import tool
+from agentfly_kit.types import Message, Task, ToolResult
+
+
+class Chess:
+    """One puzzle. With the field `mate`, any way to mate in so many moves is right; else the moves of the line are, and
+    any move that mates.
+
+    opponent   "best": the reply that is not mated at once, where there is one; "stockfish": its choice; of a puzzle
+               without `mate` always the line's.
+    depth      plies that Stockfish searches.
+    """
+
+    def __init__(self, opponent: str = "best", depth: int = 12) -> None:
+        if opponent not in ("best", "stockfish"):
+            raise SettingsError(f"opponent={opponent!r}: want 'best' or 'stockfish'")
+        self.opponent, self.depth = opponent, depth
+        self._engine: Stockfish | None = None
+
+    async def start(self) -> None:
+        if self.opponent == "stockfish":
+            self._engine = await asyncio.to_thread(Stockfish, self.depth)
+
+    @property
+    def alive(self) -> bool:
+        return self._engine is None or self._engine.alive
+
+    async def close(self) -> None:
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.close)
+
+    def kill(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+    async def reset(self, task: Task, seed: int) -> str:
+        fields = task.fields
+        self.board = Board.of(str(fields.get("fen")))
+        self.line = [str(move) for move in fields.get("solution", ())]
+        self.mate: int | None = fields.get("mate")
+        if not self.line and self.mate is None:
+            raise SettingsError(f"task {task.id!r} is no puzzle: it has neither solution= nor mate=")
+        self.left = self.mate if self.mate is not None else (len(self.line) + 1) // 2
+        self.moves: list[str] = []
+        self.illegal = 0
+        self.first = self.won = self.done = False
+        return self.board.text()
+
+    @tool
+    async def play(self, move: str) -> ToolResult:
+        """Make a move. The other side replies.
+
+        Args:
+            move: as "e7e8q" or "e8=Q".
+        """
+        found = self.board.read(move)
+        if found is None:
+            self.illegal += 1
+            return ToolResult(False, f"{move!r:.60} is no legal move here; `moves` lists them.")
+        own = len(self.moves) // 2
+        right = 2 * own < len(self.line) and str(found) == self.line[2 * own]
+        self.first = self.first or (own == 0 and right)
+        said = self._make(found)
+        self.left -= 1
+        if self.board.mate:
+            self.won = self.done = True
+            return ToolResult(True, f"{said}: checkmate.")
+        if self.mate is None and not right:
+            self.done = True
+            return ToolResult(True, f"{said}: that is not it.")
+        if self.mate is None and not self.left:
+            self.won = self.done = True
+            return ToolResult(True, f"{said}: solved.")
+        if self.board.stalemate or not self.left:
+            self.done = True
+            return ToolResult(True, f"{said}: {'stalemate' if self.board.stalemate else 'no mate'}.")
+        reply = self._make(await self._reply())
+        self.done = self.board.mate
+        return ToolResult(True, f"{said} {reply}{': you are mated.' if self.done else ''}\n{self.board.text()}")
+
+    def _make(self, move: Move) -> str:
+        said = self.board.san(move)
+        self.board = self.board.push(move)
+        self.moves.append(str(move))
+        return said
+
+    async def _reply(self) -> Move:
+        played = len(self.moves)
+        if self.mate is None or (self.moves == self.line[:played] and played < len(self.line)):
+            reply = self.board.read(self.line[played])
+            if reply is not None:
+                return reply
+            raise SettingsError(f"the line {self.line} has no legal move at {self.line[played]!r}")
+        if self._engine is not None:
+            reply = self.board.read(await asyncio.to_thread(self._engine.best, self.board.fen))
+        else:
+            reply = self.board.defence()
+        assert reply is not None
+        return reply
+
+    @tool(name="moves")
+    async def legal_moves(self) -> str:
+        """List the legal moves."""
+        return ", ".join(sorted(self.board.san(move) for move in self.board.legal()))
+
+    @tool(name="board")
+    async def shown(self) -> str:
+        """Show the board, and its FEN."""
+        return f"{self.board.text()}\n{self.board.fen}"
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """For rewards."""
+        return {
+            "fen": self.board.fen, "moves": list(self.moves), "won": self.won, "first": self.first,
+            "illegal": self.illegal,
+        }  # fmt: skip
+
+    async def reward(self) -> dict[str, float]:
+        """1 for the mate, or the whole line. `first`: the first move was the solution's; `illegal`: tries at none."""
+        score = float(self.won)
+        return {"reward": score, "success": score, "first": float(self.first or self.won), "illegal": self.illegal}
+
+    async def fork(self, into: Chess) -> None:
+        engine = into._engine
+        into.__dict__.update(self.__dict__)
+        into.moves, into._engine = list(self.moves), engine
+
+
+@functools.lru_cache(maxsize=8)
+def _shipped(split: str) -> tuple[str, ...]:
+    return tuple(data._data().joinpath("chess", f"{split}.jsonl").read_text(encoding="utf-8").splitlines())
+
+
+@functools.lru_cache(maxsize=8)
+def _made(n: int, split: str, seed: int) -> tuple[str, ...]:
+    return tuple(json.dumps(row) for row in puzzles.made(n, seed=seed, split=split))
+
+
+def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows {"id", "question", "fen", "solution", "mate"}: those that ship; beyond them new ones, made now."""
+    shipped = seed == 0 and n <= puzzles.SIZES[split]
+    return [json.loads(line) for line in (_shipped(split)[:n] if shipped else _made(n, split, seed))]
+
+
+def tasks_in(file: str | os.PathLike[str], n: int | None = None) -> Tasks:
+    """The first `n` puzzles of a file of Lichess' (columns PuzzleId, FEN, Moves, Rating, Themes; .csv).
+
+    In these files the other side moves first, and its move is made here. Raises SettingsError for a file that is none,
+    and for a row whose position or moves are none, with its line.
+    """
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise SettingsError(f"there is no file {str(path)!r}; Lichess has its puzzles at database.lichess.org, as CC0")
+    found: list[dict[str, Any]] = []
+    with path.open(encoding="utf-8", newline="") as lines:
+        reader = csv.DictReader(lines)
+        lacks = {"PuzzleId", "FEN", "Moves"} - set(reader.fieldnames or ())
+        if lacks:
+            raise SettingsError(
+                f"{path.name} has no column {', '.join(sorted(lacks))}; want Lichess' puzzle file, unpacked"
+            )
+        for number, row in enumerate(reader, 2):
+            if n is not None and len(found) == n:
+                break
+            found.append(_lichess(row, f"{path.name}:{number}"))
+    return data.tasks_from(found, name="chess")
+
+
+def _lichess(row: dict[str, str], where: str) -> dict[str, Any]:
+    try:
+        board = Board.of(row["FEN"])
+    except SettingsError as error:
+        raise SettingsError(f"{where}: {error}") from error
+    first, *line = (row["Moves"] or "").split() or [""]
+    walked = board
+    for i, text in enumerate((first, *line)):
+        move = walked.read(text)
+        if move is None:
+            raise SettingsError(f"{where}: {text!r} is no legal move in {walked.fen!r}")
+        walked = walked.push(move)
+        if i == 0:
+            board = walked
+    if not line:
+        raise SettingsError(f"{where}: want at least two moves, the other side's first")
+    side = "White" if board.turn == "w" else "Black"
+    return {
+        "id": row["PuzzleId"],
+        "question": f"{side} to move. Find the best moves.\n{board.fen}",
+        "fen": board.fen,
+        "solution": line,
+        "rating": int(row["Rating"]) if (row.get("Rating") or "").isdecimal() else None,
+        "themes": (row.get("Themes") or "").split(),
+    }
+
+
+def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Play:
+    """Plays the line that is stored, and knows any mate on the board."""
+    made = len(told(messages))
+    line = task.fields["solution"]
+    return ("play", {"move": line[2 * made]}) if 2 * made < len(line) else "Done."
+
+
+def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Play:
+    """Makes any legal move of the first position, then whatever it thinks is one."""
+    moves = sorted(str(move) for move in Board.of(task.fields["fen"]).legal())
+    return "play", {"move": rng.choice(moves)}
+
+
+family = Family(
+    name="chess",
+    what="mates in one and two against a defender; Lichess' puzzle files load",
+    environment=Chess,
+    rows=rows,
+    expert_player=expert_player,
+    random_player=random_player,
+    max_turns=6,
+    size="128 train and 64 test ship; any number is made",
+    splits=dict(puzzles.SIZES),
+)
+tasks, agent, expert, random_agent = family.tasks, family.agent, family.expert, family.random_agent

@@ -1,0 +1,316 @@
+"""The rules of chess: positions, legal moves, check and mate, moves as text. No draws by repetition or by fifty moves.
+
+Squares are 0 (a1) to 63 (h8). Knows no puzzle.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from agentfly_kit.errors import SettingsError
+
+WHITE, BLACK = "w", "b"
+START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
+_WAYS = {
+    "N": ((1, 2), (2, 1), (2, -1), (1, -2), (-1, -2), (-2, -1), (-2, 1), (-1, 2)),
+    "B": ((1, 1), (1, -1), (-1, -1), (-1, 1)),
+    "R": ((1, 0), (0, -1), (-1, 0), (0, 1)),
+}
+_WAYS["Q"] = _WAYS["K"] = (*_WAYS["B"], *_WAYS["R"])
+
+
+def _rays(square: int, ways: tuple[tuple[int, int], ...], far: int) -> tuple[tuple[int, ...], ...]:
+    file, rank = square % 8, square // 8
+    rays = []
+    for right, up in ways:
+        ray = []
+        for step in range(1, far + 1):
+            x, y = file + right * step, rank + up * step
+            if not (0 <= x < 8 and 0 <= y < 8):
+                break
+            ray.append(8 * y + x)
+        if ray:
+            rays.append(tuple(ray))
+    return tuple(rays)
+
+
+_RAYS = {kind: [_rays(s, ways, 1 if kind in "NK" else 7) for s in range(64)] for kind, ways in _WAYS.items()}
+_ROOKS = {0: "Q", 7: "K", 56: "q", 63: "k"}
+"""Where a rook stands as long as there may be castling on its side."""
+
+
+def square_name(square: int) -> str:
+    return "abcdefgh"[square % 8] + str(square // 8 + 1)
+
+
+def square_of(name: str) -> int:
+    return "abcdefgh".index(name[0]) + 8 * (int(name[1]) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    start: int
+    end: int
+    into: str = ""
+    """q, r, b or n for a pawn that arrives."""
+
+    def __str__(self) -> str:
+        return square_name(self.start) + square_name(self.end) + self.into
+
+
+@dataclass(frozen=True)
+class Board:
+    """A position. `cells`: "" or a letter, upper case for white."""
+
+    cells: tuple[str, ...]
+    turn: str = WHITE
+    castling: str = ""
+    passant: int | None = None
+    """The square behind a pawn that has just gone two."""
+    halfmoves: int = 0
+    number: int = 1
+
+    @classmethod
+    def of(cls, fen: str) -> Board:
+        """Raises SettingsError for what is no position: a wrong FEN, not one king a side, the waiting side in check."""
+        parts = fen.split()
+        rows = parts[0].split("/") if parts else []
+        cells = [""] * 64
+        good = len(parts) in (4, 6) and len(rows) == 8 and parts[1] in (WHITE, BLACK)
+        for i, row in enumerate(rows if good else ()):
+            file = 0
+            for c in row:
+                if c in "12345678":
+                    file += int(c)
+                elif c in "pnbrqkPNBRQK" and file < 8:
+                    cells[8 * (7 - i) + file] = c
+                    file += 1
+                else:
+                    good = False
+            good = good and file == 8
+        good = good and cells.count("K") == cells.count("k") == 1
+        good = good and not any(c and c in "pP" for c in (*cells[:8], *cells[56:]))
+        good = good and re.fullmatch(r"-|K?Q?k?q?", parts[2]) is not None
+        good = good and re.fullmatch(r"-|[a-h][36]", parts[3]) is not None
+        good = good and all(number.isdecimal() and len(number) < 6 for number in parts[4:])
+        if not good:
+            raise SettingsError(f"{fen!r} is no position; want a FEN, such as {START!r}")
+        passant = None if parts[3] == "-" else square_of(parts[3])
+        halfmoves, number = (int(parts[4]), int(parts[5])) if len(parts) == 6 else (0, 1)
+        rights = "".join(
+            side for rook, side in _ROOKS.items()
+            if side in parts[2] and cells[rook] == ("R" if side.isupper() else "r")
+            and cells[4 if side.isupper() else 60] == ("K" if side.isupper() else "k")
+        )  # fmt: skip
+        board = cls(tuple(cells), parts[1], "".join(s for s in "KQkq" if s in rights), passant, halfmoves, number)
+        if board.attacked(board.king(board.other), board.turn):
+            raise SettingsError(f"{fen!r} is no position: the king of the side that has just moved is in check")
+        return board
+
+    @property
+    def fen(self) -> str:
+        rows = []
+        for rank in range(7, -1, -1):
+            row = "".join(c or "." for c in self.cells[8 * rank : 8 * rank + 8])
+            rows.append(re.sub(r"\.+", lambda run: str(len(run[0])), row))
+        passant = "-" if self.passant is None else square_name(self.passant)
+        return f"{'/'.join(rows)} {self.turn} {self.castling or '-'} {passant} {self.halfmoves} {self.number}"
+
+    @property
+    def other(self) -> str:
+        return BLACK if self.turn == WHITE else WHITE
+
+    def text(self) -> str:
+        """A picture in letters, white below."""
+        ranks = [
+            f"{rank + 1} " + " ".join(c or "." for c in self.cells[8 * rank : 8 * rank + 8])
+            for rank in range(7, -1, -1)
+        ]
+        return "\n".join([*ranks, "  a b c d e f g h"])
+
+    def king(self, side: str) -> int:
+        return self.cells.index("K" if side == WHITE else "k")
+
+    def attacked(self, square: int, by: str) -> bool:
+        """Whether a piece of that side could take what stands there."""
+        cells = self.cells
+        own = str.upper if by == WHITE else str.lower
+        if any(cells[ray[0]] == own("N") for ray in _RAYS["N"][square]):
+            return True
+        if any(cells[ray[0]] == own("K") for ray in _RAYS["K"][square]):
+            return True
+        for kind in "BR":
+            takers = (own(kind), own("Q"))
+            for ray in _RAYS[kind][square]:
+                for cell in ray:
+                    if cells[cell]:
+                        if cells[cell] in takers:
+                            return True
+                        break
+        down = -1 if by == WHITE else 1
+        file, rank = square % 8, square // 8 + down
+        return 0 <= rank < 8 and any(
+            0 <= x < 8 and cells[8 * rank + x] == own("P") for x in (file - 1, file + 1)
+        )  # fmt: skip
+
+    @property
+    def check(self) -> bool:
+        return self.attacked(self.king(self.turn), self.other)
+
+    @property
+    def mate(self) -> bool:
+        return self.check and next(self.legal(), None) is None
+
+    @property
+    def stalemate(self) -> bool:
+        return not self.check and next(self.legal(), None) is None
+
+    def legal(self) -> Iterator[Move]:
+        """Moves after which the own king is safe."""
+        for move in self._moves():
+            after = self.push(move)
+            if not after.attacked(after.king(self.turn), after.turn):
+                yield move
+
+    def _moves(self) -> Iterator[Move]:
+        cells, white = self.cells, self.turn == WHITE
+        for start, piece in enumerate(cells):
+            if not piece or piece.isupper() != white:
+                continue
+            kind = piece.upper()
+            if kind == "P":
+                yield from self._pawn(start, white)
+                continue
+            for ray in _RAYS[kind][start]:
+                for end in ray:
+                    if cells[end]:
+                        if cells[end].isupper() != white:
+                            yield Move(start, end)
+                        break
+                    yield Move(start, end)
+            if kind == "K":
+                yield from self._castles(start, white)
+
+    def _pawn(self, start: int, white: bool) -> Iterator[Move]:
+        cells, up = self.cells, 8 if white else -8
+        file, last = start % 8, (7 if white else 0)
+        ends = []
+        if not cells[start + up]:
+            ends.append(start + up)
+            if start // 8 == (1 if white else 6) and not cells[start + 2 * up]:
+                ends.append(start + 2 * up)
+        for side in (-1, 1):
+            end = start + up + side
+            if 0 <= file + side < 8:
+                taken = cells[end]
+                if (taken and taken.isupper() != white) or (end == self.passant and end // 8 == (5 if white else 2)):
+                    ends.append(end)
+        for end in ends:
+            if end // 8 == last:
+                yield from (Move(start, end, into) for into in "qrbn")
+            else:
+                yield Move(start, end)
+
+    def _castles(self, start: int, white: bool) -> Iterator[Move]:
+        for side, between, over in (("K", (1, 2), (0, 1)), ("Q", (-1, -2, -3), (0, -1))):
+            if (side if white else side.lower()) not in self.castling:
+                continue
+            if any(self.cells[start + step] for step in between):
+                continue
+            if not any(self.attacked(start + step, self.other) for step in over):
+                yield Move(start, start + 2 * over[1])
+
+    def push(self, move: Move) -> Board:
+        """The position after a move, which is not looked at."""
+        cells = list(self.cells)
+        piece, taken = cells[move.start], cells[move.end]
+        cells[move.start] = ""
+        white = piece.isupper()
+        cells[move.end] = (move.into.upper() if white else move.into) if move.into else piece
+        passant = None
+        if piece in "Pp":
+            if move.end == self.passant and not taken and (move.end - move.start) % 8:
+                cells[move.end + (-8 if white else 8)] = ""
+            if abs(move.end - move.start) == 16:
+                passant = (move.start + move.end) // 2
+        elif piece in "Kk" and abs(move.end - move.start) == 2:
+            rook, beside = (
+                (move.start + 3, move.start + 1) if move.end > move.start else (move.start - 4, move.start - 1)
+            )
+            cells[beside], cells[rook] = cells[rook], ""
+        castling = self.castling
+        if castling:
+            if piece in "Kk":
+                castling = "".join(c for c in castling if c.isupper() != white)
+            for square in (move.start, move.end):
+                castling = castling.replace(_ROOKS.get(square, "-"), "")
+        return Board(
+            tuple(cells), self.other, castling, passant, 0 if taken or piece in "Pp" else self.halfmoves + 1,
+            self.number + (not white),
+        )  # fmt: skip
+
+    def san(self, move: Move) -> str:
+        """As a person writes it: Qh7#."""
+        kind = self.cells[move.start].upper()
+        takes = bool(self.cells[move.end]) or (kind == "P" and (move.end - move.start) % 8 != 0)
+        if kind == "K" and abs(move.end - move.start) == 2:
+            text = "O-O" if move.end > move.start else "O-O-O"
+        elif kind == "P":
+            into = f"={move.into.upper()}" if move.into else ""
+            text = (square_name(move.start)[0] + "x" if takes else "") + square_name(move.end) + into
+        else:
+            others = [
+                m.start for m in self.legal()
+                if m.end == move.end and m.start != move.start and self.cells[m.start] == self.cells[move.start]
+            ]  # fmt: skip
+            name = square_name(move.start)
+            if not others:
+                name = ""
+            elif all(other % 8 != move.start % 8 for other in others):
+                name = name[0]
+            elif all(other // 8 != move.start // 8 for other in others):
+                name = name[1]
+            text = kind + name + ("x" if takes else "") + square_name(move.end)
+        after = self.push(move)
+        return text + ("#" if after.mate else "+" if after.check else "")
+
+    def read(self, text: str) -> Move | None:
+        """The legal move that is written so, as "e7e8q" or as "e8=Q+"; None if there is none, or more than one."""
+        said = text.strip()
+        plain = re.sub(r"[+#!?]|\s*e\.p\.$", "", said).replace("0-0-0", "O-O-O").replace("0-0", "O-O")
+        for move in self.legal():
+            if str(move) == said.lower():
+                return move
+        found = []
+        for move in self.legal():
+            written = re.sub(r"[+#]", "", self.san(move))
+            if plain in (written, written.replace("=", ""), written.replace("x", "")):
+                found.append(move)
+        return found[0] if len(found) == 1 else None
+
+    def mates(self) -> list[Move]:
+        """Moves that mate at once."""
+        return [move for move in self.legal() if self.push(move).mate]
+
+    def defence(self) -> Move | None:
+        """The reply after which there is no mate at once, where there is one; else the first; None where none is."""
+        replies = sorted(self.legal(), key=str)
+        return next((reply for reply in replies if not self.push(reply).mates()), replies[0] if replies else None)
+
+    def mating(self) -> list[Move]:
+        """First moves that mate in two at most, whatever the reply."""
+        return [move for move in self.legal() if self._mates_next(self.push(move))]
+
+    @staticmethod
+    def _mates_next(after: Board) -> bool:
+        replies = list(after.legal())
+        if not replies:
+            return after.check
+        return all(after.push(reply).mates() for reply in replies)
+
+    def flipped(self) -> Board:
+        """The same with the colours exchanged, for positions without castling."""
+        rows = [self.cells[8 * rank : 8 * rank + 8] for rank in range(7, -1, -1)]
+        return replace(self, cells=tuple(c.swapcase() for row in rows for c in row), turn=self.other)

@@ -1,0 +1,117 @@
+"""Puzzles: mates in one and in two with one solution, made by drawing positions and searching them through.
+
+python -m agentfly_kit.envs.chess.puzzles --out data/chess      # what ships, made again
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentfly_kit.envs.chess.board import BLACK, WHITE, Board, Move
+from agentfly_kit.errors import SettingsError
+
+SIZES = {"train": 128, "test": 64}
+
+
+def drawn(rng: random.Random) -> Board | None:
+    """A position with few pieces and white to move, or None where this draw is none."""
+    cells = [""] * 64
+    pieces = ["K", "k"]
+    pieces += rng.choice(("Q", "QN", "QB", "QR", "RR", "QP", "RRN", "RBN", "QNP", "RRB", "QRB"))
+    pieces += ["pnbrq"[min(rng.randrange(5), rng.randrange(5))] for _ in range(rng.randint(1, 5))]
+    # Kings at an edge, as they are when they are mated.
+    edge = [s for s in range(64) if s % 8 in (0, 7) or s // 8 in (0, 7)]
+    for piece in pieces:
+        home = edge if piece == "k" and rng.random() < 0.8 else range(8, 56) if piece in "pP" else range(64)
+        square = rng.choice([s for s in home if not cells[s]])
+        cells[square] = piece
+    board = Board(tuple(cells), WHITE)
+    if board.attacked(board.king(BLACK), WHITE) or board.check:
+        return None
+    return board
+
+
+def puzzle(rng: random.Random, mate: int) -> tuple[Board, list[Move]]:
+    """A position with exactly one first move that mates in so many, and the line: its moves and the best replies."""
+    while True:
+        board = drawn(rng)
+        if board is None:
+            continue
+        mates = board.mates()
+        if mate == 1:
+            if len(mates) == 1:
+                return board, mates
+            continue
+        if mates:
+            continue
+        first = []
+        for move in board.legal():
+            if Board._mates_next(board.push(move)):
+                first.append(move)
+                if len(first) > 1:
+                    break
+        if len(first) == 1:
+            after = board.push(first[0])
+            reply = after.defence()
+            assert reply is not None
+            return board, [first[0], reply, after.push(reply).mates()[0]]
+
+
+def made(n: int, *, seed: int = 0, mates: Sequence[int] = (1, 2), split: str = "train") -> Iterator[dict[str, Any]]:
+    """Rows {"id", "question", "fen", "solution", "mate"}: `n` puzzles of this number, mates in one and two in turn.
+
+    Another seed, or another split, gives others. A tenth of a second to a second each.
+    """
+    if not mates or not set(mates) <= {1, 2}:
+        raise SettingsError(f"mates={tuple(mates)!r}: want 1, 2 or both")
+    for i in range(n):
+        rng = random.Random(f"chess {split} {seed} {i}")
+        mate = mates[i % len(mates)]
+        board, line = puzzle(rng, mate)
+        if rng.random() < 0.5:
+            board = board.flipped()
+            line = [Move(m.start ^ 56, m.end ^ 56, m.into) for m in line]
+        side = "White" if board.turn == WHITE else "Black"
+        mark = "" if seed == 0 else f"{seed}-"
+        yield {
+            "id": f"chess-{split}-{mark}{i:04}",
+            "question": f"{side} to move and mate in {mate}.\n{board.fen}",
+            "fen": board.fen,
+            "solution": [str(move) for move in line],
+            "mate": mate,
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Make what ships again."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(arguments)
+    given.out.mkdir(parents=True, exist_ok=True)
+    for split, count in SIZES.items():
+        rows = made(count, seed=given.seed, split=split)
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (given.out / f"{split}.jsonl").write_text(text, encoding="utf-8")
+    (given.out / "ORIGIN.md").write_text(_ORIGIN.format(seed=given.seed), encoding="utf-8")
+
+
+_ORIGIN = """\
+# Chess puzzles
+
+Made for this project by drawing positions at random and searching them through; no game of anybody's is in them.
+Remade, byte for byte, by
+
+    python -m agentfly_kit.envs.chess.puzzles --seed {seed} --out <folder>
+
+Half are mates in one, half in two; each has one first move that does it, and `solution` is the line against the best
+defence. The positions are legal, seldom likely. Licence: that of the project.
+"""
+
+if __name__ == "__main__":
+    main()

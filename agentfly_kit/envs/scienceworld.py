@@ -1,0 +1,361 @@
+"""scienceworld: thirty kinds of experiment in a simulated house, by the package of that name and its Java simulator.
+
+One chain, one Java process: it takes seconds to start and hundreds of megabytes, so keep a few in a pool and let chains
+wait for them. `agent(...)` makes such a pool; with `pool=af.Pool(af.envs.scienceworld.ScienceWorld, size=4, warm=4)` of
+your own many agents share it, and a lease finds one that runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import importlib.util
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentfly_kit.data import Tasks
+from agentfly_kit.envs.family import Family, Move, PlayerEngine, small_chat, told
+from agentfly_kit.errors import SandboxError, SettingsError
+from agentfly_kit.pool import Pool
+from agentfly_kit.rollout import Agent
+from agentfly_kit.tools import tool
+from agentfly_kit.types import Message, Task, ToolResult
+
+VARIATIONS: Mapping[str, int] = {
+    "boil": 30,
+    "change-the-state-of-matter-of": 30,
+    "chemistry-mix": 32,
+    "chemistry-mix-paint-secondary-color": 36,
+    "chemistry-mix-paint-tertiary-color": 36,
+    "find-animal": 300,
+    "find-living-thing": 300,
+    "find-non-living-thing": 300,
+    "find-plant": 300,
+    "freeze": 30,
+    "grow-fruit": 126,
+    "grow-plant": 126,
+    "identify-life-stages-1": 14,
+    "identify-life-stages-2": 10,
+    "inclined-plane-determine-angle": 168,
+    "inclined-plane-friction-named-surfaces": 1386,
+    "inclined-plane-friction-unnamed-surfaces": 162,
+    "lifespan-longest-lived": 125,
+    "lifespan-longest-lived-then-shortest-lived": 125,
+    "lifespan-shortest-lived": 125,
+    "measure-melting-point-known-substance": 436,
+    "measure-melting-point-unknown-substance": 300,
+    "melt": 30,
+    "mendelian-genetics-known-plant": 120,
+    "mendelian-genetics-unknown-plant": 480,
+    "power-component": 20,
+    "power-component-renewable-vs-nonrenewable-energy": 20,
+    "test-conductivity": 900,
+    "test-conductivity-of-unknown-substances": 600,
+    "use-thermometer": 540,
+}
+"""Kind of task -> how many variations the simulator has, 7,207 in all."""
+KINDS = tuple(VARIATIONS)
+INSTALL_JAVA = "apt-get install default-jre-headless (Debian, Ubuntu), or any Java 8 or newer"
+STEPS = 100
+"""The package's own limit."""
+_GOLD: dict[tuple[str, int, str], list[str]] = {}
+"""(kind, variation, simplification) -> the simulator's own solution, once it was asked for."""
+
+
+def variations(kind: str, split: str) -> range:
+    """The variations of a split, as the simulator has them: the first half to train, the last quarter to test, and
+    between them "dev"."""
+    if kind not in VARIATIONS:
+        raise SettingsError(f"scienceworld has no kind {kind!r}; it has {', '.join(KINDS)}")
+    count = VARIATIONS[kind]
+    quarter = count // 4
+    bounds = {"train": (0, 2 * quarter), "dev": (2 * quarter, 3 * quarter), "test": (3 * quarter, count)}
+    if split not in bounds:
+        raise SettingsError(f"split={split!r}: want {', '.join(map(repr, bounds))}")
+    return range(*bounds[split])
+
+
+class Simulator:
+    """One Java process with the package's simulator. Blocking."""
+
+    def __init__(self, memory_mb: int) -> None:
+        """Raises SettingsError saying what to type for what is missing; SandboxError if it cannot start."""
+        if importlib.util.find_spec("scienceworld") is None:
+            raise SettingsError('ScienceWorld is a package; type: pip install "agentfly_kit[envs]"')
+        if shutil.which("java") is None:
+            raise SettingsError(f"ScienceWorld's simulator is Java, and there is no `java`; type: {INSTALL_JAVA}")
+        import scienceworld
+        from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
+
+        jar = str(Path(scienceworld.__file__).parent / "scienceworld.jar")
+        options = [f"-Xmx{memory_mb}m", "-XX:+UseSerialGC", "-XX:+ExitOnOutOfMemoryError", "-XX:TieredStopAtLevel=1"]
+        try:
+            # die_on_exit: it reads its standard input, and ends with whoever started it. enable_auth: the port is on
+            # the loopback, and whoever speaks to it can run anything.
+            port, token, self.process = launch_gateway(
+                classpath=jar, die_on_exit=True, javaopts=options, return_proc=True, enable_auth=True,
+                cwd=str(Path(jar).parent), redirect_stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+            wanted = GatewayParameters(auto_field=True, port=port, auth_token=token)
+            self.gateway = JavaGateway(gateway_parameters=wanted)
+            self.server = self.gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
+        except Exception as error:
+            raise SandboxError(f"ScienceWorld's Java process did not start: {type(error).__name__}: {error}") from error
+
+    def load(self, kind: str, variation: int, simplification: str, gold: bool) -> None:
+        self.server.load(kind, variation, simplification, gold)
+        if gold:
+            _GOLD[kind, variation, simplification] = list(self.server.getGoldActionSequence())
+        self.server.reset()
+
+    def step(self, command: str) -> tuple[str, float, bool]:
+        """What is seen; the score, from -1 to 1; whether the task says that it is over."""
+        said = str(self.server.step(command))
+        return said, float(self.server.getScore()), bool(self.server.getCompleted())
+
+    def describe(self) -> str:
+        return str(self.server.getTaskDescription())
+
+    def actions(self) -> list[str]:
+        return [str(form) for form in self.server.getPossibleActions() if form != "reset task"]
+
+    def objects(self) -> list[str]:
+        return [str(name) for name in self.server.getPossibleObjects()]
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        if self.alive:
+            self.process.kill()
+
+    def close(self) -> None:
+        try:
+            self.gateway.close(keep_callback_server=False, close_callback_server_connections=False)
+        finally:
+            self.kill()
+            self.process.wait()
+            for pipe in (self.process.stdin, self.process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+
+class ScienceWorld:
+    """One task in a Java process of its own, which is kept from chain to chain.
+
+    memory_mb        of the Java heap; the process has some 100 MB more.
+    steps            commands until the task is over.
+    simplification   as the package has them: "easy", or some of "teleportAction", "openDoors", ... with commas.
+    gold             have the simulator solve each task first: seconds, for some kinds half a minute.
+    """
+
+    def __init__(self, memory_mb: int = 512, steps: int = STEPS, simplification: str = "", gold: bool = False) -> None:
+        if memory_mb < 128:
+            raise SettingsError(f"memory_mb={memory_mb}: the simulator wants 128 at least")
+        if steps < 1:
+            raise SettingsError(f"steps={steps}: want at least 1")
+        self.memory_mb, self.limit, self.simplification, self.gold = memory_mb, steps, simplification, gold
+        self._simulator: Simulator | None = None
+
+    async def start(self) -> None:
+        self._simulator = await asyncio.to_thread(Simulator, self.memory_mb)
+
+    @property
+    def alive(self) -> bool:
+        return self._simulator is not None and self._simulator.alive
+
+    def kill(self) -> None:
+        if self._simulator is not None:
+            self._simulator.kill()
+
+    async def close(self) -> None:
+        if self._simulator is not None:
+            await asyncio.to_thread(self._simulator.close)
+
+    async def _ask(self, method: str, *given: Any) -> Any:
+        """Raises SandboxError where the process is gone."""
+        simulator = self._simulator
+        if simulator is None:
+            raise SandboxError("this ScienceWorld was not started: lease it from a pool, or await its start()")
+        try:
+            return await asyncio.to_thread(getattr(simulator, method), *given)
+        except Exception as error:
+            await asyncio.sleep(0.05)  # that it has ended is seen a moment later
+            if not simulator.alive:
+                heap = f"; its heap of memory_mb={self.memory_mb} may have been too small"
+                raise SandboxError(f"ScienceWorld's Java process has ended{heap}") from error
+            raise
+
+    async def reset(self, task: Task, seed: int) -> str:
+        kind, variation = str(task.fields.get("kind")), task.fields.get("variation")
+        if kind not in VARIATIONS:
+            raise SettingsError(f"task {task.id!r}: its field kind={kind!r} is none of {', '.join(KINDS)}")
+        if isinstance(variation, bool) or not isinstance(variation, int) or not 0 <= variation < VARIATIONS[kind]:
+            raise SettingsError(f"task {task.id!r}: variation={variation!r}; {kind} has 0 to {VARIATIONS[kind] - 1}")
+        await self._ask("load", kind, variation, self.simplification, self.gold)
+        self.commands: list[str] = []
+        self.seen: list[str] = []
+        self.score, self.completed, self.done = 0.0, False, False
+        description = await self._ask("describe")
+        seen, _, _ = await self._ask("step", "look around")
+        return f"{description}\n\n{seen}"
+
+    @tool
+    async def act(self, command: str) -> ToolResult:
+        """Do one thing.
+
+        Args:
+            command: such as "open door to kitchen", "go to kitchen", "pick up thermometer", "focus on thermometer",
+                "use thermometer on water", "move metal pot to stove", "activate stove", "wait", "inventory".
+        """
+        said = await self._do(command)
+        return ToolResult(not said.startswith("No known action"), said)
+
+    async def _do(self, command: str) -> str:
+        command = " ".join(command.encode("utf-8", "replace").decode().split())[:500]
+        command = "" if command.lower() == "reset task" else command  # the chain's record would say otherwise
+        self.commands.append(command)
+        said, self.score, self.completed = await self._ask("step", command)
+        self.seen.append(said)
+        self.done = self.completed or self.score < 0 or len(self.commands) >= self.limit
+        return str(said)
+
+    @tool
+    async def actions(self) -> str:
+        """List the forms that a command can have; OBJ is an object. It takes no time."""
+        return ", ".join(await self._ask("actions"))
+
+    @tool
+    async def objects(self) -> str:
+        """List the objects that can be named here. It takes no time."""
+        return ", ".join(await self._ask("objects"))
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """For rewards."""
+        return {"score": self.score, "completed": self.completed, "commands": list(self.commands)}
+
+    async def reward(self) -> dict[str, float]:
+        """The score's part of 100; a task that was lost for good has -100 there, and 0 here. `success` is all of it."""
+        score = round(100 * self.score)
+        return {
+            "reward": max(0, score) / 100, "success": float(score >= 100), "score": score, "steps": len(self.commands)
+        }  # fmt: skip
+
+    async def fork(self, into: ScienceWorld) -> None:
+        """The other has begun the same task, and is given the same commands.
+
+        Raises:  SandboxError where it then sees something else: not everything in this world can be had again.
+        """
+        for command, said in zip(self.commands, self.seen, strict=True):
+            if await into._do(command) != said:
+                raise SandboxError(f"ScienceWorld cannot fork here: {command!r} gave something else when run again")
+
+
+def rows(n: int, split: str, seed: int = 0, kinds: Sequence[str] = KINDS) -> list[dict[str, Any]]:
+    """Rows {"id", "question", "kind", "variation"}, the kinds in turn; each variation once.
+
+    Raises:  SettingsError where these kinds have fewer variations in the split.
+    """
+    if not kinds:
+        raise SettingsError(f"kinds=(): give at least one of {', '.join(KINDS)}")
+    orders: list[tuple[str, Iterator[int]]] = []
+    for kind in kinds:
+        own = list(variations(kind, split))
+        random.Random(f"scienceworld {kind} {split} {seed}").shuffle(own)
+        orders.append((kind, iter(own)))
+    mark = "" if seed == 0 else f"{seed}-"
+    found: list[dict[str, Any]] = []
+    while len(found) < n and orders:
+        left = []
+        for kind, order in orders:
+            variation = next(order, None)
+            if variation is None or len(found) == n:
+                continue
+            left.append((kind, order))
+            name = f"scienceworld-{split}-{mark}{kind}-{variation}"
+            found.append({"id": name, "question": "Do the experiment.", "kind": kind, "variation": variation})
+        orders = left
+    if len(found) < n:
+        raise SettingsError(f"n={n}: these kinds have {len(found)} variations in {split!r}")
+    return found
+
+
+def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
+    """Follows the simulator's own solution; for agents with options={"gold": True}."""
+    done = len(told(messages))
+    golds = [gold for (kind, variation, _), gold in _GOLD.items() if (kind, variation) == _key(task)]
+    if not golds:
+        raise SettingsError(f"no solution of {_key(task)} was asked for: give the agent options={{'gold': True}}")
+    return ("act", {"command": golds[-1][done]}) if done < len(golds[-1]) else "Done."
+
+
+def _key(task: Task) -> tuple[Any, Any]:
+    return task.fields.get("kind"), task.fields.get("variation")
+
+
+def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
+    """Goes about, and does something with what every room has."""
+    things = ("door to kitchen", "door to hallway", "air", "agent", "kitchen", "hallway", "stove", "picture", "chair")
+    verbs = ("look around", "inventory", "wait", "open {}", "go to {}", "look at {}", "pick up {}", "activate {}")
+    return "act", {"command": rng.choice(verbs).format(rng.choice(things))}
+
+
+family = Family(
+    name="scienceworld",
+    what="thirty kinds of experiment in a simulated house; the score is the reward",
+    environment=ScienceWorld,
+    rows=rows,
+    expert_player=expert_player,
+    random_player=random_player,
+    max_turns=STEPS,
+    size="7,207 variations of thirty kinds",
+    licence="Apache-2.0",
+    needs=("scienceworld",),
+    programs=("java",),
+    install=f'pip install "agentfly_kit[envs]"; and {INSTALL_JAVA}',
+    splits={"train": 300, "test": 120},
+)
+
+
+def tasks(n: int | None = None, split: str | None = None, *, seed: int = 0, kinds: Sequence[str] = KINDS) -> Tasks:
+    """`n` tasks of a split, the kinds in turn; without a split, both. kinds: only these."""
+    chosen = dataclasses.replace(family, rows=functools.partial(rows, kinds=tuple(kinds)))
+    return chosen.tasks(n, split, seed=seed)
+
+
+def agent(engine: Any, *, size: int = 2, options: Mapping[str, Any] | None = None, **settings: Any) -> Agent:
+    """An agent in this environment, with a pool of `size` Java processes; its chains wait for one as long as it takes.
+
+    settings: as of `af.envs.agent`; with `pool=` there is a pool already.
+    """
+    family.need()
+    if "pool" not in settings and not any(p.kind is ScienceWorld for p in _several(settings.get("pools", ()))):
+        settings["pool"] = Pool(ScienceWorld, size=size, acquire_timeout=24 * 3600.0, **(options or {}))
+        options = None
+    return family.agent(engine, options=options, **settings)
+
+
+def _several(pools: Any) -> Sequence[Any]:
+    return (pools,) if hasattr(pools, "acquire") else tuple(pools)
+
+
+def expert(**settings: Any) -> Agent:
+    """An agent without a model that follows the simulator's own solutions, of up to 178 commands."""
+    if "pool" not in settings:
+        settings["options"] = {"gold": True, "steps": 250, **(settings.get("options") or {})}
+    settings.setdefault("max_turns", 250)
+    chat = settings.pop("chat", None) or small_chat()
+    return agent(PlayerEngine(expert_player, chat), chat=chat, **settings)
+
+
+def random_agent(**settings: Any) -> Agent:
+    """An agent without a model that does whatever comes to its mind."""
+    chat = settings.pop("chat", None) or small_chat()
+    return agent(PlayerEngine(random_player, chat), chat=chat, **settings)

@@ -1,0 +1,233 @@
+"""Chess: the rules against known counts and python-chess, the puzzles that ship, the defender, and files of others."""
+
+import importlib.util
+import json
+import random
+import shutil
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentfly_kit as af
+from agentfly_kit.envs import chess, family
+from agentfly_kit.envs.chess import puzzles
+from agentfly_kit.envs.chess.board import START, Board, Move
+from agentfly_kit.envs.chess.stockfish import Stockfish
+from agentfly_kit.types import Task
+
+DATA = files("agentfly_kit._data").joinpath("chess")
+STOCKFISH = shutil.which("stockfish") or shutil.which("stockfish", path="/usr/games")
+
+
+def count(board: Board, plies: int) -> int:
+    return sum(count(board.push(move), plies - 1) for move in board.legal()) if plies else 1
+
+
+@pytest.mark.parametrize(
+    ("fen", "plies", "moves"),
+    [
+        (START, 3, 8902),
+        ("r3k2r/p1ppqpb1/bn2pnp1/3PN3/1p2P3/2N2Q1p/PPPBBPPP/R3K2R w KQkq - 0 1", 2, 2039),
+        ("8/2p5/3p4/KP5r/1R3p1k/8/4P1P1/8 w - - 0 1", 3, 2812),
+        ("r3k2r/Pppp1ppp/1b3nbN/nP6/BBP1P3/q4N2/Pp1P2PP/R2Q1RK1 w kq - 0 1", 2, 264),
+        ("rnbq1k1r/pp1Pbppp/2p5/8/2B5/8/PPP1NnPP/RNBQK2R w KQ - 1 8", 2, 1486),
+    ],
+)
+def test_there_are_as_many_moves_as_is_known(fen: str, plies: int, moves: int) -> None:
+    """Positions and counts: the chess programming wiki's "Perft results"."""
+    assert count(Board.of(fen), plies) == moves
+    assert Board.of(fen).fen == fen
+
+
+@pytest.mark.skipif(importlib.util.find_spec("chess") is None, reason="not installed: the extra [chess]")
+def test_python_chess_agrees_in_drawn_games() -> None:
+    import chess as theirs
+
+    rng = random.Random(5)
+    for _ in range(4):
+        board, other = Board.of(START), theirs.Board()
+        for ply in range(60):
+            legal = list(board.legal())
+            assert sorted(map(str, legal)) == sorted(m.uci() for m in other.legal_moves), board.fen
+            assert (board.mate, board.check, board.stalemate) == (
+                other.is_checkmate(), other.is_check(), other.is_stalemate())  # fmt: skip
+            if not legal:
+                break
+            move = rng.choice(legal)
+            if ply % 6 == 0:
+                assert board.san(move) == other.san(theirs.Move.from_uci(str(move))), board.fen
+            board = board.push(move)
+            other.push_uci(str(move))
+            assert board.fen == other.fen(en_passant="fen")
+    for row in chess.rows(64, "test"):
+        other = theirs.Board(row["fen"])
+        assert other.is_valid(), row
+        for move in row["solution"]:
+            other.push_uci(move)  # raises where it is illegal
+        assert other.is_checkmate(), row
+
+
+def test_moves_are_read_as_people_write_them() -> None:
+    board = Board.of("r3k2r/pPp5/8/3pP3/8/8/P7/R3K2R w KQkq d6 0 1")
+    for text, move in [
+        ("e1g1", "e1g1"), ("O-O", "e1g1"), ("0-0-0", "e1c1"), ("exd6", "e5d6"), ("ed6", "e5d6"), ("b8=Q+", "b7b8q"),
+        ("bxa8=N", "b7a8n"), ("B7B8Q", "b7b8q"), ("Rxh8+", "h1h8"), ("a4!", "a2a4"), (" Kd2 ", "e1d2"),
+    ]:  # fmt: skip
+        assert str(board.read(text)) == move, text
+    for text in ("", "e9", "Ke8", "b8", "R", "Raf1", "é4", "x" * 9999, "e5e6\x00"):
+        assert board.read(text) is None, text
+    twins = Board.of("4k3/8/8/8/8/8/4K3/R6R w - - 0 1")
+    assert (str(twins.read("Rad1")), twins.read("Rd1"), twins.san(Move(0, 3))) == ("a1d1", None, "Rad1")
+
+
+@pytest.mark.parametrize(
+    "fen", ["", "8/8/8/8/8/8/8/8 w - - 0 1", "4k3/8/8/8/8/8/8/4K3", "4k3/8/8/8/8/8/8/4K3 x - - 0 1",
+            "4k3/9/8/8/8/8/8/4K3 w - - 0 1", "4k3/8/8/8/8/8/4R3/4K3 w - - 0 1", "P3k3/8/8/8/8/8/8/4K3 w - - 0 1",
+            "4k3/8/8/8/8/8/8/4K3 w QK - 0 1", "4k3/8/8/8/8/8/8/4K3 w - e5 0 1", "kk6/8/8/8/8/8/8/4K3 w - - 0 1"],
+)  # fmt: skip
+def test_what_is_no_position_is_named(fen: str) -> None:
+    with pytest.raises(af.errors.SettingsError, match="is no position"):
+        Board.of(fen)
+
+
+def test_what_ships_is_remade_and_has_one_solution() -> None:
+    assert "agentfly_kit.envs.chess.puzzles" in DATA.joinpath("ORIGIN.md").read_text(encoding="utf-8")
+    for split, size in puzzles.SIZES.items():
+        lines = DATA.joinpath(f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+        assert len(lines) == size
+        assert [json.loads(line) for line in lines[:6]] == list(puzzles.made(6, split=split))
+    for row in chess.rows(24, "test"):
+        board = Board.of(row["fen"])
+        if row["mate"] == 1:
+            assert [str(m) for m in board.mates()] == row["solution"]
+        else:
+            assert not board.mates()
+            assert [str(m) for m in board.mating()] == row["solution"][:1]
+    assert chess.rows(3, "train", seed=4) == chess.rows(5, "train", seed=4)[:3]
+    with pytest.raises(af.errors.SettingsError, match="mates="):
+        next(puzzles.made(1, mates=(3,)))
+
+
+def plays(*moves: str) -> Any:
+    def player(task: Task, messages: Any, rng: Any) -> Any:
+        made = len(family.told(messages))
+        return ("play", {"move": moves[made]}) if made < len(moves) else "I give up."
+
+    chat = family.small_chat()
+    return chess.agent(family.PlayerEngine(player, chat), chat=chat)
+
+
+async def one(agent: Any, **fields: Any) -> Any:
+    task = Task("p", ({"role": "user", "content": "?"},), fields)
+    (t,) = (await agent.rollout([task])).trajectories
+    return t
+
+
+async def test_any_mate_in_time_is_right_and_nothing_else() -> None:
+    two = {"fen": "7k/8/5K2/8/8/8/8/6Q1 w - - 0 1", "mate": 2}  # many ways
+    assert (await one(plays("Qg7#"), **two)).reward == 1.0
+    slow = await one(plays("Qg2", "Qg3"), **two)
+    assert (slow.reward, slow.stop, slow.metrics["first"]) == (0.0, "env_done", 0.0)
+    late = await one(plays("Qg3", "Kf7", "Qg7"), **two)
+    assert late.reward == 0.0
+    assert len(late.tool_calls) == 2
+    stale = await one(plays("Qg6"), **two)
+    assert "stalemate" in stale.tool_calls[0].result.observation
+    wild = await one(plays("Qz9", "", "Kxh8", "f6f7", "g1g7"), **two)
+    assert (wild.reward, wild.metrics["illegal"]) == (1.0, 3.0)
+    assert not wild.tool_calls[0].result.ok
+    assert (await one(plays("Qg7"), fen=two["fen"])).stop == "error"
+    assert "is no position" in str((await one(plays("Qg7"), fen="here", mate=1)).error)
+
+
+async def test_the_defender_takes_the_way_out_where_there_is_one() -> None:
+    for row in chess.rows(20, "test")[1::2]:
+        board = Board.of(row["fen"])
+        wrong = next(str(m) for m in board.legal() if str(m) != row["solution"][0] and not board.push(m).stalemate)
+        t = await one(plays(wrong, "h1h1"), **row)
+        after = t.tool_calls[0].result.observation
+        assert "\n" in after or t.stop == "env_done"
+        walked = board.push(board.read(wrong))  # type: ignore[arg-type]
+        reply = walked.defence()
+        assert reply is None or not walked.push(reply).mates() or all(walked.push(r).mates() for r in walked.legal())
+
+
+async def test_64_boards_at_once_each_its_own() -> None:
+    """A white pawn on a square of its own marks each; the board that a chain is shown has that one."""
+    squares = [f + r for r in "234567" for f in "abcdefgh"]
+    tasks = []
+    for i in range(64):
+        cells = [""] * 64
+        cells[0], cells[2] = "K", "k"
+        square = squares[i % 48]
+        cells["abcdefgh".index(square[0]) + 8 * (int(square[1]) - 1)] = "P" if i < 48 else "p"
+        tasks.append(Task(f"t{i}", ({"role": "user", "content": "?"},), {"fen": Board(tuple(cells)).fen, "mate": 5}))
+
+    def script(task: Task, turn: int) -> str:
+        return '<tool_call>{"name":"board","arguments":{}}</tool_call>' if turn < 3 else "."
+
+    agent = chess.agent(af.ScriptedEngine(script), chat=family.small_chat(), size=16)
+    for t in (await agent.rollout(tasks)).trajectories:
+        for call in t.tool_calls:
+            assert call.result.observation.endswith(t.task.fields["fen"]), t.error
+
+
+async def test_a_fork_goes_its_own_way() -> None:
+    task = chess.tasks(2, "test")[1]
+    chain = chess.expert().chain(task)
+    for _ in range(2):
+        await chain.step()
+    fork = await chain.fork()
+    for each in (chain, fork):
+        while each.stop is None:
+            await each.step()
+        assert (await each.finish()).reward == 1.0
+
+
+async def test_puzzles_of_lichess_load_and_are_played_by_their_rule(tmp_path: Path) -> None:
+    file = tmp_path / "puzzles.csv"
+    head = "PuzzleId,FEN,Moves,Rating,RatingDeviation,Popularity,NbPlays,Themes,GameUrl,OpeningTags\n"
+    body = "a1,4k3/8/8/8/8/8/q7/4K2R b - - 0 1,a2a8 h1h8 e8e7 h8a8,900,75,90,10,skewer short,,\n"
+    file.write_text(head + body, encoding="utf-8")
+    (task,) = chess.tasks_in(file)
+    assert task.fields["solution"] == ["h1h8", "e8e7", "h8a8"]
+    assert task.fields["fen"].startswith("q3k3/8/8/8/8/8/8/4K2R w")
+    (won,) = (await chess.expert().rollout([task])).trajectories
+    assert (won.reward, won.tool_calls[-1].result.observation) == (1.0, "Rxa8: solved.")
+    assert (await one(plays("h1h7"), **task.fields)).tool_calls[0].result.observation == "Rh7: that is not it."
+    for text, wanted in [
+        ("a,b\n1,2\n", "has no column FEN, Moves, PuzzleId"),
+        (head + body.replace("a2a8", "a2b8"), "puzzles.csv:2: 'a2b8' is no legal move"),
+        (head + body.replace("4k3/", ""), "puzzles.csv:2: .* is no position"),
+        (head + body.replace(" h1h8 e8e7 h8a8", ""), "want at least two moves"),
+    ]:
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(af.errors.SettingsError, match=wanted):
+            chess.tasks_in(file)
+    with pytest.raises(af.errors.SettingsError, match="there is no file"):
+        chess.tasks_in(tmp_path / "nowhere.csv")
+
+
+async def test_a_missing_stockfish_is_named(tmp_path: Path) -> None:
+    with pytest.raises(af.errors.SettingsError, match=r"there is no .*nofish; type: apt-get install stockfish"):
+        Stockfish(program=str(tmp_path / "nofish"))
+    with pytest.raises(af.errors.SettingsError, match="depth=0"):
+        Stockfish(depth=0)
+    with pytest.raises(af.errors.SettingsError, match="opponent='gnu'"):
+        chess.Chess(opponent="gnu")
+
+
+@pytest.mark.skipif(not STOCKFISH, reason="stockfish is not installed")
+async def test_stockfish_finds_the_solutions_and_defends() -> None:
+    rows = chess.rows(16, "test")
+    engine = Stockfish(depth=8)
+    try:
+        for row in rows:
+            assert engine.best(row["fen"]) == row["solution"][0], row
+    finally:
+        engine.close()
+    wrong = {"fen": "7k/8/5K2/8/8/8/8/6Q1 w - - 0 1", "mate": 2}
+    agent = plays("Kf7", "Qg7").replace(pools=[af.Pool(chess.Chess, size=1, opponent="stockfish", depth=6)])
+    assert (await one(agent, **wrong)).reward == 1.0  # after Kf7 every reply is mated

@@ -1,0 +1,186 @@
+"""ScienceWorld in Java processes that a pool keeps: its own solutions, many chains on few processes, and faults."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentfly_kit as af
+from agentfly_kit.envs import family, scienceworld
+from agentfly_kit.types import Task
+
+here = pytest.mark.skipif(
+    bool(scienceworld.family.missing), reason=f"not installed: {', '.join(scienceworld.family.missing)}"
+)
+
+
+def says(*commands: str) -> Any:
+    """A script: these commands, then an answer."""
+
+    def script(task: Task, turn: int) -> str:
+        if turn >= len(commands):
+            return "Done."
+        return f'<tool_call>{{"name":"act","arguments":{{"command":"{commands[turn]}"}}}}</tool_call>'
+
+    return af.ScriptedEngine(script)
+
+
+def test_splits_are_the_simulators_and_no_variation_is_in_two() -> None:
+    assert sum(scienceworld.VARIATIONS.values()) == 7207
+    assert len(scienceworld.KINDS) == 30
+    for kind, count in scienceworld.VARIATIONS.items():
+        parts = [scienceworld.variations(kind, split) for split in ("train", "dev", "test")]
+        assert [i for part in parts for i in part] == list(range(count))
+    assert [len(scienceworld.variations("boil", split)) for split in ("train", "dev", "test")] == [14, 7, 9]
+    rows = scienceworld.rows(60, "test")
+    assert {row["kind"] for row in rows} == set(scienceworld.KINDS)
+    assert rows == scienceworld.rows(60, "test") != scienceworld.rows(60, "test", seed=1)
+    assert scienceworld.rows(30, "test") == rows[:30]
+    every = scienceworld.rows(1818, "test")
+    assert len({(row["kind"], row["variation"]) for row in every}) == 1818
+    for bad, wanted in [
+        (lambda: scienceworld.rows(1, "test", kinds=("cook",)), "no kind 'cook'"),
+        (lambda: scienceworld.rows(5, "test", kinds=("identify-life-stages-2",)), "have 4 variations in 'test'"),
+        (lambda: scienceworld.rows(1, "test", kinds=()), r"kinds=\(\)"),
+        (lambda: scienceworld.rows(1, "exam"), "split='exam'"),
+        (lambda: scienceworld.ScienceWorld(memory_mb=64), "memory_mb=64"),
+        (lambda: scienceworld.ScienceWorld(steps=0), "steps=0"),
+    ]:
+        with pytest.raises(af.errors.SettingsError, match=wanted):
+            bad()
+
+
+async def test_what_is_missing_is_named_with_what_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "java" in scienceworld.family.missing
+    with pytest.raises(af.errors.SettingsError, match=r"needs .*java; type: .*default-jre-headless"):
+        scienceworld.expert()
+    with pytest.raises(af.errors.SettingsError, match=r"type: (pip install|apt-get install default-jre-headless)"):
+        scienceworld.Simulator(512)
+
+
+@pytest.mark.real
+@here
+async def test_its_own_solutions_score_all_and_luck_does_not() -> None:
+    kinds = (
+        "find-animal", "find-non-living-thing", "identify-life-stages-2", "lifespan-longest-lived", "power-component",
+        "use-thermometer",
+    )  # fmt: skip
+    tasks = scienceworld.tasks(6, "test", kinds=kinds)
+    expert = await af.evaluate(scienceworld.expert(), tasks)
+    assert expert.success == 1.0, [
+        (t.task.id, t.metrics, t.error) for t in expert.rollout.trajectories if not t.success
+    ]
+    assert all(t.metrics["score"] == 100 and t.stop == "env_done" for t in expert.rollout.trajectories)
+    luck = await af.evaluate(scienceworld.random_agent(max_turns=30), tasks)
+    assert luck.success == 0.0
+    assert luck.unscored == 0
+    assert luck.reward <= 0.2
+
+
+@pytest.mark.real
+@here
+async def test_64_chains_on_two_processes_see_nothing_of_each_other() -> None:
+    """Each leaves its mark: doors open and a thing in its hands. The next in that process finds the world untouched."""
+    pool = af.Pool(scienceworld.ScienceWorld, size=2, warm=2, memory_mb=256)
+    tasks = [
+        Task(f"t{i}", ({"role": "user", "content": "?"},), {"kind": "find-plant", "variation": i % 8})
+        for i in range(64)
+    ]
+    script = says("open door to kitchen", "go to kitchen", "pick up thermometer", "inventory")
+    agent = scienceworld.agent(script, chat=family.small_chat(), pool=pool)
+    rollout = await agent.rollout(tasks)
+    seen: dict[int, set[Any]] = {}
+    for t in rollout.trajectories:
+        assert t.error is None, t.error
+        told = tuple(c.result.observation for c in t.tool_calls)
+        seen.setdefault(t.task.fields["variation"], set()).add((t.turns[0].text, told))
+        assert "door to the kitchen (that is closed)" in t.turns[0].text
+        assert told[0] == "The door is now open."
+        assert told[1] == "You move to the kitchen."
+    assert {variation: len(ways) for variation, ways in seen.items()} == dict.fromkeys(range(8), 1)
+    assert pool.snapshot().size == 2
+    await pool.close()
+
+
+@pytest.mark.real
+@here
+async def test_a_lease_finds_a_process_that_runs_and_one_that_died_is_replaced() -> None:
+    pool = af.Pool(scienceworld.ScienceWorld, size=1, warm=1, memory_mb=300)
+    task = scienceworld.tasks(1, "test", kinds=("find-animal",))[0]
+    chat = family.small_chat()
+    pids = []
+
+    async def killed(chain: Any) -> None:
+        process = chain.context.held[scienceworld.ScienceWorld]._simulator.process
+        pids.append(process.pid)
+        if chain.actions == 2:
+            process.kill()
+            process.wait()
+
+    well = scienceworld.agent(says("look around", "inventory"), chat=chat, pool=pool)
+    for _ in range(2):
+        (t,) = (await well.rollout([task])).trajectories
+        assert t.stop == "answered"
+    async with pool.lease() as world:
+        process = world._simulator.process
+        assert "-Xmx300m" in process.args
+        first = process.pid
+    ill = well.replace(engine=says("look around", "inventory", "look around"), after_observation=killed)
+    (t,) = (await ill.rollout([task])).trajectories
+    assert t.stop == "error"
+    assert "Java process has ended" in str(t.error)
+    assert set(pids) == {first}
+    (t,) = (await well.rollout([task])).trajectories
+    assert t.stop == "answered"
+    await pool.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+
+
+@pytest.mark.real
+@here
+async def test_what_is_no_command_is_told_and_bad_tasks_are_named() -> None:
+    hostile = ["", "fly", "x" * 3000, "ключ \U0001f511", "reset task", "open door to nowhere", "12"]
+    pool = af.Pool(scienceworld.ScienceWorld, size=1, memory_mb=256)
+    chat = family.small_chat()
+    task = scienceworld.tasks(1, "train", kinds=("melt",))[0]
+    (t,) = (await scienceworld.agent(says(*hostile), chat=chat, pool=pool).rollout([task])).trajectories
+    assert t.stop == "answered"
+    assert [c.result.ok for c in t.tool_calls][:5] == [False] * 5
+    assert (t.reward, t.metrics["score"]) == (0.0, 0.0)
+    chain = scienceworld.agent(says("open door to kitchen", "go to kitchen"), chat=chat, pool=pool).chain(task)
+    await chain.begin()
+    for name, wanted in (("actions", "pick up OBJ"), ("objects", "picture")):
+        tool = next(tool for tool in scienceworld.family.tools if tool.name == name)
+        assert wanted in (await tool.invoke({}, chain.context)).observation
+    await chain.close()
+    for fields, wanted in [
+        ({}, "kind=None"), ({"kind": "cook", "variation": 0}, "kind='cook'"),
+        ({"kind": "melt", "variation": 30}, "variation=30; melt has 0 to 29"),
+    ]:  # fmt: skip
+        bad = Task("bad", ({"role": "user", "content": "?"},), fields)
+        (t,) = (await scienceworld.agent(says("wait"), chat=chat, pool=pool).rollout([bad])).trajectories
+        assert t.stop == "error" and wanted in str(t.error), t.error
+    await pool.close()
+
+
+@pytest.mark.real
+@here
+async def test_a_fork_is_given_the_same_commands() -> None:
+    pool = af.Pool(scienceworld.ScienceWorld, size=2, memory_mb=256)
+    task = scienceworld.tasks(1, "train", kinds=("find-plant",))[0]
+    script = says("open door to kitchen", "go to kitchen", "look around")
+    chain = scienceworld.agent(script, chat=family.small_chat(), pool=pool).chain(task)
+    for _ in range(4):
+        await chain.step()
+    fork = await chain.fork()
+    ends = []
+    for each in (chain, fork):
+        while each.stop is None:
+            await each.step()
+        ends.append([c.result.observation for c in (await each.finish()).tool_calls])
+    assert ends[0] == ends[1]
+    assert ends[0][2].startswith("This room is called the kitchen.")
+    await pool.close()
