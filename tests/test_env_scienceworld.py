@@ -88,17 +88,19 @@ async def test_64_chains_on_two_processes_see_nothing_of_each_other() -> None:
         Task(f"t{i}", ({"role": "user", "content": "?"},), {"kind": "find-plant", "variation": i % 8})
         for i in range(64)
     ]
-    script = says("open door to kitchen", "go to kitchen", "pick up thermometer", "inventory")
-    agent = scienceworld.agent(script, chat=family.small_chat(), pool=pool)
+    doors = [
+        f"open door to {room}" for room in ("hallway", "kitchen", "greenhouse", "bedroom", "outside", "art studio")
+    ]
+    agent = scienceworld.agent(says(*doors, "look around"), chat=family.small_chat(), pool=pool)
     rollout = await agent.rollout(tasks)
     seen: dict[int, set[Any]] = {}
     for t in rollout.trajectories:
         assert t.error is None, t.error
         told = tuple(c.result.observation for c in t.tool_calls)
         seen.setdefault(t.task.fields["variation"], set()).add((t.turns[0].text, told))
-        assert "door to the kitchen (that is closed)" in t.turns[0].text
-        assert told[0] == "The door is now open."
-        assert told[1] == "You move to the kitchen."
+        assert "(that is closed)" in t.turns[0].text
+        assert "The door is now open." in told
+        assert "(that is open)" in told[-1]
     assert {variation: len(ways) for variation, ways in seen.items()} == dict.fromkeys(range(8), 1)
     assert pool.snapshot().size == 2
     await pool.close()
@@ -157,7 +159,7 @@ async def test_what_is_no_command_is_told_and_bad_tasks_are_named() -> None:
         assert wanted in (await tool.invoke({}, chain.context)).observation
     await chain.close()
     for fields, wanted in [
-        ({}, "kind=None"), ({"kind": "cook", "variation": 0}, "kind='cook'"),
+        ({}, "kind='None'"), ({"kind": "cook", "variation": 0}, "kind='cook'"),
         ({"kind": "melt", "variation": 30}, "variation=30; melt has 0 to 29"),
     ]:  # fmt: skip
         bad = Task("bad", ({"role": "user", "content": "?"},), fields)

@@ -103,7 +103,7 @@ class Simulator:
             )  # fmt: skip
             wanted = GatewayParameters(auto_field=True, port=port, auth_token=token)
             self.gateway = JavaGateway(gateway_parameters=wanted)
-            self.server = self.gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
+            self.server: Any = self.gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
         except Exception as error:
             raise SandboxError(f"ScienceWorld's Java process did not start: {type(error).__name__}: {error}") from error
 
@@ -136,6 +136,7 @@ class Simulator:
             self.process.kill()
 
     def close(self) -> None:
+        self.server = None  # what it holds is given back while somebody is there to take it
         try:
             self.gateway.close(keep_callback_server=False, close_callback_server_connections=False)
         finally:
