@@ -83,7 +83,7 @@ async def test_its_own_solutions_score_all_and_luck_does_not() -> None:
 @here
 async def test_64_chains_on_two_processes_see_nothing_of_each_other() -> None:
     """Each leaves its mark: doors open and a thing in its hands. The next in that process finds the world untouched."""
-    pool = af.Pool(scienceworld.ScienceWorld, size=2, warm=2, memory_mb=256)
+    pool = af.Pool(scienceworld.ScienceWorld, size=2, warm=2, memory_mb=256, acquire_timeout=1800)
     tasks = [
         Task(f"t{i}", ({"role": "user", "content": "?"},), {"kind": "find-plant", "variation": i % 8})
         for i in range(64)
