@@ -97,8 +97,11 @@ async def test_64_chains_on_two_processes_see_nothing_of_each_other() -> None:
     for t in rollout.trajectories:
         assert t.error is None, t.error
         told = tuple(c.result.observation for c in t.tool_calls)
-        seen.setdefault(t.task.fields["variation"], set()).add((t.turns[0].text, told))
-        assert "(that is closed)" in t.turns[0].text
+        opening = t.turns[0].text
+        # Doors only: animals go about, and are elsewhere in every run of one variation.
+        doors = tuple(sorted(line.strip() for line in opening.splitlines() if line.strip().startswith("A door")))
+        seen.setdefault(t.task.fields["variation"], set()).add(doors)
+        assert "(that is closed)" in opening
         assert "The door is now open." in told
         assert "(that is open)" in told[-1]
     assert {variation: len(ways) for variation, ways in seen.items()} == dict.fromkeys(range(8), 1)
