@@ -1,7 +1,7 @@
 """`make bench-envs`: steps a second and memory of each environment, begun anew for each chain and from a pool. JSON.
 
 A step is one tool call of the random player, its parsing and its observation; no model runs. Memory is what the process
-and its children use more than before, with one environment of the family open.
+and its children use more than before, with one environment of the family open that has served all chains.
 
     make bench-envs ARGS="--families maze repo --tasks 16"
 """
@@ -38,11 +38,15 @@ async def measured(name: str, count: int) -> dict[str, Any]:
         return {"missing": of.family.install}
     tasks = of.tasks(count, "train")
     found: dict[str, Any] = {}
+    first = of.random_agent(size=1)  # what is imported and built once
+    await first.rollout(tasks[:1])
+    for each in first.pools:
+        await each.close()
     for how, options in (("alone", {"max_uses": 1}), ("pooled", {})):
         before = memory()
         pool = af.Pool(of.family.environment, size=1, warm=1, **options)
         async with pool.lease(owner="first"):
-            used = memory() - before
+            pass
         agent = of.random_agent(pool=pool)
         leases = []
         for number in range(5):
@@ -52,6 +56,7 @@ async def measured(name: str, count: int) -> dict[str, Any]:
         began, cpu = time.perf_counter(), time.process_time()
         rollout = await agent.rollout(tasks, max_concurrency=1)
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+        used = memory() - before
         steps = sum(len(t.tool_calls) for t in rollout.trajectories)
         found[how] = {
             "steps_per_second": round(steps / seconds, 1), "chains_per_second": round(count / seconds, 2),
