@@ -214,7 +214,7 @@ family = Family(
     expert_player=expert_player,
     random_player=random_player,
     max_turns=STEPS,
-    size="made by number, 2 million a seed; 768 small ones ship; the original's from a folder",
+    size="made by number, 2 million a seed; the original's from a folder",
 )
 agent, expert, random_agent = family.agent, family.expert, family.random_agent
 
