@@ -169,7 +169,8 @@ def _shipped_names() -> list[str]:
     root = _data()
     if not root.is_dir():
         return []
-    return sorted(d.name for d in root.iterdir() if d.is_dir() and any(f.name.endswith(".jsonl") for f in d.iterdir()))
+    # Other folders hold what families are made of.
+    return sorted(d.name for d in root.iterdir() if d.is_dir() and d.joinpath("train.jsonl").is_file())
 
 
 def _names() -> str:

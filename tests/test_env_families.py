@@ -24,7 +24,7 @@ def ready() -> list[str]:
     return [name for name in FAMILIES if not getattr(af.envs, name).family.missing and name not in APART]
 
 
-FEWER = {"alfworld": 16, "code": 8, "repo": 6, "sql": 16}
+FEWER = {"alfworld": 24, "code": 24, "repo": 6, "sql": 16}
 """Of families whose chains start processes, or think long."""
 
 

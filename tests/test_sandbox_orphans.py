@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -54,7 +55,8 @@ def test_after_a_kill_the_next_start_reaps(level: str, tmp_path: Path):
         finally:
             host.kill()
             host.wait(10)
-        os.kill(zygote, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # its parent's death may have killed it first
+            os.kill(zygote, signal.SIGKILL)
     folders = list(tmp_path.glob(f"agentfly-sandbox-{host.pid}-*"))
     assert len(folders) == (level in ("landlock", "none")), "there is something to reap"
     assert groups(host.pid) or isolation.hierarchy() is None

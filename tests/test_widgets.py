@@ -497,7 +497,8 @@ def test_all_missing_and_infinite_numbers() -> None:
     batch.advantages[:] = math.nan
     batch.token_rewards[batch.mask] = math.inf
     view = w.TokenView(batch, signal="reward")
-    assert "advantage" not in view.signals
+    missing = next(x for x in view._about["signals"] if x["name"] == "advantage")
+    assert (missing["n"], missing["missing"]) == (0, int(t.action_mask.sum())), "shown, as missing"
     legend = next(x for x in view._about["signals"] if x["name"] == "reward")
     assert legend["infinite"] == legend["n"] == int(t.action_mask.sum())
     sent(view)
