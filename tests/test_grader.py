@@ -272,12 +272,16 @@ def add(a, b):
 """
 
 
+@pytest.mark.parametrize("level", [each for each in few("strict", "landlock") if each.values != ("none",)])
 async def test_tests_cannot_be_read(level: str):
+    """Without isolation they can: "none" keeps nothing apart, and the spy reads the memory of whole machines there."""
     async with af.Grader(isolation=level, memory_mb=512) as grader:
         control = await grader.grade(
-            SPY + "\nleft = 'the answer' + ' is 84'\nheld = [left]", ["assert add(1, 2) != 'nothing found'"]
+            SPY + "\nleft = 'the answer' + ' is 84'\nheld = [left]",
+            ["assert add(1, 2) != 'nothing found'"],
+            timeout=60.0,
         )
-        assert control.ok, "it finds what is there to be found"
+        assert control.ok, ("it finds what is there to be found", control.verdicts)
         grade = await grader.grade(
             SPY,
             [f"expected = {SECRET!r}\ngot = add(1, 2)\nassert got == 'nothing found' and expected, got"],

@@ -8,12 +8,14 @@ your own many agents share it, and a lease finds one that runs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import importlib.util
 import random
 import shutil
 import subprocess
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,16 @@ def variations(kind: str, split: str) -> range:
     return range(*bounds[split])
 
 
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
 class Simulator:
     """One Java process with the package's simulator. Blocking."""
 
@@ -101,6 +113,8 @@ class Simulator:
                 classpath=jar, die_on_exit=True, javaopts=options, return_proc=True, enable_auth=True,
                 cwd=str(Path(jar).parent), redirect_stderr=subprocess.DEVNULL,
             )  # fmt: skip
+            # Whoever drops an environment without closing its pool leaves no process, and no pipe to complain of.
+            self._end = weakref.finalize(self, _end, self.process)
             wanted = GatewayParameters(auto_field=True, port=port, auth_token=token)
             self.gateway = JavaGateway(gateway_parameters=wanted)
             self.server: Any = self.gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
@@ -140,11 +154,7 @@ class Simulator:
         try:
             self.gateway.close(keep_callback_server=False, close_callback_server_connections=False)
         finally:
-            self.kill()
-            self.process.wait()
-            for pipe in (self.process.stdin, self.process.stdout):
-                if pipe is not None:
-                    pipe.close()
+            self._end()
 
 
 class ScienceWorld:
