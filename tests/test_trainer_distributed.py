@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_trainer import SMALL, TASKS, digits, learner, numbers, small
+from test_trainer import SMALL, TASKS, digits, numbers, small
+from test_trainer import learner as fresh_learner
 
 from agentfly_kit.errors import EngineError, SettingsError, TrainingError
+from agentfly_kit.policy import Policy
 from agentfly_kit.runs import Run
 from agentfly_kit.trainer import TrainConfig, train
 
@@ -25,6 +27,14 @@ CASES: dict[str, TrainConfig] = {
     "grpo": SMALL.replace(steps=3, tasks_per_step=5, lr=1e-4, minibatch=8),
     "gae, overlap": SMALL.replace(steps=3, advantage="gae", lr=1e-4, overlap=1, kl_coef=0.01),
 }
+
+
+def learner(*, value_head: bool = False) -> Policy:
+    """One that runs every row alone: what rows share is summed in another order by each way to deal them out, which
+    AdamW makes 1.5e-6 of; here it is the dealing that is tested (test_ppo_distributed.py has the sharing)."""
+    policy = fresh_learner(value_head=value_head)
+    policy._grows = False
+    return policy
 
 
 async def trained(name: str, folder: Path, accelerator: Any = None) -> dict[str, Any]:
