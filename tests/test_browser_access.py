@@ -63,7 +63,7 @@ def test_axe_has_nothing_to_say(notebook: Any, width: int) -> None:
     if width < 1000:
         nb.command("application:toggle-left-area")
     nb.run(wait=False)
-    nb.finish(120)
+    nb.finish(300)
     page = nb.page
     page.wait_for_function("(n) => document.querySelectorAll('.afk').length >= n", arg=8)
     page.evaluate(AXE.read_text(encoding="utf-8"))
@@ -79,7 +79,7 @@ def test_axe_has_nothing_to_say(notebook: Any, width: int) -> None:
 def test_everything_is_reached_by_tab_and_left_again(notebook: Any) -> None:
     nb = notebook(RECORDS + "\n" + TOOL, VIEWS, CELLS["ToolForm"], CELLS["TokenView ratio"], CELLS["TrainView"])
     nb.run(wait=False)
-    nb.finish(120)
+    nb.finish(300)
     page = nb.page
     page.wait_for_function("() => document.querySelectorAll('.afk').length >= 3")
     for view in page.locator(".afk").all():
