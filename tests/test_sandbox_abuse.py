@@ -410,16 +410,26 @@ def below(root: int) -> list[int]:
 
 
 @every_level
-async def test_threads_are_counted(level: str):
+async def test_threads_are_counted(sandbox: PythonSandbox):
     code = """
     import threading, time
+    threading.stack_size(2 ** 16)
     threads = [threading.Thread(target=time.sleep, args=(30,), daemon=True) for _ in range(100)]
     for thread in threads:
         thread.start()
     """
-    # A stack of 8 MB each is counted as memory too: enough of that, so that only the number can be what ends it.
-    async with PythonSandbox(isolation=level, memory_mb=512, processes=16, disk_mb=8) as sandbox:
-        assert (await attack(sandbox, code)).limit == "processes"
+    # Small stacks: where memory is an address space, 16 of 8 MB are more than the sandbox has.
+    assert (await attack(sandbox, code)).limit == "processes"
+
+
+async def test_a_thread_that_does_not_start_for_want_of_memory_is_told_as_memory():
+    code = """
+    import threading
+    threading.stack_size(2 ** 29)
+    threading.Thread(target=print, daemon=True).start()
+    """
+    async with PythonSandbox(isolation="none", memory_mb=96, processes=16, disk_mb=8) as sandbox:
+        assert (await attack(sandbox, code)).limit == "memory"
 
 
 @every_level

@@ -562,7 +562,22 @@ class Interpreter:
         elif isinstance(error, BlockingIOError) and number == errno.EAGAIN and "temporarily unavailable" in text:
             reply["limit"] = "processes"
         elif isinstance(error, RuntimeError) and "can't start new thread" in str(error):
-            reply["limit"] = "processes"
+            reply["limit"] = "processes" if has_room_for_a_stack() else "memory"
+
+
+def has_room_for_a_stack() -> bool:
+    """Whether a thread's stack could still be mapped. If not, memory is why one did not start, and not their number."""
+    import threading
+
+    size = threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0]
+    try:
+        import mmap
+
+        # Private, as a stack is: shared memory is not counted by RLIMIT_DATA.
+        mmap.mmap(-1, size if 0 < size < 2**30 else 8 * 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except (OSError, ImportError, MemoryError):
+        return False
+    return True
 
 
 # --- the hub -------------------------------------------------------------------------------------
