@@ -181,11 +181,12 @@ def main() -> None:
     # A learning rate of 0 would let AdamW do the same work and leave the weights: every repeat then sees the same rows.
     mine, theirs = af.adamw(policy, 1e-12), torch.optim.AdamW(policy.model.parameters(), lr=1e-12, fused=True)
     judging = af.adamw(judged, 1e-12)
-    step = {"minibatch": 32, "old": "engine"}
+    # The batch was sampled once and ages with every repeat: by 1e-12 a step, so it stays as good as new.
+    step = {"minibatch": 32, "old": "engine", "max_lag": None}
     runs: dict[str, Callable[[], Any]] = {
         "ppo_step": lambda: af.ppo_step(policy, mine, batch, **step),
         "ppo_step, old logprobs computed again": lambda: af.ppo_step(
-            policy, mine, batch, minibatch=32, old="recompute"
+            policy, mine, batch, minibatch=32, old="recompute", max_lag=None
         ),
         "ppo_step, reference and value": lambda: af.ppo_step(
             judged, judging, full, kl_coef=0.01, reference=reference, **step
