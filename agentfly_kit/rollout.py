@@ -23,7 +23,7 @@ from agentfly_kit.budget import Budget, Meter
 from agentfly_kit.caps import Caps
 from agentfly_kit.chain import Chain, Place, Report
 from agentfly_kit.chat import Chat
-from agentfly_kit.collector import few_full_collections
+from agentfly_kit.collector import few_collections
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import NotAwaited, RewardError, SettingsError, TaskError
 from agentfly_kit.pending import cancelling, complain, ended
@@ -475,7 +475,7 @@ class RolloutRun:
             reader.put_nowait(trajectory)
 
     async def _run(self) -> Rollout:
-        with few_full_collections():
+        with few_collections(min(self.max_concurrency, self.total)):
             return await self._all()
 
     async def _all(self) -> Rollout:
@@ -486,10 +486,26 @@ class RolloutRun:
         # More chains than an engine holds would push each other's history out: slower, and other last bits.
         count = min(self.max_concurrency, getattr(self.agent.engine, "slots", self.max_concurrency))
         workers: set[asyncio.Task[None]] = set()
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def left(worker: asyncio.Task[None]) -> None:
+            # One callback a worker: asyncio.wait would look at every other one again whenever one is done.
+            if over.done():
+                return
+            if worker.cancelled():
+                over.cancel()
+            elif (error := worker.exception()) is not None:
+                over.set_exception(error)
+            else:
+                workers.discard(worker)
+                if not workers:
+                    over.set_result(None)
 
         def hire() -> None:
             if len(workers) < count:
-                workers.add(asyncio.create_task(self._work(bar, spawn), name=f"agentfly-chain-{len(workers)}"))
+                worker = asyncio.create_task(self._work(bar, spawn), name=f"agentfly-chain-{len(workers)}")
+                workers.add(worker)
+                worker.add_done_callback(left)
 
         def spawn(fork: Chain) -> None:
             place = fork.place
@@ -504,16 +520,14 @@ class RolloutRun:
         try:
             for _ in range(min(count, len(self._waiting))):
                 hire()
-            while workers:
-                done, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_COMPLETED)
-                workers -= done
-                for worker in done:
-                    worker.result()
+            if workers:
+                await over
         except GeneratorExit:  # collected with its closed event loop: nothing can be cancelled or awaited any more
             workers.clear()
             self._waiting.clear()
             raise
         finally:
+            over.cancel()
             for worker in workers:
                 worker.cancel()
             # A worker that was cancelled while it gave a sandbox back ends only after that.
@@ -522,9 +536,9 @@ class RolloutRun:
             try:
                 await ended([*workers, *closing])
             finally:
-                for over in (*workers, *closing):
-                    if not over.cancelled():
-                        over.exception()  # seen: whoever waits for the rollout gets the first one
+                for task in (*workers, *closing):
+                    if not task.cancelled():
+                        task.exception()  # seen: whoever waits for the rollout gets the first one
                 self._ended = time.perf_counter()
                 if bar is not None:
                     bar.close()

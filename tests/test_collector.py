@@ -1,4 +1,4 @@
-"""Full collections are rare while chains run, and everything is as before afterwards."""
+"""Collections are rare while many chains run, and everything is as before afterwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from agents import agent, chat, tasks
 
-from agentfly_kit.collector import few_full_collections
+from agentfly_kit.collector import few_collections
 from agentfly_kit.engines.scripted import ScriptedEngine
 
 
@@ -21,19 +21,28 @@ def thresholds() -> Any:
     gc.set_threshold(*before)
 
 
-def test_rare_inside_and_as_before_after_the_last() -> None:
-    with few_full_collections():
-        assert gc.get_threshold() == (700, 10, 100)
-        with few_full_collections():
-            assert gc.get_threshold() == (700, 10, 100)
+def test_rare_by_the_number_of_chains_and_as_before_after_the_last() -> None:
+    with few_collections(2):
+        assert gc.get_threshold() == (700, 10, 100)  # few chains make less than Python's own number
+        with few_collections(4096):
+            assert gc.get_threshold() == (250 * 4098, 10, 100)
         assert gc.get_threshold() == (700, 10, 100)
     assert gc.get_threshold() == (700, 10, 10)
 
 
 def test_what_somebody_sets_meanwhile_stays() -> None:
-    with few_full_collections():
+    with few_collections(64):
         gc.set_threshold(5000, 20, 20)
+        with few_collections(64):
+            assert gc.get_threshold() == (5000, 20, 20)
     assert gc.get_threshold() == (5000, 20, 20)
+
+
+def test_a_collector_that_is_off_stays_off() -> None:
+    gc.set_threshold(0, 10, 10)
+    with few_collections(64):
+        assert gc.get_threshold() == (0, 10, 10)
+    assert gc.get_threshold() == (0, 10, 10)
 
 
 async def test_a_rollout_asks_for_it_and_gives_it_back_also_when_it_is_cancelled() -> None:
@@ -43,13 +52,13 @@ async def test_a_rollout_asks_for_it_and_gives_it_back_also_when_it_is_cancelled
         seen.append(gc.get_threshold())
         return "1"
 
-    await agent(engine=ScriptedEngine(script), chat=chat()).rollout(tasks(3))
-    assert set(seen) == {(700, 10, 100)}
+    await agent(engine=ScriptedEngine(script), chat=chat()).rollout(tasks(8))
+    assert set(seen) == {(2000, 10, 100)}
     assert gc.get_threshold() == (700, 10, 10)
-    slow = agent(engine=ScriptedEngine(["1"], latency=5.0), chat=chat()).rollout(tasks(3))
+    slow = agent(engine=ScriptedEngine(["1"], latency=5.0), chat=chat()).rollout(tasks(8))
     going = asyncio.ensure_future(slow._wait())
     await asyncio.sleep(0.05)
-    assert gc.get_threshold() == (700, 10, 100)
+    assert gc.get_threshold() == (2000, 10, 100)
     going.cancel()
     await asyncio.wait([going])
     assert gc.get_threshold() == (700, 10, 10)
