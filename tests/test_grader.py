@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -357,3 +360,101 @@ def test_its_two_halves_are_both_counted():
     capacity = Capacity(memory_mb=1024)
     pool = af.Pool(af.Grader, size=8, memory_mb=256, capacity=capacity)
     assert pool._cost() == {"memory_mb": 512, "processes": 64}
+
+
+# --- on another machine --------------------------------------------------------------------------
+
+ELSEWHERE = """
+import asyncio, sys
+import agentfly_kit as af
+async def main():
+    places = dict(isolation=sys.argv[2], memory_mb=512)
+    async with af.Pool(af.PythonSandbox, size=2, **places) as chains, af.Pool(af.Grader, size=2, **places) as graders:
+        async with af.serve_pool(chains, token=sys.argv[1]) as one, af.serve_pool(graders, token=sys.argv[1]) as two:
+            print(one.url, two.url, flush=True)
+            await asyncio.Event().wait()
+asyncio.run(main())
+"""
+WATCH = (
+    SPY
+    + """
+import time
+if os.fork() == 0:
+    os.setsid()
+    while True:
+        found = add(0, 0)
+        with open("/dev/shm/rounds", "a") as file:
+            file.write("x" if found != "nothing found" else ".")
+        time.sleep(0.02)
+"""
+)
+
+
+@pytest.mark.parametrize("level", [each for each in few("strict") if each.values != ("none",)])
+async def test_graded_elsewhere_out_of_the_policy_s_sight(level: str):
+    """The chain's interpreter and the grader's two are another process's, over HTTP. A process that the chain left
+    behind looks for the answer all the while, in memory and in files; so does the submission."""
+    token = "a token of the tests"
+    elsewhere = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-c", ELSEWHERE, token, level], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert elsewhere.stdout is not None
+        one, two = (await asyncio.to_thread(elsewhere.stdout.readline)).split()
+        rounds: list[str] = []
+
+        @af.reward
+        async def solved(final: str | None, sandbox: af.PythonSandbox, grader: af.Grader) -> float:
+            before = await looked(sandbox)
+            grade = await grader.grade(
+                final or "",
+                [f"expected = {SECRET!r}\ngot = add(1, 2)\nassert got == 'nothing found' and expected, got"],
+                setup=f"answer = {SECRET!r}",
+                timeout=60.0,
+            )
+            assert isinstance(grade, Grade) and grade.error is None, grade
+            after = await looked(sandbox)
+            rounds.append(after[len(before) :])
+            await sandbox.run(f"open('/dev/shm/note', 'w').write({SECRET!r})")
+            rounds.append((await looked(sandbox))[len(after) :])
+            return grade.share
+
+        async def looked(sandbox: af.PythonSandbox) -> str:
+            """What the watcher has written, after two more rounds."""
+            texts: list[str] = []
+            while len(texts) < 2 or len(texts[-1]) < len(texts[0]) + 2:
+                texts.append((await sandbox.run("open('/dev/shm/rounds').read()")).value or "")
+                await asyncio.sleep(0.02)
+            return texts[-1].strip("'")
+
+        spy = f"<tool_call>\n{json.dumps({'name': 'python', 'arguments': {'code': WATCH}})}\n</tool_call>"
+        task = af.Task("t", ({"role": "user", "content": "?"},), {})
+        async with (
+            af.RemotePool(one, token=token) as chains,
+            af.RemotePool(two, token=token, kind=af.Grader) as graders,
+        ):
+            agent = af.Agent(
+                af.ScriptedEngine([spy, SPY]), chat=chat(), tools=[af.toolbox.python], reward=solved, max_turns=4,
+                pools=[chains, graders],
+            )  # fmt: skip
+            (trajectory,) = (await agent.rollout([task])).trajectories
+            assert (trajectory.reward, trajectory.error) == (1.0, None), trajectory.explain()
+            assert set(rounds[0]) == {"."}, "it looked while the tests ran, and found nothing"
+            assert "x" in rounds[1], "and it finds what is there to be found"
+
+            async with graders.lease("me") as grader:
+                grade = await grader.grade(ADD, [*TESTS, ("1", "")], setup="import os\nleft = os.getpid()")
+                assert passed(grade) == [True, True, False, True] and "assert add(1, 2) == 4" in grade.verdicts[2].error
+                leave = "import builtins, os\nbuiltins.mark = 1\nopen('mark', 'w').close()\n" + ADD
+                look = "import builtins, os\ndef add(a, b): return hasattr(builtins, 'mark') or os.path.exists('mark')"
+                assert passed(await grader.grade(leave, TESTS[:1])) == [True]
+                assert passed(await grader.grade(look, ["assert add(1, 2) is False"])) == [True]
+                assert (await grader.run("print(input()[::-1])", "abc")).stdout == "cba\n"
+                given = {"data.txt": "5"}
+                five = "def add(a, b): return int(open('data.txt').read())"
+                assert (await grader.grade(five, ["assert add(1, 2) == 5"], files=given)).ok
+                with pytest.raises(SettingsError, match="from afar, give the files themselves"):
+                    await grader.grade(five, ["assert add(1, 2) == 5"], files="/etc")
+    finally:
+        elsewhere.kill()
+        elsewhere.communicate()

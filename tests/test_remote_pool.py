@@ -280,9 +280,8 @@ async def test_first_come_first_served_over_all_clients(server: PoolServer):
 
 
 async def test_cancelled_at_any_moment_holds_nothing(server: PoolServer, pool: Pool[Notes]):
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    chance = random.Random(seed)
+    print("seed 0")
+    chance = random.Random(0)
     async with client(server) as far:
 
         async def chain() -> None:
@@ -514,9 +513,8 @@ class LossyProxy:
 
 
 async def test_lost_answers_lease_nothing_twice_and_run_nothing_twice(server: PoolServer, pool: Pool[Notes]):
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    async with LossyProxy(server.port, random.Random(seed), 0.3) as proxy:
+    print("seed 0")
+    async with LossyProxy(server.port, random.Random(0), 0.3) as proxy:
         far = RemotePool(proxy.url, token=TOKEN, kind=Notes, patience=20.0)
         for number in range(12):
             async with far.lease(f"chain {number}") as notes:
@@ -687,9 +685,8 @@ async def test_failures_of_the_pool_arrive_as_they_are():
 
 
 async def test_nonsense_never_breaks_the_server(server: PoolServer, pool: Pool[Notes]):
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    chance = random.Random(seed)
+    print("seed 0")
+    chance = random.Random(0)
     headers = {"Authorization": f"Bearer {TOKEN}"}
     words: list[Any] = [
         None,
@@ -840,3 +837,107 @@ async def test_pools_lists_those_that_are_elsewhere(server: PoolServer, pool: Po
     assert mine == [pool, remote], "oldest first"
     await remote.close()
     assert remote not in af.pools()
+
+
+# --- by hand -------------------------------------------------------------------------------------
+
+
+async def test_recycled_by_hand_from_afar(server: PoolServer, pool: Pool[Notes]):
+    async with client(server) as far, client(server) as other:
+        mine, theirs = await far.acquire("mine"), await other.acquire("theirs")
+        await theirs.sandbox.run("kept")
+        with pytest.raises(RemotePoolError, match=f"Notes {theirs.id} is held by theirs, who came by another door"):
+            await far.recycle(theirs.id)
+        assert await theirs.sandbox.run() == ["kept"]
+        running = asyncio.ensure_future(mine.sandbox.run("x", pause=600.0))
+        await until(lambda: Notes.runs == 3)
+        await far.recycle(mine.id)
+        assert mine.lost == "reset by hand" and not mine.sandbox.alive
+        with pytest.raises(LeaseEnded, match="the pool took the Notes: reset by hand"):
+            await running
+        with pytest.raises(LeaseEnded, match="the pool took the Notes: reset by hand"):
+            await mine.sandbox.run("y")
+        await mine.release()
+        async with far.lease("heir") as notes:
+            assert await notes.run("new") == ["new"]
+        await until(lambda: pool.snapshot().idle == 1)
+        (idle,) = (box.id for box in pool.snapshot().sandboxes if box.state == "idle")
+        await far.recycle(idle)
+        await until(lambda: pool.snapshot().idle == 1)
+        await far.recycle(idle, close=True)
+        await until(lambda: idle not in [box.id for box in pool.snapshot().sandboxes])
+        with pytest.raises(SettingsError, match=f"Notes {idle} is not in this pool"):
+            await far.recycle(idle, close=True)
+        for number in (0, -1):
+            with pytest.raises(SettingsError, match="the question cannot be read"):
+                await far.recycle(number)
+        by_hand = await far.acquire("a person", hand=True)
+        by_hand.rest()
+        await until(lambda: [lease.rests for lease in pool.snapshot().leases if lease.hand] == [True])
+        await far.recycle(by_hand.id)
+        await by_hand.firm()
+        assert by_hand.taken_back and by_hand.why == "it was reset by hand"
+        await theirs.release()
+    assert pool.snapshot().leased == 0
+
+
+async def test_a_chain_whose_sandbox_was_recycled_from_afar_is_unscored(server: PoolServer):
+    @af.tool
+    async def note(code: str, notes: Notes) -> str:
+        """Write a note.
+
+        Args:
+            code: the note.
+        """
+        if code == "last":
+            (lease,) = server.pool.snapshot().leases
+            await far.recycle(lease.sandbox)
+        return str(len(await notes.run(code)))
+
+    async with client(server) as far:
+        texts = [call(code).replace("python", "note") for code in ("first", "last")]
+        agent = played([*texts, "end"], tools=[note], pools=[far])
+        (trajectory,) = (await agent.rollout(tasks(1))).trajectories
+        assert trajectory.reward is None and trajectory.error is not None
+        assert trajectory.error.type == "LeaseEnded" and "reset by hand" in trajectory.error.message
+
+
+async def test_a_recycle_whose_answer_was_lost_is_done_once(server: PoolServer, pool: Pool[Notes]):
+    print("seed 0")
+    heard: list[str] = []
+    pool.subscribe(lambda event: heard.append(event.kind))
+    async with LossyProxy(server.port, random.Random(0), 0.3) as proxy:
+        far = RemotePool(proxy.url, token=TOKEN, kind=Notes, patience=20.0)
+        for number in range(12):
+            lease = await far.acquire(f"chain {number}")
+            await far.recycle(lease.id, close=True)
+            assert lease.lost == "closed by hand"
+            await lease.release()
+        assert heard.count("ended by hand") == 12
+        assert proxy.lost > 0
+        await far.close()
+
+
+async def test_a_server_that_is_started_again_is_heard_again(pool: Pool[Notes]):
+    async with serve_pool(pool, token=TOKEN, heartbeat=0.4) as server:
+        port = server.port
+        far = client(server, patience=10.0)
+        heard: list[PoolEvent] = []
+        far.subscribe(heard.append)
+        await until(lambda: far._link.sequence is not None)
+        for _ in range(5):
+            async with far.lease("before"):
+                pass
+        await until(lambda: len(heard) > 20)
+        lost = await far.acquire("lost")
+    async with Pool(Notes, size=1) as other, serve_pool(other, token=TOKEN, port=port, heartbeat=0.4) as again:
+        with pytest.raises(RemotePoolError, match=r"is over|not leased any more"):
+            await lost.sandbox.run("x")
+        await lost.release()
+        heard.clear()
+        await until(lambda: far._link.server == again._name and far._link.sequence is not None)
+        async with far.lease("after") as notes:
+            assert await notes.run("x") == ["x"]
+        await until(lambda: "leased" in [event.kind for event in heard])
+        assert far.size == 1
+        await far.close()

@@ -827,6 +827,36 @@ async def test_pool_view_by_hand() -> None:
         assert pool.snapshot().leased == 0, "a closed view holds nothing"
 
 
+async def test_pool_view_by_hand_of_a_pool_elsewhere() -> None:
+    import agentfly_kit as af
+    from agentfly_kit.pool import Pool
+
+    class Box:
+        async def reset(self) -> None:
+            pass
+
+    async def ask(name: str, value: Any) -> None:
+        view._on_message(view, {"kind": "do", "page": "a", "name": name, "value": value}, [])
+        await asyncio.sleep(0)
+        while view._jobs:
+            await asyncio.wait(list(view._jobs))
+            await asyncio.sleep(0)
+
+    async with Pool(Box, size=2) as pool, af.serve_pool(pool) as server:
+        async with af.RemotePool(server.url, token=server.token, kind=Box) as far:
+            view = w.PoolView(far)
+            assert view._state["recycles"]
+            lease = await far.acquire("chain")
+            await ask("close", lease.id)
+            assert lease.lost == "closed by hand" and view._notice == ""
+            here = await pool.acquire("somebody at the server")
+            await ask("reset", here.id)
+            assert view._notice.startswith("RemotePoolError: Box 2 is held by somebody at the server, who came by")
+            assert here.lost == ""
+            await here.release()
+            view.close()
+
+
 # --- TrainView -----------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ Knows no sandbox: what is done is the pool's own `acquire`, `release` and `recyc
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Collection
 from typing import Any, ClassVar
 
@@ -73,7 +74,7 @@ class PoolView(LiveView):
     async def _do_reset(self, number: Any) -> None:
         sandbox = self.held.get(number)
         if sandbox is None:
-            self._pool().recycle(int(number))
+            await self._recycle(number)
         else:
             await sandbox.reset()
 
@@ -82,7 +83,12 @@ class PoolView(LiveView):
             lease = self._taken.pop(number)
             await lease.pool.release(lease, reusable=False)
         else:
-            self._pool().recycle(int(number), close=True)
+            await self._recycle(number, close=True)
+
+    async def _recycle(self, number: Any, **how: bool) -> None:
+        asked = self._pool().recycle(int(number), **how)
+        if inspect.isawaitable(asked):  # of a pool that is elsewhere
+            await asked
 
     def _pool(self) -> Any:
         if self.record is None:

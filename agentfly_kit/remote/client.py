@@ -237,9 +237,11 @@ class RemotePool(Generic[S]):
     # --- lending
 
     @contextlib.asynccontextmanager
-    async def lease(self, owner: str = "somebody", timeout: float | None = None) -> AsyncIterator[S]:
+    async def lease(
+        self, owner: str = "somebody", timeout: float | None = None, *, run: str = ""
+    ) -> AsyncIterator[S]:  # fmt: skip
         """`async with pool.lease(owner="me") as sandbox`: yours until the block ends. Errors as in `acquire`."""
-        lease = await self.acquire(owner, timeout)
+        lease = await self.acquire(owner, timeout, run=run)
         try:
             yield lease.sandbox
         finally:
@@ -271,6 +273,15 @@ class RemotePool(Generic[S]):
             return  # it had ended
         # Not cancelled with the one who waits: a server that never hears of it would keep it for a heartbeat.
         await self._link.ask(self._link.release(lease.name, reusable), keep=True)
+
+    async def recycle(self, sandbox: int, *, close: bool = False) -> None:
+        """Have the sandbox of this number reset, or closed, as `Pool.recycle` does: one that nobody holds, or that this
+        very pool holds. Whoever works with it loses it.
+
+        Raises:  SettingsError if there is no such sandbox; RemotePoolError if somebody else holds it, or no server
+                 answers.
+        """
+        await self._link.ask(self._link.recycle(sandbox, close))
 
     async def close(self) -> None:
         """Give back all that is held and end the connection. What waits is woken with PoolClosed."""
@@ -309,6 +320,7 @@ class _Link:
         self.stopped = False
         self.trouble = ""
         self.heartbeat = 15.0
+        self.server = ""
         self.sequence: int | None = None
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -461,6 +473,7 @@ class _Link:
             raise SettingsError(f"the pool at {self.url} gives a {told['kind']}, not a {self.name}; say kind=")
         self.methods = frozenset(told["methods"])
         self.heartbeat = float(told["heartbeat"])
+        self.server = told["server"]
         self.met.set()
         self.wake()
 
@@ -534,7 +547,19 @@ class _Link:
             if told["state"] == "done":
                 return wire.decode(told["value"], self.module)
 
+    async def recycle(self, sandbox: int, close: bool) -> None:
+        await self.meet()
+        told = await self.post("recycle", request=secrets.token_hex(16), sandbox=sandbox, close=close)
+        self._lose(told["lost"])
+
+    def _lose(self, lost: dict[str, str]) -> None:
+        self.lost.update(lost)
+        for lease in lost:
+            self.held.pop(lease, None)
+
     async def call(self, lease: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if lease in self.lost:
+            raise LeaseEnded(f"the pool took the {self.name}: {self.lost[lease]}")
         if lease not in self.held:
             raise RemotePoolError(f"this sandbox of {self.url} is not leased any more")
         request = secrets.token_hex(16)
@@ -550,7 +575,7 @@ class _Link:
                 if told["state"] == "done":
                     return wire.decode(told["value"], self.module)
         except LeaseEnded as error:
-            self.lost.setdefault(lease, str(error))
+            self._lose({lease: str(error).partition(": ")[2] or str(error)})
             raise
         except asyncio.CancelledError:
             self._leave(request)
@@ -579,9 +604,13 @@ class _Link:
             )
             if told is None:
                 return
-            self.lost.update(told.get("lost", {}))
+            self._lose(told["lost"])
             for name in set(held) - set(told["leases"]):
                 self.held.pop(name, None)
+            if told["server"] != self.server:  # it was started again, and counts its events anew
+                self.sequence = None
+                self.met.clear()
+                return
             if self.listeners:
                 self._hear(wire.decode(told["events"]), after, told["sequence"])
                 if after is not None:

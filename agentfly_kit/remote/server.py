@@ -78,6 +78,12 @@ class _Release(_Message):
     reusable: bool = True
 
 
+class _Recycle(_Message):
+    request: Name
+    sandbox: Annotated[int, pydantic.Field(ge=1)]
+    close: bool = False
+
+
 class _Call(_Message):
     request: Name
     lease: Name
@@ -139,6 +145,8 @@ class _Client:
     requests: OrderedDict[str, _Request] = field(default_factory=OrderedDict)
     given_up: OrderedDict[str, None] = field(default_factory=OrderedDict)
     releasing: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    recycled: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    """Requests that were carried out: asked again, they are answered and nothing more."""
     ended: OrderedDict[str, _Held] = field(default_factory=OrderedDict)
     """Leases that the pool ended by itself, until the client has heard."""
 
@@ -183,6 +191,7 @@ class PoolServer:
         self._unsubscribe: Callable[[], None] = lambda: None
         self._closing = False
         self._ended = asyncio.Event()
+        self._name = secrets.token_hex(8)  # another server at the same address is another one
 
     # --- life
 
@@ -218,7 +227,7 @@ class PoolServer:
         for name, kind, answer in (
             ("acquire", _Acquire, self._acquire), ("abandon", _Abandon, self._abandon), ("call", _Call, self._call),
             ("release", _Release, self._release), ("rest", _Rest, self._rest), ("saved", _Saved, self._saved),
-            ("beat", _Beat, self._beat), ("bye", _Bye, self._bye),
+            ("recycle", _Recycle, self._recycle), ("beat", _Beat, self._beat), ("bye", _Bye, self._bye),
         ):  # fmt: skip
             application.router.add_post(f"{wire.PATH}/{name}", self._handler(kind, answer))
         runner = web.AppRunner(application, access_log=None, handle_signals=False, shutdown_timeout=0.5)
@@ -371,7 +380,8 @@ class PoolServer:
             n for n in dir(kind) if not n.startswith("_") and callable(getattr(kind, n, None)) and n not in _NEVER
         ]
         return {
-            "version": wire.VERSION, "kind": kind.__name__, "size": self.pool.size, "methods": methods,
+            "version": wire.VERSION, "server": self._name, "kind": kind.__name__, "size": self.pool.size,
+            "methods": methods,
             "is": [f"{each.__module__}:{each.__qualname__}" for each in kind.__mro__[:-1]],
             "heartbeat": self.heartbeat, **self._seen(),
         }  # fmt: skip
@@ -559,6 +569,28 @@ class PoolServer:
         client.releasing[name] = task
         task.add_done_callback(lambda _: client.releasing.pop(name, None))
 
+    async def _recycle(self, message: _Recycle, client: _Client) -> dict[str, Any]:
+        if message.request not in client.recycled:
+            number = message.sandbox
+            holders = {lease.sandbox: lease.owner for lease in self.pool.snapshot().leases}
+            if number in holders and number not in [held.lease.id for held in client.leases.values()]:
+                text = f"{self.pool.name} {number} is held by {holders[number]}, who came by another door: whoever "
+                raise _Refused(403, RemotePoolError(f"{text}serves the pool may recycle it there"))
+            try:
+                self.pool.recycle(number, close=message.close)
+            except SettingsError as error:
+                raise _Refused(409, error) from None
+            client.recycled[message.request] = None
+            while len(client.recycled) > _KEPT_REQUESTS:
+                client.recycled.popitem(last=False)
+            self._notice(client)
+        return {"lost": self._lost(client), **self._seen()}
+
+    @staticmethod
+    def _lost(client: _Client) -> dict[str, str]:
+        """What the pool ended under this client, and why."""
+        return {name: held.lease.lost for name, held in client.ended.items() if held.lease.lost}
+
     async def _beat(self, message: _Beat, client: _Client) -> dict[str, Any]:
         now = asyncio.get_running_loop().time()
         for name, turn in message.leases.items():
@@ -584,9 +616,9 @@ class PoolServer:
                     async with asyncio.timeout(min(message.wait, _LONGEST_WAIT, self.heartbeat / 2)):
                         await news.wait()
             events = [event for event in list(self._events) if event.sequence > after]
-        lost = {name: held.lease.lost for name, held in client.ended.items() if held.lease.lost}
         return {
-            "leases": list(client.leases), "lost": lost, "events": wire.encode(events),
+            "server": self._name, "leases": list(client.leases), "lost": self._lost(client),
+            "events": wire.encode(events),
             "sequence": self.pool._sequence, **self._seen(),
         }  # fmt: skip
 
@@ -690,8 +722,9 @@ def serve_pool(
     max_leases   sandboxes one client may hold at a time; its further acquires wait, before the pool's queue. None: all.
     max_waiting  acquires of one client that may wait; max_clients: clients at a time.
 
-    A client may call every public method of the kind. One whose arguments can name what is on this machine is checked
-    by the kind's own `check_from_afar(method, args, kwargs)`, a class method that raises; FileSandbox has one.
+    A client may call every public method of the kind, and recycle a sandbox that it holds, or that nobody holds. A
+    method whose arguments can name what is on this machine is checked by the kind's own
+    `check_from_afar(method, args, kwargs)`, a class method that raises; FileSandbox and Grader have one.
 
     Raises:  SettingsError for an open address or a setting that cannot be.
     """

@@ -170,6 +170,15 @@ class Grader:
 
     # --- grading ---------------------------------------------------------------------------------
 
+    @classmethod
+    def check_from_afar(cls, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A client of a server may not name files of the server's machine.
+
+        Raises:  SettingsError if it does.
+        """
+        if not isinstance(kwargs.get("files") or {}, Mapping):
+            raise SettingsError(f"{method}(files=): from afar, give the files themselves: {{path: text or bytes}}")
+
     async def grade(
         self,
         source: str,
