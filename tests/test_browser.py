@@ -300,6 +300,23 @@ def test_pool_view_is_live_during_an_await(notebook: Any) -> None:
     assert nb.python("rate") <= 11
     page.wait_for_function("() => document.querySelectorAll('.afk-tile.afk-s-idle').length === 4")
     assert nb.python("view.counts['idle'], view._notice") == (4, "")
+    # What is selected by mouse or keys is a frame in Python, and the view a cell.
+    tiles = page.locator(".afk-poolview .afk-tile")
+    tiles.nth(1).click()
+    nb.wait_python("view.selection.numbers", (2,))
+    tiles.nth(2).click(modifiers=["Control"])
+    nb.wait_python("view.selection.to_frame()['state'].tolist()", ["idle", "idle"])
+    page.keyboard.press("End")
+    page.keyboard.press("Shift+ArrowLeft")
+    nb.wait_python("view.selection.numbers", (3, 4))
+    assert page.locator(".afk-poolview .afk-tile[aria-selected='true']").count() == 2
+    page.locator(".afk-poolview").get_by_role("button", name="As Python").click()
+    page.wait_for_function(
+        "() => document.querySelector('.afk-poolview .afk-code')?.value.includes('view.select(3, 4)')"
+    )
+    page.locator(".afk-tiles").focus()
+    page.keyboard.press("Escape")
+    nb.wait_python("bool(view.selection)", False)
     nb.execute("view.close()")
     assert nb.python("pool._listeners") == []
     nb.execute("await pool.close()")

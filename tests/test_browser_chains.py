@@ -101,6 +101,11 @@ def test_a_chain_is_stepped_by_mouse_and_keys_while_a_cell_awaits(notebook: Any)
     assert nb.python("[t.ids for t in chain.turns] == [t.ids for t in wanted.turns]")
     view.get_by_role("button", name="Close").click()
 
+    # Its tokens, below.
+    view.get_by_role("button", name="Tokens").click()
+    view.locator(".afk-tokenview .afk-tok").first.wait_for()
+    assert nb.python("view.opened.tokens == len(view.chain.ids) == len(view.selection.to_frame('tokens'))")
+
     # What Python does is seen; what goes wrong is said.
     view.locator(".afk-tabs button").first.click()
     page.wait_for_function("() => document.querySelectorAll('.afk-turn2').length === 2")

@@ -92,6 +92,10 @@ def test_a_tool_is_called_from_its_form_while_a_cell_awaits(notebook: Any) -> No
     form.get_by_role("button", name="Call", exact=True).click()
     nb.finish(30)  # what the tool did let the cell go on
     assert nb.python("len(form.results)") == 4
+    # An earlier call is picked: its result is in sight again, and in the selection.
+    form.get_by_label("Which call").select_option(value="1")
+    nb.wait_python("form.selection.to_frame()[['call', 'ok']].values.tolist()", [[1, True]])
+    page.wait_for_function("() => document.querySelector('.afk-seen').innerText.includes('Rome <i>')")
     # From Python into the fields.
     nb.execute("form.fill(places=[{'city': 'Bern', 'metres': 5}], exact=True)")
     form.get_by_role("button", name="Fields").click()

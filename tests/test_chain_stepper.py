@@ -149,6 +149,28 @@ async def test_a_forgotten_view_leaves_its_chain() -> None:
     assert chain._listeners == []
 
 
+async def test_the_chain_in_sight_is_a_selection_and_opens_as_tokens() -> None:
+    chain = agents.agent(seed=3).chain(agents.tasks()[0])
+    view = w.ChainStepper(chain)
+    await press(view, "force", {"text": agents.call("2*21"), "end": True})
+    await press(view, "act")
+    assert view.selection.to_frame("turns")["kind"].tolist() == ["prompt", "forced", "observation"]
+    assert view.selection.ids == (chain.id,)
+    assert len(view.selection.to_frame("tokens")) == len(chain.ids)
+    await press(view, "tokens")
+    assert isinstance(view.opened, w.TokenView) and view.opened.tokens == len(chain.ids)
+    first = view.opened
+    await press(view, "finish")
+    assert list(view.selection) == [view.trajectory]
+    assert view.selection.to_frame()["stop"].tolist() == [view.trajectory.stop]
+    await press(view, "leave")
+    assert view.opened is None and first.comm is None
+    await press(view, "tokens")
+    below = view.opened
+    view.close()
+    assert below.comm is None
+
+
 async def test_errors_are_on_the_page_and_kept() -> None:
     agent = agents.scripted(["42"])
     chain = agent.chain(agents.tasks()[0])

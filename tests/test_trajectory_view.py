@@ -128,6 +128,9 @@ async def test_it_opens_tokens_and_the_stepper() -> None:
     assert isinstance(view.opened, w.TokenView)
     assert view.opened.tokens == len(rollout.trajectories[1].ids)
     first = view.opened
+    click(first, "stepper", 0)
+    await settle(first)
+    assert first.stepper.chain.turns == rollout.trajectories[1].turns, "the agent is handed on"
     click(view, "tokens", [0, 1])
     await settle(view)
     assert first.comm is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import dataclasses
 import gc
@@ -857,6 +858,50 @@ async def test_pool_view_by_hand_of_a_pool_elsewhere() -> None:
             view.close()
 
 
+async def test_pool_view_selection_is_a_frame() -> None:
+    from agentfly_kit.pool import Pool
+
+    class Box:
+        async def reset(self) -> None:
+            pass
+
+    async with Pool(Box, size=3) as pool:
+        view = w.PoolView(pool)
+        assert not view.selection
+        assert list(view.selection.to_frame().columns) == list(view.to_frame().columns)
+        assert view.to_code().splitlines()[-1] == "view.to_frame()"
+        leases = [await pool.acquire("calc-1/0"), await pool.acquire("a person", hand=True)]
+        leases[0].turn = 2
+        # As a click says it; a sandbox that ended meanwhile is no error.
+        view._on_message(view, {"kind": "set", "page": "a", "name": "_selected", "value": [leases[0].id, 99]}, [])
+        assert view.selection.numbers == (leases[0].id,)
+        frame = view.selection.to_frame()
+        assert frame.iloc[0][["sandbox", "state", "owner", "turn", "leases", "hand"]].tolist() == [
+            leases[0].id, "leased", "calc-1/0", "2", 1, False,
+        ]  # fmt: skip
+        assert frame["seconds"].iloc[0] >= 0
+        view.select(leases[1].id, leases[0].id)
+        assert [row["owner"] for row in view.selection] == ["calc-1/0", "a person"]
+        assert view.to_frame()["hand"].tolist() == [False, True]
+        assert view.to_code().splitlines() == [
+            "view = w.PoolView(pool)", f"view.select({leases[0].id}, {leases[1].id})", "view.selection.to_frame()",
+        ]  # fmt: skip
+        with pytest.raises(ValueError, match="no sandbox 99 here; there are 1, 2"):
+            view.select(99)
+        view._on_message(view, {"kind": "set", "page": "a", "name": "_selected", "value": ["x"]}, [])
+        assert "x" in view._notice and len(view.selection) == 2, "it says so, and nothing is lost"
+        view.select()
+        assert not view.selection
+        view.select(leases[0].id)
+        for lease in leases:
+            await lease.release()
+        sent(view)
+    del pool, lease, leases
+    gc.collect()
+    view.refresh()
+    assert view.selection.to_frame()["state"].tolist() == ["leased"], "of a pool that is gone, what was last seen"
+
+
 # --- TrainView -----------------------------------------------------------------------------------
 
 
@@ -966,6 +1011,29 @@ def test_a_picked_step_is_one_of_the_run() -> None:
     with pytest.raises(ValueError, match="steps 1 to 3"):
         view.step = 9
     view.step = None
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "axis"),
+    [
+        ("truncated", [0.0, 0.0, 0.0], (0.0, 1.0)),  # a share of nothing: no chart of a share goes below 0
+        ("clip_fraction", [0.0, 0.0, 0.0], (0.0, 1.0)),
+        ("loss", [0.0, 0.0, 0.0], (0.0, 1.0)),
+        ("clip_fraction", [0.5, 1.0, 0.98], (0.0, 1.0)),
+        ("clip_fraction", [0.97, 1.0, 0.98], (0.9688, 1.0)),
+        ("turns", [2.0, 2.0, 2.0], (0.0, 2.08)),
+        ("loss", [-1.0, -1.0, -1.0], (-1.04, 0.0)),
+        ("truncated", [1.5, 1.5, 1.5], (0.0, 1.5)),  # what cannot be is drawn all the same
+    ],
+)
+def test_the_axis_of_a_chart(key: str, values: list[float], axis: tuple[float, float]) -> None:
+    run = FakeRun()
+    for value in values:
+        run.step(**{key: value})
+    view = w.TrainView(run)
+    panel = next(p for p in view._about["panels"] if p["key"] == key)
+    assert (panel["lo"], panel["hi"]) == pytest.approx(axis, abs=1e-4)
+    assert panel["lo"] <= min(values) and panel["hi"] >= max(values)
 
 
 def test_a_thousand_steps_stay_small() -> None:
@@ -1136,3 +1204,47 @@ def test_a_frame_of_all_tokens_and_of_those_selected_agree() -> None:
     assert some.equals(again)
     assert frame["logprob"].isna().sum() == (~frame["mask"]).sum()
     assert len(w.TokenView([]).to_frame()) == 0
+
+
+async def test_every_view_hands_its_selection_and_its_code_to_a_cell() -> None:
+    """What a person can expect of any view, whatever it shows."""
+    import agents
+
+    from agentfly_kit.pool import Pool
+
+    class Box:
+        async def reset(self) -> None: ...
+
+    agent = agents.scripted(["42"])
+    run = agent.rollout(agents.tasks(2))
+    rollout = await run
+    pool = Pool(Box, size=1)
+    lease = await pool.acquire("me")
+    form = w.ToolForm(agents.calculator)
+    await form.call(expression="1+1")
+    one = rollout.trajectories[0]
+    views = {
+        "TokenView": (w.TokenView(one), lambda v: v.select(one.id, 0, 2), 2),
+        "TrajectoryView": (w.TrajectoryView(rollout), lambda v: v.select(one), 1),
+        "ChainStepper": (w.ChainStepper(agent.chain(one)), lambda v: None, 1),
+        "PoolView": (w.PoolView(pool), lambda v: v.select(lease.id), 1),
+        "RolloutView": (w.RolloutView(run), lambda v: v.pick(one), 1),
+        "TrainView": (w.TrainView(FakeRun(3)), lambda v: (setattr(v, "rollout", rollout), v.pick(one)), 1),
+        "ToolForm": (form, lambda v: v.select(1), 1),
+        "RewardForm": (w.RewardForm(agents.exact, rollout, follow=False), lambda v: v.pick(one), 1),
+    }
+    kinds = {name for name in w.__all__ if isinstance(kind := getattr(w, name), type) and issubclass(kind, w.View)}
+    assert kinds - {"View"} == set(views)
+    for name, (view, select, rows) in views.items():
+        select(view)
+        assert view.selection, name
+        assert len(view.selection.to_frame()) == rows, name
+        view._on_message(view, {"kind": "do", "page": "a", "name": "chain_code", "value": None}, [])
+        await asyncio.sleep(0)
+        code = view._cell["text"] if hasattr(view, "_cell") else None
+        if code is None:
+            code = view.to_code(0) if name == "TrajectoryView" else view.to_code()
+        compile(code, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        assert not view._notice, (name, view._notice)
+    await lease.release()
+    await pool.close()

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
+import agents
 import pytest
 from ipywidgets.widgets import widget as ipywidget
 from pydantic import BaseModel
@@ -76,6 +77,57 @@ async def test_the_form_calls_as_the_model_does() -> None:
     assert repr(form) == "ToolForm(weather, 2 calls)"
     assert result.observation[:30] in check_static(form).text
     sent(form)
+
+
+async def test_a_call_is_picked_and_is_a_frame() -> None:
+    form = w.ToolForm(weather)
+    assert not form.selection and form.to_frame().empty
+    with pytest.raises(ValueError, match="no call 1 here; there is none yet"):
+        form.select(1)
+    one = [{"city": "Rome"}]
+    await form.call(places=one)
+    await form.call(places=one, note="fail")
+    await form.call(places=one, note="refuse")
+    (last,) = form.selection
+    assert (last.number, last.result, last.code) == (3, form.result, form.to_code())
+    assert [n for n, _, _ in form._calls] == [1, 2, 3] and [ok for *_, ok in form._calls] == [True, False, False]
+    await ask(form, "pick", 1)
+    assert form._result["number"] == 1 and form._result["observation"] == "Rome: 20 C"
+    frame = form.selection.to_frame()
+    assert frame[["call", "tool", "ok", "observation"]].values.tolist() == [[1, "weather", True, "Rome: 20 C"]]
+    assert await eval(frame["code"][0].removeprefix("await "), {"weather": weather}) == form.results[0][1]
+    whole = form.to_frame()
+    assert whole["ok"].tolist() == [True, False, False]
+    assert "ZeroDivisionError" in whole["error"][1] and whole["reward"].isna().all()
+    await ask(form, "pick", 9)
+    assert "no call 9 here; there are 1 to 3" in form._notice
+    for _ in range(60):
+        await form.call(places=one)
+    assert [c.number for c in form.selection] == [63] and len(form.to_frame()) == 50
+    with pytest.raises(ValueError, match="there are 14 to 63"):
+        form.select(1)
+    sent(form)
+
+
+async def test_a_call_goes_on_in_a_chain() -> None:
+    form = w.ToolForm(agents.calculator)
+    await ask(form, "chain", "{}")
+    assert "which agent?" in form._notice
+    agent = agents.scripted(["42"])
+    with pytest.raises(ValueError, match="has no tool 'weather'"):
+        w.ToolForm(weather, agent=agent)
+    form = w.ToolForm(agents.calculator, agent=agent, task=agents.tasks()[0])
+    await ask(form, "chain", '{"expression": "6*7"}')
+    assert form._notice == ""
+    chain = form.opened.chain
+    assert [turn.kind for turn in chain.turns] == ["prompt", "forced"]
+    observation = await chain.act()
+    assert observation.tool_calls[0].result.observation == "42"
+    below = form.opened
+    await ask(form, "leave")
+    assert form.opened is None and below.comm is None
+    await ask(form, "chain", "{oops")
+    assert "JSON" in form._notice
 
 
 async def test_whose_fault_it_was() -> None:

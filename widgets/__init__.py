@@ -30,15 +30,15 @@ from ._chains import Trajectories
 from ._saved import freeze
 from ._tokens import Selection, Span
 from .chain_stepper import ChainStepper
-from .pool_view import PoolView
+from .pool_view import PoolView, Sandboxes
 from .reward_form import RewardForm
 from .rollout_view import RolloutView
 from .token_view import TokenView
-from .tool_form import ToolForm
+from .tool_form import Call, Calls, ToolForm
 from .train_view import TrainView
 from .trajectory_view import TrajectoryView
 
 __all__ = [
-    "ChainStepper", "PoolView", "RewardForm", "RolloutView", "Selection", "Span", "Static", "TokenView", "ToolForm",
-    "TrainView", "Trajectories", "TrajectoryView", "View", "freeze",
+    "Call", "Calls", "ChainStepper", "PoolView", "RewardForm", "RolloutView", "Sandboxes", "Selection", "Span",
+    "Static", "TokenView", "ToolForm", "TrainView", "Trajectories", "TrajectoryView", "View", "freeze",
 ]  # fmt: skip

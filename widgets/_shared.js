@@ -62,6 +62,12 @@ export function readable(text) {
     .filter((part) => part.hidden || part.text);
 }
 
+/** Room for the longest of names that are `lengths` letters long, without the `prefix` letters that all share. */
+export function laneWidth(lengths, prefix = 0) {
+  const longest = lengths.reduce((most, n) => Math.max(most, n), 0) - (prefix ?? 0);
+  return `${Math.max(8, Math.min(30, longest)) + 1}ch`;
+}
+
 /** Which rows of a list are near the window: [first, last + 1]. */
 export function near(top, height, row, n, margin = 6) {
   const first = Math.max(0, Math.min(n, Math.floor(top / row) - margin));

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
 import traitlets
+from ipywidgets import widget_serialization
 
 from ._base import Throttle, View, count, escape, number, readable, sendable, tag
 from ._tokens import visible
@@ -25,6 +26,8 @@ class ChainStepper(View):
     chain, chains   the one in sight; it and the forks that were made here
     trajectory      what finish() gave, or None
     error           what the last click raised; it is on the page too
+    selection       the chain in sight, as it is now: `.to_frame("turns")`, `.to_frame("tokens")`
+    opened          the TokenView of its tokens that the page shows below, or None
     to_code()       a cell that makes the same chain again
     top             next tokens to show; 0 asks the engine for none
     """
@@ -32,13 +35,28 @@ class ChainStepper(View):
     stem: ClassVar[str] = "chain_stepper"
     settable: ClassVar[frozenset[str]] = frozenset({"top"})
     doable: ClassVar[frozenset[str]] = frozenset(
-        {"sample", "act", "force", "observe", "edit", "rewind", "fork", "finish", "switch", "cancel", "code"}
+        {
+            "sample",
+            "act",
+            "force",
+            "observe",
+            "edit",
+            "rewind",
+            "fork",
+            "finish",
+            "switch",
+            "cancel",
+            "code",
+            "tokens",
+            "leave",
+        }
     )
 
     top = traitlets.Int(20, min=0, max=200).tag(sync=True)
     _state = traitlets.Dict().tag(sync=True)
     _distribution = traitlets.Dict().tag(sync=True)
     _code = traitlets.Dict().tag(sync=True)
+    _below = traitlets.Any(None, allow_none=True).tag(sync=True, **widget_serialization)
 
     def __init__(self, chain: Any, task: Any = None, *, top: int = 20) -> None:
         if task is not None:
@@ -67,6 +85,19 @@ class ChainStepper(View):
     @property
     def trajectory(self) -> Any:
         return self.chain._trajectory
+
+    @property
+    def selection(self) -> Any:
+        """The chain in sight: what `finish()` gave, or as it is now, unscored. As in the views of many chains."""
+        from ._chains import Trajectories
+
+        now = self.trajectory or self.chain.row()
+        return Trajectories((now.id,), (now,))
+
+    @property
+    def opened(self) -> Any:
+        """The TokenView that the page shows below, or None."""
+        return self._below
 
     def refresh(self) -> None:
         """Send the chain as it is now. It does so by itself whenever the chain changes, while a page is open."""
@@ -231,6 +262,19 @@ class ChainStepper(View):
         if self._task is not None:
             self._task.cancel()
 
+    def _do_tokens(self, _: Any) -> None:
+        from .token_view import TokenView
+
+        self._put_below(TokenView(list(self.selection)))
+
+    def _do_leave(self, _: Any) -> None:
+        self._put_below(None)
+
+    def _put_below(self, view: Any) -> None:
+        old, self._below = self._below, view
+        if old is not None:
+            old.close()
+
     def _do_code(self, _: Any) -> None:
         self._code = {"n": self._code.get("n", 0) + 1, "text": sendable(self.to_code())}
 
@@ -260,6 +304,9 @@ class ChainStepper(View):
 
     def close(self) -> None:
         self._unfollow()
+        below = getattr(self, "_below", None)
+        if below is not None:
+            below.close()
         super().close()
 
     # --- code ---

@@ -48,6 +48,20 @@ export function bands(history, w, h, span, now) {
   return out;
 }
 
+/** A name in two parts, of which only the first may be cut: the end tells chains of one run apart. */
+export function ends(name, n = 9) {
+  const letters = [...name];
+  return letters.length <= n + 3 ? [name, ""] : [letters.slice(0, -n).join(""), letters.slice(-n).join("")];
+}
+
+/** The numbers that are selected after a click on one: alone, added or taken away with Ctrl, all from the anchor with Shift. */
+export function picked(selected, ids, id, anchor, { add = false, range = false } = {}) {
+  const [a, b] = [ids.indexOf(anchor), ids.indexOf(id)];
+  if (range && a >= 0) return [...new Set([...(add ? selected : []), ...ids.slice(Math.min(a, b), Math.max(a, b) + 1)])];
+  if (add) return selected.includes(id) ? selected.filter((x) => x !== id) : [...selected, id];
+  return [id];
+}
+
 /** What a person can do to the sandbox of this number now. */
 export function actions(state, id) {
   const lane = state.closed || state.gone ? undefined : state.lanes.find((each) => each[0] === id);
@@ -68,10 +82,15 @@ export default {
         const what = h("span", { class: "afk-soft" });
         const counts = h("div", { class: "afk-counts afk-num" });
         const note = h("div", { class: "afk-note" });
-        const grid = h("div", { class: "afk-tiles", tabindex: "0", role: "list", "aria-label": "Sandboxes" });
+        const grid = h("div", { class: "afk-tiles", tabindex: "0", role: "listbox", "aria-multiselectable": "true", "aria-label": "Sandboxes. Arrow keys walk and select, with Shift they add, Space adds one, a selects all, Escape clears." });
+        const chosenText = h("span", { class: "afk-soft", role: "status" });
+        const codeHolder = h("div", {});
+        const asPython = h("button", { type: "button", class: "afk-small", title: "This view and its selection as a cell", onclick: () => context.ask("code") }, "As Python");
+        const clear = h("button", { type: "button", class: "afk-small", title: "Select nothing (key: Escape)", onclick: () => choose([]) }, "Clear");
+        const pickedBar = h("div", { class: "afk-hands afk-pickedbar" }, chosenText, asPython, clear);
         const queue = h("div", { class: "afk-queue" });
         const strip = s("svg", { class: "afk-strip", role: "img", preserveAspectRatio: "none", viewBox: "0 0 600 40" });
-        const stripTitle = h("div", { class: "afk-soft afk-stripnote" }, "the last 60 s: leased, starting and idle as shares of the size");
+        const stripTitle = h("div", { class: "afk-soft afk-stripnote" }, h("span", {}, "60 s ago"), h("span", { class: "afk-stripkey" }, ...BANDS.map((name) => h("span", {}, h("i", { class: `afk-s-${name}`, "aria-hidden": "true" }), name)), h("span", {}, "as shares of the size")), h("span", {}, "now"));
         const table = h("div", { class: "afk-owners", hidden: true, tabindex: "0", role: "region", "aria-label": "Leases by owner" });
         const pick = h("select", { "aria-label": "Sandbox to act on" });
         const act = (name, text, title) => h("button", { type: "button", class: "afk-small", title, onclick: () => { context.ask(name, chosen()); put(done, name === "take" ? "asked for a sandbox" : `asked: ${text.toLowerCase()} #${chosen()}`); } }, text);
@@ -85,7 +104,7 @@ export default {
         const hands = h("div", { class: "afk-hands", role: "group", "aria-label": "By hand" }, h("span", {}, "By hand:"), does.take, pick, does.reset, does.close, does.give_back, done);
         const asTiles = h("button", { type: "button", "aria-pressed": "true" }, "Sandboxes");
         const asOwners = h("button", { type: "button", "aria-pressed": "false" }, "Owners");
-        root.append(h("div", { class: "afk-bar" }, title, what, h("span", { class: "afk-grow" }), counts, h("span", { role: "group", "aria-label": "What to list" }, asTiles, " ", asOwners)), note, grid, table, hands, queue, strip, stripTitle);
+        root.append(h("div", { class: "afk-bar" }, title, what, h("span", { class: "afk-grow" }), counts, h("span", { role: "group", "aria-label": "What to list" }, asTiles, " ", asOwners)), note, grid, table, pickedBar, hands, codeHolder, queue, strip, stripTitle);
         function mode(byOwner) {
           grid.hidden = byOwner;
           table.hidden = !byOwner;
@@ -98,9 +117,9 @@ export default {
         function drawOwners(state) {
           const rows = owners(state);
           table.replaceChildren(rows.length ? h("table", {},
-            h("thead", {}, h("tr", {}, ...["owner", "holds", "for", "turn", "how"].map((t) => h("th", { scope: "col" }, t)))),
-            h("tbody", {}, ...rows.map((r) => h("tr", {}, h("th", { scope: "row" }, h("bdi", {}, r.owner)), h("td", { class: "afk-num" }, r.ids.map((id) => `#${id}`).join(" ")),
-              h("td", { class: "afk-num" }, r.age === null ? "" : duration(r.age)), h("td", { class: "afk-num" }, r.turns.join(" ")), h("td", {}, r.hands.length ? h("span", { class: "afk-hand" }, r.hands[0]) : "a chain"))))) : h("div", { class: "afk-soft" }, "Nothing is leased."));
+            h("thead", {}, h("tr", {}, ...["owner", "holds", "for", "turn", "how"].map((t, i) => h("th", { scope: "col", class: i === 2 || i === 3 ? "afk-right" : null }, t)))),
+            h("tbody", {}, ...rows.map((r) => h("tr", {}, h("th", { scope: "row" }, h("button", { type: "button", class: "afk-link", title: "Select what it holds", onclick: () => choose(r.ids) }, h("bdi", {}, r.owner))), h("td", { class: "afk-num" }, r.ids.map((id) => `#${id}`).join(" ")),
+              h("td", { class: "afk-num afk-right" }, r.age === null ? "" : duration(r.age)), h("td", { class: "afk-num afk-right" }, r.turns.join(" ")), h("td", {}, r.hands.length ? h("span", { class: "afk-hand" }, r.hands[0]) : "a chain"))))) : h("div", { class: "afk-soft" }, "Nothing is leased."));
         }
 
         const numbers = {};
@@ -137,12 +156,69 @@ export default {
           allow();
         }
         pick.addEventListener("change", allow);
+
+        // --- selection: a click or the keys; the one that the cursor is on is also the one to act on by hand ---
+        let cursor = null; // a number
+        let anchor = null;
+        const numbersShown = () => tiles(model.get("_state")).filter((t) => t.id !== null).map((t) => t.id);
+        function choose(numbers) {
+          context.put("_selected", numbers);
+        }
+        function go(id, { add = false, range = false } = {}) {
+          cursor = id;
+          pick.value = String(id);
+          allow();
+          choose(picked(model.get("_selected"), numbersShown(), id, anchor, { add, range }));
+          if (!range) anchor = id;
+        }
+        function drawSelected() {
+          const all = new Set(model.get("_selected"));
+          let n = 0;
+          for (const { box, data } of made.values()) {
+            const on = data.id !== null && all.has(data.id);
+            n += on;
+            if (box.getAttribute("aria-selected") !== String(on)) box.setAttribute("aria-selected", String(on));
+            box.classList.toggle("afk-at", data.id !== null && data.id === cursor);
+          }
+          const at = made.get(`s${cursor}`);
+          if (at) grid.setAttribute("aria-activedescendant", at.box.id);
+          else grid.removeAttribute("aria-activedescendant");
+          pickedBar.hidden = !n;
+          put(chosenText, n ? `${n} selected → view.selection` : "");
+        }
         grid.addEventListener("click", (event) => {
           const box = event.target.closest(".afk-tile");
-          for (const { box: each, data } of made.values()) if (each === box && data.id !== null) { pick.value = String(data.id); allow(); }
+          const id = [...made.values()].find((each) => each.box === box)?.data.id ?? null;
+          if (id !== null) go(id, { add: event.ctrlKey || event.metaKey, range: event.shiftKey });
+        });
+        grid.addEventListener("keydown", (event) => {
+          if (event.ctrlKey || event.metaKey || event.altKey) return;
+          const ids = numbersShown();
+          const columns = Math.max(1, getComputedStyle(grid).gridTemplateColumns.split(" ").length);
+          const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns, Home: -ids.length, End: ids.length }[event.key];
+          if (!ids.length) return;
+          if (step !== undefined) {
+            const at = ids.indexOf(cursor);
+            const id = ids[at < 0 ? 0 : Math.max(0, Math.min(ids.length - 1, at + step))];
+            go(id, { range: event.shiftKey });
+            made.get(`s${id}`)?.box.scrollIntoView({ block: "nearest" });
+          } else if (event.key === " " && cursor !== null) go(cursor, { add: true });
+          else if (event.key === "a") choose(ids);
+          else if (event.key === "Escape") choose([]);
+          else return;
+          event.preventDefault();
+        });
+        context.on("_selected", drawSelected);
+        let codeShown = model.get("_code")?.n ?? 0;
+        context.on("_code", () => {
+          const { n, text } = model.get("_code") ?? {};
+          if (!n || n === codeShown) return;
+          codeShown = n;
+          codeHolder.replaceChildren(codeBox(text, () => asPython.focus()));
         });
 
         const made = new Map();
+        const own = `afkp${Math.random().toString(36).slice(2, 8)}`;
         let sentAt = performance.now();
         const history = [];
 
@@ -151,11 +227,13 @@ export default {
           const id = h("span", { class: "afk-id afk-num" });
           const word = h("span", { class: "afk-word" });
           const time = h("span", { class: "afk-time afk-num afk-soft" });
-          const owner = h("bdi", { class: "afk-owner" });
+          const ownerHead = h("span", { class: "afk-ownerhead" });
+          const ownerTail = h("span", {});
+          const owner = h("bdi", { class: "afk-owner" }, ownerHead, ownerTail);
           const turn = h("span", { class: "afk-soft afk-num" });
           const hand = h("span", { class: "afk-hand", hidden: true });
-          const box = h("div", { class: "afk-tile", role: "listitem" }, h("div", { class: "afk-tilehead" }, sign, id, word, time), h("div", { class: "afk-holder" }, owner, hand, turn));
-          const parts = { box, sign, id, word, time, owner, turn, hand, was: "" };
+          const box = h("div", { class: "afk-tile", role: "option", "aria-selected": "false", id: `${own}-${key}` }, h("div", { class: "afk-tilehead" }, sign, id, word, time), h("div", { class: "afk-holder" }, owner, hand, turn));
+          const parts = { box, sign, id, word, time, ownerHead, ownerTail, turn, hand, was: "" };
           made.set(key, parts);
           return parts;
         }
@@ -182,11 +260,14 @@ export default {
             if (parts.was !== t.name) {
               parts.was = t.name;
               parts.box.className = `afk-tile afk-s-${t.name}`;
+              if (t.id === null) parts.box.setAttribute("aria-disabled", "true");
               put(parts.sign, SIGN[t.name] ?? "?");
               put(parts.word, t.name === "empty" ? "not started" : t.name);
             }
             put(parts.id, t.id === null ? "" : `#${t.id}`);
-            put(parts.owner, t.owner ?? "");
+            const [head, tail] = ends(t.owner ?? "");
+            put(parts.ownerHead, head);
+            put(parts.ownerTail, tail);
             put(parts.hand, t.hand);
             parts.hand.hidden = !t.hand;
             put(parts.turn, t.turn !== null ? `turn ${t.turn}` : t.id !== null && t.owner === null ? plural(t.uses, "lease") : "");
@@ -206,6 +287,7 @@ export default {
             h("b", {}, state.counts.waiting ? `${state.counts.waiting} waiting, served in this order: ` : "nobody waits"),
             ...shown.map((owner, i) => h("span", { class: "afk-waiter" }, `${i + 1} `, h("bdi", {}, owner))),
             rest > 0 ? ` and ${rest} more` : "");
+          drawSelected();
           history.push({ t: performance.now() / 1000, ...state.counts });
           tick();
         }

@@ -1,5 +1,7 @@
 """The sandboxes of a pool, live: who holds which, since when, who waits; and what a person does to them by hand.
 
+What is selected on the page is in `selection`, a frame of it in `selection.to_frame()`.
+
 Knows no sandbox: what is done is the pool's own `acquire`, `release` and `recycle`.
 """
 
@@ -7,12 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, ClassVar
 
 import traitlets
 
 from ._base import LiveView, count, escape, sendable, tag
+from ._tokens import some
+from .chain_stepper import _named
 
 SIGNS = {"leased": "●", "idle": "○", "starting": "◐", "resetting": "◑", "closing": "✕"}
 """A sign beside each state's word, so that neither colour nor reading is needed to tell them apart."""
@@ -29,11 +34,42 @@ _QUEUE = 50
 _TAKE_SECONDS = 30.0
 
 
+class Sandboxes:
+    """Sandboxes of a pool and their leases, as they were when this was asked for. Empty is false; iterate for rows."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
+        self._rows = tuple(rows)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(row["sandbox"] for row in self._rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def to_frame(self) -> Any:
+        """A row a sandbox: sandbox, state, seconds in it, owner, turn, leases so far, hand. Missing ages are NaN."""
+        import pandas as pd
+
+        return pd.DataFrame(list(self._rows), columns=list(_COLUMNS))
+
+    def __repr__(self) -> str:
+        return f"Sandboxes({some([f'#{n}' for n in self.numbers]) if self._rows else 'nothing'})"
+
+
+_COLUMNS = ("sandbox", "state", "seconds", "owner", "turn", "leases", "hand")
+
+
 class PoolView(LiveView):
     """A tile a sandbox or a row an owner, and the queue, from the pool's events and `pool.snapshot()`.
 
     At most 10 updates a second. A lease of a person who steps a chain is marked as by hand.
-    `view.counts` has what was last sent; `view.refresh()` sends now; `view.close()` ends it.
+    `view.counts` has what was last sent; `view.refresh()` sends now; `view.close()` ends it. `view.selection` has the
+    sandboxes that are selected in the browser and who holds them; `view.select(3, 4)` selects from Python;
+    `view.to_frame()` has all; `view.to_code()` is the view and its selection as a cell.
 
     By hand, on the page: Take leases a sandbox, which is then in `view.held[number]` for the next cell; Give back
     returns it. Reset and Close act on any sandbox of a pool with `recycle`; a chain that holds it loses it, and is not
@@ -41,9 +77,13 @@ class PoolView(LiveView):
     """
 
     stem: ClassVar[str] = "pool_view"
-    doable: ClassVar[frozenset[str]] = frozenset({"take", "give_back", "reset", "close"})
+    settable: ClassVar[frozenset[str]] = frozenset({"_selected"})
+    doable: ClassVar[frozenset[str]] = frozenset({"take", "give_back", "reset", "close", "code"})
 
     _state = traitlets.Dict().tag(sync=True)
+    _selected: traitlets.List[Any] = traitlets.List().tag(sync=True)
+    """Numbers of sandboxes. One that ended stays in it, and counts no more."""
+    _code = traitlets.Dict().tag(sync=True)
 
     def __init__(self, pool: Any) -> None:
         if not (callable(getattr(pool, "snapshot", None)) and callable(getattr(pool, "subscribe", None))):
@@ -59,6 +99,53 @@ class PoolView(LiveView):
         """The sandboxes that were taken by hand on the page and not given back, by number."""
         self._taken = {number: lease for number, lease in self._taken.items() if not lease.released}
         return {number: lease.sandbox for number, lease in self._taken.items()}
+
+    # --- selection ---
+
+    @property
+    def selection(self) -> Sandboxes:
+        """The selected sandboxes that there still are, as they are now; when the pool is gone, as they last were."""
+        chosen = set(self._selected)
+        return Sandboxes([row for row in self._rows() if row["sandbox"] in chosen])
+
+    def to_frame(self) -> Any:
+        """All sandboxes, as `selection.to_frame()` has the selected ones."""
+        return Sandboxes(self._rows()).to_frame()
+
+    def select(self, *sandboxes: int) -> None:
+        """Select sandboxes by their numbers; the browser shows them. None of them: select nothing."""
+        there = [row["sandbox"] for row in self._rows()]
+        for number in sandboxes:
+            if number not in there:
+                raise ValueError(f"no sandbox {number!r} here; there are {some([str(n) for n in there]) or 'none yet'}")
+        self.refresh()
+        self._selected = list(sandboxes)
+
+    @traitlets.validate("_selected")
+    def _numbers(self, proposal: Any) -> list[int]:
+        return list(dict.fromkeys(int(number) for number in proposal["value"]))
+
+    def _rows(self) -> list[dict[str, Any]]:
+        state = self._state if self.record is None else self._seen_now(self.record)
+        return [
+            {
+                "sandbox": id, "state": name, "seconds": math.nan if age is None else age, "owner": owner,
+                "turn": turn, "leases": uses, "hand": bool(hand),
+            }
+            for id, name, owner, uses, age, turn, hand in sorted(state.get("lanes", []))
+        ]  # fmt: skip
+
+    def to_code(self) -> str:
+        """This view and its selection as a cell; `pool` is what the notebook calls the pool."""
+        name = (_named(self.record) if self.record is not None else None) or "pool"
+        numbers = self.selection.numbers
+        chosen = [f"view.select({', '.join(map(str, numbers))})", "view.selection.to_frame()"]
+        return "\n".join([f"view = w.PoolView({name})", *(chosen if numbers else ["view.to_frame()"])])
+
+    def _do_code(self, _: Any) -> None:
+        self._code = {"n": self._code.get("n", 0) + 1, "text": sendable(self.to_code())}
+
+    # --- by hand ---
 
     async def _do_take(self, _: Any) -> None:
         lease = await self._pool().acquire("by hand", _TAKE_SECONDS, hand=True)

@@ -54,7 +54,7 @@ export default {
               const cell = (n, share, name) => {
                 const bar = h("i", { class: name, "aria-hidden": "true" });
                 bar.style.width = `${share.toFixed(1)}%`;
-                return h("td", {}, h("span", { class: "afk-barbox" }, bar), ` ${n.toLocaleString("en-US")}`);
+                return h("td", {}, h("span", { class: "afk-barbox" }, bar), h("span", { class: "afk-many" }, n.toLocaleString("en-US")));
               };
               return h("tr", {}, h("th", { scope: "row" }, label), cell(a, sizes[i][0], "afk-was"), x.scored ? cell(b, sizes[i][1], "afk-isnow") : h("td", { class: "afk-soft" }, "–"));
             })));
@@ -96,7 +96,7 @@ export default {
           const { seconds, scored } = model.get("_about");
           again.hidden = busy;
           cancel.hidden = !busy;
-          say.textContent = busy ? `scoring ${done ? `${done} of ${plural(total, "group")}` : "…"}` : scored && seconds !== null ? `scored in ${duration(seconds)}` : "";
+          say.textContent = busy ? `scoring ${done ? `${done} of ${plural(total, "group")}` : "…"}` : scored && seconds !== null ? `scored in ${brief(seconds)}` : "";
         }
         filter.addEventListener("change", () => {
           if (filter.value !== drawnFilter) drawRows();

@@ -110,6 +110,7 @@ export default {
         function read() {
           const b = model.get("_buffers");
           if (!b?.state) return;
+          if (data?.names !== model.get("_names")) list.el.style.setProperty("--lane", laneWidth(model.get("_names").map((name) => name.length), model.get("_about")?.prefix));
           data = { names: model.get("_names"), state: typed(b.state, Uint8Array), turn: typed(b.turn, Int16Array), since: typed(b.since, Float32Array), detail: typed(b.detail, Uint16Array), reward: column(b.reward), seconds: model.get("_about")?.seconds ?? 0 };
         }
         function draw() {

@@ -281,6 +281,7 @@ export default {
           }
           const r = before(starts, i);
           const row = about.rows[r];
+          card.classList.add("afk-told1"); // from now on as tall as its numbers: what is below must not jump
           const [turn, kind, author] = row.turns.find(([, , , a, b]) => i - starts[r] >= a && i - starts[r] < b);
           card.append(h("div", { class: "afk-cardhead" },
             h("span", { class: "afk-tok afk-plain afk-big" }, about.vocabulary[data.piece[i]][0]),

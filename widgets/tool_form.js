@@ -54,7 +54,7 @@ export function variantOf(variants, value) {
 let names = 0;
 
 export default {
-  render({ model, el }) {
+  render({ model, el, host }) {
     return mount({ model, el }, {
       label: `Call the tool ${model.get("_about").name}`,
       build(context) {
@@ -204,6 +204,11 @@ export default {
         const call = h("button", { type: "button", class: "afk-go", title: "Call the tool (Ctrl+Enter)" }, "Call");
         const cancel = h("button", { type: "button", hidden: true }, "Cancel");
         const running = h("span", { class: "afk-soft", role: "status" });
+        const inChain = h("button", { type: "button", hidden: !about.agent, title: "A chain that begins with this call, in the stepper", onclick: () => context.ask("chain", json ? text.value : form.text()) }, "In a chain");
+        const which = h("select", { class: "afk-which", "aria-label": "Which call", onchange: () => context.ask("pick", Number(which.value)) });
+        const below = h("div", {});
+        const leave = h("button", { type: "button", class: "afk-small", onclick: () => { context.ask("leave"); inChain.focus(); } }, "Close");
+        const belowBox = h("div", { class: "afk-below", hidden: true }, h("div", { class: "afk-bar" }, h("b", {}, "a chain that begins with this call"), h("span", { class: "afk-grow" }), leave), below);
         const result = h("div", { class: "afk-answer" });
         root.append(
           h("div", { class: "afk-bar" }, h("span", { class: "afk-title" }, about.name), h("span", { class: "afk-soft" }, `${about.timeout === null ? "no time limit" : `at most ${about.timeout} s`} · ${about.max_chars === null ? "no limit of length" : `${about.max_chars.toLocaleString("en-US")} characters`}`),
@@ -211,9 +216,9 @@ export default {
           h("div", { class: "afk-doc afk-about" }, about.description),
           ...(about.hidden.length ? [h("div", { class: "afk-soft afk-about" }, `not seen by the model: ${about.hidden.join("; ")}`)] : []),
           form.el, textBox,
-          h("div", { class: "afk-bar afk-foot" }, call, cancel, running),
+          h("div", { class: "afk-bar afk-foot" }, call, cancel, inChain, running, h("span", { class: "afk-grow" }), which),
           result,
-          h("details", { class: "afk-about" }, h("summary", {}, "the schema that the model is shown"), h("pre", { class: "afk-code", tabindex: "0" }, about.schema)));
+          h("details", { class: "afk-about" }, h("summary", {}, "the schema that the model is shown"), h("pre", { class: "afk-code", tabindex: "0" }, about.schema)), belowBox);
 
         let mine = null; // the draft that these fields wrote, which must not be read back into them
         function edited() {
@@ -271,7 +276,7 @@ export default {
           const word = r.ok ? "✓ ok" : r.error === null ? "✗ failed, and the model is told why" : "✗ failed on our side: the model is told only that it failed";
           result.append(...[
             h("div", { class: "afk-cardhead", role: "status" }, h("b", { class: r.ok ? "afk-good" : "afk-bad" }, word),
-              h("span", { class: "afk-soft afk-num" }, [`${r.seconds.toFixed(3)} s`, plural(r.characters, "character"), r.truncated ? "truncated" : null, r.done ? "ends the chain" : null, r.reward === null ? null : `turn reward ${r.reward}`, ...r.metrics.map(([k, v]) => `${k} ${v}`)].filter(Boolean).join(" · "))),
+              h("span", { class: "afk-soft afk-num" }, [brief(r.seconds), plural(r.characters, "character"), r.truncated ? "truncated" : null, r.done ? "ends the chain" : null, r.reward === null ? null : `turn reward ${r.reward}`, ...r.metrics.map(([k, v]) => `${k} ${v}`)].filter(Boolean).join(" · "))),
             h("div", { class: "afk-soft" }, "what the model sees:"),
             r.observation ? h("pre", { class: "afk-seen afk-code", tabindex: "0", dir: "auto", role: "region", "aria-label": "what the model sees" }, ...marks(r.observation)) : h("div", { class: "afk-seen afk-soft" }, "an empty text"),
             r.characters > r.observation.length ? h("div", { class: "afk-soft" }, `${(r.characters - r.observation.length).toLocaleString("en-US")} characters more`) : null].filter(Boolean));
@@ -279,14 +284,33 @@ export default {
             result.append(h("details", { open: true }, h("summary", {}, r.error), h("pre", { class: "afk-code", tabindex: "0" }, r.traceback)));
           }
           if (r.redefined) result.append(h("div", { class: "afk-notice" }, `A later cell defined ${about.name} again: this form calls the old one. Run its cell again.`));
-          result.append(h("details", {}, h("summary", {}, "as a cell"), h("pre", { class: "afk-code", tabindex: "0" }, r.code)));
+          result.append(h("details", {}, h("summary", {}, "as Python"), h("pre", { class: "afk-code", tabindex: "0" }, r.code)));
         }
+        function drawCalls() {
+          const calls = model.get("_calls") ?? [];
+          which.hidden = calls.length < 2;
+          which.replaceChildren(...calls.map(([n, given, ok]) => h("option", { value: n }, `${ok ? "✓" : "✗"} call ${n}: ${given}`)));
+          which.value = String(model.get("_result")?.number ?? "");
+        }
+        let takeAway = null;
+        function drawBelow() {
+          takeAway?.();
+          takeAway = null;
+          const ref = model.get("_below");
+          belowBox.hidden = !ref;
+          if (ref) takeAway = child(host, ref, below);
+        }
+        context.on("_below", drawBelow);
+        context.end(() => takeAway?.());
+        context.on("_calls", drawCalls);
         context.on("busy", drawBusy);
-        context.on("_result", drawResult);
+        context.on("_result", () => { drawResult(); drawCalls(); });
         context.on("draft", readDraft);
         readDraft();
         drawBusy();
         drawResult();
+        drawCalls();
+        drawBelow();
       },
     });
   },

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import traitlets
+from ipywidgets import widget_serialization
 
 from ._base import View, count, escape, json_text, number, sendable, tag
+from .chain_stepper import ChainStepper
 
 _KEPT = 50
 """Results that are kept."""
@@ -17,29 +22,77 @@ _SHOWN = 60_000
 """Characters of an observation in the static form and on the page."""
 
 
+@dataclass(frozen=True)
+class Call:
+    """One call of a form, counted from 1: what it was called with, what came back, and the line of Python for it."""
+
+    number: int
+    arguments: Any
+    result: Any
+    code: str
+
+
+class Calls:
+    """Calls of a form. Empty is false; iterate for them."""
+
+    def __init__(self, tool: str, calls: Sequence[Call]) -> None:
+        self.tool = tool
+        self._calls = tuple(calls)
+
+    def __iter__(self) -> Iterator[Call]:
+        return iter(self._calls)
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def to_frame(self) -> Any:
+        """A row a call: what it was called with, what the model would see, how it went. Missing numbers are NaN."""
+        import pandas as pd
+
+        rows = [
+            {
+                "call": c.number, "tool": self.tool, "arguments": json_text(c.arguments), "ok": c.result.ok,
+                "observation": c.result.observation, "error": None if c.result.error is None else str(c.result.error),
+                "seconds": c.result.seconds, "truncated": c.result.truncated, "done": c.result.done,
+                "reward": math.nan if c.result.reward is None else float(c.result.reward), "code": c.code,
+            } | {f"metric_{k}": float(v) for k, v in c.result.metrics.items()}
+            for c in self._calls
+        ]  # fmt: skip
+        return pd.DataFrame(rows, columns=None if rows else ["call", "tool", "arguments", "ok", "observation"])
+
+    def __repr__(self) -> str:
+        return f"Calls({self.tool}: {', '.join(str(c.number) for c in self) or 'none'})"
+
+
 class ToolForm(View):
     """Fields from the tool's schema, a call, and exactly the text that the model would see.
 
     tool: a Tool, or a function with types and a docstring. task: a Task, for what the tool takes from it. pool: where
     its sandbox comes from; without one a sandbox is started for each call and closed after it. Of a pool it keeps no
-    more than a weak reference, so that it is closed when nobody else has it.
+    more than a weak reference, so that it is closed when nobody else has it. agent: one that has this tool, for "In a
+    chain": a chain of the task begins with the call that the fields hold, in a ChainStepper below, `form.opened`.
 
     `await form.call(expression="2+3")` is the button; `form.result` and `form.results` are what came back;
-    `form.fill(...)` fills the fields; `form.to_code()` gives the last call as a cell.
+    `form.selection` is the call in sight, the last one until an earlier one is picked: `.to_frame()` has it as a row,
+    and `form.to_frame()` all; `form.to_code()` gives it as a line for a cell. `form.fill(...)` fills the fields.
     Raises:  ToolSchemaError for a function that is no tool yet and cannot be one.
     """
 
     stem: ClassVar[str] = "tool_form"
     settable: ClassVar[frozenset[str]] = frozenset({"draft"})
-    doable: ClassVar[frozenset[str]] = frozenset({"call", "cancel"})
+    doable: ClassVar[frozenset[str]] = frozenset({"call", "cancel", "pick", "chain", "leave"})
 
     draft = traitlets.Unicode("{}").tag(sync=True)
     """The arguments as the model would write them: a JSON text, which need not be valid."""
     busy = traitlets.Bool(False).tag(sync=True)
     _about = traitlets.Dict().tag(sync=True)
     _result = traitlets.Dict().tag(sync=True)
+    """The call in sight."""
+    _calls: traitlets.List[Any] = traitlets.List().tag(sync=True)
+    """[number, arguments in short, ok] of those that are kept."""
+    _below = traitlets.Any(None, allow_none=True).tag(sync=True, **widget_serialization)
 
-    def __init__(self, tool: Any, pool: Any = None, task: Any = None) -> None:
+    def __init__(self, tool: Any, pool: Any = None, task: Any = None, *, agent: Any = None) -> None:
         from agentfly_kit.tools import Tool
         from agentfly_kit.tools import tool as make
         from agentfly_kit.types import Task
@@ -50,12 +103,17 @@ class ToolForm(View):
             raise TypeError(f"pool={pool!r}: give an af.Pool, or None for a sandbox a call")
         if task is not None and not isinstance(task, Task):
             raise TypeError(f"task={task!r}: give a Task, such as tasks[0]")
+        if agent is not None and self.tool.name not in getattr(agent, "tools", ()):
+            raise ValueError(f"agent={agent!r} has no tool {self.tool.name!r}, so no chain of it can call that")
         self._pool = weakref.ref(pool) if pool is not None else None
         self._task = task
         self.results: list[tuple[Any, Any]] = []
         """(arguments, ToolResult) of the last calls, oldest first."""
+        self._made = 0
+        self._picked: int | None = None
+        self._agent = agent
         self._call: asyncio.Future[Any] | None = None
-        super().__init__(None, _about=_about(self.tool, pool, task))
+        super().__init__(None, _about=_about(self.tool, pool, task) | {"agent": agent is not None})
 
     # --- calling ---
 
@@ -83,14 +141,16 @@ class ToolForm(View):
         finally:
             self.busy = False
         self.results = [*self.results[-_KEPT + 1 :], (arguments, result)]
-        self._show(arguments, result)
+        self._made += 1
+        self.select(self._made)
         return result
 
-    def _show(self, arguments: Any, result: Any) -> None:
-        error = result.error
+    def _show(self, call: Call) -> None:
+        result, error = call.result, call.result.error
         self._result = {
-            "calls": self._result.get("calls", 0) + 1,
-            "arguments": json_text(arguments),
+            "calls": self._made,
+            "number": call.number,
+            "arguments": json_text(call.arguments),
             "ok": result.ok,
             "observation": sendable(result.observation[:_SHOWN]),
             "characters": len(result.observation),
@@ -101,9 +161,10 @@ class ToolForm(View):
             "metrics": [[sendable(str(k)), number(float(v))] for k, v in result.metrics.items()],
             "error": None if error is None else sendable(f"{error.type}: {error.message}"),
             "traceback": "" if error is None else sendable(error.traceback),
-            "code": sendable(self.to_code()),
+            "code": sendable(call.code),
             "redefined": self.tool.redefined(),
         }
+        self._calls = [[c.number, sendable(json_text(c.arguments))[:80], c.result.ok] for c in self._all()]
 
     async def _do_call(self, value: Any) -> None:
         if self.busy:
@@ -126,6 +187,70 @@ class ToolForm(View):
         if self._call is not None:
             self._call.cancel()
 
+    # --- which call ---
+
+    def _all(self) -> list[Call]:
+        first = self._made - len(self.results) + 1
+        return [Call(first + i, a, result, self._line(a)) for i, (a, result) in enumerate(self.results)]
+
+    @property
+    def selection(self) -> Calls:
+        """The call in sight, with its result; empty before the first."""
+        return Calls(self.tool.name, [c for c in self._all() if c.number == self._picked])
+
+    def to_frame(self) -> Any:
+        """A row for each call that is kept, as `selection.to_frame()` has the one in sight."""
+        return Calls(self.tool.name, self._all()).to_frame()
+
+    def select(self, number: int) -> None:
+        """Show a call again, counted from 1; the next call is shown in its place."""
+        found = next((c for c in self._all() if c.number == number), None)
+        if found is None:
+            kept = (
+                f"there are {self._made - len(self.results) + 1} to {self._made}"
+                if self.results
+                else "there is none yet"
+            )
+            raise ValueError(f"no call {number!r} here; {kept}")
+        self._picked = number
+        self._show(found)
+
+    def _do_pick(self, value: Any) -> None:
+        self.select(int(value))
+
+    # --- in a chain ---
+
+    def _do_chain(self, value: Any) -> None:
+        """A chain of the task that begins with these arguments, to be gone on with by hand."""
+        from agentfly_kit.types import Task, ToolCall
+
+        agent = self._agent
+        if agent is None:
+            raise ValueError("which agent? w.ToolForm(tool, agent=agent, task=task) can put the call into a chain")
+        call = ToolCall("call-0", self.tool.name, json.loads(str(value)))
+        chain = agent.chain(self._task or Task("try", ({"role": "user", "content": ""},)))
+        chain.force(agent.chat.format.render_call(call))
+        self._put_below(ChainStepper(chain))
+
+    def _do_leave(self, _: Any) -> None:
+        self._put_below(None)
+
+    def _put_below(self, view: Any) -> None:
+        old, self._below = self._below, view
+        if old is not None:
+            old.close()
+
+    @property
+    def opened(self) -> Any:
+        """The ChainStepper that the page shows below, or None."""
+        return self._below
+
+    def close(self) -> None:
+        below = getattr(self, "_below", None)
+        if below is not None:
+            below.close()
+        super().close()
+
     # --- what came back ---
 
     @property
@@ -134,14 +259,15 @@ class ToolForm(View):
         return self.results[-1][1] if self.results else None
 
     def to_code(self) -> str:
-        """The last call as a line for a cell; before the first call that of the fields."""
-        if self.results:
-            arguments = self.results[-1][0]
-        else:
-            try:
-                arguments = json.loads(self.draft)
-            except ValueError:
-                arguments = {}
+        """The call in sight as a line for a cell; before the first call that of the fields."""
+        for call in self.selection:
+            return call.code
+        try:
+            return self._line(json.loads(self.draft))
+        except ValueError:
+            return self._line({})
+
+    def _line(self, arguments: Any) -> str:
         given = [f"{k}={v!r}" if k.isidentifier() else f"**{{{k!r}: {v!r}}}" for k, v in dict(arguments).items()]
         more = [f"{name}={name}" for name, has in (("pool", self._pool), ("task", self._task)) if has is not None]
         return f"await {self.tool.__name__}.try_({', '.join([*given, *more])})"

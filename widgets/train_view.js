@@ -162,6 +162,7 @@ export default {
             return { box, svg, value, key: panel.key };
           });
           grid.replaceChildren(...charts.map((c) => c.box));
+          grid.classList.toggle("afk-several", runs.length > 1);
         }
         const span = () => [steps[0], Math.max(steps[steps.length - 1], steps[0] + 1)];
         const x = (step) => PAD.left + (width - PAD.left - PAD.right) * ((step - span()[0]) / (span()[1] - span()[0]));
@@ -320,7 +321,7 @@ export default {
           list.replaceChildren(
             h("div", { class: "afk-bar" }, h("b", {}, `Step ${x.step}`), which, h("span", { class: "afk-soft", role: "status" }, x.note || `${x.total.toLocaleString("en-US")} ${x.total === 1 ? "trajectory" : "trajectories"} → view.rollout${x.rows.length < x.total ? `; the first ${x.rows.length}` : ""}`)),
             x.rows.length ? h("div", { class: "afk-listbox", tabindex: "0", role: "region", "aria-label": `trajectories of step ${x.step}` },
-              h("table", {}, h("thead", {}, h("tr", {}, ...["trajectory", "reward", "stop", "actions", "tokens", "question", "final"].map((t) => h("th", { scope: "col" }, t)))),
+              h("table", {}, h("thead", {}, h("tr", {}, ...["trajectory", "reward", "stop", "actions", "tokens", "question", "final"].map((t) => h("th", { scope: "col", class: /^(reward|actions|tokens)$/.test(t) ? "afk-num" : null }, t)))),
                 h("tbody", {}, ...x.rows.map(([id, question, reward, why, actions, tokens, final]) => h("tr", {},
                   h("td", {}, h("button", { type: "button", class: "afk-link", title: "Show its tokens below", onclick: () => context.ask("chain_tokens", id) }, h("bdi", {}, id))),
                   h("td", { class: "afk-num" }, reward), h("td", {}, why), h("td", { class: "afk-num" }, String(actions)), h("td", { class: "afk-num" }, tokens === null ? "–" : String(tokens)),

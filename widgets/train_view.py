@@ -363,14 +363,19 @@ def _panel(p: Panel, runs: Sequence[Mapping[str, npt.NDArray[np.float32]]]) -> d
     values = [data[key] for data in runs for key in (p.key, p.points, p.low, p.high, *band) if key]
     finite = np.concatenate([v[np.isfinite(v)] for v in values])
     odd = int(sum(np.isinf(v).sum() for v in values))
-    low, high = _domain(finite, p.fixed)
+    low, high = _domain(finite, p.fixed, (0.0, 1.0) if p.unit == "share" else (-math.inf, math.inf))
     return {
         "key": p.key, "label": p.label, "unit": p.unit, "points": p.points, "low": p.low, "high": p.high,
         "lo": low, "hi": high, "n": len(finite), "odd": odd, "bandLow": band[0], "bandHigh": band[1],
     }  # fmt: skip
 
 
-def _domain(finite: npt.NDArray[np.float32], fixed: tuple[float, float] | None) -> tuple[float, float]:
+def _domain(
+    finite: npt.NDArray[np.float32],
+    fixed: tuple[float, float] | None,
+    possible: tuple[float, float] = (-math.inf, math.inf),
+) -> tuple[float, float]:
+    """The ends of a chart's axis. `possible`: what the number can be at all, which no axis leaves (unless it did)."""
     if fixed is not None:
         low, high = fixed
         return (min(low, float(finite.min())), max(high, float(finite.max()))) if len(finite) else fixed
@@ -378,14 +383,16 @@ def _domain(finite: npt.NDArray[np.float32], fixed: tuple[float, float] | None) 
         return 0.0, 1.0
     low, high = float(finite.min()), float(finite.max())
     # From 0 unless the curve lives far from it: a small wobble must not look like a cliff.
-    if 0 <= low <= 0.6 * high:
+    if low == high == 0:
+        return 0.0, 1.0
+    if 0 <= low <= 0.6 * high or 0 < low == high:
         low = 0.0
-    elif 0 >= high >= 0.6 * low:
+    elif 0 >= high >= 0.6 * low or low == high < 0:
         high = 0.0
-    if high == low:
-        low, high = low - (abs(low) or 1.0) * 0.5, high + (abs(high) or 1.0) * 0.5
     room = 0.04 * (high - low)
-    return (low if low == 0 else low - room), (high if high == 0 else high + room)
+    low, high = (low if low == 0 else low - room), (high if high == 0 else high + room)
+    least, most = min(possible[0], float(finite.min())), max(possible[1], float(finite.max()))
+    return max(low, least), min(high, most)
 
 
 # --- the static form -----------------------------------------------------------------------------

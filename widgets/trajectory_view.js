@@ -9,7 +9,7 @@ export function texts(packed) {
   const bytes = typed(packed?.text, Uint8Array);
   const ends = typed(packed?.ends, Int32Array);
   const decoder = new TextDecoder();
-  return { length: Math.max(0, ends.length - 1), at: (i) => decoder.decode(bytes.subarray(ends[i], ends[i + 1])) };
+  return { length: Math.max(0, ends.length - 1), letters: (i) => ends[i + 1] - ends[i], at: (i) => decoder.decode(bytes.subarray(ends[i], ends[i + 1])) };
 }
 
 /** The rows to show. filters: outcome, stop, task (an index, or null), found (a function, or null). */
@@ -83,6 +83,8 @@ export default {
         const detail = h("div", { class: "afk-detail" });
         const codeHolder = h("div", {});
         const below = h("div", { class: "afk-below" });
+        const lengths = [];
+        for (let i = 0; i < data.n; i++) lengths.push(data.ids.letters(i));
         let rows = [];
         let anchor = -1;
         let selected = model.get("_selected");
@@ -133,6 +135,7 @@ export default {
             }
           },
         });
+        list.el.style.setProperty("--lane", laneWidth(lengths, about.prefix));
         root.append(
           h("div", { class: "afk-bar" }, h("span", { class: "afk-title" }, about.n === 1 ? "1 trajectory" : `${about.n.toLocaleString("en-US")} trajectories`),
             search, outcome, stop, about.tasks.length > 1 ? task : null, h("label", {}, "Sort ", sort), down),
@@ -228,7 +231,7 @@ export default {
         function call(c) {
           const out = h("div", { class: "afk-call" }, h("div", {}, "→ ", h("b", { dir: "auto" }, c.name), " ", h("code", { dir: "auto" }, c.arguments)));
           if (c.unreadable !== null) out.append(h("div", { class: "afk-bad" }, `✕ could not be read: ${c.unreadable}`));
-          if (c.ok !== null) out.append(h("div", { class: c.ok ? "" : "afk-bad" }, c.ok ? "✓ " : "✕ failed: ", h("code", { class: "afk-said", dir: "auto" }, c.result), h("span", { class: "afk-soft afk-num" }, ` ${brief(c.seconds)}${c.truncated ? ", cut" : ""}`)));
+          if (c.ok !== null) out.append(h("div", { class: c.ok ? "" : "afk-bad" }, c.ok ? "✓ " : "✕ failed: ", h("code", { class: "afk-said", dir: "auto" }, c.result), h("span", { class: "afk-soft afk-num" }, ` · ${brief(c.seconds)}${c.truncated ? ", cut" : ""}`)));
           if (c.error !== null) out.append(h("details", {}, h("summary", {}, c.error), h("pre", { tabindex: "0" }, c.traceback || "no traceback")));
           return out;
         }

@@ -163,7 +163,8 @@ class TrajectoryView(View):
     def _do_tokens(self, value: Any) -> None:
         """The tokens of one trajectory, or of two beside each other."""
         ts = [self._alive(i) for i in (value if isinstance(value, list) else [value])]
-        self._put_child(TokenView(ts[0], compare=ts[1]) if len(ts) == 2 else TokenView(ts))
+        shown = (ts[0], ts[1]) if len(ts) == 2 else (ts, None)
+        self._put_child(TokenView(*shown, agent=self._agent))
 
     def _do_stepper(self, value: Any) -> None:
         if self._agent is None:

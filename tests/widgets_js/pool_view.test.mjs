@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 import { load } from "./load.mjs";
 
-const { actions, bands, owners, tiles } = await load("pool_view");
+const { actions, bands, ends, owners, picked, tiles } = await load("pool_view");
 const counts = { size: 3, idle: 1, starting: 0, leased: 1, waiting: 0, dead: 0 };
 
 test("tiles: by id, then the places where nothing was started", () => {
@@ -37,4 +37,21 @@ test("what a person can do to a sandbox", () => {
   assert.equal(can(1, { closed: true }), "");
   assert.equal(can(4, { recycles: false }), "take reset close give_back");
   assert.equal(can(1, { recycles: false }), "take");
+});
+
+test("of a long name the end stays", () => {
+  assert.deepEqual(ends("calculator-train-0007/1"), ["calculator-tra", "in-0007/1"]);
+  assert.deepEqual(ends("a person"), ["a person", ""]);
+  assert.deepEqual(ends(""), ["", ""]);
+  assert.equal(ends("\u{1F9D1}".repeat(20)).join(""), "\u{1F9D1}".repeat(20), "no letter is cut in two");
+});
+
+test("clicks select sandboxes: one, one more, a range", () => {
+  const ids = [3, 4, 7, 9];
+  assert.deepEqual(picked([], ids, 4, null), [4]);
+  assert.deepEqual(picked([4], ids, 9, 4, { add: true }), [4, 9]);
+  assert.deepEqual(picked([4, 9], ids, 9, 4, { add: true }), [4]);
+  assert.deepEqual(picked([4], ids, 9, 4, { range: true }), [4, 7, 9]);
+  assert.deepEqual(picked([3], ids, 4, 9, { range: true, add: true }), [3, 4, 7, 9]);
+  assert.deepEqual(picked([3], ids, 4, 5, { range: true }), [4], "an anchor that ended is none");
 });
