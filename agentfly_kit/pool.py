@@ -229,7 +229,8 @@ class Pool(Generic[S]):
     kind             a class whose objects have some of `async start()`, `async run(...)`, `async reset()`,
                      `async fork(into)`, `alive`, `async close()`, and `kill()` for the end of the process. Without
                      `reset` a sandbox is replaced after each lease; where `reset(task, seed)` takes a task the kind is
-                     an environment, which the next chain resets for its own. With `snapshot()` and `restore(snapshot)`,
+                     an environment, which the next chain resets for its own; its `tidy()`, where it has one, is called
+                     when it is given back. With `snapshot()` and `restore(snapshot)`,
                      sync or async, the state of a lease by hand that was taken back is kept; without them the calls of
                      its chain are run again. `replayable = False` says that this must not be: its leases stay.
     warm             keep this many ready beyond what is leased, once the first lease was asked for.
@@ -724,8 +725,10 @@ class Pool(Generic[S]):
         try:
             async with asyncio.timeout(self.start_timeout):
                 sandbox = self._sandboxes[slot]
-                if not is_environment(self.kind):  # that is reset for the task of whoever gets it next
+                if not is_environment(self.kind):
                     await _call(sandbox, "reset")
+                elif inspect.ismethod(getattr(sandbox, "tidy", None)):  # a tool of that name is none
+                    await _call(sandbox, "tidy")  # it is reset for the task of whoever gets it next
                 if not await self._is_healthy(sandbox):
                     self._change(Died(slot, "its health check failed"))
                     return

@@ -1,15 +1,17 @@
-"""`make bench-envs`: steps a second and memory of each environment, begun anew for each chain and from a pool. JSON.
+"""`make bench-envs`: steps a second, leases and memory of each environment, begun anew for each chain and from a pool.
 
 A step is one tool call of the random player, its parsing and its observation; no model runs. Memory is what the process
-and its children use more than before, with one environment of the family open that has served all chains.
+and its children use more than before, with one environment of the family open that has served all chains. A family at a
+time, each with a line on standard error as soon as it is measured; JSON of all on standard output.
 
-    make bench-envs ARGS="--families maze repo --tasks 16"
+    make bench-envs ARGS="--families maze scienceworld --tasks 4"
 """
 
 import argparse
 import asyncio
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -45,8 +47,9 @@ async def measured(name: str, count: int) -> dict[str, Any]:
     for how, options in (("alone", {"max_uses": 1}), ("pooled", {})):
         before = memory()
         pool = af.Pool(of.family.environment, size=1, warm=1, **options)
+        began = time.perf_counter()
         async with pool.lease(owner="first"):
-            pass
+            start = time.perf_counter() - began
         agent = of.random_agent(pool=pool)
         leases = []
         for number in range(5):
@@ -60,7 +63,8 @@ async def measured(name: str, count: int) -> dict[str, Any]:
         steps = sum(len(t.tool_calls) for t in rollout.trajectories)
         found[how] = {
             "steps_per_second": round(steps / seconds, 1), "chains_per_second": round(count / seconds, 2),
-            "cpu_seconds": round(cpu, 3), "lease_ms": round(1e3 * sorted(leases)[2], 2), "memory_mb": round(used, 1),
+            "cpu_seconds": round(cpu, 3), "start_ms": round(1e3 * start, 2),
+            "lease_ms": round(1e3 * sorted(leases)[2], 2), "memory_mb": round(used, 1),
             "unscored": sum(t.reward is None for t in rollout.trajectories),
         }  # fmt: skip
         for each in agent.pools:
@@ -68,12 +72,25 @@ async def measured(name: str, count: int) -> dict[str, Any]:
     return found
 
 
+def line(found: dict[str, Any]) -> str:
+    if "missing" in found:
+        return f"not installed; type: {found['missing']}"
+    alone, pooled = found["alone"], found["pooled"]
+    return (
+        f"{alone['steps_per_second']} steps/s alone, {pooled['steps_per_second']} pooled; lease {alone['lease_ms']} ms "
+        f"of a new one, {pooled['lease_ms']} ms of a warm one; {pooled['memory_mb']} MB"
+    )
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--families", nargs="+", default=list(af.envs.FAMILIES), choices=af.envs.FAMILIES)
     parser.add_argument("--tasks", type=int, default=16)
     given = parser.parse_args()
-    results = {name: await measured(name, given.tasks) for name in given.families}
+    results = {}
+    for name in given.families:
+        results[name] = found = await measured(name, given.tasks)
+        print(f"{name}: {line(found)}", file=sys.stderr, flush=True)
     print(json.dumps({"load": os.getloadavg()[0], "tasks": given.tasks, "families": results}, indent=1))
 
 

@@ -127,7 +127,7 @@ async def test_the_interpreter_of_a_chain_is_told_its_limits_and_the_chain_goes_
         )
 
     agent = code.agent(
-        af.ScriptedEngine(script), chat=family.small_chat(), size=1, options={"seconds": 0.5}, max_turns=8
+        af.ScriptedEngine(script), chat=family.small_chat(), size=1, options={"seconds": 2.0}, max_turns=8
     )
     (t,) = (await agent.rollout([task()])).trajectories
     shown = [c.result.observation for c in t.tool_calls if c.result is not None]

@@ -1,7 +1,11 @@
 """repo: mistakes in a repository that ships; whatever a chain does to its folder, only a mended program is paid."""
 
+import asyncio
+import contextlib
 import dataclasses
+import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +196,38 @@ async def test_what_ships_fails_as_it_says(grader: Grader) -> None:
     for bug in random.Random(0).sample(ends, 12):
         found = await repo.grade(grader, shipped, shipped.broken([bug]).files, seconds=10.0, total=120.0)
         assert {name for name, why in found.items() if why is not None} == set(bug["failing"]), bug["id"]
+
+
+async def test_a_job_in_the_background_ends_when_the_chain_does() -> None:
+    """Not when the next one begins: until then it would have its memory and its processor."""
+    seconds = str(10**6 + os.getpid())
+
+    async def until(what: Callable[[], bool]) -> None:
+        async with asyncio.timeout(30):
+            while not what():
+                await asyncio.sleep(0.02)
+
+    def runs() -> bool:
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if path.read_bytes() == f"sleep\0{seconds}\0".encode():
+                    return True
+        return False
+
+    pool = af.Pool(repo.Repo, size=1)
+    async with pool.lease() as held:
+        for _ in range(2):
+            await held.reset(ONE, 0)
+            assert "README.md" in await call(held, "list_files")
+        await call(held, "shell", command=f"sleep {seconds} >left.txt 2>&1 &")
+        await until(runs)
+    await until(lambda: not runs())
+    async with pool.lease() as again:
+        assert again is held and again.alive
+        assert await again._sandbox.list() == ()
+        await again.reset(ONE, 0)
+        assert "stall/" in await call(again, "list_files")
+    await pool.close()
 
 
 async def test_a_repository_of_ones_own(tmp_path: Path) -> None:

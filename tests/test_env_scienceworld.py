@@ -46,9 +46,17 @@ def test_splits_are_the_simulators_and_no_variation_is_in_two() -> None:
         (lambda: scienceworld.rows(1, "exam"), "split='exam'"),
         (lambda: scienceworld.ScienceWorld(memory_mb=64), "memory_mb=64"),
         (lambda: scienceworld.ScienceWorld(steps=0), "steps=0"),
+        (lambda: scienceworld.ScienceWorld(simplification="openDors"), "there is no 'openDors'; want 'easy' alone, or"),
+        (lambda: scienceworld.ScienceWorld(simplification="easy,openDoors"), "there is no 'easy'; want 'easy' alone"),
     ]:
         with pytest.raises(af.errors.SettingsError, match=wanted):
             bad()
+
+
+async def test_a_task_that_its_simplification_makes_impossible_is_named() -> None:
+    task = Task("t", ({"role": "user", "content": "?"},), {"kind": "power-component", "variation": 0})
+    with pytest.raises(af.errors.SettingsError, match="power-component cannot be done with simplification="):
+        await scienceworld.ScienceWorld(simplification="noElectricalAction").reset(task, 0)
 
 
 async def test_what_is_missing_is_named_with_what_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -111,7 +119,7 @@ async def test_64_chains_on_two_processes_see_nothing_of_each_other() -> None:
 
 @pytest.mark.real
 @here
-async def test_a_lease_finds_a_process_that_runs_and_one_that_died_is_replaced() -> None:
+async def test_a_lease_finds_a_process_that_runs_and_one_that_died_is_replaced(caplog: Any) -> None:
     pool = af.Pool(scienceworld.ScienceWorld, size=1, warm=1, memory_mb=300)
     task = scienceworld.tasks(1, "test", kinds=("find-animal",))[0]
     chat = family.small_chat()
@@ -142,6 +150,8 @@ async def test_a_lease_finds_a_process_that_runs_and_one_that_died_is_replaced()
     await pool.close()
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
+    # py4j would write tracebacks to the root logger, and so to standard error.
+    assert [record.getMessage() for record in caplog.records if "py4j" in record.pathname] == []
 
 
 @pytest.mark.real

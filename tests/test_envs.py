@@ -139,6 +139,35 @@ async def test_64_chains_at_once_share_ten_environments_and_see_only_their_own()
     assert len(agents_made) == 10  # retained and used again, not made for each chain
 
 
+async def test_what_is_given_back_is_tidied_and_a_tool_of_that_name_is_left_alone() -> None:
+    class Room:
+        tidied = 0
+
+        def reset(self, task: Task, seed: int) -> None: ...
+
+        async def tidy(self) -> None:
+            self.tidied += 1
+
+    class Flat(Room):
+        @af.tool
+        def tidy(self, room: str) -> str:  # type: ignore[override]
+            """Tidy a room.
+
+            Args:
+                room: which one.
+            """
+            raise AssertionError
+
+    for kind, times in ((Room, 1), (Flat, 0)):
+        pool = af.Pool(kind, size=1)
+        async with pool.lease() as room:
+            pass
+        async with pool.lease() as again:
+            assert again is room
+            assert room.tidied == times
+        await pool.close()
+
+
 async def test_by_hand_the_prompt_shows_what_reset_said() -> None:
     chain = guesser(["x"]).chain(task())
     with pytest.raises(af.errors.SettingsError, match=r"await chain\.begin\(\)"):

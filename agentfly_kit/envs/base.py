@@ -31,6 +31,7 @@ reward(...)         its score of the chain. May ask for `state`, and by name for
                     context, a task's field, a sandbox by its class. May be left out, or replaced by agent(reward=mine).
 state               what rewards may read; left out, the public attributes.
 fork(into)          bring another of the kind into the same state. Left out, a chain that has begun cannot fork.
+tidy()              when a chain has given it back: end what still runs. May be left out.
 start, alive, close as of any kind of sandbox; may be left out.
 """
 

@@ -76,11 +76,15 @@ class Code:
                 "what comes before them 'test_setup_code', a text"
             )
         self._tests, self._setup, self._code = list(tests), setup, str(task.fields.get("code") or "")
+        await self.tidy()
+        self.runs, self.submitted, self.done = 0, None, False
+
+    async def tidy(self) -> None:
+        """A new interpreter, and nothing that runs."""
         if self._used:
             if self._sandbox.alive:
                 await self._sandbox.reset()
             self._used = False
-        self.runs, self.submitted, self.done = 0, None, False
 
     @tool(timeout=120.0)
     async def python(self, code: str) -> SandboxResult:

@@ -276,6 +276,7 @@ class Repo:
         self._sandbox = FileSandbox(**sandbox)
         self._seconds = seconds
         self._repository = Repository({}, {})
+        self._used = False
         self.done = False
         self.edits = 0
         """Changes of files by the tools, those taken back not counted."""
@@ -304,8 +305,15 @@ class Repo:
         """
         self._repository = _of(task)
         self.done, self.edits = False, 0
-        await self._sandbox.reset()
+        await self.tidy()
+        self._used = True
         await self._sandbox.seed(self._repository.seen)
+
+    async def tidy(self) -> None:
+        """An empty folder, and nothing that runs."""
+        if self._used:
+            await self._sandbox.reset()
+            self._used = False
 
     @tool(timeout=120.0)
     async def read_file(self, path: str, first_line: int = 1, last_line: int | None = None) -> str:
@@ -437,6 +445,7 @@ class Repo:
 
     async def fork(self, into: Repo) -> None:
         """A copy of the folder and of the shell. Raises SandboxError while something runs in the background."""
+        into._used = True
         await self._sandbox.fork(into._sandbox)
         into._repository, into.done, into.edits = self._repository, self.done, self.edits
 

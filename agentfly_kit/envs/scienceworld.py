@@ -65,6 +65,8 @@ KINDS = tuple(VARIATIONS)
 INSTALL_JAVA = "apt-get install default-jre-headless (Debian, Ubuntu), or any Java 8 or newer"
 STEPS = 100
 """The package's own limit."""
+SIMPLIFICATIONS = ("openContainers", "openDoors", "noElectricalAction", "selfWateringFlowerPots", "teleportAction")
+"""What the simulator knows to make easier; "easy" is all that the kind of task allows."""
 _GOLD: dict[tuple[str, int, str], list[str]] = {}
 """(kind, variation, simplification) -> the simulator's own solution, once it was asked for."""
 
@@ -92,6 +94,33 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 pipe.close()
 
 
+def _client(wanted: Any, process: subprocess.Popen[bytes]) -> Any:
+    """py4j's client, but for what it does when Java has ended: it would write a traceback to the root logger, which
+    that brings to standard error, and ask once more. Here whoever asked is told by the exception, and nobody else."""
+    from py4j.java_gateway import GatewayClient, is_fatal_error
+    from py4j.protocol import Py4JNetworkError
+
+    class Client(GatewayClient):  # type: ignore[misc]
+        def send_command(self, command: str, retry: bool = True, binary: bool = False) -> Any:
+            if process.poll() is not None:
+                raise Py4JNetworkError("Java has ended")
+            connection = self._get_connection()
+            try:
+                response = connection.send_command(command)
+            except BaseException:  # an interrupt too: an answer that comes later is nobody's
+                connection.close(False)
+                raise
+            if binary:
+                return response, self._create_connection_guard(connection)
+            if is_fatal_error(response):
+                connection.close(False)
+            else:
+                self._give_back_connection(connection)
+            return response
+
+    return Client(gateway_parameters=wanted)
+
+
 class Simulator:
     """One Java process with the package's simulator. Blocking."""
 
@@ -116,7 +145,7 @@ class Simulator:
             # Whoever drops an environment without closing its pool leaves no process, and no pipe to complain of.
             self._end = weakref.finalize(self, _end, self.process)
             wanted = GatewayParameters(auto_field=True, port=port, auth_token=token)
-            self.gateway = JavaGateway(gateway_parameters=wanted)
+            self.gateway = JavaGateway(_client(wanted, self.process), gateway_parameters=wanted)
             self.server: Any = self.gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
         except Exception as error:
             raise SandboxError(f"ScienceWorld's Java process did not start: {type(error).__name__}: {error}") from error
@@ -162,7 +191,7 @@ class ScienceWorld:
 
     memory_mb        of the Java heap; the process has some 100 MB more.
     steps            commands until the task is over.
-    simplification   as the package has them: "easy", or some of "teleportAction", "openDoors", ... with commas.
+    simplification   as the package has them: "easy", or some of `SIMPLIFICATIONS` with commas.
     gold             have the simulator solve each task first: seconds, for some kinds half a minute.
     """
 
@@ -171,6 +200,13 @@ class ScienceWorld:
             raise SettingsError(f"memory_mb={memory_mb}: the simulator wants 128 at least")
         if steps < 1:
             raise SettingsError(f"steps={steps}: want at least 1")
+        names = [] if simplification in ("", "easy") else simplification.split(",")
+        unknown = [name for name in names if name not in SIMPLIFICATIONS]
+        if unknown:  # the simulator would tell the model that
+            raise SettingsError(
+                f"simplification={simplification!r}: there is no {unknown[0]!r}; want 'easy' alone, or with commas "
+                f"some of {', '.join(SIMPLIFICATIONS)}"
+            )
         self.memory_mb, self.limit, self.simplification, self.gold = memory_mb, steps, simplification, gold
         self._simulator: Simulator | None = None
 
@@ -209,6 +245,8 @@ class ScienceWorld:
             raise SettingsError(f"task {task.id!r}: its field kind={kind!r} is none of {', '.join(KINDS)}")
         if isinstance(variation, bool) or not isinstance(variation, int) or not 0 <= variation < VARIATIONS[kind]:
             raise SettingsError(f"task {task.id!r}: variation={variation!r}; {kind} has 0 to {VARIATIONS[kind] - 1}")
+        if "noElectricalAction" in self.simplification and ("power-component" in kind or "conductivity" in kind):
+            raise SettingsError(f"task {task.id!r}: {kind} cannot be done with simplification={self.simplification!r}")
         await self._ask("load", kind, variation, self.simplification, self.gold)
         self.commands: list[str] = []
         self.seen: list[str] = []
