@@ -20,7 +20,8 @@ from torch import Tensor
 
 from agentfly_kit.errors import AlignmentError, BatchError, EmptyBatch, SettingsError
 from agentfly_kit.filters import Filter, reasons
-from agentfly_kit.types import UNSCORED, Row, Trajectory, Turn
+from agentfly_kit.turnwise import one_turn, sampled_turns
+from agentfly_kit.types import UNSCORED, Row, Trajectory
 
 
 @dataclass(frozen=True)
@@ -259,6 +260,7 @@ def collate(
 
     advantages: a function (rewards (N,), groups (N,)) -> (N,) such as `advantages.grpo`, called on all N trajectories
         with NaN for the unscored; or a tensor (N,), or (B, T) on the rows that are kept; or None: all NaN, for later.
+        With per="rollout" also (N, K), one for each sampled turn, as of `gigpo` and `arpo`: see `per_turn`.
     per: "rollout" takes an advantage for each trajectory and gives it to all its rows; "row" (verl) shows the function
         every row as if it were a rollout of its own: N is then the rows, each with its trajectory's reward.
     shared: what forks have in common is in each of their rows: "repeat" trains it there, "once" in one; `Batch.once`.
@@ -370,7 +372,7 @@ def collate(
         seen, where = (list(range(len(given))), index) if per == "rollout" else (entries, entry)
         rewards = torch.tensor([math.nan if (r := given[i].reward) is None else float(r) for i in seen])
         batch = batch.replace(
-            advantages=_spread(batch, advantages, rewards, torch.tensor([group_of[i] for i in seen]), where)
+            advantages=_spread(batch, advantages, rewards, torch.tensor([group_of[i] for i in seen]), where, per)
         )
     return batch.once() if shared == "once" else batch
 
@@ -488,21 +490,10 @@ def _shared(one: Row, other: Row) -> int:
     """Tokens of the turns with which both rows begin: the same objects, or, loaded from disk, of the same seeds."""
     tokens = 0
     for a, b in zip(one.turns, other.turns, strict=False):
-        if a is not b and not (_same(a, b) and (not a.sampled or a.seed is not None)):
+        if not one_turn(a, b):
             break
         tokens += len(a.ids or ())
     return tokens
-
-
-def _same(a: Turn, b: Turn) -> bool:
-    return (a.kind, a.author, a.ids, a.sampled, a.logprobs, a.seed) == (
-        b.kind,
-        b.author,
-        b.ids,
-        b.sampled,
-        b.logprobs,
-        b.seed,
-    )
 
 
 def _bound(rollouts: Tensor, owner: Tensor) -> Tensor:
@@ -576,15 +567,36 @@ _FILL: dict[str, Any] = dict.fromkeys(
 _FILL |= {"versions": -1} | dict.fromkeys(("logprobs", "entropies", "values", "returns", *_PER_TOKEN), math.nan)
 
 
-def _spread(batch: Batch, advantages: Any, rewards: Tensor, groups: Tensor, where: list[int]) -> Tensor:
+def _spread(
+    batch: Batch, advantages: Any, rewards: Tensor, groups: Tensor, where: list[int], per: str = "rollout"
+) -> Tensor:
     if callable(advantages):
         advantages = advantages(rewards, groups)
     values = torch.as_tensor(advantages, dtype=torch.float32)
     if tuple(values.shape) == tuple(batch.ids.shape):
         return values
+    if values.ndim == 2 and len(values) == len(rewards) and per == "rollout":
+        return _spread_turns(batch, values, where)
     if tuple(values.shape) != tuple(rewards.shape):
         raise AlignmentError(
             f"advantages have the shape {tuple(values.shape)}; give one a trajectory ({len(rewards)},) (with "
-            f"per='row': a row that was sampled in), or one a token {tuple(batch.ids.shape)} on the rows that are kept"
+            "per='row': a row that was sampled in), one a sampled turn of each trajectory "
+            f"({len(rewards)}, K), or one a token {tuple(batch.ids.shape)} on the rows that are kept"
         )
     return values[where, None].expand(batch.ids.shape).clone()
+
+
+def _spread_turns(batch: Batch, values: Tensor, where: list[int]) -> Tensor:
+    """(N, K), one a sampled turn of each trajectory -> (B, T)."""
+    out = torch.zeros(batch.ids.shape)
+    for i, (t, row) in enumerate(zip(batch.trajectories, batch.rows, strict=True)):
+        turns = sampled_turns(t)
+        if len(turns) > values.shape[1]:
+            raise AlignmentError(
+                f"advantages have the shape {tuple(values.shape)}, and trajectory {t.id!r} sampled in {len(turns)} "
+                "turns; give a column for each, as `per_turn` counts them"
+            )
+        column = torch.zeros(len(t.turns), dtype=torch.int64)
+        column[list(turns)] = torch.arange(len(turns))
+        out[i, : len(row)] = values[where[i]][column[torch.as_tensor(row.turn_index.copy())]]
+    return out

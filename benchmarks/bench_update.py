@@ -22,10 +22,11 @@ import ast
 import asyncio
 import json
 import os
+import pickle
 import platform
-import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 import agentfly_kit as af
-from agentfly_kit.batch import join
 from agentfly_kit.policy import micro_batches
 
 BARS = {"padded": 0.72, "sorted": 1.0, "with reference and value": 1.1}
@@ -134,25 +134,38 @@ def measure(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, dict[
     return out
 
 
-def memory(rows: int, micro_tokens: int | None) -> float:
+def memory(file: str, micro_tokens: int) -> float:
     """MiB that one step raises the peak of this process by, after a step on a few rows has warmed everything up."""
+    with open(file, "rb") as stream:
+        few, many = pickle.load(stream)
     policy = af.tiny.policy("calculator")
-    batch = asyncio.run(collect(policy, 64))
-    some = join([batch] * (rows // 64))
     optimizer = af.adamw(policy, 1e-12)
-    af.ppo_step(policy, optimizer, batch, old="engine", micro_tokens=256)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    af.ppo_step(policy, optimizer, some, old="engine", micro_tokens=micro_tokens)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    af.ppo_step(policy, optimizer, few, old="engine", micro_tokens=256)
+    before = peak()
+    af.ppo_step(policy, optimizer, many, old="engine", micro_tokens=micro_tokens, max_lag=None)
+    return peak() - before
+
+
+def peak() -> float:
+    """MiB. Not getrusage, whose peak a process inherits from the one that started it."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
 def memories() -> dict[str, dict[str, float]]:
+    """Every row is one that was sampled: what the same row again would share, the step runs once. Sampled in this
+    process, whose peak that raises, and stepped in another."""
+    policy = af.tiny.policy("calculator")
+    few = asyncio.run(collect(policy, 64))
     out: dict[str, dict[str, float]] = {}
-    for name, micro_tokens in (("micro_tokens=1536", "1536"), ("one micro-batch", str(1 << 30))):
+    with tempfile.TemporaryDirectory() as folder:
         for rows in (64, 256, 1024, 4096):
-            command = [sys.executable, __file__, "--memory-of", str(rows), micro_tokens]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            out.setdefault(name, {})[str(rows)] = round(float(done.stdout), 1)
+            file = Path(folder) / f"{rows}.pickle"
+            file.write_bytes(pickle.dumps((few, asyncio.run(collect(policy, rows)))))
+            for name, micro_tokens in (("micro_tokens=1536", "1536"), ("one micro-batch", str(1 << 30))):
+                command = [sys.executable, __file__, "--memory-of", str(file), micro_tokens]
+                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+                out.setdefault(name, {})[str(rows)] = round(float(done.stdout), 1)
     return out
 
 
@@ -162,11 +175,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--memory", action="store_true", help="peak memory of a step instead of its time")
-    parser.add_argument("--memory-of", nargs=2, type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--memory-of", nargs=2, default=None, help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.memory_of is not None:
-        print(memory(*given.memory_of))
+        print(memory(given.memory_of[0], int(given.memory_of[1])))
         return
     if given.memory:
         print(json.dumps({"benchmark": "update", "MiB above the peak before": memories()}, indent=1))

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [  # the first three lines are the steps of the ground floor
     "errors seeds caps collector markup trees",
     "types pending budget",
-    "formats capacity pool_state template drift filters episodes",
+    "formats capacity pool_state template drift filters episodes turnwise",
     "chat pool sandboxes advantages losses data functions schema",
     "context batch diagnosis remote",
     "policy tools rewards",

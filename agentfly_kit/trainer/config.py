@@ -19,6 +19,7 @@ from agentfly_kit.ppo import Aggregate, Correction, LossName, aggregate_options,
 from agentfly_kit.types import Task
 
 OUTCOME = ("grpo", "dr_grpo", "rloo")
+TURN = ("gigpo", "arpo")
 TOKEN = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
@@ -32,8 +33,8 @@ class TrainConfig:
     group_size: int = 8
     """Chains a task."""
     advantage: str | Callable[..., Tensor] = "grpo"
-    """"grpo", "dr_grpo", "rloo", "gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"; or a function
-    (rewards (N,), groups (N,)) -> (N,)."""
+    """"grpo", "dr_grpo", "rloo", "gigpo", "arpo", "gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"; or a
+    function (rewards (N,), groups (N,)) -> (N,), or -> (N, K) for each sampled turn (`per_turn`)."""
     advantage_per: Per = "rollout"
     """For an estimator of outcomes: a chain of several rows is one in its group, or ("row") as many as it has rows."""
     authors: tuple[str, ...] | str | None = None
@@ -115,8 +116,8 @@ class TrainConfig:
         for name in ("steps", "tasks_per_step", "group_size", "epochs", "checkpoint_every", "max_concurrency"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name}={getattr(self, name)}: give at least 1")
-        if not callable(self.advantage) and self.advantage not in (*OUTCOME, *TOKEN):
-            known = ", ".join((*OUTCOME, *TOKEN))
+        if not callable(self.advantage) and self.advantage not in (*OUTCOME, *TURN, *TOKEN):
+            known = ", ".join((*OUTCOME, *TURN, *TOKEN))
             raise SettingsError(f"advantage={self.advantage!r}: give one of {known}, or a function")
         if self.truncated == "bootstrap" and self.advantage != "gae":
             raise SettingsError(f"truncated='bootstrap' needs values, so advantage='gae'; got {self.advantage!r}")
@@ -156,6 +157,8 @@ class TrainConfig:
         how, _ = aggregate_options(self.aggregate, self.denominator)
         if self.shared == "once":
             refuse_once(self.loss, how, self.correction)
+        if self.advantage_per == "row" and self.advantage in TURN:
+            raise SettingsError(f"advantage_per='row' with advantage={self.advantage!r}: it sees whole chains already")
         if self.advantage_per == "row" and self.kl_in == "reward" and self.kl_coef > 0:
             raise SettingsError("advantage_per='row' with kl_in='reward': a chain pays as a whole; give kl_in='loss'")
         for name, kind in (("loss", LossName), ("truncated", Truncated), ("shared", Shared), ("advantage_per", Per)):

@@ -14,7 +14,8 @@ from agentfly_kit.batch import Batch, Truncated, collate
 from agentfly_kit.policy import Policy
 from agentfly_kit.ppo import shaped_rewards
 from agentfly_kit.record import Rollout
-from agentfly_kit.trainer.config import OUTCOME, TrainConfig
+from agentfly_kit.trainer.config import OUTCOME, TURN, TrainConfig
+from agentfly_kit.turnwise import per_turn
 
 
 class Estimate:
@@ -32,8 +33,10 @@ class Estimate:
     def _estimated(self, rollout: Rollout, kl_coef: float) -> Batch:
         config = self.config
         name = config.advantage
-        if callable(name) or name in OUTCOME:
+        if callable(name) or name in (*OUTCOME, *TURN):
             estimator: Any = name if callable(name) else getattr(estimators, name)
+            if name in TURN:
+                estimator = self._of_turns(rollout, str(name))
             if config.kl_coef > 0 and config.kl_in == "reward":
                 return self._shaped_outcome(rollout, estimator, kl_coef)
             return self._collate(rollout, estimator)
@@ -69,6 +72,19 @@ class Estimate:
                 rewards, batch.mask, groups=batch.groups, whiten=config.whiten, rollouts=batch.rollouts
             )
         return batch.replace(advantages=adv)
+
+    def _of_turns(self, rollout: Rollout, name: str) -> Callable[..., Tensor]:
+        """The estimator with what it asks of the rollout besides rewards and groups."""
+
+        def estimator(rewards: Tensor, groups: Tensor) -> Tensor:
+            turns = per_turn(rollout, rewards=[None if math.isnan(r) else r for r in rewards.tolist()])
+            if name == "arpo":
+                return estimators.arpo(rewards, groups, leaves=turns.leaves)
+            return estimators.gigpo(
+                rewards, groups, turn_rewards=turns.turn_rewards, states=turns.states, gamma=self.config.gamma
+            )
+
+        return estimator
 
     def _collate(self, rollout: Rollout, advantages: Any, truncated: Truncated | None = None) -> Batch:
         config = self.config
