@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import agentfly_kit as af
-from agentfly_kit.envs import FAMILIES, exact, family, lookup, maze
+from agentfly_kit.envs import FAMILIES, exact, family, judge, lookup, maze
 from agentfly_kit.types import Task
 
 APART = {"scienceworld"}  # a Java process for each chain: test_env_scienceworld.py
@@ -190,6 +190,85 @@ async def test_shaped_steps_add_up_to_one_whatever_the_detours() -> None:
         assert sum(turn.reward or 0.0 for turn in t.turns) == pytest.approx(1.0)
     for t in (await maze.expert().rollout(tasks)).trajectories:
         assert t.reward == 1.0
+
+
+async def test_64_walks_at_once_each_in_its_own_maze() -> None:
+    """A count of steps that no other walk begins with is planted in each; each ends with its own."""
+    tasks = maze.tasks(64, "train")
+    planted = {t.id: 1000 * (i + 1) for i, t in enumerate(tasks)}
+
+    class Marked(maze.Maze):
+        async def reset(self, task: Task, seed: int) -> str:
+            said = await super().reset(task, seed)
+            assert (self.steps, self.done) == (0, False)
+            self.steps = planted[task.id]
+            return said
+
+    chat = family.small_chat()
+    expert = af.envs.agent(
+        Marked, family.PlayerEngine(maze.expert_player, chat), chat=chat, size=16, max_turns=8,
+        reward=af.envs.reward(maze.Maze),
+    )  # fmt: skip
+    for t in (await expert.rollout(tasks)).trajectories:
+        assert t.success, t.error
+        assert t.metrics["steps"] == planted[t.task.id] + len(t.tool_calls)
+        grid = maze.Grid(t.task.fields["maze"], t.task.fields["far"])
+        assert len(t.tool_calls) == grid.away[grid.start]
+
+
+@pytest.mark.parametrize("name", [name for name in ("calculator", "math", "reasoning_gym") if name in ready()])
+async def test_64_calculations_at_once_are_each_told_their_own(name: str) -> None:
+    """Each asks three times for a number that is nobody else's. The environment keeps nothing from chain to chain."""
+    of = getattr(af.envs, name)
+    tasks = of.tasks(64, "train")
+    own = {t.id: 10_000 + i for i, t in enumerate(tasks)}
+    kept: list[dict[str, Any]] = []
+
+    class Watched(of.family.environment):  # type: ignore[misc]
+        async def reset(self, task: Task, seed: int) -> None:
+            kept.append(dict(vars(self)))
+            await super().reset(task, seed)
+
+    def plays(task: Task, messages: Any, rng: random.Random) -> Any:
+        if len(family.told(messages)) < 3:
+            return "calculator", {"expression": f"{own[task.id]}*10+7"}
+        return str(task.fields["answer"])
+
+    chat = family.small_chat()
+    agent = af.envs.agent(
+        Watched, family.PlayerEngine(plays, chat), chat=chat, size=16, reward=af.envs.reward(of.family.environment)
+    )
+    for t in (await agent.rollout(tasks)).trajectories:
+        assert [c.result.observation for c in t.tool_calls if c.result] == [f"{own[t.task.id]}7"] * 3, t.error
+        assert t.success
+    assert kept == [{}] * 64
+
+
+async def test_64_signs_at_once_each_with_its_own_drafts() -> None:
+    """Each measures a draft of a length that is nobody else's, in an environment with a count of drafts planted."""
+    tasks = judge.tasks(64, "train")
+    number = {t.id: i + 1 for i, t in enumerate(tasks)}
+
+    class Marked(judge.Written):
+        async def reset(self, task: Task, seed: int) -> None:
+            await super().reset(task, seed)
+            assert self.drafts == 0
+            self.drafts = 1000 * number[task.id]
+
+    def plays(task: Task, messages: Any, rng: random.Random) -> Any:
+        if len(family.told(messages)) < 2:
+            return "measure", {"text": "word " * number[task.id]}
+        return judge.expert_player(task, messages, rng)
+
+    chat = family.small_chat()
+    agent = af.envs.agent(
+        Marked, family.PlayerEngine(plays, chat), chat=chat, size=16, sampling=af.Sampling(max_tokens=512),
+        reward=af.envs.reward(judge.Written),
+    )  # fmt: skip
+    for t in (await agent.rollout(tasks)).trajectories:
+        mine = number[t.task.id]
+        assert [c.result.observation for c in t.tool_calls if c.result] == [f"{mine} words, 1 lines"] * 2, t.error
+        assert (t.success, t.metrics["drafts"]) == (True, 1000 * mine + 2)
 
 
 # ---- exact arithmetic

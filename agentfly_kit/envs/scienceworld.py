@@ -154,7 +154,7 @@ class Simulator:
         self.server.load(kind, variation, simplification, gold)
         if gold:
             _GOLD[kind, variation, simplification] = list(self.server.getGoldActionSequence())
-        self.server.reset()
+            self.server.reset()  # `load` alone makes the world anew; this makes it once more, after it was solved
 
     def step(self, command: str) -> tuple[str, float, bool]:
         """What is seen; the score, from -1 to 1; whether the task says that it is over."""
@@ -216,6 +216,11 @@ class ScienceWorld:
     @property
     def alive(self) -> bool:
         return self._simulator is not None and self._simulator.alive
+
+    @property
+    def pid(self) -> int | None:
+        """Of its Java process; None before it was started."""
+        return None if self._simulator is None else int(self._simulator.process.pid)
 
     def kill(self) -> None:
         if self._simulator is not None:
