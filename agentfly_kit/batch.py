@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from agentfly_kit import markup
 from agentfly_kit.errors import AlignmentError, BatchError, EmptyBatch, SettingsError
 from agentfly_kit.filters import Filter, reasons
 from agentfly_kit.turnwise import one_turn, sampled_turns
@@ -165,14 +166,15 @@ class Batch:
                 raise AlignmentError(f"{what}, first in row {int(wrong.nonzero()[0])}")
 
     def replace(self, **changes: Any) -> Batch:
-        """The same rows with other tensors; (B, T) ones are checked for their shape."""
+        """The same rows with other tensors; (B, T) ones are checked for their shape, and NaN where the mask is 0."""
+        mask = changes.get("mask", self.mask)
         for name, value in changes.items():
             if name in _PER_TOKEN and value is not None:
                 if tuple(value.shape) != tuple(self.ids.shape):
                     raise AlignmentError(
                         f"{name} has the shape {tuple(value.shape)}, and the batch is {tuple(self.ids.shape)}"
                     )
-                changes[name] = torch.where(self.mask, value.float(), torch.nan)
+                changes[name] = torch.where(mask, value.float(), torch.nan)
         return replace(self, **changes)
 
     def once(self) -> Batch:
@@ -226,15 +228,15 @@ class Batch:
         return f"Batch({len(self)} rows, {self.ids.shape[1]} wide, {int(self.mask.sum())} action tokens{left})"
 
     def _repr_html_(self) -> str:
-        rows = {
+        numbers = {
             "rows": len(self),
             "width": self.ids.shape[1],
             "tokens": int(self.lengths.sum()),
             "action tokens": int(self.mask.sum()),
-            "mean reward": f"{float(self.rewards.mean()):.3f}",
-        } | {f"left out: {reason}": count for reason, count in counted(self.dropped).items()}
-        cells = "".join(f"<tr><td>{k}</td><td style='text-align:right'>{v}</td></tr>" for k, v in rows.items())
-        return f"<table><tbody>{cells}</tbody></table>"
+            "mean reward": float(self.rewards.mean()),
+        }
+        left = markup.table(("left out", "trajectories"), counted(self.dropped).items())
+        return markup.heading(self) + markup.table(tuple(numbers), [numbers.values()]) + (left if self.dropped else "")
 
 
 _PER_TOKEN = ("advantages", "returns", "values", "token_rewards", "kept_mass", "ref_logprobs")

@@ -120,7 +120,9 @@ class Tasks(Sequence[Task]):
             text = value if isinstance(value, str) else repr(value)
             return f"<td style='text-align:left'>{markup.escape(text if len(text) <= 120 else text[:117] + '...')}</td>"
 
-        head = "".join(f"<th>{markup.escape(name)}</th>" for name in ("id", "split", "question", *fields))
+        head = "".join(
+            f"<th style='text-align:left'>{markup.escape(name)}</th>" for name in ("id", "split", "question", *fields)
+        )
         rows = "".join(
             f"<tr>{cell(task.id)}{cell(split or '')}{cell(str(task.messages[-1]['content']))}"
             + "".join(cell(task.fields[name]) if name in task.fields else "<td></td>" for name in fields)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 LEFT = "text-align:left;vertical-align:top"
+RIGHT = "text-align:right;vertical-align:top"
 CODE = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace"
 
 
@@ -29,34 +30,47 @@ def escape(text: Any, limit: int = 400) -> str:
 
 
 def cell(value: Any, limit: int = 400) -> str:
-    """Numbers stand on the right, text on the left; None is a dash."""
-    if value is None:
-        return "<td style='text-align:right'>–</td>"
+    """Numbers stand on the right, text on the left; what is missing, None or NaN, is a dash."""
+    if value is None or (isinstance(value, float) and value != value):
+        return f"<td style='{RIGHT}'>–</td>"
     if isinstance(value, bool):
         return f"<td style='{LEFT}'>{'yes' if value else 'no'}</td>"
     if isinstance(value, int):
-        return f"<td style='text-align:right'>{value:,}</td>"
+        return f"<td style='{RIGHT}'>{value:,}</td>"
     if isinstance(value, float):
-        return f"<td style='text-align:right'>{value:.4g}</td>"
+        return f"<td style='{RIGHT}'>{value:.4g}</td>"
     if isinstance(value, Code):
         return f"<td style='{LEFT}'><code style='{CODE}'>{escape(value, limit)}</code></td>"
     return f"<td style='{LEFT}'>{escape(value, limit)}</td>"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def heading(text: Any) -> str:
     return f"<div style='font-weight:bold;margin:2px 0 4px'>{escape(text, 600)}</div>"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]], limit: int = 400) -> str:
-    """Rows of cells under a head; "" for no head at all."""
-    top = "".join(f"<th style='text-align:left'>{escape(name)}</th>" for name in head)
-    body = "".join(f"<tr>{''.join(cell(value, limit) for value in row)}</tr>" for row in rows)
+def table(head: Sequence[str], rows: Iterable[Iterable[Any]], limit: int = 400) -> str:
+    """Rows of cells under a head, which stands as its column does; an empty head is none at all."""
+    cells = [list(row) for row in rows]
+    right = [any(_is_number(row[i]) for row in cells if i < len(row)) for i in range(len(head))]
+    top = "".join(
+        f"<th style='text-align:{'right' if aside else 'left'}'>{escape(name)}</th>"
+        for name, aside in zip(head, right, strict=True)
+    )
+    body = "".join(f"<tr>{''.join(cell(value, limit) for value in row)}</tr>" for row in cells)
     return f"<table>{f'<thead><tr>{top}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"
 
 
 def facts(title: Any, pairs: Mapping[str, Any], limit: int = 400) -> str:
-    """A heading, and a line a fact."""
-    return heading(title) + table((), pairs.items(), limit)
+    """A heading, and a line a fact. Numbers stand where the other facts do: no two are to be added up."""
+    told = {
+        k: f"{v:,}" if _is_number(v) and isinstance(v, int) else f"{v:.4g}" if _is_number(v) else v
+        for k, v in pairs.items()
+    }
+    return heading(title) + table((), told.items(), limit)
 
 
 def folded(summary: str, inside: str, *, opened: bool = False) -> str:

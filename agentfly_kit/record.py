@@ -395,20 +395,13 @@ class Rollout:
         return f"Rollout({len(self.groups)} tasks, {len(self)} chains{success}{missing})"
 
     def _repr_html_(self) -> str:
-        cells = "".join(
-            f"<tr><td>{k}</td><td style='text-align:right'>{v:.4g}</td></tr>" for k, v in self.numbers().items()
-        )
-        worst = "".join(
-            f"<tr><td>{markup.escape(t.id)}</td><td style='text-align:right'>"
-            f"{'–' if t.reward is None else f'{t.reward:g}'}</td>"
-            f"<td style='text-align:left'>{markup.escape(t.explain())}</td></tr>"
-            for t in self.trajectories[:8]
+        numbers = self.numbers()
+        first = markup.table(
+            ("chain", "reward", "what happened"), ((t.id, t.reward, t.explain()) for t in self.trajectories[:8])
         )
         more = f"<p>and {len(self) - 8} more</p>" if len(self) > 8 else ""
-        return (
-            f"<p><b>{markup.escape(repr(self))}</b></p><table><tbody>{cells}</tbody></table>"
-            f"<details><summary>the first chains</summary><table><tbody>{worst}</tbody></table>{more}</details>"
-        )
+        told = markup.table(tuple(numbers), [numbers.values()]) if numbers else ""
+        return markup.heading(self) + told + markup.folded("the first chains", first + more)
 
 
 _SHOWN = 8

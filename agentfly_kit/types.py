@@ -677,19 +677,20 @@ class Trajectory:
 
     def _repr_html_(self) -> str:
         colours = {"prompt": "#8884", "action": "#2a82", "observation": "#28c2", "forced": "#c822"}
-        several = len(self.rows) > 1
+        several, left = len(self.rows) > 1, f"<th style='{markup.LEFT}'>"
         rows = "".join(
-            f"<tr><td>{i}</td>{f'<td>{turn.row}</td>' if several else ''}<td>{turn.kind}</td>"
-            f"<td>{markup.escape(turn.author)}</td>"
-            f"<td style='text-align:right'>{'–' if turn.ids is None else len(turn.ids)}</td>"
+            f"<tr><td style='{markup.RIGHT}'>{i}</td>{f'<td>{turn.row}</td>' if several else ''}"
+            f"<td style='{markup.LEFT}'>{turn.kind}</td>"
+            f"<td style='{markup.LEFT}'>{markup.escape(turn.author)}</td>"
+            f"<td style='{markup.RIGHT}'>{'–' if turn.ids is None else len(turn.ids)}</td>"
             f"<td style='text-align:left;background:{colours[turn.kind]}'><code style='white-space:pre-wrap'>"
             f"{markup.escape(turn.text)}</code></td></tr>"
             for i, turn in enumerate(self.turns)
         )
         return (
             f"<p><b>{markup.escape(self.id)}</b>: {markup.escape(self.explain())}</p>"
-            f"<table><thead><tr><th></th>{'<th>row</th>' if several else ''}<th>kind</th><th>author</th><th>tokens</th>"
-            "<th>text</th></tr></thead>"
+            f"<table><thead><tr><th></th>{'<th>row</th>' if several else ''}{left}kind</th>{left}author</th>"
+            f"<th>tokens</th>{left}text</th></tr></thead>"
             f"<tbody>{rows}</tbody></table>" + _tracebacks(self.tool_calls)
         )
 
@@ -813,10 +814,15 @@ class Stats:
         return out
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{k}</td><td style='text-align:right'>{v:.5g}</td></tr>" for k, v in self.numbers().items()
-        )
-        return f"<table><thead><tr><th>stat</th><th>value</th></tr></thead><tbody>{rows}</tbody></table>"
+        numbers = self.numbers()
+        told = {name: numbers[name] for name in _TELLING if name in numbers}
+        title = f"Stats of a step (updates: {self.updates}, rows: {self.rows}, tokens: {self.tokens:,})"
+        whole = markup.table(("stat", "value"), numbers.items())
+        return markup.heading(title) + markup.table(tuple(told), [told.values()]) + markup.folded("all numbers", whole)
+
+
+_TELLING = ("loss", "approx_kl", "clip_fraction", "entropy", "grad_norm", "ratio_max", "sampler_gap", "reward_mean")
+"""What a person looks at first."""
 
 
 def check_sequence(name: str, value: Any) -> Sequence[Any]:

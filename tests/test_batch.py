@@ -124,7 +124,7 @@ def test_who_is_left_out_and_why() -> None:
     ]
     assert batch.asked == 6
     assert batch.flagged == (2 / 6, 1 / 6)
-    assert "left out: truncated" in batch._repr_html_()
+    assert "left out" in batch._repr_html_() and ">truncated<" in batch._repr_html_()
     assert len(collate(given, advantages.grpo)) == 2
 
 
@@ -188,6 +188,16 @@ def test_replace_checks_shapes_and_masks() -> None:
     assert torch.isnan(changed.values[0, 0])
     with pytest.raises(AlignmentError, match=r"returns has the shape \(1, 2\), and the batch is \(1, 3\)"):
         batch.replace(returns=torch.ones(1, 2))
+
+
+def test_replace_takes_a_mask_and_numbers_for_it_at_once() -> None:
+    batch = collate([row(("prompt", 2), ("action", 1), ("observation", 1))])
+    wide = batch.attention.clone()
+    wide[:, 0] = False
+    given = batch.replace(advantages=torch.ones(1, 4), mask=wide)
+    assert torch.isnan(given.advantages).tolist() == [[True, False, False, False]], (
+        "NaN outside the new mask, not the old"
+    )
 
 
 async def test_forks_repeat_their_prefix_as_rows_of_their_own() -> None:

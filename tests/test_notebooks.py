@@ -65,12 +65,18 @@ def with_answers(notebook: Any) -> Any:
     return notebook
 
 
-def test_there_are_exercises_and_their_answers_are_run() -> None:
-    """So that the test below cannot pass for want of anything to run."""
-    tour = nbformat.read(ROOT / "notebooks" / "06_widgets.ipynb", as_version=4)
-    before = len(tour.cells)
-    assert len(with_answers(tour).cells) >= before + 3
-    assert any("## Break it" in cell.source for cell in tour.cells if cell.cell_type == "markdown")
+@pytest.mark.parametrize(
+    ("name", "answers", "broken"),
+    [("02_one_chain", 1, 0), ("06_widgets", 3, 1), ("07_masked_ppo", 2, 2), ("08_algorithms", 1, 1)],
+)
+def test_there_are_exercises_and_their_answers_are_run(name: str, answers: int, broken: int) -> None:
+    """So that the test below cannot pass for want of anything to run. What breaks is asserted in the next cell."""
+    notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+    before = len(notebook.cells)
+    told = [i for i, cell in enumerate(notebook.cells) if cell.source.startswith("## Break it")]
+    assert len(told) >= broken
+    assert all("assert " in notebook.cells[i + 1].source for i in told)
+    assert len(with_answers(notebook).cells) >= before + answers
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +109,24 @@ async def test_a_training_run_shows_its_last_steps(tmp_path: Path) -> None:
     await run
     assert "seconds" in page(run).text
     page(af.Run(tmp_path / "run"))
+
+
+def test_what_a_batch_left_out_is_text_and_its_stats_are_short() -> None:
+    """Why a trajectory was left out is said by a function of the user's, who may quote the model."""
+    good = Turn("action", "policy", (2,), True, logprobs=(-0.5,), entropies=(0.1,), versions=(0,), text="x")
+    task = af.Task("t", ({"role": "user", "content": "?"},))
+    prompt = Turn("prompt", "task", (1,), text="?")
+    one, other = (
+        Trajectory(f"t/{i}", task, "t", i, (prompt, dataclasses.replace(good, parent=prompt)), "answered", reward=0.5)
+        for i in range(2)
+    )
+    batch = af.collate([one, other], filters=[lambda trajectory: EVIL if trajectory.chain else None])
+    assert batch.dropped and "left out" in page(batch).text
+    assert "<script>alert(1)</script>" in page(batch).text
+    stats = af.Stats(0.1, 0.2, math.nan, 0.0, 1.5, 0.5)
+    shown = page(stats).text
+    assert "grad_norm" in shown and "nan" not in shown
+    assert "–" in markup.table(("a",), [[math.nan]]), "missing is a dash"
 
 
 async def test_a_diff_says_which_chain_flipped_and_where() -> None:

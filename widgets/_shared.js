@@ -62,10 +62,10 @@ export function readable(text) {
     .filter((part) => part.hidden || part.text);
 }
 
-/** Room for the longest of names that are `lengths` letters long, without the `prefix` letters that all share. */
+/** Room in pixels for the longest of names that are `lengths` letters long, without the `prefix` letters that all share. */
 export function laneWidth(lengths, prefix = 0) {
   const longest = lengths.reduce((most, n) => Math.max(most, n), 0) - (prefix ?? 0);
-  return `${Math.max(8, Math.min(30, longest)) + 1}ch`;
+  return `${Math.round(8 * Math.max(7, Math.min(28, longest))) + 6}px`;
 }
 
 /** Which rows of a list are near the window: [first, last + 1]. */

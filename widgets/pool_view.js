@@ -48,10 +48,10 @@ export function bands(history, w, h, span, now) {
   return out;
 }
 
-/** A name in two parts, of which only the first may be cut: the end tells chains of one run apart. */
-export function ends(name, n = 9) {
-  const letters = [...name];
-  return letters.length <= n + 3 ? [name, ""] : [letters.slice(0, -n).join(""), letters.slice(-n).join("")];
+/** A name in two parts, of which only the first may be cut: its last word tells chains of one run apart. */
+export function ends(name) {
+  const tail = /[-:.\s_]([^-:.\s_]{1,14})$/u.exec(name)?.[1] ?? "";
+  return [name.slice(0, name.length - tail.length), tail];
 }
 
 /** The numbers that are selected after a click on one: alone, added or taken away with Ctrl, all from the anchor with Shift. */

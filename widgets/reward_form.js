@@ -75,7 +75,7 @@ export default {
             h("thead", {}, h("tr", {}, ...["change", "reward", "trajectory", "question", "final"].map((t) => h("th", { scope: "col" }, t)))),
             h("tbody", {}, ...rows.map(([id, task, a, b, k, final]) => h("tr", { class: id === picked ? "afk-on" : null },
               h("td", { class: `afk-k-${k}` }, words[k]), h("td", { class: "afk-num" }, `${a} → ${b}`),
-              h("td", {}, h("button", { type: "button", class: "afk-link", title: "Show why", onclick: () => context.ask("look", id) }, h("bdi", {}, id))),
+              h("td", {}, h("button", { type: "button", class: "afk-link", title: "Show why", onclick: () => context.ask("look", id) }, h("bdi", { title: id }, id.slice(x.prefix ?? 0)))),
               h("td", { dir: "auto" }, ...marks(task)), h("td", { dir: "auto", class: "afk-code" }, ...marks(final))))),
             rows.length < total || !rows.length ? h("caption", { class: "afk-soft" }, !x.scored ? "Not scored yet." : rows.length ? `the first ${rows.length} of ${total}; form.to_frame() has all` : filter.value === "changed" ? "Nothing changed." : "None.") : "");
           drawnFilter = filter.value;

@@ -3,6 +3,7 @@
 export const STATES = ["queued", "waiting", "sampling", "sandbox", "tool", "scoring", "done", "failed", "cancelled"];
 const SIGN = { queued: "·", waiting: "◌", sampling: "●", sandbox: "◔", tool: "◆", scoring: "★", done: "✓", failed: "✕", cancelled: "⊘" };
 const WORD = { queued: "not begun", sandbox: "waiting for a sandbox", tool: "in a tool" };
+const SHORT = { ...WORD, sandbox: "needs a sandbox" }; // in a lane, where there is no room
 const OVER = new Set(["done", "failed", "cancelled"]);
 const BANDS = ["done", "failed", "cancelled", "scoring", "tool", "sandbox", "sampling", "waiting"];
 
@@ -38,7 +39,7 @@ export default {
         const { root } = context;
         root.classList.add("afk-rolloutview");
         const title = h("span", { class: "afk-title" }, "rollout");
-        const what = h("span", { class: "afk-soft afk-num", role: "status" });
+        const what = h("span", { class: "afk-soft afk-num afk-facts2", role: "status" });
         const pause = h("button", { type: "button", onclick: () => context.ask(model.get("_about")?.state === "paused" ? "resume" : "pause") }, "Pause");
         const stop = h("button", { type: "button", title: "End the chains that run; those that have finished are kept", onclick: () => context.ask("stop") }, "Stop");
         const note = h("div", { class: "afk-note" });
@@ -89,7 +90,7 @@ export default {
             box.className = `afk-item afk-r-${name}${at === list.cursor ? " afk-cursor" : ""}`;
             put(sign, SIGN[name]);
             put(id, (data.names[i] ?? "").slice(about.prefix ?? 0));
-            put(word, WORD[name] ?? name);
+            put(word, SHORT[name] ?? name);
             const turn = data.turn[i];
             const limit = about.max_turns;
             put(dots, limit <= 12 ? "▪".repeat(Math.min(turn, limit)) + "▫".repeat(Math.max(0, limit - turn)) : `${turn}/${limit}`);
@@ -104,7 +105,7 @@ export default {
           },
         });
         const ticking = () => !context.stale() && /running|paused|stopping/.test(model.get("_about")?.state ?? "") && !model.get("_about")?.gone;
-        root.append(h("div", { class: "afk-bar" }, title, what, h("span", { class: "afk-grow" }), pause, stop), note, progress, chips,
+        root.append(h("div", { class: "afk-bar" }, title, what, h("span", { class: "afk-row2" }, pause, stop)), note, progress, chips,
           h("div", { class: "afk-bar afk-sub" }, h("label", {}, "Show ", how), shown), list.el, chainBar(context, model, host, list.el));
 
         function read() {

@@ -135,12 +135,13 @@ export default {
           pause.textContent = paused ? "Resume" : "Pause";
           stop.disabled = stopping;
           state.textContent = !can ? "" : stopping ? "ends after this step" : paused ? "paused" : "";
+          const one = (...parts) => h("span", {}, ...parts); // a sample and its words stay together
           key.replaceChildren(...(single
-            ? [sample(0), "training, a step"]
-            : about.runs.flatMap((run, i) => [sample(i), h("b", {}, h("bdi", {}, nameOf(i))), ` ${plural(run.n, "step")}`])),
+            ? [one(sample(0), "training, a step")]
+            : about.runs.map((run, i) => one(sample(i), h("b", {}, h("bdi", {}, nameOf(i))), ` ${plural(run.n, "step")}`))),
           ...(about.panels.some((p) => p.bandLow && runs.some((r) => r.cols[p.bandLow]?.length && [...r.steps].some((_, i) => r.cols[p.bandLow].has(i))))
-            ? [s("svg", { width: "22", height: "12", "aria-hidden": "true" }, s("rect", { x: 0, y: 1, width: 22, height: 10, class: "afk-band" })), "95 % interval of a step's chains, taken as independent"] : []),
-          s("svg", { width: "16", height: "16", "aria-hidden": "true" }, s("path", { d: "M8 1V15", class: "afk-whisker" }), s("circle", { cx: "8", cy: "8", r: "3.4", class: "afk-point" })), "evaluation with its interval");
+            ? [one(s("svg", { width: "22", height: "12", "aria-hidden": "true" }, s("rect", { x: 0, y: 1, width: 22, height: 10, class: "afk-band" })), "95 % interval of a step's chains, taken as independent")] : []),
+          one(s("svg", { width: "16", height: "16", "aria-hidden": "true" }, s("path", { d: "M8 1V15", class: "afk-whisker" }), s("circle", { cx: "8", cy: "8", r: "3.4", class: "afk-point" })), "evaluation with its interval"));
         }
         function build() {
           const { panels } = model.get("_about");
@@ -323,7 +324,7 @@ export default {
             x.rows.length ? h("div", { class: "afk-listbox", tabindex: "0", role: "region", "aria-label": `trajectories of step ${x.step}` },
               h("table", {}, h("thead", {}, h("tr", {}, ...["trajectory", "reward", "stop", "actions", "tokens", "question", "final"].map((t) => h("th", { scope: "col", class: /^(reward|actions|tokens)$/.test(t) ? "afk-num" : null }, t)))),
                 h("tbody", {}, ...x.rows.map(([id, question, reward, why, actions, tokens, final]) => h("tr", {},
-                  h("td", {}, h("button", { type: "button", class: "afk-link", title: "Show its tokens below", onclick: () => context.ask("chain_tokens", id) }, h("bdi", {}, id))),
+                  h("td", {}, h("button", { type: "button", class: "afk-link", title: "Show its tokens below", onclick: () => context.ask("chain_tokens", id) }, h("bdi", { title: id }, id.slice(x.prefix ?? 0)))),
                   h("td", { class: "afk-num" }, reward), h("td", {}, why), h("td", { class: "afk-num" }, String(actions)), h("td", { class: "afk-num" }, tokens === null ? "–" : String(tokens)),
                   h("td", { dir: "auto" }, ...marks(question)), h("td", { dir: "auto", class: "afk-code" }, ...marks(final ?? "–"))))))) : "");
         }

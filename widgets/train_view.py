@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import traitlets
 
-from ._base import LiveView, escape, number, pack, sendable, tag
+from ._base import LiveView, escape, number, pack, sendable, shared_prefix, tag
 from ._chains import ChainsView
 
 
@@ -289,7 +289,14 @@ class TrainView(ChainsView, LiveView):
             self.rollout = await asyncio.to_thread(Run(file.parent.parent).rollout, step)
             rows = [_row(t) for t in self.rollout.trajectories[:_ROWS]]
         total = 0 if self.rollout is None else len(self.rollout)
-        self._list = {"step": step, "run": run, "note": sendable(note), "rows": rows, "total": total}
+        self._list = {
+            "step": step,
+            "run": run,
+            "note": sendable(note),
+            "rows": rows,
+            "total": total,
+            "prefix": shared_prefix([row[0] for row in rows]),
+        }
         return self.rollout
 
     def _trajectory(self, id: str) -> Any:

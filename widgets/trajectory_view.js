@@ -160,7 +160,7 @@ export default {
           }
           const col = sort.value.startsWith("m") && sort.value.length > 1 && cols[sort.value] === undefined ? metrics[Number(sort.value.slice(1))] : cols[sort.value];
           rows = sorted(filtered(data, { outcome: choice(outcome), stop: choice(stop), task: choice(task), found: hit }), col, down.getAttribute("aria-pressed") === "true");
-          down.disabled = !col;
+          down.hidden = !col;
           list.n = rows.length;
           list.cursor = rows.length ? Math.min(Math.max(0, list.cursor), rows.length - 1) : -1;
           anchor = -1;

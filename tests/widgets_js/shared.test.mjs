@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 import { load, packed } from "./load.mjs";
 
-const { column, duration, number, plural, ticks, typed } = await load();
+const { column, duration, laneWidth, number, plural, ticks, typed } = await load();
 
 test("a buffer that starts at an odd byte is copied, not viewed", () => {
   const bytes = new Uint8Array(13);
@@ -42,4 +42,10 @@ test("words", () => {
   assert.equal(duration(200), "3 min 20 s");
   assert.equal(duration(7500), "2 h 5 min");
   assert.equal(duration(null), "–");
+});
+
+test("room for names: as much as the longest needs, within bounds", () => {
+  assert.equal(laneWidth([23, 25], 17), "70px");
+  assert.equal(laneWidth([], undefined), "62px");
+  assert.equal(laneWidth(Array(200000).fill(500)), "230px", "however many there are");
 });
