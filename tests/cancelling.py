@@ -111,3 +111,58 @@ def threads_busy() -> list[str]:
     """Threads that run somebody's tool or reward now."""
     calls = [t.name for t in threading.enumerate() if t.name.startswith("agentfly-call")]
     return calls[len(functions._idle) :]
+
+
+# --- lives of a lease ----------------------------------------------------------------------------
+
+_CODES = ["1", "print('x' * 5000)", "import time; time.sleep(0.003)", "while True: pass", "import os; os._exit(1)"]
+
+
+async def _is_empty(pool: Any) -> None:
+    s = pool.snapshot()
+    assert (s.leased, s.waiting) == (0, 0)
+
+
+async def cancelled_lives(
+    opened: Callable[[random.Random], Any], chance: random.Random, count: int, *, late: float = 0.05,
+    emptied: Callable[[Any], Awaitable[None]] = _is_empty,
+) -> int:  # fmt: skip
+    """Lives of leases of a pool of Python sandboxes, each cancelled after a random number of steps or seconds: in
+    acquire, start, run, reset, release, close. How many there were; whoever asks looks for what is left.
+
+    opened: makes the pool, a new one after at most 60 lives. late: the longest that a life is let alone, in seconds.
+    emptied: asserts that nobody holds or wants anything of it, once it was closed.
+    """
+    done = 0
+    while done < count:
+        async with opened(chance) as pool:
+
+            async def life(pool: Any = pool) -> None:
+                lease = await pool.acquire("life", run=chance.choice("ab"))
+                try:
+                    sandbox = lease.sandbox
+                    assert (await sandbox.run("'mark' in dir()")).value == "False", "what the last one wrote is gone"
+                    await sandbox.run("mark = 1\n" + chance.choice(_CODES), timeout=chance.choice((0.01, 1)))
+                    if chance.random() < 0.3:
+                        await sandbox.reset()
+                finally:
+                    await pool.release(lease)
+
+            for _ in range(min(10, 1 + count // 10)):
+                tasks = [asyncio.ensure_future(life()) for _ in range(6)]
+                for task in tasks:
+                    for _ in range(chance.randrange(8)):
+                        await asyncio.sleep(0)
+                    if chance.random() < 0.7:
+                        await asyncio.sleep(chance.random() ** 3 * late)
+                    task.cancel()
+                for result in await asyncio.gather(*tasks, return_exceptions=True):
+                    assert result is None or isinstance(result, asyncio.CancelledError), result
+                done += len(tasks)
+            closing = asyncio.ensure_future(pool.close())
+            if chance.random() < 0.3:
+                await asyncio.sleep(chance.random() * 0.003)
+                closing.cancel()
+                await asyncio.wait([closing])
+            await emptied(pool)
+    return done
