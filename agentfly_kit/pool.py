@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar, cast
 
 from . import markup
+from .awake import awake
 from .capacity import Capacity
 from .episodes import is_environment
 from .errors import IsolationError, PoolClosed, PoolTimeout, SandboxError, SettingsError
@@ -490,7 +491,8 @@ class Pool(Generic[S]):
         self._change(wanted)
         try:
             if not ticket.future.done():
-                await asyncio.wait([ticket.future], timeout=max(0.0, deadline - loop.time()))
+                with awake():
+                    await asyncio.wait([ticket.future], timeout=max(0.0, deadline - loop.time()))
             if not ticket.future.done():
                 raise PoolTimeout(self._why_none(timeout))
             slot = ticket.future.result()

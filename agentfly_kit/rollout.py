@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from agentfly_kit import markup
+from agentfly_kit.awake import awake
 from agentfly_kit.budget import Budget, Meter
 from agentfly_kit.caps import Caps
 from agentfly_kit.chain import Chain, Place, Report
@@ -424,7 +425,8 @@ class RolloutRun:
     async def _wait(self) -> Rollout:
         task = self._start()
         try:
-            return await asyncio.shield(task)
+            with awake():
+                return await asyncio.shield(task)
         except asyncio.CancelledError:
             if self._stopping and task.done() and not cancelling():
                 return self.partial

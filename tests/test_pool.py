@@ -900,9 +900,8 @@ async def test_cancelled_at_each_step_of_the_loop(first: str):
 
 async def test_never_more_than_size_and_nothing_left_after_many_cancellations():
     """Chains that are cancelled at any await at all: no slot, no waiter and no sandbox is lost."""
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    chance = random.Random(seed)
+    print("seed 0")
+    chance = random.Random(0)
     Notes.open.clear()
     most = 0
     async with Pool(Slow, size=3) as pool:

@@ -6,11 +6,14 @@ Everything here looks for what is left: leases, processes, control groups, folde
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
 import random
 import signal
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +25,7 @@ from test_sandbox_python import LEVELS, STRICT, _runs, files, groups, scratch, z
 
 import agentfly_kit as af
 from agentfly_kit.pool import Pool, PoolEvent
-from agentfly_kit.sandboxes import PythonSandbox, SandboxResult, isolation, limits
+from agentfly_kit.sandboxes import PythonSandbox, SandboxResult, isolation
 
 SOAK_SECONDS = float(os.environ.get("SOAK_MINUTES", "2")) * 60
 SOAK_SEED = int(os.environ.get("SOAK_SEED", "0"))
@@ -273,7 +276,10 @@ CELL = """
 import asyncio, os
 from agentfly_kit.pool import Pool
 from agentfly_kit.sandboxes import PythonSandbox
-pool = Pool(PythonSandbox, size=2, warm=2, isolation={level!r}, acquire_timeout=30)
+async with PythonSandbox(isolation={level!r}):  # what a process opens once, and keeps
+    await asyncio.to_thread(int)
+files = len(os.listdir("/proc/self/fd"))
+pool = Pool(PythonSandbox, size=2, warm=2, isolation={level!r}, acquire_timeout=600)
 lease = await pool.acquire("cell")
 while pool.snapshot().starting:
     await asyncio.sleep(0.01)
@@ -284,51 +290,146 @@ async with pool.lease("second") as sandbox:
     print("in", flush=True)
     await sandbox.run("import subprocess; subprocess.Popen(['sleep', '300']); import time; time.sleep(60)", timeout=90)
 """
+WAITS = """
+second = await pool.acquire("second")
+print("in", flush=True)
+await pool.acquire("third")
+"""
+LEFT = """
+await lease.release()
+await second.release()
+s = pool.snapshot()
+print("leased", s.leased, "waiting", s.waiting)
+await pool.close()
+print("more files", len(os.listdir("/proc/self/fd")) - files)
+"""
+
+
+@contextlib.contextmanager
+def kernel() -> Iterator[tuple[Any, Any]]:
+    """A real Jupyter kernel, and a client that it answers."""
+    from jupyter_client.manager import KernelManager
+
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel()
+    client = manager.client()
+    try:
+        client.start_channels()
+        client.wait_for_ready(timeout=120)
+        yield manager, client
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+        manager.cleanup_resources()
+
+
+def number_of(manager: Any) -> int:
+    return int(manager.provisioner.process.pid)
+
+
+def in_the_middle(client: Any, code: str) -> str:
+    """Start a cell, and wait until it has said that it is where it stays."""
+    number = str(client.execute(code))
+    while not any(m["content"].get("text") == "in\n" for m in [client.get_iopub_msg(timeout=60)]):
+        pass
+    time.sleep(0.2)
+    return number
+
+
+def interrupted(manager: Any, client: Any, number: str) -> None:
+    manager.interrupt_kernel()
+    with pytest.raises(AssertionError, match=r"KeyboardInterrupt|CancelledError"):
+        until_idle(client, number)
+
+
+def over(manager: Any, client: Any, end: str) -> None:
+    """End the kernel as a person does, or as the machine does, and have the next one started, as Jupyter does."""
+    if end == "kill":
+        os.kill(number_of(manager), signal.SIGKILL)
+    manager.restart_kernel(now=end == "kill")
+    client.wait_for_ready(timeout=120)
 
 
 @pytest.mark.real
 @pytest.mark.parametrize("end", ["interrupt", "restart", "kill"])
 def test_a_kernel_that_is_interrupted_restarted_or_killed(level: str, end: str):
-    """In a real Jupyter kernel, in the middle of a call."""
-    from jupyter_client.manager import KernelManager
-
-    manager = KernelManager(kernel_name="python3")
-    manager.start_kernel()
-    pid = manager.provisioner.process.pid  # type: ignore[union-attr]
-    client = manager.client()
-    try:
-        client.start_channels()
-        client.wait_for_ready(timeout=120)
+    """In a real Jupyter kernel, in the middle of a call and of a wait: no lease, process or file is left, no control
+    group and no folder, and the same cells run again."""
+    with kernel() as (manager, client):
+        pid = number_of(manager)
         roots = [int(text) for text in said(client, CELL.format(level=level)).split()]
         assert len(roots) == 2
-        number = client.execute(LONG)
-        while not any(m["content"].get("text") == "in\n" for m in [client.get_iopub_msg(timeout=60)]):
-            pass
-        time.sleep(0.2)
+        number = in_the_middle(client, LONG)
         everything = roots + [child for root in roots for child in all_below(root)]
         assert any("sleep" in command(each) for each in everything), "the code's own child runs"
         if end == "interrupt":
-            manager.interrupt_kernel()
-            with pytest.raises(AssertionError, match=r"KeyboardInterrupt|CancelledError"):
-                until_idle(client, number)
-            text = said(client, "await lease.release()\nprint(pool)\nprint((await pool.close()) or 'closed')")
-            assert "0 leased" in text, text
-            assert "closed" in text
-        elif end == "restart":
-            manager.restart_kernel(now=False)
+            interrupted(manager, client, number)
+            interrupted(manager, client, in_the_middle(client, WAITS))
+            assert said(client, LEFT) == "leased 0 waiting 0\nmore files 0\n"
         else:
-            os.kill(pid, signal.SIGKILL)
+            over(manager, client, end)
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline and any(_runs(each) for each in everything):
             time.sleep(0.05)
         assert not [each for each in everything if _runs(each)], "children die with their kernel"
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
-        manager.cleanup_resources()
+        if end != "interrupt":
+            assert len(said(client, CELL.format(level=level)).split()) == 2, "all cells, run again"
         hierarchy = isolation.hierarchy()
-        if hierarchy is not None:
-            limits.sweep(hierarchy)
+        groups = [g for root in hierarchy.roots.values() for g in root.glob(f"agentfly-{pid}-*")] if hierarchy else []
+        folders = list(Path(tempfile.gettempdir()).glob(f"agentfly-sandbox-{pid}-*"))
+        assert not groups, "a control group was left"
+        assert not folders, "a folder was left"
+        said(client, "await pool.close()")
+
+
+FAR_CELL = """
+import agentfly_kit as af
+pool = af.RemotePool({url!r}, token={token!r}, acquire_timeout=600)
+lease = await pool.acquire("cell")
+"""
+
+
+@pytest.mark.real
+def test_a_kernel_that_is_interrupted_restarted_or_killed_holds_nothing_elsewhere():
+    """The same with a pool that this process serves: the kernel's leases and waiters end here."""
+
+    def settled(leased: int, waiting: int) -> None:
+        end = time.monotonic() + 30
+        while ((s := near.snapshot()).leased, s.waiting) != (leased, waiting):
+            assert time.monotonic() < end, near
+            time.sleep(0.02)
+
+    async def serve() -> None:
+        async with near, af.serve_pool(near, heartbeat=2.0) as server:
+            served.append(server)
+            await asyncio.to_thread(done.wait)
+
+    near = Pool(PythonSandbox, size=2, isolation="none", processes=None)
+    served: list[Any] = []
+    done = threading.Event()
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        with kernel() as (manager, client):
+            while not served:
+                time.sleep(0.01)
+            cell = FAR_CELL.format(url=served[0].url, token=served[0].token)
+            said(client, cell)
+            interrupted(manager, client, in_the_middle(client, LONG))
+            settled(1, 0)
+            interrupted(manager, client, in_the_middle(client, WAITS))
+            settled(2, 0)
+            assert said(client, "await lease.release()\nawait second.release()\nprint(pool.closed)") == "False\n"
+            settled(0, 0)
+            for end in ("restart", "kill"):
+                said(client, cell)
+                in_the_middle(client, WAITS)
+                settled(2, 1)
+                over(manager, client, end)
+                settled(0, 0)
+    finally:
+        done.set()
+        thread.join()
 
 
 def said(client: Any, code: str) -> str:

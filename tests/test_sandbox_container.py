@@ -419,9 +419,8 @@ async def test_a_container_that_is_killed_from_outside(engine: Podman):
 
 
 async def test_cancelled_while_it_starts_and_while_it_runs(engine: Podman):
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    chance = random.Random(seed)
+    print("seed 0")
+    chance = random.Random(0)
     async with Pool(PythonSandbox, size=2, isolation=place(engine), acquire_timeout=60) as pool:
 
         async def chain() -> None:

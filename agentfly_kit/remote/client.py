@@ -25,6 +25,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import httpx
 
+from ..awake import awake
 from ..errors import LeaseEnded, PoolClosed, RemotePoolError, SettingsError
 from ..pool import PoolEvent, PoolSnapshot, announce
 from ..sandboxes import PythonSandbox
@@ -397,7 +398,8 @@ class _Link:
             raise PoolClosed(f"the remote pool at {self.url} is closed; make a new one")
         waiting = asyncio.wrap_future(future)
         try:
-            return await (asyncio.shield(waiting) if keep else waiting)
+            with awake():
+                return await (asyncio.shield(waiting) if keep else waiting)
         except RemotePoolError as error:
             if self.stopped:
                 raise PoolClosed(f"the remote pool at {self.url} was closed") from error

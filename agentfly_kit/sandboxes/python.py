@@ -574,7 +574,7 @@ class _Call:
         self.after(timeout, self.time_is_up)
         if self.group is not None and sandbox.limits.cpu_seconds is not None:
             self.used = self.group.cpu_seconds()
-            self.after(_CLOCK_SECONDS, self.look_at_clock)
+        self.after(_CLOCK_SECONDS, self.look_at_clock)  # without a budget too: see awake.py
 
     def after(self, seconds: float, call: Callable[[], object]) -> None:
         self.watch.timers.append(self.loop.call_later(seconds, call))
