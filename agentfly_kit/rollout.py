@@ -529,7 +529,8 @@ class RolloutRun:
             self._waiting.clear()
             raise
         finally:
-            over.cancel()
+            if not over.get_loop().is_closed():
+                over.cancel()
             for worker in workers:
                 worker.cancel()
             # A worker that was cancelled while it gave a sandbox back ends only after that.
