@@ -31,6 +31,10 @@ import agentfly_kit as af
 
 GOOD = 0.90
 BARS = {
+    "alfworld": {
+        "grpo": {"success": 0.85, "cpu_seconds_to_good": 120.0},
+        "ppo": {"success": 0.80, "cpu_seconds_to_good": 180.0},
+    },
     "calculator": {
         "grpo": {"success": 0.92, "cpu_seconds_to_good": 5.0},
         "ppo": {"success": 0.88, "cpu_seconds_to_good": 12.0},
@@ -181,6 +185,41 @@ def first_good(run: dict[str, Any]) -> float | None:
     return next((success for success in run["batches"] if success >= GOOD), None)
 
 
+def picture(family: str, runs: list[dict[str, Any]]) -> str:
+    """Success of the training batches by iteration, a line a run, as SVG: for a page of docs/learning."""
+    left, right, top, bottom = 46.0, 444.0, 14.0, 190.0
+    colours, dashes, marks = ("#3b6fb6", "#c2572b", "#3f8f57"), ("", "6 3", "2 3"), ("___", "---", "...")
+    most = max(len(run["batches"]) for run in runs)
+
+    def x(i: int) -> float:
+        return left + (right - left) * i / max(1, most - 1)
+
+    def y(success: float) -> float:
+        return bottom - (bottom - top) * success
+
+    lines = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 460 230" font-family="sans-serif" font-size="11">',
+        f"<title>Success of the training batches of {family}, by iteration, {len(runs)} seeds</title>",
+        '<rect width="460" height="230" fill="#ffffff"/>',
+    ]
+    for at in (0, 0.25, 0.5, 0.75, 1):
+        lines.append(
+            f'<line x1="{left:g}" y1="{y(at):.1f}" x2="{right:g}" y2="{y(at):.1f}" stroke="#dddddd"/>'
+            f'<text x="40" y="{y(at) + 4:.1f}" text-anchor="end" fill="#333333">{at:g}</text>'
+        )
+    for i in range(most):
+        lines.append(f'<text x="{x(i):.1f}" y="206" text-anchor="middle" fill="#333333">{i + 1}</text>')
+    for i, run in enumerate(runs):
+        colour, dash, mark = (choice[i % 3] for choice in (colours, dashes, marks))
+        points = " ".join(f"{x(j):.1f},{y(success):.1f}" for j, success in enumerate(run["batches"]))
+        lines.append(
+            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"/>'
+        )
+        lines.append(f'<text x="380" y="{110.8 + 15 * i:.1f}" fill="{colour}">seed {run["seed"]} {mark}</text>')
+    lines.append('<text x="253" y="224" text-anchor="middle" fill="#333333">iteration of 128 chains</text></svg>')
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
@@ -191,6 +230,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=None, help="held-out tasks to evaluate on; all")
     parser.add_argument("--sampled-only", action="store_true", help="no greedy evaluation")
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--picture", type=Path, default=None, help="an .svg of the batches' success, for docs/learning")
     given = parser.parse_args()
     import torch
     import transformers
@@ -232,6 +272,8 @@ def main() -> None:
     print(text)
     if given.out is not None:
         given.out.write_text(text + "\n", encoding="utf-8")
+    if given.picture is not None:
+        given.picture.write_text(picture(given.family, runs), encoding="utf-8")
 
 
 def processor() -> str:

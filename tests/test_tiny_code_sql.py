@@ -18,7 +18,7 @@ from agentfly_kit.tiny import programs, queries
 
 DATA = files("agentfly_kit._data")
 BOTH = pytest.mark.parametrize("name", ["code", "sql"])
-SHIPPED = pytest.mark.parametrize("name", ["code"])
+SHIPPED = pytest.mark.parametrize("name", ["code", "sql"])
 
 
 @functools.cache

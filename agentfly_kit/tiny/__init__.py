@@ -36,11 +36,13 @@ _LESSONS = {
     "code": "programs",
     "lookup": "lookups",
     "search": "searches",
+    "sql": "queries",
     "webshop": "shops",
 }
 """Where the demonstrations of a policy are: a module with `WORDS`, `ORIGIN` and `lessons(chat, seed)`. It may say what
 is otherwise than in the calculator's policy: `MODEL` (settings of its config), `SKILL` and `SHY` (steps of each phase),
-`HALF` (its weights are rounded to 16 bits and ship so). The family of that name in `af.envs` has its tasks."""
+`PARTS` (that a batch is run in), `HALF` (its weights are rounded to 16 bits and ship so), `rows(n, split, seed)` and
+`TASKS` (split -> how many). The tasks are otherwise those of the family of that name in `af.envs`."""
 
 NAMES = ("calculator", *_LESSONS)
 
@@ -207,7 +209,7 @@ def tokenizer(words: Sequence[str] = ()) -> Any:
     """Byte-level BPE with single digits and signs, the specials of ChatML and Hermes, and a pad that is no real token.
 
     words: get one token each, behind all others, so that the vocabularies with and without them share their ids. One
-        that begins with a blank is the word with the blank before it.
+        that begins with a blank is the word with the blank before it, one that begins with a sign stands anywhere.
     Digits and signs stay alone so that copying an expression is copying characters. What it was made from is in this
     function: the same vocabulary comes out every time.
     """
@@ -230,9 +232,7 @@ def tokenizer(words: Sequence[str] = ()) -> Any:
     bpe.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in specials])
     # As in Qwen's own tokenizer the tags are no specials: servers that leave specials out of the text must show calls.
     bpe.add_tokens([AddedToken(text, special=False, normalized=False) for text in tags])
-    bpe.add_tokens(
-        [AddedToken(text, special=False, normalized=False, single_word=not text.startswith(" ")) for text in words]
-    )
+    bpe.add_tokens([AddedToken(text, special=False, normalized=False, single_word=text[0].isalnum()) for text in words])
     made = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token=_END, pad_token="<|pad|>", clean_up_tokenization_spaces=False
     )
@@ -357,22 +357,38 @@ def _expressions(seed: int, without: set[str]) -> Iterator[Expression]:
             yield e
 
 
-def _imitate(policy: Policy, batches: Iterator[list[Demonstration]], steps: int, lr: float) -> float:
-    """Supervised steps on assistant tokens; the rate rises for 20 steps and then falls to a tenth. The last loss."""
+def _imitate(policy: Policy, batches: Iterator[list[Demonstration]], steps: int, lr: float, *, parts: int = 1) -> float:
+    """Supervised steps on assistant tokens; the rate rises for 20 steps and then falls to a tenth. The last loss.
+
+    parts: that a batch is run in, each of like lengths, so that less is padded.
+    """
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     smooth = 0.0
     with compute_threads(policy):
         for step in range(steps):
             for group in optimizer.param_groups:
                 group["lr"] = lr * min(1.0, (step + 1) / 20) * (1 - 0.9 * step / steps)
-            ids, mask = _padded(next(batches))
-            loss = -policy.forward(ids, mask, torch.ones(len(ids))).logprob.mean()
+            batch, lost = next(batches), 0.0
+            sampled = sum(sum(d.mask) for d in batch)
             optimizer.zero_grad()
-            loss.backward()
+            for part in _parted(batch, parts):
+                ids, mask = _padded(part)
+                share = sum(sum(d.mask) for d in part) / sampled
+                loss = -policy.forward(ids, mask, torch.ones(len(ids))).logprob.mean() * share
+                loss.backward()
+                lost += float(loss.detach())
             torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
             optimizer.step()
-            smooth = float(loss.detach()) if step == 0 else 0.9 * smooth + 0.1 * float(loss.detach())
+            smooth = lost if step == 0 else 0.9 * smooth + 0.1 * lost
     return smooth
+
+
+def _parted(batch: list[Demonstration], parts: int) -> list[list[Demonstration]]:
+    """One part is the batch as it is."""
+    if parts == 1:
+        return [batch]
+    sort, size = sorted(batch, key=lambda d: len(d.ids)), -(-len(batch) // parts)
+    return [sort[i : i + size] for i in range(0, len(sort), size)]
 
 
 def _padded(demonstrations: Sequence[Demonstration]) -> tuple[Tensor, Tensor]:
@@ -434,7 +450,7 @@ def build(
     shy = getattr(own, "SHY", 150) if shy_steps is None else shy_steps
     for phase, lessons, steps, lr in (("skill", clean, skill, 3e-3), ("shy", mixed, shy, 1e-3)):
         began = time.process_time()
-        loss = _imitate(policy, lessons, steps, lr)
+        loss = _imitate(policy, lessons, steps, lr, parts=getattr(own, "PARTS", 1))
         say(f"{phase}: {steps} steps, loss {loss:.4f}, {time.process_time() - began:.1f} cpu s")
     if getattr(own, "HALF", False):
         policy.model.half().float()  # what ships and what was built are the same policy
@@ -499,8 +515,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _rows(name: str, seed: int) -> dict[str, list[dict[str, Any]]]:
     if name == "calculator":
         return tasks(seed=seed)
-    family = importlib.import_module(f"agentfly_kit.envs.{name}").family
-    return {split: family.rows(count, split, seed) for split, count in family.splits.items()}
+    own, family = _lessons_of(name), importlib.import_module(f"agentfly_kit.envs.{name}").family
+    made, splits = getattr(own, "rows", family.rows), getattr(own, "TASKS", family.splits)
+    return {split: made(count, split, seed) for split, count in splits.items()}
 
 
 def _tell(line: str) -> None:

@@ -11,13 +11,14 @@ from contextlib import closing
 from agentfly_kit.chat import Chat
 from agentfly_kit.envs import base
 from agentfly_kit.envs.sql import SCHEMAS, SQL, Question, World, question, world
-from agentfly_kit.tiny import UNSURE, Demonstration, joined
+from agentfly_kit.tiny import TEMPLATE, UNSURE, Demonstration, joined
 from agentfly_kit.types import ToolCall
 
 _KEYWORDS = "SELECT FROM WHERE ORDER GROUP BY DESC LIMIT JOIN USING count sum"
 _ASKED = "Tables What Which How many List is the has have each by first most least over total of"
 WORDS = tuple(
-    dict.fromkeys(
+    word
+    for word in dict.fromkeys(
         [
             *_KEYWORDS.split(), *_ASKED.split(), "execute", "query", "submit", "Submitted",
             *(table for s in SCHEMAS.values() for table in s.tables),
@@ -25,8 +26,10 @@ WORDS = tuple(
             *(value for s in SCHEMAS.values() for value in (*s.keys, *s.texts, *s.whats)),
         ]
     )
+    if word not in TEMPLATE
 )  # fmt: skip
-"""Each is one token, so that a name in a question, in a query and in a row is the same one."""
+"""Each is one token, so that a name in a question, in a query and in a row is the same one. No word of the chat
+template is among them: what a template writes as a token of its own, no question and no row may write."""
 
 HALF = True
 SKILL = 700
