@@ -78,6 +78,9 @@ def test_tasks_are_the_same_again_and_in_one_split_only(name: str) -> None:
         of.tasks(1, "dev")
     with pytest.raises(af.errors.SettingsError, match="n=0"):
         of.tasks(0)
+    for seed in (-1, 1.5, "x", True):
+        with pytest.raises(af.errors.SettingsError, match=r"seed=.*want a whole number, 0 or more"):
+            of.tasks(1, seed=seed)
 
 
 def test_the_list_says_what_there_is() -> None:
@@ -461,6 +464,42 @@ async def test_a_fork_goes_on_from_the_same_state_or_is_refused_by_name(name: st
         while each.stop is None:
             await each.step()
         assert (await each.finish()).success
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("maze", {}, "its field 'maze' is not there; want a whole number, 0 or more; take af.envs.maze.tasks()"),
+        ("maze", {"maze": 1, "far": 0}, "its field 'far' is 0; want a whole number, 1 or more"),
+        ("maze", {"maze": "1", "far": 3}, "its field 'maze' is '1'; want a whole number"),
+        ("lookup", {"world": {"x": 1}, "answer": "x"}, "its field 'world' is {'x': 1}; want a whole number"),
+        ("alfworld", {"game": {"x": 1}}, "its field 'game' is {'x': 1}; want a whole number"),
+        ("alfworld", {"game": 1, "size": ["small"]}, "its field size=['small']; want 'small' or 'full'"),
+        ("calculator", {"answer": {"x": 1}}, "its answer {'x': 1} is dict; want a text or a number"),
+        ("math", {"answer": None}, "its answer None is NoneType; want a text or a number"),
+        ("reasoning_gym", {"answer": "1", "dataset": {}, "metadata": {}, "question_text": ""}, "its field dataset={}"),
+    ],
+)
+async def test_a_field_that_cannot_be_is_named_with_what_is_wanted(name: str, fields: Any, words: str) -> None:
+    of = getattr(af.envs, name)
+    if of.family.missing:
+        pytest.skip(f"not installed: {', '.join(of.family.missing)}")
+    bad = Task("bad", ({"role": "user", "content": "?"},), fields)
+    chat = family.small_chat()
+    agent = of.agent(family.PlayerEngine(lambda task, messages, rng: "1", chat), chat=chat, size=1)
+    (t,) = (await agent.rollout([bad])).trajectories
+    assert (t.reward, t.stop) == (None, "error")
+    assert "task 'bad'" in str(t.error) and words in str(t.error), t.error
+
+
+async def test_an_answer_may_be_a_number() -> None:
+    for name in ("calculator", "math"):
+        of = getattr(af.envs, name)
+        task = Task("7", ({"role": "user", "content": "What is 3+4?"},), {"answer": 7})
+        chat = family.small_chat()
+        agent = of.agent(family.PlayerEngine(lambda task, messages, rng: "14/2", chat), chat=chat, size=1)
+        (t,) = (await agent.rollout([task])).trajectories
+        assert t.success, t.error
 
 
 CELL = '''

@@ -258,6 +258,10 @@ async def test_wrong_tasks_are_named_and_lose_no_sibling(tmp_path: Path) -> None
     good, bad = (await repo.random_agent(size=2, max_turns=1).rollout([ONE, other])).trajectories
     assert (good.reward, bad.reward, bad.stop) == (0.0, None, "error")
     assert "the repository has no line" in str(bad.error)
+    for fields, words in (({}, "has nothing to mend: give it `bugs`"), ({"bugs": {"x": 1}}, "`bugs` is a list, each")):
+        (bad,) = (await repo.random_agent(size=1).rollout([dataclasses.replace(ONE, fields=fields)])).trajectories
+        assert (bad.reward, bad.stop) == (None, "error")
+        assert words in str(bad.error), bad.error
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_x.py").write_text("def test_x():\n    assert False\n")
     with pytest.raises(af.errors.SettingsError, match="1 tests fail in the repository as it is"):

@@ -9,7 +9,7 @@ from typing import Any
 from agentfly_kit import data
 from agentfly_kit.envs import exact
 from agentfly_kit.envs.family import Family, Move, told
-from agentfly_kit.errors import SettingsError, ToolError
+from agentfly_kit.errors import SettingsError, TaskError, ToolError
 from agentfly_kit.tools import tool
 from agentfly_kit.types import Message, Task
 
@@ -17,7 +17,13 @@ from agentfly_kit.types import Message, Task
 class Calculator:
     """It keeps nothing; it is an environment so that all families are used alike."""
 
-    async def reset(self, task: Task, seed: int) -> None: ...
+    async def reset(self, task: Task, seed: int) -> None:
+        """Raises TaskError for an answer that no text can be compared with."""
+        answer = task.fields.get("answer", "")
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+            raise TaskError(
+                f"task {task.id!r}: its answer {answer!r} is {type(answer).__name__}; want a text or a number"
+            )
 
     @tool
     def calculator(self, expression: str) -> str:
@@ -31,9 +37,9 @@ class Calculator:
         except exact.NotArithmetic as error:
             raise ToolError(str(error)) from error
 
-    def reward(self, final: str | None, answer: str) -> float:
+    def reward(self, final: str | None, answer: str | float) -> float:
         """1 for the very value, however it is written."""
-        return float(final is not None and bool(exact.same(final, answer)))
+        return float(final is not None and bool(exact.same(final, str(answer))))
 
     async def fork(self, into: Calculator) -> None: ...
 

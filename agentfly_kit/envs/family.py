@@ -19,7 +19,7 @@ from agentfly_kit.chat import Chat
 from agentfly_kit.data import Tasks
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.envs import base
-from agentfly_kit.errors import SettingsError
+from agentfly_kit.errors import SettingsError, TaskError
 from agentfly_kit.rollout import Agent
 from agentfly_kit.types import Message, Sample, Sampling, Task, ToolCall, TurnRequest
 
@@ -114,6 +114,8 @@ class Family:
             raise SettingsError(f"split={split!r}: want {' or '.join(map(repr, self.splits))}, or None for all")
         if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
             raise SettingsError(f"n={n!r}: want at least 1, or None for {dict(self.splits)}")
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise SettingsError(f"seed={seed!r}: want a whole number, 0 or more")
         wanted = self.splits if split is None else {split: self.splits[split]}
         if n is not None:
             wanted = dict.fromkeys(wanted, n)
@@ -160,6 +162,19 @@ class Family:
     def __repr__(self) -> str:
         lacks = f", needs {', '.join(self.missing)}" if self.missing else ""
         return f"<Family {self.name}: {self.what}{lacks}>"
+
+
+def number(task: Task, name: str, least: int = 0, family: str = "") -> int:
+    """A field of a task that is to be a whole number.
+
+    Raises:  TaskError naming the task, the field and what it holds.
+    """
+    given = task.fields.get(name)
+    if isinstance(given, bool) or not isinstance(given, int) or given < least:
+        has = f"is {given!r}" if name in task.fields else "is not there"
+        where = f"; take af.envs.{family}.tasks()" if family else ""
+        raise TaskError(f"task {task.id!r}: its field {name!r} {has}; want a whole number, {least} or more{where}")
+    return given
 
 
 def told(messages: Sequence[Message]) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentfly_kit.envs.family import Family, Move, told
+from agentfly_kit.envs.family import Family, Move, number, told
 from agentfly_kit.errors import ToolError
 from agentfly_kit.tools import tool
 from agentfly_kit.types import Message, Task
@@ -96,7 +96,7 @@ class Lookup:
     """The store of one task."""
 
     async def reset(self, task: Task, seed: int) -> None:
-        self.facts = store(task.fields["world"])
+        self.facts = store(number(task, "world", family="lookup"))
         self.asked: list[tuple[str, str]] = []
 
     @tool

@@ -15,9 +15,9 @@ from agentfly_kit.types import Message, Task
 class Math(Calculator):
     """The calculator, with answers that may be written in many ways."""
 
-    def reward(self, final: str | None, answer: str) -> float:
+    def reward(self, final: str | None, answer: str | float) -> float:
         """1 for the same value; what is no number goes to math-verify, if that is installed."""
-        return float(final is not None and exact.equivalent(final, answer))
+        return float(final is not None and exact.equivalent(final, str(answer)))
 
 
 _FORMS = (

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from agentfly_kit.envs.family import Family, Move, told
+from agentfly_kit.envs.family import Family, Move, number, told
 from agentfly_kit.tools import tool
 from agentfly_kit.types import Message, Task, ToolResult
 
@@ -20,9 +20,9 @@ Cell = tuple[int, int]
 class Grid:
     """A maze without loops, where one begins, and the exit."""
 
-    def __init__(self, number: int, far: int) -> None:
-        """number: which maze. far: the steps from the beginning to the exit, or the most that there are."""
-        rng = random.Random(f"maze {number}")
+    def __init__(self, which: int, far: int) -> None:
+        """which: the number of the maze. far: the steps from the beginning to the exit, or the most that there are."""
+        rng = random.Random(f"maze {which}")
         here: Cell = (rng.randrange(WIDTH), rng.randrange(WIDTH))
         self.open: dict[Cell, set[str]] = {(x, y): set() for x in range(WIDTH) for y in range(WIDTH)}
         trail, seen = [here], {here}
@@ -78,7 +78,7 @@ class Maze:
         self.shaped = shaped
 
     async def reset(self, task: Task, seed: int) -> str:
-        self.grid = Grid(task.fields["maze"], task.fields["far"])
+        self.grid = Grid(number(task, "maze", family="maze"), number(task, "far", 1, family="maze"))
         self.cell, self.steps, self.done = self.grid.start, 0, False
         return self._seen()
 

@@ -16,7 +16,7 @@ from typing import Any
 from agentfly_kit.data import Tasks
 from agentfly_kit.envs.calculator import Calculator
 from agentfly_kit.envs.family import Family, Move
-from agentfly_kit.errors import SettingsError
+from agentfly_kit.errors import SettingsError, TaskError
 from agentfly_kit.types import Message, Task
 
 DATASETS = ("basic_arithmetic", "chain_sum", "gcd", "lcm", "letter_counting", "spell_backward")
@@ -32,6 +32,16 @@ def _package() -> Any:
 
 class ReasoningGym(Calculator):
     """The calculator, and the verifier of the question's kind."""
+
+    async def reset(self, task: Task, seed: int) -> None:
+        """Raises TaskError for a task of another kind than the package has."""
+        await super().reset(task, seed)
+        _package()
+        from reasoning_gym.factory import DATASETS as known
+
+        name = task.fields.get("dataset")
+        if not isinstance(name, str) or name not in known:
+            raise TaskError(f"task {task.id!r}: its field dataset={name!r} is none of reasoning_gym's; take `tasks()`")
 
     def reward(  # type: ignore[override]  # what it asks for is given by name
         self, final: str | None, answer: str, dataset: str, metadata: dict[str, Any], question_text: str

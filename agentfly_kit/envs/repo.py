@@ -460,7 +460,20 @@ def _of(task: Task) -> Repository:
                 f"task {task.id!r}: `files` and `tests` are each {{path: text}}, and there is a test at least"
             )
         return Repository(dict(files), dict(tests))
-    return repository(fields.get("repository")).broken(fields.get("bugs", ()))
+    bugs = fields.get("bugs", ())
+    if not bugs and "repository" not in fields:
+        raise TaskError(
+            f"task {task.id!r} has nothing to mend: give it `bugs`, a `repository`, or `files` and `tests`; "
+            "af.envs.repo.tasks() has some"
+        )
+    if not isinstance(bugs, Sequence) or not all(isinstance(bug, Mapping) and bug.keys() >= _BUG for bug in bugs):
+        raise TaskError(
+            f"task {task.id!r}: `bugs` is a list, each with {', '.join(sorted(_BUG))}; it is {bugs!r}"[:400]
+        )
+    return repository(fields.get("repository")).broken(bugs)
+
+
+_BUG = {"file", "line", "right", "broken"}
 
 
 # --- tasks ---------------------------------------------------------------------------------------

@@ -12,14 +12,14 @@ import functools
 import os
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from agentfly_kit import data
 from agentfly_kit.data import Tasks
 from agentfly_kit.envs.alfworld import games, official, plans
 from agentfly_kit.envs.alfworld.games import KINDS, Game, Size
 from agentfly_kit.envs.alfworld.house import NOTHING, House
-from agentfly_kit.envs.family import Family, Move
+from agentfly_kit.envs.family import Family, Move, number
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.tools import tool
 from agentfly_kit.types import Message, Task, ToolResult
@@ -146,7 +146,10 @@ def game_of(task: Task) -> Game:
     """
     if "game" not in task.fields:
         raise SettingsError(f"task {task.id!r} has no field game=; take af.envs.alfworld.tasks(), or tasks_in(folder)")
-    return games.game(task.fields["game"], task.fields.get("size", "full"))
+    size = task.fields.get("size", "full")
+    if size not in get_args(Size):
+        raise SettingsError(f"task {task.id!r}: its field size={size!r}; want {' or '.join(map(repr, get_args(Size)))}")
+    return games.game(number(task, "game", family="alfworld"), size)
 
 
 def rows(n: int, split: str, seed: int = 0, size: Size = "full", kinds: Sequence[str] = KINDS) -> list[dict[str, Any]]:
@@ -161,11 +164,11 @@ def rows(n: int, split: str, seed: int = 0, size: Size = "full", kinds: Sequence
     mark = ("" if size == "full" else f"{size}-") + ("" if seed == 0 else f"{seed}-")
     numbers = (i for i in range(first, first + 1_000_000) if KINDS[i % len(KINDS)] in kinds)
     found = []
-    for _, number in zip(range(n), numbers, strict=False):
-        goal = games.game(number, size).goal
+    for _, which in zip(range(n), numbers, strict=False):
+        goal = games.game(which, size).goal
         question = f"{goal.text[0].upper()}{goal.text[1:]}."
-        name = f"alfworld-{split}-{mark}{number - first:04}"
-        found.append({"id": name, "question": question, "game": number, "size": size, "kind": goal.kind})
+        name = f"alfworld-{split}-{mark}{which - first:04}"
+        found.append({"id": name, "question": question, "game": which, "size": size, "kind": goal.kind})
     return found
 
 
