@@ -42,7 +42,7 @@ format: install  ## let ruff put the tree in order
 	@$(PY) -m ruff format .
 	@$(PY) -m ruff check --fix .
 
-POLICIES := calculator code lookup search sql webshop
+POLICIES := alfworld calculator code lookup search sql webshop
 policy: install  ## remake the shipped tasks and policies in data/ (minutes)
 	@for name in $(POLICIES); do $(PY) -m agentfly_kit.tiny tasks --name $$name --out data/$$name && \
 		$(PY) -m agentfly_kit.tiny policy --name $$name --out data/policies/$$name || exit 1; done

@@ -33,6 +33,7 @@ from agentfly_kit.policy import Policy, compute_threads
 from agentfly_kit.types import ToolCall
 
 _LESSONS = {
+    "alfworld": "households",
     "code": "programs",
     "lookup": "lookups",
     "search": "searches",

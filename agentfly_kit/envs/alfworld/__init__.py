@@ -1,7 +1,8 @@
 """alfworld: household tasks in a house of text, with ALFWorld's words, commands, six kinds of task and its reward.
 
-`tasks(n, split, size="full")` makes games from numbers, and needs nothing. The original's own games, and any TextWorld
-game, are played by the same agent where the packages are installed: `tasks_in(folder)`; see official.py.
+`tasks(n, split, size="full")` makes games from numbers, and needs nothing; `af.load_tasks("alfworld")` has small ones,
+which `af.tiny.policy("alfworld")` learns to win. The original's own games, and any TextWorld game, are played by the
+same agent where the packages are installed: `tasks_in(folder)`; see official.py.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ from agentfly_kit.types import Message, Task, ToolResult
 
 STEPS = 50
 """The original's usual limit."""
+
+BRIEF: dict[str, Any] = {"steps": 16}
+"""How the policy that ships was taught to keep house, in games of the size "small":
+`agent(af.tiny.policy("alfworld"), options=BRIEF)` on `af.load_tasks("alfworld")`."""
 
 
 class ALFWorld:
@@ -217,7 +222,7 @@ family = Family(
     expert_player=expert_player,
     random_player=random_player,
     max_turns=STEPS,
-    size="made by number, 2 million a seed; the original's from a folder",
+    size="768 train and 192 test ship, of small houses; 2 million a seed are made; the original's from a folder",
 )
 agent, expert, random_agent = family.agent, family.expert, family.random_agent
 
