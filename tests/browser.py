@@ -177,6 +177,7 @@ class Notebook:
         self.page = self.context.new_page()
         self.page.set_default_timeout(40_000)
         self.errors: list[str] = []
+        self.late = 0  # models that anywidget did not wait for
         self.page.on("console", lambda m: self.errors.append(f"console: {m.text}") if m.type == "error" else None)
         self.page.on("pageerror", self._raised)
         where = {"lab": f"lab/workspaces/{path.stem}/tree", "notebook7": "notebooks"}[app]
@@ -192,8 +193,13 @@ class Notebook:
     def _raised(self, error: Any) -> None:
         # Notebook 7.6 says so of itself, on some starts, before any cell ran.
         its_own = ("(reading 'schema')", "'filebrowser:open-path' not registered")
-        if not any(text in error.message for text in its_own) or "/static/notebook/" not in (error.stack or ""):
-            self.errors.append(f"page: {error}")
+        if any(text in error.message for text in its_own) and "/static/notebook/" in (error.stack or ""):
+            return
+        # anywidget gives a model two seconds, whatever the machine does; a view that is missing is missed by its test.
+        if error.message == "[anywidget] Failed to initialize model.":
+            self.late += 1
+            return
+        self.errors.append(f"page: {error}")
 
     def run(self, *, wait: bool = True) -> None:
         """Run all cells; what a cell raised is raised here."""

@@ -77,11 +77,22 @@ def test_axe_has_nothing_to_say(notebook: Any, width: int) -> None:
 
 
 def test_everything_is_reached_by_tab_and_left_again(notebook: Any) -> None:
-    nb = notebook(RECORDS + "\n" + TOOL, VIEWS, CELLS["ToolForm"], CELLS["TokenView ratio"], CELLS["TrainView"])
+    each = [CELLS[name] for name in ("ToolForm", "TokenView ratio", "TrainView", "PoolView", "RewardForm")]
+    chains = (
+        "many = w.TrajectoryView(ts)\nmany.select(ts[0], ts[1])\nmany",
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport agents\n"
+        "run = agents.scripted(['42']).rollout(agents.tasks(3))\nlanes = w.RolloutView(run)\ndone = await run\n"
+        "lanes.pick(done.trajectories[0])\nlanes",
+        "w.ChainStepper(agents.scripted(['42']).chain(agents.tasks()[0]))",
+    )
+    nb = notebook(RECORDS + "\n" + TOOL, VIEWS, *each, *chains)
     nb.run(wait=False)
     nb.finish(300)
     page = nb.page
-    page.wait_for_function("() => document.querySelectorAll('.afk').length >= 3")
+    page.wait_for_function("() => document.querySelectorAll('.afk').length >= 8")
+    page.wait_for_timeout(1500)  # what is live has come to rest
+    kinds = {view.get_attribute("class").split()[1] for view in page.locator(".afk").all()}
+    assert len(kinds) == 8, kinds
     for view in page.locator(".afk").all():
         wanted = view.evaluate(
             """(view) => [...view.querySelectorAll('button, select, input, textarea, summary, [tabindex="0"]')].filter(

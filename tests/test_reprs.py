@@ -19,6 +19,7 @@ from agentfly_kit.record import Rollout
 from agentfly_kit.types import Failure, Group, ToolCall, ToolResult, Trajectory, Turn
 
 TAGS = {"div", "p", "b", "code", "pre", "details", "summary", "table", "thead", "tbody", "tr", "th", "td", "span"}
+BOLD = "<script>alert('x')</script><b onclick=x>"
 EVIL = "<script>alert(1)</script>\u202e\ud800\x00"
 
 
@@ -127,6 +128,20 @@ def test_what_a_batch_left_out_is_text_and_its_stats_are_short() -> None:
     shown = page(stats).text
     assert "grad_norm" in shown and "nan" not in shown
     assert "–" in markup.table(("a",), [[math.nan]]), "missing is a dash"
+
+
+def test_what_a_person_named_or_wrote_is_text_too(tmp_path: Path) -> None:
+    def shout(text: str) -> str:
+        return text
+
+    shout.__doc__ = f"Say it. {BOLD}\n\nArgs:\n    text: what, {BOLD}"
+    assert page(af.tool(shout)).text.count(BOLD) == 2
+    folder = tmp_path / "<b onload=x>"
+    folder.mkdir()
+    (folder / "steps.jsonl").write_text('{"step": 1, "success": 0.5, "<i>": 1.0}\n')
+    assert "<b onload=x>" in page(af.Run(folder)).text
+    tasks = af.tasks_from([{"id": BOLD, "question": BOLD, "answer": BOLD}])
+    assert page(tasks).text.count(BOLD) >= 3
 
 
 async def test_a_diff_says_which_chain_flipped_and_where() -> None:

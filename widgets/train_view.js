@@ -141,7 +141,8 @@ export default {
             : about.runs.map((run, i) => one(sample(i), h("b", {}, h("bdi", {}, nameOf(i))), ` ${plural(run.n, "step")}`))),
           ...(about.panels.some((p) => p.bandLow && runs.some((r) => r.cols[p.bandLow]?.length && [...r.steps].some((_, i) => r.cols[p.bandLow].has(i))))
             ? [one(s("svg", { width: "22", height: "12", "aria-hidden": "true" }, s("rect", { x: 0, y: 1, width: 22, height: 10, class: "afk-band" })), "95 % interval of a step's chains, taken as independent")] : []),
-          one(s("svg", { width: "16", height: "16", "aria-hidden": "true" }, s("path", { d: "M8 1V15", class: "afk-whisker" }), s("circle", { cx: "8", cy: "8", r: "3.4", class: "afk-point" })), "evaluation with its interval"));
+          ...(about.panels.some((p) => p.points && runs.some((r) => [...r.steps].some((_, i) => r.cols[p.points]?.has(i))))
+            ? [one(s("svg", { width: "16", height: "16", "aria-hidden": "true" }, s("path", { d: "M8 1V15", class: "afk-whisker" }), s("circle", { cx: "8", cy: "8", r: "3.4", class: "afk-point" })), "evaluation with its interval")] : []));
         }
         function build() {
           const { panels } = model.get("_about");
