@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 import agentfly_kit as af
 from agentfly_kit.envs import code, family
@@ -212,6 +214,10 @@ async def test_mbpps_files_load_and_are_solved(tmp_path: Path) -> None:
     assert [t.id for t in code.load(file, ids=[12])] == ["mbpp-0012"]
     with pytest.raises(TaskError, match=r"ids=11: mbpp\.jsonl has 2 tasks, 12 to 602"):
         code.load(file, ids=[11])
+
+    table = pyarrow.Table.from_pylist([MBPP, other])  # as the hub has it
+    parquet.write_table(table, tmp_path / "mbpp.parquet")
+    assert tuple(code.load(tmp_path / "mbpp.parquet")) == tuple(tasks)
 
     clean = {"task_id": 3, "prompt": "Add one.", "code": GOOD, "test_imports": ["import math"], "test_list": TESTS}
     intercode = {"query": "Add one.", "gold": GOOD, "tests": TESTS, "test_setup_code": ""}

@@ -330,6 +330,22 @@ def test_intercodes_rows_load(spider: Path) -> None:
     assert (only.messages[-1]["content"], only.fields["hardness"]) == ("How many?", "easy")
 
 
+def test_birds_rows_load_with_what_it_calls_evidence(spider: Path) -> None:
+    bird = {
+        "question_id": 195, "db_id": "pets", "question": "How many are heavy?", "evidence": "heavy means weight > 2.8",
+        "SQL": "SELECT count(*) FROM pet WHERE weight > 2.8", "difficulty": "simple",
+    }  # fmt: skip
+    intercode = {"query": bird["question"], "db": "pets", "gold": bird["SQL"]} | {
+        name: bird[name] for name in ("question_id", "evidence", "SQL", "difficulty")
+    }
+    (spider / "bird.json").write_text(json.dumps([bird, intercode, bird | {"evidence": ""}]), encoding="utf-8")
+    one, other, bare = sql.load(spider / "bird.json", schema=False)
+    for task in (one, other):
+        assert task.messages[-1]["content"] == "How many are heavy?\nEvidence: heavy means weight > 2.8"
+        assert (task.fields["gold"], task.fields["hardness"]) == (bird["SQL"], "simple")
+    assert bare.messages[-1]["content"] == "How many are heavy?"
+
+
 def test_wrong_files_are_named(spider: Path) -> None:
     with pytest.raises(TaskError, match=r"nowhere\.json: no such file; give Spider's dev\.json"):
         sql.load(spider / "nowhere.json")

@@ -411,7 +411,7 @@ def load(
     """Tasks of a file as Spider, BIRD or InterCode have it, with the databases that lie in a folder.
 
     questions   a JSON list of {"question", "query" or "SQL", "db_id"} (Spider, BIRD), or of {"query", "gold", "db"}
-                (InterCode).
+                (InterCode). What BIRD calls "evidence" is said under the question, as its own prompts do.
     databases   holds NAME/NAME.sqlite, or NAME.sqlite, for each; left out, the folder `database` beside the file.
     schema      say the tables and their columns under each question. Spider's agents are told, InterCode's not.
     ids         the positions of the rows that are wanted; left out, all.
@@ -473,6 +473,9 @@ def _spider(row: Any, where: str) -> dict[str, Any]:
         )
     if not re.fullmatch(r"[\w.\- ]+", db) or db.startswith("."):
         raise TaskError(f"{where}: {db!r} is no name of a database")
+    evidence = shape.get("evidence")
+    if isinstance(evidence, str) and evidence.strip():
+        asked = f"{asked}\nEvidence: {evidence.strip()}"
     hardness = shape.get("hardness", shape.get("difficulty"))
     more = {"hardness": hardness} if isinstance(hardness, str) else {}
     return {"question": asked, "gold": gold, "db": db, **more}
