@@ -1,8 +1,8 @@
 """`make bench-envs`: steps a second, leases and memory of each environment, begun anew for each chain and from a pool.
 
-A step is one tool call of the random player, its parsing and its observation; no model runs. Memory is what the process
-and its children use more than before, with one environment of the family open that has served all chains. A family at a
-time, each with a line on standard error as soon as it is measured; JSON of all on standard output.
+A step is one action of the random player, a tool call with its observation or an answer; no model runs. Memory is what
+the process and its children use more than before, with one environment of the family open that has served all chains. A
+family at a time, each with a line on standard error as soon as it is measured; JSON of all on standard output.
 
     make bench-envs ARGS="--families maze scienceworld --tasks 4"
 """
@@ -60,7 +60,7 @@ async def measured(name: str, count: int) -> dict[str, Any]:
         rollout = await agent.rollout(tasks, max_concurrency=1)
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         used = memory() - before
-        steps = sum(len(t.tool_calls) for t in rollout.trajectories)
+        steps = sum(len(t.actions) for t in rollout.trajectories)
         found[how] = {
             "steps_per_second": round(steps / seconds, 1), "chains_per_second": round(count / seconds, 2),
             "cpu_seconds": round(cpu, 3), "start_ms": round(1e3 * start, 2),
