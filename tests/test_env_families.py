@@ -473,6 +473,7 @@ async def test_a_fork_goes_on_from_the_same_state_or_is_refused_by_name(name: st
         ("maze", {"maze": 1, "far": 0}, "its field 'far' is 0; want a whole number, 1 or more"),
         ("maze", {"maze": "1", "far": 3}, "its field 'maze' is '1'; want a whole number"),
         ("lookup", {"world": {"x": 1}, "answer": "x"}, "its field 'world' is {'x': 1}; want a whole number"),
+        ("webshop", {"world": [1], "goal": 1}, "its field 'world' is [1]; want a whole number"),
         ("alfworld", {"game": {"x": 1}}, "its field 'game' is {'x': 1}; want a whole number"),
         ("alfworld", {"game": 1, "size": ["small"]}, "its field size=['small']; want 'small' or 'full'"),
         ("calculator", {"answer": {"x": 1}}, "its answer {'x': 1} is dict; want a text or a number"),

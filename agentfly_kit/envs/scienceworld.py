@@ -147,6 +147,11 @@ class Simulator:
             wanted = GatewayParameters(auto_field=True, port=port, auth_token=token)
             self.gateway = JavaGateway(_client(wanted, self.process), gateway_parameters=wanted)
             self.server: Any = self.gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
+        except ValueError as error:  # it said no port
+            raise SandboxError(
+                "ScienceWorld's `java` ended before it was ready: see whether `java -version` is 8 or newer, and "
+                f"whether there is room for memory_mb={memory_mb}; a newer one: {INSTALL_JAVA}"
+            ) from error
         except Exception as error:
             raise SandboxError(f"ScienceWorld's Java process did not start: {type(error).__name__}: {error}") from error
 

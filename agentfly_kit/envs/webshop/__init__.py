@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentfly_kit.data import Tasks
-from agentfly_kit.envs.family import Family, Move, told
+from agentfly_kit.envs.family import Family, Move, number, told
 from agentfly_kit.envs.webshop import pages
 from agentfly_kit.envs.webshop.catalogue import Catalogue, Product
 from agentfly_kit.envs.webshop.scoring import Nouns, alike, color_of, find_nouns, score
@@ -287,7 +287,7 @@ def _of_task(task: Task, given: Catalogue | None) -> Catalogue:
             f"task {task.id} has no {missing[0]!r}: make tasks with af.envs.webshop.tasks(...), and if they are of "
             "your files, give the agent options={'catalogue': yours} too"
         )
-    return Catalogue.invented(task.fields["world"]) if given is None else given
+    return Catalogue.invented(number(task, "world", family="webshop")) if given is None else given
 
 
 # --- tasks ---------------------------------------------------------------------------------------
