@@ -68,16 +68,6 @@ async def test_what_is_missing_is_named_with_what_to_type(monkeypatch: pytest.Mo
         scienceworld.Simulator(512)
 
 
-@here
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # its pipes
-def test_a_java_that_does_not_work_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "java").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "java").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(af.errors.SandboxError, match="see whether `java -version` is 8 or newer"):
-        scienceworld.Simulator(512)
-
-
 @pytest.mark.real
 @here
 async def test_its_own_solutions_score_all_and_luck_does_not() -> None:
