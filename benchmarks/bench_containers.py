@@ -13,36 +13,22 @@ import contextlib
 import json
 import os
 import platform
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import containers
 import docker
+from timing import timed
 
 from agentfly_kit.pool import Pool
 from agentfly_kit.remote.client import RemotePool
 from agentfly_kit.remote.server import serve_pool
 from agentfly_kit.sandboxes import Container, PythonSandbox
-
-
-async def timed(call: Callable[[], Awaitable[object]], count: int) -> dict[str, float]:
-    """p50 and p99 in ms; the first call is thrown away."""
-    times = []
-    for _ in range(count + 1):
-        began = time.perf_counter()
-        await call()
-        times.append((time.perf_counter() - began) * 1e3)
-    times = sorted(times[1:])
-    return {
-        "p50": round(statistics.median(times), 3),
-        "p99": round(times[min(len(times) - 1, len(times) * 99 // 100)], 3),
-    }
 
 
 async def attached(place: Container, rounds: int) -> dict[str, Any]:

@@ -11,29 +11,15 @@ import asyncio
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
+
+from timing import spread, timed, took
 
 from agentfly_kit.pool import Pool, PoolEvent
 from agentfly_kit.sandboxes import PythonSandbox, isolation
-
-
-async def timed(call: Callable[[], Awaitable[object]], count: int) -> dict[str, float]:
-    """p50 and p99 in ms; the first call is thrown away."""
-    times = []
-    for _ in range(count + 1):
-        began = time.perf_counter()
-        await call()
-        times.append((time.perf_counter() - began) * 1e3)
-    times = sorted(times[1:])
-    return {
-        "p50": round(statistics.median(times), 3),
-        "p99": round(times[min(len(times) - 1, len(times) * 99 // 100)], 3),
-    }
 
 
 async def level(name: Any, rounds: int, crowd: int) -> dict[str, Any]:
@@ -43,17 +29,13 @@ async def level(name: Any, rounds: int, crowd: int) -> dict[str, Any]:
         out["run that prints 1 kB"] = await timed(lambda: sandbox.run("print('x' * 1000)"), rounds)
         out["reset"] = await timed(sandbox.reset, rounds)
 
-        async def cold() -> None:
-            async with PythonSandbox(isolation=name):
-                pass
-
         started: list[PythonSandbox] = []
 
         async def start() -> None:
             started.append(PythonSandbox(isolation=name))
             await started[-1].start()
 
-        out["start"] = await timed(start, crowd - 1)
+        out[f"start, the others of {crowd} being there"] = await timed(start, crowd - 1)
         megabytes = weight([sandbox, *started]) / 1024 / (len(started) + 1)
         out[f"memory of each of {len(started) + 1} idle, MB (PSS)"] = (
             round(megabytes, 2) or None
@@ -61,7 +43,18 @@ async def level(name: Any, rounds: int, crowd: int) -> dict[str, Any]:
         out["idle ones a GB"] = round(1024 / megabytes) if megabytes else None
         for each in started:
             await each.close()
-        out["start and close"] = await timed(cold, max(5, rounds // 20))
+        started.clear()
+
+        times: list[float] = []
+        bare: list[float] = []
+        for _ in range(max(20, rounds // 2) + 1):  # in turn: what the machine does meanwhile meets both
+            bare.append(await took(python))
+            times.append(await took(start))
+            await started.pop().close()
+        out["start"], out["python -c, in turn with it"] = spread(times[1:]), spread(bare[1:])
+        out["start, times python -c"] = {
+            name: round(value / out["python -c, in turn with it"][name], 2) for name, value in out["start"].items()
+        }
     async with Pool(PythonSandbox, size=1, isolation=name) as pool:
 
         async def lease() -> None:
@@ -143,17 +136,12 @@ def pss(pid: int) -> int:
         return 0
 
 
-async def bare(rounds: int) -> dict[str, Any]:
-    async def once(*options: str) -> None:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, *options, "-c", "print(1 + 1)", stdout=subprocess.DEVNULL
-        )
-        await process.wait()
-
-    return {
-        "python -c": await timed(once, max(5, rounds // 10)),
-        "python -I -S -c": await timed(lambda: once("-I", "-S"), max(5, rounds // 10)),
-    }
+async def python(*options: str) -> None:
+    """A code tool's call without a pool."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *options, "-c", "print(1 + 1)", stdout=subprocess.DEVNULL
+    )
+    await process.wait()
 
 
 async def main(rounds: int, crowd: int, leases: int, container: str | None) -> dict[str, Any]:
@@ -168,7 +156,10 @@ async def main(rounds: int, crowd: int, leases: int, container: str | None) -> d
         from agentfly_kit.sandboxes import Container
 
         out["container"] = await level(Container(container), max(5, rounds // 10), 4)
-    out["bare subprocess"] = await bare(rounds)
+    out["bare subprocess"] = {
+        "python -c": await timed(python, max(5, rounds // 2)),
+        "python -I -S -c": await timed(lambda: python("-I", "-S"), max(5, rounds // 2)),
+    }
     name = isolation.best()
     out[f"{leases} leases of 32 {name} sandboxes, 1000 waiters"] = await crowded(name, leases, 1000, 32)
     out["machine"]["load at the end"] = os.getloadavg()[0]

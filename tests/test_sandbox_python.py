@@ -21,7 +21,7 @@ import pytest
 
 from agentfly_kit.errors import IsolationError, SandboxError, SettingsError
 from agentfly_kit.pool import Pool
-from agentfly_kit.sandboxes import PythonSandbox, isolation, limits, sandbox_report
+from agentfly_kit.sandboxes import PythonSandbox, isolation, limits, process, sandbox_report, worker
 from agentfly_kit.sandboxes.limits import Group, Hierarchy, Limits, find_hierarchy
 
 # Absent, they are skipped. There and refused, these tests fail: a machine that should have it must not hide that.
@@ -295,6 +295,19 @@ async def test_memory_gives_a_memory_error_and_the_variables_live(level: str):
         result = await sandbox.run("y = bytearray(2 ** 30)")
         assert (result.error_type, result.limit, result.died) == ("MemoryError", "memory", False)
         assert (await sandbox.run("x")).value == "1"
+
+
+@pytest.mark.skipif(isolation.hierarchy() is None, reason="no control group is writable here")
+@pytest.mark.parametrize("listed", [True, False])
+async def test_all_that_was_started_is_under_its_limits(level: str, listed: bool, monkeypatch: pytest.MonkeyPatch):
+    """Put there while it starts; by itself, before it starts, where the kernel does not list a process's children."""
+    monkeypatch.setattr(process, "_lists_children", lambda: listed)
+    async with PythonSandbox(isolation=level) as sandbox:
+        await sandbox.run("import subprocess; subprocess.Popen(['sleep', '100'])")
+        assert sandbox._vessel is not None and sandbox._vessel.group is not None and sandbox.pid is not None
+        everything = {sandbox.pid, *worker.descendants(sandbox.pid)}
+        assert len(everything) >= 3
+        assert set(sandbox._vessel.group.processes()) == everything
 
 
 async def test_processor_time(level: str):

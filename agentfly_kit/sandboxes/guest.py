@@ -6,7 +6,6 @@ inside_*.py, which are sent into the interpreter as text when they are first nee
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import functools
 import json
@@ -22,6 +21,7 @@ from .container import Container
 from .limits import Limits
 from .python import PythonSandbox
 from .result import SandboxResult
+from .turns import Turns
 
 G = TypeVar("G", bound="Guest")
 
@@ -77,7 +77,7 @@ class Guest:
         self._ready = False
         self._closed = False
         self._calls = 0
-        self._tail: asyncio.Future[None] | None = None
+        self._turns = Turns()
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class Guest:
 
         Raises:  IsolationError if the level cannot be had, SandboxError if it does not come up.
         """
-        async with self._turn():
+        async with self._turns.mine():
             await self._start()
 
     async def _start(self) -> None:
@@ -108,7 +108,7 @@ class Guest:
 
         Raises:  SandboxError if that fails; the sandbox is then dead.
         """
-        async with self._turn():
+        async with self._turns.mine():
             if not self.alive:
                 raise SandboxError(f"a dead or closed {type(self).__name__} cannot be reset; make a new one")
             self._ready = False
@@ -169,31 +169,13 @@ class Guest:
             state = f"{self._calls} call{'' if self._calls == 1 else 's'}"
         return f"<{type(self).__name__} {self.isolation or 'best isolation there is'}, {state}>"
 
-    @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        """Calls come one after the other, in order, whatever event loop they come from."""
-        loop = asyncio.get_running_loop()
-        before, mine = self._tail, loop.create_future()
-        if before is not None and (before.done() or before.get_loop() is not loop):
-            before = None
-        self._tail = mine
-        try:
-            if before is not None:
-                await asyncio.wait([before])
-            yield
-        finally:
-            if before is not None and not before.done():
-                before.add_done_callback(lambda _: mine.set_result(None))
-            else:
-                mine.set_result(None)
-
     # --- calls -----------------------------------------------------------------------------------
 
     async def _call(self, name: str, timeout: float, **given: object) -> tuple[SandboxResult, dict[str, Any] | None]:
         """One call, in its turn: how the interpreter took it, and {"answer": ...}, {"refused": ...} or None."""
         if not 0 < timeout < float("inf"):
             raise SettingsError(f"timeout={timeout!r}: want a positive number of seconds")
-        async with self._turn():
+        async with self._turns.mine():
             if self._calls and not self._python.alive:
                 self._python._check_lost()
             await self._start()
@@ -279,7 +261,7 @@ class Guest:
         if not isinstance(into, type(self)) or into is self:
             raise SandboxError(f"a {type(self).__name__} forks into another of its kind, not into {into!r}")
         try:
-            async with self._turn(), into._turn():
+            async with self._turns.mine(), into._turns.mine():
                 await self._start()
                 await into._start()
                 try:

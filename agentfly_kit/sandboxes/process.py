@@ -373,7 +373,6 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, 
             vessel.hub = Hub.find(limits, preload, packages)
             vessel.hub.bear(inside, limits.network)
             return vessel
-        host.sendall(line)
         vessel.errors = tempfile.TemporaryFile()  # noqa: SIM115
         program_file = isolation.worker_file()
         opened.append(program_file)
@@ -388,7 +387,7 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, 
         else:
             environment = isolation.environment(home, os.environ.get("PATH", os.defpath))
         command += isolation.run_worker(program_file.fileno(), "zygote", str(inside.fileno()))
-        if vessel.group is not None:
+        if vessel.group is not None and not _lists_children():
             # A shell enters the group and becomes the sandbox: no code of ours runs between fork and exec, where
             # another thread's lock could hang it, and a big host process is not copied.
             environment = {**environment, "JOIN": " ".join(vessel.group.joins)}
@@ -397,6 +396,10 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, 
             command, env=environment, cwd=folder or "/", pass_fds=passed, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=vessel.errors,
         )  # fmt: skip
+        if vessel.group is not None and _lists_children():
+            _confine(vessel.group, vessel.process)
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, and whoever waits for "ready" says why
+            host.sendall(line)  # until it has this, the zygote starts nothing
     except BaseException as error:
         vessel.destroy()
         if isinstance(error, OSError):
@@ -406,6 +409,29 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, 
         for each in opened:
             each.close()
     return vessel
+
+
+def _confine(group: Group, process: subprocess.Popen[bytes]) -> None:
+    """Put what has just been started under its limits, and what it has started meanwhile.
+
+    Beside it, not before: the kernel makes the first to enter a group wait for all processors, 10 to 20 ms, in which
+    bubblewrap and Python start.
+    Raises:  OSError if it is refused.
+    """
+    for _ in range(100):
+        outside = {process.pid, *worker.descendants(process.pid)} - set(group.processes())
+        if not outside or process.poll() is not None:
+            return
+        for pid in outside:
+            with contextlib.suppress(ProcessLookupError):
+                group.enter(pid)
+    raise OSError(f"{len(outside)} of its processes did not enter their control group")
+
+
+@functools.cache
+def _lists_children() -> bool:
+    """Whether the kernel tells a process's children. One that does not could hide some from their limits."""
+    return os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 
 def _processes_of_this_user() -> int:

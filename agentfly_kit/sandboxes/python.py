@@ -16,9 +16,8 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
 from typing import Any, Self, cast
 
 from ..errors import SandboxError, SettingsError
@@ -27,6 +26,7 @@ from . import isolation as levels
 from .container import Container
 from .limits import Limits
 from .result import Limit, SandboxResult
+from .turns import Turns
 
 _START_SECONDS = 30.0
 _CONTROL_SECONDS = 5.0  # a reset that takes longer is a broken sandbox
@@ -100,7 +100,7 @@ class PythonSandbox:
         self._interrupted = False  # an interrupt may still be on its way
         self._hits = (0, 0)
         self._watches: set[_Watch] = set()
-        self._tail: asyncio.Future[None] | None = None
+        self._turns = Turns()
         self._closed = False
         self._history: list[tuple[str, float, bytes | None]] = []  # code, timeout, what it gave; None: was stopped
 
@@ -192,7 +192,7 @@ class PythonSandbox:
 
         Raises:  SandboxError if that fails; the sandbox is then dead.
         """
-        async with self._turn():
+        async with self._turns.mine():
             if not self.alive:
                 raise SandboxError("a dead or closed PythonSandbox cannot be reset; make a new one")
             self._history.clear()
@@ -289,7 +289,7 @@ class PythonSandbox:
         """
         if not 0 < timeout < float("inf"):
             raise SettingsError(f"timeout={timeout!r}: want a positive number of seconds")
-        async with self._turn():
+        async with self._turns.mine():
             if self._closed:
                 raise SandboxError("this PythonSandbox is closed")
             if not self.alive:
@@ -349,25 +349,6 @@ class PythonSandbox:
         if self._command("sync", serial=self._number):
             await self._expect("sync", self._number, _CONTROL_SECONDS)
         self._interrupted = False
-
-    @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        """Calls on one sandbox come one after the other, in order. An asyncio.Lock would be one loop's for ever."""
-        loop = asyncio.get_running_loop()
-        before, mine = self._tail, loop.create_future()
-        if before is not None and (before.done() or before.get_loop() is not loop):
-            before = None
-        self._tail = mine
-        try:
-            if before is not None:
-                await asyncio.wait([before])
-            yield
-        finally:
-            if before is not None and not before.done():
-                # Cancelled while it waited: the next one must not pass before the turn of this one has come.
-                before.add_done_callback(lambda _: mine.set_result(None))
-            else:
-                mine.set_result(None)
 
     # --- the zygote ------------------------------------------------------------------------------
 
