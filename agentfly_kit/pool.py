@@ -278,6 +278,11 @@ class Pool(Generic[S]):
     ) -> None:
         if not isinstance(kind, type):
             raise SettingsError(f"Pool({kind!r}): want a class, such as PythonSandbox; a pool makes its own sandboxes")
+        for name in ("alive", "kill"):
+            if inspect.iscoroutinefunction(getattr(kind, name, None)):
+                raise SettingsError(
+                    f"{kind.__name__}.{name} is async: the pool asks it without waiting; leave out async"
+                )
         if size < 1:
             raise SettingsError(f"size={size}: want at least 1")
         if not 0 <= warm <= size:
@@ -825,8 +830,12 @@ class Pool(Generic[S]):
                     return
                 event = self._events.popleft()
                 listeners = list(self._listeners)
-            for listener in listeners:
-                listener.tell(event, self.name)
+            try:
+                for listener in listeners:
+                    listener.tell(event, self.name)
+            except BaseException:  # an interrupt, which may arrive anywhere: whoever changes something next goes on
+                self._telling = False
+                raise
 
     def _why_none(self, timeout: float) -> str:
         s = self.snapshot()

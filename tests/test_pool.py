@@ -650,6 +650,19 @@ async def test_a_start_that_hangs_is_ended():
             await pool.acquire(timeout=5)
 
 
+def test_what_is_asked_without_waiting_cannot_be_async():
+    class Waits:
+        async def alive(self) -> bool:
+            return True
+
+    class Kills:
+        async def kill(self) -> None: ...
+
+    for kind, name in ((Waits, "alive"), (Kills, "kill")):
+        with pytest.raises(SettingsError, match=f"{kind.__name__}.{name} is async: the pool asks it"):
+            Pool(kind)
+
+
 def test_settings_that_cannot_be():
     with pytest.raises(SettingsError, match="size=0"):
         Pool(Plain, size=0)
@@ -707,6 +720,27 @@ async def test_a_listener_that_raises_harms_nobody_and_is_warned_about_once(capl
             async with pool.lease():
                 pass
     assert caplog.messages == ["a listener of the pool of Notes raised"]
+
+
+async def test_a_listener_that_is_interrupted_silences_nobody():
+    """A person's interrupt arrives in whatever Python runs just then; a listener is one of these things."""
+    heard: list[str] = []
+
+    def told(event: PoolEvent) -> None:
+        heard.append(event.kind)
+        if event.kind == "ended by hand":
+            raise KeyboardInterrupt
+
+    async with Pool(Notes, size=1) as pool:
+        pool.subscribe(told)
+        lease = await pool.acquire()
+        with pytest.raises(KeyboardInterrupt):
+            pool.recycle(lease.id)
+        await lease.release()
+        async with pool.lease():
+            pass
+        assert heard.count("leased") == 2 and heard[-1] in ("resetting", "idle"), heard
+        assert not pool._events
 
 
 async def test_a_listener_may_use_the_pool():

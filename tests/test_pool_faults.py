@@ -19,13 +19,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import containers
 import pytest
-from cancelling import cancelled_lives
+from cancelling import cancelled_lives, settled
 from test_sandbox_python import LEVELS, STRICT, _runs, files, groups, scratch, zygotes
 
 import agentfly_kit as af
 from agentfly_kit.pool import Pool, PoolEvent
-from agentfly_kit.sandboxes import PythonSandbox, SandboxResult, isolation
+from agentfly_kit.sandboxes import Container, PythonSandbox, SandboxResult, isolation
 
 SOAK_SECONDS = float(os.environ.get("SOAK_MINUTES", "2")) * 60
 SOAK_SEED = int(os.environ.get("SOAK_SEED", "0"))
@@ -242,6 +243,56 @@ async def test_cancelled_at_any_await_leaves_nothing(level: str):
 async def test_cancelled_ten_thousand_times(level: str):
     """10,000 at strict, 2,000 at each of the others; for other ones say SOAK_SEED."""
     print(await cancelled_anywhere(level, 10_000 if level == "strict" else 2_000, SOAK_SEED))
+
+
+@pytest.mark.soak
+def test_cancelled_again_and_again_in_containers(tmp_path: Path):
+    """An engine takes half a second for each container, so fewer."""
+    if containers.trouble():
+        pytest.skip(containers.trouble())
+    print(f"seed {SOAK_SEED}")
+    engine = containers.Podman(tmp_path)
+    place = Container(containers.IMAGE, engine=engine.url)
+
+    def opened(chance: random.Random) -> Pool[PythonSandbox]:
+        return Pool(PythonSandbox, size=3, warm=chance.randrange(2), isolation=place, acquire_timeout=120)
+
+    try:
+        print(asyncio.run(cancelled_lives(opened, random.Random(SOAK_SEED), 300, late=1.0)))
+        end = time.monotonic() + 20
+        while engine.names():
+            assert time.monotonic() < end, "a container was left"
+            time.sleep(0.05)
+    finally:
+        engine.stop()
+
+
+async def cancelled_elsewhere(count: int, seed: int) -> int:
+    """A client of its own for each crowd, whose leases and waiters must all end at the server."""
+    print(f"seed {seed}")
+    async with Pool(PythonSandbox, size=3, isolation=isolation.best(), acquire_timeout=60) as near:
+        async with af.serve_pool(near, heartbeat=5.0) as server:
+
+            async def emptied(_: Any) -> None:
+                def is_empty() -> bool:
+                    s = near.snapshot()
+                    return (s.leased, s.waiting) == (0, 0) and not any(server.clients.values())
+
+                assert await settled(is_empty, 30.0), (near, server)
+
+            def opened(_: random.Random) -> Any:
+                return af.RemotePool(server.url, token=server.token, acquire_timeout=60)
+
+            return await cancelled_lives(opened, random.Random(seed), count, emptied=emptied)
+
+
+async def test_cancelled_at_any_await_leaves_nothing_elsewhere():
+    assert await cancelled_elsewhere(40, 0) >= 40
+
+
+@pytest.mark.soak
+async def test_cancelled_a_thousand_times_elsewhere():
+    print(await cancelled_elsewhere(1_000, SOAK_SEED))
 
 
 @pytest.mark.soak
