@@ -382,9 +382,13 @@ import time
 if os.fork() == 0:
     os.setsid()
     while True:
-        found = add(0, 0)
-        with open("/dev/shm/rounds", "a") as file:
-            file.write("x" if found != "nothing found" else ".")
+        looking = os.fork()  # a process for each look: what it read would fill the sandbox's memory after a few
+        if not looking:
+            found = add(0, 0)
+            with open("rounds", "a") as file:
+                file.write("x" if found != "nothing found" else ".")
+            os._exit(0)
+        os.waitpid(looking, 0)
         time.sleep(0.02)
 """
 )
@@ -415,7 +419,7 @@ async def test_graded_elsewhere_out_of_the_policy_s_sight(level: str):
             assert isinstance(grade, Grade) and grade.error is None, grade
             after = await looked(sandbox)
             rounds.append(after[len(before) :])
-            await sandbox.run(f"open('/dev/shm/note', 'w').write({SECRET!r})")
+            await sandbox.run(f"open('note', 'w').write({SECRET!r})")
             rounds.append((await looked(sandbox))[len(after) :])
             return grade.share
 
@@ -423,7 +427,7 @@ async def test_graded_elsewhere_out_of_the_policy_s_sight(level: str):
             """What the watcher has written, after two more rounds."""
             texts: list[str] = []
             while len(texts) < 2 or len(texts[-1]) < len(texts[0]) + 2:
-                texts.append((await sandbox.run("open('/dev/shm/rounds').read()")).value or "")
+                texts.append((await sandbox.run("open('rounds').read()")).value or "")
                 await asyncio.sleep(0.02)
             return texts[-1].strip("'")
 
