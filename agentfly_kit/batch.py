@@ -569,9 +569,7 @@ _FILL: dict[str, Any] = dict.fromkeys(
 _FILL |= {"versions": -1} | dict.fromkeys(("logprobs", "entropies", "values", "returns", *_PER_TOKEN), math.nan)
 
 
-def _spread(
-    batch: Batch, advantages: Any, rewards: Tensor, groups: Tensor, where: list[int], per: str = "rollout"
-) -> Tensor:
+def _spread(batch: Batch, advantages: Any, rewards: Tensor, groups: Tensor, where: list[int], per: Per) -> Tensor:
     if callable(advantages):
         advantages = advantages(rewards, groups)
     values = torch.as_tensor(advantages, dtype=torch.float32)

@@ -79,7 +79,7 @@ class FileSandbox(ShellSandbox):
         Raises:  SettingsError as for `files=`; SandboxError if they do not fit.
         """
         entries = guest.seeds(files)
-        async with self._turns.mine():
+        async with self._in_order.hold():
             await self._start()
             await self._put(iter(entries), self._folder)
 

@@ -68,7 +68,7 @@ class _Half(Guest):
 
     async def seed(self, files: Mapping[str, str | bytes] | str | os.PathLike[str]) -> None:
         entries = guest.seeds(files)
-        async with self._turns.mine():
+        async with self._in_order.hold():
             await self._start()
             self._calls += 1
             await self._put(iter(entries), "")

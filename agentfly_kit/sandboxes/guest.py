@@ -18,10 +18,10 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from ..errors import SandboxError, SettingsError, ToolError
 from .container import Container
+from .in_order import InOrder
 from .limits import Limits
 from .python import PythonSandbox
 from .result import SandboxResult
-from .turns import Turns
 
 G = TypeVar("G", bound="Guest")
 
@@ -77,7 +77,7 @@ class Guest:
         self._ready = False
         self._closed = False
         self._calls = 0
-        self._turns = Turns()
+        self._in_order = InOrder()
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class Guest:
 
         Raises:  IsolationError if the level cannot be had, SandboxError if it does not come up.
         """
-        async with self._turns.mine():
+        async with self._in_order.hold():
             await self._start()
 
     async def _start(self) -> None:
@@ -108,7 +108,7 @@ class Guest:
 
         Raises:  SandboxError if that fails; the sandbox is then dead.
         """
-        async with self._turns.mine():
+        async with self._in_order.hold():
             if not self.alive:
                 raise SandboxError(f"a dead or closed {type(self).__name__} cannot be reset; make a new one")
             self._ready = False
@@ -175,7 +175,7 @@ class Guest:
         """One call, in its turn: how the interpreter took it, and {"answer": ...}, {"refused": ...} or None."""
         if not 0 < timeout < float("inf"):
             raise SettingsError(f"timeout={timeout!r}: want a positive number of seconds")
-        async with self._turns.mine():
+        async with self._in_order.hold():
             if self._calls and not self._python.alive:
                 self._python._check_lost()
             await self._start()
@@ -261,7 +261,7 @@ class Guest:
         if not isinstance(into, type(self)) or into is self:
             raise SandboxError(f"a {type(self).__name__} forks into another of its kind, not into {into!r}")
         try:
-            async with self._turns.mine(), into._turns.mine():
+            async with self._in_order.hold(), into._in_order.hold():
                 await self._start()
                 await into._start()
                 try:

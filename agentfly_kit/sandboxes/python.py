@@ -24,9 +24,9 @@ from ..errors import SandboxError, SettingsError
 from . import container, process
 from . import isolation as levels
 from .container import Container
+from .in_order import InOrder
 from .limits import Limits
 from .result import Limit, SandboxResult
-from .turns import Turns
 
 _START_SECONDS = 30.0
 _CONTROL_SECONDS = 5.0  # a reset that takes longer is a broken sandbox
@@ -100,7 +100,7 @@ class PythonSandbox:
         self._interrupted = False  # an interrupt may still be on its way
         self._hits = (0, 0)
         self._watches: set[_Watch] = set()
-        self._turns = Turns()
+        self._in_order = InOrder()
         self._closed = False
         self._history: list[tuple[str, float, bytes | None]] = []  # code, timeout, what it gave; None: was stopped
 
@@ -192,7 +192,7 @@ class PythonSandbox:
 
         Raises:  SandboxError if that fails; the sandbox is then dead.
         """
-        async with self._turns.mine():
+        async with self._in_order.hold():
             if not self.alive:
                 raise SandboxError("a dead or closed PythonSandbox cannot be reset; make a new one")
             self._history.clear()
@@ -289,7 +289,7 @@ class PythonSandbox:
         """
         if not 0 < timeout < float("inf"):
             raise SettingsError(f"timeout={timeout!r}: want a positive number of seconds")
-        async with self._turns.mine():
+        async with self._in_order.hold():
             if self._closed:
                 raise SandboxError("this PythonSandbox is closed")
             if not self.alive:

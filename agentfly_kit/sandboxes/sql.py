@@ -138,7 +138,7 @@ class SQLSandbox(Guest):
         """
         if not 0 < timeout < float("inf"):
             raise SettingsError(f"timeout={timeout!r}: want a positive number of seconds")
-        async with self._turns.mine():
+        async with self._in_order.hold():
             await self._start()
             self._calls += 1
             return await self._run(sql, timeout)
@@ -194,7 +194,7 @@ class SQLSandbox(Guest):
 
         Raises:  SettingsError if the script fails; SandboxError if the sandbox is closed or has no room.
         """
-        async with self._turns.mine():
+        async with self._in_order.hold():
             await self._start()
             try:
                 await self._inner("renew")

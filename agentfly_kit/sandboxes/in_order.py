@@ -7,15 +7,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Turns:
+class InOrder:
     """Whoever enters waits for all that entered before, in order, whatever event loop they come from."""
 
     def __init__(self) -> None:
         self._last: asyncio.Future[None] | None = None
 
     @asynccontextmanager
-    async def mine(self) -> AsyncIterator[None]:
-        """Its length is one turn."""
+    async def hold(self) -> AsyncIterator[None]:
+        """Until it is left, everybody who enters later waits."""
         loop = asyncio.get_running_loop()
         before, mine = self._last, loop.create_future()
         if before is not None and (before.done() or before.get_loop() is not loop):
@@ -27,7 +27,7 @@ class Turns:
             yield
         finally:
             if before is not None and not before.done():
-                # Cancelled while it waited: the next one must not pass before the turn of this one has come.
+                # Cancelled while it waited: the next one must not pass before this one would have.
                 before.add_done_callback(lambda _: mine.set_result(None))
             else:
                 mine.set_result(None)
