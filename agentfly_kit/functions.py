@@ -6,8 +6,10 @@ Knows nothing of tools, rewards or chains.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import contextvars
+import ctypes
 import dis
 import hashlib
 import inspect
@@ -115,9 +117,20 @@ async def _in_thread(work: Callable[[], T]) -> tuple[T | None, BaseException | N
 # Threads that wait for a next call. A new thread for every call cost more than most calls. A call that never ends keeps
 # its thread, and the next call gets another.
 _idle: list[SimpleQueue[Callable[[], None]]] = []
+_threads: set[threading.Thread] = set()
 _idle_lock = threading.Lock()
 _IDLE_SECONDS = 2.0
-os.register_at_fork(after_in_child=_idle.clear)  # the child has none of these threads
+_END_SECONDS, _END_TICKS = 0.25, 40
+_ended = False
+
+
+def _after_fork() -> None:
+    """The child has none of these threads."""
+    _idle.clear()
+    _threads.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _on_a_thread(job: Callable[[], None]) -> None:
@@ -125,24 +138,56 @@ def _on_a_thread(job: Callable[[], None]) -> None:
         queue = _idle.pop() if _idle else None
     if queue is None:
         queue = SimpleQueue()
+        if not _threads:
+            atexit.unregister(_end_all)
+            atexit.register(_end_all)
         threading.Thread(target=_serve, args=(queue,), name=f"agentfly-call-{next(_count)}", daemon=True).start()
     queue.put(job)
 
 
 def _serve(queue: SimpleQueue[Callable[[], None]]) -> None:
-    while True:
-        try:
-            job = queue.get(timeout=_IDLE_SECONDS)
-        except Empty:
+    thread = threading.current_thread()
+    _threads.add(thread)
+    try:
+        while True:
+            try:
+                job = queue.get(timeout=_IDLE_SECONDS)
+            except Empty:
+                with _idle_lock:
+                    if queue in _idle:
+                        _idle.remove(queue)
+                        return
+                continue  # it was taken just now: a call is on its way
+            job()
+            del job  # what the call held is not held by a waiting thread
             with _idle_lock:
-                if queue in _idle:
-                    _idle.remove(queue)
+                if _ended:
                     return
-            continue  # it was taken just now: a call is on its way
-        job()
-        del job  # what the call held is not held by a waiting thread
-        with _idle_lock:
-            _idle.append(queue)
+                _idle.append(queue)
+    finally:
+        _threads.discard(thread)
+
+
+def _end_all() -> None:
+    """Python ends. A thread that comes out of C++ (torch, say) after that aborts the process, so all are told to go.
+
+    One that is in Python, or comes back to it, goes at once. One that waits for something, or will not go, is left.
+    """
+    global _ended
+    _ended = True
+    with _idle_lock:
+        while _idle:
+            _idle.pop().put(sys.exit)
+    left = [thread for thread in _threads if thread.ident is not None]
+    for thread in left:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+    for _ in range(_END_TICKS):
+        spent, until = time.process_time(), time.monotonic() + _END_SECONDS
+        for thread in left:
+            thread.join(max(0.0, until - time.monotonic()))
+        left = [thread for thread in left if thread.is_alive()]
+        if not left or time.process_time() - spent < 0.02 * _END_SECONDS:
+            return  # what is left computes nothing: it waits
 
 
 def _own(error: BaseException, function: Callable[..., Any]) -> BaseException:

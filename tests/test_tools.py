@@ -856,6 +856,58 @@ def test_a_hung_tool_does_not_keep_the_process() -> None:
     assert time.monotonic() - start < 40
 
 
+ENDING = """
+import asyncio, sys, threading, time
+import torch
+from agentfly_kit.tools import tool
+busy = set()
+
+@tool(timeout=None)
+def endless(kind: str, number: int) -> str:
+    \"\"\"Never return.
+
+    Args:
+        kind: what it does meanwhile.
+        number: which one it is.
+    \"\"\"
+    busy.add(number)
+    while kind == "wait":
+        time.sleep(3600)
+    while kind == "python":
+        pass
+    a = torch.randn(64, 64)
+    while kind == "torch":
+        a = torch.tanh(a @ a)
+    while True:
+        try:
+            time.sleep(0.01)
+        except BaseException:
+            pass
+
+async def go():
+    kinds = ["wait", "python", "torch", "torch", "torch", "keeps on"]
+    tasks = [asyncio.ensure_future(endless.try_(kind=kind, number=i)) for i, kind in enumerate(kinds)]
+    while len(busy) < len(tasks):
+        await asyncio.sleep(0.01)
+    {how}
+
+{start}
+"""
+STARTS = "asyncio.run(go())", "loop = asyncio.new_event_loop(); loop.run_until_complete(go())"
+
+
+@pytest.mark.parametrize(
+    ("how", "start", "code", "said"),
+    [("sys.exit(7)", STARTS[0], 7, ""), ("1 / 0", STARTS[1], 1, "ZeroDivisionError: division by zero")],
+)
+def test_python_may_end_while_tools_compute(how: str, start: str, code: int, said: str) -> None:
+    # A thread that came out of torch after the interpreter was gone ended all in "terminate called".
+    script = ENDING.format(how=how, start=start)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=480)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.strip().splitlines()[-1:] == ([said] if said else []), done.stderr
+
+
 # --- hidden parameters ---------------------------------------------------------------------------
 
 
