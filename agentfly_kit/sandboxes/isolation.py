@@ -315,7 +315,13 @@ def _compiled(source: Path) -> bytes:
 
 def python() -> str:
     """The interpreter itself, past the links of virtual environments: it finds its own library from where it lies."""
-    return os.path.realpath(sys.executable)
+    return _real(sys.executable)
+
+
+@functools.cache
+def _real(path: str) -> str:
+    """For places that stay where they are as long as this process runs: its own Python's."""
+    return os.path.realpath(path)
 
 
 def shown_python(packages: bool = True) -> str:
@@ -341,8 +347,13 @@ def python_folders(with_packages: bool = True) -> list[str]:
 
 def packages() -> list[str]:
     """Where installed packages lie, for the sandbox's `sys.path`."""
+    return list(_packages(sys.prefix, sys.exec_prefix))
+
+
+@functools.cache
+def _packages(*prefixes: str) -> tuple[str, ...]:
     paths = sysconfig.get_paths()
-    return list(dict.fromkeys(os.path.realpath(paths[name]) for name in _PLACES))
+    return tuple(dict.fromkeys(os.path.realpath(paths[name]) for name in _PLACES))
 
 
 def _installed() -> list[str]:
@@ -386,7 +397,7 @@ def seen(path: str) -> str:
     Not so below /tmp, which is the sandbox's own folder and begins empty: a virtual environment there is shown
     elsewhere. The interpreter alone cannot move, for it looks for its library in its own place.
     """
-    fixed = any(_inside(place, path) or _inside(path, place) for place in (os.path.realpath(sys.base_prefix), python()))
+    fixed = any(_inside(place, path) or _inside(path, place) for place in (_real(sys.base_prefix), python()))
     return path if fixed or not _inside(path, STRICT_HOME) else f"/sandbox/host{path}"
 
 

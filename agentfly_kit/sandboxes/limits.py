@@ -106,8 +106,8 @@ class Group:
 
     def __init__(self, hierarchy: Hierarchy, limits: Limits) -> None:
         self.version = hierarchy.version
-        name = f"agentfly-{owner.mark()}-{next(_numbers)}"
-        self.folders = {controller: root / name for controller, root in hierarchy.roots.items()}
+        self.name = f"agentfly-{owner.mark()}-{next(_numbers)}"
+        self.folders = {controller: root / self.name for controller, root in hierarchy.roots.items()}
         try:
             for folder in self.folders.values():
                 folder.mkdir()
@@ -140,8 +140,36 @@ class Group:
         return [str(folder / "cgroup.procs") for folder in self.folders.values()]
 
     def enter(self, pid: int) -> None:
+        """Put another process in. After a pause the kernel makes the first who does this wait for all processors, 10
+        to 20 ms (the lock against forks, `cgroup_threadgroup_rwsem`, begins with an RCU grace period)."""
         for file in self.joins:
             Path(file).write_text(str(pid))
+
+    def doors(self) -> list[int]:
+        """Open files through which a process gets in without that wait, for the caller to close: see worker.fork_into.
+
+        v1: the list of threads of each controller, into which one that is alone writes 0. v2: the folder itself, in
+        which a process can be born.
+        """
+        found: list[int] = []
+        try:
+            for folder in self.folders.values():
+                file, way = (folder / "tasks", os.O_WRONLY) if self.version == "v1" else (folder, os.O_DIRECTORY)
+                found.append(os.open(file, way | os.O_CLOEXEC))
+        except OSError:
+            for door in found:
+                os.close(door)
+            raise
+        return found
+
+    def holds(self, pid: int) -> bool:
+        """Whether a process is in, for every controller."""
+        within = set()
+        for line in (_read(Path(f"/proc/{pid}/cgroup")) or "").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if path.rpartition("/")[2] == self.name:
+                within |= set(controllers.split(","))
+        return within >= self.folders.keys()
 
     def cpu_seconds(self) -> float | None:
         """Processor time of all its processes so far, dead ones too."""

@@ -158,14 +158,22 @@ class Vessel:
             self.data.close()
             self.data = None
 
-    def enter(self, pid: int) -> None:
-        """A hub's child has said its number: put it under its limits, and tell it what it is to be.
-
-        Raises:  OSError if it is gone already.
-        """
+    def adopt(self, pid: int) -> None:
+        """A hub's child has said its number. Raises OSError if it is gone already."""
         self.process = Adopted(pid)
-        if self.group is not None:
-            self.group.enter(pid)
+
+    @property
+    def confined(self) -> bool:
+        """Whether the process stands under its limits, as far as a control group holds them."""
+        return self.group is None or (self.process is not None and self.group.holds(self.process.pid))
+
+    def confine(self) -> None:
+        """Put it there. May block for 20 ms; raises OSError if it is gone already, or refused."""
+        assert self.group is not None and self.process is not None
+        self.group.enter(self.process.pid)
+
+    def instruct(self) -> None:
+        """Tell a hub's child what it is to be. Raises OSError if it is gone already."""
         assert self.control is not None and self.settings is not None
         self.control.sendall(self.settings)
         self.settings = None
@@ -262,9 +270,9 @@ class Hub(Vessel):
         self.users = 0
 
     @classmethod
-    def find(cls, limits: Limits, preload: Sequence[str], packages: bool) -> Hub:
+    def find(cls, limits: Limits, preload: Sequence[str], packages: bool, folders: Sequence[str]) -> Hub:
         """The one with these settings, or a new one; the caller is one more user of it, until `leave`."""
-        key = (limits.network, tuple(preload), packages, tuple(isolation.python_folders(packages)))
+        key = (limits.network, tuple(preload), packages, tuple(folders))
         with cls.lock:
             hub = cls.open.get(key)
             if hub is None or not hub.alive or hub.maker != os.getpid():
@@ -295,11 +303,16 @@ class Hub(Vessel):
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self.errors,
             )  # fmt: skip
 
-    def bear(self, inside: socket.socket, network: bool) -> None:
-        """Have a zygote forked that holds this end of its control socket."""
+    def bear(self, inside: socket.socket, network: bool, group: Group | None) -> None:
+        """Have a zygote forked that holds this end of its control socket, and begins in this control group."""
         assert self.control is not None
-        order = json.dumps({"op": "zygote", "network": network}).encode() + b"\n"
-        socket.send_fds(self.control, [order], [inside.fileno()])
+        doors = group.doors() if group is not None else []
+        try:
+            order = {"op": "zygote", "network": network, "doors": len(doors), "version": group and group.version}
+            socket.send_fds(self.control, [json.dumps(order).encode() + b"\n"], [inside.fileno(), *doors])
+        finally:
+            for door in doors:
+                os.close(door)
 
     def leave(self) -> None:
         with self.lock:
@@ -320,7 +333,7 @@ def _reap() -> None:
 def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, packages: bool = True) -> Vessel:
     """Start a zygote, on the spawner's thread. Takes about 2 ms; it says "ready" on the control socket later.
 
-    At the level "shared" it says "hello" before, and then `Vessel.enter` must be told its number.
+    At the level "shared" it says "hello" before; then `adopt`, `confine` unless it is `confined`, and `instruct`.
 
     Raises:  SandboxError if it cannot be started at all.
     """
@@ -337,6 +350,11 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, 
         opened.append(inside)
         vessel.control = host
         host.setblocking(False)
+        folders = isolation.python_folders(packages)
+        if level == "shared":  # it is born while the rest of this is written
+            host.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            vessel.hub = Hub.find(limits, preload, packages, folders)
+            vessel.hub.bear(inside, limits.network, vessel.group)
         passed.append(inside.fileno())
         rlimits = {"RLIMIT_CORE": 0, "RLIMIT_NOFILE": 512}
         if limits.memory_mb is not None:
@@ -352,6 +370,7 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, 
             vessel.scratch = folder = tempfile.mkdtemp(prefix=f"{owner.SCRATCH}{owner.mark()}-")
         home = folder or isolation.STRICT_HOME
         place = isolation.seen if spaces else str
+        own = level != "shared"  # else its packages and preloaded modules are its hub's
         version = isolation.landlock_version() if level == "landlock" else None
         program = b""
         if level in ("shared", "landlock"):
@@ -359,19 +378,16 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, 
         settings = {
             "op": "settings", "rlimits": rlimits, "cpu_seconds": limits.cpu_seconds, "max_output": max_output,
             "wipe": ["/tmp", "/dev/shm"] if spaces else [folder],
-            "keep": [place(path) for path in isolation.python_folders(packages)],
-            "path": [place(path) for path in isolation.packages() if packages and level != "shared"],
-            "preload": list(preload) if level != "shared" else [],
+            "keep": [place(path) for path in folders],
+            "path": [place(path) for path in isolation.packages()] if packages and own else [],
+            "preload": list(preload) if own else [],
             "pdeathsig": not spaces, "scratch": folder, "executable": place(isolation.shown_python(packages)),
             "filter": program.hex(), "space": isolation.shared_space(limits) if level == "shared" else None,
             "landlock": isolation.landlock_rules(home, limits, packages) if level == "landlock" else None,
         }  # fmt: skip
         line = json.dumps(settings).encode() + b"\n"
         if level == "shared":
-            host.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             vessel.settings = line
-            vessel.hub = Hub.find(limits, preload, packages)
-            vessel.hub.bear(inside, limits.network)
             return vessel
         vessel.errors = tempfile.TemporaryFile()  # noqa: SIM115
         program_file = isolation.worker_file()
@@ -398,7 +414,7 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, 
         )  # fmt: skip
         if vessel.group is not None and _lists_children():
             _confine(vessel.group, vessel.process)
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, and whoever waits for "ready" says why
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, and whoever waits for its answer says why
             host.sendall(line)  # until it has this, the zygote starts nothing
     except BaseException as error:
         vessel.destroy()

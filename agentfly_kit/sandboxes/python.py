@@ -107,7 +107,7 @@ class PythonSandbox:
     # --- life ------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the zygote and the first interpreter (about 30 ms). Does nothing if it runs.
+        """Start the zygote and the first interpreter (about 30 ms, 10 at "shared"). Does nothing if it runs.
 
         Raises:  IsolationError if the level cannot be had, SandboxError if the process does not come up.
         """
@@ -128,8 +128,9 @@ class PythonSandbox:
         try:
             if vessel.hub is not None:
                 await self._greet(vessel)
-            await self._expect("ready", 0, _START_SECONDS)
-            await self._fresh(wipe=False)
+            if inside:
+                await self._expect("ready", 0, _START_SECONDS)
+            await self._fresh(wipe=False, within=_START_SECONDS)  # it does what it is told in the order of telling
         except SandboxError as error:
             vessel.stop()
             said = vessel.said()
@@ -145,7 +146,10 @@ class PythonSandbox:
             raise SandboxError(f"the sandbox could not be set apart: {hello['error']}")
         assert self._control is not None
         try:
-            vessel.enter(self._control.sender)
+            vessel.adopt(self._control.sender)
+            if not vessel.confined:  # it could not enter its control group by itself, and has run nothing yet
+                await asyncio.get_running_loop().run_in_executor(None, vessel.confine)
+            vessel.instruct()
         except OSError as error:
             raise SandboxError(f"the sandbox died while it started: {error}") from error
 
@@ -367,7 +371,7 @@ class PythonSandbox:
             return False
         return True
 
-    async def _fresh(self, wipe: bool) -> None:
+    async def _fresh(self, wipe: bool, within: float | None = None) -> None:
         """A new interpreter, on new channels: nothing that survived the last one could speak on them."""
         vessel = self._vessel
         assert vessel is not None
@@ -391,7 +395,7 @@ class PythonSandbox:
         try:
             if not sent:
                 raise SandboxError("the sandbox has died")
-            reply = await self._expect("fresh", self._serial, _CONTROL_SECONDS)
+            reply = await self._expect("fresh", self._serial, within or _CONTROL_SECONDS)
             if reply.get("error"):
                 raise SandboxError(f"the sandbox could not be made fresh: {reply['error']}")
         except BaseException:

@@ -304,7 +304,7 @@ def main() -> None:
     except Exception:
         import traceback
 
-        traceback.print_exc()  # for the host, which waits for "ready"
+        traceback.print_exc()  # for the host, which waits for an answer
         sys.stderr.flush()
     finally:
         try:

@@ -10,8 +10,8 @@ Control socket, JSON lines. Host to zygote: the settings once; then {"op": "fres
 descriptors (data, stdout, stderr), {"op": "interrupt"}, {"op": "kill"}, {"op": "sync", "serial"}, which is sent back
 once all before it is done. Zygote to host: {"op": "hello", "error"} if a
 hub made it, {"op": "ready"}, {"op": "fresh", "serial", "error"}, {"op": "exit", "serial", "status"}. When the socket
-ends, the zygote kills everything and exits. Host to hub: the settings once; then {"op": "zygote", "network"} with the
-zygote's end of its control socket.
+ends, the zygote kills everything and exits. Host to hub: the settings once; then {"op": "zygote", "network", "doors",
+"version"} with the zygote's end of its control socket and the doors of its control group.
 
 Data socket, JSON lines, straight between host and interpreter: {"id", "code"} gives {"id", "value", "error", "type",
 "truncated", "limit"}. What is printed goes through the two pipes, so that it survives a kill.
@@ -82,6 +82,29 @@ def separate(network: bool) -> None:
             fcntl.ioctl(probe, 0x8914, up)  # SIOCSIFFLAGS
         finally:
             probe.close()
+
+
+def fork_into(doors: list[int], version: str | None) -> int:
+    """As os.fork; the child is in a control group if its doors can be used. Whoever wants it there must look.
+
+    Neither way takes the kernel's lock against forks, for which a writer from outside waits 10 ms and more. For v1 that
+    asks for a process of one thread that moves itself; for v2 it is born there, and its own children must come from
+    os.fork, which puts Python's and libc's houses in order.
+    """
+    if version == "v2":
+        into = (ctypes.c_uint64 * 11)(0x200000000, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, doors[0])  # INTO_CGROUP
+        try:
+            return kernel("syscall", 435, into, ctypes.sizeof(into))  # clone3
+        except OSError:
+            return os.fork()  # an older kernel, a filter, or a group that a namespace hides
+    child = os.fork()
+    if not child:
+        for door in doors:
+            try:
+                os.write(door, b"0")
+            except OSError:
+                pass
+    return child
 
 
 def furnish(space: dict[str, Any]) -> None:
@@ -607,19 +630,31 @@ class Hub:
                     warm()
                     load(message)
                 else:
-                    self.fork(descriptors.pop(0), message["network"])
+                    count = 1 + message["doors"]
+                    (control, *doors), descriptors = descriptors[:count], descriptors[count:]
+                    self.fork(control, doors, message)
 
-    def fork(self, descriptor: int, network: bool) -> None:
-        if os.fork():
-            os.close(descriptor)
+    def fork(self, control: int, doors: list[int], order: dict[str, Any]) -> None:
+        try:
+            child = fork_into(doors, order["version"])
+        except OSError as error:  # no room for one more: those that are there stay
+            unborn = Zygote(_socket.socket(fileno=control))
+            unborn.tell(op="hello", error=f"fork: {error}")
+            unborn.control.close()
+            return
+        finally:
+            for door in doors:
+                os.close(door)
+        if child:
+            os.close(control)
             return
         try:
             self.control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            zygote = Zygote(_socket.socket(fileno=descriptor))
+            zygote = Zygote(_socket.socket(fileno=control))
             try:
                 prctl(PR_SET_DUMPABLE, 1)  # else its files in /proc are not its own
-                separate(network)
+                separate(order["network"])
                 if os.fork():
                     os._exit(0)
             except OSError as error:
@@ -667,7 +702,7 @@ def live(zygote: Zygote) -> None:
     except Exception:
         import traceback
 
-        traceback.print_exc()  # for the host, which waits for "ready"
+        traceback.print_exc()  # for the host, which waits for an answer
         sys.stderr.flush()
     finally:
         try:
