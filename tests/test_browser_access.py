@@ -41,7 +41,10 @@ CELLS = {
     "TrainView of two": "two = w.TrainView(run, other, names=['a', 'b'])\ntwo.step = 4\nawait two.open_step(4)\ntwo",
     "ToolForm": "form = w.ToolForm(weather)\nawait form.call(places=[{'city': 'Rome'}], unit='F', note='fail')\nform",
     "RewardForm": "scores = w.RewardForm(short, ts)\nawait scores.score()\nscores._do_look(ts[1].id)\nscores",
-    "TrajectoryView": "w.TrajectoryView(Rollout.of(ts)) if hasattr(w, 'TrajectoryView') else None",
+    "TrajectoryView": "w.TrajectoryView(Rollout.of(ts))",
+    "ToolForm, a chain below": f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport agents\n"
+    "chained = w.ToolForm(agents.calculator, agent=agents.scripted(['42']), task=agents.tasks()[0])\n"
+    'chained._do_chain(\'{"expression": "6*7"}\')\nchained',
 }
 AXE = Path(str(__import__("axe_playwright_python").__path__[0])) / "axe.min.js"
 
@@ -65,7 +68,8 @@ def test_axe_has_nothing_to_say(notebook: Any, width: int) -> None:
     nb.run(wait=False)
     nb.finish(300)
     page = nb.page
-    page.wait_for_function("(n) => document.querySelectorAll('.afk').length >= n", arg=8)
+    page.wait_for_function("(n) => document.querySelectorAll('.afk').length >= n", arg=len(CELLS) + 1)
+    page.wait_for_selector(".afk-below .afk-stepper .afk-turn2")
     page.evaluate(AXE.read_text(encoding="utf-8"))
     page.get_by_role("button", name="Owners").click()
     said: dict[str, list[str]] = {}

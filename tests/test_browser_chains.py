@@ -392,9 +392,28 @@ def test_axe_has_nothing_to_say(notebook: Any, width: int) -> None:
     page.wait_for_selector(".afk-column")
     page.wait_for_selector(".afk-next")
     page.wait_for_selector(".afk-rolloutview .afk-r-done")
+    # With all that opens below a view: tokens, in which some are selected, code, and the stepper.
+    nb.execute(
+        """
+many._do_tokens(0)
+many._do_code(0)
+stepper._do_tokens(None)
+stepper._do_code(None)
+lanes.pick(run.partial.trajectories[0])
+lanes._do_chain_code(None)
+lanes._do_chain_tokens(None)
+form = many.opened
+form.select(form.trajectories[0].id, 3, 6)
+"""
+    )
+    page.wait_for_function("() => document.querySelectorAll('.afk-below .afk-tokenview .afk-tok').length > 30")
+    page.wait_for_function("() => document.querySelectorAll('.afk-codebox').length === 3")
     page.evaluate(AXE.read_text(encoding="utf-8"))
     said = {}
     for theme in ("Light", "Dark"):
+        if theme == "Dark":
+            nb.execute("many._do_stepper(1)")
+            page.wait_for_selector(".afk-below .afk-stepper .afk-turn2")
         nb.theme(theme)
         page.wait_for_timeout(300)
         said[theme] = complaints(page)

@@ -7,6 +7,7 @@ from typing import Any
 
 import browser
 import pytest
+from test_browser_access import AXE, complaints
 
 WHY_NOT = browser.missing()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -66,5 +67,7 @@ def test_a_run_is_steered_from_its_view(notebook: Any) -> None:
     assert nb.python("view.step, len(view.rollout), view._notice") == (2, 4, "")
     assert nb.python("view.opened.trajectories[0].id == view._list['rows'][2][0]")
     assert child.count() == 1
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    assert complaints(page) == []  # of the list of a step, and of tokens below it
     view.get_by_role("button", name="Clear", exact=True).first.click()
     page.wait_for_function("() => !document.querySelector('.afk-child .afk-tokenview')")

@@ -21,6 +21,7 @@ import anywidget
 import numpy as np
 import numpy.typing as npt
 import traitlets
+from ipywidgets import widget_serialization
 
 from agentfly_kit.markup import readable as readable
 
@@ -320,6 +321,30 @@ class View(anywidget.AnyWidget):
     def _repr_html_(self) -> str | None:
         # ipywidgets takes the bundle of a closed widget away; what stays to be seen is the picture.
         return self._static() if self.comm is None else None
+
+
+class Opener(View):
+    """A view that opens another below itself. That one is closed with this one, or when another takes its place."""
+
+    _below = traitlets.Any(None, allow_none=True).tag(sync=True, **widget_serialization)
+
+    @property
+    def opened(self) -> Any:
+        """The view that the page shows below this one, or None."""
+        return self._below
+
+    def _put_below(self, view: View | None) -> None:
+        old, self._below = self._below, view
+        if old is not None:
+            old.close()
+
+    def _do_leave(self, _: Any) -> None:
+        self._put_below(None)
+
+    def close(self) -> None:
+        if self._below is not None:
+            self._below.close()
+        super().close()
 
 
 class _Listener:

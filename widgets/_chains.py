@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import traitlets
-from ipywidgets import widget_serialization
 
-from ._base import View, readable, sendable
+from ._base import Opener, readable, sendable
 from ._tokens import some
 from .chain_stepper import ChainStepper, _named
 from .token_view import TokenView
@@ -56,8 +55,8 @@ def cell_of(id: str, trajectory: Any, source: str, agent: Any) -> str:
     ))  # fmt: skip
 
 
-class ChainsView(View):
-    """A view whose chains can be picked: `selection` has the one that is, `opened` the view that shows it below.
+class ChainsView(Opener):
+    """A view whose chains can be picked: `selection` has the one that is, `opened` its TokenView or ChainStepper.
 
     A subclass gives `_trajectory(id)`, which may raise LookupError, `_agent_for()`, and `_expression()`.
     """
@@ -68,7 +67,6 @@ class ChainsView(View):
 
     _chain = traitlets.Dict().tag(sync=True)
     """The picked one: {"id", "name", "agent"}; empty when none is."""
-    _below = traitlets.Any(None, allow_none=True).tag(sync=True, **widget_serialization)
     _cell = traitlets.Dict().tag(sync=True)
 
     def _trajectory(self, id: str) -> Any:
@@ -93,11 +91,6 @@ class ChainsView(View):
         except LookupError:
             found = None
         return Trajectories((id,), (found,))
-
-    @property
-    def opened(self) -> Any:
-        """The TokenView or the ChainStepper that the page shows below, or None."""
-        return self._below
 
     def pick(self, trajectory: Any) -> None:
         """Pick a chain, by its trajectory or its id; the page shows it. None picks none."""
@@ -140,14 +133,3 @@ class ChainsView(View):
         if id is None:
             raise ValueError("no chain is picked; click one, or view.pick(trajectory)")
         return str(id)
-
-    def _put_below(self, view: Any) -> None:
-        old, self._below = self._below, view
-        if old is not None:
-            old.close()
-
-    def close(self) -> None:
-        below = getattr(self, "_below", None)
-        if below is not None:
-            below.close()
-        super().close()

@@ -298,6 +298,30 @@ export function child(host, ref, el) {
   return () => { gone.abort(); el.replaceChildren(); };
 }
 
+/** Show in `el` the view that Python opened below this one, and no other. Goes with the Python class Opener. */
+export function showBelow(context, model, host, el, changed = () => {}) {
+  let takeAway = null;
+  function draw() {
+    takeAway?.();
+    const ref = model.get("_below");
+    changed(ref);
+    takeAway = ref ? child(host, ref, el) : null;
+  }
+  context.on("_below", draw);
+  context.end(() => takeAway?.());
+  draw();
+}
+
+/** A box for it: what it is, and a button that closes it and then calls `back`, which gives the focus to what opened it. */
+export function belowBox(context, model, host, title, back) {
+  const place = h("div", {});
+  const leave = h("button", { type: "button", class: "afk-small", onclick: () => { context.ask("leave"); back(); } }, "Close");
+  const box = h("div", { class: "afk-below", hidden: true }, h("div", { class: "afk-bar" }, h("b", {}, title), h("span", { class: "afk-grow" }), leave), place);
+  showBelow(context, model, host, place, (ref) => { box.hidden = !ref; });
+  context.on("_below", () => { if (!box.hidden) leave.scrollIntoView?.({ block: "nearest" }); });
+  return box;
+}
+
 /** The chain that is picked in a view of many: what can be opened of it, and what is. Goes with the Python class ChainsView. */
 export function chainBar(context, model, host, back) {
   const name = h("bdi", {});
@@ -309,7 +333,6 @@ export function chainBar(context, model, host, back) {
   const code = h("div", {});
   const below = h("div", { class: "afk-child" });
   const box = h("div", { class: "afk-below", hidden: true }, bar, code, below);
-  let takeAway = null;
   function draw() {
     const picked = model.get("_chain");
     box.hidden = !picked?.id;
@@ -318,23 +341,15 @@ export function chainBar(context, model, host, back) {
     stepper.disabled = !picked?.agent;
     stepper.title = picked?.agent ? "Go on from it, or back in it, by hand" : "Give agent= to this view to open its chains in the stepper";
   }
-  function open() {
-    takeAway?.();
-    takeAway = null;
-    const ref = model.get("_below");
-    if (ref) takeAway = child(host, ref, below);
-  }
   let shown = model.get("_cell")?.n ?? 0;
   context.on("_chain", draw);
-  context.on("_below", open);
   context.on("_cell", () => {
     const { n, text } = model.get("_cell") ?? {};
     if (!n || n === shown) return;
     shown = n;
     code.replaceChildren(codeBox(text, () => bar.querySelector("button").focus()));
   });
-  context.end(() => takeAway?.());
   draw();
-  open();
+  showBelow(context, model, host, below);
   return box;
 }

@@ -31,8 +31,7 @@ export default {
         const tabs = h("span", { class: "afk-tabs", role: "group", "aria-label": "Chains" });
         const codeButton = button("As code", "", "The steps as a cell that makes this chain again", () => context.ask("code"));
         const tokensButton = button("Tokens", "", "Its tokens with all their numbers, below", () => context.ask("tokens"));
-        const below = h("div", {});
-        const belowBox = h("div", { class: "afk-below", hidden: true }, h("div", { class: "afk-bar" }, h("b", {}, "its tokens, as they were when this was opened"), h("span", { class: "afk-grow" }), h("button", { type: "button", class: "afk-small", onclick: () => { context.ask("leave"); tokensButton.focus(); } }, "Close")), below);
+        const below = belowBox(context, model, host, "its tokens, as they were when this was opened", () => tokensButton.focus());
         const result = h("div", { class: "afk-result" });
         const turns = h("div", { class: "afk-turns", tabindex: "0", role: "log", "aria-label": "Turns of the chain" });
         const bars = h("div", { class: "afk-bars", role: "group", "aria-label": "Next token, most probable first" });
@@ -60,7 +59,7 @@ export default {
         const box = h("div", { class: "afk-composer" }, h("label", { class: "afk-block" }, wordsLabel, words), h("div", { class: "afk-row2" }, write, leave, again));
         const codeHolder = h("div", {});
         root.append(h("div", { class: "afk-bar" }, title, status, h("span", { class: "afk-grow" }), tabs, tokensButton, codeButton), result,
-          h("div", { class: "afk-main" }, turns, side), bar, box, codeHolder, belowBox);
+          h("div", { class: "afk-main" }, turns, side), bar, box, codeHolder, below);
 
         let editing = false; // the text box holds another result for the last calls
         let mode = null;
@@ -204,17 +203,6 @@ export default {
           if (state.error) result.append(h("span", { class: "afk-bad" }, `✕ ${state.error}`));
           drawTurns(state);
         }
-        let takeAway = null;
-        function drawBelow() {
-          takeAway?.();
-          takeAway = null;
-          const ref = model.get("_below");
-          belowBox.hidden = !ref;
-          if (ref) takeAway = child(host, ref, below);
-        }
-        context.on("_below", drawBelow);
-        context.end(() => takeAway?.());
-        drawBelow();
         let shown = model.get("_code")?.n ?? 0;
         context.on("_code", () => {
           const { n, text } = model.get("_code") ?? {};

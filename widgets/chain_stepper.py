@@ -11,15 +11,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
 import traitlets
-from ipywidgets import widget_serialization
 
-from ._base import Throttle, View, count, escape, number, readable, sendable, tag
+from ._base import Opener, Throttle, count, escape, number, readable, sendable, tag
 from ._tokens import visible
 
 _TEXT = 12_000
 
 
-class ChainStepper(View):
+class ChainStepper(Opener):
     """Step a chain in the browser: `ChainStepper(chain)`, or `ChainStepper(agent, task)` for a new one.
 
     It drives the very chain that the cell holds: what a cell does is seen here, what a click does is done there.
@@ -56,7 +55,6 @@ class ChainStepper(View):
     _state = traitlets.Dict().tag(sync=True)
     _distribution = traitlets.Dict().tag(sync=True)
     _code = traitlets.Dict().tag(sync=True)
-    _below = traitlets.Any(None, allow_none=True).tag(sync=True, **widget_serialization)
 
     def __init__(self, chain: Any, task: Any = None, *, top: int = 20) -> None:
         if task is not None:
@@ -93,11 +91,6 @@ class ChainStepper(View):
 
         now = self.trajectory or self.chain.row()
         return Trajectories((now.id,), (now,))
-
-    @property
-    def opened(self) -> Any:
-        """The TokenView that the page shows below, or None."""
-        return self._below
 
     def refresh(self) -> None:
         """Send the chain as it is now. It does so by itself whenever the chain changes, while a page is open."""
@@ -267,14 +260,6 @@ class ChainStepper(View):
 
         self._put_below(TokenView(list(self.selection)))
 
-    def _do_leave(self, _: Any) -> None:
-        self._put_below(None)
-
-    def _put_below(self, view: Any) -> None:
-        old, self._below = self._below, view
-        if old is not None:
-            old.close()
-
     def _do_code(self, _: Any) -> None:
         self._code = {"n": self._code.get("n", 0) + 1, "text": sendable(self.to_code())}
 
@@ -304,9 +289,6 @@ class ChainStepper(View):
 
     def close(self) -> None:
         self._unfollow()
-        below = getattr(self, "_below", None)
-        if below is not None:
-            below.close()
         super().close()
 
     # --- code ---

@@ -120,7 +120,7 @@ export default {
           put(title, about.step ? `rollout of ${about.step}` : "rollout");
           const over = about.counts.done + about.counts.failed + about.counts.cancelled;
           const facts = [about.state, `${over.toLocaleString("en-US")} of ${plural(about.total, "chain")} over`, duration(about.seconds)];
-          if (about.rate !== null) facts.push(`${about.rate} chains a second`);
+          if (about.rate !== null) facts.push(about.rate);
           if (about.left !== null) facts.push(`about ${duration(about.left)} left`);
           if (about.reward !== null) facts.push(`mean reward ${about.reward}`);
           put(what, facts.join(" · "));

@@ -77,8 +77,8 @@ class RolloutView(ChainsView, LiveView):
             if view is None or view.comm is None:
                 return
             if not view.resting:
-                view._throttle.poke()
-            if view._training or view._about.get("state") not in _ENDS:
+                view._throttle.poke()  # also when the run is gone: that is told once
+            if view.record is not None and (view._training or view._about.get("state") not in _ENDS):
                 loop.call_later(pause, tick)
 
         loop.call_later(pause, tick)
@@ -135,7 +135,7 @@ class RolloutView(ChainsView, LiveView):
         rewards = [c.reward for c in s.chains if c.reward is not None]
         return {
             "total": len(s.chains), "counts": counts, "state": s.state, "seconds": s.seconds, "gone": False,
-            "max_turns": int(handle.agent.max_turns), "rate": None if rate is None else number(rate), "left": left,
+            "max_turns": int(handle.agent.max_turns), "rate": None if rate is None else _rate(rate), "left": left,
             "reward": number(sum(rewards) / len(rewards)) if rewards else None, "step": self._step(),
             "prefix": self._prefix,
         }  # fmt: skip
@@ -200,6 +200,16 @@ class RolloutView(ChainsView, LiveView):
         return _page(self._about, self._names, self._details, self._buffers, repr(self))
 
 
+def _rate(a_second: float) -> str:
+    """As people say it, with three digits that count: 12.3 chains a second, 5.59 chains a minute."""
+    n, each = a_second, "a second"
+    for longer in ("a minute", "an hour"):
+        if n < 0.9995:
+            n, each = 60 * n, longer
+    n = float(f"{n:.3g}")
+    return f"{n:,.0f} chains {each}" if n >= 100 else f"{n:g} {'chain' if n == 1 else 'chains'} {each}"
+
+
 _INDEX = {name: i for i, name in enumerate(STATES)}
 
 
@@ -213,7 +223,7 @@ def _nothing() -> dict[str, Any]:
 def _page(
     about: dict[str, Any], names: list[str], details: list[str], buffers: dict[str, Any], title: str, most: int = 150
 ) -> str:
-    head = f" · {about['seconds']:.1f} s" + (f", {about['rate']} chains a second" if about["rate"] else "")
+    head = f" · {about['seconds']:.1f} s" + (f", {about['rate']}" if about["rate"] else "")
     head += f", mean reward {about['reward']}" if about["reward"] is not None else ""
     out = [tag("div", tag("b", escape(title)), escape(f"{head} (when this was drawn)"), style="margin:2px 0 6px")]
     style = "display:inline-block;margin:2px;padding:1px 7px;border:1px solid #888888;border-radius:5px"

@@ -206,9 +206,7 @@ export default {
         const running = h("span", { class: "afk-soft", role: "status" });
         const inChain = h("button", { type: "button", hidden: !about.agent, title: "A chain that begins with this call, in the stepper", onclick: () => context.ask("chain", json ? text.value : form.text()) }, "In a chain");
         const which = h("select", { class: "afk-which", "aria-label": "Which call", onchange: () => context.ask("pick", Number(which.value)) });
-        const below = h("div", {});
-        const leave = h("button", { type: "button", class: "afk-small", onclick: () => { context.ask("leave"); inChain.focus(); } }, "Close");
-        const belowBox = h("div", { class: "afk-below", hidden: true }, h("div", { class: "afk-bar" }, h("b", {}, "a chain that begins with this call"), h("span", { class: "afk-grow" }), leave), below);
+        const below = belowBox(context, model, host, "a chain that begins with this call", () => inChain.focus());
         const result = h("div", { class: "afk-answer" });
         root.append(
           h("div", { class: "afk-bar" }, h("span", { class: "afk-title" }, about.name), h("span", { class: "afk-soft" }, `${about.timeout === null ? "no time limit" : `at most ${about.timeout} s`} · ${about.max_chars === null ? "no limit of length" : `${about.max_chars.toLocaleString("en-US")} characters`}`),
@@ -218,7 +216,7 @@ export default {
           form.el, textBox,
           h("div", { class: "afk-bar afk-foot" }, call, cancel, inChain, running, h("span", { class: "afk-grow" }), which),
           result,
-          h("details", { class: "afk-about" }, h("summary", {}, "the schema that the model is shown"), h("pre", { class: "afk-code", tabindex: "0" }, about.schema)), belowBox);
+          h("details", { class: "afk-about" }, h("summary", {}, "the schema that the model is shown"), h("pre", { class: "afk-code", tabindex: "0" }, about.schema)), below);
 
         let mine = null; // the draft that these fields wrote, which must not be read back into them
         function edited() {
@@ -292,16 +290,6 @@ export default {
           which.replaceChildren(...calls.map(([n, given, ok]) => h("option", { value: n }, `${ok ? "✓" : "✗"} call ${n}: ${given}`)));
           which.value = String(model.get("_result")?.number ?? "");
         }
-        let takeAway = null;
-        function drawBelow() {
-          takeAway?.();
-          takeAway = null;
-          const ref = model.get("_below");
-          belowBox.hidden = !ref;
-          if (ref) takeAway = child(host, ref, below);
-        }
-        context.on("_below", drawBelow);
-        context.end(() => takeAway?.());
         context.on("_calls", drawCalls);
         context.on("busy", drawBusy);
         context.on("_result", () => { drawResult(); drawCalls(); });
@@ -310,7 +298,6 @@ export default {
         drawBusy();
         drawResult();
         drawCalls();
-        drawBelow();
       },
     });
   },

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import traitlets
-from ipywidgets import widget_serialization
 
-from ._base import View, count, escape, json_text, number, sendable, tag
+from ._base import Opener, count, escape, json_text, number, sendable, tag
 from .chain_stepper import ChainStepper
 
 _KEPT = 50
@@ -64,7 +63,7 @@ class Calls:
         return f"Calls({self.tool}: {', '.join(str(c.number) for c in self) or 'none'})"
 
 
-class ToolForm(View):
+class ToolForm(Opener):
     """Fields from the tool's schema, a call, and exactly the text that the model would see.
 
     tool: a Tool, or a function with types and a docstring. task: a Task, for what the tool takes from it. pool: where
@@ -90,7 +89,6 @@ class ToolForm(View):
     """The call in sight."""
     _calls: traitlets.List[Any] = traitlets.List().tag(sync=True)
     """[number, arguments in short, ok] of those that are kept."""
-    _below = traitlets.Any(None, allow_none=True).tag(sync=True, **widget_serialization)
 
     def __init__(self, tool: Any, pool: Any = None, task: Any = None, *, agent: Any = None) -> None:
         from agentfly_kit.tools import Tool
@@ -231,25 +229,6 @@ class ToolForm(View):
         chain = agent.chain(self._task or Task("try", ({"role": "user", "content": ""},)))
         chain.force(agent.chat.format.render_call(call))
         self._put_below(ChainStepper(chain))
-
-    def _do_leave(self, _: Any) -> None:
-        self._put_below(None)
-
-    def _put_below(self, view: Any) -> None:
-        old, self._below = self._below, view
-        if old is not None:
-            old.close()
-
-    @property
-    def opened(self) -> Any:
-        """The ChainStepper that the page shows below, or None."""
-        return self._below
-
-    def close(self) -> None:
-        below = getattr(self, "_below", None)
-        if below is not None:
-            below.close()
-        super().close()
 
     # --- what came back ---
 

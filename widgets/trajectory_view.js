@@ -82,7 +82,7 @@ export default {
         const clear = h("button", { type: "button", title: "Select nothing (key: Escape)", onclick: () => pick([]) }, "Clear");
         const detail = h("div", { class: "afk-detail" });
         const codeHolder = h("div", {});
-        const below = h("div", { class: "afk-below" });
+        const below = belowBox(context, model, host, "opened from the list", () => list.el.focus());
         const lengths = [];
         for (let i = 0; i < data.n; i++) lengths.push(data.ids.letters(i));
         let rows = [];
@@ -293,22 +293,6 @@ export default {
         }
         context.on("_detail", drawDetail);
 
-        // --- what is opened below ---
-        let takeAway = null;
-        function drawChild() {
-          takeAway?.();
-          takeAway = null;
-          below.replaceChildren();
-          const ref = model.get("_child");
-          if (!ref) return;
-          const place = h("div", {});
-          const leave = h("button", { type: "button", onclick: () => { context.ask("leave"); list.el.focus(); } }, "Close");
-          below.append(h("div", { class: "afk-bar" }, h("b", {}, "opened from the list"), h("span", { class: "afk-grow" }), leave), place);
-          takeAway = child(host, ref, place);
-          leave.scrollIntoView?.({ block: "nearest" });
-        }
-        context.on("_child", drawChild);
-        context.end(() => takeAway?.());
         let codeShown = model.get("_code")?.n ?? 0;
         context.on("_code", () => {
           const { n, text } = model.get("_code") ?? {};
@@ -321,7 +305,6 @@ export default {
         requestAnimationFrame(() => list.draw());
         refilter();
         drawDetail();
-        drawChild();
       },
     });
   },

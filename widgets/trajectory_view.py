@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import traitlets
-from ipywidgets import widget_serialization
 
-from ._base import View, count, escape, number, pack, readable, sendable, shared_prefix, tag
+from ._base import Opener, count, escape, number, pack, readable, sendable, shared_prefix, tag
 from ._chains import Trajectories, cell_of
 from ._tokens import is_trajectory, some
 from .chain_stepper import ChainStepper, _call, _named
@@ -44,7 +43,7 @@ class _Kept:
     """One a turn, equal where two chains have the same turn: what they share is found by it."""
 
 
-class TrajectoryView(View):
+class TrajectoryView(Opener):
     """Trajectories to filter, sort and search; those selected side by side, turn by turn, down to their tokens.
 
     Source: a Rollout, a Group, an Evaluation, a Batch, the Stats of a step, or trajectories.
@@ -66,7 +65,6 @@ class TrajectoryView(View):
     _query = traitlets.Unicode("").tag(sync=True)
     _found = traitlets.Dict().tag(sync=True)
     """Where the searched text is: a bit a trajectory."""
-    _child = traitlets.Any(None, allow_none=True).tag(sync=True, **widget_serialization)
     _code = traitlets.Dict().tag(sync=True)
 
     def __init__(self, source: Any, *, batch: Any = None, agent: Any = None) -> None:
@@ -164,25 +162,12 @@ class TrajectoryView(View):
         """The tokens of one trajectory, or of two beside each other."""
         ts = [self._alive(i) for i in (value if isinstance(value, list) else [value])]
         shown = (ts[0], ts[1]) if len(ts) == 2 else (ts, None)
-        self._put_child(TokenView(*shown, agent=self._agent))
+        self._put_below(TokenView(*shown, agent=self._agent))
 
     def _do_stepper(self, value: Any) -> None:
         if self._agent is None:
             raise ValueError("which agent? w.TrajectoryView(rollout, agent=agent) can open its chains in the stepper")
-        self._put_child(ChainStepper(self._agent, self._alive(value)))
-
-    def _do_leave(self, _: Any) -> None:
-        self._put_child(None)
-
-    def _put_child(self, view: Any) -> None:
-        old, self._child = self._child, view
-        if old is not None:
-            old.close()
-
-    @property
-    def opened(self) -> Any:
-        """The TokenView or the ChainStepper that the page shows below, or None."""
-        return self._child
+        self._put_below(ChainStepper(self._agent, self._alive(value)))
 
     def _do_code(self, value: Any) -> None:
         self._code = {"n": self._code.get("n", 0) + 1, "text": sendable(self.to_code(int(value)))}
@@ -193,12 +178,6 @@ class TrajectoryView(View):
         t = self._trajectories[i]()
         source = _named(self.record) if self.record is not None else None
         return cell_of(k.id, t, f"{source or 'rollout'}.trajectories", self._agent)
-
-    def close(self) -> None:
-        child = getattr(self, "_child", None)
-        if child is not None:
-            child.close()
-        super().close()
 
     def __repr__(self) -> str:
         c = self._about["counts"]
