@@ -179,11 +179,12 @@ class Chain:
 
         The call is made amid the change, in whatever thread makes it: look soon, but not in the call itself.
         """
-        self._listeners.append(callback)
+        listeners = self._listeners  # not self: whoever can end it does not keep the chain
+        listeners.append(callback)
 
         def unsubscribe() -> None:
-            if callback in self._listeners:
-                self._listeners.remove(callback)
+            if callback in listeners:
+                listeners.remove(callback)
 
         return unsubscribe
 

@@ -419,12 +419,13 @@ class Pool(Generic[S]):
         there is a warning, once, and the pool goes on.
         """
         listener = _Listener(callback)
-        with self._lock:
-            self._listeners.append(listener)
+        lock, listeners = self._lock, self._listeners  # not self: whoever can end it does not keep the pool
+        with lock:
+            listeners.append(listener)
 
         def unsubscribe() -> None:
-            with self._lock, contextlib.suppress(ValueError):
-                self._listeners.remove(listener)
+            with lock, contextlib.suppress(ValueError):
+                listeners.remove(listener)
 
         return unsubscribe
 

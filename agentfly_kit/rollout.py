@@ -371,11 +371,12 @@ class RolloutRun:
 
     def subscribe(self, callback: Callable[[RolloutEvent], None]) -> Callable[[], None]:
         """Be called with every change of a chain, in order, on the event loop. Returns what ends it."""
-        self._listeners.append(callback)
+        listeners = self._listeners  # not self: whoever can end it does not keep the run
+        listeners.append(callback)
 
         def unsubscribe() -> None:
-            if callback in self._listeners:
-                self._listeners.remove(callback)
+            if callback in listeners:
+                listeners.remove(callback)
 
         return unsubscribe
 

@@ -151,11 +151,12 @@ class Run:
         self._records = kept
 
     def subscribe(self, callback: Callable[[dict[str, float]], None]) -> Callable[[], None]:
-        self._listeners.append(callback)
+        listeners = self._listeners  # not self: whoever can end it does not keep the run
+        listeners.append(callback)
 
         def unsubscribe() -> None:
-            if callback in self._listeners:
-                self._listeners.remove(callback)
+            if callback in listeners:
+                listeners.remove(callback)
 
         return unsubscribe
 
@@ -251,9 +252,7 @@ class Run:
         return figure
 
     def __repr__(self) -> str:
-        last = self.records[-1] if self.records else {}
-        success = f", success {last['success']:.3f}" if "success" in last else ""
-        return f"Run({str(self.path)!r}, {len(self.records)} steps{success})"
+        return f"Run({str(self.path)!r}, {len(self.records)} steps{last_success(self.records)})"
 
     def _repr_html_(self) -> str:
         return markup.heading(self) + recent(self.records)
@@ -262,6 +261,12 @@ class Run:
 _TELLING = (
     "success", "reward", "eval_success", "approx_kl", "clip_fraction", "entropy", "grad_norm", "turns", "seconds",
 )  # fmt: skip
+
+
+def last_success(records: Sequence[Mapping[str, Any]]) -> str:
+    """For a repr. Nothing where the last step has none, or what somebody wrote into the file is no number."""
+    value = records[-1].get("success") if records else None
+    return f", success {value:.3f}" if isinstance(value, int | float) else ""
 
 
 def recent(records: Sequence[Mapping[str, Any]], most: int = 6) -> str:

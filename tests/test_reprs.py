@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Callable
@@ -142,6 +143,40 @@ def test_what_a_person_named_or_wrote_is_text_too(tmp_path: Path) -> None:
     assert "<b onload=x>" in page(af.Run(folder)).text
     tasks = af.tasks_from([{"id": BOLD, "question": BOLD, "answer": BOLD}])
     assert page(tasks).text.count(BOLD) >= 3
+
+
+ANYTHING = "".join(text for text in NASTY if len(text) < 100) + BOLD + "z" * 100_000
+
+
+def any_policy() -> af.Policy:
+    policy = agents.random_policy()
+    policy.model.__class__ = type(BOLD + "\u202e" + "x" * 50_000, (type(policy.model),), {})
+    policy.chat.tokenizer.name_or_path = ANYTHING
+    return policy
+
+
+def any_run(folder: Path, **numbers: Any) -> af.Run:
+    folder = folder / f"{BOLD.replace('/', '')}\u202e{'x' * 150}"
+    folder.mkdir()
+    (folder / "steps.jsonl").write_text(json.dumps({"step": 1, **numbers}) + "\n")
+    return af.Run(folder)
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda folder: af.Stats(0.1, 0.2, math.nan, math.inf, -1.5, 0.5, dropped={ANYTHING: 3}, phases={ANYTHING: 0.1}),
+        lambda folder: any_policy(),
+        lambda folder: any_run(folder, success=0.5, **{ANYTHING: 1.0}),
+        lambda folder: any_run(folder, success=ANYTHING, reward=[ANYTHING], entropy={ANYTHING: 1}),
+        lambda folder: any_run(folder, success=None, reward=math.nan, turns=1e300, seconds=10**40),
+    ],
+    ids=["stats", "policy", "run", "texts for numbers", "no numbers"],
+)
+def test_numbers_and_names_may_be_anything(of: Callable[[Path], Any], tmp_path: Path) -> None:
+    found = page(of(tmp_path))
+    assert all(c.isprintable() or c in "\n\t" for c in found.text)
+    assert len(found.text) < 5_000
 
 
 async def test_a_diff_says_which_chain_flipped_and_where() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import agents
 import numpy as np
 import pytest
-from agentfly_kit.widgets.rollout_view import STATES
+from agentfly_kit.widgets.rollout_view import STATES, _rate
 from ipywidgets.widgets import widget as ipywidget
 from test_chain_stepper import Box, click, show, until
 from test_widgets import check_static, sent, unpack
@@ -159,17 +159,27 @@ def _buffers(x: Any) -> Iterator[bytes]:
         yield x
 
 
+@pytest.mark.parametrize(
+    ("a_second", "said"),
+    [
+        (50.9231, "50.9 chains a second"), (12345.6, "12,300 chains a second"), (1.0, "1 chain a second"),
+        (0.99999, "1 chain a second"), (0.09321, "5.59 chains a minute"), (1 / 60, "1 chain a minute"),
+        (0.001, "3.6 chains a hour"), (1e-6, "0.0036 chains a hour"),
+    ],
+)  # fmt: skip
+def test_a_rate_has_the_digits_that_people_read(a_second: float, said: str) -> None:
+    assert _rate(a_second) == said.replace("a hour", "an hour")
+
+
 async def test_a_run_that_is_gone_and_what_is_none() -> None:
     run = agents.scripted(["42"]).rollout(agents.tasks(1))
     view = w.RolloutView(run)
-    del run
-
-    def gone() -> bool:
-        gc.collect()  # does nothing while another test's thread is at it: so again
-        view.refresh()
-        return view._about["gone"] is True
-
-    await until(gone)
+    gc.disable()  # nothing of the view's goes round to the run: Python's collector may come late, or never
+    try:
+        del run
+        await until(lambda: view._about["gone"] is True)
+    finally:
+        gc.enable()
     click(view, "pause")
     await until(lambda: "the run is gone" in view._notice)
     with pytest.raises(TypeError, match="TrajectoryView"):

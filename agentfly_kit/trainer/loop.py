@@ -32,7 +32,7 @@ from agentfly_kit.policy import Policy
 from agentfly_kit.ppo import adamw, ppo_step_async
 from agentfly_kit.record import Rollout
 from agentfly_kit.rollout import Agent, RolloutRun
-from agentfly_kit.runs import Run, recent
+from agentfly_kit.runs import Run, last_success, recent
 from agentfly_kit.trainer import checkpoint
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.crew import Crew, in_thread
@@ -235,7 +235,7 @@ class TrainRun:
 
     def __repr__(self) -> str:
         done = len(self.records)
-        last = f", success {self.records[-1]['success']:.3f}" if done and "success" in self.records[-1] else ""
+        last = last_success(self.records)
         hint = "" if self._begun else "; write `await` before it"
         return f"<training run, {done} of {self.total} steps done{last}, in {str(self.path)!r}{hint}>"
 
