@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import dice
+
 from agentfly_kit import functions
 
 Whom = Literal["waiter", "itself"]
@@ -89,8 +91,7 @@ def some(total: int, count: int | None) -> list[int]:
     """Which suspensions: all (None), or the first ones and random others, whose seed is printed."""
     if count is None or count >= total:
         return list(range(1, total + 1))
-    seed = random.randrange(10**6)
-    print(f"seed {seed}")
+    seed = dice.seed()
     first = list(range(1, count // 3 + 1))
     return first + sorted(random.Random(seed).sample(range(count // 3 + 1, total + 1), count - len(first)))
 

@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import agents
+import dice
 import pytest
 
 import agentfly_kit as af
@@ -53,8 +54,7 @@ def test_scores_are_read_or_refused_with_a_reason(text: str, points: tuple[float
 
 
 def test_reading_never_raises() -> None:
-    seed = random.randrange(10**9)
-    print(f"seed {seed}")
+    seed = dice.seed()
     rng = random.Random(seed)
     pieces = ["<scores>", "</scores>", "<better>", "</better>", "<order>", "</order>", "{", "}", '"short"', ":", "1",
               "kind",

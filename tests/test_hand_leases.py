@@ -8,6 +8,7 @@ import random
 import warnings
 from typing import Any
 
+import dice
 import pytest
 from agents import scripted
 
@@ -364,8 +365,7 @@ async def test_a_pool_that_is_closed_meanwhile() -> None:
 @pytest.mark.parametrize("kind", [Box, Photographed, Replaced])
 async def test_many_persons_and_rollouts_on_a_small_pool(kind: type[Box]) -> None:
     """Everybody gets what they would have got alone, also when steps are cancelled on their way."""
-    seed = random.randrange(10**6)
-    print(f"seed {seed}")
+    seed = dice.seed()
     rng = random.Random(seed)
     script = [say("a"), say("b") + say("c"), say("d"), "done"]
     async with Pool(kind, size=2, acquire_timeout=30) as pool:

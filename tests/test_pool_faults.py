@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import containers
+import dice
 import pytest
 from cancelling import cancelled_lives, settled
 from test_sandbox_python import LEVELS, STRICT, _runs, files, groups, scratch, zygotes
@@ -29,7 +30,7 @@ from agentfly_kit.pool import Pool, PoolEvent
 from agentfly_kit.sandboxes import Container, PythonSandbox, SandboxResult, isolation
 
 SOAK_SECONDS = float(os.environ.get("SOAK_MINUTES", "2")) * 60
-SOAK_SEED = int(os.environ.get("SOAK_SEED", "0"))
+SOAK_SEED = dice.seed()
 
 
 @pytest.fixture(params=LEVELS)
@@ -241,7 +242,7 @@ async def test_cancelled_at_any_await_leaves_nothing(level: str):
 
 @pytest.mark.soak
 async def test_cancelled_ten_thousand_times(level: str):
-    """10,000 at strict, 2,000 at each of the others; for other ones say SOAK_SEED."""
+    """10,000 at strict, 2,000 at each of the others; for other ones say TEST_SEED."""
     print(await cancelled_anywhere(level, 10_000 if level == "strict" else 2_000, SOAK_SEED))
 
 

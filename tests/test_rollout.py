@@ -8,6 +8,7 @@ import time
 import types
 from typing import Any
 
+import dice
 import pytest
 from agents import Played, agent, calculator, call, chat, fresh, played, scripted, tasks
 
@@ -494,8 +495,7 @@ def check_events(events: list[RolloutEvent]) -> None:
 
 
 async def test_whatever_goes_wrong_every_start_has_its_end() -> None:
-    seed = random.randrange(10**6)
-    print(f"seed {seed}")
+    seed = dice.seed()
     rng = random.Random(seed)
 
     async def doze(*more: type[BaseException]) -> None:
@@ -641,8 +641,7 @@ async def test_no_gap_of_the_event_loop_is_longer_than_100_ms() -> None:
 
 
 async def test_cancelled_anywhere_nothing_is_held_and_the_engine_goes_on() -> None:
-    seed = random.randrange(10**6)
-    print(f"seed {seed}")
+    seed = dice.seed()
     rng = random.Random(seed)
     a0 = agent(fresh(), sampling=Sampling(max_tokens=24))
     wanted = [t.ids.tolist() for t in await a0.rollout(tasks(2))]

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import dice
 import pytest
 import torch
 from agents import agent, exact, fresh, scripted, tasks
@@ -243,8 +244,7 @@ async def test_cancelled_in_the_middle_of_a_step(
 async def test_random_interrupts_change_nothing(tmp_path: Path, whole: tuple[str, list[dict[str, float]]]) -> None:
     import random
 
-    seed = random.randrange(10**6)
-    print(f"seed {seed}")
+    seed = dice.seed()
     rng = random.Random(seed)
     policy = learner()
     for _ in range(40):

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import dice
 import pytest
 import torch
 from test_trainer import SMALL, learner, leave, numbers, start
@@ -233,8 +234,7 @@ BODY = """
 @pytest.mark.real  # each life begins with seconds of imports
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_killed_again_and_again_at_random_moments(overlap: int, tmp_path: Path) -> None:
-    seed = random.randrange(10**6)
-    print(f"seed {seed}")
+    seed = dice.seed()
     rng = random.Random(seed)
     wanted = learner()
     config = SMALL.replace(overlap=overlap)

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import dice
 import pytest
 import torch
 from test_trainer import SMALL, learner, numbers, start
@@ -143,8 +144,7 @@ async def test_without_what_was_sampled_ahead_it_goes_on_all_the_same(tmp_path: 
 async def test_random_interrupts_leave_nothing_and_change_nothing(
     tmp_path: Path, whole: tuple[str, list[dict[str, float]]]
 ) -> None:
-    seed = random.randrange(10**6)
-    print(f"seed {seed}")
+    seed = dice.seed()
     rng = random.Random(seed)
     policy = learner()
     for _ in range(30):
