@@ -11,6 +11,7 @@ import sys
 from fractions import Fraction
 from typing import Any
 
+import dice
 import pytest
 
 import agentfly_kit as af
@@ -327,8 +328,7 @@ def test_no_answer_is_right_by_force(said: str, answer: str, right: bool) -> Non
 def test_exact_values_agree_with_fractions_and_sympy_on_random_expressions() -> None:
     import sympy
 
-    seed = random.randrange(10**9)
-    print(f"seed {seed}")
+    seed = dice.seed()
     rng = random.Random(seed)
 
     def grow(depth: int) -> tuple[str, Fraction]:
@@ -473,6 +473,8 @@ async def test_a_fork_goes_on_from_the_same_state_or_is_refused_by_name(name: st
         ("maze", {"maze": 1, "far": 0}, "its field 'far' is 0; want a whole number, 1 or more"),
         ("maze", {"maze": "1", "far": 3}, "its field 'maze' is '1'; want a whole number"),
         ("lookup", {"world": {"x": 1}, "answer": "x"}, "its field 'world' is {'x': 1}; want a whole number"),
+        ("lookup", {"world": 1, "answer": ["Oslo"]}, "its answer ['Oslo'] is list; want a text"),
+        ("lookup", {"world": 1, "answer": 7}, "its answer 7 is int; want a text"),
         ("webshop", {"world": [1], "goal": 1}, "its field 'world' is [1]; want a whole number"),
         ("alfworld", {"game": {"x": 1}}, "its field 'game' is {'x': 1}; want a whole number"),
         ("alfworld", {"game": 1, "size": ["small"]}, "its field size=['small']; want 'small' or 'full'"),

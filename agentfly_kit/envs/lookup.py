@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentfly_kit.envs.family import Family, Move, number, told
-from agentfly_kit.errors import ToolError
+from agentfly_kit.errors import TaskError, ToolError
 from agentfly_kit.tools import tool
 from agentfly_kit.types import Message, Task
 
@@ -96,7 +96,11 @@ class Lookup:
     """The store of one task."""
 
     async def reset(self, task: Task, seed: int) -> None:
+        """Raises TaskError for a world that is no number, and for an answer that no text can be."""
         self.facts = store(number(task, "world", family="lookup"))
+        answer = task.fields.get("answer", "")
+        if not isinstance(answer, str):
+            raise TaskError(f"task {task.id!r}: its answer {answer!r} is {type(answer).__name__}; want a text")
         self.asked: list[tuple[str, str]] = []
 
     @tool
@@ -116,7 +120,7 @@ class Lookup:
 
     async def reward(self, final: str | None, answer: str) -> float:
         """1 for the very word."""
-        return float(final is not None and final.strip() == answer)
+        return float(final is not None and final.strip() == answer.strip())
 
     async def fork(self, into: Lookup) -> None:
         into.facts, into.asked = self.facts, list(self.asked)
