@@ -53,7 +53,8 @@ from .pool_state import (
 S = TypeVar("S")
 _POOLS: weakref.WeakSet[Any] = weakref.WeakSet()
 _numbers = itertools.count(1)
-_CLOSE_SECONDS = 5.0  # then it is killed
+_CLOSE_SECONDS = 5.0  # then it is cancelled, and killed
+_DEAF_SECONDS = 1.0  # what goes on for so long after it was cancelled is waited for no more
 
 
 def announce(pool: Any) -> int:
@@ -204,10 +205,14 @@ class _Listener:
             if self.blamed:
                 return
             self.blamed = True
-            try:
-                warnings.warn(f"a listener of the pool of {name} raised {error!r}; this is said once", stacklevel=2)
-            except Warning:  # where warnings are errors: they are the listener's, not those of whoever holds a lease
-                logging.getLogger(__name__).exception("a listener of the pool of %s raised", name)
+            _warn(f"a listener of the pool of {name} raised {error!r}; this is said once")
+
+
+def _warn(text: str) -> None:
+    try:
+        warnings.warn(text, stacklevel=3)
+    except Warning:  # where warnings are errors: they are the listener's or the kind's, not those of who holds a lease
+        logging.getLogger(__name__).exception(text)
 
 
 # --- the pool ------------------------------------------------------------------------------------
@@ -704,8 +709,22 @@ class Pool(Generic[S]):
                 tasks = [t for t, s in self._tasks.items() if slot in (None, s) and t.get_loop() is loop]
             if not tasks:
                 return
-            await asyncio.wait(tasks)
+            # Each ends itself in time, unless the kind does not let itself be cancelled.
+            _, deaf = await asyncio.wait(tasks, timeout=self.start_timeout + 2 * (_CLOSE_SECONDS + _DEAF_SECONDS))
             await asyncio.sleep(0)  # their done callbacks
+            for lost in self._give_up(deaf):
+                self._lose(lost)
+
+    def _give_up(self, deaf: set[asyncio.Task[None]]) -> list[int]:
+        """Wait no more for work that went on when it was cancelled; the slots that it was for."""
+        with self._lock:
+            slots = [self._tasks.pop(task) for task in deaf if task in self._tasks]
+        if deaf:
+            _warn(
+                f"a {self.name} goes on though it was cancelled, and is waited for no more: in its start, reset, tidy "
+                "or close something catches CancelledError; write `except Exception`, not a bare `except`"
+            )
+        return slots
 
     async def _start(self, slot: int) -> None:
         clock: asyncio.Timeout | None = None
@@ -721,6 +740,8 @@ class Pool(Generic[S]):
             hopeless = isinstance(reason, IsolationError | SettingsError | TypeError)
             self._change(StartFailed(slot, reason, hopeless))
         else:
+            if self._sandboxes.get(slot) is not sandbox:
+                await self._end(sandbox)  # given up meanwhile, it has come up after all
             self._change(Started(slot))
 
     async def _is_healthy(self, sandbox: S) -> bool:
@@ -781,18 +802,32 @@ class Pool(Generic[S]):
         for task in others:  # a start or a reset that is not wanted any more
             task.cancel()
         if others:
-            await asyncio.wait(others)
+            _, deaf = await asyncio.wait(others, timeout=_CLOSE_SECONDS)
+            self._give_up(deaf)
         with self._lock:
             sandbox = self._sandboxes.get(slot)
-        try:
-            if sandbox is not None:
-                async with asyncio.timeout(_CLOSE_SECONDS):
-                    await _call(sandbox, "close")
-        except Exception:
-            _kill(sandbox)  # what close did not manage; its error would help nobody
+        if sandbox is not None:
+            await self._end(sandbox)
         with self._lock:
             self._sandboxes.pop(slot, None)
         self._change(Closed(slot))
+
+    async def _end(self, sandbox: S) -> None:
+        """Have it close itself, and kill it if it fails or takes long; its error would help nobody."""
+        closing = asyncio.ensure_future(_call(sandbox, "close"))
+        try:
+            await asyncio.wait([closing], timeout=_CLOSE_SECONDS)
+            if not closing.done():
+                closing.cancel()
+                await asyncio.wait([closing], timeout=_DEAF_SECONDS)
+        except BaseException:
+            closing.cancel()
+            raise
+        if not closing.done():
+            self._give_up({closing})
+        if not closing.done() or closing.cancelled() or closing.exception() is not None:
+            with contextlib.suppress(Exception):
+                await _call(sandbox, "kill")
 
     def _lose(self, slot: int) -> None:
         """End a sandbox at once, without an event loop or while one is torn down: nothing may be started then."""
@@ -887,10 +922,22 @@ def _resolve(future: asyncio.Future[Any], value: Any) -> None:
 
 
 async def _call(sandbox: object, method: str) -> None:
-    """Call a method that a kind may leave out, and may write without async."""
+    """Call a method that a kind may leave out, and may write without async.
+
+    Raises:  SandboxError for an exit or a cancellation of its own making: they would end more than this sandbox.
+    """
     bound = getattr(sandbox, method, None)
-    if callable(bound):
+    if not callable(bound):
+        return
+    try:
         await _maybe_await(bound())
+    except SystemExit as error:
+        raise SandboxError(f"its {method} left by SystemExit({error.code!r})") from error
+    except asyncio.CancelledError:
+        me = asyncio.current_task()
+        if me is None or me.cancelling():
+            raise
+        raise SandboxError(f"its {method} left by a CancelledError, though nobody cancelled it") from None
 
 
 def _is_alive(sandbox: object) -> bool:

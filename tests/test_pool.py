@@ -710,16 +710,15 @@ async def test_a_listener_that_raises_harms_nobody_and_is_warned_about_once(capl
             for _ in range(3):
                 async with pool.lease():
                     pass
-        assert [str(w.message) for w in caught] == [
-            "a listener of the pool of Notes raised ZeroDivisionError('waiting'); this is said once"
-        ]
+        said = ["a listener of the pool of Notes raised ZeroDivisionError('waiting'); this is said once"]
+        assert [str(w.message) for w in caught] == said
         assert len(good) > 10
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # as in this project's own tests: still no harm
             pool.subscribe(bad)
             async with pool.lease():
                 pass
-    assert caplog.messages == ["a listener of the pool of Notes raised"]
+    assert caplog.messages == said
 
 
 async def test_a_listener_that_is_interrupted_silences_nobody():
@@ -1177,3 +1176,100 @@ class StateMachine(RuleBasedStateMachine):
 
 StateMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestStateMachine = StateMachine.TestCase
+
+
+# --- a kind that somebody wrote in a cell, and what it can do wrong ------------------------------
+
+
+class Unruly:
+    """Does in one of its methods what it is told: raises it, or goes on whatever is done to it."""
+
+    where = ""
+    what: BaseException | str = ""
+    calls: list[str] = []  # noqa: RUF012  (of all of them together)
+    free = asyncio.Event()
+
+    async def start(self) -> None:
+        await self.do("start")
+
+    async def run(self) -> str:
+        return "ran"
+
+    async def reset(self) -> None:
+        await self.do("reset")
+
+    async def close(self) -> None:
+        await self.do("close")
+
+    @classmethod
+    async def do(cls, method: str) -> None:
+        cls.calls.append(method)
+        if method != cls.where:
+            return
+        if isinstance(cls.what, BaseException):
+            raise cls.what
+        while not cls.free.is_set():
+            try:
+                await cls.free.wait()
+            except asyncio.CancelledError:
+                if cls.what != "deaf":
+                    raise
+
+
+def unruly(where: str, what: BaseException | str) -> type[Unruly]:
+    return type("Unruly", (Unruly,), {"where": where, "what": what, "calls": [], "free": asyncio.Event()})
+
+
+@pytest.mark.parametrize("what", [SystemExit(2), asyncio.CancelledError(), ValueError("broken")], ids=repr)
+@pytest.mark.parametrize("where", ["start", "reset", "close"])
+async def test_what_a_kind_raises_is_its_own_end_and_nobody_elses(where: str, what: BaseException):
+    kind = unruly(where, what)
+    async with Pool(kind, size=1, acquire_timeout=20) as pool:
+        if where == "start":
+            with pytest.raises(SandboxError, match=r"could be started: .*(SystemExit|CancelledError|broken)"):
+                await pool.acquire()
+            assert len(kind.calls) < 10, "started over and over"
+            assert pool.snapshot().waiting == 0
+            return
+        for _ in range(2):
+            async with pool.lease() as sandbox:
+                assert await sandbox.run() == "ran"
+    # What was not reset is closed and replaced; a close that fails is not tried again.
+    wanted = {"reset": ["start", "reset", "close"] * 2, "close": ["start", "reset", "reset", "close"]}
+    assert kind.calls == wanted[where]
+
+
+async def test_a_close_that_hangs_is_cancelled_once_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("agentfly_kit.pool._CLOSE_SECONDS", 0.05)
+    kind = unruly("close", "hangs")
+    pool = Pool(kind, size=1)
+    async with pool.lease():
+        pass
+    await asyncio.wait_for(pool.close(), 20)
+    assert kind.calls == ["start", "reset", "close"]
+
+
+@pytest.mark.parametrize("where", ["start", "reset", "close"])
+async def test_what_does_not_let_itself_be_cancelled_is_told_and_left_behind(
+    where: str, monkeypatch: pytest.MonkeyPatch
+):
+    """`except:` in a loop that tries again. Neither the one who gives it back nor `close` waits for ever."""
+    monkeypatch.setattr("agentfly_kit.pool._CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr("agentfly_kit.pool._DEAF_SECONDS", 0.05)
+    kind = unruly(where, "deaf")
+    pool = Pool(kind, size=1, start_timeout=0.1, acquire_timeout=0.3)
+
+    async def life() -> None:
+        if where == "start":
+            with pytest.raises(PoolTimeout):
+                await pool.acquire()
+        else:
+            await pool.release(await pool.acquire(timeout=20))
+        await pool.close()
+
+    with pytest.warns(UserWarning, match="Unruly goes on though it was cancelled.*except Exception"):
+        await asyncio.wait_for(life(), 60)
+    kind.free.set()  # and when it comes up after all, it is closed
+    await until(lambda: len(asyncio.all_tasks()) == 1, 20)
+    assert kind.calls[-1] == "close"
+    assert pool.snapshot().sandboxes == ()

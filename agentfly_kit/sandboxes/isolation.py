@@ -39,8 +39,8 @@ NOT_ISOLATED: Mapping[str, tuple[str, ...]] = {
     ),
     "shared": (
         "all that strict does not keep apart",
-        "sandboxes with the same network= and preload= are siblings: one bubblewrap, one parent process, one layout of "
-        "memory, one hash seed; a hole that reaches the parent reaches them all, and its end is theirs",
+        "sandboxes with the same network=, packages= and preload= are siblings: one bubblewrap, one parent process, "
+        "one layout of memory, one hash seed; a hole that reaches the parent reaches them all, and its end is theirs",
         "between siblings there are still process, user, file, message and network namespaces, and limits for each",
     ),
     "landlock": (

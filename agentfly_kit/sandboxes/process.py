@@ -331,7 +331,8 @@ def _reap() -> None:
 
 
 def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, packages: bool = True) -> Vessel:
-    """Start a zygote, on the spawner's thread. Takes about 2 ms; it says "ready" on the control socket later.
+    """Start a zygote, on the spawner's thread. Takes 2 ms, up to 20 where it is moved into its control group; what it
+    is told on the control socket from then on it does once it is up.
 
     At the level "shared" it says "hello" before; then `adopt`, `confine` unless it is `confined`, and `instruct`.
 
@@ -430,8 +431,8 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, 
 def _confine(group: Group, process: subprocess.Popen[bytes]) -> None:
     """Put what has just been started under its limits, and what it has started meanwhile.
 
-    Beside it, not before: the kernel makes the first to enter a group wait for all processors, 10 to 20 ms, in which
-    bubblewrap and Python start.
+    Beside it, not before: after any pause the kernel makes whoever moves a process wait for all processors, 10 to 20
+    ms, in which bubblewrap and Python start.
     Raises:  OSError if it is refused.
     """
     for _ in range(100):
