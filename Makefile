@@ -3,7 +3,7 @@ PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab test test-real soak check format policy notebooks wheel clean
+.PHONY: help install demo lab test test-real test-gpu soak check format policy notebooks wheel clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -28,6 +28,9 @@ VLLM ?= $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && ! nvidia-smi -L >/dev/nu
 test-real:  ## the slow and real things: every notebook, the wheel in an empty folder, vLLM, containers where present
 	@scripts/install lab test trl containers remote envs $(VLLM)
 	@scripts/pytest-some -m real --durations=20 --durations-min=10 $(ARGS)
+
+test-gpu: install  ## what only a CUDA device can show; for vLLM's part install the extra [vllm]
+	@scripts/pytest-some -m gpu $(ARGS)
 
 soak: install  ## run for long: SOAK_MINUTES=30 make soak
 	@scripts/pytest-some -m soak $(ARGS)

@@ -8,7 +8,6 @@ import contextlib
 import gc
 import importlib.util
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,10 +23,11 @@ from cancelling import Whom, cancel_at, settled, some, tasks_left
 
 from agentfly_kit.advantages import grpo
 from agentfly_kit.batch import Batch, collate
+from agentfly_kit.engines import weights
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.openai import OpenAIEngine
 from agentfly_kit.engines.sampling import truncate
-from agentfly_kit.engines.vllm import VLLMEngine, write_weights
+from agentfly_kit.engines.vllm import VLLMEngine
 from agentfly_kit.errors import EngineError
 from agentfly_kit.evaluation import evaluate
 from agentfly_kit.policy import Policy
@@ -145,24 +145,6 @@ async def test_before_it_starts_it_says_what_it_will_be(tmp_path: Path) -> None:
         await engine.sample([1], Sampling(), 0)
 
 
-def test_weights_travel_merged_and_without_the_value_head() -> None:
-    pytest.importorskip("peft")
-    from peft import LoraConfig, get_peft_model
-    from safetensors.torch import load_file
-
-    plain = agents.fresh(value_head=True)
-    options = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
-    adapted = Policy(get_peft_model(agents.fresh().model, options), plain.chat, version=3)
-    found = []
-    for policy in (plain, adapted):
-        path, version = write_weights(policy)
-        found.append(load_file(path))
-        assert version == policy.version
-        shutil.rmtree(path.parent)
-    assert found[0].keys() == found[1].keys() and not any("lora" in name or "value" in name for name in found[0])
-    assert not torch.equal(*(each["model.layers.0.mlp.up_proj.weight"] for each in found))
-
-
 @pytest.mark.parametrize(
     ("ids", "sampling", "says"),
     [
@@ -185,6 +167,8 @@ async def test_what_it_cannot_do_is_refused_before_anything_starts(
 def test_wrong_settings_are_refused() -> None:
     with pytest.raises(EngineError, match="no model could be found"):
         VLLMEngine("./nothing-here")
+    with pytest.raises(EngineError, match='weights=\'nccl\': give "ipc", "shm" or "auto"'):
+        VLLMEngine(agents.shipped(), weights="nccl")  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="logprobs_mode"):
         VLLMEngine(agents.shipped(), logprobs_mode="raw_logprobs")
 
@@ -335,7 +319,7 @@ async def test_new_weights_are_in_place_and_nothing_of_the_old_is_used(engine: V
     batch = await batch_of(engine, policy, temperature=0.7)
     assert max(gaps(policy, batch)) <= NUDGED_GAP
     assert set(batch.versions[batch.mask].tolist()) == {policy.version}
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("agentfly-weights-")]
+    assert not leftovers()
 
 
 @installed
@@ -373,6 +357,133 @@ async def test_requests_that_run_go_on_with_the_new_weights(
         chosen = logp.gather(-1, row[0, start:, None])[:, 0]
         given = torch.tensor(sample.logprobs)[start - len(prompt) :]
         assert (chosen - given).abs().max() <= 1e-4  # 500 tokens of wild weights
+
+
+def leftovers() -> list[str]:
+    return [name for name in os.listdir("/dev/shm") if name.startswith(f"agentfly-weights-{os.getpid()}-")]
+
+
+async def seen(engine: VLLMEngine, policy: Policy) -> list[float]:
+    """Numbers that depend on every weight."""
+    prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
+    ids, logprobs, entropy = await engine.distribution(prompt, Sampling(), top=64)
+    return [entropy, *(logprob for _, logprob in sorted(zip(ids, logprobs, strict=True)))]
+
+
+@installed
+@pytest.mark.real
+async def test_weights_in_many_chunks_are_those_in_one(
+    engine: VLLMEngine, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = engine._host
+    assert host is not None
+    nudge(policy)
+    await engine.update(policy)
+    one = await seen(engine, policy)
+    nudge(policy)
+    await engine.update(policy)
+    assert await seen(engine, policy) != one
+    nudge(policy)
+    # Each layer comes in several parts, and the embedding, which is tied, in pieces.
+    monkeypatch.setattr(host, "chunk", 20_000)
+    await engine.update(policy)
+    many = await seen(engine, policy)
+    monkeypatch.undo()
+    await engine.update(policy)
+    assert await seen(engine, policy) == many
+    batch = await batch_of(engine, policy)
+    assert max(gaps(policy, batch)) <= NUDGED_GAP
+    assert engine.sent == "shm (the policy is on cpu, not on a CUDA device)"
+    assert repr(engine).endswith(f"version {policy.version}, running, weights sent by shm, not reproducible)")
+    assert not leftovers()
+
+
+@installed
+@pytest.mark.real
+async def test_weights_over_cuda_ipc_where_that_cannot_be_are_refused_by_name(
+    engine: VLLMEngine, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, version = await seen(engine, policy), engine.version
+    other = agents.fresh()
+    other.version = 99
+    monkeypatch.setattr(engine, "_weights", "ipc")
+    with pytest.raises(
+        EngineError, match=r'weights="ipc" cannot be: the policy is on cpu, not on a CUDA device; "auto"'
+    ):
+        await engine.update(other)
+    assert await seen(engine, policy) == before and engine.version == version
+
+
+@installed
+@pytest.mark.real
+async def test_an_update_that_fails_amid_its_work_leaves_no_wrong_record(
+    engine: VLLMEngine, policy: Policy, endless: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
+    host = engine._host
+    assert host is not None
+    all_of = weights.sources
+    monkeypatch.setattr(host, "chunk", 20_000)
+    # The last layer lacks a matrix, and the layers before it are changed by then.
+    monkeypatch.setattr(
+        weights, "sources", lambda policy: [each for each in all_of(policy) if "1.mlp.down" not in each[0]]
+    )
+    version = engine.version
+    nudge(policy)
+    running = [asyncio.ensure_future(engine.sample(prompt, endless, i)) for i in range(64)]
+    with pytest.raises(EngineError, match=r"the new weights lack model\.layers\.1\.mlp\.down_proj"):
+        await engine.update(policy)
+    ended = await asyncio.gather(*running, return_exceptions=True)
+    assert not [e for e in ended if not isinstance(e, EngineError | Sample)]
+    assert all(set(e.versions or ()) == {version} for e in ended if isinstance(e, Sample))
+    assert engine.version == version and ", torn, " in repr(engine)
+    for asks in (lambda: engine.sample(prompt, endless, 0), lambda: engine.distribution(prompt, endless)):
+        with pytest.raises(EngineError, match=r"amid its work(.|\n)*engine\.update"):
+            await asks()
+    monkeypatch.undo()
+    await engine.update(policy)
+    assert engine.version == policy.version and ", running, " in repr(engine)
+    assert max(gaps(policy, await batch_of(engine, policy))) <= NUDGED_GAP
+    assert not leftovers() and not policy.lock.locked()
+
+
+@installed
+@pytest.mark.real
+async def test_an_update_that_is_cancelled_is_none_or_whole(
+    engine: VLLMEngine, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = engine._host
+    assert host is not None
+    before, version = await seen(engine, policy), engine.version
+    nudge(policy)
+    with policy.lock:  # a learner's step, say: nothing is sent yet
+        update = asyncio.ensure_future(engine.update(policy))
+        await settles(lambda: host._transfers)
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+    await settles(lambda: not host._transfers)
+    assert await seen(engine, policy) == before and engine.version == version
+    monkeypatch.setattr(host, "chunk", 20_000)
+    call, calls, reached = host._llm.collective_rpc, [], asyncio.Event()
+    here = asyncio.get_running_loop()
+
+    async def counted(*args: object, **options: object) -> object:
+        calls.append(args)
+        if len(calls) == 3:
+            here.call_soon_threadsafe(reached.set)
+        return await call(*args, **options)
+
+    monkeypatch.setattr(host._llm, "collective_rpc", counted)
+    update = asyncio.ensure_future(engine.update(policy))
+    await asyncio.wait([update, asyncio.ensure_future(reached.wait())], return_when=asyncio.FIRST_COMPLETED)
+    update.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await update
+    await settles(lambda: not host._transfers)
+    assert engine.version == policy.version and len(calls) > 9
+    assert max(gaps(policy, await batch_of(engine, policy))) <= NUDGED_GAP
+    assert not leftovers() and not policy.lock.locked()
 
 
 @installed
@@ -423,7 +534,7 @@ async def test_sleep_is_refused_where_vllm_would_only_say_that_it_slept(engine: 
 @installed
 @pytest.mark.real
 async def test_a_dead_core_is_an_error_of_each_chain_and_can_be_told(
-    engine: VLLMEngine, policy: Policy, endless: Sampling
+    engine: VLLMEngine, policy: Policy, endless: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
     assert len(processes()) == 2
@@ -431,8 +542,24 @@ async def test_a_dead_core_is_an_error_of_each_chain_and_can_be_told(
     assert all(os.getpgid(process) != os.getpgrp() for process in processes())
     running = [asyncio.ensure_future(engine.sample(prompt, endless, i)) for i in range(64)]
     await asyncio.sleep(0.1)
-    for process in processes():
-        os.kill(process, signal.SIGKILL)
+    host = engine._host
+    assert host is not None
+    call, calls = host._llm.collective_rpc, []
+
+    async def deadly(*args: object, **options: object) -> object:
+        calls.append(args)
+        if len(calls) == 3:  # amid an update, whose buffer it reads
+            for process in processes():
+                os.kill(process, signal.SIGKILL)
+        return await call(*args, **options)
+
+    monkeypatch.setattr(host, "chunk", 20_000)
+    monkeypatch.setattr(host._llm, "collective_rpc", deadly)
+    version = engine.version
+    nudge(policy)
+    with pytest.raises(EngineError, match="core has died"):
+        await engine.update(policy)
+    assert engine.version == version and not leftovers() and not policy.lock.locked()
     ended = await asyncio.gather(*running, return_exceptions=True)
     failed = [e for e in ended if not isinstance(e, Sample)]  # on a busy machine some had ended before the kill
     assert failed and all(isinstance(e, EngineError) for e in failed)

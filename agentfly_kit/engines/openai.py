@@ -10,7 +10,7 @@ import asyncio
 import json
 import math
 import random
-import shutil
+import sys
 import time
 import weakref
 from collections.abc import Sequence
@@ -84,6 +84,8 @@ class OpenAIEngine(Engine):
         self._extra = dict(extra_body or {})
         self._length = max_length
         self._version = 0
+        self._torn = 0
+        """Updates that ended no one knows how; 0 again after one that succeeded."""
         # A client belongs to the event loop in which it was made.
         self._locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
         self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = weakref.WeakKeyDictionary()
@@ -199,6 +201,12 @@ class OpenAIEngine(Engine):
             raise EngineError("exact tokens need stop_ids=, the ids that end a turn, such as policy.chat.stop_ids")
         if not self._known:
             await self._make_sure()
+        torn = self._torn
+        if torn:
+            raise EngineError(
+                "an update of this server's weights ended amid its work, so nobody knows which it has; "
+                "await engine.update(policy) sends them again"
+            )
         if sampling.truncates:
             raise EngineError(
                 f"{sampling}: a server does not say how much probability truncation left out, so the record would be "
@@ -211,6 +219,8 @@ class OpenAIEngine(Engine):
             )
         limit = min(sampling.max_tokens, self.max_length - len(ids))
         answer = await self._request("POST", "/completions", self._completion(ids, sampling, limit))
+        if self._torn != torn:
+            raise EngineError("an update of the weights failed amid its work while the request ran, which is void")
         try:
             choice = answer["choices"][0]
             out = tuple(int(i) for i in choice["token_ids"])
@@ -298,32 +308,43 @@ class OpenAIEngine(Engine):
     async def update(self, policy: Any) -> None:
         """Put a policy's weights into a vLLM server on this machine, which must have been started for it.
 
-        Raises:  EngineError with the command that starts such a server.
+        Raises:  EngineError with the command that starts such a server. If it ended amid its work, cancelled say, the
+            engine refuses to sample until an update has succeeded.
         """
-        from agentfly_kit.engines.vllm import write_weights
+        from agentfly_kit.engines.weights import Delivery, Unopened
 
         if not self._exact:
             raise EngineError("a server that gives only text cannot be trained through; see engine.probe()")
         root = self.base_url.removesuffix("/v1")
-        path, version = await asyncio.to_thread(write_weights, policy)
+
+        async def call(method: str, *args: Any) -> list[str | None]:
+            body = {"method": method, "args": args, "timeout": 600}
+            answers: list[str | None] = (await self._request("POST", f"{root}/collective_rpc", body))["results"]
+            return answers
+
         try:
-            await self._request("POST", f"{root}/pause?mode=keep&clear_cache=false")
-            try:
-                await self._request(
-                    "POST", f"{root}/collective_rpc", {"method": "agentfly_load", "args": [str(path)], "timeout": 600}
-                )
-                await self._request("POST", f"{root}/reset_prefix_cache?reset_running_requests=true")
-            finally:
-                await self._request("POST", f"{root}/resume")
+            # In one chunk: a request whose answer was lost is sent again, and that must do no harm.
+            async with Delivery(policy, "shm", sys.maxsize) as delivery:
+                await self._request("POST", f"{root}/pause?mode=keep&clear_cache=false")
+                try:
+                    await delivery.send(call)
+                    await self._request("POST", f"{root}/reset_prefix_cache?reset_running_requests=true")
+                    self._version, self._torn = delivery.version, 0
+                except BaseException:
+                    self._torn += delivery.begun
+                    raise
+                finally:
+                    await self._request("POST", f"{root}/resume")
+        except Unopened as error:
+            raise EngineError(
+                f"the server's worker cannot open the weights ({error}); it must run on this machine, as this user"
+            ) from error
         except _Refused as error:
             raise EngineError(
                 f"the weights of this server cannot be changed ({error}); start it on this machine with "
                 f"VLLM_SERVER_DEV_MODE=1 {_SERVE} "
                 "--worker-extension-cls agentfly_kit.engines.vllm_worker.WorkerExtension"
             ) from error
-        finally:
-            shutil.rmtree(path.parent, ignore_errors=True)
-        self._version = version
 
     # --- the wire ---
 

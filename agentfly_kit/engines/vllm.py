@@ -25,11 +25,12 @@ import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from agentfly_kit.chat import Chat
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.vllm_worker import EXTRA
+from agentfly_kit.engines.weights import CHUNK, Delivery, Unopened, Way, why_no_ipc
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy import Policy
 from agentfly_kit.types import Sample, Sampling, TurnRequest
@@ -40,6 +41,8 @@ _TOP = 256
 """The most tokens that `distribution` can show."""
 _SHUTDOWN_SECONDS = 1.0
 """Then its processes are killed: they hold nothing that is not elsewhere, and its CPU worker never goes by itself."""
+_LOOK_SECONDS = 0.5
+"""Between two looks whether the core still lives, while it is asked for something."""
 _TAIL_LINES = 12
 _ERROR = re.compile(r"\b\w+(Error|Exception)\b: \S")
 
@@ -55,6 +58,9 @@ class VLLMEngine(Engine):
 
     model: a folder in the transformers layout, such as `Policy.save` writes, a hub name, or a Policy.
     stop_ids: ids that end a turn; the chat template's own unless given.
+    weights: how `update` sends them. "ipc": on the GPU, where policy and vLLM are on the same one (CUDA IPC). "shm":
+        through memory of the machine that both processes map. "auto": the first that can be; `engine.sent` says which
+        it was. Either way one buffer, of at most 64 MiB or on the GPU 512, is all that it takes.
     engine_args: as vLLM's AsyncEngineArgs. This kit's defaults: the dtype of the checkpoint (vLLM's own choice would
         halve float32), prefix caching, at most 256 sequences at once, no request of usage statistics; on a CPU no
         compilation, blocks of 32 tokens and as much KV memory as 256 full sequences need, at most 4 GiB.
@@ -69,8 +75,15 @@ class VLLMEngine(Engine):
     reproducible = False
 
     def __init__(
-        self, model: str | Path | Policy, *, stop_ids: Sequence[int] | None = None, **engine_args: Any
+        self,
+        model: str | Path | Policy,
+        *,
+        stop_ids: Sequence[int] | None = None,
+        weights: Literal["auto", "ipc", "shm"] = "auto",
+        **engine_args: Any,
     ) -> None:
+        if weights not in ("auto", "ipc", "shm"):
+            raise EngineError(f'weights={weights!r}: give "ipc", "shm" or "auto", the first of these that can be')
         self._name = repr(model) if isinstance(model, Policy) else repr(str(model))
         if not isinstance(model, Policy) and (Path(model) / "adapter_config.json").exists():
             model = Policy.load(model)
@@ -89,6 +102,7 @@ class VLLMEngine(Engine):
         self._chat: Chat | None = None
         self._stop_ids = tuple(stop_ids) if stop_ids is not None else None
         self._first_version = int(_policy_json(self.model).get("version", 0))
+        self._weights = weights
         self._version = self._first_version
         self._host: _Host | None = None
         self._closed = False
@@ -102,7 +116,13 @@ class VLLMEngine(Engine):
 
     @property
     def version(self) -> int:
-        return self._version
+        host = self._host
+        return host.version if host is not None else self._version
+
+    @property
+    def sent(self) -> str | None:
+        """How the last update came, and why not otherwise: "ipc", or "shm (the policy is on cpu, ...)". None before."""
+        return self._host.sent if self._host is not None else None
 
     @property
     def max_length(self) -> int:
@@ -138,7 +158,8 @@ class VLLMEngine(Engine):
     def __repr__(self) -> str:
         host = self._host
         state = "closed" if self._closed else "not started" if host is None else host.state
-        return f"VLLMEngine({self._name}, version {self._version}, {state}, not reproducible)"
+        sent = f", weights sent by {self.sent.split()[0]}" if self.sent else ""
+        return f"VLLMEngine({self._name}, version {self.version}, {state}{sent}, not reproducible)"
 
     # --- starting and ending ---
 
@@ -159,7 +180,7 @@ class VLLMEngine(Engine):
                 )
             if self._host is None:
                 self._version = self._first_version
-                self._host = _Host(self._settings())
+                self._host = _Host(self._settings(), self._first_version)
                 self._finalizer = weakref.finalize(self, _Host.stop, self._host)
             host = self._host
         try:
@@ -178,6 +199,7 @@ class VLLMEngine(Engine):
     def _drop(self, host: _Host) -> None:
         with self._lock:
             if self._host is host:
+                self._version = host.version
                 self._host = None
                 if self._finalizer is not None:
                     self._finalizer.detach()
@@ -185,7 +207,9 @@ class VLLMEngine(Engine):
     async def close(self) -> None:
         """End vLLM and its processes; chains that sample get an EngineError. Twice is once."""
         with self._lock:
-            host, self._host, self._closed = self._host, None, True
+            host, self._closed = self._host, True
+            if host is not None:
+                self._version, self._host = host.version, None
             if self._finalizer is not None:
                 self._finalizer.detach()
         if host is not None:
@@ -247,8 +271,8 @@ class VLLMEngine(Engine):
             "max_tokens": limit,
             "logprobs": EXTRA if host.exact else 0,
         }
-        host.check_awake()
-        version = self._version
+        host.check()
+        version = host.version
         got = await host.generate(f"{next(self._numbers)}", list(ids), options)
         return self._read(got, sampling, host.exact, version, began)
 
@@ -313,7 +337,7 @@ class VLLMEngine(Engine):
             "detokenize": False,
             "logprobs": EXTRA + top,
         }
-        host.check_awake()
+        host.check()
         flat = (await host.generate(f"{next(self._numbers)}", list(ids), options)).logprobs
         first = 1 + EXTRA
         return list(flat.token_ids[first : first + top]), list(flat.logprobs[first : first + top]), flat.logprobs[1]
@@ -323,10 +347,12 @@ class VLLMEngine(Engine):
     async def update(self, policy: Any) -> None:
         """Sample from these weights from now on. Requests that run are held for a moment and go on with the new ones.
 
-        They travel as a file in shared memory, an adapter merged into them; a value head stays behind. Nothing that was
-        cached under the old weights is used again. On a GPU it is the same file: vLLM's ways over CUDA IPC and NCCL,
-        and adapters that it holds apart, are not used.
-        Raises:  EngineError if the policy is another architecture; the engine then keeps what it has.
+        They travel chunk by chunk as `weights=` says, an adapter merged into them; a value head stays behind. Nothing
+        that was cached under the old weights is used again. `policy.lock` is held meanwhile. Cancelled before vLLM was
+        given anything, nothing changes; after that the update goes on to its end, and `version` says when that was.
+        Raises:  EngineError if the policy is another architecture, or cannot go over `weights="ipc"`; the engine then
+            keeps what it has. If vLLM fails amid an update, its weights are neither the old nor the new ones: it
+            refuses to sample until an update has succeeded.
         """
         if not isinstance(policy, Policy):
             raise EngineError(f"update takes a Policy, and got a {type(policy).__name__}")
@@ -339,12 +365,7 @@ class VLLMEngine(Engine):
                 )
         host = await self._ready()
         host.check_awake()
-        path, version = await asyncio.to_thread(write_weights, policy)
-        try:
-            await host.load(str(path), version)
-        finally:
-            shutil.rmtree(path.parent, ignore_errors=True)
-        self._version = version
+        await host.load(policy, self._weights)
 
     # --- in turns with a trainer ---
 
@@ -372,13 +393,22 @@ class _Host:
     """One running vLLM: a thread with an event loop, and in it AsyncLLM. Knows no `VLLMEngine`, so that one can be
     collected while this runs."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any], version: int) -> None:
+        self.version = version
+        self.sent: str | None = None
+        self.chunk = 0
+        """Bytes of the buffer; 0 for what is good."""
+        self.torn = ""
+        """Why its weights are neither the old nor the new ones."""
+        self._tears = 0
         self.folder = Path(tempfile.mkdtemp(prefix="agentfly-vllm-"))
         self.log = self.folder / "vllm.log"
         self.log.touch()
         self.exact = False
         self.asleep = False
+        self._cards: list[str] = []
         self._loading = asyncio.Lock()
+        self._transfers: set[asyncio.Task[None]] = set()
         self._settings = settings
         self._llm: Any = None
         self._kinds: Any = None
@@ -396,7 +426,7 @@ class _Host:
             return "starting"
         if self._llm is None:
             return "stopped"
-        return "dead" if self._llm.errored else "asleep" if self.asleep else "running"
+        return "dead" if self._llm.errored else "asleep" if self.asleep else "torn" if self.torn else "running"
 
     # --- from any event loop ---
 
@@ -480,13 +510,22 @@ class _Host:
         except Exception as error:
             raise self._explain(error) from error
 
-    async def load(self, path: str, version: int) -> None:
+    async def load(self, policy: Policy, way: Literal["auto", "ipc", "shm"]) -> None:
         try:
-            await self.call(lambda: self._load(path, version))
+            await self.call(lambda: self._load(policy, way))
         except (EngineError, asyncio.CancelledError):
             raise
         except Exception as error:
             raise self._explain(error) from error
+
+    def check(self) -> None:
+        """Raises:  EngineError if nothing true can be sampled now."""
+        self.check_awake()
+        if self.torn:
+            raise EngineError(
+                f"an update of the weights failed amid its work ({self.torn}); await engine.update(policy) sends them "
+                "whole, or await engine.close() and engine.start() load the first ones"
+            )
 
     def check_awake(self) -> None:
         if self.asleep:
@@ -526,40 +565,107 @@ class _Host:
 
     async def _generate(self, name: str, ids: list[int], options: dict[str, Any]) -> Any:
         params_type, final = self._kinds
+        tears = self._tears
         params = params_type(flat_logprobs=True, output_kind=final, **options)
         outputs = [out async for out in self._llm.generate({"prompt_token_ids": ids}, params, name)]
+        if self._tears != tears:
+            raise EngineError("an update of the weights failed amid its work while the request ran, which is void")
         if not outputs:
             raise EngineError("vLLM ended a request without an output")
         return outputs[-1].outputs[0]
 
-    async def _load(self, path: str, version: int) -> None:
-        llm = self._llm
+    async def _load(self, policy: Policy, way: Literal["auto", "ipc", "shm"]) -> None:
+        """`_transfer`, in a task of its own: who waits may go, and half of the weights must not stay."""
+        deliveries: list[Delivery] = []
+        transfer = self._loop.create_task(self._transfer(policy, way, deliveries))
+        self._transfers.add(transfer)
+        transfer.add_done_callback(lambda done: done.cancelled() or done.exception())  # asked for, should nobody wait
+        transfer.add_done_callback(self._transfers.discard)
+        try:
+            await asyncio.shield(transfer)
+        except asyncio.CancelledError:
+            if not any(delivery.begun for delivery in deliveries):
+                transfer.cancel()
+            raise
+
+    async def _transfer(self, policy: Policy, way: Literal["auto", "ipc", "shm"], deliveries: list[Delivery]) -> None:
         async with self._loading:
-            await llm.pause_generation(mode="keep", clear_cache=False)
+            why = why_no_ipc(policy, self._cards) if way != "shm" else ""
+            if not why and way != "shm":
+                try:
+                    await self._deliver(policy, "ipc", deliveries)
+                    self.sent = "ipc"
+                    return
+                except Unopened as error:
+                    why = str(error)
+            if way == "ipc":
+                raise EngineError(f'weights="ipc" cannot be: {why}; "auto" sends them through shared memory then')
             try:
-                await llm.collective_rpc("agentfly_load", args=(path,))
+                await self._deliver(policy, "shm", deliveries)
+            except Unopened as error:
+                raise EngineError(f"vLLM's worker cannot open the buffer with the weights: {error}") from error
+            self.sent = f"shm ({why})" if why else "shm"
+
+    async def _ask(self, request: Coroutine[Any, Any, Any]) -> Any:
+        """What vLLM's core answers. As it is, what was asked of a core that then dies is waited for in all eternity."""
+        task = self._loop.create_task(request)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=_LOOK_SECONDS)
+                if not task.done() and self._llm.errored:
+                    raise self._llm.dead_error
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def _deliver(self, policy: Policy, way: Way, deliveries: list[Delivery]) -> None:
+        llm = self._llm
+
+        async def call(method: str, *args: Any) -> list[str | None]:
+            answers: list[str | None] = await self._ask(llm.collective_rpc(method, args=args))
+            return answers
+
+        # Written before the pause: with a small model the pause is only as long as vLLM loads.
+        async with Delivery(policy, way, self.chunk or CHUNK[way]) as delivery:
+            deliveries.append(delivery)
+            self.check_awake()
+            await self._ask(llm.pause_generation(mode="keep", clear_cache=False))
+            try:
+                await delivery.send(call)
                 # What stands still goes on with keys and values that are made anew under the new weights.
-                await llm.reset_prefix_cache(reset_running_requests=True)
+                await self._ask(llm.reset_prefix_cache(reset_running_requests=True))
                 if hasattr(llm, "update_weight_version"):
-                    await llm.update_weight_version(str(version))
-            finally:
-                await llm.resume_generation()
+                    await self._ask(llm.update_weight_version(str(delivery.version)))
+                self.version, self.torn = delivery.version, ""
+            except BaseException as error:
+                if delivery.begun:
+                    self.torn = f"{type(error).__name__}: {error}"
+                    self._tears += 1
+                    if isinstance(error, asyncio.CancelledError):
+                        raise  # nothing but the end of this host cancels it by now
+                    with contextlib.suppress(Exception):  # of a core that died: what it died of is told
+                        await self._ask(llm.collective_rpc("agentfly_drop"))
+                        await self._ask(llm.pause_generation(mode="abort", clear_cache=True))
+                with contextlib.suppress(Exception):
+                    await self._ask(llm.resume_generation())
+                raise
+            await self._ask(llm.resume_generation())
 
     async def _sleep(self) -> None:
         async with self._loading:
             self.asleep = True  # nothing new begins
             try:
-                await self._llm.pause_generation(mode="wait", clear_cache=True)
-                await self._llm.sleep(1)
+                await self._ask(self._llm.pause_generation(mode="wait", clear_cache=True))
+                await self._ask(self._llm.sleep(1))
             except BaseException:
                 self.asleep = False
-                await self._llm.resume_generation()
+                await self._ask(self._llm.resume_generation())
                 raise
 
     async def _wake(self) -> None:
         async with self._loading:
-            await self._llm.wake_up()
-            await self._llm.resume_generation()
+            await self._ask(self._llm.wake_up())
+            await self._ask(self._llm.resume_generation())
             self.asleep = False
 
     def _run(self) -> None:
@@ -595,8 +701,9 @@ class _Host:
             args = AsyncEngineArgs(**self._settings)
             self._kinds = (SamplingParams, RequestOutputKind.FINAL_ONLY)
             self._llm = AsyncLLM.from_engine_args(args)
-        found = await self._llm.collective_rpc("agentfly_prepare", args=(os.getpid(),))
+        found = await self._ask(self._llm.collective_rpc("agentfly_prepare", args=(os.getpid(),)))
         self.exact = all(worker["exact"] for worker in found)
+        self._cards = [worker["card"] for worker in found]
 
     def _check_heads(self) -> None:
         """A CPU core dies of a head size that its kernels do not have; say it before a minute has passed."""
@@ -749,30 +856,3 @@ def _kv_bytes(config: Any, tokens: int) -> int:
     size = int(getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads)
     token = 2 * int(config.num_hidden_layers) * heads * size * 4
     return min(max(tokens * token, 64 << 20), 4 << 30)
-
-
-def write_weights(policy: Policy) -> tuple[Path, int]:
-    """The model's weights in a file of their own: an adapter merged, without the value head, tied ones once."""
-    from safetensors.torch import save_file
-
-    shared = "/dev/shm"
-    if policy.has_adapter:
-        policy = policy.merged()
-    with policy.lock:
-        seen: set[tuple[int, tuple[int, ...]]] = set()
-        tensors = {}
-        for name, tensor in policy.model.state_dict().items():
-            key = (tensor.data_ptr(), tuple(tensor.shape))
-            if key not in seen:
-                seen.add(key)
-                tensors[name] = tensor.detach().cpu().contiguous()
-        version = policy.version
-        size = sum(t.numel() * t.element_size() for t in tensors.values())
-        roomy = os.path.isdir(shared) and shutil.disk_usage(shared).free > 2 * size
-        folder = Path(tempfile.mkdtemp(prefix="agentfly-weights-", dir=shared if roomy else None))
-        try:
-            save_file(tensors, folder / "model.safetensors")
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-    return folder / "model.safetensors", version

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker process: new weights from a file, exact numbers from the sampler, no orphans.
+"""What runs inside vLLM's worker process: new weights in place, exact numbers from the sampler, no orphans.
 
 vLLM mixes `WorkerExtension` into its worker class and calls its methods by name. Nothing here is imported by the
 notebook's process, and vLLM is imported only inside the functions. Verified with vLLM 0.32 (CPU); what a version lacks
@@ -7,12 +7,14 @@ is reported by `agentfly_prepare`, and the engine then declares less.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import threading
-from collections.abc import Iterator
 from typing import Any
+
+from agentfly_kit.engines.weights import Piece, Unpacking, card, open_buffer
 
 EXTRA = 2
 """Columns that `exact_sampler` puts between the sampled token's logprob and the most probable ones."""
@@ -23,43 +25,102 @@ class WorkerExtension:
 
     model_runner: Any
     vllm_config: Any
+    device: Any
+    _agentfly_taking: _Taking | None = None
 
-    def agentfly_prepare(self, notebook: int) -> dict[str, bool]:
-        """End with the notebook's process, and make the sampler say more. Returns what could be done."""
+    def agentfly_prepare(self, notebook: int) -> dict[str, Any]:
+        """End with the notebook's process, and make the sampler say more. Returns what could be done, and the GPU's
+        own name ("" on a CPU)."""
         _end_with(notebook)
-        return {"exact": exact_sampler(self.model_runner)}
+        return {"exact": exact_sampler(self.model_runner), "card": card(self.device)}
 
-    def agentfly_load(self, path: str) -> None:
-        """Put the weights of a safetensors file in place of the present ones, by the names of transformers.
+    def agentfly_take(self, handle: dict[str, Any], pieces: list[Piece], number: int, last: bool) -> str | None:
+        """Put one chunk of new weights in place of the present ones, by the names of transformers.
 
-        Raises:  ValueError naming parameters that the file did not fill.
+        handle: where the chunk is; the same buffer for each of a delivery.
+        number: 0 begins a delivery, whatever became of the one before; the others follow in order.
+        Returns None when the chunk is needed no more, or why the buffer could not be opened: nothing has changed then.
+        Raises:  ValueError naming parameters that the delivery did not fill, or for a chunk out of turn. The weights
+            are then neither the old nor the new ones, until a whole delivery has come.
         """
+        if number == 0:
+            self.agentfly_drop()
+            try:
+                buffer = open_buffer(handle, self.device)
+            except Exception as error:  # a driver's refusals have many types
+                return f"{type(error).__name__}: {error}"
+            self._agentfly_taking = _Taking(self.model_runner.get_model(), self.vllm_config, buffer)
+        if self._agentfly_taking is None:
+            raise ValueError(f"chunk {number} of new weights came without the ones before")
+        try:
+            self._agentfly_taking.take(pieces, number, last)
+        except BaseException:
+            self.agentfly_drop()
+            raise
+        if last:
+            self._agentfly_taking = None
+        return None
+
+    def agentfly_drop(self) -> None:
+        """Give up a delivery that will not go on, and close its buffer."""
+        taking, self._agentfly_taking = self._agentfly_taking, None
+        if taking is not None:
+            taking.give_up()
+
+
+class _Taking:
+    """One delivery, as far as it has come: vLLM's layerwise reload, begun with its first chunk, ended with its last."""
+
+    def __init__(self, model: Any, config: Any, buffer: Any) -> None:
+        self._model, self._config, self._buffer = model, config, buffer
+        self._unpacking = Unpacking()
+        self._next = 0
+        self._wanted = {name for name, _ in model.named_parameters()}
+        self._loaded: set[str] | None = set()
+        """None from a model that does not tell."""
+
+    def take(self, pieces: list[Piece], number: int, last: bool) -> None:
         import torch
-        from safetensors import safe_open
         from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        if number != self._next:
+            raise ValueError(f"chunk {number} of new weights came where {self._next} should be")
+        self._next += 1
+        with torch.no_grad(), set_current_vllm_config(self._config):
+            if number == 0:
+                # On a CPU every matrix is packed after it was loaded: the plain way to load would write into nothing.
+                initialize_layerwise_reload(self._model)
+            whole = list(self._unpacking.read(pieces, self._buffer))
+            loaded = self._model.load_weights(iter(whole)) if whole else set()
+            self._loaded = None if self._loaded is None or loaded is None else self._loaded | set(loaded)
+            if last:
+                self._end()
+        if self._buffer.is_cuda:
+            torch.cuda.synchronize(self._buffer.device)  # the sender writes over it when this has returned
+        if last:
+            unseen = self._wanted - self._loaded if self._loaded is not None else set()
+            lacks = sorted({*self._unpacking.unfinished, *unseen})
+            if lacks:
+                raise ValueError(f"the new weights lack {', '.join(lacks[:5])}{' ...' if len(lacks) > 5 else ''}")
+
+    def _end(self) -> None:
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        model = self.model_runner.get_model()
-        wanted = {name for name, _ in model.named_parameters()}
+        finalize_layerwise_reload(self._model, self._config.model_config)
+        # A tied output matrix is packed too, and the reload leaves that copy as it was.
+        for module in self._model.modules():
+            if isinstance(module, VocabParallelEmbedding):
+                module.quant_method.process_weights_after_loading(module)
 
-        def weights() -> Iterator[tuple[str, Any]]:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - it is no dictionary
-                    yield name, file.get_tensor(name)
+    def give_up(self) -> None:
+        """Leave vLLM's layers as a new delivery needs them. What they hold is of no use until it has come."""
+        import torch
+        from vllm.config import set_current_vllm_config
 
-        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
-            # On a CPU every matrix is packed after it was loaded: the plain way of loading would write into nothing.
-            initialize_layerwise_reload(model)
-            loaded = model.load_weights(weights())
-            finalize_layerwise_reload(model, self.vllm_config.model_config)
-            # A tied output matrix is packed too, and the reload leaves that copy as it was.
-            for module in model.modules():
-                if isinstance(module, VocabParallelEmbedding):
-                    module.quant_method.process_weights_after_loading(module)
-        missing = sorted(wanted - set(loaded)) if loaded is not None else []
-        if missing:
-            raise ValueError(f"the new weights lack {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}")
+        with torch.no_grad(), set_current_vllm_config(self._config), contextlib.suppress(Exception):
+            self._end()
 
 
 def _end_with(notebook: int) -> None:
