@@ -37,6 +37,7 @@ from agentfly_kit.trainer import checkpoint
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.crew import Crew, in_thread
 from agentfly_kit.trainer.estimate import Estimate
+from agentfly_kit.trainer.fall import Fall
 from agentfly_kit.trainer.identity import fingerprint
 from agentfly_kit.trainer.order import Order
 from agentfly_kit.types import Stats, Task
@@ -173,6 +174,7 @@ class TrainRun:
         self._twin: Agent | None = None
         """With an engine of its own weights, which stay as they are while the policy learns."""
         self._kl_coef = config.kl_coef
+        self._fall = Fall()
         self._next = 0
         self._replay: list[dict[str, float]] = []
         self._given = 0
@@ -380,6 +382,14 @@ class TrainRun:
             why = next((str(t.error) for t in rollout.trajectories if t.error), "")
             share = record["unscored"]
             warnings.warn(f"step {index + 1}: {share:.0%} of the chains were unscored. {why}", stacklevel=2)
+        # Harder tasks earn less by themselves.
+        fell = None if config.difficulty else self._fall.look(index + 1, rollout, record.get("approx_kl", math.nan))
+        if fell is not None:
+            warnings.warn(
+                f"step {index + 1}: {fell}. Try a smaller lr than {config.lr:g}, target_kl=0.05, or fewer epochs, in a "
+                "new run; the folder keeps the weights of the last checkpoint alone",
+                stacklevel=2,
+            )
         try:
             await self._crew.led(self._keep, index, rollout, record)
             if not self._crew.first:
