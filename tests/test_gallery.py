@@ -1,7 +1,7 @@
 """The pictures of docs/gallery.md: made here from real rollouts and runs of the shipped policy, to be looked at.
 
-They are written to build/gallery; after a change of a view copy them to docs/images/gallery. What a cell shows of
-the other objects is in build/screenshots.
+They are written to build/gallery; after a change of a view copy them to docs/images/gallery, and README.md's, which is
+build/train-view.png, to docs/images. What a cell shows of the other objects is in build/screenshots.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ SHOTS = {
     "chain_stepper": "stepper = w.ChainStepper(chain)\nstepper",
 }
 OBJECTS = "for name, thing in objects.items():\n    print(name)\n    display(thing)"
+ONE_RUN = "w.TrainView(runs[0], names=['calculator'])"
 SIZES = {"": (1060, 2400), "-narrow": (520, 3400)}  # a view that is cut is no picture
 
 
@@ -153,7 +154,7 @@ def test_the_gallery_has_its_pictures() -> None:
 def test_pictures_for_the_gallery(notebook: Any) -> None:
     from PIL import Image
 
-    nb = notebook(SETUP, *SHOTS.values(), OBJECTS, size=SIZES[""])
+    nb = notebook(SETUP, *SHOTS.values(), OBJECTS, ONE_RUN, size=SIZES[""])
     nb.command("application:toggle-left-area")
     nb.run(wait=False)
     nb.finish(300)
@@ -194,5 +195,11 @@ def test_pictures_for_the_gallery(notebook: Any) -> None:
             shown.scroll_into_view_if_needed()
             page.wait_for_timeout(300)
             keep(shown, OTHERS / f"objects{size}-{theme.lower()}.png")
+    page.set_viewport_size(dict(zip(("width", "height"), SIZES[""], strict=True)))
+    nb.theme("Light")
+    one = page.locator(".jp-Notebook .jp-Cell").nth(2 + len(SHOTS)).locator(".afk")
+    one.scroll_into_view_if_needed()
+    page.wait_for_timeout(300)
+    keep(one, MADE.parent / "train-view.png")
     assert names() == {path.name for path in MADE.glob("*.png")}
     nb.execute("gate.set()\nawait going")
