@@ -123,6 +123,7 @@ class Chain:
         """The trajectory that it goes on from: `agent.chain(trajectory)`."""
         self.continues: Place | None = None
         """The place whose seeds it then has."""
+        self._counted: tuple[Turn | None, int] = None, 0
         self.turn: Turn = self._prompt()
 
     @classmethod
@@ -211,7 +212,11 @@ class Chain:
     @property
     def actions(self) -> int:
         """Actions taken: a forced beginning and what was sampled after it are one."""
-        return sum(1 for turn in self.turns if turn.kind in ("action", "forced") and turn.messages)
+        leaf, count = self._counted  # asked for at every report
+        if leaf is not self.turn:
+            count = sum(1 for turn in self.turns if turn.kind in ("action", "forced") and turn.messages)
+            self._counted = self.turn, count
+        return count
 
     @property
     def idle(self) -> bool:

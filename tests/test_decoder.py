@@ -71,6 +71,7 @@ def test_one_token_comes_out_the_same_bit_for_bit_in_any_company(heads: int) -> 
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, 90, (24, 70), generator=generator)
     at = torch.randint(3, 60, (24,), generator=generator)
+    at[:8] %= 40  # eight of them alone are given fewer keys than all together
     seen: list[torch.Tensor] = []
     for count, capacity, rows in (
         (24, 64, range(24)),

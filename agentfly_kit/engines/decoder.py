@@ -51,6 +51,8 @@ class Decoder:
         self._key: object = None
         self._layers: list[tuple[Tensor, ...]] = []
         self._biases: list[Tensor | None] = []
+        self._packed: list[tuple[Tensor, ...]] | None = None
+        """By layer its four matrices as oneDNN wants them, for products over many rows; made when they are needed."""
         self._cos = self._sin = torch.zeros(0)
 
     def __call__(self, store: Slots, tokens: Tensor, positions: Tensor, mask: Tensor, *, stamp: object) -> Tensor:
@@ -61,8 +63,11 @@ class Decoder:
         (rows, width), heads, kv, size = tokens.shape, self._heads, self._kv, self._size
         x = F.embedding(tokens, self._trunk.embed_tokens.weight)
         cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
-        for i, (qkv, out, gate_up, down, before, after, scale) in enumerate(self._layers):
-            found = F.linear(self._norm(x, before), qkv, self._biases[i]).view(rows, width, heads + 2 * kv, size)
+        if self._packed is None:
+            self._packed = [tuple(_pack(w) for w in layer[:4]) for layer in self._layers]
+        for i, (*_, before, after, scale) in enumerate(self._layers):
+            qkv, out, gate_up, down = self._packed[i]
+            found = _product(self._norm(x, before), qkv, self._biases[i]).view(rows, width, heads + 2 * kv, size)
             qk = found[:, :, : heads + kv]
             if len(scale):
                 qk = self._norm(qk, None) * scale
@@ -73,9 +78,9 @@ class Decoder:
             seen = F.scaled_dot_product_attention(
                 qk[:, :, :heads].transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=heads != kv
             )
-            x = x + F.linear(seen.transpose(1, 2).reshape(rows, width, heads * size), out)
-            gate, up = F.linear(self._norm(x, after), gate_up).chunk(2, -1)
-            x = x + F.linear(F.silu(gate).mul_(up), down)
+            x = x + _product(seen.transpose(1, 2).reshape(rows, width, heads * size), out)
+            gate, up = _product(self._norm(x, after), gate_up).chunk(2, -1)
+            x = x + _product(F.silu(gate).mul_(up), down)
         return self._norm(x, self._trunk.norm.weight)
 
     def _one(self, store: Slots, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
@@ -113,7 +118,7 @@ class Decoder:
         """Join the weights again if they are others than before."""
         key = (stamp, sum(p._version for p in self._parameters))
         if key != self._key:
-            self._layers, self._biases = [], []
+            self._layers, self._biases, self._packed = [], [], None
             for layer in self._trunk.layers:
                 a, mlp = layer.self_attn, layer.mlp
                 parts = (a.q_proj, a.k_proj, a.v_proj)
@@ -159,6 +164,22 @@ class Decoder:
             float((theirs - ours).abs().max()) <= _TRIAL_GAP * float(theirs.abs().max())
             for theirs, ours in zip(found[:2], found[2:], strict=True)
         )
+
+
+_MANY = 64
+"""Rows that the products of a prompt are packed for. Of any number of them each comes out the same, bit for bit."""
+_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+
+
+def _pack(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight, _MANY) if _ONEDNN else weight
+
+
+def _product(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` by oneDNN where it is built in: at prompts' sizes half the time of MKL's on an AMD processor."""
+    if not packed.is_mkldnn:
+        return F.linear(x, packed, bias)
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 def run_itself(trunk: Any, store: Slots, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from agentfly_kit import seeds
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.decoder import Decoder, run_itself
 from agentfly_kit.engines.sampling import draw
@@ -107,6 +106,7 @@ class LocalEngine(Engine):
         self._now = 0
         self._known: tuple[int, int] | None = None
         self._some: Tensor | None = None  # a few numbers of each weight
+        self._vocabulary = 0
         self._tick = 0
         self.prefilled = 0
         """Tokens computed as context since the start; copies and reused history are not counted."""
@@ -162,7 +162,10 @@ class LocalEngine(Engine):
         if len(ids) >= self.max_length:
             raise EngineError(f"{len(ids)} ids leave no room in a context of {self.max_length}")
         array = np.asarray(ids, dtype=np.int64)
-        if array.min() < 0 or array.max() >= self.policy.vocab_size:
+        # As unsigned numbers negative ones are huge. The model is asked for its vocabulary once a prefill.
+        if array.view(np.uint64).max() >= self._vocabulary and (
+            array.min() < 0 or array.max() >= self.policy.vocab_size
+        ):
             raise EngineError(
                 f"ids from {array.min()} to {array.max()} do not fit a vocabulary of {self.policy.vocab_size}: "
                 "they come from another tokenizer"
@@ -311,9 +314,17 @@ class LocalEngine(Engine):
         parameters = list(self.policy.model.parameters())
         some = torch.cat([p.detach().reshape(-1)[:8].float() for p in parameters])
         key = (self.policy.version, sum(p._version for p in parameters))
+        self._vocabulary = self.policy.vocab_size
         if key != self._known or self._some is None or not torch.equal(some, self._some):
             self._known, self._some = key, some
             self._now += 1
+
+    def _forget_stale(self) -> None:
+        """Empty the slots that other weights filled; rows that run end their turn on what they have."""
+        if self._store is not None:
+            stale = self._weights != self._now
+            stale[: self._active] = False
+            self._store.length[stale] = 0
 
     def _admit(self, request: _Request, *, empty: bool = False) -> tuple[int, int] | None:
         """A slot for the request and how many of its ids are in it already; None if every slot is running.
@@ -322,10 +333,6 @@ class LocalEngine(Engine):
         """
         own = self._session.get(request.session) if request.session is not None else None
         store = self._room(len(request.ids) + request.limit + 1, another=own is None)
-        stale = self._weights != self._now
-        store.length[stale & (np.arange(len(stale)) >= self._active)] = (
-            0  # running rows end their turn on what they have
-        )
         if own is not None and self._rows[own] is not None:
             raise EngineError(f"two requests of the session {request.session!r} at once; a chain samples one at a time")
         source, common = -1, 0
@@ -333,7 +340,7 @@ class LocalEngine(Engine):
             # The usual second turn: all that the session holds is the beginning of what it asks.
             source, common = own, held if bool((store.ids[own, :held] == request.ids[:held]).all()) else 0
         if not common and not empty:
-            source, common = store.longest_prefix(request.ids, own, ~stale)
+            source, common = store.longest_prefix(request.ids, own, self._weights == self._now)
         common = min(common, len(request.ids) - 1)  # at least one token must run, for its logits
         if own is None:
             own = self._take(avoid=source if common else None)
@@ -420,6 +427,7 @@ class LocalEngine(Engine):
         # Locked from here on: what is admitted as computed with these weights is continued with these weights.
         with self.policy.lock:
             self._look_at_weights()
+            self._forget_stale()
             for request in self._waiting:
                 # Chains of one group bring the same prompt: one computes it, and the others take what it found.
                 key = request.ids.tobytes()
@@ -557,7 +565,7 @@ class LocalEngine(Engine):
     ) -> dict[int, str]:
         """Sample one token for each request, whose lanes those are; returns why some ended, by their place."""
         tape, device = self._tape, logits.device
-        noise = seeds.uniforms(tape.seed[lanes], tape.count[lanes].astype(np.uint64))
+        noise = tape.noise(lanes)
 
         def column(values: npt.NDArray[Any], off: float) -> Tensor | None:
             return torch.as_tensor(values, device=device) if bool((values != off).any()) else None
@@ -577,8 +585,9 @@ class LocalEngine(Engine):
         kept = drawn.kept.cpu().numpy() if drawn.kept is not None else None
         full = tape.write(lanes, ids, logprobs, drawn.entropies.cpu().numpy(), kept, version)
         ended = {int(i): "length" for i in full.nonzero()[0]}
-        for i, request in enumerate(requests):
-            if request is not None and request.sampling.stop and self._says(request):
+        for i in tape.stops[lanes].nonzero()[0].tolist():
+            request = requests[i]
+            if request is not None and self._says(request):
                 ended[i] = "string"
         stops = np.array(tuple(self.policy.chat.stop_ids), dtype=np.int64)
         ended.update((int(i), "stop") for i in (ids[:, None] == stops).any(1).nonzero()[0])

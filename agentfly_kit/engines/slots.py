@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_STEP = 32
+_STEP = 16
 """Capacity in tokens is a multiple of this, and so is what one forward looks at."""
 
 
@@ -50,7 +50,7 @@ class Slots:
         """Say where the next forward writes, and get the mask that goes with it.
 
         rows: a count n (the first n slots, no copy) or indices (R,). positions: (R, C) int64.
-        Returns (R, 1, C, S) bool, True where a query may look; S is a multiple of 32 that covers all positions.
+        Returns (R, 1, C, S) bool, True where a query may look; S is a multiple of 16 that covers all positions.
         """
         self._seen = min(self.capacity, -(-(int(positions.max()) + 1) // _STEP) * _STEP)
         self._positions = positions

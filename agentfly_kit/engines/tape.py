@@ -9,7 +9,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from agentfly_kit import seeds
 from agentfly_kit.types import Sampling
+
+_AHEAD = 16
+"""Tokens whose noise a lane has at hand: it costs the same two dozen array operations for one token as for these."""
 
 
 class Tape:
@@ -24,11 +28,13 @@ class Tape:
         self.top_p: npt.NDArray[np.float32] = np.zeros(0, dtype=np.float32)
         self.top_k: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.min_p: npt.NDArray[np.float32] = np.zeros(0, dtype=np.float32)
+        self.stops: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)  # whether a text may end it
         self.ids: npt.NDArray[np.int64] = np.zeros((0, 0), dtype=np.int64)
         self.logprobs: npt.NDArray[np.float32] = np.zeros((0, 0), dtype=np.float32)
         self.entropies: npt.NDArray[np.float32] = np.zeros((0, 0), dtype=np.float32)
         self.kept: npt.NDArray[np.float32] = np.zeros((0, 0), dtype=np.float32)
         self.versions: npt.NDArray[np.int64] = np.zeros((0, 0), dtype=np.int64)
+        self._noise: npt.NDArray[np.float64] = np.zeros((0, _AHEAD), dtype=np.float64)
 
     def open(self, sampling: Sampling, seed: int, limit: int) -> int:
         """A lane for a request that will sample at most `limit` tokens."""
@@ -38,6 +44,7 @@ class Tape:
         self.count[lane], self.limit[lane], self.seed[lane] = 0, limit, seed
         self.temperature[lane] = sampling.temperature
         self.top_p[lane], self.top_k[lane], self.min_p[lane] = sampling.top_p, sampling.top_k, sampling.min_p
+        self.stops[lane] = bool(sampling.stop)
         return lane
 
     def close(self, lane: int) -> None:
@@ -47,6 +54,17 @@ class Tape:
         """The newest token of each lane."""
         newest: npt.NDArray[np.int64] = self.ids[lanes, self.count[lanes] - 1]
         return newest
+
+    def noise(self, lanes: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """The noise of each lane's next token, (B,) in [0, 1): `seeds.uniforms` of its seed and how many it has."""
+        at = self.count[lanes] % _AHEAD
+        due = lanes[at == 0]
+        if len(due):
+            counters = (self.count[due][:, None] + np.arange(_AHEAD)).astype(np.uint64)
+            found = seeds.uniforms(np.repeat(self.seed[due], _AHEAD), counters.reshape(-1))
+            self._noise[due] = found.reshape(-1, _AHEAD)
+        drawn: npt.NDArray[np.float64] = self._noise[lanes, at]
+        return drawn
 
     def write(
         self,
@@ -73,9 +91,10 @@ class Tape:
 
     def _widen(self, lanes: int, width: int) -> None:
         held = len(self.count)
-        for name in ("count", "limit", "seed", "temperature", "top_p", "top_k", "min_p"):
+        for name in ("count", "limit", "seed", "temperature", "top_p", "top_k", "min_p", "stops"):
             old = getattr(self, name)
             setattr(self, name, np.concatenate([old, np.zeros(lanes - held, dtype=old.dtype)]))
+        self._noise = np.concatenate([self._noise, np.zeros((lanes - held, _AHEAD))])
         for name in ("ids", "logprobs", "entropies", "kept", "versions"):
             old = getattr(self, name)
             new = np.zeros((lanes, width), dtype=old.dtype)
