@@ -253,7 +253,9 @@ class Pool(Generic[S]):
     max_starting     how many may be on their way up at once.
     capacity         memory and processes that this pool shares with others, see Capacity.
     acquire_timeout  seconds that a lease is waited for when the one who waits says nothing else.
-    start_timeout    seconds that a sandbox may take to start.
+    start_timeout    seconds that a sandbox may take to start, or to be reset. Then it is cancelled, and another takes
+                     its place; for `close` it is 5 seconds, then `kill`. One that catches its cancellation and goes on
+                     is warned about and left behind.
 
     No `async with` is needed. A pool that is rebound, collected, or there when Python exits takes its sandboxes with
     it. It may be used from one event loop after another.
@@ -358,7 +360,10 @@ class Pool(Generic[S]):
             return
         for name, value in self.options.items():
             if name not in parameters:
-                raise SettingsError(f"Pool({self.name}, {name}={value!r}): {self.name} takes no {name}=")
+                takes = ", ".join(f"{each}=" for each in parameters) or "no settings"
+                raise SettingsError(
+                    f"Pool({self.name}, {name}={value!r}): {self.name} takes no {name}=; it takes {takes}"
+                )
 
     # --- looking
 
@@ -734,9 +739,11 @@ class Pool(Generic[S]):
                 self._sandboxes[slot] = sandbox
             async with asyncio.timeout(self.start_timeout) as clock:
                 await _call(sandbox, "start")
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             late = clock is not None and clock.expired()
-            reason = SandboxError(f"it did not start within {self.start_timeout:g} s") if late else error
+            reason: BaseException = error
+            if late:
+                reason = SandboxError(f"it did not start within {self.start_timeout:g} s")
             hopeless = isinstance(reason, IsolationError | SettingsError | TypeError)
             self._change(StartFailed(slot, reason, hopeless))
         else:
@@ -763,7 +770,7 @@ class Pool(Generic[S]):
                     return
         except NotImplementedError:
             self._change(Died(slot, "this kind is not reset but replaced"))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._change(Died(slot, f"its reset failed: {type(error).__name__}: {error}"))
         else:
             self._change(Reset(slot))

@@ -68,6 +68,24 @@ async def test_what_is_missing_is_named_with_what_to_type(monkeypatch: pytest.Mo
         scienceworld.Simulator(512)
 
 
+@here
+@pytest.mark.parametrize("says", ["echo no; exit 1", "exec sleep 60 >&-", "echo no; exec sleep 60"])
+def test_a_java_that_is_broken_leaves_no_process_and_no_pipe(
+    says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    java = tmp_path / "java"
+    java.write_text(f"#!/bin/sh\necho $$ > {tmp_path / 'pid'}\n{says}\n")
+    java.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    import py4j.java_gateway  # noqa: F401  (what it opens itself is not of this)
+
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(af.errors.SandboxError, match="ended before it was ready") as broken:
+        scienceworld.Simulator(512)
+    assert len(os.listdir("/proc/self/fd")) == before, f"while {broken.value!r} is kept, and all it remembers"
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
+
+
 @pytest.mark.real
 @here
 async def test_its_own_solutions_score_all_and_luck_does_not() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import inspect
 import json
 import random
 from typing import Any
@@ -10,6 +11,7 @@ import agents
 import pytest
 
 import agentfly_kit as af
+from agentfly_kit.errors import SettingsError
 from agentfly_kit.types import Task
 
 
@@ -105,6 +107,24 @@ async def test_a_group_begins_alike_and_the_task_may_name_its_seed() -> None:
     await agent.rollout([task(id="a"), task(id="b"), task(id="c", seed=5)], 2)
     assert len(set(seeds)) == 3
     assert 5 in seeds
+
+
+@pytest.mark.parametrize("family", ["code", "repo", "sql"])
+async def test_settings_that_go_to_a_sandbox_inside_are_known_by_name(family: str) -> None:
+    """They are refused when the agent is made, not when its first chain wants a sandbox; and a Capacity counts them."""
+    module = getattr(af.envs, family)
+    for wrong in ("memry_mb", "max_rows"):
+        with pytest.raises(SettingsError, match=rf"takes no {wrong}=; it takes .*seconds=, .*memory_mb="):
+            module.agent(af.ScriptedEngine(["x"]), chat=af.tiny.policy().chat, options={wrong: 64})
+    agent = module.agent(af.ScriptedEngine(["x"]), chat=af.tiny.policy().chat, options={"memory_mb": 64, "seconds": 3})
+    (pool, *_) = agent.pools
+    assert pool._cost() == {"memory_mb": 64, "processes": 32}
+    made = pool.kind(**pool.options)
+    assert made._sandbox.limits.memory_mb == 64
+    for name, parameter in inspect.signature(pool.kind).parameters.items():
+        if name in ("memory_mb", "processes", "cpu_seconds", "disk_mb", "network"):
+            assert parameter.default == getattr(pool.kind()._sandbox.limits, name)
+    assert pool.kind()._sandbox.max_output == inspect.signature(pool.kind).parameters["max_output"].default
 
 
 async def test_64_chains_at_once_share_ten_environments_and_see_only_their_own() -> None:

@@ -668,7 +668,7 @@ def test_settings_that_cannot_be():
         Pool(Plain, size=0)
     with pytest.raises(SettingsError, match="warm=3"):
         Pool(Plain, size=2, warm=3)
-    with pytest.raises(SettingsError, match="Plain takes no memory_mb="):
+    with pytest.raises(SettingsError, match="Plain takes no memory_mb=; it takes no settings"):
         Pool(Plain, memory_mb=64)  # a limit that nothing would apply
     with pytest.raises(SettingsError, match="want a class"):
         Pool(Plain())  # type: ignore[arg-type]
@@ -1237,6 +1237,25 @@ async def test_what_a_kind_raises_is_its_own_end_and_nobody_elses(where: str, wh
     # What was not reset is closed and replaced; a close that fails is not tried again.
     wanted = {"reset": ["start", "reset", "close"] * 2, "close": ["start", "reset", "reset", "close"]}
     assert kind.calls == wanted[where]
+
+
+async def test_a_class_and_a_health_check_that_leave_python():
+    class Leaves:
+        def __init__(self) -> None:
+            raise SystemExit(2)
+
+    async with Pool(Leaves, size=1, acquire_timeout=20) as pool:
+        with pytest.raises(SandboxError, match="no Leaves could be started: 2"):
+            await pool.acquire()
+
+    def healthy(sandbox: Notes) -> bool:
+        raise SystemExit(2)
+
+    async with Pool(Notes, size=1, acquire_timeout=20, healthy=healthy) as pool:
+        for _ in range(2):
+            async with pool.lease() as notes:
+                assert await notes.run("a") == ["a"]
+        assert pool.snapshot().dead == 2
 
 
 async def test_a_close_that_hangs_is_cancelled_once_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch):

@@ -38,9 +38,9 @@ start, alive, close as of any kind of sandbox; may be left out.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentfly_kit import episodes, functions
 from agentfly_kit.context import Context, FromPool, injection
@@ -54,6 +54,7 @@ from agentfly_kit.types import ToolResult
 if TYPE_CHECKING:
     from agentfly_kit.chain import Chain
 
+K = TypeVar("K")
 OVER = "The episode is over."
 _OTHERS = 4
 """Sandboxes of a kind that are made for tools and rewards: they are wanted for a moment each."""
@@ -195,6 +196,24 @@ class Opening:
     async def __call__(self, chain: Chain) -> Any:
         await chain.context.sandbox(self.kind)
         return chain.context.openings.get(self.kind)
+
+
+def passes_on(kind: type, *, but: Sequence[str] = (), **defaults: Any) -> Callable[[type[K]], type[K]]:
+    """For a class whose `__init__` hands its **settings to another: their names and defaults, but those in `but`, are
+    its own then, for whoever asks it: a pool, which refuses others when it is made, a Capacity, and a person's `?`."""
+
+    def decorate(cls: type[K]) -> type[K]:
+        own = inspect.signature(cls)
+        named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        more = [
+            parameter.replace(default=defaults.get(name, parameter.default))
+            for name, parameter in inspect.signature(kind).parameters.items()
+            if name not in own.parameters and name not in but
+        ]
+        cls.__signature__ = own.replace(parameters=[*named, *more])  # type: ignore[attr-defined]
+        return cls
+
+    return decorate
 
 
 def agent(

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeGuard
 
 from agentfly_kit import data
 from agentfly_kit.data import Tasks
+from agentfly_kit.envs.base import passes_on
 from agentfly_kit.envs.family import Family, Move
 from agentfly_kit.errors import SettingsError, TaskError
 from agentfly_kit.sandboxes.grader import Grader
@@ -37,6 +38,7 @@ def code_in(text: str) -> str:
     return str(blocks[-1]) if blocks else text
 
 
+@passes_on(PythonSandbox, packages=False)
 class Code:
     """One task, an interpreter of the chain's own, and what was submitted.
 

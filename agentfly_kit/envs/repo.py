@@ -30,6 +30,7 @@ from typing import Any
 
 from agentfly_kit import data
 from agentfly_kit.envs import mutation
+from agentfly_kit.envs.base import passes_on
 from agentfly_kit.envs.family import Family, Move, told
 from agentfly_kit.errors import SettingsError, TaskError, ToolError
 from agentfly_kit.sandboxes.files import FileSandbox
@@ -265,6 +266,7 @@ async def grade(
 # --- the environment -----------------------------------------------------------------------------
 
 
+@passes_on(FileSandbox)
 class Repo:
     """One working copy, and the tests of its task.
 

@@ -12,13 +12,15 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import os
 import random
 import shutil
 import subprocess
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from agentfly_kit.data import Tasks
 from agentfly_kit.envs.family import Family, Move, PlayerEngine, small_chat, told
@@ -94,6 +96,40 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 pipe.close()
 
 
+def _launch(jar: str, options: Sequence[str]) -> tuple[int, str, subprocess.Popen[bytes]]:
+    """Its port, the word to be said there, and the process. As py4j's launch_gateway, which leaves a Java that says no
+    port, and the pipes to it, to Python's collector.
+
+    Raises:  ValueError if it ended before it said its port.
+    """
+    from py4j.java_gateway import find_jar_path
+
+    process = subprocess.Popen(
+        [
+            # It reads its standard input, and ends with whoever started it. The port is on the loopback, and whoever
+            # speaks to it can run anything: so it asks for a word.
+            "java", "-classpath", os.pathsep.join((find_jar_path(), jar)), *options, "py4j.GatewayServer",
+            "--die-on-broken-pipe", "--enable-auth", "0",
+        ],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=os.path.dirname(jar),
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        port, token = int(process.stdout.readline()), process.stdout.readline().decode().rstrip()
+    except BaseException:
+        _end(process)
+        raise
+    threading.Thread(target=_drain, args=(process.stdout,), name="scienceworld-output", daemon=True).start()
+    return port, token, process
+
+
+def _drain(output: IO[bytes]) -> None:
+    """Nobody reads what it prints, and it must not wait for that."""
+    with contextlib.suppress(OSError, ValueError):  # closed
+        while output.read(65536):
+            pass
+
+
 def _client(wanted: Any, process: subprocess.Popen[bytes]) -> Any:
     """py4j's client, but for what it does when Java has ended: it would write a traceback to the root logger, which
     that brings to standard error, and ask once more. Here whoever asked is told by the exception, and nobody else."""
@@ -131,17 +167,12 @@ class Simulator:
         if shutil.which("java") is None:
             raise SettingsError(f"ScienceWorld's simulator is Java, and there is no `java`; type: {INSTALL_JAVA}")
         import scienceworld
-        from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
+        from py4j.java_gateway import GatewayParameters, JavaGateway
 
         jar = str(Path(scienceworld.__file__).parent / "scienceworld.jar")
         options = [f"-Xmx{memory_mb}m", "-XX:+UseSerialGC", "-XX:+ExitOnOutOfMemoryError", "-XX:TieredStopAtLevel=1"]
         try:
-            # die_on_exit: it reads its standard input, and ends with whoever started it. enable_auth: the port is on
-            # the loopback, and whoever speaks to it can run anything.
-            port, token, self.process = launch_gateway(
-                classpath=jar, die_on_exit=True, javaopts=options, return_proc=True, enable_auth=True,
-                cwd=str(Path(jar).parent), redirect_stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+            port, token, self.process = _launch(jar, options)
             # Whoever drops an environment without closing its pool leaves no process, and no pipe to complain of.
             self._end = weakref.finalize(self, _end, self.process)
             wanted = GatewayParameters(auto_field=True, port=port, auth_token=token)

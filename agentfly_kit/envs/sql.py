@@ -26,6 +26,7 @@ from typing import Any
 from agentfly_kit import data
 from agentfly_kit.data import Tasks
 from agentfly_kit.envs import kendall
+from agentfly_kit.envs.base import passes_on
 from agentfly_kit.envs.family import Family, Move, told
 from agentfly_kit.errors import SandboxError, SettingsError, TaskError
 from agentfly_kit.sandboxes.sql import SQLSandbox
@@ -62,6 +63,7 @@ def score(seen: Rows | str | None, wanted: Rows) -> dict[str, float]:
 # --- environment ---------------------------------------------------------------------------------
 
 
+@passes_on(SQLSandbox, but=("max_rows",), max_output=2**20)
 class SQL:
     """One database, which the chain may change, and the rows that its task's own query gave before that.
 
