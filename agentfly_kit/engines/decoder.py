@@ -94,7 +94,7 @@ class Decoder:
         x = F.embedding(tokens, self._trunk.embed_tokens.weight)
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         seen = mask.shape[-1]
-        hidden = torch.zeros(rows, 1, 1, seen).masked_fill_(~mask[:, 0, :, None], -torch.inf)
+        hidden = torch.where(mask[:, 0, :, None], 0.0, -torch.inf)
         hidden = hidden.expand(rows, kv, share, seen).reshape(rows * kv, share, seen)
         for i, (qkv, out, gate_up, down, before, after, scale) in enumerate(self._layers):
             found = F.linear(self._norm(x, before), qkv, self._biases[i]).view(rows, heads + 2 * kv, size)
