@@ -343,11 +343,14 @@ NO_VERSION_2 = "no writable control groups of version 2 here"
 
 
 def version_2() -> Path | None:
-    """A folder of the kernel's second version, which may lie beside the first and then limits nothing."""
+    """This process's own group of the second version, which may lie beside the first and then limits nothing."""
+    own = Path("/proc/self/cgroup").read_text().splitlines()
+    path = next((line[3:] for line in own if line.startswith("0::")), "")
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, place, kind, *_ = line.split(" ")
-        if kind == "cgroup2" and os.access(place, os.W_OK):
-            return Path(place)
+        if kind == "cgroup2" and path:
+            folder = limits._below(Path(place), path)
+            return folder if os.access(folder, os.W_OK) else None
     return None
 
 
@@ -375,7 +378,7 @@ async def test_with_version_2_it_is_born_there(monkeypatch: pytest.MonkeyPatch):
     hierarchy = Hierarchy("v2", {"": root})
     monkeypatch.setattr(isolation, "hierarchy", lambda: hierarchy)
     watched = Watched(monkeypatch)
-    limited = "memory" in (root / "cgroup.subtree_control").read_text()
+    limited = {"memory", "pids"} <= set((root / "cgroup.subtree_control").read_text().split())
     async with PythonSandbox(
         isolation="shared", memory_mb=256 if limited else None, processes=32 if limited else None
     ) as sandbox:
