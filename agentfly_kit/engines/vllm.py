@@ -703,7 +703,8 @@ class _Host:
             self._llm = AsyncLLM.from_engine_args(args)
         found = await self._ask(self._llm.collective_rpc("agentfly_prepare", args=(os.getpid(),)))
         self.exact = all(worker["exact"] for worker in found)
-        self._cards = [worker["card"] for worker in found]
+        # Of several data-parallel cores only one answers.
+        self._cards = [worker["card"] for worker in found] * args.data_parallel_size
 
     def _check_heads(self) -> None:
         """A CPU core dies of a head size that its kernels do not have; say it before a minute has passed."""

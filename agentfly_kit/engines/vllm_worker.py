@@ -121,6 +121,9 @@ class _Taking:
 
         with torch.no_grad(), set_current_vllm_config(self._config), contextlib.suppress(Exception):
             self._end()
+        if self._buffer.is_cuda:
+            with contextlib.suppress(Exception):
+                torch.cuda.synchronize(self._buffer.device)  # it is closed next, and copies from it may still run
 
 
 def _end_with(notebook: int) -> None:
