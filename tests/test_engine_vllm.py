@@ -464,9 +464,26 @@ async def test_an_update_that_is_cancelled_is_none_or_whole(
             await update
     await settles(lambda: not host._transfers)
     assert await seen(engine, policy) == before and engine.version == version
+    here = asyncio.get_running_loop()
+    pause, paused = host._llm.pause_generation, asyncio.Event()
+
+    async def stays(**options: object) -> None:
+        await pause(**options)
+        here.call_soon_threadsafe(paused.set)
+        await asyncio.sleep(600)
+
+    monkeypatch.setattr(host._llm, "pause_generation", stays)
+    update = asyncio.ensure_future(engine.update(policy))
+    await asyncio.wait([update, asyncio.ensure_future(paused.wait())], return_when=asyncio.FIRST_COMPLETED)
+    update.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await update
+    await settles(lambda: not host._transfers)
+    monkeypatch.undo()
+    async with asyncio.timeout(120):  # it does not stay paused
+        assert await seen(engine, policy) == before and engine.version == version
     monkeypatch.setattr(host, "chunk", 20_000)
     call, calls, reached = host._llm.collective_rpc, [], asyncio.Event()
-    here = asyncio.get_running_loop()
 
     async def counted(*args: object, **options: object) -> object:
         calls.append(args)

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import json
 import random
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import agents
 import pytest
 import torch
 
+from agentfly_kit.engines import weights
 from agentfly_kit.engines.weights import (
     _HANDLE,
     Delivery,
@@ -27,6 +29,7 @@ from agentfly_kit.engines.weights import (
     sources,
     why_no_ipc,
 )
+from agentfly_kit.errors import EngineError
 from agentfly_kit.policy import Policy
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e4m3fn]
@@ -233,6 +236,18 @@ async def test_a_delivery_that_ends_early_frees_the_lock_and_the_buffer(how: str
             await task
     assert begun == [how != "cannot open"]
     assert not policy.lock.locked() and not receiver.folder.exists()
+
+
+async def test_without_room_it_says_where_it_looked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    policy = agents.fresh()
+    monkeypatch.setattr(weights, "_SHARED", str(tmp_path / "no"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nothing"))
+    with pytest.raises(EngineError, match=r"no room for 1\.\d MiB of weights in .*/no or .*/nothing: .*; make room"):
+        async with Delivery(policy, "shm", 1 << 26):
+            pytest.fail("it was held")
+    async with asyncio.timeout(60):
+        while policy.lock.locked():
+            await asyncio.sleep(0.01)
 
 
 async def test_cancelled_while_it_waits_for_the_policy_it_takes_no_lock_with_it() -> None:

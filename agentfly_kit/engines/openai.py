@@ -319,13 +319,21 @@ class OpenAIEngine(Engine):
 
         async def call(method: str, *args: Any) -> list[str | None]:
             body = {"method": method, "args": args, "timeout": 600}
-            answers: list[str | None] = (await self._request("POST", f"{root}/collective_rpc", body))["results"]
+            try:
+                answers: list[str | None] = (await self._request("POST", f"{root}/collective_rpc", body))["results"]
+            except _Refused:
+                delivery.begun = False  # by the server, which asked no worker
+                raise
             return answers
 
         try:
             # In one chunk: a request whose answer was lost is sent again, and that must do no harm.
             async with Delivery(policy, "shm", sys.maxsize) as delivery:
-                await self._request("POST", f"{root}/pause?mode=keep&clear_cache=false")
+                try:
+                    await self._request("POST", f"{root}/pause?mode=keep&clear_cache=false")
+                except asyncio.CancelledError:
+                    await self._request("POST", f"{root}/resume")  # the pause may have begun
+                    raise
                 try:
                     await delivery.send(call)
                     await self._request("POST", f"{root}/reset_prefix_cache?reset_running_requests=true")

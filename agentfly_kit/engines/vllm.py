@@ -629,8 +629,9 @@ class _Host:
         async with Delivery(policy, way, self.chunk or CHUNK[way]) as delivery:
             deliveries.append(delivery)
             self.check_awake()
-            await self._ask(llm.pause_generation(mode="keep", clear_cache=False))
             try:
+                # In here: cancelled while it was asked for, the pause may have begun.
+                await self._ask(llm.pause_generation(mode="keep", clear_cache=False))
                 await delivery.send(call)
                 # What stands still goes on with keys and values that are made anew under the new weights.
                 await self._ask(llm.reset_prefix_cache(reset_running_requests=True))

@@ -19,6 +19,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from agentfly_kit.errors import EngineError
+
 if TYPE_CHECKING:
     import torch
 
@@ -393,7 +395,13 @@ class Delivery:
             except RuntimeError as error:
                 raise Unopened(f"{type(error).__name__}: {error}") from error
         else:
-            self._buffer = SharedMemory(size)
+            try:
+                self._buffer = SharedMemory(size)
+            except OSError as error:
+                raise EngineError(
+                    f"no room for {size / 2**20:.1f} MiB of weights in {_SHARED} or {tempfile.gettempdir()}: {error}; "
+                    "make room, or set TMPDIR to a folder that has some"
+                ) from error
         self._pack(0)
 
     def _pack(self, number: int) -> None:
