@@ -692,3 +692,30 @@ async def test_reproducible_is_said_of_float32_on_cpu_only() -> None:
     assert not LocalEngine(half).reproducible
     got = await LocalEngine(half).sample(prompt(5), Sampling(max_tokens=4), 0)
     assert all(math.isfinite(x) for x in got.logprobs or (math.nan,))
+
+
+async def test_memory_that_nobody_has_written_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots have more room than is in use. torch fills what it reserves with NaN here; masked, a NaN is still a NaN."""
+    monkeypatch.setattr(local, "_SPARE", 32)  # so that what is held moves to larger slots more than once
+    policy = endless()
+
+    async def sampled() -> list[Sample]:
+        engine, got = LocalEngine(policy), []
+        for chains, length in ((3, 10), (20, 40), (9, 90)):
+            wanted = [
+                engine.sample(prompt(length + i, i), Sampling(max_tokens=30), i, request=request(f"{chains} {i}"))
+                for i in range(chains)
+            ]
+            got += await asyncio.gather(*wanted)
+        await engine.close()
+        return got
+
+    plain = await sampled()
+    torch.use_deterministic_algorithms(True)  # with it, fill_uninitialized_memory
+    try:
+        assert bool(torch.empty(3).isnan().all())
+        poisoned = await sampled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [s.ids for s in poisoned] == [s.ids for s in plain]
+    assert [s.logprobs for s in poisoned] == [s.logprobs for s in plain]

@@ -43,6 +43,8 @@ _WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256)
 """A prefill chunk is as wide as one of these."""
 
 
+_SPARE = 256
+"""Room for tokens in a slot comes in multiples of this, where the model's context is as long."""
 _COMPANY = 4
 """A prefill waits until it has a row for each this many that run ..."""
 _PATIENCE = 8
@@ -290,6 +292,10 @@ class LocalEngine(Engine):
 
     def _room(self, capacity: int, *, another: bool) -> Slots:
         """The slots, each with room for so many tokens; with `another`, one more than are in use if it may be."""
+        held = self._store.capacity if self._store is not None else 0
+        if capacity > held:
+            # More than asked for: growing copies everything that is held, and the next prompt may be a bit longer.
+            capacity = min(max(-(-capacity // _SPARE) * _SPARE, held * 3 // 2), max(capacity, self.max_length + 1))
         if self._store is None:
             self._store = Slots(0, capacity, self.policy.layers)
         store = self._store
@@ -312,7 +318,7 @@ class LocalEngine(Engine):
         """Number the weights that are there now. Not by `policy.version` alone: loading weights may bring it back. Nor
         by torch's own counts: a fused optimizer that somebody steps by hand moves neither."""
         parameters = list(self.policy.model.parameters())
-        some = torch.cat([p.detach().reshape(-1)[:8].float() for p in parameters])
+        some = torch.cat([p.reshape(-1)[:8] for p in parameters])
         key = (self.policy.version, sum(p._version for p in parameters))
         self._vocabulary = self.policy.vocab_size
         if key != self._known or self._some is None or not torch.equal(some, self._some):

@@ -41,6 +41,8 @@ class Slots:
         self._rows: Tensor | slice = slice(0, 0)
         self._positions: Tensor = torch.zeros(0)
         self._seen = 0
+        self._clean = 0
+        """Tokens of every slot that hold numbers: what was run, or zeros. Behind them lies memory never touched."""
         self._written: Tensor | None = None
         self._run: slice | None = None
 
@@ -53,6 +55,10 @@ class Slots:
         Returns (R, 1, C, S) bool, True where a query may look; S is a multiple of 16 that covers all positions.
         """
         self._seen = min(self.capacity, -(-(int(positions.max()) + 1) // _STEP) * _STEP)
+        if self._seen > self._clean:
+            for block in self._blocks:
+                block[..., self._clean : self._seen, :] = 0  # not whatever lies there: a masked NaN is still a NaN
+            self._clean = self._seen
         self._positions = positions
         self._rows = slice(0, rows) if isinstance(rows, int) else rows
         self._written = self._run = None
@@ -112,7 +118,8 @@ class Slots:
         block, at = (self._place[-1][0], self._place[-1][1] + 2) if self._place else (0, 0)
         if not self._place or at >= len(self._blocks[block]) or self._blocks[block].shape[1:] != shape:
             block, at = len(self._blocks), 0
-            self._blocks.append(like.new_zeros(2 * max(1, self._layers - len(self._keys)), *shape))
+            self._blocks.append(like.new_empty(2 * max(1, self._layers - len(self._keys)), *shape))
+            self._blocks[block][..., : self._clean, :] = 0
         self._place.append((block, at))
         self._keys.append(self._blocks[block][at])
         self._values.append(self._blocks[block][at + 1])
@@ -165,9 +172,8 @@ class Slots:
         length[: self.count] = self.length
         for i, old in enumerate(self._blocks):
             new = old.new_empty((len(old), count, old.shape[2], capacity, old.shape[4]))
-            new[:, : self.count, :, : self.capacity] = old
-            new[:, : self.count, :, self.capacity :] = 0  # not whatever lies there: a masked NaN is still a NaN
-            new[:, self.count :] = 0
+            new[:, : self.count, :, : self._clean] = old[..., : self._clean, :]
+            new[:, self.count :, :, : self._clean] = 0
             self._blocks[i] = new
         self._keys = [self._blocks[block][at] for block, at in self._place]
         self._values = [self._blocks[block][at + 1] for block, at in self._place]
