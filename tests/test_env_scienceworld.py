@@ -69,6 +69,7 @@ async def test_what_is_missing_is_named_with_what_to_type(monkeypatch: pytest.Mo
 
 
 @here
+@pytest.mark.real  # the fast tests are run without this family's packages
 @pytest.mark.parametrize("says", ["echo no; exit 1", "exec sleep 60 >&-", "echo no; exec sleep 60"])
 def test_a_java_that_is_broken_leaves_no_process_and_no_pipe(
     says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
