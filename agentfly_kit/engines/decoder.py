@@ -22,6 +22,10 @@ _LARGEST = 1 << 24
 """Parameters. Joined weights are a copy, and a larger model's arithmetic hides what this saves."""
 _TRIAL_GAP = 1e-4
 """Of the largest hidden state."""
+_MANY = 64
+"""Rows that the products of a prompt are packed for. Of any number of them each comes out the same, bit for bit."""
+# What torch's own compiler calls; not public, so a torch without them takes F.linear.
+_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 class Decoder:
@@ -164,11 +168,6 @@ class Decoder:
             float((theirs - ours).abs().max()) <= _TRIAL_GAP * float(theirs.abs().max())
             for theirs, ours in zip(found[:2], found[2:], strict=True)
         )
-
-
-_MANY = 64
-"""Rows that the products of a prompt are packed for. Of any number of them each comes out the same, bit for bit."""
-_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 def _pack(weight: Tensor) -> Tensor:
