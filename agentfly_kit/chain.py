@@ -7,14 +7,13 @@ engine was given or gave, and its provenance is written down at that moment.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import inspect
 import itertools
 import math
 import time
 import warnings
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentfly_kit import seeds
@@ -83,12 +82,12 @@ class Chain:
 
     def __init__(self, agent: Agent, task: Task, place: Place | None = None, *, hand: bool = False) -> None:
         """hand: a person steps it. While nothing runs in it, a pool that others wait for may take its sandbox back."""
-        self._listeners: list[Callable[[Chain], object]] = []  # first: what is set from here on is told
+        self._listeners: list[Callable[[Chain], object]] = []
         self.hand = hand
         self.agent = agent
         self.task = task
         self.place = place if place is not None else Place(group=f"chain-0:{task.id}")
-        self._seeds: dict[tuple[Place, int], int] = {}
+        self._stem: tuple[Place, seeds.Stem] | None = None
         self._noise = self.place  # of a fork with the same noise: the place of the chain that it samples like
         self.id = self.place.id
         self.author = agent.name
@@ -182,21 +181,13 @@ class Chain:
         """
         listeners = self._listeners  # not self: whoever can end it does not keep the chain
         listeners.append(callback)
+        self.__class__ = _Heard  # a chain that nobody listens to does not pay for it at each attribute
 
         def unsubscribe() -> None:
             if callback in listeners:
                 listeners.remove(callback)
 
         return unsubscribe
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-        if name in _TOLD and self._listeners:
-            for listener in list(self._listeners):
-                try:
-                    listener(self)
-                except Exception as error:
-                    warnings.warn(f"a listener of {self.id} raised {type(error).__name__}: {error}", stacklevel=2)
 
     # --- where it stands ---
 
@@ -232,12 +223,11 @@ class Chain:
         return self.row()._repr_html_()
 
     def _seed(self, turn: int) -> int:
-        p = self._noise
-        known = self._seeds.get((p, turn))
-        if known is None:
-            known = seeds.derive(self.agent.seed, p.purpose, p.rollout, self.task.id, p.group, p.chain, p.fork, turn)
-            self._seeds[p, turn] = known
-        return known
+        if self._stem is None or self._stem[0] is not self._noise:
+            p = self._noise
+            stem = seeds.Stem(self.agent.seed, p.purpose, p.rollout, self.task.id, p.group, p.chain, p.fork)
+            self._stem = p, stem
+        return self._stem[1].at(turn)
 
     def _prompt(self) -> Turn:
         messages = self.agent.opening(self.task)
@@ -308,7 +298,8 @@ class Chain:
 
     async def _sample(self, greedy: bool = False) -> Turn:
         self._open("sample")
-        await self._begin()
+        if not self._opened:
+            await self._begin()
         if self._calls():
             raise SettingsError(
                 "the last action called tools that have not run; await chain.act(), or chain.observe(text)"
@@ -328,7 +319,8 @@ class Chain:
         ids = self.ids
         if len(ids) + 1 >= agent.engine.max_length:
             return self._end_untold("context_full")
-        await self._wait()
+        if self._gate is not None:
+            await self._gate()
         async with Action(self._meters, min(sampling.max_tokens, agent.engine.max_length - len(ids))) as share:
             if share.stop is not None:
                 return self._end_untold(share.stop)
@@ -471,7 +463,8 @@ class Chain:
         calls = self._calls()
         if not calls:
             raise SettingsError("there is nothing to run: the last action called no tool; await chain.sample() first")
-        await self._wait()
+        if self._gate is not None:
+            await self._gate()
         agent = self.agent
         index = self.actions
         self.context.turn = index
@@ -486,9 +479,7 @@ class Chain:
             refused=refused,
         )
         rewards = [c.result.reward for c in done if c.result is not None and c.result.reward is not None]
-        turn = self._observation(
-            "tool", done, reward=math.fsum(rewards) if rewards else None, seconds=time.perf_counter() - began
-        )
+        seconds = time.perf_counter() - began
         host = next(
             (c.result.error for c in done if c.result and c.result.error and c.result.error.type in _HOST), None
         )
@@ -510,8 +501,11 @@ class Chain:
             self._end("invalid_call")
         elif index >= agent.max_turns:
             self._end("max_turns")
-        else:
-            # Only now: what no action will follow, no engine is given, so it stays out of the row.
+        # What no action will follow, no engine is given, so it stays out of the row.
+        turn = self._observation(
+            "tool", done, told=self.stop is None, reward=math.fsum(rewards) if rewards else None, seconds=seconds
+        )
+        if self.stop is None and not turn.ids:
             return self._tell(turn)
         self.turn = turn
         return turn
@@ -570,8 +564,9 @@ class Chain:
         """Calls that reached a tool so far."""
         return sum(self._costs(c) for turn in self.turns if turn.author == "tool" for c in turn.tool_calls)
 
-    def _observation(self, author: str, calls: Sequence[ToolCall], **more: Any) -> Turn:
-        messages: list[Message] = [
+    def _observation(self, author: str, calls: Sequence[ToolCall], *, told: bool = False, **more: Any) -> Turn:
+        """The results as a turn behind the leaf. told: with its ids at once, where they only follow what is there."""
+        messages: tuple[Message, ...] = tuple(
             {
                 "role": "tool",
                 "tool_call_id": call.id,
@@ -579,17 +574,22 @@ class Chain:
                 "content": call.result.observation if call.result is not None else "",
             }
             for call in calls
-        ]
-        text = _said(messages)
+        )
+        chat, before = self.agent.chat, self.turn
+        if told and self._exact and not chat.rewrites(messages):
+            ids: tuple[int, ...] | None = chat.bridge(messages, self._tools, after=before.ids or ())
+            more |= {"text": chat.text(ids or ()), "pieces": chat.pieces(ids or ())}
+        else:
+            ids = () if self._exact else None
+            more["text"] = _said(messages)
         return Turn(
             kind="observation",
             author=author,
-            ids=() if self._exact else None,
-            text=text,
-            messages=tuple(messages),
+            ids=ids,
+            messages=messages,
             tool_calls=tuple(calls),
-            parent=self.turn,
-            row=self.turn.row,
+            parent=before,
+            row=before.row,
             place=self._place_now(),
             **more,
         )
@@ -829,7 +829,7 @@ class Chain:
                         self.error = scored.error
                     told.detail = "unscored" if reward is None else f"{reward:g}"
         finally:
-            await self.close()
+            await self._close()
         self._trajectory = self._record(reward, metrics, self.error, self.stop)
         return self._trajectory
 
@@ -849,6 +849,9 @@ class Chain:
     @awaited
     async def close(self) -> None:
         """Give up the chain: its sandboxes go back, nothing is scored. Twice is once."""
+        await self._close()
+
+    async def _close(self) -> None:
         self._closed = True
         self.agent.engine.release(self._session)
         await self.context.close()
@@ -881,7 +884,7 @@ class Chain:
             trajectory = await self._scored()
             state, detail = "failed" if trajectory.error is not None else "done", trajectory.stop
             try:
-                if not self.idle:
+                if self.agent.after_chain is not None and not self.idle:
                     await self._hook(self.agent.after_chain, self, trajectory)
             except Exception as error:  # it only looks on: the chain stays as it was
                 complain(f"after_chain raised {type(error).__name__}: {error}")
@@ -902,7 +905,7 @@ class Chain:
                     await self._advance()
         except asyncio.CancelledError as error:
             if cancelling():
-                await self.close()
+                await self._close()
                 raise
             self.error = Failure.of("chain", error)  # nobody cancelled us: something that we awaited was
             self._end("error")
@@ -915,7 +918,10 @@ class Chain:
 
     async def _scored(self) -> Trajectory:
         try:
-            return await self.finish()
+            if self._trajectory is not None:  # a hook has finished it
+                return self._trajectory
+            with self._alone("finish"):
+                return await self._finish()
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and cancelling():
                 raise
@@ -926,16 +932,20 @@ class Chain:
     async def _advance(self) -> None:
         """One step with the agent's hooks around it."""
         agent = self.agent
-        await self._begin()
-        await self._hook(agent.before_turn, self)
+        if not self._opened:
+            await self._begin()
+        if agent.before_turn is not None:
+            await self._hook(agent.before_turn, self)
         # A hook may have written the action itself: then there is nothing to sample.
         if self.stop is None and not self._calls():
-            await self.sample()
+            with self._alone("sample"):
+                await self._sample()
             if self._full():
                 await self._hook(agent.when_full, self)
         if self.stop is None and self._calls():
-            await self.act()
-            if self.stop is None:
+            with self._alone("act"):
+                await self._act()
+            if self.stop is None and agent.after_observation is not None:
                 count = await self._hook(agent.after_observation, self)
                 for _ in range(int(count or 0)):
                     if self._spawn is None:
@@ -953,30 +963,15 @@ class Chain:
         result = hook(*given)
         return await result if inspect.isawaitable(result) else result
 
-    @contextlib.contextmanager
-    def _telling(self, kind: str, state: str, turn: int, detail: str = "", call: str = "") -> Iterator[_Told]:
+    def _telling(self, kind: str, state: str, turn: int, detail: str = "", call: str = "") -> _Telling:
         """Report the start and, however it ends, the end."""
-        told = _Told(detail)
-        self._running += 1
-        self._report(kind, "start", state, turn, detail, call)
-        try:
-            yield told
-        except BaseException as error:
-            told.detail = f"{type(error).__name__}: {error}".removesuffix(": ")
-            raise
-        finally:
-            self._running -= 1
-            self._report(kind, "end", state if self._running else "waiting", turn, told.detail, call)
+        return _Telling(self, kind, state, turn, detail, call)
 
     # --- guards ---
 
     def _end(self, why: str) -> Turn:
         self.stop = why
         return self.turn
-
-    async def _wait(self) -> None:
-        if self._gate is not None:
-            await self._gate()
 
     def _open(self, call: str) -> None:
         if self._closed:
@@ -997,6 +992,22 @@ class Chain:
         return _Alone(self, call)
 
 
+class _Heard(Chain):
+    """A chain that somebody listens to, or has listened to."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name in _TOLD:
+            for listener in list(self._listeners):
+                try:
+                    listener(self)
+                except Exception as error:
+                    warnings.warn(f"a listener of {self.id} raised {type(error).__name__}: {error}", stacklevel=2)
+
+
+_Heard.__name__, _Heard.__qualname__ = Chain.__name__, Chain.__qualname__  # what is shown of it is the same
+
+
 def _row_of(turn: Turn) -> list[Turn]:
     """The turns of its row, up to it."""
     found = [turn]
@@ -1009,15 +1020,33 @@ def _said(messages: Sequence[Message]) -> str:
     return "\n".join(str(m["content"]) for m in messages)
 
 
-@dataclasses.dataclass
-class _Told:
-    """What the end of something says of it."""
+class _Telling:
+    """`with` it: the start is reported, and however it ends, the end, with `detail` as it is then."""
 
-    detail: str
+    __slots__ = ("_call", "_chain", "_kind", "_state", "_turn", "detail")
+
+    def __init__(self, chain: Chain, kind: str, state: str, turn: int, detail: str, call: str) -> None:
+        self._chain, self._kind, self._state, self._turn, self._call = chain, kind, state, turn, call
+        self.detail = detail
+
+    def __enter__(self) -> _Telling:
+        self._chain._running += 1
+        self._chain._report(self._kind, "start", self._state, self._turn, self.detail, self._call)
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:
+            self.detail = f"{type(error).__name__}: {error}".removesuffix(": ")
+        chain = self._chain
+        chain._running -= 1
+        state = self._state if chain._running else "waiting"
+        chain._report(self._kind, "end", state, self._turn, self.detail, self._call)
 
 
 class _Alone:
     """Two calls on one chain at once would write one history twice."""
+
+    __slots__ = ("_call", "_chain")
 
     def __init__(self, chain: Chain, call: str) -> None:
         self._chain, self._call = chain, call

@@ -168,7 +168,7 @@ class Context:
         """Pools whose lease was handed to a cell."""
         self._leases: dict[int, tuple[PoolLike, asyncio.Task[_Lease]]] = {}
         self._turns: dict[int, asyncio.Lock] = {}
-        self._closing: asyncio.Task[None] | None = None
+        self._closing: asyncio.Future[None] | None = None
 
     async def sandbox(self, kind: type[S]) -> S:
         """The chain's sandbox of this kind: leased at the first request, the same one until the context is closed.
@@ -393,6 +393,11 @@ class Context:
 
     async def close(self) -> None:
         """Give every lease back; a second call waits for the first. A cancelled caller is cancelled after that."""
+        if self._closing is None and not self._leases:
+            self._closing = asyncio.get_running_loop().create_future()
+            self._closing.set_result(None)
+            self._gone.clear()
+            return
         cancelled: asyncio.CancelledError | None = None
         # Once more if that task was itself cancelled before it had begun, as all are at the end of an event loop.
         while True:

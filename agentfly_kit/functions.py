@@ -6,29 +6,19 @@ Knows nothing of tools, rewards or chains.
 from __future__ import annotations
 
 import asyncio
-import atexit
-import contextlib
-import contextvars
-import ctypes
 import dis
 import hashlib
 import inspect
-import itertools
-import os
 import sys
 import textwrap
-import threading
 import time
 import types as pytypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
+from agentfly_kit import threads
 from agentfly_kit.types import Failure
-
-T = TypeVar("T")
-_count = itertools.count(1)
 
 # --- calling -------------------------------------------------------------------------------------
 
@@ -53,141 +43,50 @@ async def run(
 ) -> Outcome:
     """Call it and give back what happened; `convert` is applied to the value, its errors counting as the call's.
 
-    A coroutine function runs on the event loop and is cancelled at the timeout. Any other runs in a daemon thread of
-    its own, so that it blocks no other chain and a hung one cannot keep the process alive; at the timeout it is left.
+    A coroutine function runs on the event loop and is cancelled at the timeout. Any other runs in a daemon thread
+    (threads.py), so that it blocks no other chain and a hung one cannot keep the process alive; at the timeout it is
+    left.
     Raises:  CancelledError if the caller was cancelled, KeyboardInterrupt. Nothing else.
     """
     start = time.perf_counter()
-    threaded = not inspect.iscoroutinefunction(function)
     value: Any = None
     error: BaseException | None = None
-    limit = asyncio.timeout(timeout)
+    late = ""
 
     def work() -> Any:
         got = function(**arguments)
         return got if inspect.isawaitable(got) else convert(got)
 
     try:
-        async with limit:
-            if threaded:
-                value, error = await _in_thread(work)
-                if error is None and inspect.isawaitable(value):  # a plain wrapper around a coroutine function
-                    threaded = False
-                    value = convert(await value)
-            else:
-                value = convert(await function(**arguments))
+        if inspect.iscoroutinefunction(function):
+            awaitable: Any = function(**arguments)
+        else:
+            value, error = await threads.run(work, getattr(function, "__func__", function), timeout)
+            # A plain wrapper around a coroutine function gives back what is to be awaited.
+            awaitable = value if error is None and inspect.isawaitable(value) else None
+        if awaitable is not None:
+            left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - start))
+            limit = asyncio.timeout(left)
+            try:
+                async with limit:
+                    value = convert(await awaitable)
+            finally:
+                late = "cancelled" if limit.expired() else ""
     except asyncio.CancelledError as cancelled:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
         error = cancelled  # the function awaited something that was cancelled; nobody cancelled us
+    except threads.Late:
+        return Outcome(late="abandoned", seconds=time.perf_counter() - start)
     except (Exception, SystemExit) as raised:
         error = raised
     seconds = time.perf_counter() - start
-    if limit.expired() and error is not None:
-        return Outcome(late="abandoned" if threaded else "cancelled", seconds=seconds)
+    if late and error is not None:
+        return Outcome(late=late, seconds=seconds)
     if isinstance(error, KeyboardInterrupt):
         raise error
     return Outcome(value, None if error is None else _own(error, function), seconds=seconds)
-
-
-async def _in_thread(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
-    context = contextvars.copy_context()
-
-    def deliver(outcome: tuple[T | None, BaseException | None]) -> None:
-        if not future.done():
-            future.set_result(outcome)
-
-    def body() -> None:
-        # A pair, because a future refuses StopIteration and a SystemExit would end the loop.
-        outcome: tuple[T | None, BaseException | None]
-        try:
-            outcome = (context.run(work), None)
-        except BaseException as error:
-            outcome = (None, error)
-        with contextlib.suppress(RuntimeError):  # the loop was closed while an abandoned call ran on
-            loop.call_soon_threadsafe(deliver, outcome)
-
-    _on_a_thread(body)
-    return await future
-
-
-# Threads that wait for a next call. A new thread for every call cost more than most calls. A call that never ends keeps
-# its thread, and the next call gets another.
-_idle: list[SimpleQueue[Callable[[], None]]] = []
-_threads: set[threading.Thread] = set()
-_idle_lock = threading.Lock()
-_IDLE_SECONDS = 2.0
-_END_SECONDS, _END_TICKS = 0.25, 40
-_ended = False
-
-
-def _after_fork() -> None:
-    """The child has none of these threads."""
-    _idle.clear()
-    _threads.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-def _on_a_thread(job: Callable[[], None]) -> None:
-    with _idle_lock:
-        queue = _idle.pop() if _idle else None
-    if queue is None:
-        queue = SimpleQueue()
-        if not _threads:
-            atexit.unregister(_end_all)
-            atexit.register(_end_all)
-        threading.Thread(target=_serve, args=(queue,), name=f"agentfly-call-{next(_count)}", daemon=True).start()
-    queue.put(job)
-
-
-def _serve(queue: SimpleQueue[Callable[[], None]]) -> None:
-    thread = threading.current_thread()
-    _threads.add(thread)
-    try:
-        while True:
-            try:
-                job = queue.get(timeout=_IDLE_SECONDS)
-            except Empty:
-                with _idle_lock:
-                    if queue in _idle:
-                        _idle.remove(queue)
-                        return
-                continue  # it was taken just now: a call is on its way
-            job()
-            del job  # what the call held is not held by a waiting thread
-            with _idle_lock:
-                if _ended:
-                    return
-                _idle.append(queue)
-    finally:
-        _threads.discard(thread)
-
-
-def _end_all() -> None:
-    """Python ends. A thread that comes out of C++ (torch, say) after that aborts the process, so all are told to go.
-
-    One that is in Python, or comes back to it, goes at once. One that waits for something, or will not go, is left.
-    """
-    global _ended
-    _ended = True
-    with _idle_lock:
-        while _idle:
-            _idle.pop().put(sys.exit)
-    left = [thread for thread in _threads if thread.ident is not None]
-    for thread in left:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
-    for _ in range(_END_TICKS):
-        spent, until = time.process_time(), time.monotonic() + _END_SECONDS
-        for thread in left:
-            thread.join(max(0.0, until - time.monotonic()))
-        left = [thread for thread in left if thread.is_alive()]
-        if not left or time.process_time() - spent < 0.02 * _END_SECONDS:
-            return  # what is left computes nothing: it waits
 
 
 def _own(error: BaseException, function: Callable[..., Any]) -> BaseException:

@@ -375,6 +375,9 @@ class RewardSet(Sequence[Reward[..., Any]]):
         jobs: list[tuple[Reward[..., Any], int | None, Turn | None]] = []
         for r in self._rewards:
             jobs += [(r, None, None)] if r.per == "trajectory" else [(r, i, t) for i, t in actions]
+        if len(jobs) == 1:
+            ((r, index, turn),) = jobs
+            return _sum([(r, index, await r.score(trajectory, context, turn=turn))])
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(r.score(trajectory, context, turn=turn)) for r, _, turn in jobs]
         return _sum([(r, i, task.result()) for (r, i, _), task in zip(jobs, running, strict=True)])

@@ -21,15 +21,38 @@ def derive(seed: int, *parts: str | int) -> int:
 
     Different parts give unrelated seeds; the same parts give the same seed on every machine and Python.
     """
-    told = []
-    for part in (seed, *parts):
-        # The kind and the length go in, so that ("ab", "c"), ("a", "bc") and (1,), ("1",) stay apart. An integer of
-        # numpy is the integer.
-        text = str(part)
-        length = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
-        told.append(f"{'str' if isinstance(part, str) else 'int'}:{length}:{text}")
-    h = hashlib.blake2b("".join(told).encode("utf-8", "surrogatepass"), digest_size=8)
-    return int.from_bytes(h.digest(), "little") >> 1
+    return _number(_hashed(seed, *parts))
+
+
+class Stem:
+    """`Stem(seed, *parts).at(turn)` is `derive(seed, *parts, turn)`; what the turns share is hashed once."""
+
+    def __init__(self, seed: int, *parts: str | int) -> None:
+        self._hash = _hashed(seed, *parts)
+        self._known: dict[int, int] = {}
+
+    def at(self, turn: int) -> int:
+        known = self._known.get(turn)
+        if known is None:
+            own = self._hash.copy()
+            own.update(_told(turn))
+            known = self._known[turn] = _number(own)
+        return known
+
+
+def _hashed(*parts: str | int) -> hashlib.blake2b:
+    return hashlib.blake2b(b"".join(map(_told, parts)), digest_size=8)
+
+
+def _told(part: str | int) -> bytes:
+    # The kind and the length go in, so that ("ab", "c"), ("a", "bc") and (1,), ("1",) stay apart. An integer of numpy
+    # is the integer.
+    text = str(part).encode("utf-8", "surrogatepass")
+    return b"%s:%d:%s" % (b"str" if isinstance(part, str) else b"int", len(text), text)
+
+
+def _number(hashed: hashlib.blake2b) -> int:
+    return int.from_bytes(hashed.digest(), "little") >> 1
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:

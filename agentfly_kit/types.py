@@ -380,10 +380,12 @@ class Turn:
             if self.sampled:
                 raise AlignmentError("a turn without ids cannot be marked as sampled")
             return
-        for name in ("logprobs", "entropies", "kept_mass", "versions", "pieces"):
-            values = getattr(self, name)
-            if values is not None and len(values) != len(self.ids):
-                raise AlignmentError(f"a turn of {len(self.ids)} ids has {len(values)} {name}; want one each")
+        count = len(self.ids)
+        for values in (self.logprobs, self.entropies, self.kept_mass, self.versions, self.pieces):
+            if values is not None and len(values) != count:
+                names = ("logprobs", "entropies", "kept_mass", "versions", "pieces")
+                name = next(name for name in names if getattr(self, name) is values)
+                raise AlignmentError(f"a turn of {count} ids has {len(values)} {name}; want one each")
         if self.sampled and (self.logprobs is None or self.versions is None):
             raise AlignmentError("a sampled turn needs a logprob and a policy version for each id")
 

@@ -211,7 +211,12 @@ class Notebook:
             self.finish()
 
     def finish(self, seconds: float = 60) -> None:
-        self.page.wait_for_function("() => window.ran", timeout=seconds * 1000)
+        from playwright.sync_api import TimeoutError
+
+        try:
+            self.page.wait_for_function("() => window.ran", timeout=seconds * 1000)
+        except TimeoutError:
+            raise AssertionError(f"not run to its end in {seconds} s: {self._where()}; {self.errors}") from None
         raised = self.page.evaluate(
             f"""() => {{ {self._PANEL} const out = [];
             for (const cell of panel.content.model.cells) {{
@@ -221,6 +226,20 @@ class Notebook:
         )
         if raised:
             raise AssertionError("\n".join(raised))
+
+    def _where(self) -> Any:
+        """How far a run has come: the kernel's state, and each cell's execution count."""
+        return self.page.evaluate(
+            f"""() => {{ {self._PANEL} const session = panel.sessionContext; return [
+              session.session?.kernel?.status, session.session?.kernel?.connectionStatus, session.pendingInput,
+              document.querySelector('.jp-Dialog')?.textContent,
+              ...[...panel.content.model.cells].map((c) => [c.executionCount, c.executionState])]; }}"""
+        )
+
+    def without_sidebar(self) -> None:
+        """Room for the notebook; narrow windows may have none of it already."""
+        self.page.evaluate("() => window.jupyterapp.shell.collapseLeft()")
+        self.page.wait_for_function("() => window.jupyterapp.shell.leftCollapsed")
 
     def execute(self, code: str) -> None:
         """Run code in the kernel, beside the cells."""

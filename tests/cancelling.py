@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import dice
 
-from agentfly_kit import functions
+from agentfly_kit import threads
 
 Whom = Literal["waiter", "itself"]
 
@@ -111,7 +111,7 @@ def tasks_left() -> list[str]:
 def threads_busy() -> list[str]:
     """Threads that run somebody's tool or reward now."""
     calls = [t.name for t in threading.enumerate() if t.name.startswith("agentfly-call")]
-    return calls[len(functions._idle) :]
+    return calls[len(threads._idle) :]
 
 
 # --- lives of a lease ----------------------------------------------------------------------------

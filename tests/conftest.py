@@ -1,6 +1,7 @@
 """What every test stands on: one thread, no network to a model hub, and an empty folder to work in."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,11 @@ from typing import Any
 import browser
 import hypothesis
 import pytest
+
+# A worker of pytest-xdist ignores interrupts, and so does whatever a shell starts in the background. Children would
+# inherit that, and no test could interrupt them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("kit", deadline=None)  # the machines are shared: a slow example is no failure
 hypothesis.settings.load_profile("kit")

@@ -476,7 +476,7 @@ def test_pictures(notebook: Any, width: int) -> None:
         "pool_view.freeze()",
         size=(width, 1800),
     )
-    nb.command("application:toggle-left-area")
+    nb.without_sidebar()
     nb.run()
     page = nb.page
     PICTURES.mkdir(parents=True, exist_ok=True)

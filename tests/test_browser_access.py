@@ -64,7 +64,7 @@ def complaints(page: Any) -> list[str]:
 def test_axe_has_nothing_to_say(notebook: Any, width: int) -> None:
     nb = notebook(RECORDS + "\n" + TOOL, VIEWS, *CELLS.values(), size=(width, 1400))
     if width < 1000:
-        nb.command("application:toggle-left-area")
+        nb.without_sidebar()
     nb.run(wait=False)
     nb.finish(300)
     page = nb.page

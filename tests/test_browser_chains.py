@@ -345,7 +345,7 @@ batch = af.collate(mixed)
         "lanes.freeze()",
         size=(width, 2400),
     )
-    nb.command("application:toggle-left-area")
+    nb.without_sidebar()
     nb.run()
     page = nb.page
     PICTURES.mkdir(parents=True, exist_ok=True)
@@ -385,7 +385,7 @@ def test_axe_has_nothing_to_say(notebook: Any, width: int) -> None:
         size=(width, 1800),
     )
     nb.page.set_default_timeout(60_000)
-    nb.command("application:toggle-left-area")
+    nb.without_sidebar()
     nb.run(wait=False)
     nb.finish(120)
     page = nb.page

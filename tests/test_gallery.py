@@ -155,7 +155,7 @@ def test_pictures_for_the_gallery(notebook: Any) -> None:
     from PIL import Image
 
     nb = notebook(SETUP, *SHOTS.values(), OBJECTS, ONE_RUN, size=SIZES[""])
-    nb.command("application:toggle-left-area")
+    nb.without_sidebar()
     nb.run(wait=False)
     nb.finish(300)
     page = nb.page

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [  # the first three lines are the steps of the ground floor
-    "errors seeds caps collector awake markup trees",
+    "errors seeds caps threads collector awake markup trees",
     "types pending budget",
     "formats capacity pool_state template drift filters episodes turnwise",
     "chat pool sandboxes advantages losses data functions schema",

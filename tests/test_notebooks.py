@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-FIRST = {path for path in NOTEBOOKS if path.name < "03"}  # these are run by `make test`, all by `make test-real`
+FIRST = {path for path in NOTEBOOKS if path.name < "02"}  # these are run by `make test`, all by `make test-real`
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 

@@ -67,7 +67,7 @@ def streams() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name in ("agentfly-stream", "agentfly-container-removal")]
 
 
-def eventually(true: Callable[[], bool], what: str, patience: float = 20.0) -> None:
+def eventually(true: Callable[[], bool], what: str, patience: float = 90.0) -> None:
     end = time.monotonic() + patience
     while not true():
         assert time.monotonic() < end, what

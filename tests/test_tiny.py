@@ -273,7 +273,7 @@ def test_the_command_writes_tasks_with_their_origin(tmp_path: Path) -> None:
         assert (tmp_path / "calculator" / name).read_bytes() == DATA.joinpath("calculator", name).read_bytes()
 
 
-@pytest.mark.real
+@pytest.mark.soak
 async def test_a_remade_policy_is_as_good_as_the_shipped_one(tmp_path: Path) -> None:
     """About two minutes: another seed of the whole recipe starts as low, and learns as much in twice the iterations."""
     tasks = af.load_tasks("calculator")

@@ -93,8 +93,9 @@ async def test_it_starts_low_and_its_failures_are_scored(name: str) -> None:
     assert sampled.truncated <= 0.02
 
 
-@pytest.mark.real
-@SHIPPED
+@pytest.mark.parametrize(
+    "name", [pytest.param("code", marks=pytest.mark.soak), pytest.param("sql", marks=pytest.mark.real)]
+)
 async def test_a_few_iterations_teach_it(tmp_path: Path, name: str) -> None:
     family = getattr(af.envs, name)
     policy = tiny.policy(name)
