@@ -225,7 +225,8 @@ class Chain:
     def _seed(self, turn: int) -> int:
         if self._stem is None or self._stem[0] is not self._noise:
             p = self._noise
-            stem = seeds.Stem(self.agent.seed, p.purpose, p.rollout, self.task.id, p.group, p.chain, p.fork)
+            shared = (self.agent.seed, p.purpose, p.rollout, self.task.id, p.group)
+            stem = seeds.Stem(shared, (p.chain, p.fork))
             self._stem = p, stem
         return self._stem[1].at(turn)
 

@@ -6,6 +6,7 @@ what was drawn before, so neither concurrency nor order can change it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import TYPE_CHECKING
 
@@ -25,10 +26,12 @@ def derive(seed: int, *parts: str | int) -> int:
 
 
 class Stem:
-    """`Stem(seed, *parts).at(turn)` is `derive(seed, *parts, turn)`; what the turns share is hashed once."""
+    """`Stem(shared, parts).at(turn)` is `derive(*shared, *parts, turn)`; what many share is hashed once."""
 
-    def __init__(self, seed: int, *parts: str | int) -> None:
-        self._hash = _hashed(seed, *parts)
+    def __init__(self, shared: tuple[str | int, ...], parts: tuple[str | int, ...]) -> None:
+        self._hash = _shared(*shared).copy()
+        for part in parts:
+            self._hash.update(_told(part))
         self._known: dict[int, int] = {}
 
     def at(self, turn: int) -> int:
@@ -38,6 +41,12 @@ class Stem:
             own.update(_told(turn))
             known = self._known[turn] = _number(own)
         return known
+
+
+# typed: 1 and True are told apart, as they are in what is hashed.
+@functools.lru_cache(maxsize=256, typed=True)
+def _shared(*parts: str | int) -> hashlib.blake2b:
+    return _hashed(*parts)
 
 
 def _hashed(*parts: str | int) -> hashlib.blake2b:

@@ -107,7 +107,9 @@ class LocalEngine(Engine):
         self._weights: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # by slot: which weights made its keys
         self._now = 0
         self._known: tuple[int, int] | None = None
-        self._some: Tensor | None = None  # a few numbers of each weight
+        self._lie: list[int] = []  # where each weight lies in memory
+        self._windows: list[Tensor] = []  # views of a few numbers of each
+        self._some: Tensor | None = None  # those numbers
         self._vocabulary = 0
         self._tick = 0
         self.prefilled = 0
@@ -318,7 +320,10 @@ class LocalEngine(Engine):
         """Number the weights that are there now. Not by `policy.version` alone: loading weights may bring it back. Nor
         by torch's own counts: a fused optimizer that somebody steps by hand moves neither."""
         parameters = list(self.policy.model.parameters())
-        some = torch.cat([p.reshape(-1)[:8] for p in parameters])
+        lie = [p.data_ptr() for p in parameters]
+        if lie != self._lie:
+            self._lie, self._windows = lie, [_window(p.detach()) for p in parameters]
+        some = torch.cat(self._windows)
         key = (self.policy.version, sum(p._version for p in parameters))
         self._vocabulary = self.policy.vocab_size
         if key != self._known or self._some is None or not torch.equal(some, self._some):
@@ -623,6 +628,13 @@ class LocalEngine(Engine):
         p = logp.exp()
         entropy = float(-torch.where(p > 0, p * logp, torch.zeros_like(p)).sum())
         return best.indices.tolist(), best.values.tolist(), entropy
+
+
+def _window(weight: Tensor) -> Tensor:
+    """Its first numbers; always a view."""
+    while weight.dim() > 1:
+        weight = weight[0]
+    return weight.reshape(-1)[:8]
 
 
 _running: weakref.WeakSet[LocalEngine] = weakref.WeakSet()

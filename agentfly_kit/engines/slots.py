@@ -13,6 +13,8 @@ multiple of eight rows avoid both.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -35,6 +37,8 @@ class Slots:
         self.length: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
         # Blocks (2 x layers, count, heads, capacity, head size) of layers with one shape; made at their first update.
         self._blocks: list[Tensor] = []
+        self._plain: list[npt.NDArray[Any] | None] = []
+        """The same memory for numpy, where it can read it."""
         self._place: list[tuple[int, int]] = []  # by layer: its block, and where in it the keys are; the values follow
         self._keys: list[Tensor] = []  # by layer: views (count, heads, capacity, head size)
         self._values: list[Tensor] = []
@@ -119,6 +123,7 @@ class Slots:
         if not self._place or at >= len(self._blocks[block]) or self._blocks[block].shape[1:] != shape:
             block, at = len(self._blocks), 0
             self._blocks.append(like.new_empty(2 * max(1, self._layers - len(self._keys)), *shape))
+            self._plain.append(_plain(self._blocks[-1]))
             self._blocks[block][..., : self._clean, :] = 0
         self._place.append((block, at))
         self._keys.append(self._blocks[block][at])
@@ -141,8 +146,9 @@ class Slots:
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Give the target slot the first `length` tokens of the source."""
-        for block in self._blocks:
-            block[:, target, :, :length] = block[:, source, :, :length]
+        for block, plain in zip(self._blocks, self._plain, strict=True):
+            both: Any = block if plain is None else plain
+            both[:, target, :, :length] = both[:, source, :, :length]
         self.ids[target, :length] = self.ids[source, :length]
         self.length[target] = length
 
@@ -150,11 +156,16 @@ class Slots:
         if a == b:
             return
         n = int(max(self.length[a], self.length[b])) + 1
-        for block in self._blocks:
+        for block, plain in zip(self._blocks, self._plain, strict=True):
+            if plain is not None:  # a move so small is mostly overhead, of which numpy has a fifth
+                kept = plain[:, a, :, :n].copy()
+                plain[:, a, :, :n] = plain[:, b, :, :n]
+                plain[:, b, :, :n] = kept
+                continue
             one, other = block[:, a, :, :n], block[:, b, :, :n]
-            kept = one.clone()
+            held = one.clone()
             one.copy_(other)
-            other.copy_(kept)
+            other.copy_(held)
         row = self.ids[a, :n].copy()
         self.ids[a, :n] = self.ids[b, :n]
         self.ids[b, :n] = row
@@ -174,7 +185,11 @@ class Slots:
             new = old.new_empty((len(old), count, old.shape[2], capacity, old.shape[4]))
             new[:, : self.count, :, : self._clean] = old[..., : self._clean, :]
             new[:, self.count :, :, : self._clean] = 0
-            self._blocks[i] = new
+            self._blocks[i], self._plain[i] = new, _plain(new)
         self._keys = [self._blocks[block][at] for block, at in self._place]
         self._values = [self._blocks[block][at + 1] for block, at in self._place]
         self.ids, self.length, self.count, self.capacity = ids, length, count, capacity
+
+
+def _plain(block: Tensor) -> npt.NDArray[Any] | None:
+    return block.numpy() if block.device.type == "cpu" and block.dtype == torch.float32 else None
