@@ -6,7 +6,9 @@
 An iteration is 64 episodes (8 tasks, 8 chains each), one update, no KL. Both start from the shipped policy,
 and learn at the same rate from the same tasks in the same order; the first --steps iterations are timed, all that each
 trainer does in them included, its setup and imports not. TRL gets the tool as a plain function and the reward as the
-two lines that it is; generation is transformers' own.
+two lines that it is; generation is transformers' own. The trainers take turns, --repeats times. Every repeat does the
+same work, so of each iteration the cheapest counts, here and there: what is dearer is other programs' doing. A figure
+is the mean over the iterations.
 
 ours              as `af.train` does it, groups without signal left out of the update
 ours, every row   the same with every row run
@@ -18,6 +20,7 @@ import argparse
 import ast
 import asyncio
 import gc
+import itertools
 import json
 import os
 import platform
@@ -126,19 +129,32 @@ def ours(family: str, tasks: Any, steps: int, *, every_row: bool) -> dict[str, A
         checkpoint_every=steps,
     )
     success: list[float] = []
+    clock = [time.process_time()]
 
     async def run() -> None:
         async for step in af.train(agent, policy, tasks, config):
+            clock.append(time.process_time())
             success.append(step.success)
         await agent.engine.close()
 
-    began = time.process_time()
     asyncio.run(run())
-    return {"cpu": time.process_time() - began, "success": success}
+    return {"cpu": each(clock), "success": success}
+
+
+def each(clock: list[float]) -> list[float]:
+    """cpu seconds of each iteration; what comes before the first is the first one's."""
+    return [after - before for before, after in itertools.pairwise(clock)]
 
 
 def theirs(family: str, tasks: Any, steps: int) -> dict[str, Any]:
+    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
+
+    clock: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            clock.append(time.process_time())
 
     policy = af.tiny.policy(family)
     policy.chat.tokenizer.response_template = af.trl.response_template()
@@ -175,19 +191,19 @@ def theirs(family: str, tasks: Any, steps: int) -> dict[str, Any]:
             args=args,
             train_dataset=af.trl.dataset(tasks),
             processing_class=policy.chat.tokenizer,
+            callbacks=[Clock()],
             **({"tools": [calculator]} if family == "calculator" else {"environment_factory": Store}),
         )
-        began = time.process_time()
+        clock.append(time.process_time())
         trainer.train()
-        cpu = time.process_time() - began
-    return {"cpu": cpu, "success": [e["reward"] for e in trainer.state.log_history if "reward" in e]}
+    return {"cpu": each(clock), "success": [e["reward"] for e in trainer.state.log_history if "reward" in e]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--family", choices=sorted(BARS), default="calculator")
-    parser.add_argument("--repeats", type=int, default=1, help="the best counts")
+    parser.add_argument("--repeats", type=int, default=3, help="of each iteration the cheapest counts")
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -204,23 +220,25 @@ def main() -> None:
         ):
             gc.collect()  # what one leaves behind is no work of the next one's
             runs[name].append(run())
-    best = {name: min(found, key=lambda run: run["cpu"]) for name, found in runs.items()}
-    each = {name: run["cpu"] / given.steps for name, run in best.items()}
-    ratios = {name: round(each["trl"] / each[name], 2) for name in ("ours", "ours, every row")}
+    cost = {
+        name: sum(map(min, zip(*(run["cpu"] for run in found), strict=True))) / given.steps
+        for name, found in runs.items()
+    }
+    ratios = {name: round(cost["trl"] / cost[name], 2) for name in ("ours", "ours, every row")}
     result = {
         "benchmark": "step",
         "family": given.family,
         "episodes": 64,
         "iterations": given.steps,
-        "cpu seconds an iteration": {name: round(seconds, 4) for name, seconds in each.items()},
+        "cpu seconds an iteration": {name: round(seconds, 4) for name, seconds in cost.items()},
         "success of the last quarter": {
-            name: round(sum(run["success"][-(given.steps // 4 or 1) :]) / (given.steps // 4 or 1), 3)
-            for name, run in best.items()
+            name: round(sum(found[0]["success"][-(given.steps // 4 or 1) :]) / (given.steps // 4 or 1), 3)
+            for name, found in runs.items()
         },
         "times less than trl": ratios,
         "floor": BARS[given.family][0],
         "aim": BARS[given.family][1],
-        "met": ratios["ours"] >= BARS[given.family][0],
+        "met": min(ratios.values()) >= BARS[given.family][0],
         "machine": {
             "python": platform.python_version(),
             "torch": torch.__version__,
