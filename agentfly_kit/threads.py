@@ -227,7 +227,9 @@ _ended = False
 
 
 def _after_fork() -> None:
-    """The child has none of these threads."""
+    """The child has none of these threads, and one of them may have held the lock."""
+    global _lane, _lock
+    _lane, _lock = _Lane(), threading.Lock()
     _idle.clear()
     _threads.clear()
 

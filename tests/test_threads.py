@@ -1,6 +1,8 @@
 """Plain functions beside the event loop: quick ones share a thread, and nobody waits for a slow one."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -138,3 +140,27 @@ async def test_nothing_of_a_call_is_kept() -> None:
     assert gone() is None, "neither the idle thread nor one that hangs after it holds what an earlier call was given"
     stuck.set()
     await hung
+
+
+def test_a_forked_child_has_a_lane_of_its_own() -> None:
+    code = """
+import asyncio, os, threading, warnings
+from agentfly_kit import threads
+warnings.simplefilter("ignore")
+stuck = threading.Event()
+def wait(): stuck.wait(60)
+async def both():
+    return await asyncio.gather(threads.run(wait, wait, 0.01), threads.run(int, int, 60), return_exceptions=True)
+async def one():
+    return await threads.run(int, int, 60)
+asyncio.run(both())
+threads._lane.served = True  # somebody was on the way to it
+threads._lock.acquire()
+if os.fork() == 0:
+    print(asyncio.run(one()), flush=True)
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("(0, None)\n0\n", "")

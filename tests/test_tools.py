@@ -12,7 +12,6 @@ import pickle
 import subprocess
 import sys
 import threading
-import time
 import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
@@ -847,13 +846,11 @@ def test_a_hung_tool_does_not_keep_the_process() -> None:
         "@tool(timeout=0.05)\n"
         "def hang() -> str:\n"
         "    'Hang.'\n"
-        "    time.sleep(60)\n"
+        "    time.sleep(600)\n"
         "print(asyncio.run(hang.try_()).observation)\n"
     )
-    start = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert "abandoned" in done.stdout
-    assert time.monotonic() - start < 40
 
 
 ENDING = """
