@@ -13,6 +13,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -37,15 +38,17 @@ pytestmark = pytest.mark.real
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
+def engine() -> Iterator[Podman]:
     """An engine of this module's own. Without one the tests are skipped with the reason; where CI says that they must
     run, they fail."""
     if trouble() and os.environ.get("AGENTFLY_TEST_CONTAINERS") != "must":
         pytest.skip(trouble())
     assert not trouble(), trouble()
-    podman = Podman(tmp_path_factory.mktemp("podman"))
-    yield podman
-    podman.stop()
+    # A short path: below a long one podman does not remove the containers that end by themselves.
+    with tempfile.TemporaryDirectory(prefix="afk-", ignore_cleanup_errors=True) as folder:
+        podman = Podman(Path(folder))
+        yield podman
+        podman.stop()
 
 
 @pytest.fixture(autouse=True)
