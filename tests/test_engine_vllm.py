@@ -563,12 +563,16 @@ async def test_a_dead_core_is_an_error_of_each_chain_and_can_be_told(
     assert host is not None
     call, calls = host._llm.collective_rpc, []
 
+    loop = asyncio.get_running_loop()
+
+    def more() -> None:  # on a busy machine those above may all have ended
+        running.extend(asyncio.ensure_future(engine.sample(prompt, endless, 64 + i)) for i in range(4))
+
     async def deadly(*args: object, **options: object) -> object:
         calls.append(args)
         if len(calls) == 3:  # amid an update, whose buffer it reads
-            # On a busy machine those above may all have ended.
-            running.extend(asyncio.ensure_future(engine.sample(prompt, endless, 64 + i)) for i in range(4))
-            await asyncio.sleep(0.05)
+            loop.call_soon_threadsafe(more)
+            await asyncio.sleep(0.1)
             for process in processes():
                 os.kill(process, signal.SIGKILL)
         return await call(*args, **options)
