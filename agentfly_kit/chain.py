@@ -82,7 +82,7 @@ class Chain:
 
     def __init__(self, agent: Agent, task: Task, place: Place | None = None, *, hand: bool = False) -> None:
         """hand: a person steps it. While nothing runs in it, a pool that others wait for may take its sandbox back."""
-        self._listeners: list[Callable[[Chain], object]] = []
+        self._listeners: list[Callable[[Chain], object]] = []  # first: what is set from here on is told
         self.hand = hand
         self.agent = agent
         self.task = task
@@ -181,13 +181,21 @@ class Chain:
         """
         listeners = self._listeners  # not self: whoever can end it does not keep the chain
         listeners.append(callback)
-        self.__class__ = _Heard  # a chain that nobody listens to does not pay for it at each attribute
 
         def unsubscribe() -> None:
             if callback in listeners:
                 listeners.remove(callback)
 
         return unsubscribe
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name in _TOLD and self._listeners:
+            for listener in list(self._listeners):
+                try:
+                    listener(self)
+                except Exception as error:
+                    warnings.warn(f"a listener of {self.id} raised {type(error).__name__}: {error}", stacklevel=2)
 
     # --- where it stands ---
 
@@ -830,7 +838,7 @@ class Chain:
                         self.error = scored.error
                     told.detail = "unscored" if reward is None else f"{reward:g}"
         finally:
-            await self._close()
+            await self.close()
         self._trajectory = self._record(reward, metrics, self.error, self.stop)
         return self._trajectory
 
@@ -850,9 +858,6 @@ class Chain:
     @awaited
     async def close(self) -> None:
         """Give up the chain: its sandboxes go back, nothing is scored. Twice is once."""
-        await self._close()
-
-    async def _close(self) -> None:
         self._closed = True
         self.agent.engine.release(self._session)
         await self.context.close()
@@ -906,7 +911,7 @@ class Chain:
                     await self._advance()
         except asyncio.CancelledError as error:
             if cancelling():
-                await self._close()
+                await self.close()
                 raise
             self.error = Failure.of("chain", error)  # nobody cancelled us: something that we awaited was
             self._end("error")
@@ -919,10 +924,7 @@ class Chain:
 
     async def _scored(self) -> Trajectory:
         try:
-            if self._trajectory is not None:  # a hook has finished it
-                return self._trajectory
-            with self._alone("finish"):
-                return await self._finish()
+            return await self.finish()
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and cancelling():
                 raise
@@ -991,22 +993,6 @@ class Chain:
 
     def _alone(self, call: str) -> _Alone:
         return _Alone(self, call)
-
-
-class _Heard(Chain):
-    """A chain that somebody listens to, or has listened to."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-        if name in _TOLD:
-            for listener in list(self._listeners):
-                try:
-                    listener(self)
-                except Exception as error:
-                    warnings.warn(f"a listener of {self.id} raised {type(error).__name__}: {error}", stacklevel=2)
-
-
-_Heard.__name__, _Heard.__qualname__ = Chain.__name__, Chain.__qualname__  # what is shown of it is the same
 
 
 def _row_of(turn: Turn) -> list[Turn]:

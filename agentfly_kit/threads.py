@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import contextvars
 import ctypes
+import functools
 import itertools
 import os
 import sys
@@ -27,12 +28,13 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _STALL = 0.002
-"""Seconds after which a call holds the lane up. One whose last call took as long does not enter it."""
+"""Seconds after which a call holds the lane up."""
 _KEEP = 0.001
 """Seconds that a result waits for those behind it."""
 _count = itertools.count(1)
 
-Outcome = tuple[Any, BaseException | None]
+ValueOrError = tuple[Any, BaseException | None]
+"""What a call gave. A pair, because a future refuses StopIteration and a SystemExit would end the loop."""
 
 
 class Late(Exception):
@@ -44,13 +46,12 @@ class _Call:
 
     def __init__(self, work: Callable[[], Any], function: object, loop: asyncio.AbstractEventLoop) -> None:
         self.work, self.function, self.loop = work, function, loop
-        self.future: asyncio.Future[Outcome] = loop.create_future()
+        self.future: asyncio.Future[ValueOrError] = loop.create_future()
         self.context = contextvars.copy_context()
 
-    def run(self) -> Outcome:
+    def run(self) -> ValueOrError:
         began = time.perf_counter()
         try:
-            # A pair, because a future refuses StopIteration and a SystemExit would end the loop.
             return self.context.run(self.work), None
         except BaseException as error:
             return None, error
@@ -67,7 +68,7 @@ async def run(work: Callable[[], T], function: object, timeout: float | None) ->
     call = _Call(work, function, loop)
     limit = None if timeout is None else loop.call_later(timeout, _expire, call.future)
     if _is_slow(function):
-        _on_a_thread(lambda: _alone(call))
+        _on_a_thread(functools.partial(_alone, call))
     else:
         _into_the_lane(call)
     try:
@@ -77,14 +78,14 @@ async def run(work: Callable[[], T], function: object, timeout: float | None) ->
             limit.cancel()
 
 
-def _expire(future: asyncio.Future[Outcome]) -> None:
+def _expire(future: asyncio.Future[ValueOrError]) -> None:
     if not future.done():
         future.set_exception(Late())
 
 
-def _hand_over(done: list[tuple[_Call, Outcome]]) -> None:
+def _hand_over(done: list[tuple[_Call, ValueOrError]]) -> None:
     """Results to the event loops that wait for them: one wake-up each."""
-    loops: dict[asyncio.AbstractEventLoop, list[tuple[_Call, Outcome]]] = {}
+    loops: dict[asyncio.AbstractEventLoop, list[tuple[_Call, ValueOrError]]] = {}
     for call, outcome in done:
         loops.setdefault(call.loop, []).append((call, outcome))
     for loop, some in loops.items():
@@ -92,7 +93,7 @@ def _hand_over(done: list[tuple[_Call, Outcome]]) -> None:
             loop.call_soon_threadsafe(_deliver, some)
 
 
-def _deliver(done: list[tuple[_Call, Outcome]]) -> None:
+def _deliver(done: list[tuple[_Call, ValueOrError]]) -> None:
     for call, outcome in done:
         if not call.future.done():
             call.future.set_result(outcome)
@@ -127,7 +128,7 @@ class _Lane:
 
     def __init__(self) -> None:
         self.waiting: deque[_Call] = deque()
-        self.done: list[tuple[_Call, Outcome]] = []
+        self.done: list[tuple[_Call, ValueOrError]] = []
         """What the next wake-up of the event loop brings."""
         self.since = 0.0
         """When the first of those was done."""
@@ -142,7 +143,7 @@ class _Lane:
     def held_up(self) -> bool:
         return self.began is not None and time.perf_counter() - self.began > _STALL
 
-    def take_done(self) -> list[tuple[_Call, Outcome]]:
+    def take_done(self) -> list[tuple[_Call, ValueOrError]]:
         done, self.done = self.done, []
         return done
 
@@ -162,7 +163,7 @@ def _into_the_lane(call: _Call) -> None:
         if look:
             lane.looked_after.add(loop)
     if serve:
-        _on_a_thread(lambda: _serve_lane(lane))
+        _on_a_thread(functools.partial(_serve_lane, lane))
     if look:
         loop.call_later(_STALL, _look_after, lane, loop)
 
@@ -192,7 +193,7 @@ def _look_after(lane: _Lane, loop: asyncio.AbstractEventLoop) -> None:
     """On the event loop: if a call holds the lane up, those behind it get threads, and those before it their ends."""
     global _lane
     stuck: list[_Call] = []
-    done: list[tuple[_Call, Outcome]] = []
+    done: list[tuple[_Call, ValueOrError]] = []
     with _lock:
         if lane.held_up:
             done = lane.take_done()
@@ -207,7 +208,7 @@ def _look_after(lane: _Lane, loop: asyncio.AbstractEventLoop) -> None:
         loop.call_later(_STALL, _look_after, lane, loop)
     _hand_over(done)
     for call in stuck:
-        _on_a_thread(lambda call=call: _alone(call))  # type: ignore[misc]
+        _on_a_thread(functools.partial(_alone, call))
 
 
 def _alone(call: _Call) -> None:
