@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import dice
+import numpy as np
 import pytest
 import torch
 from agents import random_policy, shipped
@@ -39,13 +41,13 @@ def model(family: str, **changes: Any) -> Any:
 
 
 @torch.inference_mode()
-def both(made: Any, decoder: Decoder, stamp: object = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def both(made: Any, decoder: Decoder, stamp: object = 0, slab: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The same two chunks and two steps by the modules and by the decoder."""
-    ids = torch.randint(0, 90, (8, 14), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, 90, (8, 42), generator=torch.Generator().manual_seed(1))
     outs: list[list[torch.Tensor]] = [[], []]
     for which in (0, 1):
-        store = Slots(8, 32, 3)
-        for start, stop in ((0, 5), (5, 12), (12, 13), (13, 14)):
+        store = Slots(8, 48, 3, slab=slab)
+        for start, stop in ((0, 5), (5, 12), (12, 13), (13, 14), (14, 15), (15, 16), (16, 17), (17, 40), (40, 41)):
             positions = torch.arange(start, stop)[None].expand(8, -1)
             mask = store.aim(torch.arange(8) if stop - start > 1 else 8, positions)
             given = (store, ids[:, start:stop], positions, mask)
@@ -55,16 +57,18 @@ def both(made: Any, decoder: Decoder, stamp: object = 0) -> tuple[torch.Tensor, 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("heads", [1, 2, 4])
-def test_it_says_what_the_modules_say(family: str, heads: int) -> None:
+@pytest.mark.parametrize("slab", [None, 16, 64])
+def test_it_says_what_the_modules_say(family: str, heads: int, slab: int | None) -> None:
     made = model(family, num_key_value_heads=heads)
     decoder = Decoder.of(made)
     assert decoder is not None
-    theirs, ours = both(made, decoder)
+    theirs, ours = both(made, decoder, slab=slab)
     assert float((theirs - ours).abs().max()) <= 1e-5 * float(theirs.abs().max())
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
-def test_one_token_comes_out_the_same_bit_for_bit_in_any_company(heads: int) -> None:
+@pytest.mark.parametrize("slab", [None, 16, 64])
+def test_one_token_comes_out_the_same_bit_for_bit_in_any_company(heads: int, slab: int | None) -> None:
     made = model("qwen3", num_key_value_heads=heads, max_position_embeddings=512)
     decoder = Decoder.of(made)
     assert decoder is not None
@@ -79,7 +83,7 @@ def test_one_token_comes_out_the_same_bit_for_bit_in_any_company(heads: int) -> 
         (16, 300, range(16)),
         (24, 300, range(23, -1, -1)),
     ):
-        store, order = Slots(count, capacity, 3), torch.tensor(rows)
+        store, order = Slots(count, capacity, 3, slab=slab), torch.tensor(rows)
         context = torch.arange(64)[None].expand(count, -1)
         with torch.no_grad():
             decoder(store, ids[order, :64], context, store.aim(torch.arange(count), context), stamp=0)
@@ -96,6 +100,80 @@ def test_one_token_comes_out_the_same_bit_for_bit_in_any_company(heads: int) -> 
         both = ~(seen[0].isnan().any(1) | other.isnan().any(1))
         assert int(both.sum()) >= 7
         assert torch.equal(seen[0][both], other[both])
+
+
+@pytest.mark.parametrize("shapes", ["alike", "two kinds of layers"])
+@torch.inference_mode()
+def test_slots_in_slabs_hold_what_slots_in_one_piece_hold(shapes: str) -> None:
+    rng = np.random.default_rng(dice.seed() + 7)
+    heads = [2, 2, 2] if shapes == "alike" else [2, 1, 1]
+    stores = [Slots(8, 20, 3, slab=slab) for slab in (None, 16, 32)]
+    for step in range(150):
+        count = stores[0].count
+        what = rng.integers(5)
+        if what == 0 and step > 20:
+            given = (int(rng.integers(8, count + 4)) // 8 * 8, int(rng.integers(20, 20 + step)))
+            for store in stores:
+                store.grow(*given)
+        elif what == 1:
+            a, b = (int(i) for i in rng.integers(0, count, 2))
+            for store in stores:
+                store.swap(a, b)
+        elif what == 2:
+            a, b = (int(i) for i in rng.choice(count, 2, replace=False))
+            length = int(stores[0].length[a])
+            for store in stores:
+                store.copy(a, b, length)
+        else:
+            front = what == 3
+            width = 1 if front else int(rng.integers(1, 24))
+            order = np.arange(8) if front else rng.choice(count, 3, replace=False)
+            held = stores[0].length[order]
+            if int(held.max()) + width > stores[0].capacity:
+                for store in stores:
+                    store.length[order] = 0
+                held = held * 0
+            positions = torch.as_tensor(held[:, None] + np.arange(width))
+            states = [torch.as_tensor(rng.normal(size=(2, len(order), n, width, 4)).astype(np.float32)) for n in heads]
+            for store in stores:
+                mask = store.aim(8 if front else torch.as_tensor(order), positions)
+                for layer, (keys, values) in enumerate(states):
+                    if front and step % 2:
+                        both = torch.cat([keys[:, :, 0], values[:, :, 0]], 1)
+                        found = [
+                            torch.cat(part, 1).reshape(8, heads[layer], -1, 4) for part in store.append(both, layer)
+                        ]
+                    else:
+                        found = list(store.update(keys, values, layer))
+                    for got, new in zip(found, (keys, values), strict=True):
+                        assert got.shape[2] == mask.shape[-1]
+                        for i, row in enumerate(held):
+                            assert torch.equal(got[i, :, row : row + width], new[i])
+                store.length[order] = held + width
+                for slot, row in zip(order, held, strict=True):
+                    store.ids[slot, row : row + width] = step
+        # All that anyone may ask for is there, and nothing behind it is no number.
+        longest = int(stores[0].length.max())
+        if not longest:
+            continue
+        seen = []
+        for store in stores:
+            store.aim(torch.arange(store.count), torch.full((store.count, 1), longest - 1))
+            parts = []
+            for layer, (block, first) in enumerate(store._place):
+                for kind in (0, 1):
+                    held_all = store._blocks[block][:, first + kind]
+                    whole = torch.cat([held_all[i, :, :, tokens] for i, tokens in store._parts(0, longest)], 2)
+                    assert bool(whole.isfinite().all()), layer
+                    for slot in range(store.count):
+                        parts.append(whole[slot, :, : int(store.length[slot])].reshape(-1))
+            seen.append(torch.cat(parts))
+        assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
+
+
+def test_a_slab_is_a_multiple_of_what_one_forward_looks_at() -> None:
+    with pytest.raises(ValueError, match="slab=20"):
+        Slots(8, 32, 1, slab=20)
 
 
 def test_another_stamp_or_a_change_that_torch_counts_brings_other_weights() -> None:

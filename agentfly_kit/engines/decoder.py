@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from agentfly_kit.engines.slots import Slots
+from agentfly_kit.engines.slots import SLAB, Slots
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
 _LARGEST = 1 << 24
@@ -99,7 +99,7 @@ class Decoder:
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         seen = mask.shape[-1]
         hidden = torch.where(mask[:, 0, :, None], 0.0, -torch.inf)
-        hidden = hidden.expand(rows, kv, share, seen).reshape(rows * kv, share, seen)
+        hidden = hidden.expand(rows, kv, share, seen).reshape(rows * kv, share, seen).split(store.slab, -1)
         for i, (qkv, out, gate_up, down, before, after, scale) in enumerate(self._layers):
             found = F.linear(self._norm(x, before), qkv, self._biases[i]).view(rows, heads + 2 * kv, size)
             qk = found[:, : heads + kv]
@@ -109,8 +109,16 @@ class Decoder:
             torch.addcmul(turned, qk, cos, out=found[:, : heads + kv])
             keys, values = store.append(found[:, heads:], i)
             queries = found[:, :heads].reshape(rows * kv, share, size)
-            weights = torch.baddbmm(hidden, queries, keys.transpose(1, 2), alpha=size**-0.5).softmax(-1)
-            x = x + F.linear(torch.bmm(weights, values).view(rows, heads * size), out)
+            scores = [
+                torch.baddbmm(part, queries, k.transpose(1, 2), alpha=size**-0.5)
+                for part, k in zip(hidden, keys, strict=True)
+            ]
+            weights = (scores[0] if len(scores) == 1 else torch.cat(scores, -1)).softmax(-1)
+            # Slab after slab: those behind a row's end weigh nothing, so it comes out the same with and without them.
+            mixed = torch.bmm(weights[..., : keys[0].shape[1]], values[0])
+            for j in range(1, len(values)):
+                mixed.baddbmm_(weights[..., j * store.slab : (j + 1) * store.slab], values[j])
+            x = x + F.linear(mixed.view(rows, heads * size), out)
             gate, up = F.linear(self._norm(x, after), gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate).mul_(up), down)
         return self._norm(x, self._trunk.norm.weight)
@@ -155,7 +163,7 @@ class Decoder:
         found: list[Tensor] = []
         with torch.inference_mode():
             for own in (False, True):
-                store = Slots(8, 9, len(self._trunk.layers))
+                store = Slots(8, 9, len(self._trunk.layers), slab=SLAB)
                 for start, stop in ((0, 8), (8, 9)):
                     positions = torch.arange(start, stop)[None].expand(8, -1)
                     mask = store.aim(torch.arange(8) if stop - start > 1 else 8, positions)

@@ -25,7 +25,7 @@ from torch import Tensor
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.decoder import Decoder, run_itself
 from agentfly_kit.engines.sampling import draw
-from agentfly_kit.engines.slots import Slots
+from agentfly_kit.engines.slots import SLAB, Slots
 from agentfly_kit.engines.tape import Tape
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy import Policy, compute_threads
@@ -299,7 +299,8 @@ class LocalEngine(Engine):
             # More than asked for: growing copies everything that is held, and the next prompt may be a bit longer.
             capacity = min(max(-(-capacity // _SPARE) * _SPARE, held * 3 // 2), max(capacity, self.max_length + 1))
         if self._store is None:
-            self._store = Slots(0, capacity, self.policy.layers)
+            # A model that runs itself wants a row's keys in one piece.
+            self._store = Slots(0, capacity, self.policy.layers, slab=SLAB if self._own_decoder() else None)
         store = self._store
         count = store.count
         if another and count < self.slots and None not in self._owner[self._active :]:
@@ -422,11 +423,15 @@ class LocalEngine(Engine):
         store = self._store
         assert store is not None
         mask = store.aim(rows, positions)
+        decoder = self._own_decoder()
+        if decoder is not None:
+            return decoder(store, tokens, positions, mask, stamp=(self._now, self.policy.version))
+        return run_itself(self.policy.model.get_decoder(), store, tokens, positions, mask)
+
+    def _own_decoder(self) -> Decoder | None:
         if self._model is not self.policy.model:  # one that got an adapter, say, is another
             self._model, self._decoder = self.policy.model, Decoder.of(self.policy.model)
-        if self._decoder is not None:
-            return self._decoder(store, tokens, positions, mask, stamp=(self._now, self.policy.version))
-        return run_itself(self.policy.model.get_decoder(), store, tokens, positions, mask)
+        return self._decoder
 
     def _prefill(self) -> None:
         """Put waiting prompts into slots, one chunk each; those that are complete get their first token."""
@@ -581,13 +586,16 @@ class LocalEngine(Engine):
         def column(values: npt.NDArray[Any], off: float) -> Tensor | None:
             return torch.as_tensor(values, device=device) if bool((values != off).any()) else None
 
+        truncation: dict[str, Tensor | None] = {}
+        if tape.truncates:
+            truncation["top_p"] = column(tape.top_p[lanes], 1.0)
+            truncation["top_k"] = column(tape.top_k[lanes], 0)
+            truncation["min_p"] = column(tape.min_p[lanes], 0.0)
         drawn = draw(
             logits,
             torch.as_tensor(tape.temperature[lanes], device=device),
             torch.as_tensor(noise, device=device),
-            top_p=column(tape.top_p[lanes], 1.0),
-            top_k=column(tape.top_k[lanes], 0),
-            min_p=column(tape.min_p[lanes], 0.0),
+            **truncation,
         )
         self.sampled += len(requests)
         ids, logprobs = drawn.ids.cpu().numpy(), drawn.logprobs.cpu().numpy()
@@ -596,12 +604,12 @@ class LocalEngine(Engine):
         kept = drawn.kept.cpu().numpy() if drawn.kept is not None else None
         full = tape.write(lanes, ids, logprobs, drawn.entropies.cpu().numpy(), kept, version)
         ended = {int(i): "length" for i in full.nonzero()[0]}
-        for i in tape.stops[lanes].nonzero()[0].tolist():
+        for i in tape.stops[lanes].nonzero()[0].tolist() if tape.watches else ():
             request = requests[i]
             if request is not None and self._says(request):
                 ended[i] = "string"
-        stops = np.array(tuple(self.policy.chat.stop_ids), dtype=np.int64)
-        ended.update((int(i), "stop") for i in (ids[:, None] == stops).any(1).nonzero()[0])
+        for stop in self.policy.chat.stop_ids:
+            ended.update((i, "stop") for i in (ids == stop).nonzero()[0].tolist())
         return ended
 
     def _says(self, request: _Request) -> bool:
