@@ -45,10 +45,12 @@ _WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256)
 
 _SPARE = 256
 """Room for tokens in a slot comes in multiples of this, where the model's context is as long."""
-_COMPANY = 4
-"""A prefill waits until it has a row for each this many that run ..."""
-_PATIENCE = 8
-"""... or until it has waited for this many steps."""
+_COMPANY, _PATIENCE = 1, 12
+"""A prefill waits until there are more rows for it than this part of those that run (1: all, 4: a quarter), or until
+the first has waited for so many steps. Where a step is as short as a small model's, what a prefill costs beside its
+tokens is three steps' ..."""
+_SLOW_COMPANY, _SLOW_PATIENCE = 4, 8
+"""... and of a model that runs itself that was not measured: less waiting, then."""
 
 
 @dataclass(eq=False)
@@ -285,7 +287,9 @@ class LocalEngine(Engine):
             for request in self._waiting:
                 request.waited += 1
             # A prefill of one row costs as much as a decode of many: wait for company, but not for long.
-            if len(self._waiting) > self._active // _COMPANY or self._waiting[0].waited > _PATIENCE:
+            short = self._own_decoder() is not None
+            company, patience = (_COMPANY, _PATIENCE) if short else (_SLOW_COMPANY, _SLOW_PATIENCE)
+            if len(self._waiting) > self._active // company or self._waiting[0].waited > patience:
                 self._prefill()
         if self._active:
             self._decode()
