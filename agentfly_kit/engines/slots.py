@@ -70,7 +70,7 @@ class Slots:
         """Say where the next forward writes, and get the mask that goes with it.
 
         rows: a count n (the first n slots, no copy) or indices (R,). positions: (R, C) int64.
-        Returns (R, 1, C, S) bool, True where a query may look; S is a multiple of 16, or of a slab, that covers all positions.
+        Returns (R, 1, C, S) bool, True where a query may look; S, a multiple of 16 or of a slab, covers all positions.
         """
         self._seen = min(self.capacity, -(-(int(positions.max()) + 1) // self._step) * self._step)
         if self._seen > self._clean:
