@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import gc
 import math
@@ -21,6 +22,7 @@ import torch
 from agents import agent, chat, fresh, random_policy, reference_logprobs, shipped, tasks
 
 from agentfly_kit.engines import local
+from agentfly_kit.engines.decoder import Decoder
 from agentfly_kit.engines.local import LocalEngine
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy import Policy
@@ -719,3 +721,21 @@ async def test_memory_that_nobody_has_written_is_never_read(monkeypatch: pytest.
         torch.use_deterministic_algorithms(False)
     assert [s.ids for s in poisoned] == [s.ids for s in plain]
     assert [s.logprobs for s in poisoned] == [s.logprobs for s in plain]
+
+
+async def test_a_model_is_tried_only_while_its_weights_are_held_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Amid somebody's update the trial would compare two sets of weights, and the engine do without its decoder."""
+    policy = endless()
+    engine = LocalEngine(policy)
+    held: list[bool] = []
+    of = Decoder.of
+
+    def watched(model: Any) -> Any:
+        held.append(policy.lock.locked())
+        return of(model)
+
+    monkeypatch.setattr(Decoder, "of", watched)
+    await engine.sample(prompt(9, seed=1), Sampling(max_tokens=4), 1)
+    policy.model = copy.deepcopy(policy.model)
+    await engine.sample(prompt(9, seed=2), Sampling(max_tokens=4), 2)
+    assert held == [True, True]

@@ -115,9 +115,10 @@ class Decoder:
             ]
             weights = (scores[0] if len(scores) == 1 else torch.cat(scores, -1)).softmax(-1)
             # Slab after slab: those behind a row's end weigh nothing, so it comes out the same with and without them.
-            mixed = torch.bmm(weights[..., : keys[0].shape[1]], values[0])
-            for j in range(1, len(values)):
-                mixed.baddbmm_(weights[..., j * store.slab : (j + 1) * store.slab], values[j])
+            parts = weights.split(store.slab, -1)
+            mixed = torch.bmm(parts[0], values[0])
+            for part, v in zip(parts[1:], values[1:], strict=True):
+                mixed.baddbmm_(part, v)
             x = x + F.linear(mixed.view(rows, heads * size), out)
             gate, up = F.linear(self._norm(x, after), gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate).mul_(up), down)

@@ -287,7 +287,7 @@ class LocalEngine(Engine):
             for request in self._waiting:
                 request.waited += 1
             # A prefill of one row costs as much as a decode of many: wait for company, but not for long.
-            short = self._own_decoder() is not None
+            short = self._decoder is not None
             company, patience = (_COMPANY, _PATIENCE) if short else (_SLOW_COMPANY, _SLOW_PATIENCE)
             if len(self._waiting) > self._active // company or self._waiting[0].waited > patience:
                 self._prefill()
@@ -433,6 +433,7 @@ class LocalEngine(Engine):
         return run_itself(self.policy.model.get_decoder(), store, tokens, positions, mask)
 
     def _own_decoder(self) -> Decoder | None:
+        """None if the model must run itself. Hold the policy's lock: a model not met before is tried."""
         if self._model is not self.policy.model:  # one that got an adapter, say, is another
             self._model, self._decoder = self.policy.model, Decoder.of(self.policy.model)
         return self._decoder
@@ -590,16 +591,13 @@ class LocalEngine(Engine):
         def column(values: npt.NDArray[Any], off: float) -> Tensor | None:
             return torch.as_tensor(values, device=device) if bool((values != off).any()) else None
 
-        truncation: dict[str, Tensor | None] = {}
-        if tape.truncates:
-            truncation["top_p"] = column(tape.top_p[lanes], 1.0)
-            truncation["top_k"] = column(tape.top_k[lanes], 0)
-            truncation["min_p"] = column(tape.min_p[lanes], 0.0)
         drawn = draw(
             logits,
             torch.as_tensor(tape.temperature[lanes], device=device),
             torch.as_tensor(noise, device=device),
-            **truncation,
+            top_p=column(tape.top_p[lanes], 1.0),
+            top_k=column(tape.top_k[lanes], 0),
+            min_p=column(tape.min_p[lanes], 0.0),
         )
         self.sampled += len(requests)
         ids, logprobs = drawn.ids.cpu().numpy(), drawn.logprobs.cpu().numpy()
@@ -608,7 +606,7 @@ class LocalEngine(Engine):
         kept = drawn.kept.cpu().numpy() if drawn.kept is not None else None
         full = tape.write(lanes, ids, logprobs, drawn.entropies.cpu().numpy(), kept, version)
         ended = {int(i): "length" for i in full.nonzero()[0]}
-        for i in tape.stops[lanes].nonzero()[0].tolist() if tape.watches else ():
+        for i in tape.stops[lanes].nonzero()[0].tolist():
             request = requests[i]
             if request is not None and self._says(request):
                 ended[i] = "string"

@@ -41,7 +41,7 @@ class Slots:
         self.count = count
         self._layers = layers
         self._step = slab or _STEP
-        self._cut = slab
+        self._slab = slab
         self.capacity = -(-capacity // self._step) * self._step
         self.ids: npt.NDArray[np.int64] = np.zeros((count, self.capacity), dtype=np.int64)
         self.length: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
@@ -62,7 +62,7 @@ class Slots:
     @property
     def slab(self) -> int:
         """Tokens of a slot that lie together."""
-        return self._cut or self.capacity
+        return self._slab or self.capacity
 
     # --- one forward ---
 
@@ -119,12 +119,11 @@ class Slots:
             into = (at // slab * (len(whole[0]) * one) + at % slab)[:, :, None]
             self._written = (places + kinds + into).view(-1)
         whole.view(-1, size)[first * one :].index_copy_(0, self._written, states.reshape(-1, size))
-        slabs = -(-self._seen // slab)
-        if self._cut is None:
-            flat = whole[0, first : first + 2].view(2, -1, slab, size)[:, : rows * heads, : self._seen]
-            return [flat[0]], [flat[1]]
-        flat = whole[:slabs, first : first + 2].view(slabs, 2, -1, slab, size)[:, :, : rows * heads]
-        return list(flat[:, 0]), list(flat[:, 1])
+        found = [
+            whole[i, first : first + 2].view(2, -1, slab, size)[:, : rows * heads, tokens]
+            for i, tokens in self._parts(0, self._seen)
+        ]
+        return [both[0] for both in found], [both[1] for both in found]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
@@ -219,7 +218,7 @@ class Slots:
         ids[: self.count, : self.capacity] = self.ids
         length = np.zeros(count, dtype=np.int64)
         length[: self.count] = self.length
-        slab = self._cut or capacity
+        slab = self._slab or capacity
         for at, old in enumerate(self._blocks):
             new = old.new_empty((capacity // slab, old.shape[1], count, old.shape[3], slab, old.shape[5]))
             for i, tokens in self._parts(0, self._clean):

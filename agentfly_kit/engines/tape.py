@@ -35,8 +35,6 @@ class Tape:
         self.kept: npt.NDArray[np.float32] = np.zeros((0, 0), dtype=np.float32)
         self.versions: npt.NDArray[np.int64] = np.zeros((0, 0), dtype=np.int64)
         self._noise: npt.NDArray[np.float64] = np.zeros((0, _AHEAD), dtype=np.float64)
-        self._narrow: set[int] = set()
-        self._watched: set[int] = set()
 
     def open(self, sampling: Sampling, seed: int, limit: int) -> int:
         """A lane for a request that will sample at most `limit` tokens."""
@@ -47,26 +45,10 @@ class Tape:
         self.temperature[lane] = sampling.temperature
         self.top_p[lane], self.top_k[lane], self.min_p[lane] = sampling.top_p, sampling.top_k, sampling.min_p
         self.stops[lane] = bool(sampling.stop)
-        if sampling.truncates:
-            self._narrow.add(lane)
-        if sampling.stop:
-            self._watched.add(lane)
         return lane
 
     def close(self, lane: int) -> None:
         self._free.append(lane)
-        self._narrow.discard(lane)
-        self._watched.discard(lane)
-
-    @property
-    def truncates(self) -> bool:
-        """Whether any of the open ones has a top-p, top-k or min-p."""
-        return bool(self._narrow)
-
-    @property
-    def watches(self) -> bool:
-        """Whether a text may end any of the open ones."""
-        return bool(self._watched)
 
     def last(self, lanes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The newest token of each lane."""
