@@ -47,8 +47,8 @@ _SPARE = 256
 """Room for tokens in a slot comes in multiples of this, where the model's context is as long."""
 _COMPANY, _PATIENCE = 1, 12
 """A prefill waits until there are more rows for it than this part of those that run (1: all, 4: a quarter), or until
-the first has waited for so many steps. Where a step is as short as a small model's, what a prefill costs beside its
-tokens is three steps' ..."""
+the first has waited for so many steps. Measured for small models, whose steps are short beside what a prefill
+costs apart from its tokens ..."""
 _SLOW_COMPANY, _SLOW_PATIENCE = 4, 8
 """... and of a model that runs itself that was not measured: less waiting, then."""
 
