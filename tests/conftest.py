@@ -11,7 +11,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import gc
+import sys
 import textwrap
+from collections.abc import Generator
 from typing import Any
 
 import browser
@@ -41,6 +44,32 @@ def _elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.chdir(tmp_path_factory.mktemp("cwd"))
     yield
     os.chdir(before)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed and call.when == "call":
+        discard_leftovers()
+    return report
+
+
+def discard_leftovers() -> None:
+    """End every sandbox and lease after a failed test, whose traceback keeps them alive.
+
+    Their processes would fail the tests that look for leftovers, and their leases the test during which they are collected.
+    """
+    if "agentfly_kit.pool" not in sys.modules:
+        return
+    from agentfly_kit.pool import Lease
+    from agentfly_kit.sandboxes.guest import Guest
+    from agentfly_kit.sandboxes.python import PythonSandbox
+
+    for found in gc.get_objects():
+        if issubclass(type(found), Lease):  # not isinstance, which calls what proxies say of themselves
+            found.released = True
+        elif issubclass(type(found), PythonSandbox | Guest):
+            found.kill()
 
 
 # --- JupyterLab in a browser: one server for all files, one browser a file -------------------------

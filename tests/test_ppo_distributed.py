@@ -107,7 +107,7 @@ def test_two_processes_make_the_step_of_one(tmp_path: Path) -> None:
     for name in CASES:
         for rank in ranks:
             got, wanted = rank[name], alone[name]
-            torch.testing.assert_close(got["gradients"], wanted["gradients"], rtol=1e-5, atol=1e-6, msg=name)
+            agents.assert_same_gradient(got["gradients"], wanted["gradients"], name)
             assert got["numbers"] == pytest.approx(wanted["numbers"], rel=1e-5, abs=1e-6, nan_ok=True), name
     assert torch.equal(ranks[0]["weights"], ranks[1]["weights"])
     # Adam divides by the gradient's own size, so what is about 0 may go either way by a step of 1e-3.

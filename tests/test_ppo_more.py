@@ -137,7 +137,7 @@ def test_every_loss_has_the_gradient_of_its_definition_whatever_the_split(name: 
     wanted = plain(policy, batch, function, "seq_mean_token_mean")
     for micro in (1, 40, 10_000):
         got, stats = gradient(policy, batch, loss=name, aggregate="seq_mean_token_mean", micro_tokens=micro, seed=5)
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-6)
+        agents.assert_same_gradient(got, wanted)
         assert stats.tokens == int(batch.mask.sum())
 
 
@@ -148,7 +148,7 @@ def test_every_aggregate_has_the_gradient_of_its_definition(how: str) -> None:
     options = {"denominator": 20.0} if how == "fixed" else {}
     wanted = plain(policy, batch, losses.ppo, how, **options)
     got, _ = gradient(policy, batch, aggregate=how, micro_tokens=40, **options)
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-6)
+    agents.assert_same_gradient(got, wanted)
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
@@ -164,7 +164,7 @@ def test_a_batch_wide_loss_counts_rows_without_advantage(name: str) -> None:
     seeded = functools.partial(function, seed=2) if name == "clip_cov" else function
     wanted = plain(policy, batch, seeded, "token_mean")
     got, stats = gradient(policy, batch, loss=function, micro_tokens=30, seed=2)
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-6)
+    agents.assert_same_gradient(got, wanted)
     assert stats.dropped_groups == 0
 
 
@@ -173,7 +173,7 @@ def test_a_clip_reaches_the_loss_and_one_that_does_not_fit_is_refused() -> None:
     batch = made(policy)
     got, _ = gradient(policy, batch, loss="gspo", clip=0.1, clip_high=0.3)
     wanted = plain(policy, batch, functools.partial(losses.gspo, clip=0.1, clip_high=0.3), "token_mean")
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-6)
+    agents.assert_same_gradient(got, wanted)
     for options, said in (
         ({"loss": "sapo", "clip": 0.2}, "takes no clip"),
         ({"loss": "cispo", "dual_clip": 3.0}, "takes no dual_clip"),
@@ -226,11 +226,11 @@ def test_all_terms_together_do_not_depend_on_the_split(head: Any) -> None:
     whole, one = gradient(policy, batch, micro_tokens=10_000, **options)
     for micro in (1, 60):
         parts, many = gradient(policy, batch, micro_tokens=micro, **options)
-        torch.testing.assert_close(parts, whole, rtol=1e-4, atol=2e-6)
+        agents.assert_same_gradient(parts, whole)
         for name in ("loss", "policy_loss", "value_loss", "kl_reference", "approx_kl", "effective_sample_size"):
             assert getattr(many, name) == pytest.approx(getattr(one, name), rel=1e-4, abs=1e-6), name
     again, _ = gradient(policy, batch, checkpointing=True, **options)
-    torch.testing.assert_close(again, whole, rtol=1e-4, atol=2e-6)
+    agents.assert_same_gradient(again, whole)
 
 
 def test_a_separate_critic_gives_the_policy_no_gradient() -> None:
@@ -315,7 +315,7 @@ def test_correction_weighs_by_trainer_over_sampler(level: str) -> None:
 
     wanted = plain(policy, batch, weighed, "token_mean")
     got, stats = gradient(policy, batch, old="recompute", correction=level, detail=True)
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-6)
+    agents.assert_same_gradient(got, wanted)
     ess = losses.effective_sample_size(weights, batch.mask, level=level)  # type: ignore[arg-type]
     assert stats.effective_sample_size == pytest.approx(float(ess), rel=1e-5)
     assert 0 < stats.effective_sample_size < 1
@@ -585,4 +585,4 @@ def test_a_weighted_kl_is_the_kl_times_the_ratio() -> None:
 
     wanted = plain(policy, batch, both, "token_mean")
     got, _ = gradient(policy, batch.replace(ref_logprobs=ref), kl_coef=0.3, kl_weighted=True, micro_tokens=50)
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-6)
+    agents.assert_same_gradient(got, wanted)

@@ -224,7 +224,7 @@ def test_the_tokens_of_other_authors_get_no_gradient() -> None:
         gradient(policy, collate([t], [1.5], authors=who), aggregate="fixed", denominator=7.0)[0]
         for who in ("WHITE", "BLACK", ("WHITE", "BLACK"))
     ]
-    torch.testing.assert_close(parts[0] + parts[1], parts[2], rtol=1e-4, atol=1e-6)
+    agents.assert_same_gradient(parts[0] + parts[1], parts[2])
     assert float((parts[0] - parts[2]).abs().max()) > 1e-3
 
 
@@ -300,7 +300,7 @@ def test_the_gradient_over_folded_rows_is_that_of_the_definition(how: str) -> No
     batch = collate(given, advantages.grpo)
     for micro in (1, 40, 10_000):
         got, stats = gradient(policy, batch, micro_tokens=micro, **options_of(how))
-        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+        agents.assert_same_gradient(got, wanted)
     assert stats.reward_mean == pytest.approx(sum(t.reward or 0 for t in given) / len(given))
 
 
@@ -318,7 +318,7 @@ def test_rows_may_stand_in_any_order_and_any_width() -> None:
         wanted, _ = gradient(policy, batch, aggregate=how)
         for other in (mixed, wide, shuffled):
             got, _ = gradient(policy, other, aggregate=how, micro_tokens=50)
-            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6, msg=f"{how}, seed {seed}")
+            agents.assert_same_gradient(got, wanted, f"{how}, seed {seed}")
 
 
 def permuted(batch: Batch, order: Tensor, pad: int = 0) -> Batch:
@@ -411,7 +411,7 @@ def test_what_forks_share_may_be_trained_once(how: str, minibatch: int | None) -
         wanted, _ = gradient(policy, twice, aggregate=how, **options)
         for micro in (1, 60, 10_000):
             got, _ = gradient(policy, once, aggregate=how, micro_tokens=micro, **options)
-            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+            agents.assert_same_gradient(got, wanted)
     else:  # a tree of three and a chain alone: of two groups, in any order
         for rows in minibatches(once, minibatch, torch.Generator().manual_seed(1)):
             part = set(rows.tolist())
@@ -491,7 +491,7 @@ def test_returns_are_shared_too() -> None:
         got, stats = gradient(policy, b, value_coef=0.7)
         assert stats.value_loss > 0
         moved.append(got)
-    torch.testing.assert_close(moved[0], moved[1], rtol=1e-5, atol=1e-6)
+    agents.assert_same_gradient(moved[0], moved[1])
 
 
 # --- advantages a token, over folds --------------------------------------------------------------
@@ -662,7 +662,7 @@ async def test_folding_into_the_same_tokens_is_the_same_rollout() -> None:
     got, stats = gradient(policy, collate(folds, advantages.grpo))
     wanted, other = gradient(policy, collate(plain, advantages.grpo))
     assert stats.tokens == other.tokens
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-6)
+    agents.assert_same_gradient(got, wanted)
 
 
 @pytest.mark.parametrize("more", [{}, {"advantage": "gae"}])

@@ -233,7 +233,7 @@ class Vessel:
             return
         _signal(process.pid, signal.SIGSTOP)  # stopped, it still adopts the orphans that its children leave
         for _ in range(100):
-            below = [pid for pid in worker.descendants(process.pid) if not _is_dead(pid)]
+            below = [pid for pid in worker.descendants(process.pid) if not worker.is_dead(pid)]
             for pid in below:
                 _signal(pid, signal.SIGKILL)
             if not below:
@@ -248,14 +248,6 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
     except (ProcessLookupError, PermissionError):
         pass
-
-
-def _is_dead(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
 
 
 class Hub(Vessel):

@@ -94,6 +94,7 @@ class PythonSandbox:
         self._serial = 0  # of the interpreter
         self._number = 0  # of the call, over all interpreters
         self._nonce = 0  # of the call that runs
+        self._counts = 0  # requests for the number of processes
         self._worker = False  # an interpreter runs
         self._held = False  # a call was made since the last reset: there may be something to lose
         self._abandoned: bytes | None = None  # a call was given up while its code ran: what of it is still to be sent
@@ -213,6 +214,18 @@ class PythonSandbox:
             await into.restore(self.snapshot())
         except _Differs as error:
             raise SandboxError(f"this PythonSandbox cannot fork: {error}") from None
+
+    async def count_processes(self) -> int | None:
+        """The number of processes that run inside, the interpreter among them; None where the kernel does not list them.
+
+        Raises:  SandboxError if the sandbox is dead or gives no answer.
+        """
+        self._counts += 1
+        if not self._command("count", serial=self._counts):
+            raise SandboxError("the sandbox has died")
+        reply = await self._expect("count", self._counts, _CONTROL_SECONDS)
+        processes = reply.get("processes")
+        return None if processes is None else int(processes)
 
     def snapshot(self) -> tuple[tuple[str, float, bytes | None], ...]:
         """What `restore` needs to bring another sandbox into this one's state: the calls since the last reset."""

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..errors import ToolError
+from ..errors import SandboxError, ToolError
 from .guest import Guest
 from .result import Limit, SandboxResult
 
@@ -112,11 +112,25 @@ class ShellSandbox(Guest):
         functions and options. Copies of a level without an own /tmp lie elsewhere, and files that name the old place
         are not changed.
 
-        Raises:  SandboxError while a background process runs, which cannot be copied; at the level "landlock", where it
-                 could not be seen, after any command. `into` is reset.
+        Raises:  SandboxError while a background process runs, which cannot be copied, or where the kernel does not list
+                 processes, so that this cannot be known. `into` is reset.
         """
         async with self._copying(into):
             state = await self._inner("dump")
+            await self._check_background(shells=0 if state is None else 1)
             await self._copy_home(into)
             if state is not None:
                 await into._inner("load", state=state, old=await self._inner("home"), folder=self._folder)
+
+    async def _check_background(self, shells: int) -> None:
+        """Raises SandboxError unless the interpreter and so many shells are all that runs inside."""
+        processes = await self._python.count_processes()
+        if processes is None:
+            raise SandboxError(
+                "this kernel does not list a process's children, so background processes cannot be ruled out"
+            )
+        if (others := processes - 1 - shells) > 0:
+            raise SandboxError(
+                f"this {type(self).__name__} cannot fork: {others} background process{'' if others == 1 else 'es'} "
+                "still running"
+            )

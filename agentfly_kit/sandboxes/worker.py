@@ -162,6 +162,29 @@ def landlock(rules: dict[str, Any]) -> int:
     return ruleset
 
 
+def own_limits() -> list[str]:
+    """Files that hold the limits of this process's control group. DuckDB aborts if they exist and cannot be read."""
+    found = ["/proc/self/cgroup"]
+    with open(found[0]) as file:
+        memberships = [line.rstrip("\n").split(":", 2) for line in file]
+    for _, controllers, path in memberships:
+        for controller in controllers.split(","):
+            if controller in ("", "cpu", "memory"):  # "" is version 2, which has all controllers in one folder
+                names = _LIMIT_FILES[controller]
+                root = f"/sys/fs/cgroup/{controller}".rstrip("/")
+                found += [
+                    f"{folder}/{name}" for folder in dict.fromkeys((root, root + path.rstrip("/"))) for name in names
+                ]
+    return found
+
+
+_LIMIT_FILES = {
+    "": ("cpu.max", "memory.max", "memory.high"),
+    "cpu": ("cpu.cfs_quota_us", "cpu.cfs_period_us"),
+    "memory": ("memory.limit_in_bytes",),
+}
+
+
 # --- the zygote ----------------------------------------------------------------------------------
 
 
@@ -176,8 +199,8 @@ class Zygote:
         self.worker = 0
         self.serial = 0
         self.orphan = False
-        self.cage: tuple[int, bytes] | None = None
-        """A Landlock ruleset and a filter for interpreters to enter."""
+        self.cage: tuple[dict[str, Any], bytes] | None = None
+        """The Landlock rules and the system-call filter that each interpreter applies to itself."""
 
     def serve(self) -> None:
         # The host's Ctrl-C and a signal sent from inside must not end the zygote.
@@ -240,8 +263,9 @@ class Zygote:
             confine(message)
             program = bytes.fromhex(message["filter"])
             if message["landlock"]:
-                # Each interpreter goes in by itself: the zygote stays outside, out of its reach.
-                self.cage = (landlock(message["landlock"]), program)
+                # Each interpreter restricts itself: the zygote stays outside, out of its reach.
+                os.close(landlock(message["landlock"]))  # a kernel that rejects the rules is noticed at the start
+                self.cage = (message["landlock"], program)
             elif message["space"]:
                 renounce()
                 filter_calls(program)
@@ -268,6 +292,8 @@ class Zygote:
                 os.kill(self.worker, signal.SIGINT)
         elif op == "sync":
             self.tell(op="sync", serial=message["serial"])
+        elif op == "count":
+            self.tell(op="count", serial=message["serial"], processes=self.count())
         elif op == "kill":
             self.kill_all(tell=True)
 
@@ -299,6 +325,14 @@ class Zygote:
                 return False
             self.ended(pid, status)
 
+    def count(self) -> int | None:
+        """The number of living processes below this one; None where the kernel does not list a process's children."""
+        self.reap()
+        found = descendants(os.getpid())
+        if self.worker and self.worker not in found:
+            return None
+        return sum(not is_dead(pid) for pid in found)
+
     def kill_all(self, tell: bool = False) -> None:
         """Kill and reap all that descends from here; afterwards nothing of the chain is left."""
         if not tell:
@@ -326,6 +360,15 @@ class Zygote:
             if time.monotonic() > deadline:
                 raise TimeoutError("processes of the last chain are still alive after 3 s")
             time.sleep(0.0002)
+
+
+def is_dead(pid: int) -> bool:
+    """Whether a process has ended: it is gone, or a zombie that nobody has waited for."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 def passed_descriptors(extra: list[tuple[int, int, bytes]]) -> list[int]:
@@ -440,7 +483,9 @@ class CpuLimit(BaseException):
 class Interpreter:
     """One `__main__` namespace: cells come in as lines, values and errors go back."""
 
-    def __init__(self, settings: dict[str, Any], cage: tuple[int, bytes] | None, data: int, out: int, err: int) -> None:
+    def __init__(
+        self, settings: dict[str, Any], cage: tuple[dict[str, Any], bytes] | None, data: int, out: int, err: int
+    ) -> None:
         self.settings = settings
         self.limit = int(settings["max_output"])
         self.running = False
@@ -451,10 +496,14 @@ class Interpreter:
         prctl(PR_SET_DUMPABLE, 1)
         favour("500")  # when memory runs out the kernel should take this process, not the zygote
         if cage is not None:
+            rules, program = cage
+            ruleset = landlock({**rules, "paths": [*rules["paths"], *((path, "read") for path in own_limits())]})
+            # A rule holds as long as the kernel caches the entry of /proc that it was made for: an open file keeps it.
+            os.open("/proc/self/cgroup", os.O_PATH | os.O_CLOEXEC)
             renounce()
-            kernel("syscall", 446, cage[0], 0)  # landlock_restrict_self
-            os.close(cage[0])
-            filter_calls(cage[1])
+            kernel("syscall", 446, ruleset, 0)  # landlock_restrict_self
+            os.close(ruleset)
+            filter_calls(program)
             prctl(PR_SET_DUMPABLE, 1)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)

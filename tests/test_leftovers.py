@@ -1,0 +1,36 @@
+"""What the test suite itself promises: a failing test leaves nothing behind that fails the tests after it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+FAILS_AND_GOES_ON = """
+import pytest
+import agentfly_kit as af
+from test_sandbox_python import nothing_left
+
+async def test_fails_with_a_sandbox_and_a_lease(nothing_left):
+    sandbox = af.ShellSandbox(isolation="none")
+    await sandbox.run("sleep 1000 &")
+    pool = af.Pool(af.PythonSandbox, size=1, isolation="none")
+    lease = await pool.acquire(owner="test")
+    assert not lease, "meant to fail"
+
+def test_the_next_one_finds_nothing(nothing_left):
+    pass
+"""
+
+
+def test_a_failing_test_does_not_fail_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / "test_inner.py").write_text(FAILS_AND_GOES_ON)
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", "-c", TESTS.parent / "pyproject.toml",
+            "--rootdir", tmp_path, tmp_path / "test_inner.py",
+        ],
+        env={**os.environ, "PYTHONPATH": str(TESTS)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert "1 failed, 1 passed in" in done.stdout, done.stdout + done.stderr
+    assert "meant to fail" in done.stdout
