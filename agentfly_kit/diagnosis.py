@@ -130,7 +130,7 @@ def _sandboxes() -> Finding:
         state = "landlock: your files cannot be opened, no network, weaker limits; see af.sandbox_report()"
     else:
         state = f"{level}: code runs with your rights; see af.sandbox_report()"
-    return Finding("sandboxes", state, True, "apt-get install bubblewrap")
+    return Finding("sandboxes", state, True, "apt-get install bubblewrap   # or conda install conda-forge::bubblewrap")
 
 
 def _containers() -> Finding:

@@ -96,6 +96,10 @@ class IsolationError(SandboxError):
     """The isolation level that was asked for cannot be had on this machine."""
 
 
+class IsolationWarning(UserWarning):
+    """Sandboxes run below the isolation level "strict" because nothing stronger is available here. Shown once."""
+
+
 class LeaseEnded(SandboxError):
     """The pool took a sandbox from its holder: held for too long, or ended by hand. The message says which."""
 

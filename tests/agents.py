@@ -49,9 +49,9 @@ def tasks(count: int = 4, seed: int = 0) -> list[Task]:
 def assert_same_gradient(got: torch.Tensor, wanted: torch.Tensor, message: str = "") -> None:
     """Compare two float32 gradients that are the same sum in exact arithmetic, added up in different orders.
 
-    An element of a gradient is a sum of products over tokens and over the widths of the layers above it, some 10,000 terms
-    in these tests, and the terms may cancel. Its rounding error is therefore of the order of eps * sqrt(10,000) relative to
-    the largest gradients, not to the element itself: the error is compared with the norm of the whole gradient.
+    An element of a gradient is a sum of products over tokens and over the widths of the layers above it, some 10,000
+    terms in these tests, and the terms may cancel. Its rounding error is therefore of the order of eps * sqrt(10,000)
+    relative to the largest gradients, not to the element itself: the error is compared with the whole gradient's norm.
     """
     assert got.dtype == wanted.dtype == torch.float32 and got.shape == wanted.shape
     allowed = 100 * torch.finfo(torch.float32).eps * float(wanted.norm())

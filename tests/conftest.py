@@ -57,7 +57,7 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, py
 def discard_leftovers() -> None:
     """End every sandbox and lease after a failed test, whose traceback keeps them alive.
 
-    Their processes would fail the tests that look for leftovers, and their leases the test during which they are collected.
+    Their processes would fail the tests that look for leftovers, and their leases whichever test they are collected in.
     """
     if "agentfly_kit.pool" not in sys.modules:
         return

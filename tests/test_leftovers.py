@@ -27,8 +27,8 @@ def test_a_failing_test_does_not_fail_the_next_one(tmp_path: Path) -> None:
     (tmp_path / "test_inner.py").write_text(FAILS_AND_GOES_ON)
     done = subprocess.run(
         [
-            sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", "-c", TESTS.parent / "pyproject.toml",
-            "--rootdir", tmp_path, tmp_path / "test_inner.py",
+            sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider",
+            "-c", TESTS.parent / "pyproject.toml", "--rootdir", tmp_path, tmp_path / "test_inner.py",
         ],
         env={**os.environ, "PYTHONPATH": str(TESTS)}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip

@@ -14,12 +14,13 @@ import tempfile
 import textwrap
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from agentfly_kit.errors import IsolationError, SandboxError, SettingsError
+from agentfly_kit.errors import IsolationError, IsolationWarning, SandboxError, SettingsError
 from agentfly_kit.pool import Pool
 from agentfly_kit.sandboxes import PythonSandbox, isolation, limits, process, sandbox_report, worker
 from agentfly_kit.sandboxes.limits import Group, Hierarchy, Limits, find_hierarchy
@@ -917,3 +918,24 @@ async def test_an_interrupt_that_comes_late_hits_nobody(how: str) -> None:
         os.kill(sandbox.pid, signal.SIGCONT)
         result = await following
         assert (result.value, result.error) == ("'whole'", None)
+
+
+def test_a_level_below_strict_is_announced_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(isolation, "strict_trouble", lambda: f"no bubblewrap: {isolation.INSTALL_BUBBLEWRAP}")
+    isolation.warn_below_strict.cache_clear()
+    level = isolation.best()
+
+    async def start(level: str | None) -> None:
+        async with Pool(PythonSandbox, isolation=level) as pool, pool.lease(), PythonSandbox(isolation=level):
+            pass
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", IsolationWarning)
+        asyncio.run(start(level))
+        assert not caught, "a level that was asked for by name"
+        asyncio.run(start(None))
+        asyncio.run(start(None))
+    (warning,) = caught
+    text = str(warning.message)
+    assert f"isolation='{level}'" in text and "`apt-get install bubblewrap`" in text and "sandbox_report()" in text
+    isolation.warn_below_strict.cache_clear()

@@ -16,9 +16,9 @@ from test_sandbox_python import few, nothing_left  # noqa: F401  (nothing_left i
 
 from agentfly_kit import toolbox
 from agentfly_kit.context import Context
-from agentfly_kit.errors import IsolationError, SandboxError, SettingsError
+from agentfly_kit.errors import SandboxError, SettingsError
 from agentfly_kit.pool import Pool
-from agentfly_kit.sandboxes import SQLSandbox, isolation, sql
+from agentfly_kit.sandboxes import SQLSandbox, sql
 from agentfly_kit.types import Task
 
 SCRIPT = "CREATE TABLE people (name TEXT, age INTEGER); INSERT INTO people VALUES ('Ada', 36), ('Bo', NULL);"

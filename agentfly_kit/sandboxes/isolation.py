@@ -18,12 +18,13 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from ..errors import IsolationError, SettingsError
+from ..errors import IsolationError, IsolationWarning, SettingsError
 from . import seccomp
 from .limits import Group, Hierarchy, Limits, find_hierarchy, sweep
 
@@ -47,7 +48,8 @@ NOT_ISOLATED: Mapping[str, tuple[str, ...]] = {
         "the kernel is shared: a hole in it is a hole in the sandbox",
         "the code runs as your user, without capabilities; /usr and the folders of this Python can be read",
         "whether a file of yours exists, its size and its times can be looked at where its path is known",
-        "facts about the machine can be read: processor, memory, the number of processes by guessing process ids",
+        "facts about the machine can be read: processor, memory, its own control group and that group's limits, the "
+        "number of processes by guessing process ids",
         "disk_mb bounds each file, not their sum or number",
         "a process that hides on purpose can outlive the sandbox where no control group is to be had",
         "with network=True the whole network of this machine can be reached, its loopback too",
@@ -67,6 +69,7 @@ _WHAT = {
     "landlock": "no namespaces: the kernel's file rules, no capabilities, a call filter that leaves no sockets",
     "none": "a bare process with limits; no boundary against hostile code",
 }
+INSTALL_BUBBLEWRAP = "`apt-get install bubblewrap`, or without root `conda install conda-forge::bubblewrap`"
 WORKER = Path(__file__).with_name("worker.py")
 _PROBE_SECONDS = 10.0
 
@@ -143,6 +146,18 @@ def best() -> str:
     return next(level for level in LEVELS if level != "shared" and not trouble(level))
 
 
+@functools.cache
+def warn_below_strict(level: str) -> None:
+    """Warn, once per process, that isolation=None chose a level below "strict", and say what would change that."""
+    warnings.warn(
+        f"sandboxes run at isolation={level!r} ({_WHAT[level]}), "
+        f"because 'strict' is not available: {strict_trouble()}. "
+        f"af.sandbox_report() lists what is not isolated; isolation={level!r} accepts it without this warning",
+        IsolationWarning,
+        stacklevel=3,
+    )
+
+
 def trouble(level: str) -> str:
     """Why a level cannot be had here, and what to type; empty if it can. Tried once, with the real thing."""
     if level == "strict":
@@ -198,7 +213,7 @@ def strict_trouble() -> str:
         return f"needs Linux namespaces; this is {sys.platform}"
     program = shutil.which("bwrap")
     if program is None:
-        return "bubblewrap is not installed: `apt-get install bubblewrap`, or your system's word for it"
+        return f"bubblewrap is not installed: {INSTALL_BUBBLEWRAP}"
     return _try(program)
 
 

@@ -127,6 +127,8 @@ class PythonSandbox:
             raise
         self._adopt(level, vessel)
         try:
+            if self._asked is None and level != "strict":
+                levels.warn_below_strict(level)
             if vessel.hub is not None:
                 await self._greet(vessel)
             if inside:
@@ -216,7 +218,7 @@ class PythonSandbox:
             raise SandboxError(f"this PythonSandbox cannot fork: {error}") from None
 
     async def count_processes(self) -> int | None:
-        """The number of processes that run inside, the interpreter among them; None where the kernel does not list them.
+        """The number of processes that run inside, including the interpreter; None where the kernel does not list them.
 
         Raises:  SandboxError if the sandbox is dead or gives no answer.
         """
