@@ -13,6 +13,7 @@ import json
 import marshal
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -179,6 +180,8 @@ def applied(level: str, limits: Limits, groups: Hierarchy | None) -> dict[str, s
         processes = "RLIMIT_NPROC in its own user namespace"
     elif group is None and not root and level == "landlock":
         processes = "RLIMIT_NPROC, beyond the processes that the same user has when it starts"
+        if own_user_namespace():
+            processes = "RLIMIT_NPROC in its own user namespace"
     disk = "size of its own /tmp" if spaces else "RLIMIT_FSIZE, each file"
     cpu = "control group's clock, all processes together" if groups else "RLIMIT_CPU, each process"
     network = "no interface but its own loopback" if spaces else "not limited"
@@ -242,6 +245,27 @@ def _try_landlock() -> str:
     settings = {"space": None, "landlock": landlock_rules("/nonexistent", Limits()), "filter": calls.hex()}
     with worker_file() as file:
         return _probe(run_worker(file.fileno(), "probe", json.dumps(settings)), {}, (file.fileno(),))
+
+
+@functools.cache
+def own_user_namespace() -> bool:
+    """Whether a process of this user may enter a user namespace of its own, in which RLIMIT_NPROC counts it alone.
+
+    Without it the limit counts all processes of the user, so that one sandbox can use up what another was allowed. Root
+    is never counted.
+    """
+    if sys.platform != "linux" or os.geteuid() == 0 or not _kernel_is_at_least(5, 14) or landlock_version() < 1:
+        return False
+    calls = seccomp.program(landlock=landlock_version(), network=False) or b""
+    rules = landlock_rules("/nonexistent", Limits())
+    settings = {"space": None, "landlock": rules, "filter": calls.hex(), "own_user": True}
+    with worker_file() as file:
+        return not _probe(run_worker(file.fileno(), "probe", json.dumps(settings)), {}, (file.fileno(),))
+
+
+def _kernel_is_at_least(*wanted: int) -> bool:
+    found = re.match(r"(\d+)\.(\d+)", platform.release())
+    return found is not None and tuple(map(int, found.groups())) >= wanted
 
 
 @functools.cache

@@ -355,9 +355,10 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, 
             rlimits["RLIMIT_DATA"] = limits.memory_mb * _MEBIBYTE
         if limits.disk_mb is not None:
             rlimits["RLIMIT_FSIZE"] = limits.disk_mb * _MEBIBYTE
+        own_user = level == "landlock" and groups is None and isolation.own_user_namespace()
         if limits.processes is not None and groups is None and level != "none":
             # In a user namespace of its own the zygote is counted too; without one, all that this user has.
-            rlimits["RLIMIT_NPROC"] = limits.processes + (1 if spaces else _processes_of_this_user() + 1)
+            rlimits["RLIMIT_NPROC"] = limits.processes + (1 if spaces or own_user else _processes_of_this_user() + 1)
         folder = None
         if not spaces:
             vessel.scratch = folder = tempfile.mkdtemp(prefix=f"{owner.SCRATCH}{owner.mark()}-")
@@ -374,6 +375,7 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, 
             "keep": [place(path) for path in folders],
             "path": [place(path) for path in isolation.packages()] if packages and own else [],
             "preload": list(preload) if own else [],
+            "own_user": own_user,
             "pdeathsig": not spaces, "scratch": folder, "executable": place(isolation.shown_python(packages)),
             "filter": program.hex(), "space": isolation.shared_space(limits) if level == "shared" else None,
             "landlock": isolation.landlock_rules(home, limits, packages) if level == "landlock" else None,

@@ -68,13 +68,18 @@ def kernel(name: str, *arguments: Any) -> int:
     return result
 
 
-def separate(network: bool) -> None:
-    """Put this process into namespaces of its own; its next child is the first process of a process namespace."""
+def enter_user_namespace(others: int = 0) -> None:
+    """Enter a user namespace in which this user is the same, and the namespaces whose CLONE_NEW* flags are given."""
     uid, gid = os.getuid(), os.getgid()
-    # NEWUSER, NEWNS, NEWIPC, NEWPID and, unless the network is wanted, NEWNET
-    kernel("unshare", 0x10000000 | 0x00020000 | 0x08000000 | 0x20000000 | (0 if network else 0x40000000))
+    kernel("unshare", 0x10000000 | others)  # NEWUSER
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         write(f"/proc/self/{name}", text)
+
+
+def separate(network: bool) -> None:
+    """Put this process into namespaces of its own; its next child is the first process of a process namespace."""
+    # NEWNS, NEWIPC, NEWPID and, unless the network is wanted, NEWNET
+    enter_user_namespace(0x00020000 | 0x08000000 | 0x20000000 | (0 if network else 0x40000000))
     if not network:
         up = b"lo".ljust(16, b"\0") + (0x41).to_bytes(2, sys.byteorder) + bytes(22)  # struct ifreq: UP, RUNNING
         probe = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM)
@@ -255,6 +260,8 @@ class Zygote:
             self.settings = message
             if message["space"]:
                 furnish(message["space"])
+            if message.get("own_user"):
+                enter_user_namespace()  # RLIMIT_NPROC then counts this sandbox, not all processes of the user
             if message["pdeathsig"]:
                 # The end of the socket says the same, unless a forked copy of the host keeps it open. Not SIGKILL: the
                 # zygote must live long enough to kill what it forked.
@@ -736,6 +743,8 @@ def probe(settings: dict[str, Any]) -> None:
         if child:
             os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         furnish(settings["space"])
+    if settings.get("own_user"):
+        enter_user_namespace()
     rules = landlock(settings["landlock"]) if settings["landlock"] else None
     renounce()
     if rules is not None:
