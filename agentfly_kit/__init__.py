@@ -53,7 +53,7 @@ _WHERE = {
     "VLLMEngine": "engines.vllm",
     "adamw": "ppo",
     "collate": "batch",
-    "per_turn": "turnwise",
+    "turn_data": "turnwise",
     "doctor": "diagnosis",
     "evaluate": "evaluation",
     "load_tasks": "data",

@@ -51,7 +51,7 @@ from agentfly_kit.tools import ToolSet as ToolSet
 from agentfly_kit.tools import tool as tool
 from agentfly_kit.trainer import TrainConfig as TrainConfig
 from agentfly_kit.trainer import train as train
-from agentfly_kit.turnwise import per_turn as per_turn
+from agentfly_kit.turnwise import turn_data as turn_data
 from agentfly_kit.types import Failure as Failure
 from agentfly_kit.types import Group as Group
 from agentfly_kit.types import Row as Row

@@ -11,12 +11,12 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-_SECONDS = 0.2
+_WAKE_INTERVAL = 0.2
 _waiting: tuple[asyncio.AbstractEventLoop, int] | None = None  # of the main thread's loop, which alone is interrupted
 
 
 @contextlib.contextmanager
-def awake() -> Iterator[None]:
+def keep_interruptible() -> Iterator[None]:
     """While this lasts the running event loop wakes a few times a second, however many ask for it."""
     global _waiting
     loop = asyncio.get_running_loop()
@@ -25,7 +25,7 @@ def awake() -> Iterator[None]:
         return
     if _waiting is None or _waiting[0] is not loop:
         _waiting = (loop, 0)
-        loop.call_later(_SECONDS, _tick, loop)
+        loop.call_later(_WAKE_INTERVAL, _wake_again, loop)
     _waiting = (loop, _waiting[1] + 1)
     try:
         yield
@@ -34,11 +34,11 @@ def awake() -> Iterator[None]:
             _waiting = (loop, _waiting[1] - 1)
 
 
-def _tick(loop: asyncio.AbstractEventLoop) -> None:
+def _wake_again(loop: asyncio.AbstractEventLoop) -> None:
     global _waiting
     if _waiting is None or _waiting[0] is not loop:
         return
     if _waiting[1] > 0:
-        loop.call_later(_SECONDS, _tick, loop)
+        loop.call_later(_WAKE_INTERVAL, _wake_again, loop)
     else:
         _waiting = None

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from agentfly_kit import markup
 from agentfly_kit.errors import AlignmentError, BatchError, EmptyBatch, SettingsError
-from agentfly_kit.filters import Filter, reasons
-from agentfly_kit.turnwise import one_turn, sampled_turns
-from agentfly_kit.types import UNSCORED, Row, Trajectory
+from agentfly_kit.filters import Filter, drop_reasons
+from agentfly_kit.turnwise import is_same_turn, sampled_turn_indices
+from agentfly_kit.types import UNSCORED_STOPS, Row, Trajectory
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Dropped:
     """By one of `filters`, and not because it could not be trained on."""
 
 
-def counted(dropped: Iterable[Dropped]) -> dict[str, int]:
+def drop_counts(dropped: Iterable[Dropped]) -> dict[str, int]:
     """Reason -> trajectories of which nothing is left."""
     out: dict[str, int] = {}
     for item in dropped:
@@ -58,7 +58,7 @@ class Packed:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """B rows padded on the right to T tokens. The rows of a trajectory are one rollout, in the order they were made."""
+    """B rows padded on the right to T tokens. Rows of a trajectory are in the order they were made."""
 
     trajectories: tuple[Trajectory, ...] = field(repr=False)
     """One a row: whose it is."""
@@ -81,7 +81,7 @@ class Batch:
     """(B,) float32: the trajectory's, the same on all its rows."""
     groups: Tensor
     """(B,) int64: rows of one group share a number."""
-    rollouts: Tensor
+    trajectory_index: Tensor
     """(B,) int64: rows of one chain share a number."""
     row_index: Tensor
     """(B,) int64: which of its trajectory's rows it is."""
@@ -106,7 +106,7 @@ class Batch:
     trees: Tensor | None = None
     """(B,) int64, with `multiplicity`: rows that are bound to each other by a shared token share a number."""
     dropped: tuple[Dropped, ...] = ()
-    asked: int = 0
+    num_given: int = 0
     """Trajectories that were given, dropped ones included."""
     flagged: tuple[float, float] = (0.0, 0.0)
     """Shares of the given trajectories that were unscored, and truncated."""
@@ -121,11 +121,11 @@ class Batch:
         return tuple(t.rows[i] for t, i in pairs)
 
     @property
-    def heads(self) -> Tensor:
-        """(R,) int64: the first row of each of the R rollouts, for what is said once a rollout."""
+    def first_rows(self) -> Tensor:
+        """(R,) int64: the first row of each of the R trajectories, for what is said once a trajectory."""
         first: dict[int, int] = {}
-        for i, rollout in enumerate(self.rollouts.tolist()):
-            first.setdefault(rollout, i)
+        for i, trajectory in enumerate(self.trajectory_index.tolist()):
+            first.setdefault(trajectory, i)
         return torch.tensor(list(first.values()), dtype=torch.int64)
 
     def check(self) -> None:
@@ -134,11 +134,11 @@ class Batch:
         `collate` makes no such batch; `ppo_step` asks for the sake of those that were changed by hand.
         """
         rows, shape = len(self), tuple(self.ids.shape)
-        for name in dict.fromkeys((*_ROW, *_FILL)):
+        for name in dict.fromkeys((*_PER_ROW_FIELDS, *_PADDING_VALUES)):
             value = getattr(self, name)
             if value is None:
                 continue
-            wanted = (rows,) if name in _ROW else (rows, shape[1])
+            wanted = (rows,) if name in _PER_ROW_FIELDS else (rows, shape[1])
             if not isinstance(value, Tensor) or tuple(value.shape) != wanted:
                 got = tuple(value.shape) if isinstance(value, Tensor) else f"{type(value).__name__}"
                 raise AlignmentError(f"{name} has the shape {got}, and the batch is {shape}; wanted {wanted}")
@@ -169,7 +169,7 @@ class Batch:
         """The same rows with other tensors; (B, T) ones are checked for their shape, and NaN where the mask is 0."""
         mask = changes.get("mask", self.mask)
         for name, value in changes.items():
-            if name in _PER_TOKEN and value is not None:
+            if name in _PER_TOKEN_FIELDS and value is not None:
                 if tuple(value.shape) != tuple(self.ids.shape):
                     raise AlignmentError(
                         f"{name} has the shape {tuple(value.shape)}, and the batch is {tuple(self.ids.shape)}"
@@ -206,12 +206,12 @@ class Batch:
 
         changes: dict[str, Any] = {"mask": mask, "multiplicity": torch.where(mask, count, 0.0)}
         changes["versions"] = torch.where(mask, self.versions, -1)
-        for name in ("logprobs", "entropies", *_PER_TOKEN):
+        for name in ("logprobs", "entropies", *_PER_TOKEN_FIELDS):
             values = getattr(self, name)
             if values is not None:
                 merged = mean(values) if name in ("advantages", "returns", "token_rewards") else values
                 changes[name] = torch.where(mask, merged, torch.nan)
-        return replace(self, **changes, trees=_bound(self.rollouts, owner))
+        return replace(self, **changes, trees=_bound(self.trajectory_index, owner))
 
     def packed(self) -> Packed:
         """Rows end to end, in order: N = lengths.sum() tokens, for a kernel that takes rows of any length.
@@ -235,13 +235,13 @@ class Batch:
             "action tokens": int(self.mask.sum()),
             "mean reward": float(self.rewards.mean()),
         }
-        left = markup.table(("left out", "trajectories"), counted(self.dropped).items())
+        left = markup.table(("left out", "trajectories"), drop_counts(self.dropped).items())
         return markup.heading(self) + markup.table(tuple(numbers), [numbers.values()]) + (left if self.dropped else "")
 
 
-_PER_TOKEN = ("advantages", "returns", "values", "token_rewards", "kept_mass", "ref_logprobs")
-Truncated = Literal["score", "mask", "bootstrap", "penalty"]
-Per = Literal["rollout", "row"]
+_PER_TOKEN_FIELDS = ("advantages", "returns", "values", "token_rewards", "kept_mass", "ref_logprobs")
+TruncationMode = Literal["score", "mask", "bootstrap", "penalty"]
+AdvantagePer = Literal["trajectory", "row"]
 Shared = Literal["repeat", "once"]
 Advantages = Callable[..., Tensor] | Tensor | Sequence[float] | None
 
@@ -250,10 +250,10 @@ def collate(
     rollout: Any,
     advantages: Advantages = None,
     *,
-    per: Per = "rollout",
+    per: AdvantagePer = "trajectory",
     shared: Shared = "repeat",
     authors: str | Sequence[str] | None = None,
-    truncated: Truncated = "score",
+    truncated: TruncationMode = "score",
     penalty: float = 0.5,
     allow_truncated_sampling: bool = False,
     filters: Sequence[Filter] = (),
@@ -262,34 +262,38 @@ def collate(
 
     advantages: a function (rewards (N,), groups (N,)) -> (N,) such as `advantages.grpo`, called on all N trajectories
         with NaN for the unscored; or a tensor (N,), or (B, T) on the rows that are kept; or None: all NaN, for later.
-        With per="rollout" also (N, K), one for each sampled turn, as of `gigpo` and `arpo`: see `per_turn`.
-    per: "rollout" takes an advantage for each trajectory and gives it to all its rows; "row" (verl) shows the function
-        every row as if it were a rollout of its own: N is then the rows, each with its trajectory's reward.
+        With per="trajectory" also (N, K), one for each sampled turn, as of `gigpo` and `arpo`: see `turn_data`.
+    per: "trajectory" takes an advantage for each trajectory and gives it to all its rows; "row" (verl) shows the
+        function every row as if it were its own trajectory: N is then the rows, each with its trajectory's reward.
     shared: what forks have in common is in each of their rows: "repeat" trains it there, "once" in one; `Batch.once`.
     authors: whose tokens are trained, of those that this policy sampled; None is all. A turn's reward that another
         author earned is left out.
     truncated: "score" trains on chains that a limit cut; "mask" leaves their rows out, after the advantages were taken;
         "penalty" takes `penalty` from their reward first; "bootstrap" is "score" for an estimator that is then told the
-        value of the state in which they were cut: `advantages.gae(bootstrap=)`, see `Policy.end_values`.
+        value of the state in which they were cut: `advantages.gae(bootstrap=)`, see `Policy.bootstrap_values`.
     allow_truncated_sampling: rows sampled under top-p, top-k or min-p are refused, because the ratio of the update
         would be wrong by the kept mass; True keeps that mass, for `ppo_step(correction=)`.
     filters: what else is left out, see `af.filters`: such a chain counts in no mean, as if it were unscored.
     Raises:  EmptyBatch if no row is left; BatchError if an engine gave text only, or if rows cannot be trained as
              sampled.
     """
-    given = _trajectories(rollout)
-    for name, value, kind in (("truncated", truncated, Truncated), ("per", per, Per), ("shared", shared, Shared)):
+    given = _as_trajectories(rollout)
+    for name, value, kind in (
+        ("truncated", truncated, TruncationMode),
+        ("per", per, AdvantagePer),
+        ("shared", shared, Shared),
+    ):
         if value not in get_args(kind):
             raise SettingsError(f"{name}={value!r}: give one of {', '.join(map(repr, get_args(kind)))}")
     if not given:
         raise BatchError("collate was given no trajectory; roll some tasks out first")
     flagged = (sum(t.reward is None for t in given) / len(given), sum(t.truncated for t in given) / len(given))
-    filtered = reasons(given, filters)
+    filtered = drop_reasons(given, filters)
     if truncated == "penalty":
         given = [t.replace(reward=t.reward - penalty) if t.truncated and t.reward is not None else t for t in given]
     if filtered:
         given = [t.replace(reward=None) if t.id in filtered else t for t in given]
-    names = _authors(authors, given)
+    names = _author_names(authors, given)
     rows: list[Row] = []
     masks: list[npt.NDArray[np.bool_]] = []
     token_reward: list[npt.NDArray[np.float32]] = []
@@ -300,7 +304,7 @@ def collate(
     """Where it stands among the rows that an estimator of rows is shown."""
     entries: list[int] = []
     for i, t in enumerate(given):
-        reason = _unfit(t, truncated, allow_truncated_sampling, names)
+        reason = _drop_reason(t, truncated, allow_truncated_sampling, names)
         trained = [row.sampled_by(*names) for row in t.rows]
         has = [j for j, mask in enumerate(trained) if bool(mask.any())]
         at = len(entries)
@@ -310,7 +314,7 @@ def collate(
             dropped.append(Dropped(t.id, reason if known is None else known, filtered=known is not None))
             continue
         found = _token_rewards(t, trained)
-        dropped += [Dropped(t.id, _nobody(names), j) for j in range(len(t.rows)) if j not in has]
+        dropped += [Dropped(t.id, _not_sampled_message(names), j) for j in range(len(t.rows)) if j not in has]
         rows += [t.rows[j] for j in has]
         masks += [trained[j] for j in has]
         token_reward += [found[j] for j in has]
@@ -359,7 +363,7 @@ def collate(
         token_rewards=token_rewards,
         rewards=torch.tensor([float(t.reward) for t in of if t.reward is not None]),
         groups=torch.tensor([group_of[i] for i in index]),
-        rollouts=torch.unique_consecutive(torch.tensor(index), return_inverse=True)[1],
+        trajectory_index=torch.unique_consecutive(torch.tensor(index), return_inverse=True)[1],
         row_index=torch.tensor([row.index for row in rows]),
         temperatures=torch.tensor([t.sampling.temperature for t in of]),
         versions=versions,
@@ -367,19 +371,21 @@ def collate(
         truncated=torch.tensor([t.truncated and end for t, end in zip(of, last, strict=True)]),
         kept_mass=_kept_mass(of, rows, mask),
         dropped=tuple(dropped),
-        asked=len(given),
+        num_given=len(given),
         flagged=flagged,
     )
     if advantages is not None:
-        seen, where = (list(range(len(given))), index) if per == "rollout" else (entries, entry)
+        seen, where = (list(range(len(given))), index) if per == "trajectory" else (entries, entry)
         rewards = torch.tensor([math.nan if (r := given[i].reward) is None else float(r) for i in seen])
         batch = batch.replace(
-            advantages=_spread(batch, advantages, rewards, torch.tensor([group_of[i] for i in seen]), where, per)
+            advantages=_advantages_per_token(
+                batch, advantages, rewards, torch.tensor([group_of[i] for i in seen]), where, per
+            )
         )
     return batch.once() if shared == "once" else batch
 
 
-def _trajectories(rollout: Any) -> list[Trajectory]:
+def _as_trajectories(rollout: Any) -> list[Trajectory]:
     found: Iterable[Any] = getattr(rollout, "trajectories", rollout)
     if isinstance(found, Trajectory):
         found = [found]
@@ -392,7 +398,7 @@ def _trajectories(rollout: Any) -> list[Trajectory]:
     return out
 
 
-def _authors(authors: str | Sequence[str] | None, given: list[Trajectory]) -> tuple[str, ...]:
+def _author_names(authors: str | Sequence[str] | None, given: list[Trajectory]) -> tuple[str, ...]:
     """The names; () is everybody."""
     if authors is None:
         return ()
@@ -404,23 +410,23 @@ def _authors(authors: str | Sequence[str] | None, given: list[Trajectory]) -> tu
     return names
 
 
-def _nobody(names: tuple[str, ...]) -> str:
+def _not_sampled_message(names: tuple[str, ...]) -> str:
     return f"no token was sampled by {' or '.join(names) if names else 'a policy'}"
 
 
-def _unfit(t: Trajectory, truncated: str, allow_truncated_sampling: bool, names: tuple[str, ...]) -> str | None:
+def _drop_reason(t: Trajectory, truncated: str, allow_truncated_sampling: bool, names: tuple[str, ...]) -> str | None:
     """Why a trajectory leaves the batch, or None. What would make the whole batch wrong raises instead."""
     if not t.exact:
         raise BatchError(
             f"trajectory {t.id!r} has no token ids: its engine gives text only, and cannot be trained from"
         )
     if t.reward is None:
-        ended = t.stop if t.stop in UNSCORED else "no reward said a number"
+        ended = t.stop if t.stop in UNSCORED_STOPS else "no reward said a number"
         return f"unscored ({t.error.where if t.error else ended})"
     if not math.isfinite(t.reward):
         raise BatchError(f"trajectory {t.id!r} has the reward {t.reward}; give a finite number, or None for unscored")
     if not any(row.sampled_by(*names).any() for row in t.rows):
-        return _nobody(names)
+        return _not_sampled_message(names)
     by_hand = not t.sampling.truncates and any(turn.sampled and turn.kept_mass is not None for turn in t.turns)
     if t.sampling.greedy or by_hand:
         raise BatchError(
@@ -492,15 +498,15 @@ def _shared(one: Row, other: Row) -> int:
     """Tokens of the turns with which both rows begin: the same objects, or, loaded from disk, of the same seeds."""
     tokens = 0
     for a, b in zip(one.turns, other.turns, strict=False):
-        if not one_turn(a, b):
+        if not is_same_turn(a, b):
             break
         tokens += len(a.ids or ())
     return tokens
 
 
-def _bound(rollouts: Tensor, owner: Tensor) -> Tensor:
-    """(B,): rows that belong together, because they are of one rollout or one trains a token for the other."""
-    parent = list(range(len(rollouts)))
+def _bound(trajectory_index: Tensor, owner: Tensor) -> Tensor:
+    """(B,): rows that belong together, because they are of one trajectory or one trains a token for the other."""
+    parent = list(range(len(trajectory_index)))
 
     def root(i: int) -> int:
         while parent[i] != i:
@@ -508,15 +514,15 @@ def _bound(rollouts: Tensor, owner: Tensor) -> Tensor:
         return i
 
     first: dict[int, int] = {}
-    for i, rollout in enumerate(rollouts.tolist()):
-        for other in {first.setdefault(rollout, i), *owner[i].tolist()}:
+    for i, trajectory in enumerate(trajectory_index.tolist()):
+        for other in {first.setdefault(trajectory, i), *owner[i].tolist()}:
             a, b = sorted((root(i), root(other)))
             parent[b] = a
     return torch.tensor([root(i) for i in range(len(parent))])
 
 
 def join(batches: Sequence[Batch]) -> Batch:
-    """One batch of several, in order: their groups and rollouts stay apart, their rows are padded to one width.
+    """One batch of several, in order: their groups and trajectories stay apart, their rows are padded to one width.
 
     Values, returns, kept mass and reference logprobs are kept if every one has them; so is what is trained once.
     Raises:  BatchError if there is none.
@@ -525,12 +531,12 @@ def join(batches: Sequence[Batch]) -> Batch:
         raise BatchError("join was given no batch")
     if any(b.multiplicity is not None for b in batches):
         batches = [
-            b if b.multiplicity is not None else replace(b, multiplicity=b.mask.float(), trees=b.rollouts)
+            b if b.multiplicity is not None else replace(b, multiplicity=b.mask.float(), trees=b.trajectory_index)
             for b in batches
         ]
     width = max(b.ids.shape[1] for b in batches)
     out: dict[str, Any] = {}
-    for name, fill in _FILL.items():
+    for name, fill in _PADDING_VALUES.items():
         parts = [getattr(b, name) for b in batches]
         if all(p is not None for p in parts):
             parts = [
@@ -539,7 +545,7 @@ def join(batches: Sequence[Batch]) -> Batch:
             out[name] = torch.cat(parts)
         else:
             out[name] = None
-    for name in ("groups", "rollouts", "trees"):
+    for name in ("groups", "trajectory_index", "trees"):
         if getattr(batches[0], name) is None:
             continue
         start, parts = 0, []
@@ -548,35 +554,48 @@ def join(batches: Sequence[Batch]) -> Batch:
             parts.append(part + start)
             start += int(part.max()) + 1
         out[name] = torch.cat(parts)
-    asked = sum(b.asked for b in batches)
+    num_given = sum(b.num_given for b in batches)
     return Batch(
         trajectories=tuple(t for b in batches for t in b.trajectories),
         **out,
         dropped=tuple(d for b in batches for d in b.dropped),
-        asked=asked,
+        num_given=num_given,
         flagged=(
-            sum(b.flagged[0] * b.asked for b in batches) / max(asked, 1),
-            sum(b.flagged[1] * b.asked for b in batches) / max(asked, 1),
+            sum(b.flagged[0] * b.num_given for b in batches) / max(num_given, 1),
+            sum(b.flagged[1] * b.num_given for b in batches) / max(num_given, 1),
         ),
     )
 
 
-_ROW = ("rewards", "groups", "rollouts", "row_index", "temperatures", "lengths", "truncated", "trees")
+_PER_ROW_FIELDS = (
+    "rewards",
+    "groups",
+    "trajectory_index",
+    "row_index",
+    "temperatures",
+    "lengths",
+    "truncated",
+    "trees",
+)
 # What stands on the padding of each tensor.
-_FILL: dict[str, Any] = dict.fromkeys(
+_PADDING_VALUES: dict[str, Any] = dict.fromkeys(
     ("ids", "attention", "mask", "rewards", "temperatures", "lengths", "truncated", "row_index", "multiplicity"), 0
 )
-_FILL |= {"versions": -1} | dict.fromkeys(("logprobs", "entropies", "values", "returns", *_PER_TOKEN), math.nan)
+_PADDING_VALUES |= {"versions": -1} | dict.fromkeys(
+    ("logprobs", "entropies", "values", "returns", *_PER_TOKEN_FIELDS), math.nan
+)
 
 
-def _spread(batch: Batch, advantages: Any, rewards: Tensor, groups: Tensor, where: list[int], per: Per) -> Tensor:
+def _advantages_per_token(
+    batch: Batch, advantages: Any, rewards: Tensor, groups: Tensor, where: list[int], per: AdvantagePer
+) -> Tensor:
     if callable(advantages):
         advantages = advantages(rewards, groups)
     values = torch.as_tensor(advantages, dtype=torch.float32)
     if tuple(values.shape) == tuple(batch.ids.shape):
         return values
-    if values.ndim == 2 and len(values) == len(rewards) and per == "rollout":
-        return _spread_turns(batch, values, where)
+    if values.ndim == 2 and len(values) == len(rewards) and per == "trajectory":
+        return _turn_advantages_per_token(batch, values, where)
     if tuple(values.shape) != tuple(rewards.shape):
         raise AlignmentError(
             f"advantages have the shape {tuple(values.shape)}; give one a trajectory ({len(rewards)},) (with "
@@ -586,15 +605,15 @@ def _spread(batch: Batch, advantages: Any, rewards: Tensor, groups: Tensor, wher
     return values[where, None].expand(batch.ids.shape).clone()
 
 
-def _spread_turns(batch: Batch, values: Tensor, where: list[int]) -> Tensor:
+def _turn_advantages_per_token(batch: Batch, values: Tensor, where: list[int]) -> Tensor:
     """(N, K), one a sampled turn of each trajectory -> (B, T)."""
     out = torch.zeros(batch.ids.shape)
     for i, (t, row) in enumerate(zip(batch.trajectories, batch.rows, strict=True)):
-        turns = sampled_turns(t)
+        turns = sampled_turn_indices(t)
         if len(turns) > values.shape[1]:
             raise AlignmentError(
                 f"advantages have the shape {tuple(values.shape)}, and trajectory {t.id!r} sampled in {len(turns)} "
-                "turns; give a column for each, as `per_turn` counts them"
+                "turns; give a column for each, as `turn_data` counts them"
             )
         column = torch.zeros(len(t.turns), dtype=torch.int64)
         column[list(turns)] = torch.arange(len(turns))

@@ -1,6 +1,6 @@
-"""What a group of chains, or a whole rollout, may spend together, and the meter that counts it.
+"""What a group of chains, or a whole rollout, may spend together, and what has been spent of it.
 
-Knows no chains and no engines. A meter belongs to one rollout and to one event loop.
+Knows no chains and no engines. A `BudgetUsage` belongs to one rollout and to one event loop.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Budget:
             raise SettingsError(f"Budget(seconds={self.seconds!r}): give seconds above 0, or None for no limit")
 
 
-class Meter:
+class BudgetUsage:
     """What was spent of one budget. `name` is the first word of its stop reasons: group, run."""
 
     def __init__(self, budget: Budget, name: str) -> None:
@@ -63,7 +63,7 @@ class Meter:
             self.deadline = asyncio.get_running_loop().time() + self.budget.seconds
 
     @property
-    def used_up(self) -> str | None:
+    def exhausted(self) -> str | None:
         """The stop reason, if there is nothing left of something."""
         for what in ("tokens", "turns", "tool_calls"):
             limit = getattr(self.budget, what)
@@ -74,90 +74,91 @@ class Meter:
         return None
 
     @property
-    def left(self) -> int | None:
+    def tokens_left(self) -> int | None:
         """Tokens that are neither spent nor promised; None is no limit."""
         return None if self.budget.tokens is None else self.budget.tokens - self.tokens - self._reserved
 
-    def changes(self) -> asyncio.Future[None]:
+    def next_change(self) -> asyncio.Future[None]:
         """Done when something that was promised has been spent or given back."""
         if self._changed is None:
             self._changed = asyncio.get_running_loop().create_future()
         return self._changed
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self._changed is not None:
             if not self._changed.done():
                 self._changed.set_result(None)
             self._changed = None
 
 
-class Action:
-    """One action's share of some meters: `async with Action(meters, 64) as it`, then sample at most `it.tokens`.
+class TokenReservation:
+    """One action's share of some budgets: `async with TokenReservation(usages, 64) as it`, then sample at most
+    `it.tokens`.
 
     stop     why there may be no action, or None
-    cut_by   the stop reason of the budget that made `tokens` less than was wanted
+    limited_by   the stop reason of the budget that made `tokens` less than was wanted
     used     set it to the number of tokens that were sampled; without it nothing was spent
     """
 
-    def __init__(self, meters: Sequence[Meter], wanted: int) -> None:
-        self._meters = meters
+    def __init__(self, usages: Sequence[BudgetUsage], wanted: int) -> None:
+        self._meters = usages
         self.tokens = self._wanted = wanted
         self.stop: str | None = None
-        self.cut_by: str | None = None
+        self.limited_by: str | None = None
         self.used: int | None = None
-        self._promised = False
+        self._held = False
 
-    async def __aenter__(self) -> Action:
+    async def __aenter__(self) -> TokenReservation:
         while True:
-            if (stop := next((why for m in self._meters if (why := _over(m))), None)) is not None:
+            if (stop := next((why for m in self._meters if (why := _stop_reason(m))), None)) is not None:
                 self.stop = stop
                 return self
-            short = [m for m in self._meters if _short(m, self._wanted)]
+            short = [m for m in self._meters if _must_wait(m, self._wanted)]
             if not short:
                 break
-            await asyncio.wait([m.changes() for m in short], return_when=asyncio.FIRST_COMPLETED)
-        for meter in self._meters:
-            if meter.left is not None and meter.left < self.tokens:
-                self.tokens, self.cut_by = meter.left, f"{meter.name}_tokens"
-        for meter in self._meters:
-            meter._reserved += self.tokens
-            meter._running += 1
-            meter.turns += 1
-        self._promised = True
+            await asyncio.wait([m.next_change() for m in short], return_when=asyncio.FIRST_COMPLETED)
+        for usage in self._meters:
+            if usage.tokens_left is not None and usage.tokens_left < self.tokens:
+                self.tokens, self.limited_by = usage.tokens_left, f"{usage.name}_tokens"
+        for usage in self._meters:
+            usage._reserved += self.tokens
+            usage._running += 1
+            usage.turns += 1
+        self._held = True
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if not self._promised:
+        if not self._held:
             return
-        for meter in self._meters:
-            meter._reserved -= self.tokens
-            meter._running -= 1
-            meter.tokens += self.used or 0
-            meter.turns -= self.used is None
-            meter._tell()
+        for usage in self._meters:
+            usage._reserved -= self.tokens
+            usage._running -= 1
+            usage.tokens += self.used or 0
+            usage.turns -= self.used is None
+            usage._notify()
 
 
-def _over(meter: Meter) -> str | None:
+def _stop_reason(usage: BudgetUsage) -> str | None:
     """Why no further action may begin. Tool calls are not asked for here: an answer needs none."""
-    why = meter.used_up
+    why = usage.exhausted
     if why is None or not why.endswith("_tool_calls"):
         return why
-    turns = meter.budget.turns
-    return f"{meter.name}_turns" if turns is not None and meter.turns >= turns else None
+    turns = usage.budget.turns
+    return f"{usage.name}_turns" if turns is not None and usage.turns >= turns else None
 
 
-def _short(meter: Meter, wanted: int) -> bool:
+def _must_wait(usage: BudgetUsage, wanted: int) -> bool:
     """Whether to wait for what others may give back: too little is left, and somebody runs."""
-    return meter.left is not None and meter.left < wanted and meter._running > 0
+    return usage.tokens_left is not None and usage.tokens_left < wanted and usage._running > 0
 
 
-def take_calls(meters: Sequence[Meter], wanted: int) -> tuple[int, str | None]:
+def reserve_tool_calls(usages: Sequence[BudgetUsage], wanted: int) -> tuple[int, str | None]:
     """Spend up to `wanted` tool calls. Returns how many may run, and the stop reason if that is fewer."""
     granted, stop = wanted, None
-    for meter in meters:
-        limit = meter.budget.tool_calls
-        if limit is not None and limit - meter.tool_calls < granted:
-            granted, stop = max(0, limit - meter.tool_calls), f"{meter.name}_tool_calls"
-    for meter in meters:
-        meter.tool_calls += granted
+    for usage in usages:
+        limit = usage.budget.tool_calls
+        if limit is not None and limit - usage.tool_calls < granted:
+            granted, stop = max(0, limit - usage.tool_calls), f"{usage.name}_tool_calls"
+    for usage in usages:
+        usage.tool_calls += granted
     return granted, stop

@@ -8,39 +8,40 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-class Cap:
-    """`async with cap.slot():` at most `limit` at once in one event loop, in the order of asking; None is no limit."""
+class ConcurrencyLimit:
+    """`async with limit.slot():` at most `limit` at once in one event loop, in the order of asking; None is no
+    limit."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
-        self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
+        self._semaphores: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
     def slot(self) -> AbstractAsyncContextManager[Any]:
         if self.limit is None:
             return nullcontext()
         loop = asyncio.get_running_loop()
-        if loop not in self._slots:
-            for gone in [other for other in self._slots if other.is_closed()]:
-                del self._slots[gone]
-            self._slots[loop] = asyncio.Semaphore(self.limit)
-        return self._slots[loop]
+        if loop not in self._semaphores:
+            for closed in [other for other in self._semaphores if other.is_closed()]:
+                del self._semaphores[closed]
+            self._semaphores[loop] = asyncio.Semaphore(self.limit)
+        return self._semaphores[loop]
 
     def __repr__(self) -> str:
-        return f"Cap({self.limit})"
+        return f"ConcurrencyLimit({self.limit})"
 
 
 @dataclass(frozen=True, eq=False)
-class Caps:
+class ConcurrencyLimits:
     """Those of one agent. Waiting for one counts to no timeout but the chain's own."""
 
-    requests: Cap = field(default_factory=Cap)
-    tools: Cap = field(default_factory=Cap)
-    rewards: Cap = field(default_factory=Cap)
+    requests: ConcurrencyLimit = field(default_factory=ConcurrencyLimit)
+    tools: ConcurrencyLimit = field(default_factory=ConcurrencyLimit)
+    rewards: ConcurrencyLimit = field(default_factory=ConcurrencyLimit)
 
     @classmethod
-    def of(cls, requests: int | None, tools: int | None, rewards: int | None) -> Caps:
-        return cls(Cap(requests), Cap(tools), Cap(rewards))
+    def from_counts(cls, requests: int | None, tools: int | None, rewards: int | None) -> ConcurrencyLimits:
+        return cls(ConcurrencyLimit(requests), ConcurrencyLimit(tools), ConcurrencyLimit(rewards))
 
     @property
-    def limits(self) -> tuple[int | None, int | None, int | None]:
+    def counts(self) -> tuple[int | None, int | None, int | None]:
         return self.requests.limit, self.tools.limit, self.rewards.limit

@@ -17,14 +17,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentfly_kit import seeds
-from agentfly_kit.budget import Action, Meter, take_calls
-from agentfly_kit.context import Context, Given, PoolLike
-from agentfly_kit.errors import AlignmentError, EngineError, LeaseEnded, SandboxError, SettingsError
+from agentfly_kit.budget import BudgetUsage, TokenReservation, reserve_tool_calls
+from agentfly_kit.context import Context, PoolLike, SingleSandboxPool
+from agentfly_kit.errors import AlignmentError, EngineError, LeaseRevoked, SandboxError, SettingsError
 from agentfly_kit.formats import Parsed
-from agentfly_kit.pending import awaited, cancelling, complain
+from agentfly_kit.pending import cancelling, pending_call, warn_or_log
 from agentfly_kit.types import (
-    SHARED,
-    UNSCORED,
+    BUDGET_STOPS,
+    UNSCORED_STOPS,
     Distribution,
     Failure,
     Message,
@@ -45,8 +45,8 @@ Report = Callable[[str, str, str, int, str, str], None]
 """(kind, phase, state, turn, detail, call): what the chain does now, for whoever watches."""
 
 # Failures of these types are the host's: the model did nothing that could have caused them.
-_HOST = frozenset(
-    {"PoolTimeout", "PoolClosed", "SandboxError", "LeaseEnded", "IsolationError", "RemotePoolError", "EngineError"}
+_HOST_ERRORS = frozenset(
+    {"PoolTimeout", "PoolClosed", "SandboxError", "LeaseRevoked", "IsolationError", "RemotePoolError", "EngineError"}
 )
 
 _NOT_RUN = "was not run: there are no tool calls left"
@@ -54,7 +54,7 @@ _sessions = itertools.count()  # names of KV sessions; never part of a seed
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ChainKey:
     """What a chain's seeds are derived from, beside the turn."""
 
     purpose: str = "chain"
@@ -68,7 +68,7 @@ class Place:
         return f"{self.group}/{self.chain}{self.fork}"
 
 
-_TOLD = frozenset({"turn", "stop", "error", "_busy", "_closed", "_trajectory"})
+_NOTIFY_ON = frozenset({"turn", "stop", "error", "_busy", "_closed", "_trajectory"})
 """What listeners are told of: where the chain stands."""
 
 
@@ -80,16 +80,16 @@ class Chain:
     stop, error  why it ended, once it did
     """
 
-    def __init__(self, agent: Agent, task: Task, place: Place | None = None, *, hand: bool = False) -> None:
+    def __init__(self, agent: Agent, task: Task, key: ChainKey | None = None, *, hand: bool = False) -> None:
         """hand: a person steps it. While nothing runs in it, a pool that others wait for may take its sandbox back."""
         self._listeners: list[Callable[[Chain], object]] = []  # first: what is set from here on is told
         self.hand = hand
         self.agent = agent
         self.task = task
-        self.place = place if place is not None else Place(group=f"chain-0:{task.id}")
-        self._stem: tuple[Place, seeds.Stem] | None = None
-        self._noise = self.place  # of a fork with the same noise: the place of the chain that it samples like
-        self.id = self.place.id
+        self.key = key if key is not None else ChainKey(group=f"chain-0:{task.id}")
+        self._seed_stream: tuple[ChainKey, seeds.SeedStream] | None = None
+        self._seed_key = self.key  # of a fork with the same seeds: the key of the chain that it samples like
+        self.id = self.key.id
         self.author = agent.name
         self.stop: str | None = None
         self.error: Failure | None = None
@@ -98,51 +98,51 @@ class Chain:
             trajectory_id=self.id,
             seed=self._seed(0),
             pools=agent.pools,
-            caps=agent._caps,
+            concurrency=agent._concurrency,
             again=self._again if hand else None,
         )
         self._gate: Callable[[], Awaitable[None]] | None = None
         self._spawn: Callable[[Chain], None] | None = None
         self._session = f"{self.id}#{next(_sessions)}"
         self._report: Report = lambda *_: None
-        self._meters: tuple[Meter, ...] = ()
-        self._opened = agent.before_chain is None
+        self._usages: tuple[BudgetUsage, ...] = ()
+        self._prepared = agent.before_chain is None
         """Whether what opens the chain has spoken."""
-        self.begun = False
+        self.has_sampled = False
         """Whether an engine was asked."""
-        self._running = 0
+        self._open_reports = 0
         """Of what it reported the start, and not yet the end."""
-        self._began = time.perf_counter()
+        self._started_at = time.perf_counter()
         self._busy = False
         self._closed = False
-        self._forks = itertools.count(1)
+        self._fork_numbers = itertools.count(1)
         self._tools = tuple(agent.tools.schemas) if agent.tools else ()
         self._trajectory: Trajectory | None = None
         self.origin: Trajectory | None = None
         """The trajectory that it goes on from: `agent.chain(trajectory)`."""
-        self.continues: Place | None = None
-        """The place whose seeds it then has."""
-        self._counted: tuple[Turn | None, int] = None, 0
-        self.turn: Turn = self._prompt()
+        self.origin_key: ChainKey | None = None
+        """The key whose seeds it then has."""
+        self._action_count: tuple[Turn | None, int] = None, 0
+        self.turn: Turn = self._make_prompt()
 
     @classmethod
-    def of(cls, agent: Agent, trajectory: Trajectory) -> Chain:
+    def from_trajectory(cls, agent: Agent, trajectory: Trajectory) -> Chain:
         """A chain that stands where a trajectory ended, with its turns: rewind it, fork it, go on otherwise.
 
         A turn that is sampled again at its place comes out the same where the agent and its engine still are.
         Raises:  SettingsError if the agent's prompt is another one, or if tools ran whose doings are not in the turns.
         """
         kept = trajectory.group, trajectory.chain, trajectory.id.removeprefix(f"{trajectory.group}/{trajectory.chain}")
-        chain = cls(agent, trajectory.task, Place(group=kept[0], chain=kept[1], fork=f"{kept[2]}~"))
+        chain = cls(agent, trajectory.task, ChainKey(group=kept[0], chain=kept[1], fork=f"{kept[2]}~"))
         if not trajectory.turns or trajectory.turns[0].ids != chain.turn.ids:
             raise SettingsError(
                 f"{trajectory.id!r} begins with another prompt than this agent writes; give the agent that made it"
             )
         for call in trajectory.tool_calls:
-            kinds = agent.tools[call.name].sandbox_kinds if call.name in agent.tools else ()
-            if call.error is None and kinds:
+            sandbox_types = agent.tools[call.name].sandbox_types if call.name in agent.tools else ()
+            if call.error is None and sandbox_types:
                 raise SettingsError(
-                    f"{trajectory.id!r} called {call.name!r} in a {kinds[0].__name__}, which is gone; "
+                    f"{trajectory.id!r} called {call.name!r} in a {sandbox_types[0].__name__}, which is gone; "
                     "agent.chain(task) starts from the beginning"
                 )
         leaf: Turn | None = None
@@ -151,14 +151,14 @@ class Chain:
         assert leaf is not None
         chain.turn, chain.stop, chain.error = leaf, trajectory.stop, trajectory.error
         chain.origin = trajectory
-        # The place is written in the group's name; whether it is the right one, the seed says.
+        # The key is written in the group's name; whether it is the right one, the seed says.
         purpose, _, number = kept[0].partition(":")[0].rpartition("-")
         if number.isdigit():
-            place = Place(purpose, int(number), *kept)
-            own, chain._noise = chain._noise, place
+            key = ChainKey(purpose, int(number), *kept)
+            own, chain._seed_key = chain._seed_key, key
             if chain._seed(0) != trajectory.seed:
-                chain._noise = own
-        chain.continues = chain._noise
+                chain._seed_key = own
+        chain.origin_key = chain._seed_key
         return chain
 
     def watch(
@@ -167,12 +167,12 @@ class Chain:
         *,
         gate: Callable[[], Awaitable[None]] | None = None,
         spawn: Callable[[Chain], None] | None = None,
-        meters: Sequence[Meter] = (),
+        usages: Sequence[BudgetUsage] = (),
     ) -> None:
         """What a rollout gives its chains: someone to report to, a gate that is awaited before each sample and act (a
-        paused rollout waits there), someone who runs the forks that `after_observation` asks for, and the meters of
+        paused rollout waits there), someone who runs the forks that `after_observation` asks for, and the usages of
         the budgets that they share."""
-        self._report, self._gate, self._spawn, self._meters = report, gate, spawn, tuple(meters)
+        self._report, self._gate, self._spawn, self._usages = report, gate, spawn, tuple(usages)
 
     def subscribe(self, callback: Callable[[Chain], object]) -> Callable[[], None]:
         """Be called with the chain after each change of where it stands, by whomever. Returns what ends it.
@@ -190,7 +190,7 @@ class Chain:
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
-        if name in _TOLD and self._listeners:
+        if name in _NOTIFY_ON and self._listeners:
             for listener in list(self._listeners):
                 try:
                     listener(self)
@@ -206,21 +206,21 @@ class Chain:
     @property
     def ids(self) -> tuple[int, ...]:
         """What the engine is given next: every token of the row so far."""
-        return tuple(itertools.chain.from_iterable(turn.ids or () for turn in _row_of(self.turn)))
+        return tuple(itertools.chain.from_iterable(turn.ids or () for turn in _turns_in_row(self.turn)))
 
     @property
     def actions(self) -> int:
         """Actions taken: a forced beginning and what was sampled after it are one."""
-        leaf, count = self._counted  # asked for at every report
+        leaf, count = self._action_count  # asked for at every report
         if leaf is not self.turn:
             count = sum(1 for turn in self.turns if turn.kind in ("action", "forced") and turn.messages)
-            self._counted = self.turn, count
+            self._action_count = self.turn, count
         return count
 
     @property
-    def idle(self) -> bool:
+    def never_started(self) -> bool:
         """Whether a shared budget ended it before anything was asked of an engine: it has not run at all."""
-        return self.stop in SHARED and not self.begun and self.turn.kind == "prompt"
+        return self.stop in BUDGET_STOPS and not self.has_sampled and self.turn.kind == "prompt"
 
     def __repr__(self) -> str:
         where = f"stopped: {self.stop}" if self.stop else f"turn {self.actions} of {self.agent.max_turns}"
@@ -228,88 +228,88 @@ class Chain:
         return f"Chain({self.id!r}, {where}, {sum(len(t.ids or ()) for t in self.turns)} tokens{rows})"
 
     def _repr_html_(self) -> str:
-        return self.row()._repr_html_()
+        return self.snapshot()._repr_html_()
 
     def _seed(self, turn: int) -> int:
-        if self._stem is None or self._stem[0] is not self._noise:
-            p = self._noise
+        if self._seed_stream is None or self._seed_stream[0] is not self._seed_key:
+            p = self._seed_key
             shared = (self.agent.seed, p.purpose, p.rollout, self.task.id, p.group)
-            stem = seeds.Stem(shared, (p.chain, p.fork))
-            self._stem = p, stem
-        return self._stem[1].at(turn)
+            stream = seeds.SeedStream(shared, (p.chain, p.fork))
+            self._seed_stream = p, stream
+        return self._seed_stream[1].for_turn(turn)
 
-    def _prompt(self) -> Turn:
+    def _make_prompt(self) -> Turn:
         messages = self.agent.opening(self.task)
         if not self._exact:  # the server has its own template, and nobody here knows what it made of them
             text = "\n".join(str(message["content"]) for message in messages)
-            return self._turn("prompt", "task", None, messages=messages, text=text)
+            return self._make_turn("prompt", "task", None, messages=messages, text=text)
         ids = self.agent.chat.prompt(messages, self._tools)
-        return self._turn("prompt", "task", ids, messages=messages)
+        return self._make_turn("prompt", "task", ids, messages=messages)
 
-    def _turn(self, kind: Any, author: str, ids: Sequence[int] | None, **more: Any) -> Turn:
+    def _make_turn(self, kind: Any, author: str, ids: Sequence[int] | None, **fields: Any) -> Turn:
         if ids is not None:
             ids = tuple(ids)
-            more.setdefault("text", self.agent.chat.text(ids))
-            more["pieces"] = self.agent.chat.pieces(ids)
+            fields.setdefault("text", self.agent.chat.text(ids))
+            fields["token_texts"] = self.agent.chat.token_texts(ids)
         before: Turn | None = getattr(self, "turn", None)
-        more.setdefault("row", before.row if before is not None else 0)
-        return Turn(kind=kind, author=author, ids=ids, parent=before, **more)
+        fields.setdefault("row", before.row if before is not None else 0)
+        return Turn(kind=kind, author=author, ids=ids, parent=before, **fields)
 
-    @awaited
-    async def begin(self) -> Turn:
+    @pending_call
+    async def prepare(self) -> Turn:
         """Let the agent's `before_chain` speak: the prompt is then what the first action is given. The first sample
         does it too; call it to see the prompt, or before `force`."""
-        with self._alone("begin"):
-            self._open("begin")
-            return await self._begin()
+        with self._exclusive("prepare"):
+            self._check_open("prepare")
+            return await self._prepare()
 
-    async def _begin(self) -> Turn:
-        if self._opened:
+    async def _prepare(self) -> Turn:
+        if self._prepared:
             return self.turn
-        said = await self._hook(self.agent.before_chain, self)
-        self._opened = True
-        if said:
+        content = await self._call_hook(self.agent.before_chain, self)
+        self._prepared = True
+        if content:
             if self.turn.kind != "prompt" or self.turn.parent is not None:
                 raise SettingsError("before_chain both wrote turns and returned a text; do one of them")
-            messages = self._under_task(said) if isinstance(said, str) else (*self.turn.messages, *said)
-            bare: dict[str, Any] = {"messages": messages, "text": _said(messages)}
+            messages = self._append_to_task(content) if isinstance(content, str) else (*self.turn.messages, *content)
+            bare: dict[str, Any] = {"messages": messages, "text": _join_contents(messages)}
             if self._exact:
                 ids = self.agent.chat.prompt(messages, self._tools)
-                bare |= {"ids": ids, "text": self.agent.chat.text(ids), "pieces": self.agent.chat.pieces(ids)}
+                bare |= {"ids": ids, "text": self.agent.chat.text(ids), "token_texts": self.agent.chat.token_texts(ids)}
             self.turn = dataclasses.replace(self.turn, **bare)
         return self.turn
 
-    def _under_task(self, text: str) -> tuple[Message, ...]:
+    def _append_to_task(self, text: str) -> tuple[Message, ...]:
         """The first prompt's messages, the last one with the text behind it."""
         *before, last = self.turns[0].messages
         content = last["content"]
-        more: Any = f"{content}\n\n{text}" if content else text
+        combined: Any = f"{content}\n\n{text}" if content else text
         if not isinstance(content, str):
-            more = [*(content or []), {"type": "text", "text": text}]
-        return (*before, {**last, "content": more})
+            combined = [*(content or []), {"type": "text", "text": text}]
+        return (*before, {**last, "content": combined})
 
     # --- sampling ---
 
-    @awaited
+    @pending_call
     async def distribution(self, top: int = 20) -> Distribution:
         """What the model would sample next: the `top` most probable tokens. Nothing changes."""
-        with self._alone("distribution"):
-            await self._begin()
-            async with self.agent._caps.requests.slot():
+        with self._exclusive("distribution"):
+            await self._prepare()
+            async with self.agent._concurrency.requests.slot():
                 ids, logprobs, entropy = await self.agent.engine.distribution(self.ids, self.agent.sampling, top=top)
-            return Distribution(tuple(ids), self.agent.chat.pieces(ids), tuple(logprobs), entropy)
+            return Distribution(tuple(ids), self.agent.chat.token_texts(ids), tuple(logprobs), entropy)
 
-    @awaited
+    @pending_call
     async def sample(self, greedy: bool = False) -> Turn:
         """Let the policy write one action; `act` runs the tools that it calls. greedy: the most probable tokens."""
-        with self._alone("sample"):
+        with self._exclusive("sample"):
             return await self._sample(greedy)
 
     async def _sample(self, greedy: bool = False) -> Turn:
-        self._open("sample")
-        if not self._opened:
-            await self._begin()
-        if self._calls():
+        self._check_open("sample")
+        if not self._prepared:
+            await self._prepare()
+        if self._pending_calls():
             raise SettingsError(
                 "the last action called tools that have not run; await chain.act(), or chain.observe(text)"
             )
@@ -323,33 +323,35 @@ class Chain:
         if agent.max_tokens is not None:
             left = agent.max_tokens - self._action_tokens()
             if left < 1:
-                return self._end_untold("chain_tokens")
+                return self._end_before_action("chain_tokens")
             sampling = sampling.replace(max_tokens=min(sampling.max_tokens, left))
         ids = self.ids
         if len(ids) + 1 >= agent.engine.max_length:
-            return self._end_untold("context_full")
+            return self._end_before_action("context_full")
         if self._gate is not None:
             await self._gate()
-        async with Action(self._meters, min(sampling.max_tokens, agent.engine.max_length - len(ids))) as share:
-            if share.stop is not None:
-                return self._end_untold(share.stop)
-            if share.cut_by is not None:
-                sampling = sampling.replace(max_tokens=share.tokens)
-            async with agent._caps.requests.slot():
-                self.begun = True
-                with self._telling("turn", "sampling", index) as told:
+        async with TokenReservation(
+            self._usages, min(sampling.max_tokens, agent.engine.max_length - len(ids))
+        ) as reservation:
+            if reservation.stop is not None:
+                return self._end_before_action(reservation.stop)
+            if reservation.limited_by is not None:
+                sampling = sampling.replace(max_tokens=reservation.tokens)
+            async with agent._concurrency.requests.slot():
+                self.has_sampled = True
+                with self._reporting("turn", "sampling", index) as event:
                     seed = self._seed(index)
-                    request = TurnRequest(self.task, index, self._session, self._messages(), self._tools)
+                    request = TurnRequest(self.task, index, self._session, self._row_messages(), self._tools)
                     sample = await agent.engine.sample(ids, sampling, seed, request=request)
-                    share.used = len(sample.ids or ())
-                    turn = self._action(sample, sampling, seed)
+                    reservation.used = len(sample.ids or ())
+                    turn = self._make_action(sample, sampling, seed)
                     if sample.ids is None and turn.ids is not None:
-                        share.used = len(turn.ids)  # of a script
-                    self._settle(turn, sample, sampling.max_tokens, share.cut_by)
-                    told.detail = turn.text
+                        reservation.used = len(turn.ids)  # of a script
+                    self._append_action(turn, sample, sampling.max_tokens, reservation.limited_by)
+                    event.detail = turn.text
         return turn
 
-    def _action(self, sample: Sample, sampling: Sampling, seed: int) -> Turn:
+    def _make_action(self, sample: Sample, sampling: Sampling, seed: int) -> Turn:
         """The door through which sampled tokens enter: what the engine gave, as it gave it."""
         engine, chat = self.agent.engine, self.agent.chat
         ids, text = sample.ids, sample.text
@@ -360,15 +362,15 @@ class Chain:
         if engine.logprobs == "yes" and ids and sample.logprobs is None:
             raise AlignmentError(f"{type(engine).__name__} declares logprobs and gave none")
         author = self.author if engine.author == "policy" else engine.author
-        more: dict[str, Any] = {"text": text or ""} if ids is None else {}
+        fields: dict[str, Any] = {"text": text or ""} if ids is None else {}
         kept = sample.kept_mass
         if kept is None and sampling.greedy and sample.logprobs is not None:
             kept = tuple(math.exp(lp) for lp in sample.logprobs)  # greedy is the hardest truncation: to one token
         if sample.calls is not None:
-            written, calls = self._message(Parsed(text or "", sample.calls))
+            written, calls = self._assistant_message(Parsed(text or "", sample.calls))
         else:
-            written, calls = self._read(ids, text, sampling.stop if sample.stop == "string" else ())
-        return self._turn(
+            written, calls = self._parse_action(ids, text, sampling.stop if sample.stop == "string" else ())
+        return self._make_turn(
             "action",
             author,
             ids,
@@ -382,11 +384,11 @@ class Chain:
             stop=sample.stop,
             seed=seed,
             seconds=sample.seconds,
-            place=self._place(),
-            **more,
+            label=self._next_turn_label(),
+            **fields,
         )
 
-    def _read(
+    def _parse_action(
         self, ids: Sequence[int] | None, text: str | None, stops: Sequence[str] = ()
     ) -> tuple[Message, tuple[ToolCall, ...]]:
         """The assistant's message: a forced beginning is read together with what was sampled after it.
@@ -394,28 +396,28 @@ class Chain:
         stops: the texts of which one ended the turn. The message is cut before it; the ids stay whole.
         """
         chat = self.agent.chat
-        begun: list[int] = []
+        forced_ids: list[int] = []
         turn: Turn | None = self.turn
         while turn is not None and turn.kind == "forced" and not turn.messages:
-            begun = [*(turn.ids or ()), *begun]
+            forced_ids = [*(turn.ids or ()), *forced_ids]
             turn = turn.parent
         # A text-only engine's text is no continuation of a prompt whose last letters are known.
         read = chat.format.parse if ids is None else chat.read
         if stops:
-            said = chat.text(ids) if ids is not None else text or ""
-            found = [(at, stop) for stop in stops if (at := said.find(stop)) >= 0]
+            full_text = chat.text(ids) if ids is not None else text or ""
+            found = [(at, stop) for stop in stops if (at := full_text.find(stop)) >= 0]
             if found:
                 at, stop = min(found)
-                parsed = read(chat.text(begun) + said[:at], self._tools)
+                parsed = read(chat.text(forced_ids) + full_text[:at], self._tools)
                 if parsed.unclosed:  # the text that ended the turn closes its call
-                    parsed = read(chat.text(begun) + said[: at + len(stop)], self._tools)
-                return self._message(parsed)
+                    parsed = read(chat.text(forced_ids) + full_text[: at + len(stop)], self._tools)
+                return self._assistant_message(parsed)
         if ids is None:
-            return self._message(read(chat.text(begun) + (text or ""), self._tools))
-        return self._message(chat.parse([*begun, *ids], self._tools))
+            return self._assistant_message(read(chat.text(forced_ids) + (text or ""), self._tools))
+        return self._assistant_message(chat.parse([*forced_ids, *ids], self._tools))
 
     @staticmethod
-    def _message(parsed: Parsed) -> tuple[Message, tuple[ToolCall, ...]]:
+    def _assistant_message(parsed: Parsed) -> tuple[Message, tuple[ToolCall, ...]]:
         message: Message = {"role": "assistant", "content": parsed.content}
         if parsed.thinking is not None:
             message["thinking"] = parsed.thinking
@@ -432,8 +434,8 @@ class Chain:
             ]
         return message, calls
 
-    def _settle(self, turn: Turn, sample: Sample, limit: int, cut_by: str | None) -> None:
-        """Make the action the leaf, and see whether it ends the chain. cut_by: the budget that set the limit."""
+    def _append_action(self, turn: Turn, sample: Sample, limit: int, limited_by: str | None) -> None:
+        """Make the action the leaf, and see whether it ends the chain. limited_by: the budget that set the limit."""
         self.turn = turn
         agent = self.agent
         if sample.stop == "abort":
@@ -441,35 +443,35 @@ class Chain:
         elif sample.stop == "length":
             total = agent.max_tokens is not None and self._action_tokens() >= agent.max_tokens
             short = sample.ids is not None and len(sample.ids) < limit
-            self._end("context_full" if short else cut_by or ("chain_tokens" if total else "turn_tokens"))
+            self._end("context_full" if short else limited_by or ("chain_tokens" if total else "turn_tokens"))
         elif not turn.tool_calls:
             self.stop = "answered"
 
-    def _place(self) -> str:
+    def _next_turn_label(self) -> str:
         return f"turn {self.actions + 1} of {self.agent.max_turns}"
 
     def _action_tokens(self) -> int:
         return sum(len(t.ids or ()) for t in self.turns if t.kind == "action")
 
-    def _calls(self) -> tuple[ToolCall, ...]:
+    def _pending_calls(self) -> tuple[ToolCall, ...]:
         """Calls of the last action that wait to be run."""
         return self.turn.tool_calls if self.turn.kind in ("action", "forced") else ()
 
-    def _messages(self) -> tuple[Message, ...]:
+    def _row_messages(self) -> tuple[Message, ...]:
         """The conversation of the row that is being written."""
-        return tuple(m for turn in _row_of(self.turn) for m in turn.messages)
+        return tuple(m for turn in _turns_in_row(self.turn) for m in turn.messages)
 
     # --- acting ---
 
-    @awaited
+    @pending_call
     async def act(self) -> Turn:
         """Run the tools that the last action called, side by side, and append what they gave."""
-        with self._alone("act"):
+        with self._exclusive("act"):
             return await self._act()
 
     async def _act(self) -> Turn:
-        self._open("act")
-        calls = self._calls()
+        self._check_open("act")
+        calls = self._pending_calls()
         if not calls:
             raise SettingsError("there is nothing to run: the last action called no tool; await chain.sample() first")
         if self._gate is not None:
@@ -479,24 +481,26 @@ class Chain:
         self.context.turn = index
         self.context.seed = self._seed(index)
         began = time.perf_counter()
-        await self._regain([kind for c in calls if self._costs(c) for kind in agent.tools[c.name].sandbox_kinds])
-        refused, over = self._within_budget(calls)
+        await self._regain(
+            [sandbox_type for c in calls if self._reaches_tool(c) for sandbox_type in agent.tools[c.name].sandbox_types]
+        )
+        refused, over = self._limit_calls(calls)
         done = await agent.tools.call_all(
             calls,
             self.context,
-            around=lambda call: self._telling("tool", "tool", index, call.name, call.id),
+            around=lambda call: self._reporting("tool", "tool", index, call.name, call.id),
             refused=refused,
         )
         rewards = [c.result.reward for c in done if c.result is not None and c.result.reward is not None]
         seconds = time.perf_counter() - began
         host = next(
-            (c.result.error for c in done if c.result and c.result.error and c.result.error.type in _HOST), None
+            (c.result.error for c in done if c.result and c.result.error and c.result.error.type in _HOST_ERRORS), None
         )
         if host is None:
             try:
                 self.context.check()
-            except LeaseEnded as error:  # of a tool that took its sandbox from the context itself
-                host = Failure.of("pool", error)
+            except LeaseRevoked as error:  # of a tool that took its sandbox from the context itself
+                host = Failure.from_exception("pool", error)
         if host is not None:
             self.error = host
             self._end("error")
@@ -511,18 +515,18 @@ class Chain:
         elif index >= agent.max_turns:
             self._end("max_turns")
         # What no action will follow, no engine is given, so it stays out of the row.
-        turn = self._observation(
-            "tool", done, told=self.stop is None, reward=math.fsum(rewards) if rewards else None, seconds=seconds
+        turn = self._make_observation(
+            "tool", done, encode=self.stop is None, reward=math.fsum(rewards) if rewards else None, seconds=seconds
         )
         if self.stop is None and not turn.ids:
-            return self._tell(turn)
+            return self._append_observation(turn)
         self.turn = turn
         return turn
 
-    async def _regain(self, kinds: Sequence[type]) -> None:
+    async def _regain(self, sandbox_types: Sequence[type]) -> None:
         """Before anything is run in them: sandboxes that the pool took back from a chain by hand."""
         for gone in self.context.gone:
-            if any(issubclass(gone, kind) for kind in kinds):
+            if any(issubclass(gone, sandbox_type) for sandbox_type in sandbox_types):
                 await self.context.sandbox(gone)
 
     async def _again(self, pool: PoolLike, sandbox: Any) -> int:
@@ -532,7 +536,12 @@ class Chain:
         Raises:  SandboxError for a call that gives something else now, or that needs another sandbox too.
         """
         tools = self.agent.tools
-        replay = Context(self.task, trajectory_id=self.id, pools=(Given(pool.kind, sandbox),), caps=self.agent._caps)
+        replay = Context(
+            self.task,
+            trajectory_id=self.id,
+            pools=(SingleSandboxPool(pool.sandbox_type, sandbox),),
+            concurrency=self.agent._concurrency,
+        )
         count = action = 0
         for turn in self.turns:
             action += turn.kind in ("action", "forced") and bool(turn.messages)
@@ -540,12 +549,12 @@ class Chain:
                 continue
             replay.turn, replay.seed = action, self._seed(action)
             for call in turn.tool_calls:
-                kinds = tools[call.name].sandbox_kinds if self._costs(call) else ()
+                sandbox_types = tools[call.name].sandbox_types if self._reaches_tool(call) else ()
                 if call.result is None or _NOT_RUN in call.result.observation:
                     continue
-                if not any(issubclass(pool.kind, kind) for kind in kinds):
+                if not any(issubclass(pool.sandbox_type, sandbox_type) for sandbox_type in sandbox_types):
                     continue
-                if len(kinds) > 1:
+                if len(sandbox_types) > 1:
                     raise SandboxError(f"{call.name} uses more than one sandbox, and would change the others again")
                 count += 1
                 got = await tools.call(call, replay)
@@ -553,28 +562,28 @@ class Chain:
                     raise SandboxError(f"call {count}, of {call.name}, gave something else when it was run again")
         return count
 
-    def _within_budget(self, calls: Sequence[ToolCall]) -> tuple[dict[int, ToolResult], str | None]:
+    def _limit_calls(self, calls: Sequence[ToolCall]) -> tuple[dict[int, ToolResult], str | None]:
         """The calls that may not run, by position, with what is said of them; and the stop reason if there are any."""
-        costly = [i for i, c in enumerate(calls) if self._costs(c)]
+        costly = [i for i, c in enumerate(calls) if self._reaches_tool(c)]
         granted, over = len(costly), None
         if self.agent.max_tool_calls is not None:
-            left = self.agent.max_tool_calls - self._called()
+            left = self.agent.max_tool_calls - self._tool_calls_made()
             if left < granted:
                 granted, over = max(0, left), "chain_tool_calls"
-        shared, shared_over = take_calls(self._meters, granted)
+        shared, shared_over = reserve_tool_calls(self._usages, granted)
         if shared_over is not None:
             granted, over = shared, shared_over
         return {i: ToolResult(False, f"{calls[i].name} {_NOT_RUN} ({over})") for i in costly[granted:]}, over
 
-    def _costs(self, call: ToolCall) -> bool:
+    def _reaches_tool(self, call: ToolCall) -> bool:
         return call.error is None and call.name in self.agent.tools
 
-    def _called(self) -> int:
+    def _tool_calls_made(self) -> int:
         """Calls that reached a tool so far."""
-        return sum(self._costs(c) for turn in self.turns if turn.author == "tool" for c in turn.tool_calls)
+        return sum(self._reaches_tool(c) for turn in self.turns if turn.author == "tool" for c in turn.tool_calls)
 
-    def _observation(self, author: str, calls: Sequence[ToolCall], *, told: bool = False, **more: Any) -> Turn:
-        """The results as a turn behind the leaf. told: with its ids at once, where they only follow what is there."""
+    def _make_observation(self, author: str, calls: Sequence[ToolCall], *, encode: bool = False, **fields: Any) -> Turn:
+        """The results as a turn behind the leaf. encode: with its ids at once, where they only follow what is there."""
         messages: tuple[Message, ...] = tuple(
             {
                 "role": "tool",
@@ -585,12 +594,12 @@ class Chain:
             for call in calls
         )
         chat, before = self.agent.chat, self.turn
-        if told and self._exact and not chat.rewrites(messages):
-            ids: tuple[int, ...] | None = chat.bridge(messages, self._tools, after=before.ids or ())
-            more |= {"text": chat.text(ids or ()), "pieces": chat.pieces(ids or ())}
+        if encode and self._exact and not chat.needs_rerender(messages):
+            ids: tuple[int, ...] | None = chat.observation_ids(messages, self._tools, after=before.ids or ())
+            fields |= {"text": chat.text(ids or ()), "token_texts": chat.token_texts(ids or ())}
         else:
             ids = () if self._exact else None
-            more["text"] = _said(messages)
+            fields["text"] = _join_contents(messages)
         return Turn(
             kind="observation",
             author=author,
@@ -599,51 +608,55 @@ class Chain:
             tool_calls=tuple(calls),
             parent=before,
             row=before.row,
-            place=self._place_now(),
-            **more,
+            label=self._turn_label(),
+            **fields,
         )
 
-    def _tell(self, turn: Turn) -> Turn:
+    def _append_observation(self, turn: Turn) -> Turn:
         """Make an observation the leaf, with the ids that tell it to the next action. Where this chat renders history
         anew, and that gives other ids than the row holds, it has none: the next row begins with the whole."""
         chat = self.agent.chat
-        if self._exact and chat.rewrites(turn.messages):
-            row = _row_of(turn)
+        if self._exact and chat.needs_rerender(turn.messages):
+            row = _turns_in_row(turn)
             messages = tuple(m for t in row for m in t.messages)
             ids, before = chat.prompt(messages, self._tools), tuple(i for t in row[:-1] for i in t.ids or ())
             if ids[: len(before)] != before:
                 self.turn = turn
-                self._begin_row(messages, "template")
+                self._start_row(messages, "template")
                 return turn
             rest = ids[len(before) :]
-            turn = dataclasses.replace(turn, ids=rest, text=chat.text(rest), pieces=chat.pieces(rest))
+            turn = dataclasses.replace(turn, ids=rest, text=chat.text(rest), token_texts=chat.token_texts(rest))
         else:
-            turn = self._given(turn)
+            turn = self._encode_observation(turn)
         self.turn = turn
         return turn
 
-    def _given(self, turn: Turn) -> Turn:
+    def _encode_observation(self, turn: Turn) -> Turn:
         """The observation with the ids that the engine will be given for it."""
         if not self._exact:
             return turn
         after = turn.parent.ids if turn.parent is not None else None
-        ids = self.agent.chat.bridge(turn.messages, self._tools, after=after or ())
-        return dataclasses.replace(turn, ids=ids, text=self.agent.chat.text(ids), pieces=self.agent.chat.pieces(ids))
+        ids = self.agent.chat.observation_ids(turn.messages, self._tools, after=after or ())
+        return dataclasses.replace(
+            turn, ids=ids, text=self.agent.chat.text(ids), token_texts=self.agent.chat.token_texts(ids)
+        )
 
     @property
     def _exact(self) -> bool:
         return self.agent.engine.tokens == "exact"
 
-    def _end_untold(self, why: str) -> Turn:
+    def _end_before_action(self, why: str) -> Turn:
         """End before an action. What was to be told to it leaves the row, for no engine was given it."""
-        self._untell()
+        self._drop_observation_ids()
         return self._end(why)
 
-    def _untell(self) -> None:
+    def _drop_observation_ids(self) -> None:
         if self.turn.kind == "observation" and self._exact:
-            self.turn = dataclasses.replace(self.turn, ids=(), pieces=None, text=_said(self.turn.messages))
+            self.turn = dataclasses.replace(
+                self.turn, ids=(), token_texts=None, text=_join_contents(self.turn.messages)
+            )
 
-    def _place_now(self) -> str:
+    def _turn_label(self) -> str:
         return f"turn {self.actions} of {self.agent.max_turns}"
 
     def _invalid_streak(self) -> int:
@@ -657,27 +670,27 @@ class Chain:
             streak += 1
         return streak
 
-    @awaited
+    @pending_call
     async def step(self, greedy: bool = False) -> Turn:
         """Sample an action, and run its tools if it called any. Returns the last turn made."""
-        with self._alone("step"):
+        with self._exclusive("step"):
             turn = await self._sample(greedy)
-            return await self._act() if self.stop is None and self._calls() else turn
+            return await self._act() if self.stop is None and self._pending_calls() else turn
 
     # --- by hand ---
 
-    def force(self, said: str | Sequence[int], *, end: bool = True, author: str = "person") -> Turn:
+    def force(self, content: str | Sequence[int], *, end: bool = True, author: str = "person") -> Turn:
         """Write for the model: a text or ids, with mask 0. end=False leaves the action open, and the policy goes on."""
-        self._idle("force")
-        self._open("force")
-        if not self._opened:
-            raise SettingsError("the environment has not shown its beginning yet; await chain.begin() before force")
+        self._check_not_busy("force")
+        self._check_open("force")
+        if not self._prepared:
+            raise SettingsError("the environment has not shown its beginning yet; await chain.prepare() before force")
         chat = self.agent.chat
-        if self._calls() or self.stop == "answered":
+        if self._pending_calls() or self.stop == "answered":
             raise SettingsError(
                 "the last action is complete; chain.rewind() first, or answer it with act() or observe()"
             )
-        ids = list(chat.encode(said) if isinstance(said, str) else (int(i) for i in said))
+        ids = list(chat.encode(content) if isinstance(content, str) else (int(i) for i in content))
         if ids and not 0 <= min(ids) <= max(ids) < len(chat.tokenizer):
             raise SettingsError(
                 f"force was given ids from {min(ids)} to {max(ids)}; the vocabulary is 0 to {len(chat.tokenizer) - 1}"
@@ -686,11 +699,11 @@ class Chain:
             ids.append(chat.stop_ids[0])
         if not ids:
             raise SettingsError("force was given nothing to say; give a text or ids")
-        more: dict[str, Any] = {"place": self._place()}
+        fields: dict[str, Any] = {"label": self._next_turn_label()}
         if end:
-            message, calls = self._read(ids, None)
-            more |= {"messages": (message,), "tool_calls": calls, "stop": "stop"}
-        turn = self._turn("forced", author, ids, **more)
+            message, calls = self._parse_action(ids, None)
+            fields |= {"messages": (message,), "tool_calls": calls, "stop": "stop"}
+        turn = self._make_turn("forced", author, ids, **fields)
         self.turn = turn
         if end and not turn.tool_calls:
             self.stop = "answered"
@@ -701,60 +714,66 @@ class Chain:
 
         After an observation that no action has followed yet, the text is told behind it, as the user's.
         """
-        self._idle("observe")
-        self._open("observe")
+        self._check_not_busy("observe")
+        self._check_open("observe")
         if self.turn.kind == "observation":
             messages = (*self.turn.messages, {"role": "user", "content": text})
-            told = dataclasses.replace(
-                self.turn, ids=() if self._exact else None, pieces=None, messages=messages, text=_said(messages)
+            observation = dataclasses.replace(
+                self.turn,
+                ids=() if self._exact else None,
+                token_texts=None,
+                messages=messages,
+                text=_join_contents(messages),
             )
-            return self._tell(told)
+            return self._append_observation(observation)
         if self.turn.kind not in ("action", "forced") or not self.turn.messages:
             raise SettingsError("there is no action to answer; sample or force one first")
-        calls = [dataclasses.replace(c, result=ToolResult(True, text)) for c in self._calls()]
-        turn = self._observation(author, calls)
+        calls = [dataclasses.replace(c, result=ToolResult(True, text)) for c in self._pending_calls()]
+        turn = self._make_observation(author, calls)
         if not calls:
             turn = dataclasses.replace(turn, messages=({"role": "user", "content": text},), text=text)
         self.stop = None
-        return self._tell(turn)
+        return self._append_observation(turn)
 
-    def fold(self, said: str | Sequence[Message], *, author: str = "hook") -> Turn:
-        """Close this row, and go on in a new one that begins with `said`: a shorter context than all that was said.
+    def compact(self, content: str | Sequence[Message], *, author: str = "hook") -> Turn:
+        """Close this row, and go on in a new one that begins with `content`: a shorter context than all that was said.
 
-        said: a text is put under the task (the agent's opening messages, the last one with the text behind it);
+        content: a text is put under the task (the agent's opening messages, the last one with the text behind it);
             messages are the whole of the new prompt, system message included. Tool schemas are in it as in the first.
         What was told after the last action leaves the row, for no engine was given it. Every row is kept, and what was
         sampled in it is trained: `trajectory.rows`. A chain that has answered, or was cut for want of room or of tokens
         in its last turn, goes on; one without an action left has its end, by max_turns. Returns the new prompt.
         Raises:  SettingsError while calls wait to be run or an action is half written.
         """
-        self._idle("fold")
-        self._open("fold")
-        if not self._opened:
-            raise SettingsError("the first prompt is not whole before the agent's before_chain; await chain.begin()")
-        if self._calls() and self.stop not in ("context_full", "turn_tokens"):  # what was cut is never run
+        self._check_not_busy("compact")
+        self._check_open("compact")
+        if not self._prepared:
+            raise SettingsError("the first prompt is not whole before the agent's before_chain; await chain.prepare()")
+        if self._pending_calls() and self.stop not in ("context_full", "turn_tokens"):  # what was cut is never run
             raise SettingsError("the last action called tools that have not run; await chain.act(), or chain.observe()")
         if self.turn.kind == "forced" and not self.turn.messages:
             raise SettingsError("an action is half written (force with end=False); sample its rest, or chain.rewind()")
-        if isinstance(said, str):
-            messages: tuple[Message, ...] = self._under_task(said)
+        if isinstance(content, str):
+            messages: tuple[Message, ...] = self._append_to_task(content)
         else:
-            messages = tuple(said)
+            messages = tuple(content)
             if not messages or not all({"role", "content"} <= set(m) for m in messages):
-                raise SettingsError(f"fold was given {said!r}; give a text, or messages with 'role' and 'content'")
+                raise SettingsError(
+                    f"compact was given {content!r}; give a text, or messages with 'role' and 'content'"
+                )
         if self.actions >= self.agent.max_turns:
-            return self._end_untold("max_turns")
-        self._untell()
-        turn = self._begin_row(messages, author)
+            return self._end_before_action("max_turns")
+        self._drop_observation_ids()
+        turn = self._start_row(messages, author)
         self.stop = None
         return turn
 
-    def _begin_row(self, messages: tuple[Message, ...], author: str) -> Turn:
-        more: dict[str, Any] = {"messages": messages, "row": self.turn.row + 1, "place": self._place_now()}
+    def _start_row(self, messages: tuple[Message, ...], author: str) -> Turn:
+        fields: dict[str, Any] = {"messages": messages, "row": self.turn.row + 1, "label": self._turn_label()}
         if self._exact:
-            turn = self._turn("prompt", author, self.agent.chat.prompt(messages, self._tools), **more)
+            turn = self._make_turn("prompt", author, self.agent.chat.prompt(messages, self._tools), **fields)
         else:
-            turn = self._turn("prompt", author, None, text=_said(messages), **more)
+            turn = self._make_turn("prompt", author, None, text=_join_contents(messages), **fields)
         self.turn = turn
         return turn
 
@@ -765,15 +784,15 @@ class Chain:
 
         Raises:  SettingsError if tools with a sandbox or state have run since: they cannot be taken back here.
         """
-        self._idle("rewind")
-        self._open("rewind")
+        self._check_not_busy("rewind")
+        self._check_open("rewind")
         path = self.turns
         target = path[to] if isinstance(to, int) and -len(path) <= to < len(path) else to
         if isinstance(target, int) or not any(turn is target for turn in path):
             raise SettingsError(f"{target!r} is not on this chain's path; give one of chain.turns, or its index")
-        kinds = (*self.context.held, *self.context.gone)
-        if self.turn is not target and (kinds or self.context.state):
-            what = ", ".join(kind.__name__ for kind in kinds) or "state that its tools keep"
+        sandbox_types = (*self.context.held, *self.context.gone)
+        if self.turn is not target and (sandbox_types or self.context.state):
+            what = ", ".join(sandbox_type.__name__ for sandbox_type in sandbox_types) or "state that its tools keep"
             raise SettingsError(f"this chain cannot go back: it holds {what}, which would not go back with it")
         self.turn = target
         self.stop, self.error, self._trajectory = None, None, None
@@ -781,42 +800,42 @@ class Chain:
             # What a cut turn says is no answer, and its calls are not run.
             self.stop = "turn_tokens" if target.stop == "length" else None if target.tool_calls else "answered"
         elif target.kind == "observation" and target.ids == ():
-            self._tell(target)  # it ended the chain or its row, and so was told to nobody; now it will be
+            self._append_observation(target)  # it ended the chain or its row, and so was told to nobody; now it will be
         return self.turn
 
-    @awaited
-    async def fork(self, *, same_noise: bool = False) -> Chain:
+    @pending_call
+    async def fork(self, *, same_seeds: bool = False) -> Chain:
         """Another chain from here: the same turn objects, its own future, sandboxes forked or refused by name.
 
-        same_noise: sample as this chain would; otherwise the fork's seeds are its own.
+        same_seeds: sample as this chain would; otherwise the fork's seeds are its own.
         """
-        with self._alone("fork"):
-            self._open("fork")
-            place = dataclasses.replace(self.place, fork=f"{self.place.fork}.{next(self._forks)}")
+        with self._exclusive("fork"):
+            self._check_open("fork")
+            key = dataclasses.replace(self.key, fork=f"{self.key.fork}.{next(self._fork_numbers)}")
             twin = object.__new__(Chain)
             twin.__dict__.update(self.__dict__, _listeners=[])
-            twin.place, twin._noise = place, self._noise if same_noise else place
-            twin.id = place.id
-            twin._session = f"{place.id}#{next(_sessions)}"
-            twin._forks = itertools.count(1)
+            twin.key, twin._seed_key = key, self._seed_key if same_seeds else key
+            twin.id = key.id
+            twin._session = f"{key.id}#{next(_sessions)}"
+            twin._fork_numbers = itertools.count(1)
             await self.context.firm()
             await self._regain(self.context.gone)
-            twin.context = await self.context.fork(place.id, twin._again if self.hand else None)
-            twin._busy, twin._closed, twin._trajectory, twin._running = False, False, None, 0
+            twin.context = await self.context.fork(key.id, twin._again if self.hand else None)
+            twin._busy, twin._closed, twin._trajectory, twin._open_reports = False, False, None, 0
             return twin
 
-    def row(self) -> Trajectory:
+    def snapshot(self) -> Trajectory:
         """The chain as it is now, unscored: for a TokenView, or to see what would be trained."""
-        return self._record(None, {}, self.error, self.stop or "cancelled")
+        return self._make_trajectory(None, {}, self.error, self.stop or "cancelled")
 
     # --- the end ---
 
-    @awaited
+    @pending_call
     async def finish(self) -> Trajectory:
         """Score it, give its sandboxes back, and return the trajectory. One that was not at its end is unscored."""
         if self._trajectory is not None:
             return self._trajectory
-        with self._alone("finish"):
+        with self._exclusive("finish"):
             return await self._finish()
 
     async def _finish(self) -> Trajectory:
@@ -824,25 +843,25 @@ class Chain:
             raise SettingsError("this chain was closed without a score; agent.chain(task) starts another")
         if self.stop is None:
             self.stop = "cancelled"
-        if self.stop not in UNSCORED and self.agent.reward:
-            await self._regain(self.agent.reward.sandbox_kinds)
+        if self.stop not in UNSCORED_STOPS and self.agent.reward:
+            await self._regain(self.agent.reward.sandbox_types)
         reward: float | None = None
         metrics: dict[str, float] = {}
         try:
-            if self.stop not in UNSCORED and not self.idle and self.agent.reward:
-                with self._telling("reward", "scoring", self.actions) as told:
-                    scored = await self.agent.reward.score(self.row(), self.context)
-                    self._apply(scored.turn_rewards)
+            if self.stop not in UNSCORED_STOPS and not self.never_started and self.agent.reward:
+                with self._reporting("reward", "scoring", self.actions) as event:
+                    scored = await self.agent.reward.score(self.snapshot(), self.context)
+                    self._add_turn_rewards(scored.turn_rewards)
                     reward, metrics = scored.reward, scored.metrics
                     if scored.error is not None:
                         self.error = scored.error
-                    told.detail = "unscored" if reward is None else f"{reward:g}"
+                    event.detail = "unscored" if reward is None else f"{reward:g}"
         finally:
             await self.close()
-        self._trajectory = self._record(reward, metrics, self.error, self.stop)
+        self._trajectory = self._make_trajectory(reward, metrics, self.error, self.stop)
         return self._trajectory
 
-    def _apply(self, turn_rewards: Any) -> None:
+    def _add_turn_rewards(self, turn_rewards: Any) -> None:
         """Put per-turn rewards on their turns; the path is made anew, because turns never change."""
         if not turn_rewards:
             return
@@ -855,19 +874,21 @@ class Chain:
         assert leaf is not None
         self.turn = leaf
 
-    @awaited
+    @pending_call
     async def close(self) -> None:
         """Give up the chain: its sandboxes go back, nothing is scored. Twice is once."""
         self._closed = True
         self.agent.engine.release(self._session)
         await self.context.close()
 
-    def _record(self, reward: float | None, metrics: dict[str, float], error: Failure | None, stop: str) -> Trajectory:
+    def _make_trajectory(
+        self, reward: float | None, metrics: dict[str, float], error: Failure | None, stop: str
+    ) -> Trajectory:
         return Trajectory(
             id=self.id,
             task=self.task,
-            group=self.place.group,
-            chain=self.place.chain,
+            group=self.key.group,
+            chain=self.key.chain,
             turns=self.turns,
             stop=stop,
             reward=reward,
@@ -875,34 +896,34 @@ class Chain:
             error=error,
             seed=self._seed(0),
             sampling=self.agent.sampling,
-            seconds=time.perf_counter() - self._began,
+            seconds=time.perf_counter() - self._started_at,
             tools=self._tools,
         )
 
-    @awaited
+    @pending_call
     async def run(self) -> Trajectory:
         """Step to the end and score. What goes wrong on our side is not raised: it ends the chain, unscored."""
         state, detail = "cancelled", ""
         self._report("chain", "start", "waiting", self.actions, "", "")
         self.context.work()  # nobody waits for a person here
         try:
-            await self._to_its_end()
-            trajectory = await self._scored()
+            await self._run_to_end()
+            trajectory = await self._finish_or_fail()
             state, detail = "failed" if trajectory.error is not None else "done", trajectory.stop
             try:
-                if self.agent.after_chain is not None and not self.idle:
-                    await self._hook(self.agent.after_chain, self, trajectory)
+                if self.agent.after_chain is not None and not self.never_started:
+                    await self._call_hook(self.agent.after_chain, self, trajectory)
             except Exception as error:  # it only looks on: the chain stays as it was
-                complain(f"after_chain raised {type(error).__name__}: {error}")
+                warn_or_log(f"after_chain raised {type(error).__name__}: {error}")
             return trajectory
         finally:
             self.context.rest()
             self._report("chain", "end", state, self.actions, detail, "")
 
-    async def _to_its_end(self) -> None:
+    async def _run_to_end(self) -> None:
         began = asyncio.get_running_loop().time()
         own = None if self.agent.timeout is None else began + self.agent.timeout
-        deadlines = [(m.deadline, f"{m.name}_seconds") for m in self._meters if m.deadline is not None]
+        deadlines = [(m.deadline, f"{m.name}_seconds") for m in self._usages if m.deadline is not None]
         when, why = min([*deadlines, *([] if own is None else [(own, "timeout")])], default=(None, ""))
         limit = asyncio.timeout_at(when)
         try:
@@ -913,62 +934,62 @@ class Chain:
             if cancelling():
                 await self.close()
                 raise
-            self.error = Failure.of("chain", error)  # nobody cancelled us: something that we awaited was
+            self.error = Failure.from_exception("chain", error)  # nobody cancelled us: something that we awaited was
             self._end("error")
         except Exception as error:
             if limit.expired():
                 self._end(why)
             else:  # also a TimeoutError of somebody else's, such as a server's: that is not the model's doing
-                self.error = Failure.of("engine" if isinstance(error, EngineError) else "chain", error)
+                self.error = Failure.from_exception("engine" if isinstance(error, EngineError) else "chain", error)
                 self._end("error")
 
-    async def _scored(self) -> Trajectory:
+    async def _finish_or_fail(self) -> Trajectory:
         try:
             return await self.finish()
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and cancelling():
                 raise
             # A pool that is closed under the chain, say: the chain stays as data.
-            self.error = Failure.of("chain", error)
-            return self._record(None, {}, self.error, "error")
+            self.error = Failure.from_exception("chain", error)
+            return self._make_trajectory(None, {}, self.error, "error")
 
     async def _advance(self) -> None:
         """One step with the agent's hooks around it."""
         agent = self.agent
-        if not self._opened:
-            await self._begin()
+        if not self._prepared:
+            await self._prepare()
         if agent.before_turn is not None:
-            await self._hook(agent.before_turn, self)
+            await self._call_hook(agent.before_turn, self)
         # A hook may have written the action itself: then there is nothing to sample.
-        if self.stop is None and not self._calls():
-            with self._alone("sample"):
+        if self.stop is None and not self._pending_calls():
+            with self._exclusive("sample"):
                 await self._sample()
-            if self._full():
-                await self._hook(agent.when_full, self)
-        if self.stop is None and self._calls():
-            with self._alone("act"):
+            if self._context_is_full():
+                await self._call_hook(agent.on_context_full, self)
+        if self.stop is None and self._pending_calls():
+            with self._exclusive("act"):
                 await self._act()
             if self.stop is None and agent.after_observation is not None:
-                count = await self._hook(agent.after_observation, self)
+                count = await self._call_hook(agent.after_observation, self)
                 for _ in range(int(count or 0)):
                     if self._spawn is None:
                         raise SettingsError("after_observation asked for forks of a chain that is not in a rollout")
                     self._spawn(await self.fork())
 
-    def _full(self) -> bool:
-        """A row that is full with its prompt alone does not count: folding it again would never end."""
-        return self.stop == "context_full" and len(_row_of(self.turn)) > 1
+    def _context_is_full(self) -> bool:
+        """A row that is full with its prompt alone does not count: compacting it again would never end."""
+        return self.stop == "context_full" and len(_turns_in_row(self.turn)) > 1
 
     @staticmethod
-    async def _hook(hook: Callable[..., Any] | None, *given: Any) -> Any:
+    async def _call_hook(hook: Callable[..., Any] | None, *given: Any) -> Any:
         if hook is None:
             return None
         result = hook(*given)
         return await result if inspect.isawaitable(result) else result
 
-    def _telling(self, kind: str, state: str, turn: int, detail: str = "", call: str = "") -> _Telling:
+    def _reporting(self, kind: str, state: str, turn: int, detail: str = "", call: str = "") -> _ReportScope:
         """Report the start and, however it ends, the end."""
-        return _Telling(self, kind, state, turn, detail, call)
+        return _ReportScope(self, kind, state, turn, detail, call)
 
     # --- guards ---
 
@@ -976,10 +997,10 @@ class Chain:
         self.stop = why
         return self.turn
 
-    def _open(self, call: str) -> None:
+    def _check_open(self, call: str) -> None:
         if self._closed:
             raise SettingsError(f"chain.{call}: this chain is finished; agent.chain(task) starts another")
-        going = {"observe": ("answered", "turn_tokens"), "fold": ("answered", "turn_tokens", "context_full")}.get(
+        going = {"observe": ("answered", "turn_tokens"), "compact": ("answered", "turn_tokens", "context_full")}.get(
             call, ("answered",)
         )
         if self.stop is not None and self.stop not in going and call not in ("rewind", "fork"):
@@ -987,15 +1008,15 @@ class Chain:
                 f"chain.{call}: the chain was stopped by {self.stop}; chain.finish(), or chain.rewind(to=)"
             )
 
-    def _idle(self, call: str) -> None:
+    def _check_not_busy(self, call: str) -> None:
         if self._busy:
             raise SettingsError(f"chain.{call}: another call on this chain is still running; await it first")
 
-    def _alone(self, call: str) -> _Alone:
-        return _Alone(self, call)
+    def _exclusive(self, call: str) -> _ExclusiveCall:
+        return _ExclusiveCall(self, call)
 
 
-def _row_of(turn: Turn) -> list[Turn]:
+def _turns_in_row(turn: Turn) -> list[Turn]:
     """The turns of its row, up to it."""
     found = [turn]
     while (before := found[-1].parent) is not None and before.row == turn.row:
@@ -1003,11 +1024,11 @@ def _row_of(turn: Turn) -> list[Turn]:
     return found[::-1]
 
 
-def _said(messages: Sequence[Message]) -> str:
+def _join_contents(messages: Sequence[Message]) -> str:
     return "\n".join(str(m["content"]) for m in messages)
 
 
-class _Telling:
+class _ReportScope:
     """`with` it: the start is reported, and however it ends, the end, with `detail` as it is then."""
 
     __slots__ = ("_call", "_chain", "_kind", "_state", "_turn", "detail")
@@ -1016,8 +1037,8 @@ class _Telling:
         self._chain, self._kind, self._state, self._turn, self._call = chain, kind, state, turn, call
         self.detail = detail
 
-    def __enter__(self) -> _Telling:
-        self._chain._running += 1
+    def __enter__(self) -> _ReportScope:
+        self._chain._open_reports += 1
         self._chain._report(self._kind, "start", self._state, self._turn, self.detail, self._call)
         return self
 
@@ -1025,12 +1046,12 @@ class _Telling:
         if error is not None:
             self.detail = f"{type(error).__name__}: {error}".removesuffix(": ")
         chain = self._chain
-        chain._running -= 1
-        state = self._state if chain._running else "waiting"
+        chain._open_reports -= 1
+        state = self._state if chain._open_reports else "waiting"
         chain._report(self._kind, "end", state, self._turn, self.detail, self._call)
 
 
-class _Alone:
+class _ExclusiveCall:
     """Two calls on one chain at once would write one history twice."""
 
     __slots__ = ("_call", "_chain")
@@ -1039,7 +1060,7 @@ class _Alone:
         self._chain, self._call = chain, call
 
     def __enter__(self) -> None:
-        self._chain._idle(self._call)
+        self._chain._check_not_busy(self._call)
         self._chain._busy = True
         self._chain.context.work()
 

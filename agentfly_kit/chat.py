@@ -1,7 +1,8 @@
 """Messages to token ids and back, by the tokenizer's own chat template; history is never encoded twice.
 
 Knows no models, no engines and no tools beyond their schemas. A prompt is rendered once. Everything later is appended:
-`bridge` gives the ids between the last sampled token and the next thing to sample, and `parse` reads an action without
+`observation_ids` gives the ids between the last sampled token and the next thing to sample, and `parse` reads an action
+without
 touching its ids. That appending gives what the template would write for the whole conversation is proved for each
 template before it is relied on (`template.py`), or refused by name.
 """
@@ -20,14 +21,14 @@ from agentfly_kit import drift as drifting
 from agentfly_kit import formats
 from agentfly_kit.drift import Drift
 from agentfly_kit.errors import ChatTemplateError, SettingsError
-from agentfly_kit.template import Following, Template
+from agentfly_kit.template import FollowingRole, Template
 from agentfly_kit.types import Message, Row, Trajectory
 
 __all__ = ["Chat", "ChatReport", "Drift", "check"]
 
 History: TypeAlias = Literal["exact", "append", "rerender"]
 
-_KEEP = 1024
+_CACHE_SIZE = 1024
 """Encoded texts that are remembered: the chains of a group all begin with the same prompt."""
 
 
@@ -46,7 +47,7 @@ class Chat:
     Raises:  ChatTemplateError if there is no template, or if it does not write what an assistant said.
     """
 
-    _opened = ""
+    _open_tag = ""
     """The thinking tag in which the template's prompt ends, if it does."""
 
     def __init__(
@@ -73,20 +74,22 @@ class Chat:
         texts = {t for t in added if t.strip() and t in str(source)} | {t for t in tokenizer.all_special_tokens if t}
         self._controls = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
         self.template = Template(tokenizer, options or {}, sorted(texts))
-        self.found = formats.find(self.template.written_call) if self.template.calls is not None else None
+        self.detected_format = (
+            formats.detect_format(self.template.written_call) if self.template.calls is not None else None
+        )
         """The format that reads back a call as this template writes it; None if no format does."""
         if format == "auto":
-            self.format = self.found or formats.get("hermes")
+            self.format = self.detected_format or formats.get("hermes")
         else:
             self.format = formats.get(format)
-        self._unread = self.format.native and self.template.calls is not None and self.found is None
+        self._calls_unreadable = self.format.native and self.template.calls is not None and self.detected_format is None
         opening = self.template.opening()
-        self._opened = "<think>" if opening.rfind("<think>") > opening.rfind("</think>") else ""
-        self._shows: dict[int, bool] = {}
-        self._pieces: dict[int, str] = {}
-        self._encoded: dict[str, tuple[int, ...]] = {}
-        self._texts: dict[tuple[int, ...], str] = {}
-        self._rendered: dict[str, tuple[int, ...]] = {}
+        self._open_tag = "<think>" if opening.rfind("<think>") > opening.rfind("</think>") else ""
+        self._shows_tools: dict[int, bool] = {}
+        self._token_text_cache: dict[int, str] = {}
+        self._encode_cache: dict[str, tuple[int, ...]] = {}
+        self._text_cache: dict[tuple[int, ...], str] = {}
+        self._render_cache: dict[str, tuple[int, ...]] = {}
         self.stop_ids: tuple[int, ...] = self._stop_ids(stop)
         """Ids that end an action: the template's own ends of turn, the tokenizer's eos, and `stop`."""
 
@@ -94,18 +97,18 @@ class Chat:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of a text as it stands: special tokens in it are read, none is added."""
-        known = self._encoded.get(text)
+        known = self._encode_cache.get(text)
         if known is None:
             if not text.isascii():
-                self._whole(text)
+                self._check_encodable(text)
             known = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-            if len(self._encoded) >= _KEEP:
-                self._encoded.clear()
-            self._encoded[text] = known
+            if len(self._encode_cache) >= _CACHE_SIZE:
+                self._encode_cache.clear()
+            self._encode_cache[text] = known
         return known
 
     @staticmethod
-    def _whole(text: str) -> None:
+    def _check_encodable(text: str) -> None:
         """A tokenizer's own word for it is a bare TypeError."""
         try:
             text.encode()
@@ -119,38 +122,38 @@ class Chat:
     def text(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included. A view: it is never encoded again."""
         key = tuple(ids)  # the chains of a group say the same things
-        known = self._texts.get(key)
+        known = self._text_cache.get(key)
         if known is not None:
             return known
         if (backend := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:  # the same, at half the cost
             text = str(backend.decode(list(ids), skip_special_tokens=False))
         else:
             text = str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        if len(self._texts) >= _KEEP:
-            self._texts.clear()
-        self._texts[key] = text
+        if len(self._text_cache) >= _CACHE_SIZE:
+            self._text_cache.clear()
+        self._text_cache[key] = text
         return text
 
-    def pieces(self, ids: Sequence[int]) -> tuple[str, ...]:
+    def token_texts(self, ids: Sequence[int]) -> tuple[str, ...]:
         """The text of each id alone; bytes that are no text by themselves appear as <0xE2>."""
-        found = tuple(map(self._pieces.get, ids))
+        found = tuple(map(self._token_text_cache.get, ids))
         if None in found:
-            found = tuple(self._pieces.get(i) or self._piece(i) for i in ids)
+            found = tuple(self._token_text_cache.get(i) or self._token_text(i) for i in ids)
         return cast("tuple[str, ...]", found)
 
-    def _piece(self, token: int) -> str:
+    def _token_text(self, token: int) -> str:
         text = self.text([token])
         if "�" in text or not text:
             raw = self.tokenizer.convert_ids_to_tokens(token)
             text = raw if isinstance(raw, str) else f"[{token}]"
-        self._pieces[token] = text
+        self._token_text_cache[token] = text
         return text
 
     # --- messages to ids ---
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, generate: bool) -> str:
         """The template's text. Raises ChatTemplateError with the template's own complaint."""
-        return self.template.render(self._told(messages), tools, generate=generate)
+        return self.template.render(self._adapt_messages(messages), tools, generate=generate)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> tuple[int, ...]:
         """Ids of the opening messages and tool schemas, ending where the assistant begins to write.
@@ -160,21 +163,21 @@ class Chat:
         Raises:  ChatTemplateError if there are tools, and their results cannot be appended exactly.
         """
         if tools:
-            self._require("tool")
-            if self._unread and self._shown(tools):
+            self._require_append("tool")
+            if self._calls_unreadable and self._visible_tools(tools):
                 warnings.warn(
                     f"no format reads the calls that the chat template of {self.template.name} teaches: as "
                     f"{self.format.name} they are taken for answers; give format= your own formats.Format",
                     stacklevel=3,
                 )
-        opened = self._told(messages)
-        if tools and not self._shown(tools):
-            opened = self._instructed(opened, tools)
-        shown = self._shown(tools)
+        adapted = self._adapt_messages(messages)
+        if tools and not self._visible_tools(tools):
+            adapted = self._with_instructions(adapted, tools)
+        shown = self._visible_tools(tools)
         render = functools.partial(self.template.render, tools=shown, generate=True)
-        return self._once("prompt", opened, shown, lambda: self._encode_around(opened, render))
+        return self._cached("prompt", adapted, shown, lambda: self._encode_safely(adapted, render))
 
-    def bridge(
+    def observation_ids(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, after: Sequence[int] = ()
     ) -> tuple[int, ...]:
         """Ids to append after an action so that `messages` (tool results, a user) are told and the assistant goes on.
@@ -185,35 +188,35 @@ class Chat:
             was not told to append as is.
         """
         if not messages:
-            raise SettingsError("bridge was given no messages; give what is told before the assistant goes on")
-        kinds: dict[Following, None] = {"tool" if m.get("role") == "tool" else "user": None for m in messages}
+            raise SettingsError("observation_ids was given no messages; give what is told before the assistant goes on")
+        kinds: dict[FollowingRole, None] = {"tool" if m.get("role") == "tool" else "user": None for m in messages}
         for kind in kinds:
-            self._require(kind)
-        told, shown = self._told(messages), self._shown(tools)
-        render = functools.partial(self.template.after, tools=shown)
-        ids = self._once("bridge", told, shown, lambda: self._encode_around(told, render))
+            self._require_append(kind)
+        adapted, shown = self._adapt_messages(messages), self._visible_tools(tools)
+        render = functools.partial(self.template.text_after_action, tools=shown)
+        ids = self._cached("observation", adapted, shown, lambda: self._encode_safely(adapted, render))
         for count in range(min(len(after), len(ids), 4), 0, -1):
             if ids[count - 1] in self.stop_ids and tuple(after[-count:]) == ids[:count]:
                 return ids[count:]
         return ids
 
-    def proof(self, following: Following) -> str:
+    def append_violation(self, following: FollowingRole) -> str:
         """ "" if a conversation grows by appending alone when "tool" results or "user" messages follow, or why not."""
-        kind = "user" if following == "tool" and self._as_user else following
-        return self.template.proof(kind)
+        kind = "user" if following == "tool" and self._results_as_user else following
+        return self.template.append_violation(kind)
 
-    def rewrites(self, messages: Sequence[Message]) -> bool:
+    def needs_rerender(self, messages: Sequence[Message]) -> bool:
         """Whether the history is to be rendered anew before `messages` are told: only under history="rerender", and
         only where the template does not prove that they can be appended."""
         if self.history != "rerender":
             return False
-        kinds: set[Following] = {"tool" if m.get("role") == "tool" else "user" for m in messages}
-        return any(self.proof(kind) for kind in kinds)
+        kinds: set[FollowingRole] = {"tool" if m.get("role") == "tool" else "user" for m in messages}
+        return any(self.append_violation(kind) for kind in kinds)
 
-    def _require(self, following: Following) -> None:
+    def _require_append(self, following: FollowingRole) -> None:
         if self.history != "exact":
             return
-        if reason := self.proof(following):
+        if reason := self.append_violation(following):
             what = "tool results" if following == "tool" else "a user's message after an answer"
             raise ChatTemplateError(
                 f"the chat template of {self.template.name} cannot take {what} by appending: {reason}. Choose "
@@ -223,39 +226,39 @@ class Chat:
             )
 
     @property
-    def _as_user(self) -> bool:
+    def _results_as_user(self) -> bool:
         """Whether tool results are told as a user's message."""
         return not self.format.native or self.template.tool_role == "user"
 
-    def _told(self, messages: Sequence[Message]) -> list[Message]:
+    def _adapt_messages(self, messages: Sequence[Message]) -> list[Message]:
         """Messages as this template and format take them: tool results that follow one another may be one user's."""
-        if not self._as_user:
+        if not self._results_as_user:
             return list(messages)
-        told: list[Message] = []
+        adapted: list[Message] = []
         merging = False
         for message in messages:
             if message.get("role") != "tool":
-                told.append(message)
+                adapted.append(message)
                 merging = False
                 continue
             text = self.format.observation(str(message.get("name") or ""), str(message.get("content") or ""))
             if merging:
-                told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n{text}"}
+                adapted[-1] = {**adapted[-1], "content": f"{adapted[-1]['content']}\n{text}"}
             else:
-                told.append({"role": "user", "content": text})
+                adapted.append({"role": "user", "content": text})
             merging = True
-        return told
+        return adapted
 
-    def _shown(self, tools: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    def _visible_tools(self, tools: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
         """The schemas that the template is given: none where it would not show them, or in another format."""
         if not tools or not self.format.native:
             return ()
         key = hash(tuple(str(t.get("function", t).get("name")) for t in tools))
-        if key not in self._shows:
-            self._shows[key] = self.template.shows(tools)
-        return tools if self._shows[key] else ()
+        if key not in self._shows_tools:
+            self._shows_tools[key] = self.template.shows(tools)
+        return tools if self._shows_tools[key] else ()
 
-    def _instructed(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+    def _with_instructions(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
         """The messages with the format's instructions in the system message, or in the first one."""
         text = self.format.instructions(tools)
         out = list(messages)
@@ -268,30 +271,30 @@ class Chat:
             joined = [{"type": "text", "text": text + "\n\n"}, *(content or [])]
         return [{**first, "content": joined}, *out[1:]]
 
-    def _once(
+    def _cached(
         self, what: str, messages: Sequence[Message], shown: Any, make: Callable[[], tuple[int, ...]]
     ) -> tuple[int, ...]:
         """What `make` gives. The chains of a group tell the same things, and a template takes long to render."""
         key = f"{what} {list(messages)!r} {shown!r}"
-        known = self._rendered.get(key)
+        known = self._render_cache.get(key)
         if known is None:
             known = make()
-            if len(self._rendered) >= _KEEP:
-                self._rendered.clear()
-            self._rendered[key] = known
+            if len(self._render_cache) >= _CACHE_SIZE:
+                self._render_cache.clear()
+            self._render_cache[key] = known
         return known
 
-    def _encode_around(self, messages: Sequence[Message], render: Callable[[list[Message]], str]) -> tuple[int, ...]:
+    def _encode_safely(self, messages: Sequence[Message], render: Callable[[list[Message]], str]) -> tuple[int, ...]:
         """Encode a rendered text so that what tools and users say cannot write a control token: <|im_end|> in a tool's
         output is letters. All other text is encoded as the tokenizer encodes it."""
-        held: dict[str, str] = {}
+        controls: dict[str, str] = {}
         said = repr(list(messages))
 
-        def apart(match: re.Match[str]) -> str:
-            mark = f"qzcontrol{len(held)}zq"
+        def replace_control(match: re.Match[str]) -> str:
+            mark = f"qzcontrol{len(controls)}zq"
             while mark in said:
                 mark += "q"
-            held[mark] = match.group()
+            controls[mark] = match.group()
             return mark
 
         plain: list[Message] = []
@@ -299,10 +302,10 @@ class Chat:
             if message.get("role") in ("user", "tool"):
                 content = message.get("content")
                 if isinstance(content, str):
-                    message = {**message, "content": self._controls.sub(apart, content)}
+                    message = {**message, "content": self._controls.sub(replace_control, content)}
                 elif isinstance(content, list):
                     parts = [
-                        {**p, "text": self._controls.sub(apart, p["text"])}
+                        {**p, "text": self._controls.sub(replace_control, p["text"])}
                         if isinstance(p, dict) and isinstance(p.get("text"), str)
                         else p
                         for p in content
@@ -310,22 +313,22 @@ class Chat:
                     message = {**message, "content": parts}
             plain.append(message)
         text = render(plain)
-        if not held:
+        if not controls:
             return self.encode(text)
         # Each control text is cut after its first letter, and the halves are encoded with what stands beside them.
         # The later halves are encoded behind a control token: some tokenizers put a blank before a text's first word.
-        anchor = self.pieces(self.stop_ids[:1])[0]
+        anchor = self.token_texts(self.stop_ids[:1])[0]
         ids: list[int] = []
         rest = ""
-        for part in re.split("(" + "|".join(sorted(map(re.escape, held), key=len, reverse=True)) + ")", text):
-            if part in held:
-                ids.extend(self._behind(anchor if ids else "", rest + held[part][:1]))
-                rest = held[part][1:]
+        for part in re.split("(" + "|".join(sorted(map(re.escape, controls), key=len, reverse=True)) + ")", text):
+            if part in controls:
+                ids.extend(self._encode_after(anchor if ids else "", rest + controls[part][:1]))
+                rest = controls[part][1:]
             else:
                 rest += part
-        return (*ids, *self._behind(anchor if ids else "", rest))
+        return (*ids, *self._encode_after(anchor if ids else "", rest))
 
-    def _behind(self, anchor: str, text: str) -> tuple[int, ...]:
+    def _encode_after(self, anchor: str, text: str) -> tuple[int, ...]:
         """Ids of a text that does not stand at the beginning."""
         return self.encode(anchor + text)[len(self.encode(anchor)) :] if anchor else self.encode(text)
 
@@ -362,7 +365,7 @@ class Chat:
 
     def read(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> formats.Parsed:
         """What an action's text says, without the token that ended it."""
-        return self.format.parse(self._opened + text, tools)
+        return self.format.parse(self._open_tag + text, tools)
 
     # --- what encoding again would give ---
 
@@ -371,29 +374,29 @@ class Chat:
 
         Raises:  AlignmentError for a trajectory of several rows; give one of them: `trajectory.rows[0]`.
         """
-        row = trajectory if isinstance(trajectory, Row) else trajectory._row("turns")
+        row = trajectory if isinstance(trajectory, Row) else trajectory._only_row("turns")
         turns = [(turn.kind, len(turn.ids or ())) for turn in row.turns]
         if not row.exact:
             raise SettingsError("this trajectory has no token ids: its engine gives text only")
         ids = row.ids.tolist()
-        pieces, text = self.pieces(ids), self.text(ids)
+        token_texts, text = self.token_texts(ids), self.text(ids)
         # What no action followed has no ids, and is not in the row.
         given = [turn for turn in row.turns if turn.ids]
         messages = [message for turn in given for message in turn.messages]
         last = given[-1] if given else None
         generate = last is not None and last.kind not in ("action", "forced")
-        opened = self._told(messages)
-        if row.tools and not self._shown(row.tools):
-            opened = self._instructed(opened, row.tools)
+        adapted = self._adapt_messages(messages)
+        if row.tools and not self._visible_tools(row.tools):
+            adapted = self._with_instructions(adapted, row.tools)
         try:
-            again_text = self.template.render(opened, self._shown(row.tools), generate=generate)
+            again_text = self.template.render(adapted, self._visible_tools(row.tools), generate=generate)
         except ChatTemplateError as error:
-            return Drift("other", 0, len(ids), "prompt, turn 0", pieces[:6], (), "", str(error))
+            return Drift("other", 0, len(ids), "prompt, turn 0", token_texts[:6], (), "", str(error))
         again = self.encode(again_text)
-        return drifting.compare(ids, pieces, text, again, self.pieces(again), again_text, turns)
+        return drifting.compare(ids, token_texts, text, again, self.token_texts(again), again_text, turns)
 
     def __repr__(self) -> str:
-        stops = ", ".join(repr(p) for p in self.pieces(self.stop_ids))
+        stops = ", ".join(repr(p) for p in self.token_texts(self.stop_ids))
         kept = "" if self.history == "exact" else f", history {self.history!r}"
         return f"Chat({len(self.tokenizer)} tokens, format {self.format.name!r}{kept}, stops at {stops})"
 
@@ -424,7 +427,7 @@ class ChatReport:
     """The text between an action's last letter and a tool result's first."""
     thinking: str
     """Earlier thinking when history is rendered: "kept", "kept until a user speaks", "dropped" or "unknown"."""
-    blanks: str
+    whitespace: str
     """Outer blanks of an answer when history is rendered: "kept" or "trimmed". A row keeps them as sampled."""
 
     def __repr__(self) -> str:
@@ -460,10 +463,10 @@ def check(tokenizer: Any, **settings: Any) -> ChatReport:
     """
     chat = tokenizer if isinstance(tokenizer, Chat) else Chat(tokenizer, **settings)
     template = chat.template
-    tool, user = chat.proof("tool"), chat.proof("user")
-    told = chat._told([{"role": "tool", "name": "probe", "tool_call_id": "call-0", "content": "qztoolzq"}])
+    tool, user = chat.append_violation("tool"), chat.append_violation("user")
+    adapted = chat._adapt_messages([{"role": "tool", "name": "probe", "tool_call_id": "call-0", "content": "qztoolzq"}])
     try:
-        boundary = template.after(told).partition("qztoolzq")[0]
+        boundary = template.text_after_action(adapted).partition("qztoolzq")[0]
     except ChatTemplateError:
         boundary = ""
     return ChatReport(
@@ -471,13 +474,13 @@ def check(tokenizer: Any, **settings: Any) -> ChatReport:
         exact=not tool and not user,
         tool_results=tool or "exact",
         user_messages=user or "exact",
-        tool_role="user" if chat._as_user else "tool",
+        tool_role="user" if chat._results_as_user else "tool",
         tools=template.shows([_PROBE]),
-        format=chat.found.name if chat.found else "",
-        stop=chat.pieces(chat.stop_ids)[0],
-        stops=chat.pieces(chat.stop_ids),
+        format=chat.detected_format.name if chat.detected_format else "",
+        stop=chat.token_texts(chat.stop_ids)[0],
+        stops=chat.token_texts(chat.stop_ids),
         generation_prompt=template.opening(),
         boundary=boundary,
         thinking=template.thinking_kept(),
-        blanks="kept" if template.blanks_kept() else "trimmed",
+        whitespace="kept" if template.whitespace_kept() else "trimmed",
     )

@@ -13,20 +13,20 @@ import gc
 import threading
 from collections.abc import Iterator
 
-_A_CHAIN = 250
+_OBJECTS_PER_CHAIN = 250
 """Objects more for each chain that runs, before young objects are looked through. A chain of three turns makes about
 that many that outlive a moment, and holds 60 to 90 of them while it waits."""
-_RARELY = 100
+_FULL_COLLECTION_INTERVAL = 100
 """Collections of the middle generation between two full ones; Python's own is 10."""
 _lock = threading.Lock()
-_inside = 0
+_entered = 0
 _chains = 0
-_before: tuple[int, int, int] = (0, 0, 0)
-_ours: tuple[int, int, int] = (0, 0, 0)
+_original_thresholds: tuple[int, int, int] = (0, 0, 0)
+_our_thresholds: tuple[int, int, int] = (0, 0, 0)
 
 
 @contextlib.contextmanager
-def few_collections(chains: int) -> Iterator[None]:
+def relaxed_gc(chains: int) -> Iterator[None]:
     """Collections are rare until the last one who asked for it is done: young ones by the number of all their
     ``chains``, full ones a tenth as frequent. What somebody sets in the meantime stays; a collector that is off stays
     off."""
@@ -38,29 +38,33 @@ def few_collections(chains: int) -> Iterator[None]:
 
 
 def _enter(chains: int) -> None:
-    global _inside, _chains, _before, _ours
+    global _entered, _chains, _original_thresholds, _our_thresholds
     with _lock:
-        if _inside == 0:
-            _before = _ours = gc.get_threshold()
-        _inside += 1
+        if _entered == 0:
+            _original_thresholds = _our_thresholds = gc.get_threshold()
+        _entered += 1
         _chains += chains
-        _set()
+        _apply_thresholds()
 
 
 def _leave(chains: int) -> None:
-    global _inside, _chains
+    global _entered, _chains
     with _lock:
-        _inside -= 1
+        _entered -= 1
         _chains -= chains
-        _set()
+        _apply_thresholds()
 
 
-def _set() -> None:
-    global _ours
-    if gc.get_threshold() != _ours:
+def _apply_thresholds() -> None:
+    global _our_thresholds
+    if gc.get_threshold() != _our_thresholds:
         return  # somebody else's, since: theirs
-    if _inside == 0 or _before[0] == 0:  # 0 is off
-        _ours = _before
+    if _entered == 0 or _original_thresholds[0] == 0:  # 0 is off
+        _our_thresholds = _original_thresholds
     else:
-        _ours = (max(_before[0], _A_CHAIN * _chains), _before[1], max(_before[2], _RARELY))
-    gc.set_threshold(*_ours)
+        _our_thresholds = (
+            max(_original_thresholds[0], _OBJECTS_PER_CHAIN * _chains),
+            _original_thresholds[1],
+            max(_original_thresholds[2], _FULL_COLLECTION_INTERVAL),
+        )
+    gc.set_threshold(*_our_thresholds)

@@ -1,6 +1,7 @@
 """What a tool or a reward is handed: the task, the chain's place, its own state, and the sandboxes it holds.
 
-Pools belong to the agent, and the chain closes its context; only `throwaway`, for one call in a cell, makes its own.
+Pools belong to the agent, and the chain closes its context; only `temporary_context`, for one call in a cell, makes its
+own.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeVar
 
 from agentfly_kit import episodes, functions
-from agentfly_kit.caps import Caps
-from agentfly_kit.errors import LeaseEnded, SandboxError, SettingsError
-from agentfly_kit.pending import complain, ended
+from agentfly_kit.caps import ConcurrencyLimits
+from agentfly_kit.errors import LeaseRevoked, SandboxError, SettingsError
+from agentfly_kit.pending import wait_all, warn_or_log
 from agentfly_kit.types import Task
 
 T = TypeVar("T")
@@ -26,10 +27,10 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class _Marker:
-    what: str
+    description: str
 
     def __repr__(self) -> str:
-        return self.what
+        return self.description
 
 
 _FROM_TASK = _Marker("from the task")
@@ -45,7 +46,7 @@ FromPool: TypeAlias = Annotated[T, _FROM_POOL]
 class _Lease(Protocol):
     turn: Any
     taken_back: bool
-    lost: str
+    revoked: str
     saved: asyncio.Future[Any] | None
 
     def rest(self, rests: bool = ...) -> None: ...
@@ -62,7 +63,7 @@ class PoolLike(Protocol):
     """What a context needs of `Pool`."""
 
     @property
-    def kind(self) -> type: ...
+    def sandbox_type(self) -> type: ...
     async def acquire(self, *, owner: str, timeout: float | None = ..., hand: bool = ...) -> Any: ...
     async def release(self, lease: Any) -> None: ...
 
@@ -71,8 +72,8 @@ class PoolLike(Protocol):
 class Injection:
     """What is handed to a parameter that the model does not see."""
 
-    what: Literal["sandbox", "context", "field"]
-    kind: type = object
+    source: Literal["sandbox", "context", "field"]
+    sandbox_type: type = object
     """The sandbox class."""
 
 
@@ -93,7 +94,7 @@ def injection(annotation: Any) -> Injection | None:
     return None
 
 
-def own_copy(value: Any) -> Any:
+def copy_or_share(value: Any) -> Any:
     """A copy that a tool may change without changing its siblings' task; what cannot be copied is shared."""
     try:
         return copy.deepcopy(value)
@@ -110,7 +111,7 @@ class Fields(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._own:
-            self._own[name] = own_copy(self._fields[name])
+            self._own[name] = copy_or_share(self._fields[name])
         return self._own[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -135,11 +136,12 @@ class Context:
         seed: int = 0,
         pools: Sequence[PoolLike] = (),
         timeout: float | None = None,
-        caps: Caps = Caps(),  # noqa: B008 - it never changes
+        concurrency: ConcurrencyLimits = ConcurrencyLimits(),  # noqa: B008 - it never changes
         again: Again | None = None,
         run: str = "",
     ) -> None:
-        """`timeout` is how long a lease is waited for, in seconds; None leaves it to the pool. `caps`: how many tools
+        """`timeout` is how long a lease is waited for, in seconds; None leaves it to the pool. `concurrency`: how many
+        tools
         and rewards may run at once. `run`: of which rollout the chain is one; rollouts on one pool take turns.
         `again`: of a chain that a person steps. Its leases are by hand: between `work` and `rest` they are firm, and at
         rest the pool may take them back; then `again(pool, sandbox)` brings another sandbox into the state of the one
@@ -154,11 +156,11 @@ class Context:
         self.seed = seed
         self.state: dict[str, Any] = {}
         """The tools' own: whatever they keep between the turns of this chain. It ends with the chain."""
-        self.openings: dict[type, Any] = {}
+        self.reset_results: dict[type, Any] = {}
         """What the `reset` of each environment that the chain holds said, by kind."""
         self.pools = tuple(pools)
         self.timeout = timeout
-        self.caps = caps
+        self.concurrency = concurrency
         self.run = run
         self._again = again
         self._works = 0
@@ -167,19 +169,22 @@ class Context:
         self._kept: set[int] = set()
         """Pools whose lease was handed to a cell."""
         self._leases: dict[int, tuple[PoolLike, asyncio.Task[_Lease]]] = {}
-        self._turns: dict[int, asyncio.Lock] = {}
+        self._locks: dict[int, asyncio.Lock] = {}
         self._closing: asyncio.Future[None] | None = None
 
-    async def sandbox(self, kind: type[S]) -> S:
+    async def sandbox(self, sandbox_type: type[S]) -> S:
         """The chain's sandbox of this kind: leased at the first request, the same one until the context is closed.
 
-        Asked for in a cell, `await chain.context.sandbox(kind)`, it is the chain's until its end: what a person does in
-        it no replay would bring back. `async with chain.context.using(kind) as sandbox` keeps it for that long only.
+        Asked for in a cell, `await chain.context.sandbox(sandbox_type)`, it is the chain's until its end: what a person
+        does in it no replay would bring back. `async with chain.context.using(sandbox_type) as sandbox` keeps it
+        for that long only.
         Raises:  SettingsError where no pool has the kind; what the pool raises (PoolTimeout, PoolClosed, SandboxError).
         """
-        pool = self.pool(kind)
+        pool = self.pool(sandbox_type)
         if self._closing is not None:
-            raise SandboxError(f"the chain {self.trajectory_id!r} is over, and its {kind.__name__} was given back")
+            raise SandboxError(
+                f"the chain {self.trajectory_id!r} is over, and its {sandbox_type.__name__} was given back"
+            )
         await self.firm(pool)
         self._notice()
         if id(pool) not in self._leases:
@@ -191,11 +196,11 @@ class Context:
         # Waited for from outside: a call that is cancelled must not take the lease from the calls that wait beside it.
         await asyncio.wait([acquiring])
         if acquiring.cancelled():
-            raise SandboxError(f"the chain {self.trajectory_id!r} ended while it waited for a {kind.__name__}")
+            raise SandboxError(f"the chain {self.trajectory_id!r} ended while it waited for a {sandbox_type.__name__}")
         if acquiring.exception() is not None and self._leases.get(id(pool)) == (pool, acquiring):
             del self._leases[id(pool)]  # the next request may have more luck
         lease = acquiring.result()
-        self._check_lost(kind, lease)
+        self._check_revoked(sandbox_type, lease)
         if by_hand:
             lease.rest(False)
         if lease.turn != self.turn:
@@ -208,13 +213,13 @@ class Context:
                 {"run": self.run} if self.run and "run" in inspect.signature(pool.acquire).parameters else {}
             )
             lease: _Lease = await pool.acquire(owner=self.trajectory_id, timeout=self.timeout, **turns)
-            if not episodes.is_environment(pool.kind):
+            if not episodes.is_environment(pool.sandbox_type):
                 return lease
         else:
             lease = await pool.acquire(owner=self.trajectory_id, timeout=self.timeout, hand=True)
         try:
-            if episodes.is_environment(pool.kind):
-                await self._begin(pool.kind, lease.sandbox)
+            if episodes.is_environment(pool.sandbox_type):
+                await self._reset_environment(pool.sandbox_type, lease.sandbox)
             if id(pool) in self._gone:
                 await self._bring(pool, lease, self._gone[id(pool)][1])
         except BaseException:
@@ -227,20 +232,26 @@ class Context:
             lease.rest()
         return lease
 
-    async def _begin(self, kind: type, environment: Any) -> None:
+    async def _reset_environment(self, sandbox_type: type, environment: Any) -> None:
         """Its episode starts: it is reset for the task."""
-        given = episodes.arguments(environment, self.task)
-        outcome = await functions.run(environment.reset, given, timeout=self.timeout, convert=lambda said: said)
-        if outcome.late:
-            raise SandboxError(f"{kind.__name__}.reset took longer than {self.timeout:g} s for task {self.task.id!r}")
+        given = episodes.reset_arguments(environment, self.task)
+        outcome = await functions.call_user_function(
+            environment.reset, given, timeout=self.timeout, convert=lambda value: value
+        )
+        if outcome.timed_out:
+            raise SandboxError(
+                f"{sandbox_type.__name__}.reset took longer than {self.timeout:g} s for task {self.task.id!r}"
+            )
         if outcome.error is not None:
             what = f"{type(outcome.error).__name__}: {outcome.error}"
-            raise SandboxError(f"{kind.__name__}.reset failed for task {self.task.id!r} ({what})") from outcome.error
-        self.openings[kind] = outcome.value
+            raise SandboxError(
+                f"{sandbox_type.__name__}.reset failed for task {self.task.id!r} ({what})"
+            ) from outcome.error
+        self.reset_results[sandbox_type] = outcome.value
 
     async def _bring(self, pool: PoolLike, lease: _Lease, gone: _Lease) -> None:
         """Another sandbox into the state of the one that was taken back, and say so."""
-        kind = pool.kind.__name__
+        name = pool.sandbox_type.__name__
         assert self._again is not None
         try:
             if gone.saved is not None and callable(getattr(lease.sandbox, "restore", None)):
@@ -254,11 +265,11 @@ class Context:
                 how = f"in which {count} call{'s were' if count != 1 else ' was'} run again"
         except Exception as error:
             raise SandboxError(
-                f"the pool took back the {kind} of the chain {self.trajectory_id!r} while it waited, and its state "
+                f"the pool took back the {name} of the chain {self.trajectory_id!r} while it waited, and its state "
                 f"cannot be brought back ({error}); start again with agent.chain(task), or give the pool a larger size="
             ) from error
-        complain(
-            f"the pool took back the {kind} of the chain {self.trajectory_id!r} while it waited and "
+        warn_or_log(
+            f"the pool took back the {name} of the chain {self.trajectory_id!r} while it waited and "
             f"{getattr(gone, 'why', '') or 'others needed it'}; "
             f"the chain goes on in another, {how}"
         )
@@ -268,7 +279,7 @@ class Context:
         if self._again is None:
             return
         for pool, lease in list(self._leases.values()):
-            if only in (None, pool) and _holds(lease):
+            if only in (None, pool) and _is_held(lease):
                 ask = getattr(lease.result(), "firm", None)
                 if ask is not None and not lease.result().taken_back:
                     await ask()
@@ -278,7 +289,7 @@ class Context:
         if self._again is None:
             return
         for key, (pool, lease) in list(self._leases.items()):
-            if _holds(lease) and lease.result().taken_back:
+            if _is_held(lease) and lease.result().taken_back:
                 self._gone[key] = (pool, lease.result())
                 del self._leases[key]
 
@@ -286,7 +297,7 @@ class Context:
     def gone(self) -> tuple[type, ...]:
         """Kinds whose sandbox the pool took back, and which nobody has asked for since."""
         self._notice()
-        return tuple(pool.kind for pool, _ in self._gone.values())
+        return tuple(pool.sandbox_type for pool, _ in self._gone.values())
 
     def work(self) -> None:
         """The chain does something: its leases are firm until as many `rest` follow."""
@@ -301,50 +312,52 @@ class Context:
     def _say(self, rests: bool) -> None:
         if self._again is not None:
             for key, (_, lease) in list(self._leases.items()):
-                if _holds(lease) and key not in self._kept:
+                if _is_held(lease) and key not in self._kept:
                     lease.result().rest(rests)
 
     @asynccontextmanager
-    async def using(self, kind: type[S]) -> AsyncIterator[S]:
+    async def using(self, sandbox_type: type[S]) -> AsyncIterator[S]:
         """The sandbox for the length of one call: calls of one turn that share it run in the order written."""
-        turn = self._turns.setdefault(id(self.pool(kind)), asyncio.Lock())
-        async with turn:
+        lock = self._locks.setdefault(id(self.pool(sandbox_type)), asyncio.Lock())
+        async with lock:
             self.work()
             try:
-                yield await self.sandbox(kind)
+                yield await self.sandbox(sandbox_type)
                 self.check()  # what a call said whose sandbox was taken from under it is nothing to go by
             finally:
                 self.rest()
 
     def check(self) -> None:
-        """Raises LeaseEnded if a pool has taken a sandbox from this chain, and why."""
+        """Raises LeaseRevoked if a pool has taken a sandbox from this chain, and why."""
         for pool, lease in self._leases.values():
-            if _holds(lease):
-                self._check_lost(pool.kind, lease.result())
+            if _is_held(lease):
+                self._check_revoked(pool.sandbox_type, lease.result())
 
-    def _check_lost(self, kind: type, lease: _Lease) -> None:
-        if getattr(lease, "lost", ""):
-            raise LeaseEnded(f"the pool took the {kind.__name__} of the chain {self.trajectory_id!r}: {lease.lost}")
+    def _check_revoked(self, sandbox_type: type, lease: _Lease) -> None:
+        if getattr(lease, "revoked", ""):
+            raise LeaseRevoked(
+                f"the pool took the {sandbox_type.__name__} of the chain {self.trajectory_id!r}: {lease.revoked}"
+            )
 
-    def pool(self, kind: type) -> PoolLike:
+    def pool(self, sandbox_type: type) -> PoolLike:
         """The pool whose sandboxes are of this kind: the very class first, else a class derived from it."""
-        exact = [pool for pool in self.pools if pool.kind is kind]
-        for found in (exact, [pool for pool in self.pools if issubclass(pool.kind, kind)]):
+        exact = [pool for pool in self.pools if pool.sandbox_type is sandbox_type]
+        for found in (exact, [pool for pool in self.pools if issubclass(pool.sandbox_type, sandbox_type)]):
             if len(found) > 1:
-                raise SettingsError(f"{len(found)} pools give a {kind.__name__}; keep one: Agent(pools=[...])")
+                raise SettingsError(f"{len(found)} pools give a {sandbox_type.__name__}; keep one: Agent(pools=[...])")
             if found:
                 return found[0]
-        have = ", ".join(pool.kind.__name__ for pool in self.pools) or "none"
+        have = ", ".join(pool.sandbox_type.__name__ for pool in self.pools) or "none"
         raise SettingsError(
-            f"no pool gives a {kind.__name__} (pools here: {have}); give the agent one: "
-            f"Agent(pools=[af.Pool({kind.__name__})])"
+            f"no pool gives a {sandbox_type.__name__} (pools here: {have}); give the agent one: "
+            f"Agent(pools=[af.Pool({sandbox_type.__name__})])"
         )
 
     @property
     def held(self) -> dict[type, Any]:
         """The sandboxes that the chain holds now, by kind."""
         self._notice()
-        return {pool.kind: lease.result().sandbox for pool, lease in self._leases.values() if _holds(lease)}
+        return {pool.sandbox_type: lease.result().sandbox for pool, lease in self._leases.values() if _is_held(lease)}
 
     async def fork(self, trajectory_id: str, again: Again | None = None) -> Context:
         """A second context in the same state: copies of `state` and `fields`, and forks of the sandboxes held.
@@ -353,10 +366,11 @@ class Context:
 
         Raises:  SandboxError naming a kind that cannot fork; then nothing is leased.
         """
-        for kind, sandbox in self.held.items():
+        for sandbox_type, sandbox in self.held.items():
             if not callable(getattr(sandbox, "fork", None)):
                 raise SandboxError(
-                    f"the chain {self.trajectory_id!r} holds a {kind.__name__}, which cannot fork (it has no fork()); "
+                    f"the chain {self.trajectory_id!r} holds a {sandbox_type.__name__}, which "
+                    f"cannot fork (it has no fork()); "
                     "fork before its first use, or replay the calls in a new chain"
                 )
         twin = Context(
@@ -366,7 +380,7 @@ class Context:
             seed=self.seed,
             pools=self.pools,
             timeout=self.timeout,
-            caps=self.caps,
+            concurrency=self.concurrency,
             again=again,
             run=self.run,
         )
@@ -378,11 +392,11 @@ class Context:
                 f"({', '.join(self.state)}) cannot be copied ({type(error).__name__}: {error})"
             ) from error
         twin.fields._own = copy.deepcopy(self.fields._own)
-        twin.openings = dict(self.openings)
+        twin.reset_results = dict(self.reset_results)
         try:
             twin.work()
-            for kind, sandbox in self.held.items():
-                done = sandbox.fork(await twin.sandbox(kind))
+            for sandbox_type, sandbox in self.held.items():
+                done = sandbox.fork(await twin.sandbox(sandbox_type))
                 if inspect.isawaitable(done):
                     await done
             twin.rest()
@@ -402,7 +416,7 @@ class Context:
         # Once more if that task was itself cancelled before it had begun, as all are at the end of an event loop.
         while True:
             if self._closing is None or (self._closing.cancelled() and self._leases):
-                self._closing = asyncio.ensure_future(self._give_back())
+                self._closing = asyncio.ensure_future(self._release_all())
             if self._closing.done():
                 break
             try:
@@ -414,16 +428,16 @@ class Context:
         if not self._closing.cancelled():
             self._closing.result()
 
-    async def _give_back(self) -> None:
+    async def _release_all(self) -> None:
         failed: list[BaseException] = []
         for pool, acquiring in self._leases.values():
             acquiring.cancel()  # does nothing to one that has its lease
             try:
                 # Also when this very task is cancelled, as all are at the end of an event loop.
-                await ended([acquiring])
+                await wait_all([acquiring])
             except asyncio.CancelledError as error:
                 failed.append(error)
-            if not _holds(acquiring):
+            if not _is_held(acquiring):
                 continue
             try:
                 await pool.release(acquiring.result())
@@ -441,38 +455,40 @@ class Context:
         await self.close()
 
     def __repr__(self) -> str:
-        held = ", ".join(kind.__name__ for kind in self.held)
+        held = ", ".join(sandbox_type.__name__ for sandbox_type in self.held)
         closed = ", closed" if self._closing is not None else ""
         return f"<Context of {self.trajectory_id!r}, turn {self.turn}, holds {held or 'no sandbox'}{closed}>"
 
 
-def _holds(lease: asyncio.Task[_Lease]) -> bool:
+def _is_held(lease: asyncio.Task[_Lease]) -> bool:
     return lease.done() and not lease.cancelled() and lease.exception() is None
 
 
-class Given:
+class SingleSandboxPool:
     """A pool of the one sandbox that somebody holds already: lent as often as it is asked for, never given back."""
 
-    def __init__(self, kind: type, sandbox: Any) -> None:
-        self.kind = kind
+    def __init__(self, sandbox_type: type, sandbox: Any) -> None:
+        self.sandbox_type = sandbox_type
         self.sandbox = sandbox
         self.turn: object = None
 
-    async def acquire(self, *, owner: str, timeout: float | None = None, hand: bool = False) -> Given:
+    async def acquire(self, *, owner: str, timeout: float | None = None, hand: bool = False) -> SingleSandboxPool:
         return self
 
     async def release(self, lease: Any) -> None: ...
 
 
 @asynccontextmanager
-async def throwaway(task: Task, kinds: Sequence[type], pools: Sequence[PoolLike]) -> AsyncIterator[Context]:
+async def temporary_context(
+    task: Task, sandbox_types: Sequence[type], pools: Sequence[PoolLike]
+) -> AsyncIterator[Context]:
     """A context for one call, with a pool of its own for each kind that no pool gives."""
     own: list[Any] = []
-    for kind in kinds:
-        if not any(issubclass(pool.kind, kind) for pool in pools):
+    for sandbox_type in sandbox_types:
+        if not any(issubclass(pool.sandbox_type, sandbox_type) for pool in pools):
             from agentfly_kit.pool import Pool
 
-            own.append(Pool(kind, size=1))
+            own.append(Pool(sandbox_type, size=1))
     context = Context(task, trajectory_id=f"try {task.id}", pools=[*pools, *own])
     try:
         yield context

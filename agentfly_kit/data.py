@@ -75,7 +75,7 @@ class Tasks(Sequence[Task]):
     def fingerprint(self) -> str:
         """Changes with any id, content or split."""
         rows = zip(self._tasks, self._splits, strict=True)
-        return _digest(*(f"{task.id} {split} {_content(task)}" for task, split in rows))
+        return _digest(*(f"{task.id} {split} {_canonical_content(task)}" for task, split in rows))
 
     def sample(self, n: int, seed: int = 0) -> Tasks:
         """`n` of them without repetition, in drawn order; the same ones for the same seed."""
@@ -153,8 +153,8 @@ def load_tasks(name_or_path: str | Path) -> Tasks:
     if path.is_dir():
         return _from_folder(path, path.name)
     if not path.exists():
-        raise TaskError(f"{path}: no such file; give a .jsonl, .json or .parquet file, or a name: {_names()}")
-    return _tasks(_rows(path), path.name)
+        raise TaskError(f"{path}: no such file; give a .jsonl, .json or .parquet file, or a name: {_list_of_shipped()}")
+    return _build_tasks(_read_rows(path), path.name)
 
 
 def _data() -> Any:
@@ -175,14 +175,14 @@ def _shipped_names() -> list[str]:
     return sorted(d.name for d in root.iterdir() if d.is_dir() and d.joinpath("train.jsonl").is_file())
 
 
-def _names() -> str:
+def _list_of_shipped() -> str:
     return ", ".join(map(repr, _shipped_names())) or "(no task sets are installed)"
 
 
 def _shipped(name: str) -> Any:
     if name not in _shipped_names():
         raise TaskError(
-            f"no task set named {name!r} ships; there are {_names()}. A file of yours is given by its path: "
+            f"no task set named {name!r} ships; there are {_list_of_shipped()}. A file of yours is given by its path: "
             f"load_tasks('./{name}.jsonl')"
         )
     return _data() / name
@@ -195,19 +195,19 @@ def _from_folder(folder: Any, name: str) -> Tasks:
     rows: list[tuple[str, Any]] = []
     for file in files:
         split = file.name.rpartition(".")[0]
-        rows += [(place, _in_split(row, split)) for place, row in _rows(file)]
-    return _tasks(rows, name)
+        rows += [(location, _with_split(row, split)) for location, row in _read_rows(file)]
+    return _build_tasks(rows, name)
 
 
 def _split_order(name: str) -> tuple[bool, str]:
     return not name.startswith("train."), name
 
 
-def _in_split(row: Any, split: str) -> Any:
+def _with_split(row: Any, split: str) -> Any:
     return {"split": split, **row} if isinstance(row, Mapping) else row
 
 
-def _rows(file: Any) -> list[tuple[str, Any]]:
+def _read_rows(file: Any) -> list[tuple[str, Any]]:
     """(where it stands, row) for each row of a file."""
     if file.name.endswith(".parquet"):
         import pyarrow.parquet as parquet
@@ -232,7 +232,7 @@ def _rows(file: Any) -> list[tuple[str, Any]]:
         except (ValueError, RecursionError) as error:
             line = getattr(error, "lineno", 1)
             raise TaskError(f"{file.name}:{line}: not JSON ({getattr(error, 'msg', error)})") from None
-        return _json_rows(value, file.name)
+        return _rows_of_json(value, file.name)
     rows = []
     # Not splitlines(): it also breaks at characters that JSON texts may hold.
     for number, line in enumerate(text.split("\n"), 1):
@@ -245,12 +245,12 @@ def _rows(file: Any) -> list[tuple[str, Any]]:
     return rows
 
 
-def _json_rows(value: Any, name: str) -> list[tuple[str, Any]]:
+def _rows_of_json(value: Any, name: str) -> list[tuple[str, Any]]:
     if isinstance(value, list):
         return [(f"{name}, row {i}", row) for i, row in enumerate(value)]
     if isinstance(value, dict) and value and all(isinstance(part, list) for part in value.values()):
         return [
-            (f"{name}, {split} row {i}", _in_split(row, split))
+            (f"{name}, {split} row {i}", _with_split(row, split))
             for split, part in value.items()
             for i, row in enumerate(part)
         ]
@@ -269,13 +269,13 @@ def tasks_from(rows: Any, *, test: float | None = None, name: str = "tasks") -> 
     """
     if isinstance(rows, Mapping):
         found = [
-            (f"{name}, {split} row {i}", _in_split(row, str(split)))
+            (f"{name}, {split} row {i}", _with_split(row, str(split)))
             for split, part in rows.items()
-            for i, row in enumerate(_plain_rows(part))
+            for i, row in enumerate(_iterable_rows(part))
         ]
     else:
-        found = [(f"{name}, row {i}", row) for i, row in enumerate(_plain_rows(rows))]
-    tasks = _tasks(found, name)
+        found = [(f"{name}, row {i}", row) for i, row in enumerate(_iterable_rows(rows))]
+    tasks = _build_tasks(found, name)
     if test is None:
         return tasks
     if isinstance(test, bool) or not 0 < test < 1:
@@ -289,7 +289,7 @@ def _held_out(tasks: Tasks, share: float) -> Tasks:
     """Tasks of one content stay together; those whose hash is lowest are the test."""
     by_content: dict[str, list[int]] = {}
     for i, task in enumerate(tasks):
-        by_content.setdefault(_digest("split", _content(task)), []).append(i)
+        by_content.setdefault(_digest("split", _canonical_content(task)), []).append(i)
     held: set[int] = set()
     want = min(max(1, round(share * len(tasks))), len(tasks) - 1)
     for key in sorted(by_content):
@@ -303,7 +303,7 @@ def _held_out(tasks: Tasks, share: float) -> Tasks:
     return Tasks(tasks, ["test" if i in held else "train" for i in range(len(tasks))], tasks.name)
 
 
-def _plain_rows(rows: Any) -> Iterable[Any]:
+def _iterable_rows(rows: Any) -> Iterable[Any]:
     if type(rows).__module__.split(".")[0] == "pandas" and hasattr(rows, "to_dict"):
         import pandas as pd
 
@@ -323,21 +323,21 @@ def _plain_rows(rows: Any) -> Iterable[Any]:
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def _tasks(rows: Iterable[tuple[str, Any]], name: str) -> Tasks:
+def _build_tasks(rows: Iterable[tuple[str, Any]], name: str) -> Tasks:
     tasks: list[Task] = []
     splits: list[str | None] = []
     seen: dict[str, str] = {}
     repeats: Counter[str] = Counter()
-    for place, row in rows:
-        task, split, derived = _task(place, row)
+    for location, row in rows:
+        task, split, derived = _build_task(location, row)
         if derived:
             # The same row twice is two tasks; the second gets a number.
             repeats[task.id] += 1
             if repeats[task.id] > 1:
                 task = Task(f"{task.id}-{repeats[task.id]}", task.messages, task.fields)
         if task.id in seen:
-            raise TaskError(f"{place}: the id {task.id!r} stands already in {seen[task.id]}; ids must be unique")
-        seen[task.id] = place
+            raise TaskError(f"{location}: the id {task.id!r} stands already in {seen[task.id]}; ids must be unique")
+        seen[task.id] = location
         tasks.append(task)
         splits.append(split)
     if not tasks:
@@ -345,56 +345,56 @@ def _tasks(rows: Iterable[tuple[str, Any]], name: str) -> Tasks:
     return Tasks(tasks, splits, name)
 
 
-def _task(place: str, row: Any) -> tuple[Task, str | None, bool]:
+def _build_task(location: str, row: Any) -> tuple[Task, str | None, bool]:
     """(task, its split, whether its id was derived from its content)."""
     if isinstance(row, Task):
         return row, None, False
     if not isinstance(row, Mapping):
-        raise TaskError(f"{place}: a row is an object such as {{'question': ..., 'answer': ...}}; got {row!r:.60}")
-    values = {str(key): _native(value) for key, value in row.items()}
+        raise TaskError(f"{location}: a row is an object such as {{'question': ..., 'answer': ...}}; got {row!r:.60}")
+    values = {str(key): _to_python(value) for key, value in row.items()}
     column = next((c for c in _QUESTIONS if values.get(c) not in (None, "", [])), None)
     if column is None:
         raise TaskError(
-            f"{place}: no question; give one of {', '.join(_QUESTIONS)} (its columns: {', '.join(values) or 'none'})"
+            f"{location}: no question; give one of {', '.join(_QUESTIONS)} (its columns: {', '.join(values) or 'none'})"
         )
-    messages = _messages(place, column, values.pop(column))
+    messages = _parse_messages(location, column, values.pop(column))
     id, split = values.pop("id", None), values.pop("split", None)
     if split is not None and not (isinstance(split, str) and split):
-        raise TaskError(f"{place}: split={split!r}: give a name such as 'train' or 'test'")
+        raise TaskError(f"{location}: split={split!r}: give a name such as 'train' or 'test'")
     if id is not None and (not isinstance(id, str | int) or isinstance(id, bool) or id == ""):
-        raise TaskError(f"{place}: id={id!r}: give a text or a whole number, or leave it out")
+        raise TaskError(f"{location}: id={id!r}: give a text or a whole number, or leave it out")
     derived = id is None
     try:
         task = Task("derived" if derived else str(id), messages, values)
     except TaskError as error:
-        raise TaskError(f"{place}: {error}") from None
-    return (Task(_digest(_content(task)), messages, values) if derived else task), split, derived
+        raise TaskError(f"{location}: {error}") from None
+    return (Task(_digest(_canonical_content(task)), messages, values) if derived else task), split, derived
 
 
-def _messages(place: str, column: str, value: Any) -> tuple[Message, ...]:
+def _parse_messages(location: str, column: str, value: Any) -> tuple[Message, ...]:
     if isinstance(value, str):
         if column == "messages":
-            raise TaskError(f"{place}: 'messages' is a text; give a list of messages, or name the column 'question'")
+            raise TaskError(f"{location}: 'messages' is a text; give a list of messages, or name the column 'question'")
         return ({"role": "user", "content": value},)
     if not isinstance(value, list):
-        raise TaskError(f"{place}: {column!r} is a {type(value).__name__}; give a text or a list of messages")
+        raise TaskError(f"{location}: {column!r} is a {type(value).__name__}; give a text or a list of messages")
     messages = []
     for i, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or message.get("content") is None:
-            raise TaskError(f"{place}: message {i} of {column!r} needs 'role' and 'content'; got {message!r:.80}")
+            raise TaskError(f"{location}: message {i} of {column!r} needs 'role' and 'content'; got {message!r:.80}")
         # Parquet gives every message the keys of all, empty ones as None.
         messages.append({key: part for key, part in message.items() if part is not None})
     return tuple(messages)
 
 
-def _native(value: Any) -> Any:
+def _to_python(value: Any) -> Any:
     """Python's own lists and numbers for numpy's."""
     if type(value).__module__ == "numpy":
-        return _native(value.tolist())
+        return _to_python(value.tolist())
     if isinstance(value, dict):
-        return {key: _native(part) for key, part in value.items()}
+        return {key: _to_python(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_native(part) for part in value]
+        return [_to_python(part) for part in value]
     return value
 
 
@@ -404,7 +404,7 @@ def _native(value: Any) -> Any:
 def _check_disjoint(tasks: Tasks, name: str) -> None:
     first: dict[str, tuple[str, str | None]] = {}
     for task, split in zip(tasks, tasks._splits, strict=True):
-        key = _content(task)
+        key = _canonical_content(task)
         other_id, other_split = first.setdefault(key, (task.id, split))
         if other_split != split:
             both = f"{other_id!r} ({other_split or 'no split'}) and {task.id!r} ({split or 'no split'})"
@@ -414,12 +414,14 @@ def _check_disjoint(tasks: Tasks, name: str) -> None:
             )
 
 
-def _content(task: Task) -> str:
+def _canonical_content(task: Task) -> str:
     """Messages and fields as one canonical text; ids do not count."""
-    return json.dumps([task.messages, task.fields], sort_keys=True, ensure_ascii=False, default=_canonical(task))
+    return json.dumps(
+        [task.messages, task.fields], sort_keys=True, ensure_ascii=False, default=_canonical_fallback(task)
+    )
 
 
-def _canonical(task: Task) -> Callable[[Any], Any]:
+def _canonical_fallback(task: Task) -> Callable[[Any], Any]:
     def text(value: Any) -> Any:
         from pydantic_core import to_jsonable_python
 

@@ -21,15 +21,15 @@ class Drift:
     cause: Cause
     """"template": the template writes the conversation with other letters. "re-tokenisation": the same letters, cut
     into other tokens. "other": the row's tokens are no text, or the template refuses the conversation."""
-    at: int
+    index: int
     """Index of the first differing token in the row; the row's length if there is none."""
     tokens: int
     """Tokens of the row."""
     turn: str = ""
     """Which turn the token belongs to: its kind and index."""
-    ours: tuple[str, ...] = ()
+    row_tokens: tuple[str, ...] = ()
     """Tokens of the row from there on, a few."""
-    theirs: tuple[str, ...] = ()
+    encoded_tokens: tuple[str, ...] = ()
     """Tokens of the text encoded again from there on, a few."""
     before: str = ""
     """The text just before, which both have."""
@@ -42,7 +42,7 @@ class Drift:
     def __repr__(self) -> str:
         if not self:
             return f"Drift(none in {self.tokens} tokens)"
-        return f"Drift({self.cause} at token {self.at} of {self.tokens}, {self.turn}: {self.why})"
+        return f"Drift({self.cause} at token {self.index} of {self.tokens}, {self.turn}: {self.why})"
 
     def _repr_html_(self) -> str:
         if not self:
@@ -54,20 +54,20 @@ class Drift:
             return " ".join([f"<b>&#9654; {first}</b>", *others])
 
         return (
-            f"<p><b>{html.escape(self.cause)}</b> at token {self.at} of {self.tokens} ({html.escape(self.turn)}): "
+            f"<p><b>{html.escape(self.cause)}</b> at token {self.index} of {self.tokens} ({html.escape(self.turn)}): "
             f"{html.escape(self.why)}</p><table><tbody>"
             f"<tr><td>before</td><td {cell}><code>{html.escape(repr(self.before))}</code></td></tr>"
-            f"<tr><td>the row</td><td {cell}>{tokens(self.ours)}</td></tr>"
-            f"<tr><td>encoded again</td><td {cell}>{tokens(self.theirs)}</td></tr></tbody></table>"
+            f"<tr><td>the row</td><td {cell}>{tokens(self.row_tokens)}</td></tr>"
+            f"<tr><td>encoded again</td><td {cell}>{tokens(self.encoded_tokens)}</td></tr></tbody></table>"
         )
 
 
 def compare(
     ids: Sequence[int],
-    pieces: Sequence[str],
+    token_texts: Sequence[str],
     text: str,
     again: Sequence[int],
-    again_pieces: Sequence[str],
+    again_token_texts: Sequence[str],
     again_text: str,
     turns: Sequence[tuple[str, int]],
 ) -> Drift:
@@ -75,30 +75,42 @@ def compare(
 
     text, again_text: of all ids; turns: (name, number of tokens), in order.
     """
-    at = next((i for i, (a, b) in enumerate(zip(ids, again, strict=False)) if a != b), min(len(ids), len(again)))
-    if at == len(ids):
-        return Drift("none", at, len(ids))
+    index = next((i for i, (a, b) in enumerate(zip(ids, again, strict=False)) if a != b), min(len(ids), len(again)))
+    if index == len(ids):
+        return Drift("none", index, len(ids))
     same = next((i for i, (a, b) in enumerate(zip(text, again_text, strict=False)) if a != b), None)
     same = min(len(text), len(again_text)) if same is None else same
-    begins = len("".join(pieces[:at]))
-    ends = max(begins + len(pieces[at]), begins + (len(again_pieces[at]) if at < len(again_pieces) else 0))
-    ours, theirs = tuple(pieces[at : at + 6]), tuple(again_pieces[at : at + 6])
+    begins = len("".join(token_texts[:index]))
+    ends = max(
+        begins + len(token_texts[index]),
+        begins + (len(again_token_texts[index]) if index < len(again_token_texts) else 0),
+    )
+    row_tokens, encoded_tokens = tuple(token_texts[index : index + 6]), tuple(again_token_texts[index : index + 6])
     cause: Cause
     if "\ufffd" in text:
         # Letters cannot be counted where tokens are halves of letters.
         cause, why = "other", "the row holds bytes that are no text, so no text gives its tokens back"
     elif same >= min(ends, len(text)):
         cause = "re-tokenisation"
-        why = f"the same letters are cut otherwise: {list(ours[:3])} became {list(theirs[:3])}"
+        why = f"the same letters are cut otherwise: {list(row_tokens[:3])} became {list(encoded_tokens[:3])}"
     else:
         cause = "template"
         why = f"{text[begins : begins + 24]!r} is written as {again_text[begins : begins + 24]!r}"
-    return Drift(cause, at, len(ids), _turn(at, turns), ours, theirs, "".join(pieces[max(0, at - 8) : at]), why)
+    return Drift(
+        cause,
+        index,
+        len(ids),
+        _turn(index, turns),
+        row_tokens,
+        encoded_tokens,
+        "".join(token_texts[max(0, index - 8) : index]),
+        why,
+    )
 
 
-def _turn(at: int, turns: Sequence[tuple[str, int]]) -> str:
+def _turn(index: int, turns: Sequence[tuple[str, int]]) -> str:
     for i, (name, count) in enumerate(turns):
-        if at < count:
+        if index < count:
             return f"{name}, turn {i}"
-        at -= count
+        index -= count
     return ""

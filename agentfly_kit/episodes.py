@@ -12,9 +12,9 @@ from agentfly_kit import seeds
 from agentfly_kit.types import Task
 
 
-def is_environment(kind: type) -> bool:
+def is_environment(sandbox_type: type) -> bool:
     """Whether `kind.reset` needs an argument, its task. A sandbox's `reset()` needs none."""
-    needed = [p for p in _parameters(getattr(kind, "reset", None)) if p.default is p.empty]
+    needed = [p for p in _parameters(getattr(sandbox_type, "reset", None)) if p.default is p.empty]
     return any(p.kind is p.POSITIONAL_OR_KEYWORD for p in needed)
 
 
@@ -28,7 +28,7 @@ def _parameters(method: Any) -> list[inspect.Parameter]:
         return []
 
 
-def seed_of(task: Task) -> int:
+def environment_seed(task: Task) -> int:
     """The task's own field `seed`, else one derived from its id.
 
     It is the same for every chain of a task: chains of a group are compared with each other, so they begin alike. What
@@ -38,15 +38,15 @@ def seed_of(task: Task) -> int:
     return given if isinstance(given, int) and not isinstance(given, bool) else seeds.derive(0, "environment", task.id)
 
 
-def arguments(environment: Any, task: Task) -> dict[str, Any]:
+def reset_arguments(environment: Any, task: Task) -> dict[str, Any]:
     """What its `reset` is given, by name: the task, and the seed where there is a second parameter or one named so."""
     names = [p.name for p in _parameters(getattr(type(environment), "reset", None))]
     first, *rest = names
     seed = "seed" if "seed" in rest else rest[0] if rest else None
-    return {first: task, **({} if seed is None else {seed: seed_of(task)})}
+    return {first: task, **({} if seed is None else {seed: environment_seed(task)})}
 
 
-def is_done(environment: Any) -> bool:
+def episode_is_done(environment: Any) -> bool:
     """Its `done`, an attribute, a property or a method; False where it has none."""
     done = getattr(environment, "done", False)
     return bool(done() if callable(done) else done)

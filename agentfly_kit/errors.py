@@ -100,7 +100,7 @@ class IsolationWarning(UserWarning):
     """Sandboxes run below the isolation level "strict" because nothing stronger is available here. Shown once."""
 
 
-class LeaseEnded(SandboxError):
+class LeaseRevoked(SandboxError):
     """The pool took a sandbox from its holder: held for too long, or ended by hand. The message says which."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from agentfly_kit.budget import Budget
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.pending import awaited
+from agentfly_kit.pending import pending_call
 from agentfly_kit.record import Rollout
 from agentfly_kit.rollout import Agent
 from agentfly_kit.types import Sampling, Task, Trajectory
@@ -43,7 +43,7 @@ class Evaluation:
     seconds: float = field(compare=False)
     rollout: Rollout = field(repr=False, compare=False)
 
-    def numbers(self) -> dict[str, float]:
+    def summary(self) -> dict[str, float]:
         names = ("success", "low", "high", "pass_at_k", "reward", "turns", "calls", "tokens", "unscored", "truncated")
         return {n: v for n in names if not math.isnan(v := getattr(self, n))}
 
@@ -57,12 +57,12 @@ class Evaluation:
     def _repr_html_(self) -> str:
         rows = "".join(
             f"<tr><td>{k}</td><td style='text-align:right'>{v:.4g}</td></tr>"
-            for k, v in (self.numbers() | self.metrics).items()
+            for k, v in (self.summary() | self.metrics).items()
         )
         return f"<p><b>{html.escape(repr(self))}</b></p><table><tbody>{rows}</tbody></table>"
 
 
-@awaited
+@pending_call
 async def evaluate(
     agent: Agent,
     tasks: Iterable[Task],
@@ -108,7 +108,9 @@ async def evaluate(
         found.extend(rollout.trajectories)
         not_run.update(rollout.not_run)
         seconds += rollout.seconds
-    return summarise(Rollout.of(found, seconds, not_run), samples * len(seeds), greedy=agent.sampling.greedy)
+    return summarise(
+        Rollout.from_trajectories(found, seconds, not_run), samples * len(seeds), greedy=agent.sampling.greedy
+    )
 
 
 def summarise(rollout: Rollout, samples: int, *, greedy: bool = False) -> Evaluation:
@@ -120,7 +122,7 @@ def summarise(rollout: Rollout, samples: int, *, greedy: bool = False) -> Evalua
     if not by_task:
         why = next((str(t.error) for t in rollout.trajectories if t.error), "the agent has no reward")
         raise SettingsError(f"none of {len(rollout)} chains was scored ({why}); give the agent a reward=")
-    numbers = rollout.numbers()
+    numbers = rollout.summary()
     measured: dict[str, list[float]] = {}
     for t in rollout.trajectories:
         if t.reward is not None:

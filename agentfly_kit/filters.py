@@ -17,7 +17,7 @@ from agentfly_kit.types import Group, Trajectory
 
 Filter = Callable[..., str | None]
 
-__all__ = ["equal_rewards", "overlong", "reasons", "tool_errors"]
+__all__ = ["drop_reasons", "equal_rewards", "overlong", "tool_errors"]
 
 
 def equal_rewards(group: Group) -> str | None:
@@ -57,7 +57,7 @@ def tool_errors(share: float = 0.0) -> Filter:
     return check
 
 
-def of_group(filter: Filter) -> bool:
+def is_group_filter(filter: Filter) -> bool:
     """Whether a filter is asked of groups; a chain's is asked of trajectories. The parameter's name says it.
 
     Raises:  SettingsError for anything but a function of one `group` or one `trajectory`.
@@ -76,12 +76,12 @@ def of_group(filter: Filter) -> bool:
     return wanted == ["group"]
 
 
-def reasons(trajectories: Iterable[Trajectory], filters: Sequence[Filter]) -> dict[str, str]:
+def drop_reasons(trajectories: Iterable[Trajectory], filters: Sequence[Filter]) -> dict[str, str]:
     """Trajectory id -> why it is left out. Each filter sees all scored chains; the first reason stands.
 
     Raises:  SettingsError naming the filter, if one gives anything but a text or None.
     """
-    kinds = [(each, of_group(each)) for each in filters]
+    kinds = [(each, is_group_filter(each)) for each in filters]
     scored = [t for t in trajectories if t.reward is not None]
     members: dict[str, list[Trajectory]] = {}
     for t in scored:
@@ -90,18 +90,18 @@ def reasons(trajectories: Iterable[Trajectory], filters: Sequence[Filter]) -> di
     for each, grouped in kinds:
         if grouped:
             for name, ts in members.items():
-                reason = _asked(each, Group(name, tuple(ts)))
+                reason = _checked_reason(each, Group(name, tuple(ts)))
                 if reason is not None:
                     out = {t.id: reason for t in ts} | out
         else:
             for t in scored:
-                reason = _asked(each, t)
+                reason = _checked_reason(each, t)
                 if reason is not None:
                     out.setdefault(t.id, reason)
     return out
 
 
-def _asked(filter: Filter, given: Any) -> str | None:
+def _checked_reason(filter: Filter, given: Any) -> str | None:
     reason = filter(given)
     if reason is None or (isinstance(reason, str) and reason):
         return reason

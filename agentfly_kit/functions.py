@@ -29,12 +29,12 @@ class Outcome:
 
     value: Any = None
     error: BaseException | None = None
-    late: str = ""
+    timed_out: str = ""
     """"cancelled" (a coroutine) or "abandoned" (a thread, which nothing can stop) when the timeout passed."""
     seconds: float = 0.0
 
 
-async def run(
+async def call_user_function(
     function: Callable[..., Any],
     arguments: Mapping[str, Any],
     *,
@@ -51,7 +51,7 @@ async def run(
     start = time.perf_counter()
     value: Any = None
     error: BaseException | None = None
-    late = ""
+    timed_out = ""
 
     def work() -> Any:
         got = function(**arguments)
@@ -61,7 +61,7 @@ async def run(
         if inspect.iscoroutinefunction(function):
             awaitable: Any = function(**arguments)
         else:
-            value, error = await threads.run(work, getattr(function, "__func__", function), timeout)
+            value, error = await threads.run_off_loop(work, getattr(function, "__func__", function), timeout)
             # A plain wrapper around a coroutine function gives back what is to be awaited.
             awaitable = value if error is None and inspect.isawaitable(value) else None
         if awaitable is not None:
@@ -71,25 +71,25 @@ async def run(
                 async with limit:
                     value = convert(await awaitable)
             finally:
-                late = "cancelled" if limit.expired() else ""
+                timed_out = "cancelled" if limit.expired() else ""
     except asyncio.CancelledError as cancelled:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
         error = cancelled  # the function awaited something that was cancelled; nobody cancelled us
-    except threads.Late:
-        return Outcome(late="abandoned", seconds=time.perf_counter() - start)
+    except threads.CallTimeout:
+        return Outcome(timed_out="abandoned", seconds=time.perf_counter() - start)
     except (Exception, SystemExit) as raised:
         error = raised
     seconds = time.perf_counter() - start
-    if late and error is not None:
-        return Outcome(late=late, seconds=seconds)
+    if timed_out and error is not None:
+        return Outcome(timed_out=timed_out, seconds=seconds)
     if isinstance(error, KeyboardInterrupt):
         raise error
-    return Outcome(value, None if error is None else _own(error, function), seconds=seconds)
+    return Outcome(value, None if error is None else _trim_traceback(error, function), seconds=seconds)
 
 
-def _own(error: BaseException, function: Callable[..., Any]) -> BaseException:
+def _trim_traceback(error: BaseException, function: Callable[..., Any]) -> BaseException:
     """The error with a traceback that begins in the function: the frames above it are ours and say nothing."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     trace = error.__traceback__
@@ -98,10 +98,10 @@ def _own(error: BaseException, function: Callable[..., Any]) -> BaseException:
     return error if trace is None else error.with_traceback(trace)
 
 
-def failure(where: str, error: BaseException) -> Failure:
-    """`Failure.of`, also for an exception whose own text cannot be made."""
+def failure_from(where: str, error: BaseException) -> Failure:
+    """`Failure.from_exception`, also for an exception whose own text cannot be made."""
     try:
-        return Failure.of(where, error)
+        return Failure.from_exception(where, error)
     except Exception as worse:
         return Failure(where, type(error).__name__, f"(its text cannot be made: {type(worse).__name__})")
 
@@ -115,7 +115,9 @@ def source_of(function: Callable[..., Any]) -> str:
         return textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
         code = getattr(inspect.unwrap(function), "__code__", None)
-        return f"<no source; code {_digest(_code(code))}>" if code is not None else f"<no source; {function!r}>"
+        return (
+            f"<no source; code {_digest(_describe_code(code))}>" if code is not None else f"<no source; {function!r}>"
+        )
 
 
 def fingerprint(function: Callable[..., Any], source: str, *more: str) -> str:
@@ -123,10 +125,10 @@ def fingerprint(function: Callable[..., Any], source: str, *more: str) -> str:
 
     Only values that cannot change in place count (numbers, texts, tuples): lists, dicts and objects may be state.
     """
-    return _digest(source, *more, *_surroundings(function, set()))
+    return _digest(source, *more, *_referenced_values(function, set()))
 
 
-def current(function: Callable[..., Any]) -> Any:
+def current_definition(function: Callable[..., Any]) -> Any:
     """What the function's name means now, where it was defined; None if that cannot be known (a local function)."""
     plain = inspect.unwrap(function)
     value: Any = None
@@ -135,15 +137,15 @@ def current(function: Callable[..., Any]) -> Any:
     return value
 
 
-def _surroundings(function: Callable[..., Any], seen: set[int]) -> list[str]:
+def _referenced_values(function: Callable[..., Any], seen: set[int]) -> list[str]:
     function = inspect.unwrap(function)
     code = getattr(function, "__code__", None)
     if code is None or id(function) in seen:
         return []
     seen.add(id(function))
     cells = dict(zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False))
-    lines = [f"defaults {_constant(function.__defaults__)} {_constant(function.__kwdefaults__)}"]
-    for name in sorted(_names(code)):
+    lines = [f"defaults {_stable_repr(function.__defaults__)} {_stable_repr(function.__kwdefaults__)}"]
+    for name in sorted(_outer_names(code)):
         try:
             value = cells[name].cell_contents if name in cells else function.__globals__[name]
         except (KeyError, ValueError):  # a builtin or an attribute; a cell not filled yet
@@ -151,31 +153,31 @@ def _surroundings(function: Callable[..., Any], seen: set[int]) -> list[str]:
         helper = getattr(value, "function", value)  # a tool or a reward wraps one
         if isinstance(helper, pytypes.FunctionType):
             if helper.__module__ == function.__module__:
-                lines += [f"{name} is {source_of(helper)}", *_surroundings(helper, seen)]
-        elif (text := _constant(value)) is not None:
+                lines += [f"{name} is {source_of(helper)}", *_referenced_values(helper, seen)]
+        elif (text := _stable_repr(value)) is not None:
             lines.append(f"{name} = {text}")
     return lines
 
 
-def _names(code: pytypes.CodeType) -> set[str]:
+def _outer_names(code: pytypes.CodeType) -> set[str]:
     """The outer names that it reads; not `co_names`, where `x.answer` looks like a global `answer`."""
     read = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     nested = (const for const in code.co_consts if isinstance(const, pytypes.CodeType))
-    return read.union(code.co_freevars, *map(_names, nested))
+    return read.union(code.co_freevars, *map(_outer_names, nested))
 
 
-def _constant(value: Any) -> str | None:
+def _stable_repr(value: Any) -> str | None:
     """A text that is the same in every process, or None where there is none."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes) or value is Ellipsis:
         return repr(value)
     if isinstance(value, tuple | frozenset):
-        parts = [_constant(part) or f"a {type(part).__qualname__}" for part in value]
+        parts = [_stable_repr(part) or f"a {type(part).__qualname__}" for part in value]
         return f"{type(value).__name__}({', '.join(sorted(parts) if isinstance(value, frozenset) else parts)})"
     return None
 
 
-def _code(code: pytypes.CodeType) -> str:
-    consts = [_code(c) if isinstance(c, pytypes.CodeType) else str(_constant(c)) for c in code.co_consts]
+def _describe_code(code: pytypes.CodeType) -> str:
+    consts = [_describe_code(c) if isinstance(c, pytypes.CodeType) else str(_stable_repr(c)) for c in code.co_consts]
     return f"{code.co_name} {code.co_code.hex()} {code.co_names} {code.co_varnames} {consts}"
 
 
@@ -190,7 +192,7 @@ def _digest(*texts: str) -> str:
 # --- annotations ---------------------------------------------------------------------------------
 
 
-def hints(function: Callable[..., Any], frame: pytypes.FrameType | None) -> dict[str, Any]:
+def type_hints(function: Callable[..., Any], frame: pytypes.FrameType | None) -> dict[str, Any]:
     """Annotations with texts resolved, extras kept. Names that are not global are looked for in the defining frames.
 
     Raises:  NameError for a name that is found nowhere.
@@ -211,7 +213,7 @@ def hints(function: Callable[..., Any], frame: pytypes.FrameType | None) -> dict
         return typing.get_type_hints(function, localns=local, include_extras=True)
 
 
-def frame_of_caller(depth: int) -> pytypes.FrameType | None:
+def caller_frame(depth: int) -> pytypes.FrameType | None:
     """The frame `depth` calls above whoever asks."""
     try:
         return sys._getframe(depth + 1)

@@ -18,7 +18,7 @@ class Code(str):
     """Text for a table's cell, in the font of code, with its lines kept."""
 
 
-def readable(text: str, limit: int) -> str:
+def escape_control_chars(text: str, limit: int) -> str:
     """Blanks and new lines stay; what cannot be seen, turns its neighbours, or cannot be sent, is its number."""
     if len(text) > limit:
         text = f"{text[:limit]}… ({len(text):,} characters)"
@@ -26,7 +26,7 @@ def readable(text: str, limit: int) -> str:
 
 
 def escape(text: Any, limit: int = 400) -> str:
-    return html.escape(readable(str(text), limit), quote=True)
+    return html.escape(escape_control_chars(str(text), limit), quote=True)
 
 
 def cell(value: Any, limit: int = 400) -> str:
@@ -64,14 +64,14 @@ def table(head: Sequence[str], rows: Iterable[Iterable[Any]], limit: int = 400) 
     return f"<table>{f'<thead><tr>{top}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"
 
 
-def facts(title: Any, pairs: Mapping[str, Any], limit: int = 400) -> str:
+def definition_table(title: Any, pairs: Mapping[str, Any], limit: int = 400) -> str:
     """A heading, and a line a fact. Numbers stand where the other facts do: no two are to be added up."""
-    told = {
+    formatted = {
         k: f"{v:,}" if _is_number(v) and isinstance(v, int) else f"{v:.4g}" if _is_number(v) else v
         for k, v in pairs.items()
     }
-    return heading(title) + table((), told.items(), limit)
+    return heading(title) + table((), formatted.items(), limit)
 
 
-def folded(summary: str, inside: str, *, opened: bool = False) -> str:
-    return f"<details{' open' if opened else ''}><summary>{escape(summary)}</summary>{inside}</details>"
+def details(summary: str, content: str, *, is_open: bool = False) -> str:
+    return f"<details{' open' if is_open else ''}><summary>{escape(summary)}</summary>{content}</details>"

@@ -1,6 +1,7 @@
 """A coroutine that says so when its `await` was forgotten.
 
-Knows nothing of what it runs. The public `async` calls of this package are decorated with `@awaited`; what they return
+Knows nothing of what it runs. The public `async` calls of this package are decorated with `@pending_call`; what they
+return
 is awaited like any coroutine, but `chain.step()` alone on a cell's last line prints what to type, and the text of a
 turn that was never awaited raises `NotAwaited` instead of "coroutine object has no attribute".
 """
@@ -21,7 +22,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class Pending(Coroutine[Any, Any, T], Generic[T]):
+class PendingCall(Coroutine[Any, Any, T], Generic[T]):
     """A call that has not run yet. `await` it (or hand it to `asyncio.create_task`, `gather`, `run`)."""
 
     def __init__(self, name: str, start: Callable[[], Coroutine[Any, Any, T]]) -> None:
@@ -75,19 +76,19 @@ def cancelling() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-async def ended(tasks: Iterable[asyncio.Future[Any]]) -> None:
+async def wait_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Wait until all of them are done, however often the one who waits is cancelled: it is cancelled after that."""
     cancelled: asyncio.CancelledError | None = None
-    while left := [task for task in tasks if not task.done()]:
+    while unfinished := [task for task in tasks if not task.done()]:
         try:
-            await asyncio.wait(left)
+            await asyncio.wait(unfinished)
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
         raise cancelled
 
 
-def complain(text: str) -> None:
+def warn_or_log(text: str) -> None:
     """Warn of what somebody's callback did. Where warnings are errors it is logged: a chain must not pay for it."""
     try:
         warnings.warn(text, stacklevel=3)
@@ -95,15 +96,16 @@ def complain(text: str) -> None:
         logging.getLogger("agentfly_kit").warning(text)
 
 
-def awaited(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Pending[T]]:
-    """Decorate an `async def`: it returns a `Pending` with the call's name. Types of arguments and result are kept."""
+def pending_call(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, PendingCall[T]]:
+    """Decorate an `async def`: it returns a `PendingCall` with the call's name. Types of arguments and result are
+    kept."""
     name = f"{function.__qualname__.split('.<locals>.')[-1]}(...)"
     head, _, tail = name.partition(".")
     # A method is named as a person writes it: chain.step(...), not Chain.step(...).
-    shown = f"{head.lower()}.{tail}" if tail else name
+    display_name = f"{head.lower()}.{tail}" if tail else name
 
     @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> Pending[T]:
-        return Pending(shown, lambda: function(*args, **kwargs))
+    def call(*args: P.args, **kwargs: P.kwargs) -> PendingCall[T]:
+        return PendingCall(display_name, lambda: function(*args, **kwargs))
 
     return call

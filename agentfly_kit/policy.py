@@ -1,7 +1,7 @@
 """The model: logprobs, entropies, values and hidden states of given ids, and the only place that shifts by one.
 
 Knows nothing of rewards, advantages, losses or engines. `logprobs[t]` is log p(ids[t] | ids[:t]) and `values[t]` is
-V(ids[:t]): both come from the hidden state at t - 1, and `_selected` is where that is said.
+V(ids[:t]): both come from the hidden state at t - 1, and `_predicted_positions` is where that is said.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch import Tensor, nn
 from agentfly_kit import markup
 from agentfly_kit.chat import Chat, History
 from agentfly_kit.errors import AlignmentError, PolicyError, SettingsError
-from agentfly_kit.trees import Forest, Tree, grow
+from agentfly_kit.trees import PackedTrees, PrefixTree, build_prefix_trees
 
-Want = Literal["logprob", "entropy", "value", "hidden"]
-_WANTS = frozenset({"logprob", "entropy", "value", "hidden"})
+ScoreName = Literal["logprob", "entropy", "value", "hidden"]
+_SCORE_NAMES = frozenset({"logprob", "entropy", "value", "hidden"})
 
 
-_MASKED = 4.0
+_MASKED_ATTENTION_COST = 4.0
 """How much less attention under a mask gets done in a second than a matrix product; measured on a CPU, docs/log.md."""
 
 
 @dataclass
-class Scored:
+class TokenScores:
     """Per-token results, (B, T) float32 each; NaN where the mask is 0. `hidden` is (B, T, d), 0 there."""
 
     logprob: Tensor | None = None
@@ -50,7 +50,7 @@ class Scored:
 
 
 @dataclass
-class Selected:
+class ForwardOutput:
     """What a forward gives at the N masked positions, in the order of `mask.nonzero()`. Carries gradients."""
 
     logprob: Tensor
@@ -90,7 +90,7 @@ class Policy:
     value_head: True reads values from the policy's own trunk, "separate" from a copy of it (see `Critic`).
     """
 
-    _sized: tuple[Any, int] = (None, 0)  # a model, and its size
+    _size_cache: tuple[Any, int] = (None, 0)  # a model, and its size
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Policy:
         if value_head is True:
             value_head = ValueHead(self.width).to(self.device)
         elif value_head == "separate":
-            value_head = _critic(self.model).to(self.device)
+            value_head = _make_critic(self.model).to(self.device)
         elif isinstance(value_head, str):
             raise SettingsError(f"value_head={value_head!r}: give True, False or 'separate'")
         self.value_head: ValueHead | Critic | None = value_head or None
@@ -114,10 +114,10 @@ class Policy:
         """Optimizer steps of `ppo_step` taken on these weights."""
         self.lock = threading.Lock()
         """Held by whoever changes the weights and by an engine's forward, so that none samples from half an update."""
-        self.started: dict[str, str] = {}
+        self.run_fingerprints: dict[str, str] = {}
         """Run folder -> fingerprint of the weights with which its run began: a cell that is run again finds its run."""
         self._plain_head: bool | None = None
-        self._grows: bool | None = None
+        self._trees_supported: bool | None = None
 
     # --- loading and saving ---
 
@@ -154,14 +154,14 @@ class Policy:
                 weights = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
                 _check_folder(folder, ("adapter_model.safetensors",))
             else:
-                _check_folder(folder, _WEIGHTS)
+                _check_folder(folder, _WEIGHT_FILES)
             if (folder / "policy.json").exists():
                 meta = json.loads((folder / "policy.json").read_text(encoding="utf-8"))
         kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if not isinstance(kind, torch.dtype):
             raise SettingsError(f"dtype={dtype!r}: give a torch dtype or its name, such as 'float32' or 'bfloat16'")
         try:
-            with _no_bar():
+            with _without_progress_bar():
                 model: Any = AutoModelForCausalLM.from_pretrained(weights, dtype=kind)
                 tokenizer = AutoTokenizer.from_pretrained(str(path))
         except Exception as error:
@@ -172,7 +172,7 @@ class Policy:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         model.to(device)
         # The critic is copied before an adapter is put into the model, which it does not share.
-        critic = _critic(model).to(device) if value_head == "separate" else value_head
+        critic = _make_critic(model).to(device) if value_head == "separate" else value_head
         if lora is not None:
             model = _with_lora(model, lora)
         elif adapter.exists():
@@ -181,11 +181,13 @@ class Policy:
             model = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
         policy = cls(
             model,
-            Chat(tokenizer, format=meta.get("format", format), history=history, stop=_stop_texts(model, tokenizer)),
+            Chat(
+                tokenizer, format=meta.get("format", format), history=history, stop=_extra_stop_tokens(model, tokenizer)
+            ),
             value_head=critic,
             version=meta.get("version", 0),
         )
-        head = folder / _VALUE_HEAD
+        head = folder / _VALUE_HEAD_FILE
         if policy.value_head is not None and head.exists():
             from safetensors.torch import load_file
 
@@ -205,13 +207,13 @@ class Policy:
 
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        with self.lock, _no_bar():
+        with self.lock, _without_progress_bar():
             self.model.save_pretrained(folder)
             if self.value_head is not None:
-                (folder / _VALUE_HEAD).parent.mkdir(exist_ok=True)
+                (folder / _VALUE_HEAD_FILE).parent.mkdir(exist_ok=True)
                 save_file(
                     {k: v.detach().cpu().contiguous() for k, v in self.value_head.state_dict().items()},
-                    folder / _VALUE_HEAD,
+                    folder / _VALUE_HEAD_FILE,
                 )
         self.chat.tokenizer.save_pretrained(folder)
         meta = {"format": self.chat.format.name, "version": self.version}
@@ -234,7 +236,7 @@ class Policy:
         The base shares the adapter's model and switches the adapter off while it scores: it is for `score` alone.
         """
         if self.has_adapter:
-            return _Base(self)
+            return _FrozenBase(self)
         with self.lock:
             model = copy.deepcopy(self.model)
         return Policy(model.requires_grad_(False), self.chat, version=self.version)
@@ -280,9 +282,11 @@ class Policy:
     @property
     def size(self) -> int:
         """Number of parameters, the value head's left out."""
-        if self._sized[0] is not self.model:  # asked for at every micro-batch; walking the modules takes a millisecond
-            self._sized = (self.model, sum(p.numel() for p in self.model.parameters()))
-        return self._sized[1]
+        if (
+            self._size_cache[0] is not self.model
+        ):  # asked for at every micro-batch; walking the modules takes a millisecond
+            self._size_cache = (self.model, sum(p.numel() for p in self.model.parameters()))
+        return self._size_cache[1]
 
     @property
     def micro_tokens(self) -> int:
@@ -290,8 +294,8 @@ class Policy:
         return 1536 if self.device.type == "cpu" else 32768
 
     @property
-    def launch(self) -> int:
-        """What a forward and its backward cost beside their tokens, in tokens: see `micro_batches`.
+    def launch_overhead(self) -> int:
+        """What a forward and its backward cost beside their tokens, in tokens: see `split_by_token_budget`.
 
         Source:  measured for the shipped policy, docs/log.md; a larger model hides it. A GPU wants full groups.
         """
@@ -308,21 +312,25 @@ class Policy:
         Of a policy with an adapter, only what learns: the base is where it was loaded from.
         """
         learns = {k for k, p in self.model.named_parameters() if p.requires_grad} if self.has_adapter else None
-        return {k: v for k, v in self._everything().items() if learns is None or k in learns or k.startswith(_HEAD)}
+        return {
+            k: v
+            for k, v in self._full_state().items()
+            if learns is None or k in learns or k.startswith(_VALUE_HEAD_PREFIX)
+        }
 
-    def _everything(self) -> dict[str, Tensor]:
+    def _full_state(self) -> dict[str, Tensor]:
         out = dict(self.model.state_dict())
         if self.value_head is not None:
-            out |= {_HEAD + k: v for k, v in self.value_head.state_dict().items()}
+            out |= {_VALUE_HEAD_PREFIX + k: v for k, v in self.value_head.state_dict().items()}
         return out
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Raises PolicyError if the names or shapes are another model's."""
-        own = {k: v for k, v in state.items() if not k.startswith(_HEAD)}
-        head = {k.removeprefix(_HEAD): v for k, v in state.items() if k.startswith(_HEAD)}
+        own = {k: v for k, v in state.items() if not k.startswith(_VALUE_HEAD_PREFIX)}
+        head = {k.removeprefix(_VALUE_HEAD_PREFIX): v for k, v in state.items() if k.startswith(_VALUE_HEAD_PREFIX)}
         if bool(head) != (self.value_head is not None):
             raise PolicyError("one of the two has a value head and the other has not; load with value_head= to match")
-        if self.has_adapter and set(own) != {k for k in self.state() if not k.startswith(_HEAD)}:
+        if self.has_adapter and set(own) != {k for k in self.state() if not k.startswith(_VALUE_HEAD_PREFIX)}:
             raise PolicyError(
                 "these weights belong to another adapter; load with the lora= that they were trained with"
             )
@@ -337,7 +345,7 @@ class Policy:
     def fingerprint(self) -> str:
         """A digest of all weights by name."""
         digest = hashlib.blake2b(digest_size=16)
-        for name, tensor in sorted(self._everything().items()):
+        for name, tensor in sorted(self._full_state().items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
@@ -365,7 +373,7 @@ class Policy:
         learning = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         head = {ValueHead: "a linear head", Critic: "a separate critic"}.get(type(self.value_head), "none")
         numbers = {"parameters": self.size, "that learn": learning, **shape, "value": head, "version": self.version}
-        return markup.facts(self, {**numbers, "device": str(self.device), "chat": repr(self.chat)})
+        return markup.definition_table(self, {**numbers, "device": str(self.device), "chat": repr(self.chat)})
 
     # --- the forward ---
 
@@ -374,7 +382,7 @@ class Policy:
 
         Positions are given, never guessed from a pad id: on the right, causal attention alone keeps pads out.
         """
-        return _run(self.model.get_decoder(), ids, attention)
+        return _run_decoder(self.model.get_decoder(), ids, attention)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, d) -> (N, V) in float32. Includes whatever the model does after its output matrix."""
@@ -396,38 +404,38 @@ class Policy:
 
     def forward(
         self, ids: Tensor, mask: Tensor, temperatures: Tensor, *, entropy: bool = False, value: bool = False
-    ) -> Selected:
+    ) -> ForwardOutput:
         """Logprobs (and more) at the positions where the mask is 1; logits are made there only. Carries gradients.
 
         Shapes:  ids (B, T) int64 padded on the right, mask (B, T) bool, temperatures (B,) -> N = mask.sum() each.
         Units:   nats, after temperature.
         Raises:  AlignmentError if position 0 is masked: nothing comes before it that could predict it.
         """
-        rows, cols = self._selected(mask)
-        forest = self._forest(ids, mask)
+        rows, cols = self._predicted_positions(mask)
+        packed = self._pack_trees(ids, mask)
         # Tokens after the same tokens have one state; logits are made once for it.
-        merged = forest is not None and bool((temperatures == temperatures[0]).all())
-        place = _place(forest, rows, cols - 1, ids.shape[1] - 1)
+        merged = packed is not None and bool((temperatures == temperatures[0]).all())
+        place = _state_index(packed, rows, cols - 1, ids.shape[1] - 1)
         each: Tensor | slice = slice(None)
         if merged:
             place, each = place.unique(return_inverse=True)
-        states = _states(self.model.get_decoder(), ids[:, :-1], forest)[place]
-        heat = temperatures.to(states.device, torch.float32)
-        logits = self.logits(states) / (heat[:1, None] if merged else heat[rows, None])
+        states = _states(self.model.get_decoder(), ids[:, :-1], packed)[place]
+        temperature = temperatures.to(states.device, torch.float32)
+        logits = self.logits(states) / (temperature[:1, None] if merged else temperature[rows, None])
         logp = torch.log_softmax(logits, dim=-1)
         values = None
         if value:
-            decoder, head = self._judge()
-            seen = states if decoder is None else _states(decoder, ids[:, :-1], forest)[place]
-            values = _read(head, seen)[each]
-        return Selected(
+            decoder, head = self._value_parts()
+            seen = states if decoder is None else _states(decoder, ids[:, :-1], packed)[place]
+            values = _apply_value_head(head, seen)[each]
+        return ForwardOutput(
             logprob=logp.gather(-1, ids[rows, cols, None])[:, 0] if not merged else logp[each, ids[rows, cols]],
             entropy=-(logp.exp() * logp).sum(-1)[each] if entropy else None,
             value=values,
             hidden=states[each],
         )
 
-    def _judge(self) -> tuple[Any, ValueHead]:
+    def _value_parts(self) -> tuple[Any, ValueHead]:
         """The critic's decoder, or None where the policy's own is read, and the head that reads it."""
         if self.value_head is None:
             raise PolicyError("this policy has no value head; load it with value_head=True")
@@ -436,45 +444,45 @@ class Policy:
         return None, self.value_head
 
     def micro_batches(self, batch: Any, rows: Tensor | None = None, micro_tokens: int | None = None) -> list[Tensor]:
-        """Rows of a batch (all, or some) in forwards of at most `micro_tokens` tokens; see `micro_batches`.
+        """Rows of a batch (all, or some) in forwards of at most `micro_tokens` tokens; see `split_by_token_budget`.
 
         Rows that begin alike go together where one forward can share what they have in common; a shared token is then
         counted once. A row longer than `micro_tokens` goes alone.
         """
         rows = torch.arange(len(batch.lengths)) if rows is None else rows
         limit = micro_tokens or self.micro_tokens
-        if not len(rows) or not self._can_grow():
-            return [rows[part] for part in micro_batches(batch.lengths[rows], limit, self.launch)]
-        trees = self._grow(batch.ids[rows], batch.mask[rows], limit)
-        parts = micro_batches(torch.tensor([tree.width for tree in trees]), limit, self.launch)
+        if not len(rows) or not self._supports_trees():
+            return [rows[part] for part in split_by_token_budget(batch.lengths[rows], limit, self.launch_overhead)]
+        trees = self._build_trees(batch.ids[rows], batch.mask[rows], limit)
+        parts = split_by_token_budget(torch.tensor([tree.width for tree in trees]), limit, self.launch_overhead)
         return [rows[torch.tensor([row for i in part.tolist() for row in trees[i].rows])] for part in parts]
 
-    def _forest(self, ids: Tensor, mask: Tensor) -> Forest | None:
+    def _pack_trees(self, ids: Tensor, mask: Tensor) -> PackedTrees | None:
         """Rows as trees, or None where they share too little or the model must run them as they are."""
-        if not self._can_grow():
+        if not self._supports_trees():
             return None
-        trees = self._grow(ids, mask, self.micro_tokens)
+        trees = self._build_trees(ids, mask, self.micro_tokens)
         if len(trees) == len(ids):
             return None
-        return Forest.of(trees, ids, _needed(mask))
+        return PackedTrees.build(trees, ids, _context_lengths(mask))
 
-    def _grow(self, ids: Tensor, mask: Tensor, widest: int) -> list[Tree]:
+    def _build_trees(self, ids: Tensor, mask: Tensor, max_tokens: int) -> list[PrefixTree]:
         config = self.model.config.get_text_config()
         # Operations a token: two a weight, and for each key that it may look at four a number of the heads' in a layer.
         heads = config.num_attention_heads
         inner = heads * (getattr(config, "head_dim", None) or self.width // heads)
         weights = max(1, self.size - self.vocab_size * self.width)
-        scale = 2 * weights / (4 * self.layers * inner) / _MASKED
-        return grow(ids, _needed(mask), scale=scale, widest=widest)
+        scale = 2 * weights / (4 * self.layers * inner) / _MASKED_ATTENTION_COST
+        return build_prefix_trees(ids, _context_lengths(mask), scale=scale, max_tokens=max_tokens)
 
-    def _can_grow(self) -> bool:
+    def _supports_trees(self) -> bool:
         """Whether the model runs a tree as it would run its rows: found out on a trial."""
-        if self._grows is None:
-            self._grows = self._grows_on_trial()
-        return self._grows
+        if self._trees_supported is None:
+            self._trees_supported = self._try_trees()
+        return self._trees_supported
 
     @torch.no_grad()
-    def _grows_on_trial(self) -> bool:
+    def _try_trees(self) -> bool:
         config = self.model.config.get_text_config()
         kinds = getattr(config, "layer_types", None) or ()
         if getattr(config, "_attn_implementation", None) not in ("sdpa", "eager") or set(kinds) - {"full_attention"}:
@@ -484,31 +492,31 @@ class Policy:
         ids[2, :7] = ids[1, :7]
         lengths = [10, 9, 8]
         try:
-            trees = grow(ids, lengths, scale=1e9, widest=100)
+            trees = build_prefix_trees(ids, lengths, scale=1e9, max_tokens=100)
             decoder = self.model.get_decoder()
-            forest = Forest.of(trees, ids, lengths)
-            plain, grown = _states(decoder, ids, None).float(), _states(decoder, ids, forest).float()
+            packed = PackedTrees.build(trees, ids, lengths)
+            plain, grown = _states(decoder, ids, None).float(), _states(decoder, ids, packed).float()
             where = [(i, j) for i, n in enumerate(lengths) for j in range(n)]
-            gap = max(float((plain[i * 10 + j] - grown[forest.node[i, j]]).abs().max()) for i, j in where)
+            gap = max(float((plain[i * 10 + j] - grown[packed.token_index[i, j]]).abs().max()) for i, j in where)
         except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError):
             return False  # a model that wants another mask, or none
-        return gap <= (1e-4 if self._exact else 0.05) * float(plain.abs().max())
+        return gap <= (1e-4 if self._is_float32 else 0.05) * float(plain.abs().max())
 
     @property
-    def _exact(self) -> bool:
+    def _is_float32(self) -> bool:
         return all(p.dtype == torch.float32 for p in self.model.parameters())
 
     @torch.no_grad()
-    def end_values(self, batch: Any, *, micro_tokens: int | None = None) -> Tensor:
+    def bootstrap_values(self, batch: Any, *, micro_tokens: int | None = None) -> Tensor:
         """V of the state after each row's last token: what a chain that a limit cut would still have got. (B,)."""
-        decoder, head = self._judge()
+        decoder, head = self._value_parts()
         out = torch.zeros(len(batch.lengths))
-        with compute_threads(self):
-            for rows in micro_batches(batch.lengths, micro_tokens or self.micro_tokens, self.launch):
+        with single_torch_thread(self):
+            for rows in split_by_token_budget(batch.lengths, micro_tokens or self.micro_tokens, self.launch_overhead):
                 ids = batch.ids[rows, : int(batch.lengths[rows].max())].to(self.device)
                 each = torch.arange(len(rows), device=self.device)
-                states = _run(self.model.get_decoder() if decoder is None else decoder, ids)
-                out[rows] = _read(head, states[each, batch.lengths[rows].to(self.device) - 1]).cpu()
+                states = _run_decoder(self.model.get_decoder() if decoder is None else decoder, ids)
+                out[rows] = _apply_value_head(head, states[each, batch.lengths[rows].to(self.device) - 1]).cpu()
         return out
 
     @contextlib.contextmanager
@@ -537,7 +545,7 @@ class Policy:
                 model.gradient_checkpointing_disable()
 
     @staticmethod
-    def _selected(mask: Tensor) -> tuple[Tensor, Tensor]:
+    def _predicted_positions(mask: Tensor) -> tuple[Tensor, Tensor]:
         """The shift by one, the only one: the token at column t is predicted by the state at column t - 1."""
         rows, cols = mask.nonzero(as_tuple=True)
         if bool((cols == 0).any()):
@@ -546,26 +554,26 @@ class Policy:
 
     @torch.no_grad()
     def score(
-        self, batch: Any, want: Iterable[Want] = ("logprob", "entropy"), *, micro_tokens: int | None = None
-    ) -> Scored:
+        self, batch: Any, want: Iterable[ScoreName] = ("logprob", "entropy"), *, micro_tokens: int | None = None
+    ) -> TokenScores:
         """Score a batch as it stands, without gradients. Only positions with mask 1 are scored.
 
-        Shapes:  batch.ids, batch.mask (B, T), batch.temperatures (B,) -> (B, T) each; see `Scored`.
+        Shapes:  batch.ids, batch.mask (B, T), batch.temperatures (B,) -> (B, T) each; see `TokenScores`.
         """
         wanted = set(want)
-        if not wanted or not wanted <= _WANTS:
-            raise SettingsError(f"want={sorted(wanted)}: give some of {sorted(_WANTS)}")
+        if not wanted or not wanted <= _SCORE_NAMES:
+            raise SettingsError(f"want={sorted(wanted)}: give some of {sorted(_SCORE_NAMES)}")
         ids, mask = batch.ids, batch.mask
         shape = tuple(ids.shape)
         if wanted == {"value"} and isinstance(self.value_head, Critic):
-            return Scored(value=self._critic_values(batch, micro_tokens))
+            return TokenScores(value=self._critic_values(batch, micro_tokens))
         out = {
             name: torch.full(
                 (*shape, self.width) if name == "hidden" else shape, 0.0 if name == "hidden" else torch.nan
             )
             for name in wanted
         }
-        with compute_threads(self):
+        with single_torch_thread(self):
             for rows in self.micro_batches(batch, None, micro_tokens):
                 width = int(batch.lengths[rows].max())
                 m = mask[rows, :width]
@@ -581,36 +589,36 @@ class Policy:
                 r, c = m.nonzero(as_tuple=True)
                 for name in wanted:
                     out[name][rows[r], c] = getattr(got, name).float().cpu()
-        return Scored(**out)
+        return TokenScores(**out)
 
     def _critic_values(self, batch: Any, micro_tokens: int | None) -> Tensor:
         """(B, T) values without running the policy."""
         out = torch.full(tuple(batch.ids.shape), torch.nan)
-        decoder, head = self._judge()
-        with compute_threads(self):
+        decoder, head = self._value_parts()
+        with single_torch_thread(self):
             for rows in self.micro_batches(batch, None, micro_tokens):
                 width = int(batch.lengths[rows].max())
-                r, c = self._selected(batch.mask[rows, :width])
+                r, c = self._predicted_positions(batch.mask[rows, :width])
                 ids, mask = batch.ids[rows, :width].to(self.device), batch.mask[rows, :width].to(self.device)
-                forest = self._forest(ids, mask)
-                place = _place(forest, r.to(self.device), c.to(self.device) - 1, width - 1)
-                out[rows[r], c] = _read(head, _states(decoder, ids[:, :-1], forest)[place]).cpu()
+                packed = self._pack_trees(ids, mask)
+                place = _state_index(packed, r.to(self.device), c.to(self.device) - 1, width - 1)
+                out[rows[r], c] = _apply_value_head(head, _states(decoder, ids[:, :-1], packed)[place]).cpu()
         return out
 
 
-class _Base(Policy):
+class _FrozenBase(Policy):
     """The frozen base under a policy's adapter. It shares the weights, and the lock under which it scores."""
 
     def __init__(self, policy: Policy) -> None:
         self.model, self.chat, self.version = policy.model, policy.chat, policy.version
         self.value_head = None
         self.lock = policy.lock
-        self.started = {}
-        self._plain_head, self._grows = policy._plain_head, policy._grows
+        self.run_fingerprints = {}
+        self._plain_head, self._trees_supported = policy._plain_head, policy._trees_supported
 
     def score(
-        self, batch: Any, want: Iterable[Want] = ("logprob", "entropy"), *, micro_tokens: int | None = None
-    ) -> Scored:
+        self, batch: Any, want: Iterable[ScoreName] = ("logprob", "entropy"), *, micro_tokens: int | None = None
+    ) -> TokenScores:
         with self.lock, self.model.disable_adapter():
             return super().score(batch, want, micro_tokens=micro_tokens)
 
@@ -618,48 +626,48 @@ class _Base(Policy):
         return f"Policy(the base under an adapter, {self.size:,} parameters, frozen, {self.device})"
 
 
-def _run(decoder: Any, ids: Tensor, attention: Tensor | None = None) -> Tensor:
+def _run_decoder(decoder: Any, ids: Tensor, attention: Tensor | None = None) -> Tensor:
     """Last hidden states of a decoder without its output matrix."""
     positions = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)
     out = decoder(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False, return_dict=True)
     return cast(Tensor, out.last_hidden_state)
 
 
-def _states(decoder: Any, ids: Tensor, forest: Forest | None) -> Tensor:
+def _states(decoder: Any, ids: Tensor, packed: PackedTrees | None) -> Tensor:
     """Last hidden states of all tokens, (N, d): of (B, T) ids row by row, or of the trees that they make."""
-    if forest is None:
-        return _run(decoder, ids).flatten(0, 1)
-    mask: Tensor = forest.mask()
+    if packed is None:
+        return _run_decoder(decoder, ids).flatten(0, 1)
+    mask: Tensor = packed.mask()
     if decoder.config._attn_implementation == "eager":  # it adds the mask to its scores
         kind = next(decoder.parameters()).dtype
         mask = torch.zeros(mask.shape, dtype=kind, device=mask.device).masked_fill(~mask, torch.finfo(kind).min)
     out = decoder(
-        input_ids=forest.ids,
+        input_ids=packed.ids,
         attention_mask=mask,
-        position_ids=forest.positions,
+        position_ids=packed.positions,
         use_cache=False,
         return_dict=True,
     )
     return cast(Tensor, out.last_hidden_state).flatten(0, 1)
 
 
-def _place(forest: Forest | None, rows: Tensor, cols: Tensor, width: int) -> Tensor:
+def _state_index(packed: PackedTrees | None, rows: Tensor, cols: Tensor, width: int) -> Tensor:
     """Where the states of tokens (rows, cols) are in those that `_states` gives."""
-    return rows * width + cols if forest is None else forest.node[rows, cols]
+    return rows * width + cols if packed is None else packed.token_index[rows, cols]
 
 
-def _read(head: ValueHead, states: Tensor) -> Tensor:
+def _apply_value_head(head: ValueHead, states: Tensor) -> Tensor:
     return cast(Tensor, head(states.to(head.weight.dtype)))[:, 0].float()
 
 
-def _needed(mask: Tensor) -> list[int]:
+def _context_lengths(mask: Tensor) -> list[int]:
     """Of each row, how many tokens the last sampled one is predicted from, and at least one."""
     columns = torch.arange(mask.shape[1], device=mask.device)
     last: list[int] = (mask * columns).amax(1).clamp(min=1).tolist()
     return last
 
 
-def _critic(model: Any) -> Critic:
+def _make_critic(model: Any) -> Critic:
     trunk = copy.deepcopy(model.get_decoder()).requires_grad_(True).eval()
     return Critic(trunk, int(model.get_output_embeddings().weight.shape[1]))
 
@@ -678,10 +686,10 @@ def _with_lora(model: Any, lora: int | Mapping[str, Any]) -> Any:
         return get_peft_model(model, LoraConfig(**options))
 
 
-_HEAD = "value_head."
-_VALUE_HEAD = Path("value_head") / "value_head.safetensors"
+_VALUE_HEAD_PREFIX = "value_head."
+_VALUE_HEAD_FILE = Path("value_head") / "value_head.safetensors"
 """In a folder of its own: engines load every .safetensors that they find beside the config."""
-_WEIGHTS = (
+_WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
@@ -701,7 +709,7 @@ def _check_folder(folder: Path, weights: tuple[str, ...]) -> None:
             )
 
 
-def _stop_texts(model: Any, tokenizer: Any) -> list[str]:
+def _extra_stop_tokens(model: Any, tokenizer: Any) -> list[str]:
     """What a model's generation config names as ends beside the tokenizer's own."""
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
@@ -709,7 +717,7 @@ def _stop_texts(model: Any, tokenizer: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def _no_bar() -> Iterator[None]:
+def _without_progress_bar() -> Iterator[None]:
     """Without the progress bar of transformers, which a notebook would keep for ever."""
     from transformers.utils import logging
 
@@ -722,38 +730,42 @@ def _no_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def micro_batches(lengths: Tensor, micro_tokens: int, launch: int = 0) -> list[Tensor]:
+def split_by_token_budget(lengths: Tensor, micro_tokens: int, launch_overhead: int = 0) -> list[Tensor]:
     """Row indices in groups of at most `micro_tokens` padded tokens, rows of like length together, longest first.
 
-    A row longer than `micro_tokens` goes alone. launch: what a forward costs beside its tokens, in tokens; the cuts are
-    then where padding and launches together are least. 0 fills every group.
+    A row longer than `micro_tokens` goes alone. launch_overhead: what a forward costs beside its tokens, in tokens; the
+    cuts are then where padding and launches together are least. 0 fills every group.
     """
     order = torch.argsort(lengths, descending=True, stable=True)
     sizes = [max(n, 1) for n in lengths[order].tolist()]
-    cuts = _fill(sizes, micro_tokens) if launch <= 0 else _cheapest(sizes, micro_tokens, launch)
+    cuts = (
+        _cut_greedily(sizes, micro_tokens)
+        if launch_overhead <= 0
+        else _cut_by_cost(sizes, micro_tokens, launch_overhead)
+    )
     return [order[a:b] for a, b in itertools.pairwise(cuts)]
 
 
-def _fill(sizes: list[int], micro_tokens: int) -> list[int]:
+def _cut_greedily(sizes: list[int], micro_tokens: int) -> list[int]:
     cuts = [0]
     while cuts[-1] < len(sizes):
         cuts.append(min(cuts[-1] + max(1, micro_tokens // sizes[cuts[-1]]), len(sizes)))
     return cuts
 
 
-def _cheapest(sizes: list[int], micro_tokens: int, launch: int) -> list[int]:
+def _cut_by_cost(sizes: list[int], micro_tokens: int, launch_overhead: int) -> list[int]:
     """Cuts of rows sorted by length, longest first, that cost least: best[a] is the cost of the rows from a on."""
     best, after = [0.0] * (len(sizes) + 1), [0] * (len(sizes) + 1)
     for a in range(len(sizes) - 1, -1, -1):
         limit = min(len(sizes), a + max(1, micro_tokens // sizes[a]))
-        best[a], after[a] = min((launch + sizes[a] * (b - a) + best[b], b) for b in range(a + 1, limit + 1))
+        best[a], after[a] = min((launch_overhead + sizes[a] * (b - a) + best[b], b) for b in range(a + 1, limit + 1))
     cuts = [0]
     while cuts[-1] < len(sizes):
         cuts.append(after[cuts[-1]])
     return cuts
 
 
-class compute_threads:
+class single_torch_thread:
     """One torch thread for a tiny model on a CPU: more of them spin longer than they compute.
 
     The setting is the whole process's, and an engine's thread and an update hold it at one time: the first one in takes
@@ -770,7 +782,7 @@ class compute_threads:
     def __enter__(self) -> None:
         if not self._wanted:
             return
-        shared = compute_threads
+        shared = single_torch_thread
         with shared._changing:
             if shared._inside == 0:
                 shared._before = torch.get_num_threads()
@@ -781,7 +793,7 @@ class compute_threads:
     def __exit__(self, *_: object) -> None:
         if not self._wanted:
             return
-        shared = compute_threads
+        shared = single_torch_thread
         with shared._changing:
             shared._inside -= 1
             if shared._inside == 0 and torch.get_num_threads() != shared._before:

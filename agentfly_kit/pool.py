@@ -24,40 +24,40 @@ from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar, cast
 
 from . import markup
-from .awake import awake
+from .awake import keep_interruptible
 from .capacity import Capacity
 from .episodes import is_environment
 from .errors import IsolationError, PoolClosed, PoolTimeout, SandboxError, SettingsError
 from .pool_state import (
+    Cancelled,
     Change,
     CloseAll,
     Closed,
     Died,
+    Effects,
     Event,
     Evict,
-    GaveUp,
     PoolState,
     Recycle,
+    Released,
+    Requested,
     Reset,
     Rests,
-    Returned,
     SlotState,
     Started,
     StartFailed,
-    Tick,
-    Todo,
-    Turn,
-    Wanted,
+    TurnChanged,
+    Wakeup,
 )
 
 S = TypeVar("S")
 _POOLS: weakref.WeakSet[Any] = weakref.WeakSet()
 _numbers = itertools.count(1)
 _CLOSE_SECONDS = 5.0  # then it is cancelled, and killed
-_DEAF_SECONDS = 1.0  # what goes on for so long after it was cancelled is waited for no more
+_CANCEL_GRACE_SECONDS = 1.0  # what goes on for so long after it was cancelled is waited for no more
 
 
-def announce(pool: Any) -> int:
+def register(pool: Any) -> int:
     """From now on `pools()` has this one too, or one that is used like it. Gives its number."""
     _POOLS.add(pool)
     return next(_numbers)
@@ -100,7 +100,7 @@ class SandboxInfo:
 class PoolSnapshot:
     """A pool at one moment."""
 
-    kind: str
+    sandbox_type: str
     isolation: str | None
     """The level in use; before the first start the one asked for; None: the best, or a kind without levels."""
     size: int
@@ -148,7 +148,7 @@ class Lease(Generic[S]):
         """Why it was taken back."""
         self.saved: asyncio.Future[Any] | None = None
         """Once it was taken back from a kind that has `snapshot()`: what that gave, or why it could not."""
-        self.lost = ""
+        self.revoked = ""
         """Why the pool ended it under its holder; "" as long as it has not. `sandbox` is closed then."""
         self.id = id
         self.sandbox = sandbox
@@ -169,12 +169,12 @@ class Lease(Generic[S]):
     def turn(self, turn: object) -> None:
         self._turn = turn
         if not self.released:
-            self._pool._change(Turn(self.id, turn))
+            self._pool._dispatch(TurnChanged(self.id, turn))
 
     def rest(self, rests: bool = True) -> None:
         """By hand: from now on the pool may take it back; rests=False: nobody may, until the next rest."""
         if self.hand and not self.released:
-            self._pool._change(Rests(self.id, self._ticket, rests))
+            self._pool._dispatch(Rests(self.id, self._ticket, rests))
 
     async def release(self) -> None:
         """The same as `pool.release(lease)`."""
@@ -182,12 +182,12 @@ class Lease(Generic[S]):
 
     def __del__(self) -> None:
         if not getattr(self, "released", True):
-            self._pool._lost(self)
+            self._pool._on_lease_collected(self)
 
     def __repr__(self) -> str:
         state = f"{time.monotonic() - self.since:.1f} s{' by hand' if self.hand else ''}"
         state = "taken back" if self.taken_back else "released" if self.released else state
-        state = f"lost: {self.lost}" if self.lost else state
+        state = f"revoked: {self.revoked}" if self.revoked else state
         return f"<Lease {self._pool.name} {self.id} of {self.owner}, {state}>"
 
 
@@ -196,15 +196,15 @@ class _Listener:
 
     def __init__(self, callback: Callable[[PoolEvent], object]) -> None:
         self.callback = callback
-        self.blamed = False
+        self.warned = False
 
-    def tell(self, event: PoolEvent, name: str) -> None:
+    def notify(self, event: PoolEvent, name: str) -> None:
         try:
             self.callback(event)
         except Exception as error:
-            if self.blamed:
+            if self.warned:
                 return
-            self.blamed = True
+            self.warned = True
             _warn(f"a listener of the pool of {name} raised {error!r}; this is said once")
 
 
@@ -232,21 +232,21 @@ class Pool(Generic[S]):
     Where several rollouts wait on one pool they take turns, one sandbox each, and within a rollout the first to come is
     the first to be served.
 
-    kind             a class whose objects have some of `async start()`, `async run(...)`, `async reset()`,
+    sandbox_type     a class whose objects have some of `async start()`, `async run(...)`, `async reset()`,
                      `async fork(into)`, `alive`, `async close()`, and `kill()` for the end of the process. Without
                      `reset` a sandbox is replaced after each lease; where `reset(task, seed)` takes a task the kind is
-                     an environment, which the next chain resets for its own; its `tidy()`, where it has one, is called
-                     when it is given back. With `snapshot()` and `restore(snapshot)`,
+                     an environment, which the next chain resets for its own; its `cleanup()`, where it has one, is
+                     called when it is given back. With `snapshot()` and `restore(snapshot)`,
                      sync or async, the state of a lease by hand that was taken back is kept; without them the calls of
                      its chain are run again. `replayable = False` says that this must not be: its leases stay.
-    warm             keep this many ready beyond what is leased, once the first lease was asked for.
+    min_idle         keep this many ready beyond what is leased, once the first lease was asked for.
     isolation, memory_mb, processes, cpu_seconds, disk_mb, network, and any other keyword
                      go to the kind; left out, the kind's own default holds (see PythonSandbox). One that the kind does
                      not take is refused here: a limit is applied or refused, never only noted.
     max_uses, max_age    close a sandbox and start another after so many leases or seconds, instead of resetting
                      it; `max_uses=1` never resets.
     max_lease        seconds that anybody may hold one. Then it is taken from them: the sandbox is closed, what the
-                     holder asks of it fails with LeaseEnded, its chain is unscored, and the next in the queue gets
+                     holder asks of it fails with LeaseRevoked, its chain is unscored, and the next in the queue gets
                      another. A lease by hand that rests is taken back instead.
     healthy          `healthy(sandbox)`, plain or async, after each reset: one for which it is false, or raises, is
                      replaced. A kind's own method `healthy()` is asked where this is not given.
@@ -263,10 +263,10 @@ class Pool(Generic[S]):
 
     def __init__(
         self,
-        kind: type[S],
+        sandbox_type: type[S],
         size: int = 8,
         *,
-        warm: int = 0,
+        min_idle: int = 0,
         isolation: object = None,
         memory_mb: int | None = None,
         processes: int | None = None,
@@ -283,17 +283,19 @@ class Pool(Generic[S]):
         start_timeout: float = 60.0,
         **options: Any,
     ) -> None:
-        if not isinstance(kind, type):
-            raise SettingsError(f"Pool({kind!r}): want a class, such as PythonSandbox; a pool makes its own sandboxes")
+        if not isinstance(sandbox_type, type):
+            raise SettingsError(
+                f"Pool({sandbox_type!r}): want a class, such as PythonSandbox; a pool makes its own sandboxes"
+            )
         for name in ("alive", "kill"):
-            if inspect.iscoroutinefunction(getattr(kind, name, None)):
+            if inspect.iscoroutinefunction(getattr(sandbox_type, name, None)):
                 raise SettingsError(
-                    f"{kind.__name__}.{name} is async: the pool asks it without waiting; leave out async"
+                    f"{sandbox_type.__name__}.{name} is async: the pool asks it without waiting; leave out async"
                 )
         if size < 1:
             raise SettingsError(f"size={size}: want at least 1")
-        if not 0 <= warm <= size:
-            raise SettingsError(f"warm={warm}: want between 0 and size={size}")
+        if not 0 <= min_idle <= size:
+            raise SettingsError(f"min_idle={min_idle}: want between 0 and size={size}")
         for name, value in (("max_uses", max_uses), ("max_age", max_age), ("max_starting", max_starting)):
             if value is not None and value <= 0:
                 raise SettingsError(f"{name}={value!r}: want more than 0, or None for no bound")
@@ -303,10 +305,10 @@ class Pool(Generic[S]):
             "isolation": isolation, "memory_mb": memory_mb, "processes": processes, "cpu_seconds": cpu_seconds,
             "disk_mb": disk_mb, "network": network,
         }  # fmt: skip
-        self.kind = kind
-        self.name = kind.__name__
+        self.sandbox_type = sandbox_type
+        self.name = sandbox_type.__name__
         self.size = size
-        self.warm = warm
+        self.min_idle = min_idle
         self.acquire_timeout = acquire_timeout
         self.start_timeout = start_timeout
         self.max_lease = max_lease
@@ -317,43 +319,45 @@ class Pool(Generic[S]):
         self.capacity = capacity
         self._healthy = healthy
         state = PoolState(
-            size, warm, alive=lambda slot: _is_alive(sandboxes.get(slot)), max_starting=max_starting,
+            size, min_idle, alive=lambda slot: _is_alive(sandboxes.get(slot)), max_starting=max_starting,
             max_uses=max_uses, max_age=max_age, max_lease=max_lease,
         )  # fmt: skip
         self._state = state
         self._lock = threading.Lock()
         self._dropped: deque[int] = deque()  # leases that were collected, not released
         self._leases: weakref.WeakValueDictionary[int, Lease[S]] = weakref.WeakValueDictionary()  # by slot
-        self._alarm: tuple[asyncio.AbstractEventLoop, float] | None = None  # where it rings when a lease is too old
+        self._wakeup_timer: tuple[asyncio.AbstractEventLoop, float] | None = (
+            None  # where it rings when a lease is too old
+        )
         self._tickets: dict[int, _Ticket] = {}
         self._next_ticket = itertools.count(1)
         self._tasks: dict[asyncio.Task[None], int] = {}  # what is under way -> its slot
         self._listeners: list[_Listener] = []
         self._events: deque[PoolEvent] = deque()
         self._sequence = 0
-        self._telling = False
-        self._finalizer = weakref.finalize(self, _abandon, sandboxes)
+        self._notifying = False
+        self._finalizer = weakref.finalize(self, _kill_all, sandboxes)
         if capacity is not None:
             me = weakref.ref(self)
-            number = capacity.join(self, self.name, self._cost(), _sender(me, Tick()), _sender(me, Evict()))
+            number = capacity.join(self, self.name, self._cost(), _sender(me, Wakeup()), _sender(me, Evict()))
             state.share(functools.partial(capacity.take, number), functools.partial(capacity.must_yield, number))
             self._number_in_capacity = number
-        self.number = announce(self)
+        self.number = register(self)
 
     def _cost(self) -> dict[str, Any]:
         """What one sandbox may use: what was said here, or the kind's default."""
         try:
-            parameters = inspect.signature(self.kind).parameters
+            parameters = inspect.signature(self.sandbox_type).parameters
         except (TypeError, ValueError):
             parameters = {}  # type: ignore[assignment]
         said = {name: parameter.default for name, parameter in parameters.items() if name in ("memory_mb", "processes")}
         cost = {name: value for name, value in {**said, **self.options}.items() if name in ("memory_mb", "processes")}
-        parts = getattr(self.kind, "parts", 1)  # one that is made of several, each with these limits
+        parts = getattr(self.sandbox_type, "parts", 1)  # one that is made of several, each with these limits
         return {name: value if value is None else value * parts for name, value in cost.items()}
 
     def _check_options(self) -> None:
         try:
-            parameters = inspect.signature(self.kind).parameters
+            parameters = inspect.signature(self.sandbox_type).parameters
         except (TypeError, ValueError):
             return
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -389,7 +393,7 @@ class Pool(Generic[S]):
                 if s.state == "leased"
             ]
             return PoolSnapshot(
-                kind=self.name,
+                sandbox_type=self.name,
                 isolation=self.isolation,
                 size=self.size,
                 idle=state.count("idle"),
@@ -408,11 +412,11 @@ class Pool(Generic[S]):
     def __repr__(self) -> str:
         s = self.snapshot()
         if s.closed:
-            return f"<Pool {s.kind} closed, size {s.size}>"
+            return f"<Pool {s.sandbox_type} closed, size {s.size}>"
         hands = sum(lease.hand for lease in s.leases)
         leased = f"{s.leased} leased{f' ({hands} by hand)' if hands else ''}"
         counts = f"{leased}, {s.idle} idle, {s.starting} starting, {s.waiting} waiting"
-        return f"<Pool {s.kind} {counts}, size {s.size}>"
+        return f"<Pool {s.sandbox_type} {counts}, size {s.size}>"
 
     def _repr_html_(self) -> str:
         s = self.snapshot()
@@ -467,9 +471,9 @@ class Pool(Generic[S]):
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         self._forget_closed_loops()
-        hand = hand and getattr(self.kind, "replayable", True)
+        hand = hand and getattr(self.sandbox_type, "replayable", True)
         while True:
-            slot = await self._wait(Wanted(next(self._next_ticket), owner, run, hand), loop, deadline, timeout)
+            slot = await self._wait(Requested(next(self._next_ticket), owner, run, hand), loop, deadline, timeout)
             with self._lock:
                 taken = self._state.slots.get(slot)
                 if taken is not None and taken.state == "leased" and slot in self._sandboxes:
@@ -477,40 +481,42 @@ class Pool(Generic[S]):
                     self._leases[slot] = lease
                     break
             # Between the grant and this line the pool was closed, which the next round says, or the sandbox was ended.
-        self._set_alarm(loop)
+        self._schedule_wakeup(loop)
         return lease
 
-    def _set_alarm(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _schedule_wakeup(self, loop: asyncio.AbstractEventLoop) -> None:
         """See to it that somebody looks when the first lease is too old. In the loop's own thread."""
         with self._lock:
             due = self._state.next_expiry
-            if due == float("inf") or (self._alarm and self._alarm[1] <= due and not self._alarm[0].is_closed()):
+            if due == float("inf") or (
+                self._wakeup_timer and self._wakeup_timer[1] <= due and not self._wakeup_timer[0].is_closed()
+            ):
                 return
-            self._alarm = (loop, due)
+            self._wakeup_timer = (loop, due)
         me = weakref.ref(self)
 
         def ring() -> None:
             pool = me()
-            if pool is None or pool._alarm != (loop, due):
+            if pool is None or pool._wakeup_timer != (loop, due):
                 return
-            pool._alarm = None
-            pool._change(Tick())
-            pool._set_alarm(loop)
+            pool._wakeup_timer = None
+            pool._dispatch(Wakeup())
+            pool._schedule_wakeup(loop)
 
         loop.call_later(max(0.0, due - time.monotonic()) + 0.01, ring)
 
-    async def _wait(self, wanted: Wanted, loop: asyncio.AbstractEventLoop, deadline: float, timeout: float) -> int:
-        number = wanted.ticket
+    async def _wait(self, event: Requested, loop: asyncio.AbstractEventLoop, deadline: float, timeout: float) -> int:
+        number = event.ticket
         ticket = _Ticket(loop.create_future(), loop)
         with self._lock:
             self._tickets[number] = ticket
-        self._change(wanted)
+        self._dispatch(event)
         try:
             if not ticket.future.done():
-                with awake():
+                with keep_interruptible():
                     await asyncio.wait([ticket.future], timeout=max(0.0, deadline - loop.time()))
             if not ticket.future.done():
-                raise PoolTimeout(self._why_none(timeout))
+                raise PoolTimeout(self._timeout_message(timeout))
             slot = ticket.future.result()
         except GeneratorExit:
             # Collected with its event loop, perhaps in the middle of a change of state in this very thread:
@@ -519,7 +525,7 @@ class Pool(Generic[S]):
         except BaseException:
             # Also when it was granted just now and never reached us: then it goes to the next in the queue.
             self._tickets.pop(number, None)
-            self._change(GaveUp(number))
+            self._dispatch(Cancelled(number))
             if ticket.future.done() and not ticket.future.cancelled():
                 ticket.future.exception()  # seen, even if another exception was on its way
             raise
@@ -536,13 +542,13 @@ class Pool(Generic[S]):
         alive = _is_alive(lease.sandbox)
         if alive or not reusable:
             resettable = callable(getattr(lease.sandbox, "reset", None))
-            self._change(Returned(lease.id, reusable and resettable))
+            self._dispatch(Released(lease.id, reusable and resettable))
         else:
-            self._change(Died(lease.id, "found dead when it came back"))
+            self._dispatch(Died(lease.id, "found dead when it came back"))
         with self._lock:
             taken = self._state.slots.get(lease.id)
             uses = None if taken is None else taken.uses
-        await self._until_done(lease.id, uses)
+        await self._wait_for_tasks(lease.id, uses)
 
     def recycle(self, sandbox: int, *, close: bool = False) -> None:
         """By hand: have the sandbox of this number reset, or closed. Who is working with it loses it, as with
@@ -553,12 +559,12 @@ class Pool(Generic[S]):
         if sandbox not in self._state.slots:
             have = ", ".join(map(str, self._state.slots)) or "none"
             raise SettingsError(f"{self.name} {sandbox} is not in this pool (there are: {have})")
-        self._change(Recycle(sandbox, close))
+        self._dispatch(Recycle(sandbox, close))
 
     async def close(self) -> None:
         """End every sandbox, the leased ones too, and refuse everybody who waits. Nothing is left when it returns."""
-        self._change(CloseAll())
-        await self._until_done(None)
+        self._dispatch(CloseAll())
+        await self._wait_for_tasks(None)
         self._finalizer()  # what another, closed event loop was about to close
         if self.capacity is not None:
             self.capacity.leave(self._number_in_capacity)
@@ -571,7 +577,7 @@ class Pool(Generic[S]):
 
     # --- the one place where the state changes
 
-    def _change(self, event: Event, *, may_start: bool = True) -> None:
+    def _dispatch(self, event: Event, *, may_start: bool = True) -> None:
         """Tell the state what happened, and set going what it says is to be done. Never waits."""
         try:
             loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
@@ -580,50 +586,50 @@ class Pool(Generic[S]):
         may_start = may_start and loop is not None
         with self._lock:
             now = time.monotonic()
-            todo = self._state.change(event, now, may_start)
+            effects = self._state.handle(event, now, may_start)
             if self.capacity is not None:
                 s = self._state
                 self.capacity.publish(
                     self._number_in_capacity, held=len(s.slots), closing=s.count("closing"), idle=s.count("idle"),
-                    short=s.short, oldest=s.unmet,
+                    short=s.starved, oldest=s.starved_since,
                 )  # fmt: skip
-            for kind, slot, owner, detail in todo.changes:
+            for change, slot, owner, detail in effects.changes:
                 self._sequence += 1
                 if self._listeners:
-                    self._events.append(PoolEvent(self._sequence, kind, slot, owner, now, detail))
-            taken = [(slot, self._end_lease(slot, why)) for slot, why in todo.take_back.items()]
-            for slot, why in todo.ended.items():
-                lost = self._leases.pop(slot, None)
-                if lost is not None:
-                    lost.lost, lost.released = why, True
+                    self._events.append(PoolEvent(self._sequence, change, slot, owner, now, detail))
+            taken = [(slot, self._preempt(slot, why)) for slot, why in effects.take_back.items()]
+            for slot, why in effects.revoked.items():
+                lease = self._leases.pop(slot, None)
+                if lease is not None:
+                    lease.revoked, lease.released = why, True
         for slot, lease in taken:
             self._spawn(slot, self._save(slot, lease))
-        self._answer(todo)
-        for slot in todo.start:
+        self._resolve_tickets(effects)
+        for slot in effects.start:
             self._spawn(slot, self._start(slot))
-        for slot in todo.reset:
+        for slot in effects.reset:
             if may_start:
                 self._spawn(slot, self._reset(slot))
             else:
-                self._lose(slot)
-        for slot in todo.close:
+                self._kill_slot(slot)
+        for slot in effects.close:
             if may_start:
                 self._spawn(slot, self._close(slot))
             else:
-                self._lose(slot)
+                self._kill_slot(slot)
         if not may_start and self._state.waiters:
             self._wake_a_loop()
-        self._tell()
+        self._notify()
         if self._dropped:
-            self._end_dropped()
+            self._kill_dropped()
         if self.capacity is not None:
             self.capacity.settle()
 
-    def _answer(self, todo: Todo) -> None:
-        for number, slot in todo.grant:
+    def _resolve_tickets(self, effects: Effects) -> None:
+        for number, slot in effects.grant:
             self._deliver(number, slot)
-        for number, error in todo.refuse:
-            self._deliver(number, self._refusal(error))
+        for number, error in effects.refuse:
+            self._deliver(number, self._acquire_error(error))
 
     def _deliver(self, number: int, answer: int | Exception) -> None:
         with self._lock:
@@ -651,13 +657,13 @@ class Pool(Generic[S]):
         except RuntimeError:  # its loop is closed: nobody will come for it
             with self._lock:
                 self._tickets.pop(number, None)
-            self._change(GaveUp(number))
+            self._dispatch(Cancelled(number))
 
-    def _refusal(self, error: BaseException | None) -> Exception:
+    def _acquire_error(self, error: BaseException | None) -> Exception:
         if error is None:
             return PoolClosed(f"the pool of {self.name} is closed; make a new one")
-        kind = IsolationError if isinstance(error, IsolationError) else SandboxError
-        refusal = kind(
+        error_type = IsolationError if isinstance(error, IsolationError) else SandboxError
+        refusal = error_type(
             f"no {self.name} could be started: {error}" if str(error) else f"no {self.name} could be started"
         )
         refusal.__cause__ = error
@@ -668,7 +674,7 @@ class Pool(Generic[S]):
             loops = [self._tickets[number].loop for number in self._state.waiters if number in self._tickets]
         for loop in loops:
             try:
-                loop.call_soon_threadsafe(self._change, Tick())
+                loop.call_soon_threadsafe(self._dispatch, Wakeup())
                 return
             except RuntimeError:
                 continue
@@ -683,9 +689,9 @@ class Pool(Generic[S]):
             for task, _ in stuck:
                 del self._tasks[task]
         for number in gone:
-            self._change(GaveUp(number))
+            self._dispatch(Cancelled(number))
         for _, slot in stuck:
-            self._lose(slot)
+            self._kill_slot(slot)
 
     # --- input and output, in tasks of their own
 
@@ -693,17 +699,17 @@ class Pool(Generic[S]):
         task = asyncio.get_running_loop().create_task(work, name=f"{self.name} {slot}")
         with self._lock:
             self._tasks[task] = slot
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._task_done)
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _task_done(self, task: asyncio.Task[None]) -> None:
         """Work that ended by itself has reported. If it was cancelled its event loop is being torn down."""
         with self._lock:
             slot = self._tasks.pop(task, None)
             closing = slot in self._tasks.values()  # it was cancelled for that
         if slot is not None and not closing and (task.cancelled() or task.exception() is not None):
-            self._lose(slot)
+            self._kill_slot(slot)
 
-    async def _until_done(self, slot: int | None, uses: int | None = None) -> None:
+    async def _wait_for_tasks(self, slot: int | None, uses: int | None = None) -> None:
         """Wait for the work on a slot (None: on all), until it is lent again; cancelling that cancels no work."""
         loop = asyncio.get_running_loop()
         while True:
@@ -715,26 +721,28 @@ class Pool(Generic[S]):
             if not tasks:
                 return
             # Each ends itself in time, unless the kind does not let itself be cancelled.
-            _, deaf = await asyncio.wait(tasks, timeout=self.start_timeout + 2 * (_CLOSE_SECONDS + _DEAF_SECONDS))
+            _, stuck = await asyncio.wait(
+                tasks, timeout=self.start_timeout + 2 * (_CLOSE_SECONDS + _CANCEL_GRACE_SECONDS)
+            )
             await asyncio.sleep(0)  # their done callbacks
-            for lost in self._give_up(deaf):
-                self._lose(lost)
+            for stuck_slot in self._abandon_tasks(stuck):
+                self._kill_slot(stuck_slot)
 
-    def _give_up(self, deaf: set[asyncio.Task[None]]) -> list[int]:
+    def _abandon_tasks(self, stuck: set[asyncio.Task[None]]) -> list[int]:
         """Wait no more for work that went on when it was cancelled; the slots that it was for."""
         with self._lock:
-            slots = [self._tasks.pop(task) for task in deaf if task in self._tasks]
-        if deaf:
+            slots = [self._tasks.pop(task) for task in stuck if task in self._tasks]
+        if stuck:
             _warn(
-                f"a {self.name} goes on though it was cancelled, and is waited for no more: in its start, reset, tidy "
-                "or close something catches CancelledError; write `except Exception`, not a bare `except`"
+                f"a {self.name} goes on though it was cancelled, and is waited for no more: in its start, reset, "
+                "cleanup or close something catches CancelledError; write `except Exception`, not a bare `except`"
             )
         return slots
 
     async def _start(self, slot: int) -> None:
         clock: asyncio.Timeout | None = None
         try:
-            sandbox = self.kind(**self.options)
+            sandbox = self.sandbox_type(**self.options)
             with self._lock:
                 self._sandboxes[slot] = sandbox
             async with asyncio.timeout(self.start_timeout) as clock:
@@ -744,12 +752,12 @@ class Pool(Generic[S]):
             reason: BaseException = error
             if late:
                 reason = SandboxError(f"it did not start within {self.start_timeout:g} s")
-            hopeless = isinstance(reason, IsolationError | SettingsError | TypeError)
-            self._change(StartFailed(slot, reason, hopeless))
+            permanent = isinstance(reason, IsolationError | SettingsError | TypeError)
+            self._dispatch(StartFailed(slot, reason, permanent))
         else:
             if self._sandboxes.get(slot) is not sandbox:
-                await self._end(sandbox)  # given up meanwhile, it has come up after all
-            self._change(Started(slot))
+                await self._close_or_kill(sandbox)  # given up meanwhile, it has come up after all
+            self._dispatch(Started(slot))
 
     async def _is_healthy(self, sandbox: S) -> bool:
         check = (
@@ -761,21 +769,21 @@ class Pool(Generic[S]):
         try:
             async with asyncio.timeout(self.start_timeout):
                 sandbox = self._sandboxes[slot]
-                if not is_environment(self.kind):
+                if not is_environment(self.sandbox_type):
                     await _call(sandbox, "reset")
-                elif inspect.ismethod(getattr(sandbox, "tidy", None)):  # a tool of that name is none
-                    await _call(sandbox, "tidy")  # it is reset for the task of whoever gets it next
+                elif inspect.ismethod(getattr(sandbox, "cleanup", None)):  # a tool of that name is none
+                    await _call(sandbox, "cleanup")  # it is reset for the task of whoever gets it next
                 if not await self._is_healthy(sandbox):
-                    self._change(Died(slot, "its health check failed"))
+                    self._dispatch(Died(slot, "its health check failed"))
                     return
         except NotImplementedError:
-            self._change(Died(slot, "this kind is not reset but replaced"))
+            self._dispatch(Died(slot, "this kind is not reset but replaced"))
         except (Exception, SystemExit) as error:
-            self._change(Died(slot, f"its reset failed: {type(error).__name__}: {error}"))
+            self._dispatch(Died(slot, f"its reset failed: {type(error).__name__}: {error}"))
         else:
-            self._change(Reset(slot))
+            self._dispatch(Reset(slot))
 
-    def _end_lease(self, slot: int, why: str) -> Lease[S] | None:
+    def _preempt(self, slot: int, why: str) -> Lease[S] | None:
         """At once: whoever held it must find that out before it is anybody else's."""
         lease = self._leases.pop(slot, None)
         if lease is not None:
@@ -800,7 +808,7 @@ class Pool(Generic[S]):
         if callable(getattr(sandbox, "reset", None)):
             await self._reset(slot)
         else:
-            self._change(Returned(slot, False))
+            self._dispatch(Released(slot, False))
 
     async def _close(self, slot: int) -> None:
         me = asyncio.current_task()
@@ -809,78 +817,78 @@ class Pool(Generic[S]):
         for task in others:  # a start or a reset that is not wanted any more
             task.cancel()
         if others:
-            _, deaf = await asyncio.wait(others, timeout=_CLOSE_SECONDS)
-            self._give_up(deaf)
+            _, stuck = await asyncio.wait(others, timeout=_CLOSE_SECONDS)
+            self._abandon_tasks(stuck)
         with self._lock:
             sandbox = self._sandboxes.get(slot)
         if sandbox is not None:
-            await self._end(sandbox)
+            await self._close_or_kill(sandbox)
         with self._lock:
             self._sandboxes.pop(slot, None)
-        self._change(Closed(slot))
+        self._dispatch(Closed(slot))
 
-    async def _end(self, sandbox: S) -> None:
+    async def _close_or_kill(self, sandbox: S) -> None:
         """Have it close itself, and kill it if it fails or takes long; its error would help nobody."""
         closing = asyncio.ensure_future(_call(sandbox, "close"))
         try:
             await asyncio.wait([closing], timeout=_CLOSE_SECONDS)
             if not closing.done():
                 closing.cancel()
-                await asyncio.wait([closing], timeout=_DEAF_SECONDS)
+                await asyncio.wait([closing], timeout=_CANCEL_GRACE_SECONDS)
         except BaseException:
             closing.cancel()
             raise
         if not closing.done():
-            self._give_up({closing})
+            self._abandon_tasks({closing})
         if not closing.done() or closing.cancelled() or closing.exception() is not None:
             with contextlib.suppress(Exception):
                 await _call(sandbox, "kill")
 
-    def _lose(self, slot: int) -> None:
+    def _kill_slot(self, slot: int) -> None:
         """End a sandbox at once, without an event loop or while one is torn down: nothing may be started then."""
         with self._lock:
             sandbox = self._sandboxes.pop(slot, None)
         if sandbox is not None:
             _kill(sandbox)
-        self._change(Closed(slot), may_start=False)
+        self._dispatch(Closed(slot), may_start=False)
 
-    def _lost(self, lease: Lease[S]) -> None:
+    def _on_lease_collected(self, lease: Lease[S]) -> None:
         """A lease was collected and never released. This may be called in the middle of anything in this thread."""
         if lease.id not in self._state.slots:
             return  # the pool was closed, and took it
         self._dropped.append(lease.id)
         if self._lock.acquire(blocking=False):
             self._lock.release()
-            self._end_dropped()
+            self._kill_dropped()
         warnings.warn(f"{lease!r} was dropped without a release", ResourceWarning, stacklevel=3)
 
-    def _end_dropped(self) -> None:
+    def _kill_dropped(self) -> None:
         while self._dropped:
-            self._lose(self._dropped.popleft())
+            self._kill_slot(self._dropped.popleft())
 
     # --- telling
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         """Call the listeners, one event at a time, in order, whoever changed the state; no lock is held meanwhile."""
         with self._lock:
-            if self._telling:
+            if self._notifying:
                 return
-            self._telling = True
+            self._notifying = True
         while True:
             with self._lock:
                 if not self._events:
-                    self._telling = False
+                    self._notifying = False
                     return
                 event = self._events.popleft()
                 listeners = list(self._listeners)
             try:
                 for listener in listeners:
-                    listener.tell(event, self.name)
+                    listener.notify(event, self.name)
             except BaseException:  # an interrupt, which may arrive anywhere: whoever changes something next goes on
-                self._telling = False
+                self._notifying = False
                 raise
 
-    def _why_none(self, timeout: float) -> str:
+    def _timeout_message(self, timeout: float) -> str:
         s = self.snapshot()
         counts = f"{s.leased} of {s.size} leased, {s.waiting} waiting"
         if s.starting:
@@ -894,7 +902,7 @@ class Pool(Generic[S]):
             more = len(s.leases) - len(held)
             text += f"held by {', '.join(held)}{f' and {more} more' if more > 0 else ''}; "
         if s.leased < s.size and s.starting:
-            text += "starting takes long: raise timeout=, or keep some ready with warm="
+            text += "starting takes long: raise timeout=, or keep some ready with min_idle="
         else:
             text += "raise size=, or look for a lease held while sampling"
         return text if s.error is None else f"{text}; the last start failed: {s.error}"
@@ -906,7 +914,7 @@ def _sender(pool: weakref.ref[Pool[Any]], event: Event) -> Callable[[], None]:
     def send() -> None:
         found = pool()
         if found is not None:
-            found._change(event)
+            found._dispatch(event)
 
     return send
 
@@ -965,17 +973,17 @@ def _kill(sandbox: object) -> None:
             kill()
         return
     if callable(getattr(sandbox, "close", None)):
-        thread = threading.Thread(target=_close_elsewhere, args=(sandbox,), daemon=True)
+        thread = threading.Thread(target=_close_in_thread, args=(sandbox,), daemon=True)
         thread.start()
         thread.join(2.0)
 
 
-def _close_elsewhere(sandbox: object) -> None:
+def _close_in_thread(sandbox: object) -> None:
     with contextlib.suppress(BaseException):
         asyncio.run(_call(sandbox, "close"))
 
 
-def _abandon(sandboxes: dict[int, Any]) -> None:
+def _kill_all(sandboxes: dict[int, Any]) -> None:
     """The pool is gone, or Python is about to be."""
     while sandboxes:
         _kill(sandboxes.popitem()[1])

@@ -1,6 +1,6 @@
 """The pool's state and its one method that changes it. Pure: no clock, no event loop, no input or output.
 
-`PoolState.change(event, now)` takes what happened and returns what must be done about it: which sandboxes to start,
+`PoolState.handle(event, now)` takes what happened and returns what must be done about it: which sandboxes to start,
 reset or close, and which waiters have got one or are refused. Whoever does those things reports back with the next
 event.
 
@@ -29,7 +29,7 @@ Change = Literal[
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Requested:
     """Somebody wants a sandbox."""
 
     ticket: int
@@ -40,7 +40,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class GaveUp:
+class Cancelled:
     """That somebody does not want it any more: cancelled, or its time is up. Maybe it had been granted already."""
 
     ticket: int
@@ -55,12 +55,12 @@ class Started:
 class StartFailed:
     slot: int
     error: BaseException
-    hopeless: bool = False
+    permanent: bool = False
     """Trying again cannot help."""
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
+class Released:
     """A lease has ended; or what was taken back has been saved. Not reusable: close it."""
 
     slot: int
@@ -90,7 +90,7 @@ class Closed:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TurnChanged:
     """The holder says where it is."""
 
     slot: int
@@ -115,7 +115,7 @@ class Recycle:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class Wakeup:
     """Nothing happened; look again."""
 
 
@@ -130,18 +130,18 @@ class CloseAll:
 
 
 Event = (
-    Wanted
-    | GaveUp
+    Requested
+    | Cancelled
     | Started
     | StartFailed
-    | Returned
+    | Released
     | Reset
     | Died
     | Closed
-    | Turn
+    | TurnChanged
     | Rests
     | Recycle
-    | Tick
+    | Wakeup
     | Evict
     | CloseAll
 )
@@ -157,7 +157,7 @@ class Slot:
     id: int
     state: SlotState
     since: float
-    born: float = 0.0
+    created: float = 0.0
     owner: str | None = None
     ticket: int | None = None
     turn: object = None
@@ -168,14 +168,14 @@ class Slot:
 
 
 @dataclass(slots=True)
-class Todo:
-    """What the caller of `change` must do now, and what changed, in order."""
+class Effects:
+    """What the caller of `handle` must do now, and what changed, in order."""
 
     start: list[int] = field(default_factory=list)
     reset: list[int] = field(default_factory=list)
     close: list[int] = field(default_factory=list)
     grant: list[tuple[int, int]] = field(default_factory=list)  # (ticket, slot)
-    ended: dict[int, str] = field(default_factory=dict)  # slots whose holder has lost them -> why
+    revoked: dict[int, str] = field(default_factory=dict)  # slots whose holder has lost them -> why
     take_back: dict[int, str] = field(default_factory=dict)  # slots to be saved and then reset -> why
     refuse: list[tuple[int, BaseException | None]] = field(default_factory=list)  # (ticket, last error; None: closed)
     changes: list[tuple[Change, int | None, str | None, str]] = field(default_factory=list)  # what, slot, owner, detail
@@ -202,19 +202,19 @@ class PoolState:
     Room: `room` is asked before a start (None: there is always room), `must_yield(since)` when a sandbox comes back or
     is idle: whether somebody else has waited for its room since before `since`.
 
-    The breaker: after `patience` starts in a row have failed, and while nothing else could serve them, waiters are
+    The breaker: after `max_failures` starts in a row have failed, and while nothing else could serve them, waiters are
     refused with the last error; so is everybody who comes within the pause, which doubles with each further failure.
     After any failure one start at a time is tried; else at most `max_starting` at once.
     """
 
     def __init__(
-        self, size: int, warm: int = 0, *, alive: Callable[[int], bool] = lambda slot: True, patience: int = 3,
-        pause: float = 1.0, longest_pause: float = 60.0, max_starting: int | None = None, max_uses: int | None = None,
+        self, size: int, min_idle: int = 0, *, alive: Callable[[int], bool] = lambda slot: True, max_failures: int = 3,
+        backoff: float = 1.0, max_backoff: float = 60.0, max_starting: int | None = None, max_uses: int | None = None,
         max_age: float | None = None, max_lease: float = float("inf"), room: Callable[[], bool] | None = None,
         must_yield: Callable[[float], bool] = lambda since: False,
     ) -> None:  # fmt: skip
         self.size = size
-        self.warm = warm
+        self.min_idle = min_idle
         self.slots: dict[int, Slot] = {}
         self.waiters: dict[int, Waiter] = {}  # ticket -> waiter, in order of arrival
         self._queues: dict[str, dict[int, None]] = {}  # run -> its tickets, in order of arrival
@@ -226,18 +226,18 @@ class PoolState:
         self.blocked_until = float("-inf")
         self.dead = 0
         self._alive = alive
-        self._patience, self._pause, self._longest_pause = patience, pause, longest_pause
+        self._max_failures, self._backoff, self._max_backoff = max_failures, backoff, max_backoff
         self._max_starting, self._max_uses, self._max_age = max_starting, max_uses, max_age
         self._max_lease = max_lease
         self.next_expiry = float("inf")
         """No lease is too old before this, in the seconds of `now`."""
         self._room, self._must_yield = room, must_yield
-        self.short = 0
+        self.starved = 0
         """Sandboxes that would have been started, had there been room."""
-        self.unmet = float("inf")
+        self.starved_since = float("inf")
         """Since when the first waiter has waited for whom there was no room."""
         self._next = 1
-        self._begun = False
+        self._was_used = False
 
     def share(self, room: Callable[[], bool], must_yield: Callable[[float], bool]) -> None:
         """From now on others use the same room."""
@@ -246,75 +246,75 @@ class PoolState:
     def count(self, *states: SlotState) -> int:
         return sum(slot.state in states for slot in self.slots.values())
 
-    def change(self, event: Event, now: float, may_start: bool = True) -> Todo:
+    def handle(self, event: Event, now: float, may_start: bool = True) -> Effects:
         """Take one event, then hand out what is free and start what is wanted.
 
         An event about a slot that is gone, or in another state by now, is late news and changes nothing.
         """
-        todo = Todo()
+        effects = Effects()
         slot = self.slots.get(getattr(event, "slot", 0))
         match event:
-            case Wanted(ticket, owner, run, hand):
+            case Requested(ticket, owner, run, hand):
                 if self.closed:
-                    todo.refuse.append((ticket, None))
+                    effects.refuse.append((ticket, None))
                 else:
-                    self._begun = True
+                    self._was_used = True
                     self.waiters[ticket] = Waiter(owner, now, run, hand)
                     self._queues.setdefault(run, {})[ticket] = None
-                    todo.changes.append(("waiting", None, owner, ""))
-            case GaveUp(ticket):
-                self._give_up(ticket, now, todo)
+                    effects.changes.append(("waiting", None, owner, ""))
+            case Cancelled(ticket):
+                self._give_up(ticket, now, effects)
             case Started() if slot and slot.state == "starting":
                 self.failures = 0
                 self.last_error = None
-                self._move(slot, "idle", now, todo)
-            case StartFailed(_, error, hopeless) if slot and slot.state == "starting":
-                self._start_failed(slot, error, hopeless, now, todo)
-            case Returned(_, reusable) if slot and slot.state == "leased":
-                why = self._worn(slot, now) if reusable else ""
+                self._move(slot, "idle", now, effects)
+            case StartFailed(_, error, permanent) if slot and slot.state == "starting":
+                self._start_failed(slot, error, permanent, now, effects)
+            case Released(_, reusable) if slot and slot.state == "leased":
+                why = self._retire_reason(slot, now) if reusable else ""
                 if not why and self._must_yield(self.oldest):
                     why = "its room is needed"
-                self._move(slot, "closing" if why or not reusable or self.closed else "resetting", now, todo, why)
-            case Returned(_, False) if slot and slot.state == "resetting":
-                self._move(slot, "closing", now, todo)
+                self._move(slot, "closing" if why or not reusable or self.closed else "resetting", now, effects, why)
+            case Released(_, False) if slot and slot.state == "resetting":
+                self._move(slot, "closing", now, effects)
             case Rests(_, ticket, rests) if slot and slot.state == "leased" and slot.hand and slot.ticket == ticket:
                 slot.rests = now if rests else None
             case Reset() if slot and slot.state == "resetting":
-                self._move(slot, "idle", now, todo)
+                self._move(slot, "idle", now, effects)
             case Died(_, why) if slot and slot.state != "closing":
                 self.dead += 1
-                todo.changes.append(("died", slot.id, slot.owner, why))
-                self._move(slot, "closing", now, todo)
+                effects.changes.append(("died", slot.id, slot.owner, why))
+                self._move(slot, "closing", now, effects)
             case Closed() if slot:
                 if slot.state != "closing":
                     self.dead += 1
-                    todo.changes.append(("died", slot.id, slot.owner, "ended without an event loop"))
-                todo.changes.append(("closed", slot.id, None, ""))
+                    effects.changes.append(("died", slot.id, slot.owner, "ended without an event loop"))
+                effects.changes.append(("closed", slot.id, None, ""))
                 del self.slots[slot.id]
-            case Turn(_, turn) if slot and slot.state == "leased":
+            case TurnChanged(_, turn) if slot and slot.state == "leased":
                 slot.turn = turn
-                todo.changes.append(("turn", slot.id, slot.owner, str(turn)))
+                effects.changes.append(("turn", slot.id, slot.owner, str(turn)))
             case Recycle(_, close) if slot and slot.state != "closing":
-                self._recycle(slot, close or not may_start, now, todo)
+                self._recycle(slot, close or not may_start, now, effects)
             case Evict():
                 idle = [slot for slot in self.slots.values() if slot.state == "idle"]
                 if idle:
-                    self._move(min(idle, key=lambda slot: slot.since), "closing", now, todo, "its room is needed")
+                    self._move(min(idle, key=lambda slot: slot.since), "closing", now, effects, "its room is needed")
             case CloseAll() if not self.closed:
                 self.closed = True
-                todo.changes.append(("pool closed", None, None, ""))
-                self._refuse_all(None, todo)
+                effects.changes.append(("pool closed", None, None, ""))
+                self._refuse_all(None, effects)
                 for each in list(self.slots.values()):
                     if each.state != "closing":
-                        self._move(each, "closing", now, todo)
+                        self._move(each, "closing", now, effects)
         if may_start and now >= self.next_expiry:
-            self._expire(now, todo)
+            self._expire(now, effects)
         if not self.closed:
-            self._hand_out(now, todo)
+            self._grant(now, effects)
             if may_start:
-                self._start(now, todo)
-                self._take_back(now, todo)
-        return todo
+                self._start(now, effects)
+                self._take_back(now, effects)
+        return effects
 
     @property
     def oldest(self) -> float:
@@ -342,95 +342,95 @@ class PoolState:
                 del self._queues[waiter.run]
         return waiter
 
-    def _expire(self, now: float, todo: Todo) -> None:
+    def _expire(self, now: float, effects: Effects) -> None:
         self.next_expiry = float("inf")
         for slot in [slot for slot in self.slots.values() if slot.state == "leased"]:
             if now < slot.since + self._max_lease:
                 self.next_expiry = min(self.next_expiry, slot.since + self._max_lease)
             elif slot.rests is not None:
-                self._end_rest(slot, f"it was held for {now - slot.since:.0f} s", now, todo)
+                self._end_rest(slot, f"it was held for {now - slot.since:.0f} s", now, effects)
             else:
-                self._end(slot, "expired", f"held for {now - slot.since:.0f} s, longer than max_lease=", now, todo)
+                self._end(slot, "expired", f"held for {now - slot.since:.0f} s, longer than max_lease=", now, effects)
 
-    def _recycle(self, slot: Slot, close: bool, now: float, todo: Todo) -> None:
+    def _recycle(self, slot: Slot, close: bool, now: float, effects: Effects) -> None:
         if slot.state == "leased" and slot.rests is not None and not close:
-            self._end_rest(slot, "it was reset by hand", now, todo)
+            self._end_rest(slot, "it was reset by hand", now, effects)
         elif slot.state == "leased":
-            self._end(slot, "ended by hand", f"{'closed' if close else 'reset'} by hand", now, todo)
+            self._end(slot, "ended by hand", f"{'closed' if close else 'reset'} by hand", now, effects)
         elif close:
-            self._move(slot, "closing", now, todo, "closed by hand")
+            self._move(slot, "closing", now, effects, "closed by hand")
         elif slot.state == "idle":
-            self._move(slot, "resetting", now, todo, "reset by hand")
+            self._move(slot, "resetting", now, effects, "reset by hand")
 
-    def _end(self, slot: Slot, change: Change, why: str, now: float, todo: Todo) -> None:
+    def _end(self, slot: Slot, change: Change, why: str, now: float, effects: Effects) -> None:
         """Take it from a holder that may be in the middle of a call: it is never anybody else's again."""
-        todo.ended[slot.id] = why
-        todo.changes.append((change, slot.id, slot.owner, why))
-        self._move(slot, "closing", now, todo)
+        effects.revoked[slot.id] = why
+        effects.changes.append((change, slot.id, slot.owner, why))
+        self._move(slot, "closing", now, effects)
 
-    def _end_rest(self, slot: Slot, why: str, now: float, todo: Todo) -> None:
-        todo.take_back[slot.id] = why
-        todo.changes.append(("taken back", slot.id, slot.owner, f"it waited for its person, and {why}"))
-        self._move(slot, "resetting", now, todo)
+    def _end_rest(self, slot: Slot, why: str, now: float, effects: Effects) -> None:
+        effects.take_back[slot.id] = why
+        effects.changes.append(("taken back", slot.id, slot.owner, f"it waited for its person, and {why}"))
+        self._move(slot, "resetting", now, effects)
 
-    def _worn(self, slot: Slot, now: float) -> str:
+    def _retire_reason(self, slot: Slot, now: float) -> str:
         if self._max_uses is not None and slot.uses >= self._max_uses:
             return f"used {slot.uses} times"
-        if self._max_age is not None and now - slot.born >= self._max_age:
-            return f"{now - slot.born:.0f} s old"
+        if self._max_age is not None and now - slot.created >= self._max_age:
+            return f"{now - slot.created:.0f} s old"
         return ""
 
-    def _move(self, slot: Slot, state: SlotState, now: float, todo: Todo, why: str = "") -> None:
+    def _move(self, slot: Slot, state: SlotState, now: float, effects: Effects, why: str = "") -> None:
         owner = slot.owner
         if state != "leased":
             slot.owner = slot.ticket = slot.turn = slot.rests = None
             slot.hand = False
         slot.state, slot.since = state, now
-        todo.changes.append((state, slot.id, owner, why))
-        if state == "resetting" and slot.id not in todo.take_back:
-            todo.reset.append(slot.id)
+        effects.changes.append((state, slot.id, owner, why))
+        if state == "resetting" and slot.id not in effects.take_back:
+            effects.reset.append(slot.id)
         elif state == "closing":
-            todo.close.append(slot.id)
+            effects.close.append(slot.id)
 
-    def _give_up(self, ticket: int, now: float, todo: Todo) -> None:
+    def _give_up(self, ticket: int, now: float, effects: Effects) -> None:
         waiter = self._take_waiter(ticket)
         if waiter is not None:
-            todo.changes.append(("gave up", None, waiter.owner, ""))
+            effects.changes.append(("gave up", None, waiter.owner, ""))
             return
         for slot in self.slots.values():
             if slot.ticket == ticket and slot.state == "leased":
-                todo.changes.append(("gave up", slot.id, slot.owner, ""))
+                effects.changes.append(("gave up", slot.id, slot.owner, ""))
                 slot.uses -= 1
-                self._move(slot, "idle", now, todo)  # nobody has touched it
+                self._move(slot, "idle", now, effects)  # nobody has touched it
                 return
 
-    def _start_failed(self, slot: Slot, error: BaseException, hopeless: bool, now: float, todo: Todo) -> None:
-        self.failures = max(self.failures + 1, self._patience if hopeless else 0)
+    def _start_failed(self, slot: Slot, error: BaseException, permanent: bool, now: float, effects: Effects) -> None:
+        self.failures = max(self.failures + 1, self._max_failures if permanent else 0)
         self.last_error = error
-        todo.changes.append(("start failed", slot.id, None, f"{type(error).__name__}: {error}"))
-        self._move(slot, "closing", now, todo)
-        over = self.failures - self._patience
+        effects.changes.append(("start failed", slot.id, None, f"{type(error).__name__}: {error}"))
+        self._move(slot, "closing", now, effects)
+        over = self.failures - self._max_failures
         if over >= 0:
-            self.blocked_until = now + min(self._pause * 2**over, self._longest_pause)
+            self.blocked_until = now + min(self._backoff * 2**over, self._max_backoff)
 
-    def _refuse_all(self, error: BaseException | None, todo: Todo) -> None:
+    def _refuse_all(self, error: BaseException | None, effects: Effects) -> None:
         for ticket, waiter in self.waiters.items():
-            todo.refuse.append((ticket, error))
-            todo.changes.append(("refused", None, waiter.owner, "" if error is None else str(error)))
+            effects.refuse.append((ticket, error))
+            effects.changes.append(("refused", None, waiter.owner, "" if error is None else str(error)))
         self.waiters.clear()
         self._queues.clear()
 
-    def _hand_out(self, now: float, todo: Todo) -> None:
+    def _grant(self, now: float, effects: Effects) -> None:
         for slot in sorted((s for s in self.slots.values() if s.state == "idle"), key=lambda s: s.since, reverse=True):
             if not self.waiters:
                 return
             if not self._alive(slot.id):
                 self.dead += 1
-                todo.changes.append(("died", slot.id, None, "found dead when it was to be lent"))
-                self._move(slot, "closing", now, todo)
+                effects.changes.append(("died", slot.id, None, "found dead when it was to be lent"))
+                self._move(slot, "closing", now, effects)
                 continue
-            if why := self._worn(slot, now):
-                self._move(slot, "closing", now, todo, why)
+            if why := self._retire_reason(slot, now):
+                self._move(slot, "closing", now, effects, why)
                 continue
             run = min(self._queues, key=lambda run: (self._served.get(run, 0), next(iter(self._queues[run]))))
             ticket = next(iter(self._queues[run]))
@@ -442,27 +442,27 @@ class PoolState:
                 self._served = {run: stamp for run, stamp in self._served.items() if run in self._queues}
             slot.owner, slot.ticket, slot.hand = waiter.owner, ticket, waiter.hand
             slot.uses += 1
-            self._move(slot, "leased", now, todo)
+            self._move(slot, "leased", now, effects)
             self.next_expiry = min(self.next_expiry, now + self._max_lease)
-            todo.grant.append((ticket, slot.id))
+            effects.grant.append((ticket, slot.id))
 
-    def _take_back(self, now: float, todo: Todo) -> None:
+    def _take_back(self, now: float, effects: Effects) -> None:
         """End leases by hand that rest, the one at rest for longest first, for waiters whom nothing else will serve."""
         wanted = len(self.waiters) - self.count("starting", "resetting", "closing")
         resting = sorted((s.rests, s.id) for s in self.slots.values() if s.state == "leased" and s.rests is not None)
         for _, number in resting[: max(0, wanted)]:
-            self._end_rest(self.slots[number], "others needed it", now, todo)
+            self._end_rest(self.slots[number], "others needed it", now, effects)
 
-    def _start(self, now: float, todo: Todo) -> None:
-        self.short, self.unmet = 0, float("inf")
+    def _start(self, now: float, effects: Effects) -> None:
+        self.starved, self.starved_since = 0, float("inf")
         if now < self.blocked_until:
             if not self.count("starting", "idle", "leased", "resetting"):
-                self._refuse_all(self.last_error, todo)
+                self._refuse_all(self.last_error, effects)
             return
         coming = self.count("starting", "resetting")
         wanted = len(self.waiters) - coming
-        if self._begun and not self.failures:
-            wanted = max(wanted, self.warm - self.count("idle") - coming)
+        if self._was_used and not self.failures:
+            wanted = max(wanted, self.min_idle - self.count("idle") - coming)
         if self.failures:
             wanted = min(wanted, 1 - self.count("starting"))
         needed = len(self.waiters) - coming
@@ -470,12 +470,12 @@ class PoolState:
             wanted = min(wanted, self._max_starting - self.count("starting"))
         for begun in range(min(wanted, self.size - len(self.slots))):
             if self._room is not None and not self._room():
-                self.short = max(0, min(needed - begun, self.size - len(self.slots)))
-                if self.short:
-                    self.unmet = next(itertools.islice(self.waiters.values(), coming + begun, None)).since
+                self.starved = max(0, min(needed - begun, self.size - len(self.slots)))
+                if self.starved:
+                    self.starved_since = next(itertools.islice(self.waiters.values(), coming + begun, None)).since
                 return
-            slot = Slot(self._next, "starting", now, born=now)
+            slot = Slot(self._next, "starting", now, created=now)
             self._next += 1
             self.slots[slot.id] = slot
-            todo.start.append(slot.id)
-            todo.changes.append(("starting", slot.id, None, ""))
+            effects.start.append(slot.id)
+            effects.changes.append(("starting", slot.id, None, ""))

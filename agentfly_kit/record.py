@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from agentfly_kit import markup
 from agentfly_kit.context import Context
 from agentfly_kit.errors import RunError, SettingsError
-from agentfly_kit.pending import awaited
+from agentfly_kit.pending import pending_call
 from agentfly_kit.rewards import RewardSet
-from agentfly_kit.types import UNSCORED, Failure, Group, Sampling, Task, ToolCall, ToolResult, Trajectory, Turn
+from agentfly_kit.types import UNSCORED_STOPS, Failure, Group, Sampling, Task, ToolCall, ToolResult, Trajectory, Turn
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,20 +33,20 @@ _VERSION = 2
 # --- records to JSON and back --------------------------------------------------------------------
 
 
-def _plain(value: Any) -> Any:
+def _json_fallback(value: Any) -> Any:
     """numpy scalars and arrays as numbers and lists; anything else that JSON does not know is refused."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__}")
 
 
-def dump(value: Any, where: str) -> str:
+def dump_json(value: Any, where: str) -> str:
     try:
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_plain, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_json_fallback, allow_nan=False)
         try:
             text.encode()
         except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can write
-            text = json.dumps(value, separators=(",", ":"), default=_plain, allow_nan=False)
+            text = json.dumps(value, separators=(",", ":"), default=_json_fallback, allow_nan=False)
         return text
     except (TypeError, ValueError) as error:
         raise RunError(
@@ -59,7 +59,7 @@ def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
     return tuple((f.name, f.default if f.default_factory is MISSING else f.default_factory()) for f in fields(kind))
 
 
-def _bare(record: Any, leave: Sequence[str] = ()) -> dict[str, Any]:
+def _non_default_fields(record: Any, leave: Sequence[str] = ()) -> dict[str, Any]:
     """The fields that differ from their defaults."""
     out = {}
     kind: Any = type(record)
@@ -71,39 +71,40 @@ def _bare(record: Any, leave: Sequence[str] = ()) -> dict[str, Any]:
     return out
 
 
-def _result_out(result: ToolResult) -> dict[str, Any]:
-    out = _bare(result)
+def _result_to_json(result: ToolResult) -> dict[str, Any]:
+    out = _non_default_fields(result)
     if result.error is not None:
         out["error"] = vars(result.error)
     return {"observation": result.observation} | out
 
 
-def _call_out(call: ToolCall) -> dict[str, Any]:
-    out = {"id": call.id, "name": call.name, "arguments": call.arguments} | _bare(call, ("rerunner",))
+def _call_to_json(call: ToolCall) -> dict[str, Any]:
+    out = {"id": call.id, "name": call.name, "arguments": call.arguments} | _non_default_fields(call, ("rerunner",))
     if call.result is not None:
-        out["result"] = _result_out(call.result)
+        out["result"] = _result_to_json(call.result)
     return out
 
 
-def _turn_out(turn: Turn) -> dict[str, Any]:
-    out = _bare(turn, ("parent", "pieces", "tool_calls"))
-    if turn.ids is not None and turn.pieces is None:
-        out["pieces"] = None  # its ids have pieces in the header, if another turn has the same, but it has none
+def _turn_to_json(turn: Turn) -> dict[str, Any]:
+    out = _non_default_fields(turn, ("parent", "token_texts", "tool_calls"))
+    out = {"place" if name == "label" else name: value for name, value in out.items()}
+    if turn.ids is not None and turn.token_texts is None:
+        out["pieces"] = None  # its ids have texts in the header, if another turn has the same, but it has none
     if turn.tool_calls:
-        out["tool_calls"] = [_call_out(call) for call in turn.tool_calls]
+        out["tool_calls"] = [_call_to_json(call) for call in turn.tool_calls]
     return out
 
 
-def _trajectory_out(t: Trajectory) -> dict[str, Any]:
-    out = _bare(t, ("task", "turns", "sampling", "error", "chain", "seed"))
+def _trajectory_to_json(t: Trajectory) -> dict[str, Any]:
+    out = _non_default_fields(t, ("task", "turns", "sampling", "error", "chain", "seed"))
     out |= {"task": vars(t.task), "chain": t.chain, "seed": t.seed, "sampling": vars(t.sampling)}
-    out["turns"] = [_turn_out(turn) for turn in t.turns]
+    out["turns"] = [_turn_to_json(turn) for turn in t.turns]
     if t.error is not None:
         out["error"] = vars(t.error)
     return out
 
 
-def _call_in(data: dict[str, Any]) -> ToolCall:
+def _call_from_json(data: dict[str, Any]) -> ToolCall:
     result = data.pop("result", None)
     if result is not None:
         error = result.pop("error", None)
@@ -111,7 +112,7 @@ def _call_in(data: dict[str, Any]) -> ToolCall:
     return ToolCall(**data, result=result)
 
 
-def _trajectory_in(data: dict[str, Any], pieces: dict[int, str]) -> Trajectory:
+def _trajectory_from_json(data: dict[str, Any], token_texts: dict[int, str]) -> Trajectory:
     task = data.pop("task")
     error = data.pop("error", None)
     turns: list[Turn] = []
@@ -119,9 +120,11 @@ def _trajectory_in(data: dict[str, Any], pieces: dict[int, str]) -> Trajectory:
         for name in ("ids", "logprobs", "entropies", "kept_mass", "versions", "messages"):
             if raw.get(name) is not None:
                 raw[name] = tuple(raw[name])
+        raw["label"] = raw.pop("place", "")
         if raw["ids"] is not None and "pieces" not in raw:
-            raw["pieces"] = tuple(pieces.get(i, f"[{i}]") for i in raw["ids"])
-        calls = tuple(_call_in(call) for call in raw.pop("tool_calls", ()))
+            raw["token_texts"] = tuple(token_texts.get(i, f"[{i}]") for i in raw["ids"])
+        raw.pop("pieces", None)
+        calls = tuple(_call_from_json(call) for call in raw.pop("tool_calls", ()))
         turns.append(Turn(**raw, tool_calls=calls, parent=turns[-1] if turns else None))
     sampling = data.pop("sampling")
     return Trajectory(
@@ -134,7 +137,7 @@ def _trajectory_in(data: dict[str, Any], pieces: dict[int, str]) -> Trajectory:
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Any]:
+def atomic_write(path: Path) -> Iterator[Any]:
     """Write a text file under another name and move it into place: a reader never sees half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -174,7 +177,7 @@ class Rollout:
         return iter(self.trajectories)
 
     @classmethod
-    def of(
+    def from_trajectories(
         cls, trajectories: Iterable[Trajectory], seconds: float = 0.0, not_run: Mapping[str, str] | None = None
     ) -> Rollout:
         """Group trajectories by their `group`, keeping the order in which groups first appear."""
@@ -183,8 +186,8 @@ class Rollout:
             by.setdefault(t.group, []).append(t)
         return cls(tuple(Group(name, tuple(ts)) for name, ts in by.items()), seconds, dict(not_run or {}))
 
-    def marked(self, dropped: Iterable[Any]) -> Rollout:
-        """The same chains, each that a batch left out with the reason: `rollout.marked(batch.dropped)`."""
+    def with_drop_reasons(self, dropped: Iterable[Any]) -> Rollout:
+        """The same chains, each that a batch left out with the reason: `rollout.with_drop_reasons(batch.dropped)`."""
         why = {d.trajectory: d.reason for d in dropped if d.row is None}
         if not why:
             return self
@@ -195,7 +198,7 @@ class Rollout:
 
     # --- numbers ---
 
-    def numbers(self) -> dict[str, float]:
+    def summary(self) -> dict[str, float]:
         """Means over the scored trajectories, and the shares that were not."""
         ts = self.trajectories
         scored = [t for t in ts if t.reward is not None]
@@ -277,7 +280,15 @@ class Rollout:
     @staticmethod
     def _token_rows(t: Trajectory) -> Iterator[dict[str, Any]]:
         for row in t.rows:
-            views = (row.ids, row.pieces, row.action_mask, row.logprobs, row.entropies, row.versions, row.turn_index)
+            views = (
+                row.ids,
+                row.token_texts,
+                row.action_mask,
+                row.logprobs,
+                row.entropies,
+                row.versions,
+                row.turn_index,
+            )
             for position, (i, piece, mask, logprob, entropy, version, turn) in enumerate(zip(*views, strict=True)):
                 yield {
                     "row": row.index,
@@ -294,18 +305,18 @@ class Rollout:
 
     # --- scoring again, comparing ---
 
-    @awaited
+    @pending_call
     async def rescore(self, reward: Any) -> Rollout:
         """The same chains scored by another reward; nothing is sampled.
 
         Raises:  SettingsError for a reward that looks into a sandbox or an environment: the chains gave theirs back,
             and a fresh one is not in the state that they left.
         """
-        rewards = RewardSet.of(reward)
-        if rewards.sandbox_kinds:
-            asking = next(r.name for r in rewards if r.sandbox_kinds)
+        rewards = RewardSet.coerce(reward)
+        if rewards.sandbox_types:
+            asking = next(r.name for r in rewards if r.sandbox_types)
             raise SettingsError(
-                f"the reward {asking!r} looks into a {rewards.sandbox_kinds[0].__name__}, and these chains gave theirs "
+                f"the reward {asking!r} looks into a {rewards.sandbox_types[0].__name__}, and these chains gave theirs "
                 f"back when they were scored; roll out again with it, or await {asking}.try_(trajectory) in a fresh one"
             )
         rewards.check([group.task for group in self.groups])
@@ -313,12 +324,12 @@ class Rollout:
         for group in self.groups:
             scored = []
             for t in group.trajectories:
-                if t.stop in UNSCORED:
+                if t.stop in UNSCORED_STOPS:
                     scored.append(t)
                     continue
                 async with Context(t.task, trajectory_id=t.id) as context:
                     score = await rewards.score(t, context)
-                turns = _credited(t.turns, score.turn_rewards)
+                turns = _with_turn_rewards(t.turns, score.turn_rewards)
                 scored.append(
                     t.replace(reward=score.reward, metrics=dict(score.metrics), error=score.error, turns=turns)
                 )
@@ -327,13 +338,13 @@ class Rollout:
 
     def diff(self, other: Rollout) -> RolloutDiff:
         """What changed from this rollout to another of the same tasks: which chains flipped, and where."""
-        mine, theirs = self._by_place(), other._by_place()
+        mine, theirs = self._by_chain(), other._by_chain()
         both = [key for key in mine if key in theirs]
         if not both:
             raise SettingsError("these two rollouts have no task in common; roll out the same tasks with both agents")
         return RolloutDiff(tuple((mine[key], theirs[key]) for key in both))
 
-    def _by_place(self) -> dict[tuple[str, int, str], Trajectory]:
+    def _by_chain(self) -> dict[tuple[str, int, str], Trajectory]:
         """By task, which of the task's groups it is in (a task may come twice), and place in the group."""
         seen: dict[str, int] = {}
         out: dict[tuple[str, int, str], Trajectory] = {}
@@ -347,19 +358,24 @@ class Rollout:
     def save(self, path: str | Path) -> Path:
         """Write a .jsonl file; raises RunError naming the trajectory whose fields JSON cannot hold."""
         path = Path(path)
-        pieces: dict[int, str] = {}
+        token_texts: dict[int, str] = {}
         for t in self.trajectories:
             for turn in t.turns:
-                if turn.ids is not None and turn.pieces is not None:
-                    pieces.update(zip(turn.ids, turn.pieces, strict=True))
+                if turn.ids is not None and turn.token_texts is not None:
+                    token_texts.update(zip(turn.ids, turn.token_texts, strict=True))
         several = any(turn.row for t in self.trajectories for turn in t.turns)
-        header = {"format": _FORMAT, "version": _VERSION if several else 1, "seconds": self.seconds, "pieces": pieces}
+        header = {
+            "format": _FORMAT,
+            "version": _VERSION if several else 1,
+            "seconds": self.seconds,
+            "pieces": token_texts,
+        }
         if self.not_run:
             header["not_run"] = self.not_run
-        with whole_file(path) as file:
-            file.write(dump(header, "the header") + "\n")
+        with atomic_write(path) as file:
+            file.write(dump_json(header, "the header") + "\n")
             for t in self.trajectories:
-                file.write(dump(_trajectory_out(t), f"trajectory {t.id!r}") + "\n")
+                file.write(dump_json(_trajectory_to_json(t), f"trajectory {t.id!r}") + "\n")
         return path
 
     @classmethod
@@ -377,34 +393,34 @@ class Rollout:
                 raise RunError(f"{path} is no saved rollout; give a file that Rollout.save wrote")
             if header["version"] > _VERSION:
                 raise RunError(f"{path} was written by a newer version ({header['version']} > {_VERSION}); upgrade")
-            pieces = {int(k): v for k, v in header["pieces"].items()}
+            token_texts = {int(k): v for k, v in header["pieces"].items()}
             not_run = dict(header.get("not_run", {}))
             found = []
             for line in lines[1:]:
                 number += 1
                 if line:
-                    found.append(_trajectory_in(json.loads(line), pieces))
+                    found.append(_trajectory_from_json(json.loads(line), token_texts))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunError(f"{path}:{number} is damaged: {type(error).__name__}: {error}") from error
-        return cls.of(found, header["seconds"], not_run)
+        return cls.from_trajectories(found, header["seconds"], not_run)
 
     def __repr__(self) -> str:
-        n = self.numbers()
+        n = self.summary()
         success = f", success {n['success']:.3f}" if "success" in n else ", unscored"
         missing = f", {len(self.not_run)} not run" if self.not_run else ""
         return f"Rollout({len(self.groups)} tasks, {len(self)} chains{success}{missing})"
 
     def _repr_html_(self) -> str:
-        numbers = self.numbers()
+        numbers = self.summary()
         first = markup.table(
             ("chain", "reward", "what happened"), ((t.id, t.reward, t.explain()) for t in self.trajectories[:8])
         )
         more = f"<p>and {len(self) - 8} more</p>" if len(self) > 8 else ""
-        told = markup.table(tuple(numbers), [numbers.values()]) if numbers else ""
-        return markup.heading(self) + told + markup.folded("the first chains", first + more)
+        summary = markup.table(tuple(numbers), [numbers.values()]) if numbers else ""
+        return markup.heading(self) + summary + markup.details("the first chains", first + more)
 
 
-_SHOWN = 8
+_MAX_SHOWN_PAIRS = 8
 """Pairs of a kind that a notebook shows."""
 
 
@@ -468,18 +484,20 @@ class RolloutDiff:
     def _repr_html_(self) -> str:
         def row(pair: tuple[Trajectory, Trajectory]) -> tuple[Any, ...]:
             a, b = pair
-            at = self.first_difference(a, b)
-            texts = [markup.Code(t.turns[at].text if at is not None and at < len(t.turns) else "") for t in (a, b)]
+            first = self.first_difference(a, b)
+            texts = [
+                markup.Code(t.turns[first].text if first is not None and first < len(t.turns) else "") for t in (a, b)
+            ]
             question = str(a.task.messages[-1]["content"])
-            where = "nowhere" if at is None else f"turn {at}"
+            where = "nowhere" if first is None else f"turn {first}"
             return f"{a.task.id}/{a.chain}", question, a.reward, b.reward, where, *texts
 
         head = ("chain", "task", "before", "after", "they part at", "before", "after")
         tables = "".join(
-            markup.folded(
-                f"{name}: {len(pairs)}" + (f", the first {_SHOWN}" if len(pairs) > _SHOWN else ""),
-                markup.table(head, map(row, pairs[:_SHOWN]), 200),
-                opened=True,
+            markup.details(
+                f"{name}: {len(pairs)}" + (f", the first {_MAX_SHOWN_PAIRS}" if len(pairs) > _MAX_SHOWN_PAIRS else ""),
+                markup.table(head, map(row, pairs[:_MAX_SHOWN_PAIRS]), 200),
+                is_open=True,
             )
             for name, pairs in (("gained", self.gained), ("lost", self.lost))
             if pairs
@@ -487,7 +505,7 @@ class RolloutDiff:
         return markup.heading(self) + (tables or "<p>no chain flipped</p>")
 
 
-def _credited(turns: tuple[Turn, ...], rewards: dict[int, float]) -> tuple[Turn, ...]:
+def _with_turn_rewards(turns: tuple[Turn, ...], rewards: dict[int, float]) -> tuple[Turn, ...]:
     """Turns with these rewards. What a tool gave stays; what rewards gave to actions before is replaced."""
     import dataclasses
 

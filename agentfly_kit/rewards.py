@@ -19,16 +19,16 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, overload
 
 from agentfly_kit import functions, markup
-from agentfly_kit.context import Context, Injection, PoolLike, injection, own_copy, throwaway
+from agentfly_kit.context import Context, Injection, PoolLike, copy_or_share, injection, temporary_context
 from agentfly_kit.errors import RewardError
-from agentfly_kit.pending import Pending, awaited
-from agentfly_kit.types import UNSCORED, Failure, Task, Trajectory, Turn
+from agentfly_kit.pending import PendingCall, pending_call
+from agentfly_kit.types import UNSCORED_STOPS, Failure, Task, Trajectory, Turn
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Per: TypeAlias = Literal["trajectory", "turn"]
 
-_NAMED = {
+_INJECTED_NAMES = {
     "trajectory": ("final", "trajectory", "context"),
     "turn": ("final", "trajectory", "context", "turn", "observation"),
 }
@@ -55,10 +55,10 @@ class Score:
     seconds: float = field(default=0.0, compare=False)
 
     def __repr__(self) -> str:
-        lines = [f"{self.name}: {_shown(self.reward)}"]
-        lines += [f"  {key} = {_short(value)}" for key, value in self.arguments.items()]
+        lines = [f"{self.name}: {_format_reward(self.reward)}"]
+        lines += [f"  {key} = {_short_repr(value)}" for key, value in self.arguments.items()]
         lines += [f"  -> {key} {value:g}" for key, value in self.metrics.items() if key != self.name]
-        lines += [f"  -> {key} {_short(value)}" for key, value in self.extras.items()]
+        lines += [f"  -> {key} {_short_repr(value)}" for key, value in self.extras.items()]
         lines += [f"  turn {turn}: {value:g}" for turn, value in self.turn_rewards.items()]
         if self.error is not None:
             lines.append(f"  {self.error}")
@@ -71,13 +71,13 @@ class Score:
                 f"<td style='text-align:left'><code>{markup.escape(value)}</code></td></tr>"
             )
 
-        rows = [row("given", key, _short(value, 400)) for key, value in self.arguments.items()]
+        rows = [row("given", key, _short_repr(value, 400)) for key, value in self.arguments.items()]
         rows += [row("metric", key, f"{value:g}") for key, value in self.metrics.items() if key != self.name]
-        rows += [row("extra", key, _short(value, 400)) for key, value in self.extras.items()]
+        rows += [row("extra", key, _short_repr(value, 400)) for key, value in self.extras.items()]
         rows += [row("turn reward", str(turn), f"{value:g}") for turn, value in self.turn_rewards.items()]
         failed = f"<pre>{markup.escape(self.error.traceback or str(self.error))}</pre>" if self.error else ""
         return (
-            f"<p><b>{markup.escape(self.name)}</b>: {markup.escape(_shown(self.reward))}</p>"
+            f"<p><b>{markup.escape(self.name)}</b>: {markup.escape(_format_reward(self.reward))}</p>"
             f"<table><thead><tr><th></th><th>name</th><th>value</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
             + failed
         )
@@ -107,7 +107,7 @@ class Reward(Generic[P, R]):
             )
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise RewardError(f"{shown} yields; a reward gives one result: return it")
-        if per not in _NAMED:
+        if per not in _INJECTED_NAMES:
             raise RewardError(f"{shown}: per={per!r}: give 'trajectory' or 'turn'")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
             raise RewardError(f"{shown}: weight={weight!r}: give a finite number")
@@ -126,7 +126,7 @@ class Reward(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         function: Callable[..., R] = self.function
         if inspect.iscoroutinefunction(function):
-            return typing.cast(R, Pending(f"{self.name}(...)", lambda: function(*args, **kwargs)))
+            return typing.cast(R, PendingCall(f"{self.name}(...)", lambda: function(*args, **kwargs)))
         return function(*args, **kwargs)
 
     def replace(self, *, weight: float | None = None, name: str | None = None) -> Reward[P, R]:
@@ -145,18 +145,20 @@ class Reward(Generic[P, R]):
         return functions.fingerprint(self.function, self.source, f"{self.name} {self.weight} {self.per} {self.timeout}")
 
     @property
-    def sandbox_kinds(self) -> tuple[type, ...]:
+    def sandbox_types(self) -> tuple[type, ...]:
         """The sandbox classes that it asks for: the pools that its agent needs."""
-        return tuple(dict.fromkeys(ask.kind for ask in self._hidden.values() if ask.what == "sandbox"))
+        return tuple(
+            dict.fromkeys(injected.sandbox_type for injected in self._hidden.values() if injected.source == "sandbox")
+        )
 
     @property
     def task_fields(self) -> tuple[str, ...]:
         """The task fields that it cannot do without."""
-        return tuple(n for n, p in self._parameters.items() if self._asks(n) == "field" and p.default is p.empty)
+        return tuple(n for n, p in self._parameters.items() if self._source_of(n) == "field" and p.default is p.empty)
 
     def redefined(self) -> bool:
         """Whether its name means another reward now, where it was defined: a later cell that ran with other source."""
-        now = functions.current(self.function)
+        now = functions.current_definition(self.function)
         return isinstance(now, Reward) and now.function is not self.function and now.fingerprint != self.fingerprint
 
     def check(self, tasks: Task | Iterable[Task]) -> None:
@@ -164,7 +166,7 @@ class Reward(Generic[P, R]):
         for task in [tasks] if isinstance(tasks, Task) else tasks:
             for name in self.task_fields:
                 if name not in task.fields:
-                    raise RewardError(_lacks(self.name, name, task, self.per))
+                    raise RewardError(_missing_field_message(self.name, name, task, self.per))
 
     def __repr__(self) -> str:
         weight = f", weight {self.weight:g}" if self.weight != 1 else ""
@@ -173,14 +175,14 @@ class Reward(Generic[P, R]):
 
     def _repr_html_(self) -> str:
         what = {"field": "of the task"}
-        rows = [(name, what.get(self._asks(name), self._asks(name))) for name in self._parameters]
+        rows = [(name, what.get(self._source_of(name), self._source_of(name))) for name in self._parameters]
         doc = markup.escape(inspect.getdoc(self.function) or "", 2000)
         said = f"<p style='white-space:pre-wrap;margin:2px 0'>{doc}</p>"
         return markup.heading(self) + said + markup.table(("asks for", "which is"), rows)
 
     # --- scoring ---
 
-    @awaited
+    @pending_call
     async def try_(
         self, trajectory: Trajectory, /, *, turn: Turn | int | None = None, pool: PoolLike | None = None
     ) -> Score:
@@ -190,10 +192,10 @@ class Reward(Generic[P, R]):
         A sandbox is a fresh one, not the chain's, which went back to its pool: from `pool`, or started for this call.
         """
         if self.per == "turn":
-            turn = _action(trajectory, turn)
+            turn = _action_to_score(trajectory, turn)
         elif turn is not None:
             raise RewardError(f"{self.name} scores a whole trajectory; turn= is for rewards per turn")
-        async with throwaway(trajectory.task, self.sandbox_kinds, () if pool is None else (pool,)) as context:
+        async with temporary_context(trajectory.task, self.sandbox_types, () if pool is None else (pool,)) as context:
             return await self.score(trajectory, context, turn=turn)
 
     async def score(self, trajectory: Trajectory, context: Context, *, turn: Turn | None = None) -> Score:
@@ -205,58 +207,62 @@ class Reward(Generic[P, R]):
         values: dict[str, Any] = {}
         try:
             async with AsyncExitStack() as stack:
-                values = await self._injected(trajectory, context, turn, stack)
+                values = await self._inject(trajectory, context, turn, stack)
                 shown = dict(values)
-                async with context.caps.rewards.slot():
-                    outcome = await functions.run(self.function, values, timeout=self.timeout, convert=self._result)
+                async with context.concurrency.rewards.slot():
+                    outcome = await functions.call_user_function(
+                        self.function, values, timeout=self.timeout, convert=self._split_result
+                    )
         except Exception as error:  # the pool, or a field that the task lacks
-            return Score(None, error=functions.failure(where, error), arguments=values, name=self.name)
-        if outcome.late:
-            text = f"took longer than {self.timeout:g} s and was {outcome.late}; raise timeout=, or make it faster"
+            return Score(None, error=functions.failure_from(where, error), arguments=values, name=self.name)
+        if outcome.timed_out:
+            text = f"took longer than {self.timeout:g} s and was {outcome.timed_out}; raise timeout=, or make it faster"
             found = Failure(where, "TimeoutError", text)
             return Score(None, error=found, arguments=shown, name=self.name, seconds=outcome.seconds)
         if outcome.error is not None:
-            found = functions.failure(where, outcome.error)
+            found = functions.failure_from(where, outcome.error)
             return Score(None, error=found, arguments=shown, name=self.name, seconds=outcome.seconds)
         reward, metrics, extras = outcome.value
         if reward is not None:
             metrics = {self.name: reward, **metrics}
         return Score(reward, metrics, extras=extras, arguments=shown, name=self.name, seconds=outcome.seconds)
 
-    def _asks(self, name: str) -> str:
+    def _source_of(self, name: str) -> str:
         if name in self._hidden:
-            return self._hidden[name].what
-        return name if name in _NAMED[self.per] else "field"
+            return self._hidden[name].source
+        return name if name in _INJECTED_NAMES[self.per] else "field"
 
-    async def _injected(
+    async def _inject(
         self, trajectory: Trajectory, context: Context, turn: Turn | None, stack: AsyncExitStack
     ) -> dict[str, Any]:
         ready = {"final": trajectory.final, "trajectory": trajectory, "context": context, "turn": turn}
         values: dict[str, Any] = {}
-        kinds = {name: ask.kind for name, ask in self._hidden.items() if ask.what == "sandbox"}
+        sandbox_types = {
+            name: injected.sandbox_type for name, injected in self._hidden.items() if injected.source == "sandbox"
+        }
         # In one order everywhere, so that two rewards that need the same two sandboxes cannot wait for each other.
         leased: dict[str, Any] = {
-            name: await stack.enter_async_context(context.using(kind))
-            for name, kind in sorted(kinds.items(), key=lambda item: item[1].__qualname__)
+            name: await stack.enter_async_context(context.using(sandbox_type))
+            for name, sandbox_type in sorted(sandbox_types.items(), key=lambda item: item[1].__qualname__)
         }
         for name, parameter in self._parameters.items():
-            ask = self._asks(name)
-            if ask == "sandbox":
+            source = self._source_of(name)
+            if source == "sandbox":
                 values[name] = leased[name]
-            elif ask == "observation":
-                values[name] = _after(trajectory, turn)
-            elif ask in ready:
-                values[name] = ready[ask]
+            elif source == "observation":
+                values[name] = _observation_after(trajectory, turn)
+            elif source in ready:
+                values[name] = ready[source]
             elif name in trajectory.task.fields:
                 # The task's, not the chain's: what a tool did to its own copy must not change the right answer.
-                values[name] = own_copy(trajectory.task.fields[name])
+                values[name] = copy_or_share(trajectory.task.fields[name])
             elif parameter.default is parameter.empty:
-                raise RewardError(_lacks(self.name, name, trajectory.task, self.per))
+                raise RewardError(_missing_field_message(self.name, name, trajectory.task, self.per))
         return values
 
-    def _result(self, value: Any) -> tuple[float | None, dict[str, float], dict[str, Any]]:
+    def _split_result(self, value: Any) -> tuple[float | None, dict[str, float], dict[str, Any]]:
         if not isinstance(value, Mapping):
-            return self._number(value, "it"), {}, {}
+            return self._to_number(value, "it"), {}, {}
         if "reward" not in value:
             raise RewardError(f"{self.name} returned a dict without 'reward' (its keys: {', '.join(map(str, value))})")
         metrics: dict[str, float] = {}
@@ -265,19 +271,19 @@ class Reward(Generic[P, R]):
             if key == "reward" or part is None:
                 continue
             if _is_number(part):
-                number = self._number(part, f"metric {key!r}")
+                number = self._to_number(part, f"metric {key!r}")
                 assert number is not None
                 metrics[str(key)] = number
             else:
                 extras[str(key)] = part
-        return self._number(value["reward"], "'reward'"), metrics, extras
+        return self._to_number(value["reward"], "'reward'"), metrics, extras
 
-    def _number(self, value: Any, what: str) -> float | None:
+    def _to_number(self, value: Any, what: str) -> float | None:
         if value is None:
             return None
         if not _is_number(value):
             raise RewardError(
-                f"{self.name}: {what} is {_short(value)}, a {type(value).__qualname__}; "
+                f"{self.name}: {what} is {_short_repr(value)}, a {type(value).__qualname__}; "
                 "return a number, True or False, None (unscored), or dict(reward=..., ...)"
             )
         number = float(value.item() if hasattr(value, "item") else value)
@@ -311,7 +317,7 @@ def reward(
     Units:   timeout in seconds of the function's own run; None is no limit. One that is late leaves its chain unscored.
     Raises:  RewardError naming the function and the parameter.
     """
-    frame = functions.frame_of_caller(1)
+    frame = functions.caller_frame(1)
 
     def decorate(function: Callable[P, R]) -> Reward[P, R]:
         return Reward(function, weight=weight, per=per, name=name, timeout=timeout, frame=frame)
@@ -330,7 +336,7 @@ class RewardSet(Sequence[Reward[..., Any]]):
                 raise RewardError(f"two rewards are named {name!r}; rename one: @af.reward(name=...)")
 
     @classmethod
-    def of(cls, rewards: RewardSet | Reward[..., Any] | Callable[..., Any] | Iterable[Any] | None) -> RewardSet:
+    def coerce(cls, rewards: RewardSet | Reward[..., Any] | Callable[..., Any] | Iterable[Any] | None) -> RewardSet:
         """From whatever `Agent(reward=)` was given: None, one, a list, or a set of them."""
         if isinstance(rewards, RewardSet):
             return rewards
@@ -345,9 +351,9 @@ class RewardSet(Sequence[Reward[..., Any]]):
         return tuple(r.name for r in self._rewards)
 
     @property
-    def sandbox_kinds(self) -> tuple[type, ...]:
+    def sandbox_types(self) -> tuple[type, ...]:
         """The sandbox classes that the rewards ask for."""
-        return tuple(dict.fromkeys(kind for r in self._rewards for kind in r.sandbox_kinds))
+        return tuple(dict.fromkeys(sandbox_type for r in self._rewards for sandbox_type in r.sandbox_types))
 
     @property
     def fingerprint(self) -> str:
@@ -369,7 +375,7 @@ class RewardSet(Sequence[Reward[..., Any]]):
         A chain that failed or was cancelled is not scored at all: that is not the model's doing. With rewards per turn
         only, the trajectory's own reward is 0.0: all there is sits on the turns.
         """
-        if trajectory.stop in UNSCORED or not self._rewards:
+        if trajectory.stop in UNSCORED_STOPS or not self._rewards:
             return Score(None)
         actions = [(i, t) for i, t in enumerate(trajectory.turns) if t.kind == "action"]
         jobs: list[tuple[Reward[..., Any], int | None, Turn | None]] = []
@@ -377,10 +383,10 @@ class RewardSet(Sequence[Reward[..., Any]]):
             jobs += [(r, None, None)] if r.per == "trajectory" else [(r, i, t) for i, t in actions]
         if len(jobs) == 1:
             ((r, index, turn),) = jobs
-            return _sum([(r, index, await r.score(trajectory, context, turn=turn))])
+            return _combine_scores([(r, index, await r.score(trajectory, context, turn=turn))])
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(r.score(trajectory, context, turn=turn)) for r, _, turn in jobs]
-        return _sum([(r, i, task.result()) for (r, i, _), task in zip(jobs, running, strict=True)])
+        return _combine_scores([(r, i, task.result()) for (r, i, _), task in zip(jobs, running, strict=True)])
 
     @overload
     def __getitem__(self, key: int) -> Reward[..., Any]: ...
@@ -403,7 +409,7 @@ class RewardSet(Sequence[Reward[..., Any]]):
         return markup.table(("reward", "weight", "per", "asks for"), rows)
 
 
-def _sum(parts: Sequence[tuple[Reward[..., Any], int | None, Score]]) -> Score:
+def _combine_scores(parts: Sequence[tuple[Reward[..., Any], int | None, Score]]) -> Score:
     total = 0.0
     scored = True
     error: Failure | None = None
@@ -445,7 +451,7 @@ def _signature(
     owner: str, function: Callable[..., Any], frame: pytypes.FrameType | None
 ) -> tuple[dict[str, inspect.Parameter], dict[str, Injection]]:
     try:
-        annotations = functions.hints(function, frame)
+        annotations = functions.type_hints(function, frame)
     except Exception as error:
         raise RewardError(
             f"{owner}: an annotation cannot be resolved ({error}); define or import it before the function, "
@@ -460,22 +466,22 @@ def _signature(
             raise RewardError(
                 f"{owner}: arguments are injected by name, so {str(parameter)!r} cannot be; name each one"
             )
-        if name in annotations and (ask := injection(annotations[name])) is not None:
-            hidden[name] = ask
+        if name in annotations and (injected := injection(annotations[name])) is not None:
+            hidden[name] = injected
         elif name == "sandbox" and name not in annotations:
             raise RewardError(f"{owner}: say which sandbox: sandbox: af.PythonSandbox")
     return parameters, hidden
 
 
-def _lacks(owner: str, name: str, task: Task, per: Per) -> str:
+def _missing_field_message(owner: str, name: str, task: Task, per: Per) -> str:
     have = ", ".join(task.fields) or "none"
     return (
         f"reward {owner} asks for {name!r}, which task {task.id!r} does not have (its fields: {have}; there are also "
-        f"{', '.join(_NAMED[per])}); rename the parameter or give it a default"
+        f"{', '.join(_INJECTED_NAMES[per])}); rename the parameter or give it a default"
     )
 
 
-def _action(trajectory: Trajectory, turn: Turn | int | None) -> Turn:
+def _action_to_score(trajectory: Trajectory, turn: Turn | int | None) -> Turn:
     if isinstance(turn, int):
         turn = trajectory.turns[turn]
     if turn is None:
@@ -488,7 +494,7 @@ def _action(trajectory: Trajectory, turn: Turn | int | None) -> Turn:
     return turn
 
 
-def _after(trajectory: Trajectory, turn: Turn | None) -> Turn | None:
+def _observation_after(trajectory: Trajectory, turn: Turn | None) -> Turn | None:
     for this, following in zip(trajectory.turns, trajectory.turns[1:], strict=False):
         if this is turn:
             return following if following.kind == "observation" else None
@@ -503,10 +509,10 @@ def _is_number(value: Any) -> bool:
     return shape is not None and math.prod(shape) == 1 and hasattr(value, "item") and hasattr(value, "dtype")
 
 
-def _shown(reward: float | None) -> str:
+def _format_reward(reward: float | None) -> str:
     return "unscored" if reward is None else f"{reward:g}"
 
 
-def _short(value: Any, limit: int = 80) -> str:
+def _short_repr(value: Any, limit: int = 80) -> str:
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

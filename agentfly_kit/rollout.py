@@ -19,19 +19,19 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from agentfly_kit import markup
-from agentfly_kit.awake import awake
-from agentfly_kit.budget import Budget, Meter
-from agentfly_kit.caps import Caps
-from agentfly_kit.chain import Chain, Place, Report
+from agentfly_kit.awake import keep_interruptible
+from agentfly_kit.budget import Budget, BudgetUsage
+from agentfly_kit.caps import ConcurrencyLimits
+from agentfly_kit.chain import Chain, ChainKey, Report
 from agentfly_kit.chat import Chat
-from agentfly_kit.collector import few_collections
+from agentfly_kit.collector import relaxed_gc
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import NotAwaited, RewardError, SettingsError, TaskError
-from agentfly_kit.pending import cancelling, complain, ended
+from agentfly_kit.pending import cancelling, wait_all, warn_or_log
 from agentfly_kit.record import Rollout
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.tools import ToolSet
-from agentfly_kit.types import UNSCORED, Failure, Group, Message, RolloutEvent, Sampling, Task, Trajectory
+from agentfly_kit.types import UNSCORED_STOPS, Failure, Group, Message, RolloutEvent, Sampling, Task, Trajectory
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,20 +72,21 @@ class Agent:
     put under the task in the prompt: what an environment shows first. Sync or async."""
     before_turn: Callable[[Chain], Any] | None = None
     """In a rollout, called before each action; it may write it, `chain.force(text, author="hook")`, or begin another
-    row, `chain.fold(summary)`. Sync or async."""
+    row, `chain.compact(summary)`. Sync or async."""
     after_observation: Callable[[Chain], Any] | None = None
     """In a rollout, called after each tool result that an action follows; returns how many forks to run from here."""
-    when_full: Callable[[Chain], Any] | None = None
-    """In a rollout, called when a row has no room for the next action, or cut it short; it may `chain.fold(...)`, and
+    on_context_full: Callable[[Chain], Any] | None = None
+    """In a rollout, called when a row has no room for the next action, or cut it short; it may `chain.compact(...)`,
+    and
     the chain goes on. Otherwise it ends: context_full."""
     after_chain: Callable[[Chain, Trajectory], Any] | None = None
     """In a rollout, called with each finished chain and its trajectory."""
     group_reward: Callable[[Group], Any] | None = None
     """In a rollout, called with each group when all chains have ended, for what only a comparison can say: gives each
     chain, in order, a number that is added to its reward, or None for unscored. Sync or async."""
-    _last: list[Any] = field(default_factory=list, repr=False, compare=False)
+    _last_handle: list[Any] = field(default_factory=list, repr=False, compare=False)
     _warned: list[str] = field(default_factory=list, repr=False, compare=False)
-    _caps: Caps = field(default_factory=Caps, repr=False, compare=False)
+    _concurrency: ConcurrencyLimits = field(default_factory=ConcurrencyLimits, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.engine, Engine):
@@ -94,7 +95,7 @@ class Agent:
             raise SettingsError(f"chat={self.chat!r}: give a Chat, such as policy.chat or af.Chat(tokenizer)")
         tools = self.tools if isinstance(self.tools, ToolSet) else ToolSet(self.tools)
         object.__setattr__(self, "tools", tools)
-        object.__setattr__(self, "reward", RewardSet.of(self.reward))
+        object.__setattr__(self, "reward", RewardSet.coerce(self.reward))
         pools = (self.pools,) if hasattr(self.pools, "acquire") else tuple(self.pools)
         object.__setattr__(self, "pools", pools)
         concurrent = ("max_concurrent_requests", "max_concurrent_tools", "max_concurrent_rewards")
@@ -104,23 +105,23 @@ class Agent:
             if not (isinstance(value, int) and value >= 1) and not (value is None and may_be_none):
                 raise SettingsError(f"{name}={value!r}: give at least 1{', or None' if may_be_none else ''}")
         limits = tuple(getattr(self, name) for name in concurrent)
-        if self._caps.limits != limits:
-            object.__setattr__(self, "_caps", Caps.of(*limits))
+        if self._concurrency.counts != limits:
+            object.__setattr__(self, "_concurrency", ConcurrencyLimits.from_counts(*limits))
         if self.timeout is not None and not self.timeout > 0:
             raise SettingsError(f"timeout={self.timeout!r}: give seconds above 0, or None for no limit")
         if not isinstance(self.sampling, Sampling):
             raise SettingsError(f"sampling={self.sampling!r}: give an af.Sampling(temperature=1.0, max_tokens=64)")
-        kinds = (*tools.sandbox_kinds, *self.reward.sandbox_kinds)
-        for kind in dict.fromkeys(kinds):
-            if not any(issubclass(pool.kind, kind) for pool in pools):
+        sandbox_types = (*tools.sandbox_types, *self.reward.sandbox_types)
+        for sandbox_type in dict.fromkeys(sandbox_types):
+            if not any(issubclass(pool.sandbox_type, sandbox_type) for pool in pools):
                 raise SettingsError(
-                    f"a tool or the reward asks for a {kind.__name__} and no pool has it; "
-                    f"pools=[af.Pool({kind.__name__}, size=8)]"
+                    f"a tool or the reward asks for a {sandbox_type.__name__} and no pool has it; "
+                    f"pools=[af.Pool({sandbox_type.__name__}, size=8)]"
                 )
 
     def replace(self, **changes: Any) -> Agent:
         """The same agent with other settings."""
-        return dataclasses.replace(self, _last=[], _warned=[], _caps=Caps(), **changes)
+        return dataclasses.replace(self, _last_handle=[], _warned=[], _concurrency=ConcurrencyLimits(), **changes)
 
     def __repr__(self) -> str:
         tools = ", ".join(self.tools.names) or "no tools"
@@ -139,14 +140,14 @@ class Agent:
         names = [f.name for f in dataclasses.fields(self) if not f.name.startswith("_") and f.name not in shown]
         rest = {name: getattr(self, name) for name in names}
         rest = {k: getattr(v, "__name__", v) for k, v in rest.items() if v is not None}
-        return markup.facts("Agent", shown | rest, 2000)
+        return markup.definition_table("Agent", shown | rest, 2000)
 
     @property
-    def last_run(self) -> RolloutRun:
+    def last_run(self) -> RolloutHandle:
         """The handle of the last rollout that was started; after an interrupt, `last_run.partial` has what finished."""
-        if not self._last:
+        if not self._last_handle:
             raise SettingsError("this agent has not rolled anything out yet; await agent.rollout(tasks)")
-        run: RolloutRun = self._last[0]
+        run: RolloutHandle = self._last_handle[0]
         return run
 
     def opening(self, task: Task) -> tuple[Message, ...]:
@@ -154,15 +155,16 @@ class Agent:
         return task.messages if self.system is None else ({"role": "system", "content": self.system}, *task.messages)
 
     def chain(self, task: Task | Trajectory) -> Chain:
-        """One chain of the task, to be stepped by hand; of a trajectory, from its end, with its turns: `Chain.of`.
+        """One chain of the task, to be stepped by hand; of a trajectory, from its end, with its turns:
+        `Chain.from_trajectory`.
 
         While nothing runs in it, a pool that others wait for may take its sandbox back; at the next call it gets
         another, in the same state, and says so.
         """
         if isinstance(task, Trajectory):
-            self._check([task.task])
-            return Chain.of(self, task)
-        self._check([task])
+            self._check_tasks([task.task])
+            return Chain.from_trajectory(self, task)
+        self._check_tasks([task])
         return Chain(self, task, hand=True)
 
     def rollout(
@@ -177,18 +179,18 @@ class Agent:
         purpose: str = "rollout",
         progress: bool = False,
         share: tuple[int, int] = (0, 1),
-    ) -> RolloutRun:
+    ) -> RolloutHandle:
         """Chains of many tasks, `group_size` of each. Starts when it is awaited.
 
         budget, group_budget: what all chains, and those of each group, may spend together.
         index, purpose: part of every seed; the same ones give the same trajectories from an engine that can promise it.
         share: (i, n) runs every n-th task from the i-th on, as one of n processes; names and seeds stay those of all.
         """
-        return RolloutRun(
+        return RolloutHandle(
             self, tasks, group_size, max_concurrency, index, purpose, progress, budget, group_budget, share
         )
 
-    def _check(self, tasks: Sequence[Task]) -> None:
+    def _check_tasks(self, tasks: Sequence[Task]) -> None:
         """Refuse before the first token what could only fail later; say once that a tool was redefined."""
         self.tools.check(tasks)
         self.reward.check(tasks)
@@ -233,7 +235,7 @@ class RolloutSnapshot:
         return sum(1 for chain in self.chains if chain.state in states)
 
 
-class _Now:
+class _ChainProgress:
     """What a chain does now, as its events say it; of calls that run side by side, until the last one ends."""
 
     __slots__ = ("calls", "detail", "since", "state", "task", "trajectory", "turn")
@@ -242,7 +244,7 @@ class _Now:
         self.trajectory, self.task = trajectory, task
         self.state, self.turn, self.since, self.detail, self.calls = "queued", 0, 0.0, "", 0
 
-    def tell(self, kind: str, phase: str, state: str, turn: int, detail: str, seconds: float) -> None:
+    def update(self, kind: str, phase: str, state: str, turn: int, detail: str, seconds: float) -> None:
         self.turn = turn
         if kind == "tool":
             self.calls += 1 if phase == "start" else -1
@@ -255,7 +257,7 @@ class _Now:
         self.detail = detail if (kind == "tool" and phase == "start") or kind == "chain" else ""
 
 
-class RolloutRun:
+class RolloutHandle:
     """A rollout that can be watched and stopped. `await` it for the `Rollout`; `async for` gives each chain as it ends.
 
     partial      what has finished so far
@@ -290,7 +292,7 @@ class RolloutRun:
                 raise SettingsError(f"{name}={limit!r}: give an af.Budget(tokens=, turns=, tool_calls=, seconds=)")
             if limit is not None and limit.tokens is not None and agent.engine.tokens != "exact":
                 raise SettingsError(f"{name}={limit}: this engine gives text only, whose tokens nobody here can count")
-        agent._check(given)
+        agent._check_tasks(given)
         if agent.engine.tokens == "exact":
             # A template that refuses all of them says so now; one of many is that one's failure.
             agent.chat.prompt(agent.opening(given[0]), agent.tools.schemas)
@@ -300,7 +302,7 @@ class RolloutRun:
         self._progress = progress
         self._name = f"rollout {next(_rollouts)}"
         seen: dict[str, int] = {}
-        self._places: list[tuple[Task, Place]] = []
+        self._planned: list[tuple[Task, ChainKey]] = []
         for number, task in enumerate(given):
             count = seen[task.id] = seen.get(task.id, 0) + 1
             if number % share[1] != share[0]:
@@ -308,53 +310,57 @@ class RolloutRun:
             # A task that comes twice makes two groups, whose seeds differ.
             group = f"{purpose}-{index}:{task.id}" + (f"~{count}" if count > 1 else "")
             for chain in range(group_size):
-                self._places.append((task, Place(purpose, index, group, chain)))
-        self.total = len(self._places)
+                self._planned.append((task, ChainKey(purpose, index, group, chain)))
+        self.total = len(self._planned)
         """Chains, with the forks that hooks have asked for so far."""
         self._tasks = len(given)
-        self._meter = None if budget is None else Meter(budget, "run")
-        self._group_meters = (
-            {} if group_budget is None else {p.group: Meter(group_budget, "group") for _, p in self._places}
+        self._run_usage = None if budget is None else BudgetUsage(budget, "run")
+        self._group_usages = (
+            {} if group_budget is None else {p.group: BudgetUsage(group_budget, "group") for _, p in self._planned}
         )
         self._not_run: dict[str, str] = {}
         self._done: dict[str, Trajectory] = {}
-        self._waiting: deque[tuple[Task, Place] | Chain] = deque()
+        self._queue: deque[tuple[Task, ChainKey] | Chain] = deque()
         self._listeners: list[Callable[[RolloutEvent], None]] = []
         self._sequence = 0
         self._events: deque[RolloutEvent] = deque()
-        self._telling = False
+        self._dispatching = False
         self._task: asyncio.Task[Rollout] | None = None
-        self._open: asyncio.Event | None = None
+        self._unpaused: asyncio.Event | None = None
         self._paused = False
         self._stopping = False
-        self._began = 0.0
-        self._ended = 0.0
+        self._started_at = 0.0
+        self._ended_at = 0.0
         self._readers: list[asyncio.Queue[Trajectory | None]] = []
-        self._now: dict[str, _Now] = {place.id: _Now(place.id, task.id) for task, place in self._places}
+        self._chain_progress: dict[str, _ChainProgress] = {
+            key.id: _ChainProgress(key.id, task.id) for task, key in self._planned
+        }
 
     # --- watching ---
 
     @property
     def partial(self) -> Rollout:
         """The chains that have finished, in the order of the tasks."""
-        done = [self._done[place.id] for _, place in self._places if place.id in self._done]
-        not_run = {place.id: self._not_run[place.id] for _, place in self._places if place.id in self._not_run}
-        return Rollout.of(done, self._seconds(), not_run)
+        done = [self._done[key.id] for _, key in self._planned if key.id in self._done]
+        not_run = {key.id: self._not_run[key.id] for _, key in self._planned if key.id in self._not_run}
+        return Rollout.from_trajectories(done, self._seconds(), not_run)
 
     def snapshot(self) -> RolloutSnapshot:
         """What every chain does now. Cheap: for whoever wants to look a few times a second."""
-        wanting = {owner for pool in self.agent.pools if hasattr(pool, "snapshot") for owner in pool.snapshot().waiters}
+        waiting_owners = {
+            owner for pool in self.agent.pools if hasattr(pool, "snapshot") for owner in pool.snapshot().waiters
+        }
         done = self._done
         chains = []
-        for id, now in self._now.items():
+        for id, progress in self._chain_progress.items():
             trajectory = done.get(id)
-            state, detail = now.state, now.detail
+            state, detail = progress.state, progress.detail
             if id in self._not_run:  # a budget was used up before its turn came
                 state, detail = "cancelled", self._not_run[id]
-            elif id in wanting and state in ("tool", "scoring"):
+            elif id in waiting_owners and state in ("tool", "scoring"):
                 state = "sandbox"
             reward = None if trajectory is None else trajectory.reward
-            chains.append(ChainState(id, now.task, state, now.turn, now.since, detail, reward))
+            chains.append(ChainState(id, progress.task, state, progress.turn, progress.since, detail, reward))
         running = self._task
         if running is None:
             state = "not started"
@@ -367,7 +373,7 @@ class RolloutRun:
         return RolloutSnapshot(state, self._seconds(), tuple(chains))
 
     def _seconds(self) -> float:
-        return (self._ended or time.perf_counter()) - self._began if self._began else 0.0
+        return (self._ended_at or time.perf_counter()) - self._started_at if self._started_at else 0.0
 
     def subscribe(self, callback: Callable[[RolloutEvent], None]) -> Callable[[], None]:
         """Be called with every change of a chain, in order, on the event loop. Returns what ends it."""
@@ -383,13 +389,13 @@ class RolloutRun:
     def pause(self) -> None:
         """Chains wait before their next action or tool call; what runs now ends its own."""
         self._paused = True
-        if self._open is not None:
-            self._open.clear()
+        if self._unpaused is not None:
+            self._unpaused.clear()
 
     def resume(self) -> None:
         self._paused = False
-        if self._open is not None:
-            self._open.set()
+        if self._unpaused is not None:
+            self._unpaused.set()
 
     def stop(self) -> None:
         """Cancel the chains that have not finished. An `await` on the run returns those that have."""
@@ -409,7 +415,7 @@ class RolloutRun:
         now = self.snapshot()
         states = ("queued", "waiting", "sampling", "sandbox", "tool", "scoring", "done", "failed", "cancelled")
         counts = {state: n for state in states if (n := now.count(state))}
-        return markup.facts(self, {**counts, "seconds": now.seconds})
+        return markup.definition_table(self, {**counts, "seconds": now.seconds})
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and hasattr(Rollout, name):
@@ -426,13 +432,13 @@ class RolloutRun:
     async def _wait(self) -> Rollout:
         task = self._start()
         try:
-            with awake():
+            with keep_interruptible():
                 return await asyncio.shield(task)
         except asyncio.CancelledError:
             if self._stopping and task.done() and not cancelling():
                 return self.partial
             # The one who waits was cancelled: an interrupt, or another task. Nothing may go on behind its back.
-            await self._end(task)
+            await self._cancel_and_wait(task)
             raise
 
     async def __aiter__(self) -> Any:
@@ -451,108 +457,109 @@ class RolloutRun:
         finally:
             self._readers.remove(finished)
             if not self._readers:  # the last one who looked has gone
-                await self._end(task)
+                await self._cancel_and_wait(task)
 
     @staticmethod
-    async def _end(task: asyncio.Task[Any]) -> None:
+    async def _cancel_and_wait(task: asyncio.Task[Any]) -> None:
         task.cancel()
-        await ended([task])
+        await wait_all([task])
         if not task.cancelled():
             task.exception()
 
     def _start(self) -> asyncio.Task[Rollout]:
         if self._task is None:
-            self.agent._last[:] = [self]
-            self._open = asyncio.Event()
+            self.agent._last_handle[:] = [self]
+            self._unpaused = asyncio.Event()
             if not self._paused:
-                self._open.set()
-            self._began = time.perf_counter()
+                self._unpaused.set()
+            self._started_at = time.perf_counter()
             self._task = asyncio.get_running_loop().create_task(self._run(), name="agentfly-rollout")
-            self._task.add_done_callback(lambda _: self._tell(None))
+            self._task.add_done_callback(lambda _: self._notify_readers(None))
             if self._stopping:
                 self._task.cancel()
         return self._task
 
-    def _tell(self, trajectory: Trajectory | None) -> None:
+    def _notify_readers(self, trajectory: Trajectory | None) -> None:
         for reader in self._readers:
             reader.put_nowait(trajectory)
 
     async def _run(self) -> Rollout:
-        with few_collections(min(self.max_concurrency, self.total)):
-            return await self._all()
+        with relaxed_gc(min(self.max_concurrency, self.total)):
+            return await self._run_chains()
 
-    async def _all(self) -> Rollout:
-        self._waiting = deque(self._places)
-        if self._meter is not None:
-            self._meter.start()
-        bar = self._bar()
+    async def _run_chains(self) -> Rollout:
+        self._queue = deque(self._planned)
+        if self._run_usage is not None:
+            self._run_usage.start()
+        bar = self._make_progress_bar()
         # More chains than an engine holds would push each other's history out: slower, and other last bits.
         count = min(self.max_concurrency, getattr(self.agent.engine, "slots", self.max_concurrency))
         workers: set[asyncio.Task[None]] = set()
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        all_done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def left(worker: asyncio.Task[None]) -> None:
+        def on_worker_done(worker: asyncio.Task[None]) -> None:
             # One callback a worker: asyncio.wait would look at every other one again whenever one is done.
-            if over.done():
+            if all_done.done():
                 return
             if worker.cancelled():
-                over.cancel()
+                all_done.cancel()
             elif (error := worker.exception()) is not None:
-                over.set_exception(error)
+                all_done.set_exception(error)
             else:
                 workers.discard(worker)
                 if not workers:
-                    over.set_result(None)
+                    all_done.set_result(None)
 
-        def hire() -> None:
+        def start_worker() -> None:
             if len(workers) < count:
-                worker = asyncio.create_task(self._work(bar, spawn), name=f"agentfly-chain-{len(workers)}")
+                worker = asyncio.create_task(self._run_worker(bar, spawn), name=f"agentfly-chain-{len(workers)}")
                 workers.add(worker)
-                worker.add_done_callback(left)
+                worker.add_done_callback(on_worker_done)
 
         def spawn(fork: Chain) -> None:
-            place = fork.place
-            at = max(i for i, (_, p) in enumerate(self._places) if (p.group, p.chain) == (place.group, place.chain))
-            self._places.insert(at + 1, (fork.task, place))  # beside its parent, in its group
-            self._now[place.id] = _Now(place.id, fork.task.id)
-            self._now = {p.id: self._now[p.id] for _, p in self._places}  # a fork stands beside its parent
+            key = fork.key
+            at = max(i for i, (_, p) in enumerate(self._planned) if (p.group, p.chain) == (key.group, key.chain))
+            self._planned.insert(at + 1, (fork.task, key))  # beside its parent, in its group
+            self._chain_progress[key.id] = _ChainProgress(key.id, fork.task.id)
+            # a fork stands beside its parent
+            self._chain_progress = {p.id: self._chain_progress[p.id] for _, p in self._planned}
             self.total += 1
-            self._waiting.append(fork)
-            hire()
+            self._queue.append(fork)
+            start_worker()
 
         try:
-            for _ in range(min(count, len(self._waiting))):
-                hire()
+            for _ in range(min(count, len(self._queue))):
+                start_worker()
             if workers:
-                await over
+                await all_done
         except GeneratorExit:  # collected with its closed event loop: nothing can be cancelled or awaited any more
             workers.clear()
-            self._waiting.clear()
+            self._queue.clear()
             raise
         finally:
-            if not over.get_loop().is_closed():
-                over.cancel()
+            if not all_done.get_loop().is_closed():
+                all_done.cancel()
             for worker in workers:
                 worker.cancel()
             # A worker that was cancelled while it gave a sandbox back ends only after that.
             # A fork that never ran holds what it forked.
-            closing = [asyncio.ensure_future(item.close()) for item in self._waiting if isinstance(item, Chain)]
+            closing = [asyncio.ensure_future(item.close()) for item in self._queue if isinstance(item, Chain)]
             try:
-                await ended([*workers, *closing])
+                await wait_all([*workers, *closing])
             finally:
                 for task in (*workers, *closing):
                     if not task.cancelled():
                         task.exception()  # seen: whoever waits for the rollout gets the first one
-                self._ended = time.perf_counter()
+                self._ended_at = time.perf_counter()
                 if bar is not None:
                     bar.close()
         if self.agent.group_reward is not None:
             async with asyncio.TaskGroup() as comparing:
                 for group in self.partial.groups:
-                    comparing.create_task(self._compare(group))
+                    comparing.create_task(self._add_group_reward(group))
         return self.partial
 
-    async def _compare(self, group: Group) -> None:
+    async def _add_group_reward(self, group: Group) -> None:
         """What `group_reward` gives its chains, added to their rewards; one that raises leaves the group unscored."""
         given: list[Any] = [None] * len(group)
         failure: Failure | None = None
@@ -569,9 +576,9 @@ class RolloutRun:
                 raise RewardError(f"group_reward gave {given}; want finite numbers, or None for unscored")
         except Exception as error:
             given = [None] * len(group)
-            failure = Failure.of("group_reward", error)
+            failure = Failure.from_exception("group_reward", error)
         for t, number in zip(group, given, strict=True):
-            if t.stop in UNSCORED:
+            if t.stop in UNSCORED_STOPS:
                 continue
             own = t.reward if self.agent.reward else 0.0
             total = None if own is None or number is None else own + number
@@ -579,73 +586,73 @@ class RolloutRun:
             why = failure or (Failure("group_reward", "RewardError", "it gave None") if number is None else None)
             self._done[t.id] = t.replace(reward=total, metrics=metrics, error=t.error or why)
 
-    async def _work(self, bar: Any, spawn: Callable[[Chain], None]) -> None:
-        while self._waiting:
-            item = self._waiting.popleft()
-            place = item.place if isinstance(item, Chain) else item[1]
-            meters = [m for m in (self._group_meters.get(place.group), self._meter) if m is not None]
-            for meter in meters:
-                meter.start()
-            why = next((stop for meter in meters if (stop := meter.used_up)), None)
+    async def _run_worker(self, bar: Any, spawn: Callable[[Chain], None]) -> None:
+        while self._queue:
+            item = self._queue.popleft()
+            key = item.key if isinstance(item, Chain) else item[1]
+            usages = [m for m in (self._group_usages.get(key.group), self._run_usage) if m is not None]
+            for usage in usages:
+                usage.start()
+            why = next((stop for usage in usages if (stop := usage.exhausted)), None)
             if why is None:
-                trajectory, ran = await self._chain(item, spawn, meters)
+                trajectory, ran = await self._run_chain(item, spawn, usages)
                 if ran:
-                    self._done[place.id] = trajectory
-                    self._tell(trajectory)
+                    self._done[key.id] = trajectory
+                    self._notify_readers(trajectory)
                 else:
                     why = trajectory.stop
             elif isinstance(item, Chain):
                 await item.close()  # a fork holds what it forked
             if why is not None:
-                self._not_run[place.id] = why
+                self._not_run[key.id] = why
             if bar is not None:
                 bar.update()
 
-    async def _chain(
-        self, item: tuple[Task, Place] | Chain, spawn: Callable[[Chain], None], meters: Sequence[Meter]
+    async def _run_chain(
+        self, item: tuple[Task, ChainKey] | Chain, spawn: Callable[[Chain], None], usages: Sequence[BudgetUsage]
     ) -> tuple[Trajectory, bool]:
         if isinstance(item, Chain):
             chain = item
         else:
-            task, place = item
+            task, key = item
             try:
-                chain = Chain(self.agent, task, place)
+                chain = Chain(self.agent, task, key)
             except Exception as error:  # its messages, say, are none that the chat template knows
-                failure = Failure.of("chat", error)
-                report = self._reporter(place.id, task.id)
+                failure = Failure.from_exception("chat", error)
+                report = self._reporter(key.id, task.id)
                 report("chain", "start", "waiting", 0, "", "")
                 report("chain", "end", "failed", 0, "error", "")
-                return Trajectory(place.id, task, place.group, place.chain, (), "error", error=failure), True
+                return Trajectory(key.id, task, key.group, key.chain, (), "error", error=failure), True
         chain.context.run = self._name
-        chain.watch(self._reporter(chain.id, chain.task.id), gate=self._gate, spawn=spawn, meters=meters)
+        chain.watch(self._reporter(chain.id, chain.task.id), gate=self._wait_if_paused, spawn=spawn, usages=usages)
         trajectory = await chain.run()
-        return trajectory, not chain.idle
+        return trajectory, not chain.never_started
 
-    async def _gate(self) -> None:
-        if self._open is not None and not self._open.is_set():
-            await self._open.wait()
+    async def _wait_if_paused(self) -> None:
+        if self._unpaused is not None and not self._unpaused.is_set():
+            await self._unpaused.wait()
 
     def _reporter(self, trajectory: str, task: str) -> Report:
-        now = self._now[trajectory]
+        progress = self._chain_progress[trajectory]
 
         def report(kind: Any, phase: Any, state: Any, turn: int, detail: str, call: str) -> None:
-            seconds = time.perf_counter() - self._began
-            now.tell(kind, phase, state, turn, detail, seconds)
+            seconds = time.perf_counter() - self._started_at
+            progress.update(kind, phase, state, turn, detail, seconds)
             if not self._listeners:
                 return
             self._sequence += 1
             self._events.append(
                 RolloutEvent(self._sequence, kind, phase, trajectory, task, turn, state, seconds, detail, call)
             )
-            self._hand_out()
+            self._dispatch_events()
 
         return report
 
-    def _hand_out(self) -> None:
+    def _dispatch_events(self) -> None:
         """One event at a time to all who listen, also when a listener itself causes the next."""
-        if self._telling:
+        if self._dispatching:
             return
-        self._telling = True
+        self._dispatching = True
         try:
             while self._events:
                 event = self._events.popleft()
@@ -653,16 +660,16 @@ class RolloutRun:
                     try:
                         listener(event)
                     except (Exception, asyncio.CancelledError) as error:
-                        self._drop(listener, error)
+                        self._remove_listener(listener, error)
         finally:
-            self._telling = False
+            self._dispatching = False
 
-    def _drop(self, listener: Callable[[RolloutEvent], None], error: BaseException) -> None:
+    def _remove_listener(self, listener: Callable[[RolloutEvent], None], error: BaseException) -> None:
         if listener in self._listeners:
             self._listeners.remove(listener)
-        complain(f"a listener of a rollout raised {type(error).__name__}: {error}; it hears no more")
+        warn_or_log(f"a listener of a rollout raised {type(error).__name__}: {error}; it hears no more")
 
-    def _bar(self) -> Any:
+    def _make_progress_bar(self) -> Any:
         if not self._progress:
             return None
         from tqdm.auto import tqdm

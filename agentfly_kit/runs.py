@@ -17,9 +17,9 @@ from typing import Any
 
 from agentfly_kit import markup
 from agentfly_kit.errors import RunError, RunMismatch
-from agentfly_kit.record import Rollout, dump, whole_file
+from agentfly_kit.record import Rollout, atomic_write, dump_json
 
-_RUN = "agentfly_kit.run"
+_FORMAT = "agentfly_kit.run"
 _VERSION = 1
 
 
@@ -43,7 +43,7 @@ class Run:
                  something that is no run.
         """
         file = self.path / "run.json"
-        wanted = json.loads(dump(fingerprint, "the run's fingerprint"))
+        wanted = json.loads(dump_json(fingerprint, "the run's fingerprint"))
         if file.exists():
             try:
                 about = json.loads(file.read_text(encoding="utf-8"))
@@ -53,7 +53,7 @@ class Run:
                 raise RunError(
                     f"{file} is damaged ({error}); give another folder, or resume=False to start anew"
                 ) from error
-            if not isinstance(about, dict) or about.get("format") != _RUN or "fingerprint" not in about:
+            if not isinstance(about, dict) or about.get("format") != _FORMAT or "fingerprint" not in about:
                 raise RunError(f"{file} is not the file of a run; give an empty or new folder")
             if about.get("version", 0) > _VERSION:
                 raise RunError(f"{file} was written by a newer version ({about['version']} > {_VERSION}); upgrade")
@@ -67,33 +67,39 @@ class Run:
                     "give the run another folder, or resume=False to replace what is there"
                 )
             return True
-        if self.path.exists() and (not self.path.is_dir() or any(p not in self._begun() for p in self.path.iterdir())):
+        if self.path.exists() and (
+            not self.path.is_dir() or any(p not in self._unfinished_claims() for p in self.path.iterdir())
+        ):
             raise RunError(f"{self.path} has something in it that is no run; give an empty or new folder")
         return False
 
-    def begin(self, fingerprint: dict[str, Any], *, resume: bool) -> bool:
+    def claim(self, fingerprint: dict[str, Any], *, resume: bool) -> bool:
         """Claim the folder for a run of this fingerprint. True if there is something to continue; raises as `check`."""
         if self.check(fingerprint, resume=resume):
             return True
-        about = {"format": _RUN, "version": _VERSION, "fingerprint": json.loads(dump(fingerprint, "the fingerprint"))}
+        about = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "fingerprint": json.loads(dump_json(fingerprint, "the fingerprint")),
+        }
         try:
             for name in ("rollouts", "checkpoint", "checkpoint.before", "checkpoint.new"):
                 shutil.rmtree(self.path / name, ignore_errors=True)
             self.path.mkdir(parents=True, exist_ok=True)
-            for file in (self.path / "steps.jsonl", *self._begun()):
+            for file in (self.path / "steps.jsonl", *self._unfinished_claims()):
                 file.unlink(missing_ok=True)
         except OSError as error:
             raise RunError(f"{self.path} cannot be made a run's folder ({error})") from error
-        with whole_file(self.path / "run.json") as out:
+        with atomic_write(self.path / "run.json") as out:
             out.write(json.dumps(about, indent=1))
         self._records = []
         return False
 
-    def _begun(self) -> list[Path]:
-        """What is left of a `begin` that was killed."""
+    def _unfinished_claims(self) -> list[Path]:
+        """What is left of a `claim` that was killed."""
         return list(self.path.glob(".run.json.*.tmp")) if self.path.is_dir() else []
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Read the records again when they are next asked for: another process has written them."""
         self._records = None
 
@@ -117,11 +123,11 @@ class Run:
     def append(self, record: dict[str, float]) -> None:
         """Write a step's line and tell the listeners."""
         self.write(record)
-        self.tell(record)
+        self.notify(record)
 
     def write(self, record: dict[str, float]) -> None:
         """Write a step's line."""
-        line = dump(record, f"step {record.get('step')}")
+        line = dump_json(record, f"step {record.get('step')}")
         self.records.append(record)
         try:
             with (self.path / "steps.jsonl").open("a", encoding="utf-8") as file:
@@ -130,7 +136,7 @@ class Run:
             self.records.pop()
             raise RunError(f"{self.path / 'steps.jsonl'} could not be written ({error})") from error
 
-    def tell(self, record: dict[str, float]) -> None:
+    def notify(self, record: dict[str, float]) -> None:
         """Tell the listeners. One that raises harms nobody else."""
         for listener in list(self._listeners):
             try:
@@ -146,7 +152,7 @@ class Run:
         file = self.path / "steps.jsonl"
         text = "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in kept)
         if not file.exists() or file.read_text(encoding="utf-8") != text:
-            with whole_file(file) as out:
+            with atomic_write(file) as out:
                 out.write(text)
         self._records = kept
 
@@ -190,12 +196,12 @@ class Run:
             sums = {}
             for path in sorted(new.iterdir()):
                 sums[path.name] = _digest(path)
-                _to_disk(path)
+                _fsync(path)
             with (new / "done").open("w") as file:
                 file.write(json.dumps(sums))
                 file.flush()
                 os.fsync(file.fileno())
-            _to_disk(new)
+            _fsync(new)
             # The one before is kept: it is what is left when this one turns out to be damaged.
             if (current / "done").exists():
                 shutil.rmtree(before, ignore_errors=True)
@@ -203,7 +209,7 @@ class Run:
             else:
                 shutil.rmtree(current, ignore_errors=True)
             os.replace(new, current)
-            _to_disk(self.path)
+            _fsync(self.path)
         except (OSError, RuntimeError) as error:  # torch has a RuntimeError for a full disk
             raise RunError(f"no checkpoint could be written to {self.path} ({error}); the last one is kept") from error
         finally:
@@ -222,7 +228,7 @@ class Run:
 
     @staticmethod
     @contextlib.contextmanager
-    def whole(path: Path) -> Iterator[Any]:
+    def atomic_write_bytes(path: Path) -> Iterator[Any]:
         """A file of bytes that takes its place only when all of it is on the disk."""
         temporary = path.with_name(f".{path.name}.tmp")
         try:
@@ -255,10 +261,10 @@ class Run:
         return f"Run({str(self.path)!r}, {len(self.records)} steps{last_success(self.records)})"
 
     def _repr_html_(self) -> str:
-        return markup.heading(self) + recent(self.records)
+        return markup.heading(self) + recent_steps_table(self.records)
 
 
-_TELLING = (
+_KEY_METRICS = (
     "success", "reward", "eval_success", "approx_kl", "clip_fraction", "entropy", "grad_norm", "turns", "seconds",
 )  # fmt: skip
 
@@ -269,11 +275,11 @@ def last_success(records: Sequence[Mapping[str, Any]]) -> str:
     return f", success {value:.3f}" if isinstance(value, int | float) else ""
 
 
-def recent(records: Sequence[Mapping[str, Any]], most: int = 6) -> str:
+def recent_steps_table(records: Sequence[Mapping[str, Any]], limit: int = 6) -> str:
     """The last steps as a table: what a person looks at first."""
-    names = [n for n in ("step", *_TELLING) if any(n in r for r in records)]
-    rows = [[r.get(name) for name in names] for r in records[-most:]]
-    more = f"<p>the last {most} of {len(records)} steps</p>" if len(records) > most else ""
+    names = [n for n in ("step", *_KEY_METRICS) if any(n in r for r in records)]
+    rows = [[r.get(name) for name in names] for r in records[-limit:]]
+    more = f"<p>the last {limit} of {len(records)} steps</p>" if len(records) > limit else ""
     return (markup.table(names, rows) if rows else "<p>no step yet</p>") + more
 
 
@@ -282,7 +288,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def _to_disk(path: Path) -> None:
+def _fsync(path: Path) -> None:
     """Flush a file, or a folder's list of names: a rename that outlived its content would leave a file of nothing."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -298,9 +304,9 @@ def _differences(known: Any, wanted: Any, path: str = "") -> list[str]:
         for key in sorted({*known, *wanted}):
             where = f"{path}.{key}" if path else key
             if key not in known:
-                out.append(f"  {where}: not in the folder's run, now {_short(wanted[key])}")
+                out.append(f"  {where}: not in the folder's run, now {_shortened(wanted[key])}")
             elif key not in wanted:
-                out.append(f"  {where}: was {_short(known[key])}, now not there")
+                out.append(f"  {where}: was {_shortened(known[key])}, now not there")
             elif known[key] != wanted[key]:
                 out.extend(_differences(known[key], wanted[key], where))
         return out
@@ -313,9 +319,9 @@ def _differences(known: Any, wanted: Any, path: str = "") -> list[str]:
             if not line.startswith(("---", "+++", "@@"))
         ]
         return [f"  {path} changed:", *changed[:20]]
-    return [f"  {path}: was {_short(known)}, now {_short(wanted)}"]
+    return [f"  {path}: was {_shortened(known)}, now {_shortened(wanted)}"]
 
 
-def _short(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -33,7 +33,7 @@ class Parameter:
     default: Any = REQUIRED
 
 
-def docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+def parse_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     """(description, description of each parameter) of a Google, numpy or Sphinx docstring, each whole."""
     try:
         parsed = docstring_parser.parse(inspect.getdoc(function) or "")
@@ -73,8 +73,8 @@ class Arguments:
         root: dict[str, Any] = {"type": "object", "properties": properties}
         if required := [p.name for p in self.parameters.values() if p.default is REQUIRED]:
             root["required"] = required
-        untitled = _untitled({**root, "$defs": shared.get("$defs", {})})
-        return _inlined(untitled)
+        untitled = _strip_titles({**root, "$defs": shared.get("$defs", {})})
+        return _inline_refs(untitled)
 
     def _json_default(self, parameter: Parameter) -> Any:
         try:
@@ -83,26 +83,26 @@ class Arguments:
         except Exception:
             raise ToolSchemaError(
                 f"{self.owner}: parameter {parameter.name!r} has the default {parameter.default!r}, which is no JSON "
-                f"value of its type; give one that is, or use {_shown(parameter.annotation)} | None = None"
+                f"value of its type; give one that is, or use {_type_repr(parameter.annotation)} | None = None"
             ) from None
 
     def validate(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         """(arguments, ""), or ({}, what is wrong with all of them, for the model)."""
         values: dict[str, Any] = {}
-        wrong: list[str] = []
+        problems: list[str] = []
         for name, parameter in self.parameters.items():
             if name not in given:
                 if parameter.default is REQUIRED:
-                    wrong.append(f"{name} is missing")
+                    problems.append(f"{name} is missing")
                 continue  # the function's own default
             try:
                 values[name] = self._adapters[name].validate_python(given[name])
             except ValidationError as error:
-                wrong += _complaints(name, error)
-        wrong += [f"{name} is not an argument" for name in given if name not in self.parameters]
-        if not wrong:
+                problems += _validation_messages(name, error)
+        problems += [f"{name} is not an argument" for name in given if name not in self.parameters]
+        if not problems:
             return values, ""
-        return {}, f"{self.owner} was not run: {'; '.join(wrong)}. It takes {self.signature}"
+        return {}, f"{self.owner} was not run: {'; '.join(problems)}. It takes {self.signature}"
 
     @property
     def signature(self) -> str:
@@ -110,22 +110,22 @@ class Arguments:
         texts = []
         for name, entry in self.schema["properties"].items():
             end = "" if self.parameters[name].default is REQUIRED else f" = {json.dumps(entry.get('default'))}"
-            texts.append(f"{name}: {_kind(entry)}{end}")
+            texts.append(f"{name}: {_type_name(entry)}{end}")
         return f"({', '.join(texts)})"
 
 
 def _adapter(owner: str, parameter: Parameter) -> TypeAdapter[Any]:
     try:
-        return TypeAdapter(_portable(parameter.annotation))
+        return TypeAdapter(_for_pydantic(parameter.annotation))
     except (PydanticSchemaGenerationError, PydanticUserError, TypeError, NameError, RecursionError) as error:
         raise ToolSchemaError(
-            f"{owner}: parameter {parameter.name!r} has the type {_shown(parameter.annotation)}, which has no JSON "
+            f"{owner}: parameter {parameter.name!r} has the type {_type_repr(parameter.annotation)}, which has no JSON "
             f"schema ({str(error).splitlines()[0]}); give a type that JSON can hold, or hide it from the model: "
             f"af.FromTask[...] for a task field, a sandbox class, or af.Context"
         ) from None
 
 
-def _complaints(name: str, error: ValidationError) -> list[str]:
+def _validation_messages(name: str, error: ValidationError) -> list[str]:
     found = []
     for item in error.errors(include_url=False, include_context=False):
         where = ".".join([name, *(str(part) for part in item["loc"])])
@@ -135,7 +135,7 @@ def _complaints(name: str, error: ValidationError) -> list[str]:
     return found
 
 
-def described(annotation: Any) -> str | None:
+def description_in(annotation: Any) -> str | None:
     """The description inside `Annotated[int, "..."]` or `Annotated[int, Field(description="...")]`."""
     if typing.get_origin(annotation) is not Annotated:
         return None
@@ -150,10 +150,10 @@ def described(annotation: Any) -> str | None:
 # --- schemas -------------------------------------------------------------------------------------
 
 
-def _untitled(schema: Any) -> Any:
+def _strip_titles(schema: Any) -> Any:
     """Without the titles that pydantic makes from names: they repeat the name and cost tokens in every prompt."""
     if isinstance(schema, list):
-        return [_untitled(part) for part in schema]
+        return [_strip_titles(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
     out = {}
@@ -161,15 +161,15 @@ def _untitled(schema: Any) -> Any:
         if key == "title" and isinstance(value, str):
             continue
         if key in ("properties", "$defs", "patternProperties"):  # names here are the user's, "title" among them
-            out[key] = {name: _untitled(part) for name, part in value.items()}
+            out[key] = {name: _strip_titles(part) for name, part in value.items()}
         elif key in ("default", "const", "enum", "examples"):
             out[key] = value
         else:
-            out[key] = _untitled(value)
+            out[key] = _strip_titles(value)
     return out
 
 
-def _inlined(root: dict[str, Any]) -> dict[str, Any]:
+def _inline_refs(root: dict[str, Any]) -> dict[str, Any]:
     """Every $ref replaced by what it means; recursive types stay in $defs, where their $refs point."""
     definitions: dict[str, Any] = root.pop("$defs", {})
     kept: set[str] = set()
@@ -210,30 +210,30 @@ def _refs(part: Any) -> set[str]:
     return own.union(*map(_refs, part.values()))
 
 
-def _kind(entry: Mapping[str, Any]) -> str:
+def _type_name(entry: Mapping[str, Any]) -> str:
     if "enum" in entry or "const" in entry:
         return " | ".join(json.dumps(value, ensure_ascii=False) for value in entry.get("enum", [entry.get("const")]))
     if "anyOf" in entry:
-        return " | ".join(_kind(part) for part in entry["anyOf"])
+        return " | ".join(_type_name(part) for part in entry["anyOf"])
     if entry.get("type") == "array" and isinstance(entry.get("items"), dict):
-        return f"array of {_kind(entry['items'])}"
+        return f"array of {_type_name(entry['items'])}"
     return str(entry.get("type", "object" if "$ref" in entry else "any"))
 
 
-def _shown(annotation: Any) -> str:
+def _type_repr(annotation: Any) -> str:
     return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
 
 
-def _portable(annotation: Any) -> Any:
+def _for_pydantic(annotation: Any) -> Any:
     """The same type with each `typing.TypedDict` as pydantic wants it: before Python 3.12 it takes only its twin."""
     if sys.version_info >= (3, 12):
         return annotation
     if typing.is_typeddict(annotation) and type(annotation).__module__ == "typing":
         hints = typing.get_type_hints(annotation, include_extras=True)
         fields = {
-            key: typing_extensions.Required[_portable(hint)]
+            key: typing_extensions.Required[_for_pydantic(hint)]
             if key in annotation.__required_keys__
-            else typing_extensions.NotRequired[_portable(hint)]
+            else typing_extensions.NotRequired[_for_pydantic(hint)]
             for key, hint in hints.items()
         }
         make: Any = typing_extensions.TypedDict
@@ -244,8 +244,8 @@ def _portable(annotation: Any) -> Any:
     if origin is None or origin is typing.Literal or not args:
         return annotation
     if origin is Annotated:
-        return Annotated[(_portable(args[0]), *annotation.__metadata__)]
-    new = tuple(_portable(a) if not isinstance(a, list) else a for a in args)
+        return Annotated[(_for_pydantic(args[0]), *annotation.__metadata__)]
+    new = tuple(_for_pydantic(a) if not isinstance(a, list) else a for a in args)
     if new == args:
         return annotation
     return typing.Union[new] if origin is pytypes.UnionType else origin[new]  # noqa: UP007  # the members are values

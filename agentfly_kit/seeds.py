@@ -22,45 +22,45 @@ def derive(seed: int, *parts: str | int) -> int:
 
     Different parts give unrelated seeds; the same parts give the same seed on every machine and Python.
     """
-    return _number(_hashed(seed, *parts))
+    return _to_seed(_hash_parts(seed, *parts))
 
 
-class Stem:
-    """`Stem(shared, parts).at(turn)` is `derive(*shared, *parts, turn)`; what many share is hashed once."""
+class SeedStream:
+    """`SeedStream(shared, parts).for_turn(turn)` is `derive(*shared, *parts, turn)`; what many share is hashed once."""
 
     def __init__(self, shared: tuple[str | int, ...], parts: tuple[str | int, ...]) -> None:
-        self._hash = _shared(*shared).copy()
+        self._hash = _shared_hash(*shared).copy()
         for part in parts:
-            self._hash.update(_told(part))
+            self._hash.update(_encode_part(part))
         self._known: dict[int, int] = {}
 
-    def at(self, turn: int) -> int:
+    def for_turn(self, turn: int) -> int:
         known = self._known.get(turn)
         if known is None:
             own = self._hash.copy()
-            own.update(_told(turn))
-            known = self._known[turn] = _number(own)
+            own.update(_encode_part(turn))
+            known = self._known[turn] = _to_seed(own)
         return known
 
 
 # typed: 1 and True are told apart, as they are in what is hashed.
 @functools.lru_cache(maxsize=256, typed=True)
-def _shared(*parts: str | int) -> hashlib.blake2b:
-    return _hashed(*parts)
+def _shared_hash(*parts: str | int) -> hashlib.blake2b:
+    return _hash_parts(*parts)
 
 
-def _hashed(*parts: str | int) -> hashlib.blake2b:
-    return hashlib.blake2b(b"".join(map(_told, parts)), digest_size=8)
+def _hash_parts(*parts: str | int) -> hashlib.blake2b:
+    return hashlib.blake2b(b"".join(map(_encode_part, parts)), digest_size=8)
 
 
-def _told(part: str | int) -> bytes:
+def _encode_part(part: str | int) -> bytes:
     # The kind and the length go in, so that ("ab", "c"), ("a", "bc") and (1,), ("1",) stay apart. An integer of numpy
     # is the integer.
     text = str(part).encode("utf-8", "surrogatepass")
     return b"%s:%d:%s" % (b"str" if isinstance(part, str) else b"int", len(text), text)
 
 
-def _number(hashed: hashlib.blake2b) -> int:
+def _to_seed(hashed: hashlib.blake2b) -> int:
     return int.from_bytes(hashed.digest(), "little") >> 1
 
 

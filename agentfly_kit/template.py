@@ -16,7 +16,7 @@ from typing import Any, Literal
 from agentfly_kit.errors import ChatTemplateError
 from agentfly_kit.types import Message
 
-Following = Literal["tool", "user"]
+FollowingRole = Literal["tool", "user"]
 """What comes after an action: results of its calls, or a user's message."""
 
 _USER: Message = {"role": "user", "content": "?"}
@@ -44,7 +44,7 @@ class Template:
         self._control = re.compile("|".join(map(re.escape, sorted(controls, key=len, reverse=True))) or r"(?!)")
         self._short_ids = False
         self._closings: dict[str, str] = {}
-        self._proofs: dict[Following, str] = {}
+        self._violations: dict[FollowingRole, str] = {}
         self.parts = False
         self.parts = self._wants_parts()
         self.answer_tail = self._answer_tail()
@@ -101,7 +101,9 @@ class Template:
                 out["tool_calls"] = [{**c, "id": _short_id(str(c.get("id", "")))} for c in out["tool_calls"]]
         return out
 
-    def _try(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, generate: bool) -> str:
+    def _render_or_empty(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, generate: bool
+    ) -> str:
         """The text, or "" where the template refuses: for looking what it takes."""
         try:
             return self.render(messages, tools, generate=generate)
@@ -111,10 +113,10 @@ class Template:
     # --- what it takes ---
 
     def _wants_parts(self) -> bool:
-        if "qzplainzq" in self._try([{"role": "user", "content": "qzplainzq"}], generate=True):
+        if "qzplainzq" in self._render_or_empty([{"role": "user", "content": "qzplainzq"}], generate=True):
             return False
         parts = [{"role": "user", "content": [{"type": "text", "text": "qzplainzq"}]}]
-        return "qzplainzq" in self._try(parts, generate=True)
+        return "qzplainzq" in self._render_or_empty(parts, generate=True)
 
     def _answer_tail(self) -> str:
         """What ends a conversation after the last letter of an answer."""
@@ -132,13 +134,13 @@ class Template:
             {"content": content, "json": as_json} for as_json in (False, True) for content in ("", None)
         ]
         for shape in shapes:
-            said = self._said_call("qzcallzq", [{"name": "qznamezq", "tool_call_id": "call-0"}], shape)
-            text = self._try([_USER, said], generate=False)
+            said = self._call_message("qzcallzq", [{"name": "qznamezq", "tool_call_id": "call-0"}], shape)
+            text = self._render_or_empty([_USER, said], generate=False)
             if "qzcallzq" in text and "qznamezq" in text:
                 return shape
         return None
 
-    def _said_call(
+    def _call_message(
         self, mark: str, results: Sequence[Message], shape: Mapping[str, Any], thought: str | None = None
     ) -> Message:
         """An assistant's message with one call for each of these tool results; the mark is each call's argument."""
@@ -154,12 +156,12 @@ class Template:
             }
             for i, r in enumerate(results)
         ]
-        return self._thought({"role": "assistant", "content": shape["content"], "tool_calls": calls}, thought)
+        return self._with_thinking({"role": "assistant", "content": shape["content"], "tool_calls": calls}, thought)
 
-    def _said(self, mark: str, thought: str | None = None) -> Message:
-        return self._thought({"role": "assistant", "content": mark}, thought)
+    def _answer_message(self, mark: str, thought: str | None = None) -> Message:
+        return self._with_thinking({"role": "assistant", "content": mark}, thought)
 
-    def _thought(self, message: Message, thought: str | None) -> Message:
+    def _with_thinking(self, message: Message, thought: str | None) -> Message:
         if thought is None:
             return message
         if self.thinking == "tags":
@@ -168,46 +170,46 @@ class Template:
 
     def _takes_tools(self) -> bool:
         try:
-            return "qztoolzq" in self.after([{**_probe("qztoolzq"), "name": "probe"}])
+            return "qztoolzq" in self.text_after_action([{**_probe("qztoolzq"), "name": "probe"}])
         except ChatTemplateError:
             return False
 
     def _thinking(self) -> str:
         for key in _THINKING:
             self.thinking = key
-            said = [self._said("qzanswerzq", "qzthinkzq")]
+            said = [self._answer_message("qzanswerzq", "qzthinkzq")]
             if self.calls is not None and key != "tags":
-                said.append(self._said_call("qzcallzq", [_probe("")], self.calls, "qzthinkzq"))
-            if any("qzthinkzq" in self._try([_USER, one], generate=False) for one in said):
+                said.append(self._call_message("qzcallzq", [_probe("")], self.calls, "qzthinkzq"))
+            if any("qzthinkzq" in self._render_or_empty([_USER, one], generate=False) for one in said):
                 return key
         return "tags"  # and they are dropped: whoever thinks there cannot be given the same history again
 
     def takes_system(self) -> bool:
-        return "qzplainzq" in self._try([{"role": "system", "content": "qzplainzq"}, _USER], generate=True)
+        return "qzplainzq" in self._render_or_empty([{"role": "system", "content": "qzplainzq"}, _USER], generate=True)
 
     def shows(self, tools: Sequence[Mapping[str, Any]]) -> bool:
         """Whether tool schemas appear in a prompt."""
-        return self._try([_USER], tools, generate=True) != self._try([_USER], generate=True)
+        return self._render_or_empty([_USER], tools, generate=True) != self._render_or_empty([_USER], generate=True)
 
     # --- what comes after an action ---
 
-    def after(self, following: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def text_after_action(self, following: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The text from the end of an action to where the next one begins, with `following` told in between.
 
         It starts with the template's own end of an assistant's turn. Tool results are rendered after calls of those
         names and ids, because many templates look back at them; where a template takes no calls, after plain text.
         Raises:  ChatTemplateError if the assistant's text cannot be found in what the template writes.
         """
-        mark = _mark("qzsaidzq", following)
-        results = _leading_tools(following)
+        mark = _unused_marker("qzsaidzq", following)
+        results = _leading_tool_messages(following)
         said: list[tuple[Message, str]] = []
         if results and self.calls is not None:
             for told in (results, results[:1]):  # some templates take one call at a time
-                one = self._said_call(mark, told, self.calls)
-                closing = self._closing(one, mark, tools)
+                one = self._call_message(mark, told, self.calls)
+                closing = self._call_closing(one, mark, tools)
                 if closing is not None:
                     said.append((one, closing))
-        said.append((self._said(mark), ""))
+        said.append((self._answer_message(mark), ""))
         problem = ChatTemplateError(
             f"the chat template of {self.name} drops or changes an earlier assistant message when others follow it, "
             "so tokens cannot be appended exactly; use a template that keeps history"
@@ -223,7 +225,7 @@ class Template:
                 return tail[len(closing) :]
         raise problem
 
-    def _closing(self, said: Message, mark: str, tools: Sequence[Mapping[str, Any]]) -> str | None:
+    def _call_closing(self, said: Message, mark: str, tools: Sequence[Mapping[str, Any]]) -> str | None:
         """What the model itself writes after its last argument to close a call: brackets, tags. None if it is refused.
 
         The template's end of turn is not part of it: that is what ends an answer too, or a control token of its own
@@ -231,7 +233,7 @@ class Template:
         """
         key = json.dumps([said, [t.get("function", {}).get("name") for t in tools]], default=str).replace(mark, "")
         if key not in self._closings:
-            text = self._try([_USER, said], tools, generate=False)
+            text = self._render_or_empty([_USER, said], tools, generate=False)
             tail = text.rpartition(mark)[2]
             if mark not in text:
                 return None
@@ -248,19 +250,20 @@ class Template:
 
     # --- the proof ---
 
-    def proof(self, kind: Following) -> str:
+    def append_violation(self, kind: FollowingRole) -> str:
         """ "" if a conversation in which `kind` follows actions grows by appending alone, or why it does not.
 
         Conversations of four actions are rendered as they grow, with one and with two tool results, with and without
         thinking (as far as what the template writes before an action leaves that open), with and without a system
         message and tool schemas, and with a user between tool calls.
-        Each must begin with the one before it, letter by letter, and end with the text that `after` gives for what was
+        Each must begin with the one before it, letter by letter, and end with the text that `text_after_action` gives
+        for what was
         added: so what an engine is given is what the template would write for the whole. Found out once a kind.
         """
-        if kind not in self._proofs:
-            reasons = [self._prove(kind, mode) for mode in self.modes] or [self._astray()]
-            self._proofs[kind] = next(filter(None, reasons), "")
-        return self._proofs[kind]
+        if kind not in self._violations:
+            reasons = [self._find_violation(kind, mode) for mode in self.modes] or [self._prompt_mismatch()]
+            self._violations[kind] = next(filter(None, reasons), "")
+        return self._violations[kind]
 
     @cached_property
     def modes(self) -> tuple[str | None, ...]:
@@ -269,10 +272,12 @@ class Template:
         return tuple(
             mode
             for mode in (None, "qzthinkzq")
-            if self._try([_USER, self._said("qzanswerzq", mode)], generate=False).startswith(asked)
+            if self._render_or_empty([_USER, self._answer_message("qzanswerzq", mode)], generate=False).startswith(
+                asked
+            )
         )
 
-    def _astray(self) -> str:
+    def _prompt_mismatch(self) -> str:
         asked = self.render([_USER], generate=True)
         return (
             f"the prompt for the assistant ({asked[-40:]!r}) is not how its finished message begins, so what is "
@@ -283,56 +288,58 @@ class Template:
         """ "kept", "kept until a user speaks", "dropped", or "unknown" where a prompt leaves no room for it."""
         if "qzthinkzq" not in self.modes:
             return "unknown"
-        if not self._prove("user", "qzthinkzq"):
+        if not self._find_violation("user", "qzthinkzq"):
             return "kept"
-        tool = self.tool_role == "tool" and not self._prove("tool", "qzthinkzq")
+        tool = self.tool_role == "tool" and not self._find_violation("tool", "qzthinkzq")
         return "kept until a user speaks" if tool else "dropped"
 
-    def _prove(self, kind: Following, thought: str | None) -> str:
+    def _find_violation(self, kind: FollowingRole, thought: str | None) -> str:
         calls = self.tool_role == "tool"
         if kind == "tool":
             if not calls:
-                return self._grow("uuu", thought)
-            return self._grow("1211" if self._takes_two() else "1111", thought)
-        mixed = calls and not self._prove("tool", thought)
-        return self._grow("uuu", thought) or (self._grow("1u1u", thought) if mixed else "")
+                return self._grow_plans("uuu", thought)
+            return self._grow_plans("1211" if self._takes_two() else "1111", thought)
+        mixed = calls and not self._find_violation("tool", thought)
+        return self._grow_plans("uuu", thought) or (self._grow_plans("1u1u", thought) if mixed else "")
 
     def _takes_two(self) -> bool:
         told = [_probe("qztold0zq", 0), _probe("qztold1zq", 1)]
-        said = self._said_call("qzsaidzq", told, self.calls) if self.calls else self._said("qzsaidzq")
-        text = self._try([_USER, said, *told], generate=True)
+        said = self._call_message("qzsaidzq", told, self.calls) if self.calls else self._answer_message("qzsaidzq")
+        text = self._render_or_empty([_USER, said, *told], generate=True)
         return "qztold0zq" in text and "qztold1zq" in text
 
-    def _grow(self, plan: str, thought: str | None) -> str:
+    def _grow_plans(self, plan: str, thought: str | None) -> str:
         """Grow a conversation: after each action "1" or "2" tool results, or "u", a user's message."""
-        tools = [_SCHEMA] if self._try([_USER], [_SCHEMA], generate=True) else []
+        tools = [_SCHEMA] if self._render_or_empty([_USER], [_SCHEMA], generate=True) else []
         system: list[Message] = [{"role": "system", "content": "?"}] if self.takes_system() else []
-        plain = self._grow_from([_USER], [], plan, thought)
-        return plain or self._grow_from([*system, _USER], tools, plan, thought)
+        plain = self._grow([_USER], [], plan, thought)
+        return plain or self._grow([*system, _USER], tools, plan, thought)
 
-    def _grow_from(
-        self, messages: list[Message], tools: Sequence[Mapping[str, Any]], plan: str, thought: str | None
-    ) -> str:
+    def _grow(self, messages: list[Message], tools: Sequence[Mapping[str, Any]], plan: str, thought: str | None) -> str:
         try:
             before = self.render(messages, tools, generate=True)
             for i, step in enumerate(plan):
                 mark, seen = f"qzact{i}zq", f"{thought}{i}" if thought else None
                 if step == "u":
                     told: list[Message] = [{"role": "user", "content": f"qztold{i}zq"}]
-                    said = self._said(mark, seen)
+                    said = self._answer_message(mark, seen)
                 else:
                     told = [_probe(f"qztold{i}n{n}zq", n) for n in range(int(step))]
                     # Thinking in tags is part of the text, and so is then the call: only so can both be written.
                     plain = self.calls is None or (seen and self.thinking == "tags")
-                    said = self._said(mark, seen) if plain else self._said_call(mark, told, self.calls or {}, seen)
+                    said = (
+                        self._answer_message(mark, seen)
+                        if plain
+                        else self._call_message(mark, told, self.calls or {}, seen)
+                    )
                 messages += [said, *told]
                 whole = self.render(messages, tools, generate=True)
-                bridge = self.after(told, tools)
+                added = self.text_after_action(told, tools)
                 if not whole.startswith(before):
-                    return _rewritten(before, whole, thought, i)
-                if not whole.endswith(bridge):
-                    return f"what follows an action is written otherwise later on: {bridge[:60]!r} became another text"
-                action = whole[len(before) : len(whole) - len(bridge)]
+                    return _rewrite_reason(before, whole, thought, i)
+                if not whole.endswith(added):
+                    return f"what follows an action is written otherwise later on: {added[:60]!r} became another text"
+                action = whole[len(before) : len(whole) - len(added)]
                 if seen and seen not in action:
                     return "it drops an assistant's thinking when something follows it"
                 if mark not in action or (step == "u" and not action.endswith(mark)):
@@ -355,12 +362,12 @@ class Template:
             if told["role"] == "user" and self._control.match(self.answer_tail):
                 continue
             try:
-                tails.append(self.after([told]))
+                tails.append(self.text_after_action([told]))
             except ChatTemplateError:
                 continue
         inside = ""
         if "qzthinkzq" in self.modes:
-            text = self._try([_USER, self._said("qzanswerzq", "qzthinkzq")], generate=False)
+            text = self._render_or_empty([_USER, self._answer_message("qzanswerzq", "qzthinkzq")], generate=False)
             inside = text.partition("qzthinkzq")[2].partition("qzanswerzq")[0]
         found = (self._control.match(tail) for tail in tails)
         return tuple(dict.fromkeys(m.group() for m in found if m and m.group() not in inside))
@@ -372,18 +379,20 @@ class Template:
         function = {"name": name, "arguments": json.dumps(dict(arguments)) if self.calls["json"] else dict(arguments)}
         call = {"id": "call-0", "type": "function", "function": function}
         said: Message = {"role": "assistant", "content": self.calls["content"], "tool_calls": [call]}
-        text, asked = self._try([_USER, said], generate=False), self.render([_USER], generate=True)
-        text = text[_same(asked, text) :]
+        text, asked = self._render_or_empty([_USER, said], generate=False), self.render([_USER], generate=True)
+        text = text[_common_prefix_length(asked, text) :]
         return text[: -len(self.answer_tail)] if self.answer_tail and text.endswith(self.answer_tail) else text
 
-    def blanks_kept(self) -> bool:
+    def whitespace_kept(self) -> bool:
         """Whether outer blanks of an answer stay when it is rendered."""
-        return " qzanswerzq \n" in self._try([_USER, self._said(" qzanswerzq \n")], generate=False)
+        return " qzanswerzq \n" in self._render_or_empty(
+            [_USER, self._answer_message(" qzanswerzq \n")], generate=False
+        )
 
     def opening(self) -> str:
         """What it writes before an assistant's first token."""
         asked, plain = self.render([_USER], generate=True), self.render([_USER], generate=False)
-        same = _same(asked, plain)
+        same = _common_prefix_length(asked, plain)
         inside = [m.start() for m in self._control.finditer(asked) if m.start() < same < m.end()]
         return asked[inside[0] if inside else same :]
 
@@ -392,7 +401,7 @@ def _probe(text: str, n: int = 0) -> Message:
     return {"role": "tool", "name": f"probe{n}", "tool_call_id": f"call-{n}", "content": text}
 
 
-def _leading_tools(messages: Sequence[Message]) -> list[Message]:
+def _leading_tool_messages(messages: Sequence[Message]) -> list[Message]:
     leading: list[Message] = []
     for message in messages:
         if message.get("role") != "tool":
@@ -401,7 +410,7 @@ def _leading_tools(messages: Sequence[Message]) -> list[Message]:
     return leading
 
 
-def _mark(mark: str, messages: Sequence[Message]) -> str:
+def _unused_marker(mark: str, messages: Sequence[Message]) -> str:
     """A text that none of these messages holds: a tool that prints our mark must not move the seam."""
     held = repr(list(messages))
     while mark in held:
@@ -418,14 +427,14 @@ def _short_id(id: str) -> str:
     return hashlib.blake2b(id.encode(), digest_size=5).hexdigest()[:9]
 
 
-def _rewritten(before: str, whole: str, thought: str | None, step: int) -> str:
-    at = _same(before, whole)
+def _rewrite_reason(before: str, whole: str, thought: str | None, step: int) -> str:
+    at = _common_prefix_length(before, whole)
     was, now = before[max(0, at - 20) : at + 30], whole[max(0, at - 20) : at + 30]
     gone = bool(thought) and any(f"{thought}{i}" in before and f"{thought}{i}" not in whole for i in range(step + 1))
     why = "it drops an assistant's earlier thinking" if gone else "it writes history otherwise once more follows"
     return f"{why}: {was!r} became {now!r}"
 
 
-def _same(one: str, other: str) -> int:
+def _common_prefix_length(one: str, other: str) -> int:
     """How many letters they begin with in common."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -97,7 +97,7 @@ async def search_files(pattern: str, sandbox: FileSandbox, path: str = ".") -> s
         pattern: a regular expression of Python.
         path: relative to the working folder.
     """
-    found = [str(each)[:300] for each in await sandbox.grep(pattern, path, most=50)]
+    found = [str(each)[:300] for each in await sandbox.grep(pattern, path, max_matches=50)]
     return (
         "\n".join([*found, *(["[the first 50; there may be more]"] if len(found) == 50 else [])]) or "no line matches"
     )

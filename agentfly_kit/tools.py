@@ -21,16 +21,16 @@ from types import MappingProxyType
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from agentfly_kit import functions, markup
-from agentfly_kit.context import Context, Injection, PoolLike, injection, throwaway
+from agentfly_kit.context import Context, Injection, PoolLike, injection, temporary_context
 from agentfly_kit.errors import TaskError, ToolError, ToolSchemaError
-from agentfly_kit.pending import Pending, awaited
-from agentfly_kit.schema import REQUIRED, Arguments, Parameter, described, docstring
+from agentfly_kit.pending import PendingCall, pending_call
+from agentfly_kit.schema import REQUIRED, Arguments, Parameter, description_in, parse_docstring
 from agentfly_kit.types import Task, ToolCall, ToolResult
 
 P = ParamSpec("P")
 R = TypeVar("R")
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_-]{0,63}")
-_MISSING: Any = object()
+_NOT_GIVEN: Any = object()
 
 
 class Tool(Generic[P, R]):
@@ -76,7 +76,7 @@ class Tool(Generic[P, R]):
         function = self._bound()
         if inspect.iscoroutinefunction(function):
             # Awaited like any coroutine, but a forgotten await says so.
-            return typing.cast(R, Pending(f"{self.name}(...)", lambda: function(*args, **kwargs)))
+            return typing.cast(R, PendingCall(f"{self.name}(...)", lambda: function(*args, **kwargs)))
         return function(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Tool[..., R]:
@@ -114,21 +114,25 @@ class Tool(Generic[P, R]):
         return functions.fingerprint(self.function, self.source, settings)
 
     @property
-    def sandbox_kinds(self) -> tuple[type, ...]:
+    def sandbox_types(self) -> tuple[type, ...]:
         """The sandbox classes that it asks for: the pools that its agent needs."""
-        return tuple(dict.fromkeys(ask.kind for ask in self._hidden.values() if ask.what == "sandbox"))
+        return tuple(
+            dict.fromkeys(injected.sandbox_type for injected in self._hidden.values() if injected.source == "sandbox")
+        )
 
     @property
     def task_fields(self) -> tuple[str, ...]:
         """The task fields that it cannot do without."""
         optional = inspect.signature(self.function).parameters
         return tuple(
-            name for name, ask in self._hidden.items() if ask.what == "field" and optional[name].default is REQUIRED
+            name
+            for name, injected in self._hidden.items()
+            if injected.source == "field" and optional[name].default is REQUIRED
         )
 
     def redefined(self) -> bool:
         """Whether its name means another tool now, where it was defined: a later cell that ran with other source."""
-        now = functions.current(self.function)
+        now = functions.current_definition(self.function)
         return isinstance(now, Tool) and now.function is not self.function and now.fingerprint != self.fingerprint
 
     def __repr__(self) -> str:
@@ -141,11 +145,13 @@ class Tool(Generic[P, R]):
         asked = self._arguments.schema.get("properties", {})
         needed = self._arguments.schema.get("required", [])
         rows = [
-            (name, markup.Code(_kind(what)), name in needed, what.get("description", ""))
+            (name, markup.Code(_type_name(what)), name in needed, what.get("description", ""))
             for name, what in asked.items()
         ]
         arguments = markup.table(("argument", "type", "required", "what the model reads"), rows) if rows else ""
-        hidden = markup.facts("hidden from the model", {n: ask.what for n, ask in self._hidden.items()})
+        hidden = markup.definition_table(
+            "hidden from the model", {n: injected.source for n, injected in self._hidden.items()}
+        )
         said = f"<p style='white-space:pre-wrap;margin:2px 0'>{markup.escape(self.description, 2000)}</p>"
         return (
             markup.heading(f"Tool {self.name}{self._arguments.signature}")
@@ -156,9 +162,9 @@ class Tool(Generic[P, R]):
 
     # --- calling it as the model does ---
 
-    @awaited
+    @pending_call
     async def try_(
-        self, /, *positional: Any, task: Any = _MISSING, pool: Any = _MISSING, **arguments: Any
+        self, /, *positional: Any, task: Any = _NOT_GIVEN, pool: Any = _NOT_GIVEN, **arguments: Any
     ) -> ToolResult:
         """One call, exactly as the model would see it: arguments checked, a throw-away lease, failures as text.
 
@@ -172,12 +178,14 @@ class Tool(Generic[P, R]):
             if name in arguments:
                 raise TypeError(f"{self.name} got {name!r} twice")
             arguments[name] = value
-        if task is not _MISSING and "task" in visible:
-            arguments["task"], task = task, _MISSING
-        if pool is not _MISSING and "pool" in visible:
-            arguments["pool"], pool = pool, _MISSING
-        task = _no_task() if task in (_MISSING, None) else task
-        async with throwaway(task, self.sandbox_kinds, () if pool in (_MISSING, None) else (pool,)) as context:
+        if task is not _NOT_GIVEN and "task" in visible:
+            arguments["task"], task = task, _NOT_GIVEN
+        if pool is not _NOT_GIVEN and "pool" in visible:
+            arguments["pool"], pool = pool, _NOT_GIVEN
+        task = _placeholder_task() if task in (_NOT_GIVEN, None) else task
+        async with temporary_context(
+            task, self.sandbox_types, () if pool in (_NOT_GIVEN, None) else (pool,)
+        ) as context:
             return await self.invoke(arguments, context)
 
     async def invoke(self, arguments: Mapping[str, Any], context: Context, *, raising: bool = False) -> ToolResult:
@@ -185,61 +193,64 @@ class Tool(Generic[P, R]):
 
         Raises:  CancelledError if the caller was cancelled, KeyboardInterrupt, ToolSchemaError for an unbound method.
         """
-        self.need_instance()
+        self.require_instance()
         where = f"tool {self.name}"
         try:
             values, complaint = self._arguments.validate(arguments)
             if complaint:
-                text, truncated = self._cut(_clean(complaint))
+                text, truncated = self._truncate(_replace_lone_surrogates(complaint))
                 return ToolResult(False, text, truncated=truncated)
             async with AsyncExitStack() as stack:
-                values |= await self._injected(context, stack)
-                async with context.caps.tools.slot():  # only now: who waits for a sandbox must not keep others waiting
-                    outcome = await functions.run(self._bound(), values, timeout=self.timeout, convert=self._result)
+                values |= await self._inject(context, stack)
+                # only now: who waits for a sandbox must not keep others waiting
+                async with context.concurrency.tools.slot():
+                    outcome = await functions.call_user_function(
+                        self._bound(), values, timeout=self.timeout, convert=self._checked_result
+                    )
         except Exception as error:  # the pool, the task, a type's own validator: not the function
             if raising:
                 raise
-            return ToolResult(False, f"{self.name} failed.", functions.failure(where, error))
-        if outcome.late:
-            text = f"{self.name} took longer than {self.timeout:g} s and was {outcome.late}."
+            return ToolResult(False, f"{self.name} failed.", functions.failure_from(where, error))
+        if outcome.timed_out:
+            text = f"{self.name} took longer than {self.timeout:g} s and was {outcome.timed_out}."
             return ToolResult(False, text, seconds=outcome.seconds)
         if outcome.error is not None:
             if raising:
                 raise outcome.error
             if isinstance(outcome.error, ToolError):
-                text, truncated = self._cut(_clean(str(outcome.error)))
+                text, truncated = self._truncate(_replace_lone_surrogates(str(outcome.error)))
                 return ToolResult(False, text, seconds=outcome.seconds, truncated=truncated)
             # The model is told no more: a traceback of ours is nothing that it can mend, and may leak the answer.
-            found = functions.failure(where, outcome.error)
+            found = functions.failure_from(where, outcome.error)
             return ToolResult(False, f"{self.name} failed.", found, seconds=outcome.seconds)
         result: ToolResult = outcome.value
         return replace(result, seconds=outcome.seconds)
 
-    async def _injected(self, context: Context, stack: AsyncExitStack) -> dict[str, Any]:
+    async def _inject(self, context: Context, stack: AsyncExitStack) -> dict[str, Any]:
         values: dict[str, Any] = {}
         # Sandboxes in one order everywhere, so that two calls that need the same two cannot wait for each other.
-        for name, ask in sorted(self._hidden.items(), key=lambda item: item[1].kind.__qualname__):
-            if ask.what == "context":
+        for name, injected in sorted(self._hidden.items(), key=lambda item: item[1].sandbox_type.__qualname__):
+            if injected.source == "context":
                 values[name] = context
-            elif ask.what == "sandbox":
-                values[name] = await stack.enter_async_context(context.using(ask.kind))
+            elif injected.source == "sandbox":
+                values[name] = await stack.enter_async_context(context.using(injected.sandbox_type))
             elif name in context.fields:
                 values[name] = context.fields[name]
             elif name in self.task_fields:
-                raise TaskError(_lacks(f"tool {self.name}", name, context.task))
+                raise TaskError(_missing_field_message(f"tool {self.name}", name, context.task))
         return values
 
-    def _result(self, value: Any) -> ToolResult:
-        result = value if isinstance(value, ToolResult) else _observed(value)
-        text, truncated = self._cut(_clean(result.observation))
+    def _checked_result(self, value: Any) -> ToolResult:
+        result = value if isinstance(value, ToolResult) else _to_tool_result(value)
+        text, truncated = self._truncate(_replace_lone_surrogates(result.observation))
         return replace(result, observation=text, truncated=truncated or result.truncated)
 
-    def _cut(self, text: str) -> tuple[str, bool]:
+    def _truncate(self, text: str) -> tuple[str, bool]:
         if self.max_chars is None or len(text) <= self.max_chars:
             return text, False
         return f"{text[: self.max_chars]}\n[cut: the first {self.max_chars} of {len(text)} characters]", True
 
-    def need_instance(self) -> None:
+    def require_instance(self) -> None:
         """Raises ToolSchemaError for a method that was taken from its class."""
         if self._method and self._instance is None:
             owner = self.__qualname__.rpartition(".")[0].rpartition(".")[2]
@@ -274,7 +285,7 @@ def tool(
     Units:   timeout in seconds of the function's own run, max_chars in characters of the observation; None is no limit.
     Raises:  ToolSchemaError naming the function and the parameter.
     """
-    frame = functions.frame_of_caller(1)
+    frame = functions.caller_frame(1)
 
     def decorate(function: Callable[P, R]) -> Tool[P, R]:
         return Tool(function, name=name, timeout=timeout, max_chars=max_chars, frame=frame)
@@ -294,7 +305,7 @@ class ToolSet(Sequence[Tool[..., Any]]):
         self._tools = tuple(t if isinstance(t, Tool) else tool(t) for t in tools)
         self._by_name = {t.name: t for t in self._tools}
         for t in self._tools:
-            t.need_instance()
+            t.require_instance()
             if self._by_name[t.name] is not t:
                 raise ToolSchemaError(f"two tools are named {t.name!r}; rename one: @af.tool(name=...)")
         self.schemas: tuple[dict[str, Any], ...] = tuple(t.schema for t in self._tools)
@@ -305,9 +316,9 @@ class ToolSet(Sequence[Tool[..., Any]]):
         return tuple(self._by_name)
 
     @property
-    def sandbox_kinds(self) -> tuple[type, ...]:
+    def sandbox_types(self) -> tuple[type, ...]:
         """The sandbox classes that the tools ask for."""
-        return tuple(dict.fromkeys(kind for t in self._tools for kind in t.sandbox_kinds))
+        return tuple(dict.fromkeys(sandbox_type for t in self._tools for sandbox_type in t.sandbox_types))
 
     @property
     def fingerprint(self) -> str:
@@ -323,7 +334,7 @@ class ToolSet(Sequence[Tool[..., Any]]):
             for t in self._tools:
                 for name in t.task_fields:
                     if name not in task.fields:
-                        raise TaskError(_lacks(f"tool {t.name}", name, task))
+                        raise TaskError(_missing_field_message(f"tool {t.name}", name, task))
 
     async def call(self, call: ToolCall, context: Context) -> ToolResult:
         """Run one call of the model. An unreadable call and an unknown name are observations, not failures of ours."""
@@ -399,14 +410,14 @@ class ToolSet(Sequence[Tool[..., Any]]):
         return markup.table(("tool", "arguments", "what it does"), rows)
 
 
-def _kind(schema: dict[str, Any]) -> str:
+def _type_name(schema: dict[str, Any]) -> str:
     """A JSON schema in a word or two."""
     if "enum" in schema:
         return " | ".join(map(repr, schema["enum"]))
     if "anyOf" in schema:
-        return " | ".join(_kind(each) for each in schema["anyOf"])
+        return " | ".join(_type_name(each) for each in schema["anyOf"])
     kind = schema.get("type", schema.get("$ref", "any").rsplit("/", 1)[-1])
-    return f"{kind} of {_kind(schema['items'])}" if kind == "array" and schema.get("items") else str(kind)
+    return f"{kind} of {_type_name(schema['items'])}" if kind == "array" and schema.get("items") else str(kind)
 
 
 @dataclass(frozen=True)
@@ -418,22 +429,22 @@ class Rerun:
     pools: tuple[weakref.ref[PoolLike], ...]
 
     def __call__(self, call: ToolCall) -> Awaitable[ToolResult]:
-        return Pending(f"{self.tool.name}.rerun()", lambda: self._run(call))
+        return PendingCall(f"{self.tool.name}.rerun()", lambda: self._run(call))
 
     async def _run(self, call: ToolCall) -> ToolResult:
         pools = [pool for ref in self.pools if (pool := ref()) is not None]
-        async with throwaway(self.task, self.tool.sandbox_kinds, pools) as context:
+        async with temporary_context(self.task, self.tool.sandbox_types, pools) as context:
             return await self.tool.invoke(call.arguments, context, raising=True)
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return _nothing, ()
+        return _no_rerun, ()
 
 
-def _nothing() -> None:
+def _no_rerun() -> None:
     return None
 
 
-def _no_task() -> Task:
+def _placeholder_task() -> Task:
     return Task("none", ({"role": "user", "content": ""},))
 
 
@@ -458,9 +469,9 @@ def _signature(
     owner: str, function: Callable[..., Any], frame: pytypes.FrameType | None
 ) -> tuple[str, Arguments, dict[str, Injection], bool]:
     """(description, what the model writes, what it does not see, whether it is a method)."""
-    description, documented = docstring(function)
+    description, documented = parse_docstring(function)
     try:
-        annotations = functions.hints(function, frame)
+        annotations = functions.type_hints(function, frame)
     except Exception as error:
         raise ToolSchemaError(
             f"{owner}: an annotation cannot be resolved ({error}); define or import it before the function, "
@@ -482,11 +493,11 @@ def _signature(
             )
         if name not in annotations:
             raise ToolSchemaError(f"{owner}: parameter {name!r} has no type; write for example {name}: str")
-        ask = injection(annotations[name])
-        if ask is not None:
-            hidden[name] = ask
+        injected = injection(annotations[name])
+        if injected is not None:
+            hidden[name] = injected
             continue
-        text = described(annotations[name]) or documented.get(name)
+        text = description_in(annotations[name]) or documented.get(name)
         if not text:
             others = [other for other in documented if other not in inspect.signature(function).parameters]
             hint = f" (it describes {', '.join(map(repr, others))}, which is no parameter)" if others else ""
@@ -500,7 +511,7 @@ def _signature(
     return description, Arguments(owner, visible), hidden, method
 
 
-def _lacks(who: str, name: str, task: Task) -> str:
+def _missing_field_message(who: str, name: str, task: Task) -> str:
     have = ", ".join(task.fields) or "none"
     return f"{who} asks for the field {name!r}, which task {task.id!r} does not have (its fields: {have})"
 
@@ -508,16 +519,16 @@ def _lacks(who: str, name: str, task: Task) -> str:
 # --- what the model is shown ---------------------------------------------------------------------
 
 
-def _observed(value: Any) -> ToolResult:
+def _to_tool_result(value: Any) -> ToolResult:
     """A returned value as the model reads it: text as it is, None as nothing, all else as compact JSON."""
     from agentfly_kit.sandboxes.result import SandboxResult
 
     if isinstance(value, SandboxResult):
         return ToolResult(value.ok, value.text, truncated=value.truncated)
-    return ToolResult(True, _text(value))
+    return ToolResult(True, _to_text(value))
 
 
-def _text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, str):
@@ -526,12 +537,12 @@ def _text(value: Any) -> str:
         return bytes(value).decode("utf-8", "replace")
     from pydantic_core import to_jsonable_python
 
-    plain = to_jsonable_python(value, inf_nan_mode="constants", bytes_mode="utf8", fallback=_plain)
+    plain = to_jsonable_python(value, inf_nan_mode="constants", bytes_mode="utf8", fallback=_json_fallback)
     # A date, a path, an enum member is one text: shown bare, as a returned str is.
     return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, separators=(",", ":"))
 
 
-def _plain(value: Any) -> Any:
+def _json_fallback(value: Any) -> Any:
     """What JSON knows no form for: arrays as lists, anything with a text of its own as that."""
     if callable(tolist := getattr(value, "tolist", None)):
         return tolist()
@@ -540,6 +551,6 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def _clean(text: str) -> str:
+def _replace_lone_surrogates(text: str) -> str:
     """Half of a surrogate pair cannot be tokenized; it becomes the replacement character."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if not text.isascii() else text

@@ -95,7 +95,7 @@ def grpo_inputs(batch: Batch, pad: int = 0) -> dict[str, torch.Tensor]:
 
 # --- settings ------------------------------------------------------------------------------------
 
-_AGGREGATES: dict[str, losses.How] = {
+_AGGREGATES: dict[str, losses.AggregateMode] = {
     "grpo": "seq_mean_token_mean",
     "sapo": "seq_mean_token_mean",
     "bnpo": "token_mean",
@@ -103,7 +103,7 @@ _AGGREGATES: dict[str, losses.How] = {
     "cispo": "token_mean",
     "dr_grpo": "fixed",
 }
-_ABSENT = {
+_UNSUPPORTED = {
     "top_entropy_quantile": 1.0,
     "off_policy_mask_threshold": None,
     "use_adaptive_entropy": False,
@@ -118,7 +118,7 @@ def step_options(args: Any) -> dict[str, Any]:
     Raises:  SettingsError naming a setting that has no counterpart here.
     Source:  trl 1.16, GRPOTrainer._compute_loss.
     """
-    for name, off in _ABSENT.items():
+    for name, off in _UNSUPPORTED.items():
         if getattr(args, name, off) != off:
             raise SettingsError(f"{name}={getattr(args, name)!r} of GRPOConfig has no counterpart in ppo_step")
     kind, level = args.loss_type, args.importance_sampling_level
@@ -211,7 +211,7 @@ def rollout_func(agent: Agent, tasks: Iterable[Task]) -> Callable[..., dict[str,
         raise SettingsError("the agent has no reward; agent.replace(reward=...)")
     known: dict[str, Task] = {}
     for task in tasks:
-        other = known.setdefault(_key(task.messages), task)
+        other = known.setdefault(_prompt_key(task.messages), task)
         if other.fields != task.fields:
             raise SettingsError(f"tasks {other.id!r} and {task.id!r} have one prompt and different fields")
     start: list[int] = []
@@ -234,26 +234,28 @@ def rollout_func(agent: Agent, tasks: Iterable[Task]) -> Callable[..., dict[str,
         training = trainer.model.training
         policy.model.eval()
         try:
-            chains = _chains(agent, [_task(known, p) for p in prompts], trainer.state.global_step, training)
+            chains = _sample_trajectories(
+                agent, [_find_task(known, p) for p in prompts], trainer.state.global_step, training
+            )
         finally:
             policy.model.train(training)
-        return _told(chains, policy.chat.stop_ids[0])
+        return _rollout_columns(chains, policy.chat.stop_ids[0])
 
     return roll
 
 
-def _key(messages: Iterable[Message]) -> str:
+def _prompt_key(messages: Iterable[Message]) -> str:
     return json.dumps([{k: m[k] for k in ("role", "content")} for m in messages], sort_keys=True)
 
 
-def _task(known: dict[str, Task], prompt: Any) -> Task:
-    task = known.get(_key(prompt)) if isinstance(prompt, list) else None
+def _find_task(known: dict[str, Task], prompt: Any) -> Task:
+    task = known.get(_prompt_key(prompt)) if isinstance(prompt, list) else None
     if task is None:
         raise SettingsError(f"no task has this prompt: {prompt!r:.200}; make the dataset with af.trl.dataset(tasks)")
     return task
 
 
-def _chains(agent: Agent, wanted: list[Task], index: int, training: bool) -> list[Trajectory]:
+def _sample_trajectories(agent: Agent, wanted: list[Task], index: int, training: bool) -> list[Trajectory]:
     """One chain for each task in `wanted`, in order; a task that is there several times is a group."""
     counts = Counter(task.id for task in wanted)
     by_id = {task.id: task for task in wanted}
@@ -271,7 +273,7 @@ def _chains(agent: Agent, wanted: list[Task], index: int, training: bool) -> lis
     return [found[task.id].pop(0) for task in wanted]
 
 
-def _told(chains: list[Trajectory], end: int) -> dict[str, Any]:
+def _rollout_columns(chains: list[Trajectory], end: int) -> dict[str, Any]:
     scored: dict[str, list[float]] = defaultdict(list)
     for t in chains:
         if t.reward is not None:
@@ -280,21 +282,21 @@ def _told(chains: list[Trajectory], end: int) -> dict[str, Any]:
     for t in chains:
         if len(t.rows) > 1:
             raise SettingsError(
-                f"{t.id!r} was folded into {len(t.rows)} rows, and TRL trains a completion as one; take the fold out "
-                "of the agent's hooks (and history='exact'), or train with af.train"
+                f"{t.id!r} was compacted into {len(t.rows)} rows, and TRL trains a completion as one; take the "
+                "compaction out of the agent's hooks (and history='exact'), or train with af.train"
             )
-        opening = len(t.turns[0].ids or ())
+        prompt_length = len(t.turns[0].ids or ())
         ids = [int(i) for i in t.ids]
         mask = [int(m) for m in t.action_mask]
         logprobs = [0.0 if math.isnan(x) else float(x) for x in t.logprobs.tolist()]
-        if len(ids) == opening:  # it failed before its first action; TRL wants a token
+        if len(ids) == prompt_length:  # it failed before its first action; TRL wants a token
             ids, mask, logprobs = [*ids, end], [*mask, 0], [*logprobs, 0.0]
         group = scored[t.group]
         unscored = t.reward is None
-        out["prompt_ids"].append(ids[:opening])
-        out["completion_ids"].append(ids[opening:])
-        out["logprobs"].append(logprobs[opening:])
-        out["env_mask"].append([0] * (len(ids) - opening) if unscored else mask[opening:])
+        out["prompt_ids"].append(ids[:prompt_length])
+        out["completion_ids"].append(ids[prompt_length:])
+        out["logprobs"].append(logprobs[prompt_length:])
+        out["env_mask"].append([0] * (len(ids) - prompt_length) if unscored else mask[prompt_length:])
         out["agent_reward"].append(t.reward if not unscored else sum(group) / max(len(group), 1))
     return dict(out)
 
@@ -363,9 +365,9 @@ def rewards(agent: Agent) -> list[Callable[..., list[float]]]:
 
 def _as_trl_reward(reward: Any) -> Callable[..., list[float]]:
     wanted = inspect.signature(reward.function).parameters
-    beyond = sorted({"trajectory", "context", "turn", "sandbox"} & set(wanted))
-    if beyond or inspect.iscoroutinefunction(reward.function) or reward.per != "trajectory":
-        what = ", ".join(beyond) or ("awaiting" if reward.per == "trajectory" else "one call a turn")
+    unsupported = sorted({"trajectory", "context", "turn", "sandbox"} & set(wanted))
+    if unsupported or inspect.iscoroutinefunction(reward.function) or reward.per != "trajectory":
+        what = ", ".join(unsupported) or ("awaiting" if reward.per == "trajectory" else "one call a turn")
         raise SettingsError(f"reward {reward.name!r} asks for {what}; use af.trl.rollout_func(agent)")
 
     def score(prompts: Any, completions: Any, **columns: Any) -> list[float]:

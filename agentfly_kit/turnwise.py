@@ -11,37 +11,37 @@ from agentfly_kit.types import Trajectory, Turn
 
 
 @dataclass(frozen=True)
-class PerTurn:
+class TurnData:
     """N lists each, one entry a sampled turn, in order: what `advantages.gigpo` and `advantages.arpo` want to know."""
 
     turn_rewards: tuple[tuple[float | None, ...], ...]
     """What each turn earned, the trajectory's reward on the last; None there if it is unscored."""
     states: tuple[tuple[Hashable, ...], ...]
     """What the turn began from."""
-    leaves: tuple[tuple[Hashable, ...], ...]
+    turn_ids: tuple[tuple[Hashable, ...], ...]
     """A name for each turn; chains that were forked have the same name for a turn that they share."""
 
 
-def sampled_turns(trajectory: Trajectory) -> tuple[int, ...]:
+def sampled_turn_indices(trajectory: Trajectory) -> tuple[int, ...]:
     """Indices in `trajectory.turns` of the turns that the policy sampled a token in: entry k of an (N, K) advantage."""
     return tuple(i for i, turn in enumerate(trajectory.turns) if turn.sampled and turn.ids)
 
 
-def last_observation(trajectory: Trajectory, at: int) -> Hashable:
+def last_observation(trajectory: Trajectory, index: int) -> Hashable:
     """What the turn at this index answered: the tokens told just before it, the prompt for a first turn."""
-    told = trajectory.turns[at - 1] if at else None
-    return () if told is None else told.ids
+    previous = trajectory.turns[index - 1] if index else None
+    return () if previous is None else previous.ids
 
 
-def per_turn(
+def turn_data(
     rollout: Any,
     *,
     state: Callable[[Trajectory, int], Hashable] = last_observation,
     rewards: Sequence[float | None] | None = None,
-) -> PerTurn:
+) -> TurnData:
     """Turn rewards, states and the tree of forks of a rollout, or of trajectories, as estimators of turns want them::
 
-        turns = af.per_turn(rollout)
+        turns = af.turn_data(rollout)
         batch = af.collate(rollout, lambda rewards, groups: af.advantages.gigpo(
             rewards, groups, turn_rewards=turns.turn_rewards, states=turns.states))
 
@@ -56,15 +56,15 @@ def per_turn(
     outcomes = [t.reward for t in trajectories] if rewards is None else list(rewards)
     if len(outcomes) != len(trajectories):
         raise AlignmentError(f"{len(outcomes)} rewards for {len(trajectories)} trajectories; give one each")
-    where = [sampled_turns(t) for t in trajectories]
-    return PerTurn(
-        tuple(_earned(t, at, r) for t, at, r in zip(trajectories, where, outcomes, strict=True)),
+    where = [sampled_turn_indices(t) for t in trajectories]
+    return TurnData(
+        tuple(_rewards_by_turn(t, at, r) for t, at, r in zip(trajectories, where, outcomes, strict=True)),
         tuple(tuple(state(t, i) for i in at) for t, at in zip(trajectories, where, strict=True)),
-        _leaves(trajectories, where),
+        _turn_ids(trajectories, where),
     )
 
 
-def _earned(t: Trajectory, at: tuple[int, ...], outcome: float | None) -> tuple[float | None, ...]:
+def _rewards_by_turn(t: Trajectory, at: tuple[int, ...], outcome: float | None) -> tuple[float | None, ...]:
     """A reward that stands on a turn is earned by the last one sampled up to it, as `collate` credits it."""
     earned = [0.0] * len(at)
     for i, turn in enumerate(t.turns):
@@ -83,7 +83,7 @@ def _earned(t: Trajectory, at: tuple[int, ...], outcome: float | None) -> tuple[
     return (*earned[:-1], last)
 
 
-def _leaves(trajectories: list[Trajectory], where: list[tuple[int, ...]]) -> tuple[tuple[Hashable, ...], ...]:
+def _turn_ids(trajectories: list[Trajectory], where: list[tuple[int, ...]]) -> tuple[tuple[Hashable, ...], ...]:
     """A turn is named after the first trajectory that has it. Its last one belongs to a trajectory alone: a fork that
     went the same way again, with the same noise, is another leaf."""
     out: list[tuple[Hashable, ...]] = []
@@ -95,7 +95,7 @@ def _leaves(trajectories: list[Trajectory], where: list[tuple[int, ...]]) -> tup
             theirs = trajectories[other]
             same = 0
             for a, b in zip(theirs.turns, t.turns, strict=False):
-                if not one_turn(a, b):
+                if not is_same_turn(a, b):
                     break
                 same += 1
             shared = sum(1 for i in at[:-1] if i < same)
@@ -107,7 +107,7 @@ def _leaves(trajectories: list[Trajectory], where: list[tuple[int, ...]]) -> tup
     return tuple(out)
 
 
-def one_turn(a: Turn, b: Turn) -> bool:
+def is_same_turn(a: Turn, b: Turn) -> bool:
     """The same turn: the same object, or, loaded from disk, one of the same tokens and, if sampled, the same seed."""
     if a is b:
         return True

@@ -47,21 +47,21 @@ StopReason: TypeAlias = Literal[
     "error",  # our fault: host, pool, server or code; `Trajectory.error` says which
 ]
 
-SHARED: frozenset[str] = frozenset(
+BUDGET_STOPS: frozenset[str] = frozenset(
     f"{whose}_{what}" for whose in ("group", "run") for what in ("tokens", "turns", "tool_calls", "seconds")
 )
 """Stop reasons of a budget that a chain shares with others."""
 
-TRUNCATED: frozenset[str] = SHARED | {
+TRUNCATED_STOPS: frozenset[str] = BUDGET_STOPS | {
     "max_turns", "turn_tokens", "chain_tokens", "chain_tool_calls", "context_full", "timeout",
 }  # fmt: skip
 """Stop reasons that cut a chain which would have gone on."""
 
-UNSCORED: frozenset[str] = frozenset({"cancelled", "error"})
+UNSCORED_STOPS: frozenset[str] = frozenset({"cancelled", "error"})
 """Stop reasons after which no reward is computed: they are not the model's doing."""
 
 
-def _frozen(values: Any, dtype: str) -> npt.NDArray[Any]:
+def _read_only_array(values: Any, dtype: str) -> npt.NDArray[Any]:
     import numpy as np
 
     array = np.asarray(values, dtype=dtype)
@@ -97,14 +97,14 @@ class Task:
         return f"Task({self.id!r}, {text!r}, fields: {', '.join(self.fields) or 'none'})"
 
     def _repr_html_(self) -> str:
-        said = markup.table(
+        content = markup.table(
             ("role", "content"), ((m["role"], markup.Code(str(m["content"]))) for m in self.messages), 2000
         )
         kept = {
             name: markup.Code(value if isinstance(value, str) else repr(value)) for name, value in self.fields.items()
         }
-        fields = markup.folded(f"fields: {', '.join(self.fields)}", markup.table((), kept.items()), opened=True)
-        return markup.heading(f"Task {self.id}") + said + (fields if self.fields else "")
+        fields = markup.details(f"fields: {', '.join(self.fields)}", markup.table((), kept.items()), is_open=True)
+        return markup.heading(f"Task {self.id}") + content + (fields if self.fields else "")
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class Failure:
     traceback: str = ""
 
     @classmethod
-    def of(cls, where: str, error: BaseException) -> Failure:
+    def from_exception(cls, where: str, error: BaseException) -> Failure:
         import traceback
 
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -305,23 +305,23 @@ class ToolCall:
         return f"ToolCall({shown}{'' if self.result is None else f' -> {self.result.observation!r}'})"
 
     def _repr_html_(self) -> str:
-        return markup.table(_CALL_HEAD, [_call_row(self)], 2000) + _tracebacks([self])
+        return markup.table(_CALL_COLUMNS, [_call_row(self)], 2000) + _tracebacks([self])
 
 
-_CALL_HEAD = ("call", "arguments", "", "result", "seconds")
+_CALL_COLUMNS = ("call", "arguments", "", "result", "seconds")
 
 
 def _call_row(call: ToolCall) -> tuple[Any, ...]:
     result = call.result
     state = "unreadable" if call.error else "not run" if result is None else "ok" if result.ok else "failed"
     state += ", cut" if result is not None and result.truncated else ""
-    said = call.error or ("" if result is None else result.observation)
+    content = call.error or ("" if result is None else result.observation)
     arguments = ", ".join(f"{k}={v!r}" for k, v in call.arguments.items())
     return (
         call.name or "?",
         markup.Code(arguments),
         state,
-        markup.Code(said),
+        markup.Code(content),
         None if result is None else result.seconds,
     )
 
@@ -330,7 +330,7 @@ def _tracebacks(calls: Sequence[ToolCall]) -> str:
     """Of what was our fault: a click away."""
     failed = [(c.name, c.result.error) for c in calls if c.result is not None and c.result.error is not None]
     return "".join(
-        markup.folded(f"{name}: {error}", f"<pre>{markup.escape(error.traceback or str(error), 4000)}</pre>")
+        markup.details(f"{name}: {error}", f"<pre>{markup.escape(error.traceback or str(error), 4000)}</pre>")
         for name, error in failed[:5]
     )
 
@@ -357,7 +357,7 @@ class Turn:
     versions: tuple[int, ...] | None = None
     text: str = ""
     """A view of the ids, for people and parsers; never encoded again."""
-    pieces: tuple[str, ...] | None = field(default=None, repr=False)
+    token_texts: tuple[str, ...] | None = field(default=None, repr=False)
     """The text of each id alone, for token views; shared strings, so it costs a pointer a token."""
     messages: tuple[Message, ...] = ()
     """What the turn says as chat messages: for rewards, text-only engines and people."""
@@ -369,11 +369,11 @@ class Turn:
     """A turn reward; it is credited to the last action token before it."""
     seed: int | None = None
     seconds: float = field(default=0.0, compare=False)
-    place: str = field(default="", compare=False)
+    label: str = field(default="", compare=False)
     """Where it stands in its chain: "turn 3 of 6"."""
     parent: Turn | None = field(default=None, repr=False, compare=False)
     row: int = 0
-    """Which of its chain's rows it stands in: a fold, or a history that is rendered anew, begins the next one."""
+    """Which of its chain's rows it stands in: a compaction, or a history that is rendered anew, begins the next one."""
 
     def __post_init__(self) -> None:
         if self.ids is None:
@@ -381,9 +381,9 @@ class Turn:
                 raise AlignmentError("a turn without ids cannot be marked as sampled")
             return
         count = len(self.ids)
-        for values in (self.logprobs, self.entropies, self.kept_mass, self.versions, self.pieces):
+        for values in (self.logprobs, self.entropies, self.kept_mass, self.versions, self.token_texts):
             if values is not None and len(values) != count:
-                names = ("logprobs", "entropies", "kept_mass", "versions", "pieces")
+                names = ("logprobs", "entropies", "kept_mass", "versions", "token_texts")
                 name = next(name for name in names if getattr(self, name) is values)
                 raise AlignmentError(f"a turn of {count} ids has {len(values)} {name}; want one each")
         if self.sampled and (self.logprobs is None or self.versions is None):
@@ -402,15 +402,16 @@ class Turn:
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= 60 else self.text[:57] + "..."
         count = "no ids" if self.ids is None else f"{len(self.ids)} tokens"
-        place = f"{self.place}, " if self.place else ""
-        return f"Turn({place}{self.kind} by {self.author}, {count}, {text!r})"
+        label = f"{self.label}, " if self.label else ""
+        return f"Turn({label}{self.kind} by {self.author}, {count}, {text!r})"
 
 
 @dataclass(frozen=True)
 class Row:
     """One sequence of token ids, exactly as the engine was given them and gave them: what an update sees at once.
 
-    `ids`, `action_mask`, `logprobs`, `entropies`, `versions`, `pieces`, `turn_index` are views of its turns, (T,) each.
+    `ids`, `action_mask`, `logprobs`, `entropies`, `versions`, `token_texts`, `turn_index` are views of its turns, (T,)
+    each.
     """
 
     trajectory: str
@@ -431,7 +432,7 @@ class Row:
         """Whether every turn has ids; a text-only engine gives none."""
         return all(turn.ids is not None for turn in self.turns)
 
-    def _need_ids(self) -> None:
+    def _require_ids(self) -> None:
         if not self.exact:
             raise AlignmentError(
                 f"trajectory {self.trajectory!r} came from an engine that gives text only: it has no token ids. "
@@ -440,24 +441,26 @@ class Row:
 
     @cached_property
     def ids(self) -> npt.NDArray[np.int64]:
-        self._need_ids()
-        return _frozen([i for turn in self.turns for i in turn.ids or ()], "int64")
+        self._require_ids()
+        return _read_only_array([i for turn in self.turns for i in turn.ids or ()], "int64")
 
     @cached_property
     def action_mask(self) -> npt.NDArray[np.bool_]:
         """True where this policy sampled the token."""
-        self._need_ids()
-        return _frozen([turn.sampled for turn in self.turns for _ in turn.ids or ()], "bool")
+        self._require_ids()
+        return _read_only_array([turn.sampled for turn in self.turns for _ in turn.ids or ()], "bool")
 
     def sampled_by(self, *authors: str) -> npt.NDArray[np.bool_]:
         """True where this policy sampled the token in the name of one of these authors: the mask of some of its roles.
 
         Without any, `action_mask`.
         """
-        self._need_ids()
+        self._require_ids()
         if not authors:
             return self.action_mask
-        return _frozen([turn.sampled and turn.author in authors for turn in self.turns for _ in turn.ids or ()], "bool")
+        return _read_only_array(
+            [turn.sampled and turn.author in authors for turn in self.turns for _ in turn.ids or ()], "bool"
+        )
 
     @cached_property
     def logprobs(self) -> npt.NDArray[np.float32]:
@@ -470,38 +473,38 @@ class Row:
         return self._per_token("entropies")
 
     @cached_property
-    def pieces(self) -> tuple[str, ...]:
+    def token_texts(self) -> tuple[str, ...]:
         """The text of each token alone; the id in brackets where no tokenizer was at hand."""
-        self._need_ids()
+        self._require_ids()
         return tuple(
             piece
             for turn in self.turns
-            for piece in (turn.pieces if turn.pieces is not None else [f"[{i}]" for i in turn.ids or ()])
+            for piece in (turn.token_texts if turn.token_texts is not None else [f"[{i}]" for i in turn.ids or ()])
         )
 
     @cached_property
     def turn_index(self) -> npt.NDArray[np.int64]:
         """Which of the trajectory's `turns` each token belongs to."""
-        self._need_ids()
-        return _frozen([self.start + i for i, turn in enumerate(self.turns) for _ in turn.ids or ()], "int64")
+        self._require_ids()
+        return _read_only_array([self.start + i for i, turn in enumerate(self.turns) for _ in turn.ids or ()], "int64")
 
     @cached_property
     def versions(self) -> npt.NDArray[np.int64]:
         """Policy version behind each token; -1 where the mask is 0."""
-        self._need_ids()
+        self._require_ids()
         out: list[int] = []
         for turn in self.turns:
             n = len(turn.ids or ())
             out.extend(turn.versions if turn.sampled and turn.versions is not None else [-1] * n)
-        return _frozen(out, "int64")
+        return _read_only_array(out, "int64")
 
     def _per_token(self, name: str) -> npt.NDArray[np.float32]:
-        self._need_ids()
+        self._require_ids()
         out: list[float] = []
         for turn in self.turns:
             values = getattr(turn, name) if turn.sampled else None
             out.extend(values if values is not None else [math.nan] * len(turn.ids or ()))
-        return _frozen(out, "float32")
+        return _read_only_array(out, "float32")
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -517,8 +520,8 @@ class Row:
 class Trajectory:
     """One finished chain: what was asked, every token with its author, and how it was scored.
 
-    `rows` are its sequences of token ids: one, unless a fold or a history rendered anew began another. `ids`,
-    `action_mask`, `logprobs`, `entropies`, `versions`, `pieces`, `turn_index` are those of the only row, with one
+    `rows` are its sequences of token ids: one, unless a compaction or a history rendered anew began another. `ids`,
+    `action_mask`, `logprobs`, `entropies`, `versions`, `token_texts`, `turn_index` are those of the only row, with one
     length T; where there are several they raise and name `rows`.
     """
 
@@ -567,47 +570,47 @@ class Trajectory:
         """Whether every turn has ids; a text-only engine gives none."""
         return all(turn.ids is not None for turn in self.turns)
 
-    def _row(self, asked: str) -> Row:
+    def _only_row(self, name: str) -> Row:
         if len(self.rows) > 1:
             raise AlignmentError(
-                f"trajectory {self.id!r} has {len(self.rows)} rows, so there is no one .{asked}; take those of a row: "
-                f"trajectory.rows[0].{asked}"
+                f"trajectory {self.id!r} has {len(self.rows)} rows, so there is no one .{name}; take those of a row: "
+                f"trajectory.rows[0].{name}"
             )
         return self.rows[0]
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
-        return self._row("ids").ids
+        return self._only_row("ids").ids
 
     @property
     def action_mask(self) -> npt.NDArray[np.bool_]:
         """True where this policy sampled the token."""
-        return self._row("action_mask").action_mask
+        return self._only_row("action_mask").action_mask
 
     @property
     def logprobs(self) -> npt.NDArray[np.float32]:
         """Behaviour logprobs in nats; NaN where the mask is 0."""
-        return self._row("logprobs").logprobs
+        return self._only_row("logprobs").logprobs
 
     @property
     def entropies(self) -> npt.NDArray[np.float32]:
         """In nats; NaN where the mask is 0 or the engine gave none."""
-        return self._row("entropies").entropies
+        return self._only_row("entropies").entropies
 
     @property
-    def pieces(self) -> tuple[str, ...]:
+    def token_texts(self) -> tuple[str, ...]:
         """The text of each token alone; the id in brackets where no tokenizer was at hand."""
-        return self._row("pieces").pieces
+        return self._only_row("token_texts").token_texts
 
     @property
     def turn_index(self) -> npt.NDArray[np.int64]:
         """Which of `turns` each token belongs to."""
-        return self._row("turn_index").turn_index
+        return self._only_row("turn_index").turn_index
 
     @property
     def versions(self) -> npt.NDArray[np.int64]:
         """Policy version behind each token; -1 where the mask is 0."""
-        return self._row("versions").versions
+        return self._only_row("versions").versions
 
     # --- what happened ---
 
@@ -638,7 +641,7 @@ class Trajectory:
 
     @property
     def truncated(self) -> bool:
-        return self.stop in TRUNCATED
+        return self.stop in TRUNCATED_STOPS
 
     @property
     def success(self) -> bool | None:
@@ -668,8 +671,8 @@ class Trajectory:
         else:
             score = f"Reward {self.reward:g}" + (f" ({parts})" if parts else "")
         wanted = self.task.fields.get("answer")
-        told = f" The task's answer is {wanted!r}." if wanted is not None and self.success is False else ""
-        return f"{did.capitalize()}, then the chain {end}. {score}.{told}"
+        answer = f" The task's answer is {wanted!r}." if wanted is not None and self.success is False else ""
+        return f"{did.capitalize()}, then the chain {end}. {score}.{answer}"
 
     def __repr__(self) -> str:
         tokens = f"{sum(map(len, self.rows))} tokens" if self.exact else "no ids"
@@ -806,7 +809,7 @@ class Stats:
     """With detail=True: (B, T) float32 arrays on the batch's rows: logprob before and after, ratio, ..."""
     batch: Any = field(default=None, compare=False, repr=False)
 
-    def numbers(self) -> dict[str, float]:
+    def scalars(self) -> dict[str, float]:
         """The scalar fields, as JSON can hold them; NaN ones are left out."""
         out: dict[str, float] = {}
         for name in self.__dataclass_fields__:
@@ -816,14 +819,27 @@ class Stats:
         return out
 
     def _repr_html_(self) -> str:
-        numbers = self.numbers()
-        told = {name: numbers[name] for name in _TELLING if name in numbers}
+        numbers = self.scalars()
+        headline = {name: numbers[name] for name in _HEADLINE_STATS if name in numbers}
         title = f"Stats of a step (updates: {self.updates}, rows: {self.rows}, tokens: {self.tokens:,})"
         whole = markup.table(("stat", "value"), numbers.items())
-        return markup.heading(title) + markup.table(tuple(told), [told.values()]) + markup.folded("all numbers", whole)
+        return (
+            markup.heading(title)
+            + markup.table(tuple(headline), [headline.values()])
+            + markup.details("all numbers", whole)
+        )
 
 
-_TELLING = ("loss", "approx_kl", "clip_fraction", "entropy", "grad_norm", "ratio_max", "sampler_gap", "reward_mean")
+_HEADLINE_STATS = (
+    "loss",
+    "approx_kl",
+    "clip_fraction",
+    "entropy",
+    "grad_norm",
+    "ratio_max",
+    "sampler_gap",
+    "reward_mean",
+)
 """What a person looks at first."""
 
 

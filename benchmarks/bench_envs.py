@@ -46,7 +46,7 @@ async def measured(name: str, count: int) -> dict[str, Any]:
         await each.close()
     for how, options in (("alone", {"max_uses": 1}), ("pooled", {})):
         before = memory()
-        pool = af.Pool(of.family.environment, size=1, warm=1, **options)
+        pool = af.Pool(of.family.environment, size=1, min_idle=1, **options)
         began = time.perf_counter()
         async with pool.lease(owner="first"):
             start = time.perf_counter() - began

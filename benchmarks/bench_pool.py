@@ -114,7 +114,7 @@ async def crowded(name: str, leases: int, waiters: int, size: int) -> dict[str, 
 def weight(sandboxes: list[PythonSandbox]) -> int:
     """kB of all of them together, and of the hub that some of them share."""
     roots = {sandbox.pid for sandbox in sandboxes}
-    roots |= {hub.process.pid for s in sandboxes if s._vessel and (hub := s._vessel.hub) and hub.process}
+    roots |= {hub.process.pid for s in sandboxes if s._handle and (hub := s._handle.hub) and hub.process}
     pids = {pid for root in roots if root for pid in below(root)}
     return sum(map(pss, pids))
 
@@ -148,10 +148,10 @@ async def main(rounds: int, crowd: int, leases: int, container: str | None) -> d
     out: dict[str, Any] = {
         "what": "milliseconds, one process",
         "machine": {"python": platform.python_version(), "cores": os.cpu_count(), "load": os.getloadavg()[0]},
-        "limits": isolation.applied("strict", PythonSandbox().limits, isolation.hierarchy()),
+        "limits": isolation.limit_mechanisms("strict", PythonSandbox().limits, isolation.hierarchy()),
     }
     for name in isolation.LEVELS:
-        out[name] = isolation.trouble(name) or await level(name, rounds, crowd)
+        out[name] = isolation.unavailable_reason(name) or await level(name, rounds, crowd)
     if container:
         from agentfly_kit.sandboxes import Container
 

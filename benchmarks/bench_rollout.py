@@ -34,8 +34,8 @@ from typing import Any
 import torch
 
 import agentfly_kit as af
-from agentfly_kit.engines.sampling import draw
-from agentfly_kit.engines.slots import Slots
+from agentfly_kit.engines.sampling import sample_tokens
+from agentfly_kit.engines.slots import KVCache
 from agentfly_kit.types import Task, TurnRequest
 
 PROMPT, NEW, OBSERVATION = 28, 24, 12
@@ -148,14 +148,14 @@ def generate(policy: af.Policy, batch: int, turns: int) -> int:
 @torch.inference_mode()
 def bare(policy: af.Policy, batch: int, turns: int) -> int:
     """The same cache, the same draw; rows in step, nothing else."""
-    store = Slots(batch, PROMPT + turns * (NEW + OBSERVATION) + 1)
+    cache = KVCache(batch, PROMPT + turns * (NEW + OBSERVATION) + 1)
     decoder = policy.model.get_decoder()
 
     def forward(tokens: torch.Tensor, start: int, rows: Any) -> torch.Tensor:
         positions = torch.arange(start, start + tokens.shape[1])[None].expand(batch, -1)
-        mask = store.aim(rows, positions)
+        mask = cache.prepare(rows, positions)
         out = decoder(
-            input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=store, use_cache=False
+            input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=False
         )
         return policy.logits(out.last_hidden_state[:, -1])
 
@@ -165,7 +165,7 @@ def bare(policy: af.Policy, batch: int, turns: int) -> int:
         logits = forward(context, at, every)
         at += context.shape[1]
         for _ in range(NEW):
-            token = draw(logits, ones, torch.rand(batch, dtype=torch.float64)).ids
+            token = sample_tokens(logits, ones, torch.rand(batch, dtype=torch.float64)).ids
             logits = forward(token[:, None], at, batch)
             at += 1
         context = torch.tensor([observation(turn)]).expand(batch, -1)
@@ -230,7 +230,7 @@ def chain_figures() -> dict[str, Any]:
         tasks = [Task(f"t{i}", ({"role": "user", "content": f"question {i}"},)) for i in asked]
         began, cpu = time.perf_counter(), time.process_time()
         rollout = await agent.rollout(tasks, max_concurrency=count)
-        assert rollout.numbers()["success"] == 1
+        assert rollout.summary()["success"] == 1
         return time.perf_counter() - began, time.process_time() - cpu
 
     async def waiting(count: int) -> float:
@@ -260,7 +260,7 @@ def chain_figures() -> dict[str, Any]:
         gate.set()
         rollout = await going
         del going, run
-        held._last.clear()
+        held._last_handle.clear()
         gc.collect()
         returned = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()

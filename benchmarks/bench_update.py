@@ -37,7 +37,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 import agentfly_kit as af
-from agentfly_kit.policy import micro_batches
+from agentfly_kit.policy import split_by_token_budget
 
 BARS = {"padded": 0.72, "sorted": 1.0, "with reference and value": 1.1}
 
@@ -98,7 +98,9 @@ def supervised(policy: Any, optimizer: Any, batch: Any, *, by_length: bool, size
         rows = order[start : start + size]
         optimizer.zero_grad()
         tokens = int(batch.mask[rows].sum())
-        parts = micro_batches(batch.lengths[rows], policy.micro_tokens) if by_length else [torch.arange(len(rows))]
+        parts = (
+            split_by_token_budget(batch.lengths[rows], policy.micro_tokens) if by_length else [torch.arange(len(rows))]
+        )
         for part in parts:
             picked = rows[part]
             width = int(batch.lengths[picked].max())
@@ -140,9 +142,9 @@ def memory(file: str, micro_tokens: int) -> float:
         few, many = pickle.load(stream)
     policy = af.tiny.policy("calculator")
     optimizer = af.adamw(policy, 1e-12)
-    af.ppo_step(policy, optimizer, few, old="engine", micro_tokens=256)
+    af.ppo_step(policy, optimizer, few, old_logprobs="engine", micro_tokens=256)
     before = peak()
-    af.ppo_step(policy, optimizer, many, old="engine", micro_tokens=micro_tokens, max_lag=None)
+    af.ppo_step(policy, optimizer, many, old_logprobs="engine", micro_tokens=micro_tokens, max_lag=None)
     return peak() - before
 
 
@@ -195,11 +197,11 @@ def main() -> None:
     mine, theirs = af.adamw(policy, 1e-12), torch.optim.AdamW(policy.model.parameters(), lr=1e-12, fused=True)
     judging = af.adamw(judged, 1e-12)
     # The batch was sampled once and ages with every repeat: by 1e-12 a step, so it stays as good as new.
-    step = {"minibatch": 32, "old": "engine", "max_lag": None}
+    step = {"minibatch": 32, "old_logprobs": "engine", "max_lag": None}
     runs: dict[str, Callable[[], Any]] = {
         "ppo_step": lambda: af.ppo_step(policy, mine, batch, **step),
         "ppo_step, old logprobs computed again": lambda: af.ppo_step(
-            policy, mine, batch, minibatch=32, old="recompute", max_lag=None
+            policy, mine, batch, minibatch=32, old_logprobs="recompute", max_lag=None
         ),
         "ppo_step, reference and value": lambda: af.ppo_step(
             judged, judging, full, kl_coef=0.01, reference=reference, **step

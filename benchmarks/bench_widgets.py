@@ -144,7 +144,8 @@ def trajectory_view(lab: browser.Lab, rounds: int) -> dict[str, Any]:
         nb = lab.open(
             f"trajectories{k}",
             [test_browser.RECORDS, "from agentfly_kit.record import Rollout",
-             "rollout = Rollout.of([trajectory(i, 1) for i in range(5000)])", "view = w.TrajectoryView(rollout)\nview"],
+             "rollout = Rollout.from_trajectories([trajectory(i, 1) for i in range(5000)])",
+             "view = w.TrajectoryView(rollout)\nview"],
         )  # fmt: skip
         nb.run(wait=False)
         nb.finish(300)

@@ -239,18 +239,18 @@ def test_golden_maxrl() -> None:
         adv.maxrl([1, -1], [0, 0])
 
 
-def test_golden_rollout_level() -> None:
+def test_golden_trajectory_level() -> None:
     """A success of three rows and a failure of one."""
     r, g = [1, 1, 1, 0], ["task"] * 4
-    close(adv.rollout_level(r, g, rollouts=["a", "a", "a", "b"]), [0.7071, 0.7071, 0.7071, -0.7071], 1e-4)
+    close(adv.trajectory_level(r, g, trajectory_index=["a", "a", "a", "b"]), [0.7071, 0.7071, 0.7071, -0.7071], 1e-4)
     close(adv.grpo(r, g), [0.5, 0.5, 0.5, -1.5], 1e-4)  # what it is without
-    got = adv.rollout_level(r, g, rollouts=["a", "a", "a", "b"], estimator=adv.rloo)
+    got = adv.trajectory_level(r, g, trajectory_index=["a", "a", "a", "b"], estimator=adv.rloo)
     close(got, [1.0, 1, 1, -1])
-    close(adv.rollout_level([1, nan, nan, 0], g, rollouts=[0, 1, 1, 2], std=None), [0.5, 0, 0, -0.5])
-    with pytest.raises(ValueError, match=r"rows 0 and 2 are of one rollout, with rewards 1 and 0"):
-        adv.rollout_level([1, 1, 0], [0, 0, 0], rollouts=[0, 0, 0])
+    close(adv.trajectory_level([1, nan, nan, 0], g, trajectory_index=[0, 1, 1, 2], std=None), [0.5, 0, 0, -0.5])
+    with pytest.raises(ValueError, match=r"rows 0 and 2 are of one trajectory, with rewards 1 and 0"):
+        adv.trajectory_level([1, 1, 0], [0, 0, 0], trajectory_index=[0, 0, 0])
     with pytest.raises(ValueError, match="groups 'x' and 'y'"):
-        adv.rollout_level([1, 1], ["x", "y"], rollouts=[0, 0])
+        adv.trajectory_level([1, 1], ["x", "y"], trajectory_index=[0, 0])
 
 
 def test_golden_gigpo() -> None:
@@ -289,26 +289,26 @@ def test_golden_branch_weights() -> None:
 
 def test_golden_arpo() -> None:
     r, g = [1.0, 0, 1, 0], [0] * 4
-    soft = adv.arpo(r, g, leaves=TREE, std=None)
+    soft = adv.arpo(r, g, turn_ids=TREE, std=None)
     close(soft, [[0.5, 0.5, 0], [-0.5] * 3, [0.5] * 3, [-0.5, 0, 0]])
-    hard = adv.arpo(r, g, leaves=TREE, attribution="hard", std=None)
+    hard = adv.arpo(r, g, turn_ids=TREE, attribution="hard", std=None)
     close(hard, [[1 / 6, 0.5, 0], [1 / 6, 0, -0.5], [1 / 6, 0, 0.5], [-0.5, 0, 0]])
     # Weighted mean 1/4 + 1/8 = 0.375; each row times 4 w.
-    unbiased = adv.arpo(r, g, leaves=TREE, attribution="inverse_branching", std=None)
+    unbiased = adv.arpo(r, g, turn_ids=TREE, attribution="inverse_branching", std=None)
     close(unbiased, [[0.625, 0.625, 0], [-0.1875] * 3, [0.3125] * 3, [-0.75, 0, 0]])
     # An unscored leaf leaves the means; the mean of a shared turn is over the scored leaves through it.
-    hard = adv.arpo([1, nan, 0, 0.5], g, leaves=TREE, attribution="hard", std=None)
+    hard = adv.arpo([1, nan, 0, 0.5], g, turn_ids=TREE, attribution="hard", std=None)
     close(hard, [[0, 0.5, 0], [0, 0, 0], [0, -0.5, -0.5], [0, 0, 0]])
 
 
 def test_golden_inverse_branching_without_a_leaf_and_with_a_std() -> None:
     # Without the second leaf the weights are 2/7, 1/7, 4/7, the mean 4/7, and a row's factor 3 w.
-    got = adv.arpo([1, nan, 0, 0.5], [0] * 4, leaves=TREE, attribution="inverse_branching", std=None)
+    got = adv.arpo([1, nan, 0, 0.5], [0] * 4, turn_ids=TREE, attribution="inverse_branching", std=None)
     close(got[:, 0], [18 / 49, 0, -12 / 49, -6 / 49])
     r, w = [1.0, 0, 1, 0], [1 / 4, 1 / 8, 1 / 8, 1 / 2]
     variance = sum(y * (x - 0.375) ** 2 for x, y in zip(r, w, strict=True))
     for std, grain in (("population", 1.0), ("sample", 1 - sum(y * y for y in w))):
-        got = adv.arpo(r, [0] * 4, leaves=TREE, attribution="inverse_branching", std=std)  # type: ignore[arg-type]
+        got = adv.arpo(r, [0] * 4, turn_ids=TREE, attribution="inverse_branching", std=std)  # type: ignore[arg-type]
         want = [4 * y * (x - 0.375) / math.sqrt(variance / grain) for x, y in zip(r, w, strict=True)]
         close(got[:, 0], want, 1e-5)
 
@@ -317,7 +317,7 @@ def test_hard_and_soft_attribution_weigh_every_turn_the_same_in_total() -> None:
     r, g = [1.0, 0, 0.25, 0], [0] * 4
     totals = []
     for attribution in ("soft", "hard"):
-        a = adv.arpo(r, g, leaves=TREE, attribution=attribution)  # type: ignore[arg-type]
+        a = adv.arpo(r, g, turn_ids=TREE, attribution=attribution)  # type: ignore[arg-type]
         total: dict[str, float] = {}
         for row, path in zip(a.tolist(), TREE, strict=True):
             for x, turn in zip(row, path, strict=False):
@@ -335,7 +335,7 @@ def test_without_forks_arpo_is_grpo(rows: Any, std: Any) -> None:
     r, g = torch.tensor([float(x) for x, _ in rows], dtype=torch.float64), [h for _, h in rows]
     leaves = [[("turn", i)] for i in range(len(rows))]
     for attribution in ("soft", "hard", "inverse_branching"):
-        close(adv.arpo(r, g, leaves=leaves, attribution=attribution, std=std)[:, 0], adv.grpo(r, g, std=std))  # type: ignore[arg-type]
+        close(adv.arpo(r, g, turn_ids=leaves, attribution=attribution, std=std)[:, 0], adv.grpo(r, g, std=std))  # type: ignore[arg-type]
 
 
 def test_branch_weights_are_unbiased_where_the_plain_mean_is_not() -> None:
@@ -558,7 +558,7 @@ def test_passk_is_its_loop(rows: Any, k: int | None, singleton: Any) -> None:
             want.append(statistics.fmean(max(r - other, 0.0) for other in others))
     got = adv.grpo_passk(torch.tensor(rewards, dtype=torch.float64), groups, k=k, std=None, singleton=singleton)
     close(got, want)
-    scale = inputs.Grouped.of(torch.tensor(rewards, dtype=torch.float64), groups).std("sample", 1e-6)
+    scale = inputs.GroupedRewards.from_rewards(torch.tensor(rewards, dtype=torch.float64), groups).std("sample", 1e-6)
     close(
         adv.grpo_passk(torch.tensor(rewards, dtype=torch.float64), groups, k=k)[scale > 1e-3],
         (got / scale)[scale > 1e-3],
@@ -698,11 +698,13 @@ ESTIMATORS: dict[str, list[Estimator]] = {
     "grpo_passk": [of_rows(lambda r, g, x: adv.grpo_passk(r, g)), of_rows(lambda r, g, x: adv.grpo_passk(r, g, k=2))],
     "gdpo": [of_rows(lambda r, g, x: adv.gdpo(torch.stack([r, r.square()], 1), g))],
     "maxrl": [of_rows(lambda r, g, x: adv.maxrl(r.abs(), g))],
-    "rollout_level": [of_rows(lambda r, g, x: adv.rollout_level(r, g, rollouts=list(zip(g, r.tolist(), strict=True))))],
+    "trajectory_level": [
+        of_rows(lambda r, g, x: adv.trajectory_level(r, g, trajectory_index=list(zip(g, r.tolist(), strict=True))))
+    ],
     "gigpo": [of_turns(lambda r, g, turns, ids: adv.gigpo(r, g, turn_rewards=turns, states=ids))],
     "branch_weights": [of_turns(lambda r, g, _, ids: adv.branch_weights(forked(ids), g).unsqueeze(1).expand(-1, 9))],
     "arpo": [
-        of_turns(lambda r, g, _, ids, a=a: adv.arpo(r, g, leaves=forked(ids), attribution=a)[:, 1:])
+        of_turns(lambda r, g, _, ids, a=a: adv.arpo(r, g, turn_ids=forked(ids), attribution=a)[:, 1:])
         for a in ("soft", "hard", "inverse_branching")
     ],
     "optimal_token_baseline": [token_baseline("zero"), token_baseline("raw")],

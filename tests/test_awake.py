@@ -45,7 +45,7 @@ async def test_while_it_waits_for_a_sandbox_and_for_what_is_elsewhere():
         await interrupted(lambda: pool.acquire("late", timeout=60))
         assert pool.snapshot().waiting == 0
     async with Pool(Box, size=1) as pool, serve_pool(pool) as server:
-        async with RemotePool(server.url, token=server.token, kind=Box) as far, far.lease() as box:
+        async with RemotePool(server.url, token=server.token, sandbox_type=Box) as far, far.lease() as box:
             await interrupted(box.run)
 
 
@@ -65,7 +65,7 @@ def test_it_ends_with_the_wait_and_follows_from_loop_to_loop():
                 group.create_task(short())
 
     async def short() -> None:
-        with awake.awake():
+        with awake.keep_interruptible():
             await asyncio.sleep(0)
 
     for _ in range(2):
@@ -73,6 +73,6 @@ def test_it_ends_with_the_wait_and_follows_from_loop_to_loop():
     loop = asyncio.new_event_loop()
     loop.run_until_complete(wait())
     assert awake._waiting == (loop, 0)
-    loop.run_until_complete(asyncio.sleep(3 * awake._SECONDS))
+    loop.run_until_complete(asyncio.sleep(3 * awake._WAKE_INTERVAL))
     assert awake._waiting is None
     loop.close()

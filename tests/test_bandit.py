@@ -28,9 +28,9 @@ def token_rewards(rewards: Tensor) -> Tensor:
     return out
 
 
-def in_turns(per_turn: Tensor) -> Tensor:
+def in_turns(turn_data: Tensor) -> Tensor:
     """(N, 2) -> (N, 4)"""
-    return torch.stack([per_turn[:, 0]] * 2 + [per_turn[:, 1]] * 2, dim=1)
+    return torch.stack([turn_data[:, 0]] * 2 + [turn_data[:, 1]] * 2, dim=1)
 
 
 def gigpo(rewards: Tensor, arms: Tensor, _: Tensor) -> Tensor:
@@ -40,7 +40,9 @@ def gigpo(rewards: Tensor, arms: Tensor, _: Tensor) -> Tensor:
 
 
 def arpo(rewards: Tensor, arms: Tensor, _: Tensor) -> Tensor:
-    return in_turns(advantages.arpo(rewards, GROUPS, leaves=[[(i, 0), (i, 1)] for i in range(32)], attribution="hard"))
+    return in_turns(
+        advantages.arpo(rewards, GROUPS, turn_ids=[[(i, 0), (i, 1)] for i in range(32)], attribution="hard")
+    )
 
 
 def otb(rewards: Tensor, arms: Tensor, logprobs: Tensor) -> Tensor:
@@ -60,7 +62,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "opo": lambda r, *_: advantages.opo(r, GROUPS, lengths=torch.full((32,), 2)),
     "remax": lambda r, *_: advantages.remax(r, baselines=torch.full((32,), 0.25)),
     "gdpo": lambda r, arms, _: advantages.gdpo(torch.stack([r, arms[:, 0].float()], dim=1), GROUPS),
-    "rollout_level": lambda r, *_: advantages.rollout_level(r, GROUPS, rollouts=torch.arange(32)),
+    "trajectory_level": lambda r, *_: advantages.trajectory_level(r, GROUPS, trajectory_index=torch.arange(32)),
     "gigpo": gigpo,
     "arpo": arpo,
     "gae": lambda r, *_: advantages.gae(token_rewards(r), torch.full((32, 4), 0.25), MASK)[0],
@@ -91,7 +93,7 @@ AGGREGATES: dict[str, dict[str, Any]] = {
     "seq_mean_token_mean": {},
     "seq_mean_token_sum": {},
     "fixed": {"denominator": 2.0},
-    "rollout_mean": {"rollouts": torch.arange(32)},
+    "trajectory_mean": {"trajectory_index": torch.arange(32)},
 }
 
 

@@ -122,7 +122,7 @@ def test_who_is_left_out_and_why() -> None:
         ("g/4", "no token was sampled by a policy"),
         ("g/5", "truncated"),
     ]
-    assert batch.asked == 6
+    assert batch.num_given == 6
     assert batch.flagged == (2 / 6, 1 / 6)
     assert "left out" in batch._repr_html_() and ">truncated<" in batch._repr_html_()
     assert len(collate(given, advantages.grpo)) == 2
@@ -207,7 +207,7 @@ async def test_forks_repeat_their_prefix_as_rows_of_their_own() -> None:
     both = [await chain.run(), await fork.run()]
     batch = collate(both, advantages.grpo)
     assert len(batch) == 2
-    assert len(set(batch.rollouts.tolist())) == 2
+    assert len(set(batch.trajectory_index.tolist())) == 2
     assert batch.ids[0].tolist() == batch.ids[1].tolist()
 
 

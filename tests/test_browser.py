@@ -36,15 +36,15 @@ def records() -> None:
     vocabulary: dict = {}
 
     def turn(kind, author, text, rng=None):
-        pieces = tuple(re.findall(r"<[^<>\s]+>|\s?\w+|\n|\s?[^\w\s]|\s", text))
-        ids = tuple(vocabulary.setdefault(piece, len(vocabulary) + 10) for piece in pieces)
+        token_texts = tuple(re.findall(r"<[^<>\s]+>|\s?\w+|\n|\s?[^\w\s]|\s", text))
+        ids = tuple(vocabulary.setdefault(piece, len(vocabulary) + 10) for piece in token_texts)
         extra = {}
         if rng is not None:
             extra = {
                 "logprobs": tuple(-rng.gamma(0.5, 0.7, len(ids))), "entropies": tuple(rng.gamma(1, 0.4, len(ids))),
                 "versions": (3,) * len(ids),
             }  # fmt: skip
-        return Turn(kind, author, ids, rng is not None, text=text, pieces=pieces, **extra)
+        return Turn(kind, author, ids, rng is not None, text=text, token_texts=token_texts, **extra)
 
     def trajectory(i, calls=2, wide=1):
         rng = np.random.default_rng(i)
@@ -411,7 +411,7 @@ def test_pool_view_by_hand_with_keys_while_a_cell_awaits(notebook: Any) -> None:
         """
         lease = await pool.acquire("calc-1/0")
         async with asyncio.timeout(120):
-            while not lease.lost:
+            while not lease.revoked:
                 await asyncio.sleep(0.05)
         """,
     )
@@ -439,7 +439,7 @@ def test_pool_view_by_hand_with_keys_while_a_cell_awaits(notebook: Any) -> None:
     hands.get_by_role("button", name="Take").click()
     page.locator(".afk-tile .afk-hand", has_text="by hand, from here").wait_for()
     nb.finish()
-    nb.wait_python("lease.lost", "closed by hand")
+    nb.wait_python("lease.revoked", "closed by hand")
     assert nb.python("len(view.held), view._notice") == (1, "")
     nb.execute("view.close(); await asyncio.sleep(0.1); leased = pool.snapshot().leased; await pool.close()")
     assert nb.python("leased") == 0

@@ -41,7 +41,7 @@ CELLS = {
     "TrainView of two": "two = w.TrainView(run, other, names=['a', 'b'])\ntwo.step = 4\nawait two.open_step(4)\ntwo",
     "ToolForm": "form = w.ToolForm(weather)\nawait form.call(places=[{'city': 'Rome'}], unit='F', note='fail')\nform",
     "RewardForm": "scores = w.RewardForm(short, ts)\nawait scores.score()\nscores._do_look(ts[1].id)\nscores",
-    "TrajectoryView": "w.TrajectoryView(Rollout.of(ts))",
+    "TrajectoryView": "w.TrajectoryView(Rollout.from_trajectories(ts))",
     "ToolForm, a chain below": f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport agents\n"
     "chained = w.ToolForm(agents.calculator, agent=agents.scripted(['42']), task=agents.tasks()[0])\n"
     'chained._do_chain(\'{"expression": "6*7"}\')\nchained',

@@ -39,15 +39,15 @@ def made(i, *turns, **more):
     more = {"stop": "answered", "reward": 0.5, "metrics": {BOMB: 1.0}} | more
     return Trajectory(id, task, BOMB, i, tuple(linked), **more)
 
-def ids(pieces, off=0):
-    return tuple(range(10 + off, 10 + off + len(pieces)))
+def ids(token_texts, off=0):
+    return tuple(range(10 + off, 10 + off + len(token_texts)))
 
-def one(kind, author, pieces=NASTY, off=0, **more):
-    pieces = tuple(pieces)
+def one(kind, author, token_texts=NASTY, off=0, **more):
+    token_texts = tuple(token_texts)
     sampled = {}
     if kind == "action":
-        sampled = {"sampled": True, "logprobs": (-0.5,) * len(pieces), "entropies": (0.1,) * len(pieces), "versions": (0,) * len(pieces)}
-    return Turn(kind, author, ids(pieces, off), text="".join(pieces), pieces=pieces, **sampled, **more)
+        sampled = {"sampled": True, "logprobs": (-0.5,) * len(token_texts), "entropies": (0.1,) * len(token_texts), "versions": (0,) * len(token_texts)}
+    return Turn(kind, author, ids(token_texts, off), text="".join(token_texts), token_texts=token_texts, **sampled, **more)
 
 failure = af.Failure(f"tool {BOMB}", "OSError", BOMB, f"Traceback {BOMB}")
 from agentfly_kit.types import ToolCall, ToolResult

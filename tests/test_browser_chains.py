@@ -314,7 +314,7 @@ await chain.act()
 chain.force("The answer", end=False)
 full = af.Failure("tool calculator", "OSError", "No space left on device")
 bad = rollout.trajectories[0].replace(reward=None, stop="error", error=full)
-mixed = af.Rollout.of([bad, *rollout.trajectories[1:]])
+mixed = af.Rollout.from_trajectories([bad, *rollout.trajectories[1:]])
 batch = af.collate(mixed)
 """,
         "stepper = w.ChainStepper(chain)\nstepper",

@@ -117,7 +117,7 @@ def chain(i):
     return af.Trajectory(f"q{i}/0", task, f"q{i}", 0, turns, "answered", reward=0.0)
 
 from agentfly_kit.record import Rollout
-rollout = Rollout.of([chain(i) for i in range(12)])
+rollout = Rollout.from_trajectories([chain(i) for i in range(12)])
 """
 
 

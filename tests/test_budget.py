@@ -11,7 +11,7 @@ import pytest
 from agents import agent, call, chat, played, scripted
 
 import agentfly_kit as af
-from agentfly_kit.budget import Action, Budget, Meter
+from agentfly_kit.budget import Budget, BudgetUsage, TokenReservation
 from agentfly_kit.engines.openai import OpenAIEngine, TextChat
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.record import Rollout
@@ -100,7 +100,7 @@ async def test_one_at_a_time_the_same_chains_are_cut(
     if not_run:
         assert f"{len(not_run)} not run" in repr(rollout)
         assert f"{len(rollout)} of 5 chains done, {len(not_run)} not run" in repr(run)
-        assert rollout.numbers()["not_run"] == len(not_run)
+        assert rollout.summary()["not_run"] == len(not_run)
 
 
 async def test_a_rollout_keeps_on_disk_what_did_not_run(tmp_path: Any) -> None:
@@ -213,7 +213,7 @@ async def test_forks_share_their_groups_budget_and_those_that_do_not_run_hold_no
 
     script = ['<tool_call>{"name":"put","arguments":{"text":"x"}}</tool_call>', "5"]
     async with af.Pool(Box, size=8) as pool:
-        a = played(script, tools=[put], pools=[pool], after_observation=lambda c: 3 if c.place.fork == "" else 0)
+        a = played(script, tools=[put], pools=[pool], after_observation=lambda c: 3 if c.key.fork == "" else 0)
         rollout = await a.rollout(numbered(1), max_concurrency=1, group_budget=Budget(turns=3))
         assert [t.stop for t in rollout] == ["answered", "answered"]
         assert list(rollout.not_run) == ["rollout-0:t0/0.2", "rollout-0:t0/0.3"]
@@ -229,16 +229,16 @@ async def test_a_failed_action_is_given_back() -> None:
 
 
 async def test_cancelled_while_it_waits_for_tokens() -> None:
-    meter = Meter(Budget(tokens=10), "run")
-    async with Action([meter], 8):
-        waiting = asyncio.create_task(Action([meter], 8).__aenter__())
+    usage = BudgetUsage(Budget(tokens=10), "run")
+    async with TokenReservation([usage], 8):
+        waiting = asyncio.create_task(TokenReservation([usage], 8).__aenter__())
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait([waiting])
         assert waiting.cancelled()
-        assert meter.left == 2
-    assert meter.left == 10
-    assert (meter.turns, meter.tokens) == (0, 0)
+        assert usage.tokens_left == 2
+    assert usage.tokens_left == 10
+    assert (usage.turns, usage.tokens) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def everything(pool: af.Pool[Any]) -> af.Agent:
 
     async def hook(chain: Any) -> int:
         await asyncio.sleep(0)
-        return int(chain.place.fork == "" and chain.actions == 1 and chain.task.id == "t0")
+        return int(chain.key.fork == "" and chain.actions == 1 and chain.task.id == "t0")
 
     return scripted(
         script,
@@ -109,9 +109,9 @@ async def nothing_left(where: str, pool: af.Pool[Any] | None = None, a: af.Agent
         s = pool.snapshot()
         assert (s.leased, s.waiting, s.starting) == (0, 0, 0), f"{where}: {pool!r}"
     if a is not None:
-        for cap in (a._caps.requests, a._caps.tools, a._caps.rewards):
-            for slots in cap._slots.values():
-                assert slots._value == cap.limit, where
+        for limit in (a._concurrency.requests, a._concurrency.tools, a._concurrency.rewards):
+            for slots in limit._semaphores.values():
+                assert slots._value == limit.limit, where
 
 
 async def at_each(
@@ -143,7 +143,7 @@ async def test_a_rollout(whom: Whom, count: int | None) -> None:
 
         async def after(where: str) -> None:
             await nothing_left(where, pool, a)
-            assert runs[0]._meter.left == runs[0]._meter.budget.tokens - runs[0]._meter.tokens, where
+            assert runs[0]._run_usage.tokens_left == runs[0]._run_usage.budget.tokens - runs[0]._run_usage.tokens, where
             assert all(t.stop in ("answered", "error") for t in runs[0].partial), where
 
         await at_each(work, after, whom, count)

@@ -156,7 +156,7 @@ async def test_new_weights_between_two_turns() -> None:
                 p.mul_(1.05)
         policy.version += 1
     turn = await chain.sample()
-    t = chain.row()
+    t = chain.snapshot()
     at = np.flatnonzero(t.action_mask).tolist()
     assert t.logprobs[at] == pytest.approx(reference_logprobs(policy, t.ids.tolist(), at)[0], abs=1e-5)
     assert turn.versions == (1,) * len(turn.ids or ())
@@ -170,7 +170,7 @@ async def test_text_of_a_row_is_the_conversation() -> None:
         "<|im_start|>assistant\n5<|im_end|>"
     )
     assert (t.stop, t.final, t.reward, t.metrics) == ("answered", "5", 1.0, {"exact": 1.0})
-    assert "".join(t.pieces) == chat().text(t.ids.tolist())
+    assert "".join(t.token_texts) == chat().text(t.ids.tolist())
 
 
 async def test_the_system_message_comes_first() -> None:
@@ -206,7 +206,7 @@ async def test_the_mask_is_who_made_the_token() -> None:
     await chain.act()
     chain.force(chat().encode("2"), end=False, author="hook")
     end = chain.force("3")
-    t = chain.row()
+    t = chain.snapshot()
     assert [(turn.kind, turn.author) for turn in t.turns] == [
         ("prompt", "task"),
         ("forced", "person"),
@@ -233,7 +233,7 @@ async def test_the_agents_name_is_the_author_of_its_tokens() -> None:
 async def test_script_and_forced_tokens_train_nobody() -> None:
     chain = scripted(["5"]).chain(TASK)
     await chain.step()
-    assert not chain.row().action_mask.any()
+    assert not chain.snapshot().action_mask.any()
     chain = played(["5"]).chain(TASK)
     chain.force("5")
     t = await chain.finish()
@@ -698,7 +698,7 @@ async def test_rewind_to_an_observation_that_nobody_was_given_gives_it() -> None
     await chain.sample()
     told = chat().text(engine.given[-1])
     assert told.endswith("<tool_response>2</tool_response><|im_end|>\n<|im_start|>assistant\n")
-    assert tuple(chain.row().ids) == (*engine.given[-1], *engine.gave[-1])
+    assert tuple(chain.snapshot().ids) == (*engine.given[-1], *engine.gave[-1])
 
 
 async def test_rewind_to_a_cut_turn_gives_no_answer_away() -> None:
@@ -739,7 +739,7 @@ async def test_a_fork_shares_its_turns_and_not_its_future() -> None:
     chain.force(call("2+3"))
     await chain.act()
     forks = [await chain.fork() for _ in range(5)]
-    same = await chain.fork(same_noise=True)
+    same = await chain.fork(same_seeds=True)
     assert all(x is y for f in forks for x, y in zip(f.turns, chain.turns, strict=True))
     said = [(await f.sample()).ids for f in forks]
     own = (await chain.sample()).ids
@@ -750,7 +750,7 @@ async def test_a_fork_shares_its_turns_and_not_its_future() -> None:
     assert len({*seeds, chain.turn.seed}) == 6
     assert same.turn.seed == chain.turn.seed
     for f in (*forks, same, chain):
-        t = f.row()
+        t = f.snapshot()
         at = np.flatnonzero(t.action_mask).tolist()
         wanted = reference_logprobs(shipped(), t.ids.tolist(), at, 1.5)[0]
         assert t.logprobs[at] == pytest.approx(wanted, abs=1e-5)
@@ -760,15 +760,15 @@ async def test_a_fork_shares_its_turns_and_not_its_future() -> None:
 async def test_no_two_forks_have_one_name() -> None:
     chain = played(["5"]).chain(TASK)
     family: list[Chain] = [chain]
-    for same_noise in (True, False, True, False):
-        family += [await member.fork(same_noise=same_noise) for member in list(family)]
+    for same_seeds in (True, False, True, False):
+        family += [await member.fork(same_seeds=same_seeds) for member in list(family)]
     assert len(family) == 16
     assert len({member.id for member in family}) == 16
 
 
 async def test_a_fork_of_a_fork_with_the_same_noise_samples_as_the_first() -> None:
     chain = agent().chain(TASK)
-    twin = await (await chain.fork(same_noise=True)).fork(same_noise=True)
+    twin = await (await chain.fork(same_seeds=True)).fork(same_seeds=True)
     assert (await twin.sample()).ids == (await chain.sample()).ids
 
 

@@ -246,7 +246,7 @@ async def test_the_code_of_a_folded_chain() -> None:
     agent = agents.played([agents.call("1+1"), agents.call("2+2"), "42"])
     chain = agent.chain(agents.tasks()[0])
     await chain.step()
-    chain.fold("so far: 2")
+    chain.compact("so far: 2")
     await chain.step()
     view = w.ChainStepper(chain)
     same(chain, await again(view.to_code(), agent=agent))

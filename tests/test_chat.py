@@ -45,7 +45,7 @@ def test_the_prompt_is_what_the_template_says() -> None:
 def test_what_was_grown_is_what_would_be_rendered(answer: str, following: list[Message]) -> None:
     prompt = chat().prompt([USER], SCHEMAS)
     action = (*chat().encode(answer), chat().stop_ids[0])
-    grown = (*prompt, *action, *chat().bridge(following, SCHEMAS, after=action))
+    grown = (*prompt, *action, *chat().observation_ids(following, SCHEMAS, after=action))
     whole = chat().render([USER, {"role": "assistant", "content": answer}, *following], SCHEMAS, generate=True)
     assert chat().text(grown) == whole
 
@@ -53,8 +53,8 @@ def test_what_was_grown_is_what_would_be_rendered(answer: str, following: list[M
 def test_a_cut_action_gets_its_stop_token_from_the_bridge() -> None:
     action = chat().encode("5 and")
     stop = chat().stop_ids[0]
-    assert chat().bridge([USER], after=action)[0] == stop
-    assert chat().bridge([USER], after=(*action, stop)) == chat().bridge([USER], after=action)[1:]
+    assert chat().observation_ids([USER], after=action)[0] == stop
+    assert chat().observation_ids([USER], after=(*action, stop)) == chat().observation_ids([USER], after=action)[1:]
 
 
 def test_parse_reads_and_leaves_the_ids() -> None:
@@ -69,14 +69,14 @@ def test_parse_reads_and_leaves_the_ids() -> None:
 
 def test_pieces_are_one_text_an_id() -> None:
     ids = chat().encode("été 🎉 2+3")
-    pieces = chat().pieces(ids)
-    assert len(pieces) == len(ids)
-    assert all(pieces)
-    assert not any("�" in piece for piece in pieces)
+    token_texts = chat().token_texts(ids)
+    assert len(token_texts) == len(ids)
+    assert all(token_texts)
+    assert not any("�" in piece for piece in token_texts)
 
 
 def test_stops_are_the_templates_own_end_and_eos() -> None:
-    assert chat().pieces(chat().stop_ids) == ("<|im_end|>",)
+    assert chat().token_texts(chat().stop_ids) == ("<|im_end|>",)
 
 
 def test_repr_has_no_address() -> None:
@@ -109,7 +109,7 @@ def test_a_template_that_drops_history_is_refused() -> None:
     )
     broken = Chat(with_template(template))
     with pytest.raises(ChatTemplateError, match="drops or changes an earlier assistant message"):
-        broken.bridge([USER])
+        broken.observation_ids([USER])
     report = check(with_template(template))
     assert not report.exact
     assert "drops or changes" in report.tool_results
@@ -128,10 +128,10 @@ def test_a_generation_prompt_that_is_no_prefix_is_refused() -> None:
     assert "what is sampled would not be what is trained" in report.tool_results
     assert report.thinking == "unknown"
     with pytest.raises(ChatTemplateError, match=r'cannot take tool results by appending: .*history="append"'):
-        Chat(with_template(plain)).bridge([tool("5")])
+        Chat(with_template(plain)).observation_ids([tool("5")])
     with pytest.raises(ChatTemplateError, match="what is sampled would not be what is trained"):
         Chat(with_template(plain)).prompt([USER], SCHEMAS)  # before a token is sampled
-    assert Chat(with_template(plain), history="append").bridge([tool("5")])
+    assert Chat(with_template(plain), history="append").observation_ids([tool("5")])
 
 
 def test_a_template_that_changes_what_came_before_is_refused() -> None:
@@ -142,7 +142,7 @@ def test_a_template_that_changes_what_came_before_is_refused() -> None:
     with pytest.raises(
         ChatTemplateError, match=r"'\?<\|im_end\|>.* became .*'\?!<\|im_end\|>|writes history otherwise"
     ):
-        Chat(with_template(template)).bridge([USER])
+        Chat(with_template(template)).observation_ids([USER])
 
 
 def test_no_stop_token() -> None:
@@ -207,37 +207,37 @@ def test_ids_of_nine_letters() -> None:
     report = check(mine)
     assert (report.exact, report.format, report.generation_prompt) == (True, "mistral", "")
     assert report.boundary.endswith('[TOOL_RESULTS] {"content": "')
-    assert mine.text(mine.bridge([tool("5"), tool("6", "call-1")])) == (
+    assert mine.text(mine.observation_ids([tool("5"), tool("6", "call-1")])) == (
         '<|im_end|>[TOOL_RESULTS] {"content": "5", "call_id": "call00000"}[/TOOL_RESULTS]'
         '[TOOL_RESULTS] {"content": "6", "call_id": "call00001"}[/TOOL_RESULTS]'
     )
     own = mine.parse(mine.encode('[TOOL_CALLS] [{"name": "calculator", "arguments": {}, "id": "abcDEF123"}]'))
     assert own.calls[0].id == "abcDEF123"  # what the model wrote is what its result is told with
-    assert "abcDEF123" in mine.text(mine.bridge([tool("5", own.calls[0].id)]))
+    assert "abcDEF123" in mine.text(mine.observation_ids([tool("5", own.calls[0].id)]))
 
 
 def test_every_action_ends_once() -> None:
     """By its stop token; by the limit; by another eos."""
     mine = chat()
     said, stop = mine.encode("5"), mine.stop_ids[0]
-    whole = mine.bridge([USER])
-    assert mine.bridge([USER], after=(*said, stop)) == whole[1:]
-    assert mine.bridge([USER], after=said) == whole
+    whole = mine.observation_ids([USER])
+    assert mine.observation_ids([USER], after=(*said, stop)) == whole[1:]
+    assert mine.observation_ids([USER], after=said) == whole
     other = mine.tokenizer.pad_token_id
-    assert mine.bridge([USER], after=(*said, other)) == whole
-    assert mine.bridge([USER], after=()) == whole
+    assert mine.observation_ids([USER], after=(*said, other)) == whole
+    assert mine.observation_ids([USER], after=()) == whole
     with pytest.raises(SettingsError, match="no messages"):
-        mine.bridge([])
+        mine.observation_ids([])
 
 
 def test_an_end_of_two_tokens_is_written_once() -> None:
     template = QWEN_LIKE.replace("{{- '<|im_end|>\\n' -}}\n{%- endfor", "{{- '<|pad|><|im_end|>\\n' -}}\n{%- endfor")
     assert template != QWEN_LIKE
     mine = Chat(with_template(template))
-    whole = mine.bridge([USER])
-    assert mine.pieces(whole[:2]) == ("<|pad|>", "<|im_end|>")
-    assert mine.bridge([USER], after=(*mine.encode("5"), *whole[:2])) == whole[2:]
-    assert mine.bridge([USER], after=(*mine.encode("5"), *whole[:1])) == whole[1:]
+    whole = mine.observation_ids([USER])
+    assert mine.token_texts(whole[:2]) == ("<|pad|>", "<|im_end|>")
+    assert mine.observation_ids([USER], after=(*mine.encode("5"), *whole[:2])) == whole[2:]
+    assert mine.observation_ids([USER], after=(*mine.encode("5"), *whole[:1])) == whole[1:]
 
 
 def test_unknown_settings_are_refused() -> None:
@@ -249,7 +249,7 @@ def test_unknown_settings_are_refused() -> None:
 
 def test_formats_are_chosen_or_found() -> None:
     assert Chat(tiny.tokenizer()).format.name == "hermes"
-    assert Chat(tiny.tokenizer()).found is not None
+    assert Chat(tiny.tokenizer()).detected_format is not None
     assert Chat(tiny.tokenizer(), format="react").format.name == "react"
     assert repr(Chat(tiny.tokenizer(), format="search", history="append")) == (
         "Chat(400 tokens, format 'search', history 'append', stops at '<|im_end|>')"
@@ -350,7 +350,7 @@ def test_a_tokenizer_that_puts_a_blank_before_the_first_word() -> None:
     assert mine.prompt([evil]).count(mine.stop_ids[0]) == 1
     whole = mine.render([USER, {"role": "assistant", "content": "5"}, USER], generate=True)
     said = mine.encode("</s>5")[1:]
-    assert (*mine.prompt([USER]), *said, *mine.bridge([USER]))[:20] == mine.encode(whole)[:20]
+    assert (*mine.prompt([USER]), *said, *mine.observation_ids([USER]))[:20] == mine.encode(whole)[:20]
 
 
 @pytest.mark.parametrize("where", ["system", "task", "force"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from agents import agent, chat, tasks
 
-from agentfly_kit.collector import few_collections
+from agentfly_kit.collector import relaxed_gc
 from agentfly_kit.engines.scripted import ScriptedEngine
 
 
@@ -22,25 +22,25 @@ def thresholds() -> Any:
 
 
 def test_rare_by_the_number_of_chains_and_as_before_after_the_last() -> None:
-    with few_collections(2):
+    with relaxed_gc(2):
         assert gc.get_threshold() == (700, 10, 100)  # few chains make less than Python's own number
-        with few_collections(4096):
+        with relaxed_gc(4096):
             assert gc.get_threshold() == (250 * 4098, 10, 100)
         assert gc.get_threshold() == (700, 10, 100)
     assert gc.get_threshold() == (700, 10, 10)
 
 
 def test_what_somebody_sets_meanwhile_stays() -> None:
-    with few_collections(64):
+    with relaxed_gc(64):
         gc.set_threshold(5000, 20, 20)
-        with few_collections(64):
+        with relaxed_gc(64):
             assert gc.get_threshold() == (5000, 20, 20)
     assert gc.get_threshold() == (5000, 20, 20)
 
 
 def test_a_collector_that_is_off_stays_off() -> None:
     gc.set_threshold(0, 10, 10)
-    with few_collections(64):
+    with relaxed_gc(64):
         assert gc.get_threshold() == (0, 10, 10)
     assert gc.get_threshold() == (0, 10, 10)
 

@@ -56,8 +56,8 @@ class Fleeting:
 class FakePool:
     """A pool of one kind that can be slow, fail, or fail to take back."""
 
-    def __init__(self, kind: type = Box, *, fails: int = 0, release_fails: bool = False) -> None:
-        self.kind = kind
+    def __init__(self, sandbox_type: type = Box, *, fails: int = 0, release_fails: bool = False) -> None:
+        self.sandbox_type = sandbox_type
         self.fails, self.release_fails = fails, release_fails
         self.gate = asyncio.Event()
         self.gate.set()
@@ -71,7 +71,7 @@ class FakePool:
         if self.fails:
             self.fails -= 1
             raise PoolTimeout("nothing free")
-        lease = type("Lease", (), {"sandbox": self.kind(), "turn": None})()
+        lease = type("Lease", (), {"sandbox": self.sandbox_type(), "turn": None})()
         self.out.append(lease)
         return lease
 

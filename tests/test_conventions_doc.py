@@ -116,43 +116,51 @@ DISPUTES = [
         ],
     ),
     Dispute(
-        "GAE over a fold",
-        "A rollout of two rows of two actions: what came before the fold is not in the second row, but was its cause. "
-        "As one episode, the reward reaches the first row's tokens, and a fold is what an observation is; `train` does "
+        "GAE over a compaction",
+        "A trajectory of two two-action rows: what came before the compaction is not in the second row, but was its "
+        "cause. "
+        "As one episode, the reward reaches the first row's tokens, and a compaction is what an observation is; "
+        "`train` does "
         "this. Taken apart, the first row ends in what its critic expects of the second, or in nothing.",
         "rewards, values = [[0, 0], [0, 1]], [[0.2, 0.3], [0.6, 0.8]]\nmask = [[1, 1], [1, 1]]",
         [
-            Side("one episode", 'af.advantages.gae(rewards, values, mask, lam=0.95, rollouts=["a", "a"])[0]'),
+            Side("one episode", 'af.advantages.gae(rewards, values, mask, lam=0.95, trajectory_index=["a", "a"])[0]'),
             Side(
                 "two, the first cut at the second's first value",
                 "af.advantages.gae(rewards, values, mask, lam=0.95, bootstrap=[0.6, 0])[0]",
             ),
-            Side("two, the first ended by the fold", "af.advantages.gae(rewards, values, mask, lam=0.95)[0]"),
+            Side("two, the first ended by the compaction", "af.advantages.gae(rewards, values, mask, lam=0.95)[0]"),
         ],
     ),
     Dispute(
-        "A rollout of several rows",
+        "A trajectory of several rows",
         "A success in three rows, a failure in one. By row, the success is three votes in its own baseline, and the "
         "failure's row is punished three times as hard as each of the success's is praised.",
-        'rewards, groups, rollouts = [1, 1, 1, 0], [0, 0, 0, 0], ["a", "a", "a", "b"]',
+        'rewards, groups, trajectory_index = [1, 1, 1, 0], [0, 0, 0, 0], ["a", "a", "a", "b"]',
         [
             Side(
-                "one advantage a rollout (Agent Lightning v1)",
-                "af.advantages.rollout_level(rewards, groups, rollouts=rollouts)",
+                "one advantage a trajectory (Agent Lightning v1)",
+                "af.advantages.trajectory_level(rewards, groups, trajectory_index=trajectory_index)",
             ),
             Side("one a row (verl)", "af.advantages.grpo(rewards, groups)"),
         ],
     ),
     Dispute(
         "Loss mass",
-        "The weight of one token of each row: two rows of rollout a, with 2 and 1 tokens, and one of rollout b with 1. "
+        "The weight of one token of each row: two rows of trajectory a, with 2 and 1 tokens, and one of b with 1. "
         "`mass` is the gradient of the aggregate in the token's loss.",
-        'mask = torch.tensor([[1, 1], [1, 0], [1, 0]])\nrollouts = ["a", "a", "b"]',
+        'mask = torch.tensor([[1, 1], [1, 0], [1, 0]])\ntrajectory_index = ["a", "a", "b"]',
         [
             Side("every token equal (DAPO)", 'mass(mask, "token_mean")'),
             Side("every row equal (GRPO)", 'mass(mask, "seq_mean_token_mean")'),
-            Side("every rollout equal (Agent Lightning v1)", 'mass(mask, "rollout_mean", rollouts=rollouts)'),
-            Side("the same, by its own constant", 'mass(mask, "rollout_mean", rollouts=rollouts, count="rows")'),
+            Side(
+                "every trajectory equal (Agent Lightning v1)",
+                'mass(mask, "trajectory_mean", trajectory_index=trajectory_index)',
+            ),
+            Side(
+                "the same, by its own constant",
+                'mass(mask, "trajectory_mean", trajectory_index=trajectory_index, count="rows")',
+            ),
         ],
     ),
     Dispute(
@@ -312,9 +320,9 @@ def test_the_table_of_stop_reasons_is_that_of_the_code() -> None:
     table = {cells[0].strip().strip("`"): [c.strip() for c in cells[1:4]] for cells in rows}
     assert sorted(table) == sorted(get_args(types.StopReason))
     for reason, (scored, terminal, truncated) in table.items():
-        assert scored == ("no" if reason in types.UNSCORED else "yes"), reason
-        assert truncated == ("yes" if reason in types.TRUNCATED else "no"), reason
-        assert terminal == ("yes" if reason not in types.TRUNCATED | types.UNSCORED else "no"), reason
+        assert scored == ("no" if reason in types.UNSCORED_STOPS else "yes"), reason
+        assert truncated == ("yes" if reason in types.TRUNCATED_STOPS else "no"), reason
+        assert terminal == ("yes" if reason not in types.TRUNCATED_STOPS | types.UNSCORED_STOPS else "no"), reason
 
 
 def test_the_hand_written_headings_are_there() -> None:

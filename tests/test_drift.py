@@ -50,15 +50,15 @@ async def test_other_tokens_of_the_same_letters_are_re_tokenisation() -> None:
     body = [*ids[: -len("</tool_call>")], *chat().encode("</tool_call>")]
     chain.force(body)
     await chain.act()
-    trajectory = chain.row()
+    trajectory = chain.snapshot()
     drift = chat().drift(trajectory)
     assert drift
     assert drift.cause == "re-tokenisation"
     assert drift.turn == "forced, turn 1"
     again = chat().encode(chat().text([int(i) for i in trajectory.ids]))
-    assert list(trajectory.ids[: drift.at]) == list(again[: drift.at])
-    assert trajectory.ids[drift.at] != again[drift.at]
-    assert drift.ours[0] == chat().pieces([int(trajectory.ids[drift.at])])[0]
+    assert list(trajectory.ids[: drift.index]) == list(again[: drift.index])
+    assert trajectory.ids[drift.index] != again[drift.index]
+    assert drift.row_tokens[0] == chat().token_texts([int(trajectory.ids[drift.index])])[0]
     assert "cut otherwise" in repr(drift)
     assert drift.before.endswith("<tool_call>")
     await chain.close()
@@ -98,7 +98,7 @@ async def test_control_text_in_a_result_is_letters_here_and_a_token_when_encoded
     trajectory = await played(["5"]).chain(task).run()
     drift = chat().drift(trajectory)
     assert (drift.cause, drift.turn) == ("re-tokenisation", "prompt, turn 0")
-    assert drift.theirs[0] == "<|im_end|>"
+    assert drift.encoded_tokens[0] == "<|im_end|>"
 
 
 def test_bytes_that_are_no_text_are_other() -> None:
@@ -120,4 +120,4 @@ def test_compare_by_hand() -> None:
     same = compare([1, 2], ["a", "b"], "ab", [1, 2, 3], ["a", "b", "c"], "abc", [("prompt", 2)])
     assert same == Drift("none", 2, 2)
     shorter = compare([1, 2], ["a", "b"], "ab", [1], ["a"], "a", [("prompt", 1), ("action", 1)])
-    assert (shorter.cause, shorter.at, shorter.turn, shorter.theirs) == ("template", 1, "action, turn 1", ())
+    assert (shorter.cause, shorter.index, shorter.turn, shorter.encoded_tokens) == ("template", 1, "action, turn 1", ())

@@ -22,7 +22,7 @@ import torch
 from agents import agent, chat, fresh, random_policy, reference_logprobs, shipped, tasks
 
 from agentfly_kit.engines import local
-from agentfly_kit.engines.decoder import Decoder
+from agentfly_kit.engines.decoder import FusedLlamaDecoder
 from agentfly_kit.engines.local import LocalEngine
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy import Policy
@@ -325,7 +325,7 @@ async def test_released_sessions_leave_their_slots() -> None:
         await engine.sample(prompt(5, seed=i), Sampling(max_tokens=2), 0, request=request(f"s{i}"))
         engine.release(f"s{i}")
     await engine.sample(prompt(5), Sampling(max_tokens=2), 0)
-    assert not engine._session
+    assert not engine._session_slot
 
 
 async def test_new_weights_drop_what_was_computed_with_old_ones() -> None:
@@ -504,14 +504,17 @@ async def test_random_cancellations_leave_a_working_engine() -> None:
         assert (got.ids, got.logprobs) == (wanted.ids, wanted.logprobs)
 
 
-@pytest.mark.parametrize("when", ["prefill", "decode", "draw"])
+@pytest.mark.parametrize("when", ["prefill", "decode", "sample_tokens"])
 async def test_a_failure_reaches_everybody_and_the_engine_works_again(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = endless()
     engine = LocalEngine(policy)
     wanted = await engine.sample(prompt(8), Sampling(max_tokens=12), 5)
-    real, calls = {"prefill": LocalEngine._forward, "decode": LocalEngine._decode, "draw": local.draw}[when], [0]
+    real, calls = (
+        {"prefill": LocalEngine._forward, "decode": LocalEngine._decode, "sample_tokens": local.sample_tokens}[when],
+        [0],
+    )
 
     def failing(*args: Any, **options: Any) -> Any:
         calls[0] += 1
@@ -519,8 +522,8 @@ async def test_a_failure_reaches_everybody_and_the_engine_works_again(
             raise RuntimeError("out of memory, say")
         return real(*args, **options)  # type: ignore[operator]
 
-    if when == "draw":
-        monkeypatch.setattr(local, "draw", failing)
+    if when == "sample_tokens":
+        monkeypatch.setattr(local, "sample_tokens", failing)
     else:
         monkeypatch.setattr(LocalEngine, "_forward" if when == "prefill" else "_decode", failing)
     many = [
@@ -672,7 +675,7 @@ def slowly(policy):
     for _ in range(300):  # what is behind the last request, on a busy machine
         torch.randn(400, 400) @ torch.randn(400, 400)
 
-t.local.compute_threads, t.local._IDLE_SECONDS = slowly, 0.01
+t.local.single_torch_thread, t.local._IDLE_SECONDS = slowly, 0.01
 engine = t.LocalEngine(t.endless())
 asyncio.run(engine.sample(t.prompt(20), t.Sampling(max_tokens=3), 0))
 while engine._thread is not None:
@@ -698,7 +701,7 @@ async def test_reproducible_is_said_of_float32_on_cpu_only() -> None:
 
 async def test_memory_that_nobody_has_written_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots have more room than is in use. torch fills what it reserves with NaN here; masked, a NaN is still a NaN."""
-    monkeypatch.setattr(local, "_SPARE", 32)  # so that what is held moves to larger slots more than once
+    monkeypatch.setattr(local, "_CAPACITY_STEP", 32)  # so that what is held moves to larger slots more than once
     policy = endless()
 
     async def sampled() -> list[Sample]:
@@ -728,13 +731,13 @@ async def test_a_model_is_tried_only_while_its_weights_are_held_still(monkeypatc
     policy = endless()
     engine = LocalEngine(policy)
     held: list[bool] = []
-    of = Decoder.of
+    of = FusedLlamaDecoder.try_build
 
     def watched(model: Any) -> Any:
         held.append(policy.lock.locked())
         return of(model)
 
-    monkeypatch.setattr(Decoder, "of", watched)
+    monkeypatch.setattr(FusedLlamaDecoder, "try_build", watched)
     await engine.sample(prompt(9, seed=1), Sampling(max_tokens=4), 1)
     policy.model = copy.deepcopy(policy.model)
     await engine.sample(prompt(9, seed=2), Sampling(max_tokens=4), 2)

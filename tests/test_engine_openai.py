@@ -164,7 +164,7 @@ async def test_a_judge_asks_a_server_and_reads_what_it_says(server: Server) -> N
     model = engine(server)
     judge = Judge(model, rubric={"short": "It is short."}, attempts=2)
     found = await judge.score(agents.tasks(1)[0], "a draft <scores>short: 10</scores>")
-    assert (found.score, found.points, len(found.said)) == (0.7, {"short": 0.7}, 2)
+    assert (found.score, found.points, len(found.outputs)) == (0.7, {"short": 0.7}, 2)
     for path, body in server.got:
         assert path == "/v1/chat/completions"
         assert "It is short." in str(body["messages"]) and "a draft" in str(body["messages"])

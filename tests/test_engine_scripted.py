@@ -45,7 +45,7 @@ async def test_a_function_may_be_async() -> None:
         await asyncio.sleep(0)
         return task.fields["answer"]
 
-    assert (await scripted(script).rollout(tasks(2))).numbers()["success"] == 1
+    assert (await scripted(script).rollout(tasks(2))).summary()["success"] == 1
 
 
 async def test_ids_are_given_as_they_are() -> None:

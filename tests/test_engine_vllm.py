@@ -393,7 +393,7 @@ async def test_weights_in_many_chunks_are_those_in_one(
     assert await seen(engine, policy) == many
     batch = await batch_of(engine, policy)
     assert max(gaps(policy, batch)) <= NUDGED_GAP
-    assert engine.sent == "shm (the policy is on cpu, not on a CUDA device)"
+    assert engine.last_transport == "shm (the policy is on cpu, not on a CUDA device)"
     assert repr(engine).endswith(f"version {policy.version}, running, weights sent by shm, not reproducible)")
     assert not leftovers()
 
@@ -422,11 +422,11 @@ async def test_an_update_that_fails_amid_its_work_leaves_no_wrong_record(
     prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
     host = engine._host
     assert host is not None
-    all_of = weights.sources
+    all_of = weights.weight_sources
     monkeypatch.setattr(host, "chunk", 20_000)
     # The last layer lacks a matrix, and the layers before it are changed by then.
     monkeypatch.setattr(
-        weights, "sources", lambda policy: [each for each in all_of(policy) if "1.mlp.down" not in each[0]]
+        weights, "weight_sources", lambda policy: [each for each in all_of(policy) if "1.mlp.down" not in each[0]]
     )
     version = engine.version
     nudge(policy)

@@ -320,7 +320,7 @@ async def test_the_originals_engine_says_and_does_the_same(size: Any, tmp_path: 
 
     def plays(task: Task, messages: Any, rng: Any) -> Any:
         made = games.game(int(Path(task.fields["file"]).stem), size)
-        return "act", {"command": plans.plan(made.house(), made.goal)[len(family.told(messages))]}
+        return "act", {"command": plans.plan(made.house(), made.goal)[len(family.tool_outputs(messages))]}
 
     chat = family.small_chat()
     (t,) = (await alfworld.agent(family.PlayerEngine(plays, chat), chat=chat).rollout([task])).trajectories

@@ -37,8 +37,8 @@ def count(board: Board, plies: int) -> int:
 )
 def test_there_are_as_many_moves_as_is_known(fen: str, plies: int, moves: int) -> None:
     """Positions and counts: the chess programming wiki's "Perft results"."""
-    assert count(Board.of(fen), plies) == moves
-    assert Board.of(fen).fen == fen
+    assert count(Board.from_fen(fen), plies) == moves
+    assert Board.from_fen(fen).fen == fen
 
 
 @pytest.mark.skipif(importlib.util.find_spec("chess") is None, reason="not installed: the extra [chess]")
@@ -47,7 +47,7 @@ def test_python_chess_agrees_in_drawn_games() -> None:
 
     rng = random.Random(5)
     for _ in range(4):
-        board, other = Board.of(START), theirs.Board()
+        board, other = Board.from_fen(START), theirs.Board()
         for ply in range(60):
             legal = list(board.legal())
             assert sorted(map(str, legal)) == sorted(m.uci() for m in other.legal_moves), board.fen
@@ -70,7 +70,7 @@ def test_python_chess_agrees_in_drawn_games() -> None:
 
 
 def test_moves_are_read_as_people_write_them() -> None:
-    board = Board.of("r3k2r/pPp5/8/3pP3/8/8/P7/R3K2R w KQkq d6 0 1")
+    board = Board.from_fen("r3k2r/pPp5/8/3pP3/8/8/P7/R3K2R w KQkq d6 0 1")
     for text, move in [
         ("e1g1", "e1g1"), ("O-O", "e1g1"), ("0-0-0", "e1c1"), ("exd6", "e5d6"), ("ed6", "e5d6"), ("b8=Q+", "b7b8q"),
         ("bxa8=N", "b7a8n"), ("B7B8Q", "b7b8q"), ("Rxh8+", "h1h8"), ("a4!", "a2a4"), (" Kd2 ", "e1d2"),
@@ -78,7 +78,7 @@ def test_moves_are_read_as_people_write_them() -> None:
         assert str(board.read(text)) == move, text
     for text in ("", "e9", "Ke8", "b8", "R", "Raf1", "é4", "x" * 9999, "e5e6\x00"):
         assert board.read(text) is None, text
-    twins = Board.of("4k3/8/8/8/8/8/4K3/R6R w - - 0 1")
+    twins = Board.from_fen("4k3/8/8/8/8/8/4K3/R6R w - - 0 1")
     assert (str(twins.read("Rad1")), twins.read("Rd1"), twins.san(Move(0, 3))) == ("a1d1", None, "Rad1")
 
 
@@ -89,7 +89,7 @@ def test_moves_are_read_as_people_write_them() -> None:
 )  # fmt: skip
 def test_what_is_no_position_is_named(fen: str) -> None:
     with pytest.raises(af.errors.SettingsError, match="is no position"):
-        Board.of(fen)
+        Board.from_fen(fen)
 
 
 def test_what_ships_is_remade_and_has_one_solution() -> None:
@@ -99,7 +99,7 @@ def test_what_ships_is_remade_and_has_one_solution() -> None:
         assert len(lines) == size
         assert [json.loads(line) for line in lines[:6]] == list(puzzles.made(6, split=split))
     for row in chess.rows(24, "test"):
-        board = Board.of(row["fen"])
+        board = Board.from_fen(row["fen"])
         if row["mate"] == 1:
             assert [str(m) for m in board.mates()] == row["solution"]
         else:
@@ -112,7 +112,7 @@ def test_what_ships_is_remade_and_has_one_solution() -> None:
 
 def plays(*moves: str) -> Any:
     def player(task: Task, messages: Any, rng: Any) -> Any:
-        made = len(family.told(messages))
+        made = len(family.tool_outputs(messages))
         return ("play", {"move": moves[made]}) if made < len(moves) else "I give up."
 
     chat = family.small_chat()
@@ -144,7 +144,7 @@ async def test_any_mate_in_time_is_right_and_nothing_else() -> None:
 
 async def test_the_defender_takes_the_way_out_where_there_is_one() -> None:
     for row in chess.rows(20, "test")[1::2]:
-        board = Board.of(row["fen"])
+        board = Board.from_fen(row["fen"])
         wrong = next(str(m) for m in board.legal() if str(m) != row["solution"][0] and not board.push(m).stalemate)
         t = await one(plays(wrong, "h1h1"), **row)
         after = t.tool_calls[0].result.observation

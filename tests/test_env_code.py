@@ -140,7 +140,7 @@ async def test_the_interpreter_of_a_chain_is_told_its_limits_and_the_chain_goes_
 
 async def test_a_fork_runs_the_calls_again_and_one_that_cannot_refuses() -> None:
     chain = code.agent(af.ScriptedEngine([GOOD]), chat=family.small_chat(), size=2).chain(task())
-    await chain.begin()
+    await chain.prepare()
     one = await chain.context.sandbox(code.Code)
     await code.Code.python.function(one, "y = 41")  # type: ignore[attr-defined]
     twin = await chain.fork()

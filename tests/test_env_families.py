@@ -47,7 +47,7 @@ async def seen(names: list[str], concurrency: int) -> dict[str, Any]:
         tasks = of.tasks(6, "test")
         evaluation = await af.evaluate(of.random_agent(), tasks, max_concurrency=concurrency)
         texts = [[turn.text for turn in t.turns] for t in evaluation.rollout.trajectories]
-        found[name] = {"tasks": tasks.fingerprint, "numbers": evaluation.numbers(), "texts": texts}
+        found[name] = {"tasks": tasks.fingerprint, "numbers": evaluation.summary(), "texts": texts}
     return found
 
 
@@ -188,7 +188,7 @@ async def test_shaped_steps_add_up_to_one_whatever_the_detours() -> None:
         while cell != grid.exit:
             ways.append(grid.toward(cell))
             cell = maze.beside(cell, ways[-1])
-        return "go", {"way": ways[len(family.told(messages))]}
+        return "go", {"way": ways[len(family.tool_outputs(messages))]}
 
     chat = family.small_chat()
     wanders = maze.agent(family.PlayerEngine(detour, chat), chat=chat, options={"shaped": True}, max_turns=12)
@@ -236,7 +236,7 @@ async def test_64_calculations_at_once_are_each_told_their_own(name: str) -> Non
             await super().reset(task, seed)
 
     def plays(task: Task, messages: Any, rng: random.Random) -> Any:
-        if len(family.told(messages)) < 3:
+        if len(family.tool_outputs(messages)) < 3:
             return "calculator", {"expression": f"{own[task.id]}*10+7"}
         return str(task.fields["answer"])
 
@@ -262,7 +262,7 @@ async def test_64_signs_at_once_each_with_its_own_drafts() -> None:
             self.drafts = 1000 * number[task.id]
 
     def plays(task: Task, messages: Any, rng: random.Random) -> Any:
-        if len(family.told(messages)) < 2:
+        if len(family.tool_outputs(messages)) < 2:
             return "measure", {"text": "word " * number[task.id]}
         return judge.expert_player(task, messages, rng)
 
@@ -451,7 +451,7 @@ async def test_a_task_that_is_none_is_named_and_the_others_go_on(name: str) -> N
 async def test_a_fork_goes_on_from_the_same_state_or_is_refused_by_name(name: str) -> None:
     of = getattr(af.envs, name)
     chain = of.expert().chain(of.tasks(1, "test")[0])
-    await chain.begin()
+    await chain.prepare()
     await chain.step()
     if chain.stop is not None:
         assert (await chain.finish()).success
@@ -539,7 +539,7 @@ async def test_a_class_of_a_cell_is_an_environment_and_pooled() -> None:
     exec(compile(CELL, "<cell 1>", "exec"), space)
 
     def plays(task: Task, messages: Any, rng: random.Random) -> Any:
-        return ("next" if len(family.told(messages)) < task.fields["to"] else "stop", {})
+        return ("next" if len(family.tool_outputs(messages)) < task.fields["to"] else "stop", {})
 
     chat = family.small_chat()
     pool = af.Pool(space["Count"], size=3)

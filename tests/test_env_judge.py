@@ -15,7 +15,7 @@ from agentfly_kit.envs import judge, judging
 from agentfly_kit.envs.family import PlayerEngine, small_chat
 from agentfly_kit.types import Task
 
-RUBRIC = judging.Rubric.of({"short": "It is short.", "kind": "It is kind."})
+RUBRIC = judging.Rubric.from_spec({"short": "It is short.", "kind": "It is kind."})
 QUESTION = Task("q", ({"role": "user", "content": "Say hello."},), {"answer": "hello"})
 
 
@@ -86,8 +86,10 @@ def test_rubrics_that_are_none() -> None:
     for wrong in ([], {}, [{"name": "x"}], 7, {"a b": "x"}, [{"name": "a", "what": "x", "weight": 0}],
                   [{"name": "a", "what": "x"}] * 2):  # fmt: skip
         with pytest.raises(af.errors.SettingsError):
-            judging.Rubric.of(wrong)
-    weighted = judging.Rubric.of([{"name": "a", "what": "x", "weight": 3}, {"name": "b", "what": "y", "more": 1}])
+            judging.Rubric.from_spec(wrong)
+    weighted = judging.Rubric.from_spec(
+        [{"name": "a", "what": "x", "weight": 3}, {"name": "b", "what": "y", "more": 1}]
+    )
     assert weighted.score({"a": 10, "b": 0}) == 0.75
 
 
@@ -97,11 +99,11 @@ def test_rubrics_that_are_none() -> None:
 async def test_what_cannot_be_read_is_asked_again_and_then_unscored() -> None:
     good = '<scores>{"short": 10, "kind": 5}</scores>'
     said = await says("what?", good).score(QUESTION, "hello")
-    assert (said.score, said.points, said.said) == (0.75, {"short": 1.0, "kind": 0.5}, ("what?", good))
+    assert (said.score, said.points, said.outputs) == (0.75, {"short": 1.0, "kind": 0.5}, ("what?", good))
     said = await says("what?", "<scores>", "no", good).score(QUESTION, "hello")
     assert said.score is None
     assert said.why == "after 3 attempts: there is no <scores>...</scores>"
-    assert len(said.said) == 3
+    assert len(said.outputs) == 3
     said = await says("x").score(QUESTION, "hello")  # the engine itself fails at the second attempt
     assert said.why.startswith("after 3 attempts: EngineError: the script has 1 turns")
     slow = judging.Judge(af.ScriptedEngine([good], latency=60), rubric=RUBRIC, attempts=2, timeout=0.02)
@@ -194,7 +196,7 @@ async def test_a_ranking_is_that_of_the_values_in_whatever_order_they_come(how: 
     for order in itertools.permutations(["a", "bb", "ccc", "dddd"]):
         ranking = await fair.rank(QUESTION, order, how=how)
         assert ranking.scores == pytest.approx([(len(text) - 1) / 3 for text in order])
-        assert (ranking.failed, ranking.swayed) == (0, 0)
+        assert (ranking.failed, ranking.inconsistent) == (0, 0)
     assert ranking.comparisons == {"pairwise": 12, "listwise": 2}[how]
     ranking = await fair.rank(QUESTION, ["bb", None, "a", "bb"], how=how)
     assert ranking.scores == (1.0, 0.0, 0.0, 1.0)
@@ -205,7 +207,7 @@ async def test_a_ranking_is_that_of_the_values_in_whatever_order_they_come(how: 
 async def test_a_judge_that_likes_a_place_says_nothing() -> None:
     first = judging.Judge(af.ScriptedEngine(["<better>1</better>"]), rubric=RUBRIC)
     ranking = await first.rank(QUESTION, ["a", "b", "c"])
-    assert (ranking.scores, ranking.swayed) == ((0.5, 0.5, 0.5), 3)
+    assert (ranking.scores, ranking.inconsistent) == ((0.5, 0.5, 0.5), 3)
     first = judging.Judge(af.ScriptedEngine(["<order>1,2,3</order>"]), rubric=RUBRIC)
     assert (await first.rank(QUESTION, ["a", "b", "c"], how="listwise")).scores == (0.5, 0.5, 0.5)
 
@@ -277,4 +279,4 @@ async def test_a_local_model_can_judge() -> None:
         af.LocalEngine(policy), rubric={"short": "Short."}, attempts=2, sampling=af.Sampling(max_tokens=8)
     ).score(QUESTION, "hello")
     assert found.score is None
-    assert len(found.said) == 2
+    assert len(found.outputs) == 2

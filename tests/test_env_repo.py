@@ -175,7 +175,7 @@ def test_only_what_a_change_can_reach_is_run() -> None:
 
 def test_what_ships_fits_together() -> None:
     shipped, names = repo.repository(), {f"{path}::{name}" for path, name in repo.repository().cases}
-    known = repo._known()
+    known = repo._shipped_bugs()
     assert len(known) > 150
     for bug in known:
         assert shipped.broken([bug]).files[bug["file"]] != shipped.files[bug["file"]]
@@ -192,7 +192,7 @@ def test_what_ships_fits_together() -> None:
 async def test_what_ships_fails_as_it_says(grader: Grader) -> None:
     """Without those that never end: which tests are reached in time is the machine's."""
     shipped = repo.repository()
-    ends = [bug for bug in repo._known() if "took more than" not in bug["says"] and "while" not in bug["right"]]
+    ends = [bug for bug in repo._shipped_bugs() if "took more than" not in bug["says"] and "while" not in bug["right"]]
     for bug in random.Random(0).sample(ends, 12):
         found = await repo.grade(grader, shipped, shipped.broken([bug]).files, seconds=10.0, total=120.0)
         assert {name for name, why in found.items() if why is not None} == set(bug["failing"]), bug["id"]
@@ -296,7 +296,7 @@ async def test_64_chains_at_once_each_in_its_own_folder() -> None:
             ("shell", {"command": "cat *.marker"}),
             ".",
         ]
-        return moves[len(family.told(messages))]
+        return moves[len(family.tool_outputs(messages))]
 
     chat = family.small_chat()
     agent = repo.agent(family.PlayerEngine(plan, chat), chat=chat, size=4, reward=lambda trajectory: 0.0)

@@ -110,7 +110,7 @@ async def test_its_own_solutions_score_all_and_luck_does_not() -> None:
 @here
 async def test_64_chains_on_two_processes_see_nothing_of_each_other() -> None:
     """Each leaves its mark: doors open and a thing in its hands. The next in that process finds the world untouched."""
-    pool = af.Pool(scienceworld.ScienceWorld, size=2, warm=2, memory_mb=256, acquire_timeout=1800)
+    pool = af.Pool(scienceworld.ScienceWorld, size=2, min_idle=2, memory_mb=256, acquire_timeout=1800)
     tasks = [
         Task(f"t{i}", ({"role": "user", "content": "?"},), {"kind": "find-plant", "variation": i % 8})
         for i in range(64)
@@ -139,7 +139,7 @@ async def test_64_chains_on_two_processes_see_nothing_of_each_other() -> None:
 @pytest.mark.real
 @here
 async def test_a_lease_finds_a_process_that_runs_and_one_that_died_is_replaced(caplog: Any) -> None:
-    pool = af.Pool(scienceworld.ScienceWorld, size=1, warm=1, memory_mb=300)
+    pool = af.Pool(scienceworld.ScienceWorld, size=1, min_idle=1, memory_mb=300)
     task = scienceworld.tasks(1, "test", kinds=("find-animal",))[0]
     chat = family.small_chat()
     pids = []
@@ -185,7 +185,7 @@ async def test_what_is_no_command_is_told_and_bad_tasks_are_named() -> None:
     assert [c.result.ok for c in t.tool_calls][:5] == [False] * 5
     assert (t.reward, t.metrics["score"]) == (0.0, 0.0)
     chain = scienceworld.agent(says("open door to kitchen", "go to kitchen"), chat=chat, pool=pool).chain(task)
-    await chain.begin()
+    await chain.prepare()
     for name, wanted in (("actions", "pick up OBJ"), ("objects", "picture")):
         tool = next(tool for tool in scienceworld.family.tools if tool.name == name)
         assert wanted in (await tool.invoke({}, chain.context)).observation

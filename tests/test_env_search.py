@@ -76,12 +76,12 @@ def test_random_answers_have_the_scores_of_the_definition() -> None:
 
 
 def test_the_answer_is_what_the_last_tag_holds() -> None:
-    assert qa.said_in("I think <answer> Paris </answer>") == "Paris"
-    assert qa.said_in("<answer>Lyon</answer> no, <answer>Paris</answer>") == "Paris"
-    assert qa.said_in("Paris") == "Paris"
-    assert qa.said_in("<answer>Paris") == "<answer>Paris"
-    assert qa.said_in("") == ""
-    assert qa.said_in(None) is None
+    assert qa.extract_answer("I think <answer> Paris </answer>") == "Paris"
+    assert qa.extract_answer("<answer>Lyon</answer> no, <answer>Paris</answer>") == "Paris"
+    assert qa.extract_answer("Paris") == "Paris"
+    assert qa.extract_answer("<answer>Paris") == "<answer>Paris"
+    assert qa.extract_answer("") == ""
+    assert qa.extract_answer(None) is None
 
 
 def test_rewards_of_a_chain() -> None:

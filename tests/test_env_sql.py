@@ -234,7 +234,7 @@ async def test_64_chains_at_once_each_in_its_own_database() -> None:
 
 async def test_a_fork_goes_on_with_a_copy() -> None:
     chain = sql.agent(af.ScriptedEngine(["."]), chat=family.small_chat(), size=2).chain(task())
-    await chain.begin()
+    await chain.prepare()
     one = await chain.context.sandbox(sql.SQL)
     await sql.SQL.execute.function(one, "DELETE FROM t WHERE a = 1")  # type: ignore[attr-defined]
     twin = await chain.fork()

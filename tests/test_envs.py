@@ -87,7 +87,7 @@ async def test_a_reward_gets_a_sandbox_that_it_asks_for_from_a_pool_that_is_made
             return float(ran.value == "True")
 
     agent = guesser([call(3), "x"], Written)
-    assert [pool.kind for pool in agent.pools] == [Written, af.PythonSandbox]
+    assert [pool.sandbox_type for pool in agent.pools] == [Written, af.PythonSandbox]
     a, b = (await agent.rollout([task(id="a"), task(id="b", secret=3)])).trajectories
     assert (a.reward, b.reward) == (0.0, 1.0), (a.error, b.error)
     mine = af.Pool(af.PythonSandbox, size=1)
@@ -119,12 +119,14 @@ async def test_settings_that_go_to_a_sandbox_inside_are_known_by_name(family: st
     agent = module.agent(af.ScriptedEngine(["x"]), chat=af.tiny.policy().chat, options={"memory_mb": 64, "seconds": 3})
     (pool, *_) = agent.pools
     assert pool._cost() == {"memory_mb": 64, "processes": 32}
-    made = pool.kind(**pool.options)
+    made = pool.sandbox_type(**pool.options)
     assert made._sandbox.limits.memory_mb == 64
-    for name, parameter in inspect.signature(pool.kind).parameters.items():
+    for name, parameter in inspect.signature(pool.sandbox_type).parameters.items():
         if name in ("memory_mb", "processes", "cpu_seconds", "disk_mb", "network"):
-            assert parameter.default == getattr(pool.kind()._sandbox.limits, name)
-    assert pool.kind()._sandbox.max_output == inspect.signature(pool.kind).parameters["max_output"].default
+            assert parameter.default == getattr(pool.sandbox_type()._sandbox.limits, name)
+    assert (
+        pool.sandbox_type()._sandbox.max_output == inspect.signature(pool.sandbox_type).parameters["max_output"].default
+    )
 
 
 async def test_64_chains_at_once_share_ten_environments_and_see_only_their_own() -> None:
@@ -165,12 +167,12 @@ async def test_what_is_given_back_is_tidied_and_a_tool_of_that_name_is_left_alon
 
         def reset(self, task: Task, seed: int) -> None: ...
 
-        async def tidy(self) -> None:
+        async def cleanup(self) -> None:
             self.tidied += 1
 
     class Flat(Room):
         @af.tool
-        def tidy(self, room: str) -> str:  # type: ignore[override]
+        def cleanup(self, room: str) -> str:  # type: ignore[override]
             """Tidy a room.
 
             Args:
@@ -190,10 +192,10 @@ async def test_what_is_given_back_is_tidied_and_a_tool_of_that_name_is_left_alon
 
 async def test_by_hand_the_prompt_shows_what_reset_said() -> None:
     chain = guesser(["x"]).chain(task())
-    with pytest.raises(af.errors.SettingsError, match=r"await chain\.begin\(\)"):
+    with pytest.raises(af.errors.SettingsError, match=r"await chain\.prepare\(\)"):
         chain.force("x")
     assert "from 1 to 10" not in chain.turn.text
-    assert "from 1 to 10" in (await chain.begin()).text
+    assert "from 1 to 10" in (await chain.prepare()).text
     chain.force(call(7))
     await chain.act()
     assert chain.stop == "env_done"
@@ -205,7 +207,7 @@ async def test_by_hand_the_prompt_shows_what_reset_said() -> None:
 
 async def test_a_fork_has_its_own_world_or_is_refused_by_name() -> None:
     chain = guesser(["x"], Forking).chain(task())
-    await chain.begin()
+    await chain.prepare()
     chain.force(call(3))
     await chain.act()
     twin = await chain.fork()
@@ -215,7 +217,7 @@ async def test_a_fork_has_its_own_world_or_is_refused_by_name() -> None:
     assert twin.context.held[Forking].tries == [3, 7]
     assert ((await twin.finish()).reward, (await chain.finish()).reward) == (1.0, None)
     chain = guesser(["x"]).chain(task())
-    await chain.begin()
+    await chain.prepare()
     with pytest.raises(af.errors.SandboxError, match="Guess, which cannot fork"):
         await chain.fork()
     await chain.close()
@@ -224,7 +226,7 @@ async def test_a_fork_has_its_own_world_or_is_refused_by_name() -> None:
 async def test_a_chain_by_hand_that_lost_its_world_gets_it_back() -> None:
     agent = guesser([call(1), "x"], size=1)
     chain = agent.chain(task())
-    await chain.begin()
+    await chain.prepare()
     chain.force(call(3))
     await chain.act()
     await agent.rollout(task(id="other"))  # takes the only one

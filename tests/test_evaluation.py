@@ -21,7 +21,7 @@ MESSAGES = ({"role": "user", "content": "?"},)
 
 
 def chains(rewards: dict[str, list[float | None]], **more: Any) -> Rollout:
-    return Rollout.of(
+    return Rollout.from_trajectories(
         Trajectory(f"{name}/{i}", Task(name, MESSAGES), name, i, (), "answered", reward=r, **more)
         for name, values in rewards.items()
         for i, r in enumerate(values)
@@ -45,7 +45,7 @@ def test_success_is_the_metric_where_there_is_one() -> None:
 
 
 def test_what_else_was_measured_is_told_as_means_over_those_that_have_it() -> None:
-    some = Rollout.of(
+    some = Rollout.from_trajectories(
         Trajectory(f"a/{i}", Task("a", MESSAGES), "a", i, (), "answered", reward=r, metrics=metrics)
         for i, (r, metrics) in enumerate(
             [(1.0, {"found": 1.0, "bought": 3.0}), (0.0, {"found": 0.0}), (None, {"found": 9.0})]
@@ -53,7 +53,7 @@ def test_what_else_was_measured_is_told_as_means_over_those_that_have_it() -> No
     )
     e = summarise(some, 3)
     assert e.metrics == {"found": 0.5, "bought": 3.0}
-    assert "bought" in e._repr_html_() and "bought" not in e.numbers()
+    assert "bought" in e._repr_html_() and "bought" not in e.summary()
     assert hash(e) == hash(summarise(some, 3))
 
 

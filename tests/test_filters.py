@@ -32,7 +32,7 @@ async def rolled(rewards: list[list[float | None]]) -> Rollout:
         for t, r in zip(group, wanted, strict=True):
             stop = "max_turns" if t.chain == 2 else t.stop
             given.append(t.replace(reward=r, stop=stop, error=None))
-    return Rollout.of(given)
+    return Rollout.from_trajectories(given)
 
 
 async def test_groups_of_one_reward_leave_and_change_no_other_group() -> None:
@@ -41,7 +41,7 @@ async def test_groups_of_one_reward_leave_and_change_no_other_group() -> None:
     assert [t.id for t in batch.trajectories] == [t.id for t in rollout.groups[0]]
     assert {d.reason for d in batch.dropped if d.filtered} == {"equal rewards"}
     assert sum(d.filtered for d in batch.dropped) == 4
-    assert batch.asked == 12
+    assert batch.num_given == 12
     assert batch.flagged[0] == pytest.approx(4 / 12), "filtered is not unscored"
     whole = collate(rollout, advantages.grpo)
     assert torch.equal(batch.advantages[batch.mask], whole.advantages[:4][whole.mask[:4]])
@@ -82,13 +82,13 @@ async def test_overlong_by_tokens_and_tool_errors() -> None:
     order = {t.id: i for i, t in enumerate(wanted)}
     rollout = await played(said, tools=[breaks], max_turns=4).rollout(wanted)
     one, two = rollout.trajectories
-    assert filters.reasons(rollout, [filters.tool_errors()]) == {one.id: "tool errors"}
-    assert filters.reasons(rollout, [filters.tool_errors(0.5)]) == {}
+    assert filters.drop_reasons(rollout, [filters.tool_errors()]) == {one.id: "tool errors"}
+    assert filters.drop_reasons(rollout, [filters.tool_errors(0.5)]) == {}
     tokens = int(two.action_mask.sum())
-    assert filters.reasons(rollout, [filters.overlong(tokens)]) == {}
-    assert set(filters.reasons(rollout, [filters.overlong(tokens - 1)])) == {one.id, two.id}
+    assert filters.drop_reasons(rollout, [filters.overlong(tokens)]) == {}
+    assert set(filters.drop_reasons(rollout, [filters.overlong(tokens - 1)])) == {one.id, two.id}
     # The first filter that says something is the one that is named.
-    both = filters.reasons(rollout, [filters.tool_errors(), filters.overlong(1)])
+    both = filters.drop_reasons(rollout, [filters.tool_errors(), filters.overlong(1)])
     assert both == {one.id: "tool errors", two.id: "overlong"}
 
 
@@ -174,7 +174,7 @@ async def test_filtered_rows_are_in_no_denominator() -> None:
     """The step on what is left is the step on a rollout that never had the others."""
     policy = learner()
     rollout = await small(policy).rollout(TASKS[:4], 4)
-    kept = Rollout.of(t for t in rollout if short(t) is None)
+    kept = Rollout.from_trajectories(t for t in rollout if short(t) is None)
     assert 0 < len(kept) < len(rollout)
     results = []
     for batch in (collate(rollout, advantages.grpo, filters=[short]), collate(kept, advantages.grpo)):

@@ -464,9 +464,9 @@ def test_find_names_the_one_format_that_reads_a_call_back() -> None:
         def write(tool: str, arguments: dict[str, Any], fmt: formats.Format = fmt) -> str:
             return fmt.render_call(ToolCall("call-0", tool, arguments))
 
-        assert formats.find(write) == fmt
-    assert formats.find(lambda tool, arguments: f"{tool}({arguments})") is None
-    assert formats.find(lambda tool, arguments: "") is None
+        assert formats.detect_format(write) == fmt
+    assert formats.detect_format(lambda tool, arguments: f"{tool}({arguments})") is None
+    assert formats.detect_format(lambda tool, arguments: "") is None
 
 
 def test_a_format_of_ones_own() -> None:

@@ -19,7 +19,7 @@ from agentfly_kit.batch import Batch, collate
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.local import LocalEngine
 from agentfly_kit.engines.vllm import VLLMEngine
-from agentfly_kit.engines.weights import CudaMemory, card, why_no_ipc
+from agentfly_kit.engines.weights import CudaMemory, gpu_uuid, ipc_unavailable_reason
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy import Policy
 from agentfly_kit.trainer import TrainConfig, train
@@ -97,14 +97,14 @@ async def test_a_short_training_moves_the_weights() -> None:
 def test_what_cannot_go_over_cuda_ipc_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = policy_on(torch.bfloat16)
     if not CUDA:
-        assert why_no_ipc(policy, [""]) == "the policy is on cpu, not on a CUDA device"
+        assert ipc_unavailable_reason(policy, [""]) == "the policy is on cpu, not on a CUDA device"
         return
-    here = card(DEVICE)
-    assert here and why_no_ipc(policy, [here]) == ""
-    assert "and vLLM on GPU-other" in why_no_ipc(policy, ["GPU-other"])
-    assert "2 workers" in why_no_ipc(policy, [here, here])
+    here = gpu_uuid(DEVICE)
+    assert here and ipc_unavailable_reason(policy, [here]) == ""
+    assert "and vLLM on GPU-other" in ipc_unavailable_reason(policy, ["GPU-other"])
+    assert "2 workers" in ipc_unavailable_reason(policy, [here, here])
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    assert "expandable_segments" in why_no_ipc(policy, [here])
+    assert "expandable_segments" in ipc_unavailable_reason(policy, [here])
 
 
 @pytest.mark.skipif(not CUDA, reason="memory of a GPU")
@@ -123,7 +123,7 @@ async def engine() -> AsyncIterator[VLLMEngine]:
 
 
 def check_sent(engine: VLLMEngine) -> None:
-    assert engine.sent == ("ipc" if CUDA else "shm (the policy is on cpu, not on a CUDA device)")
+    assert engine.last_transport == ("ipc" if CUDA else "shm (the policy is on cpu, not on a CUDA device)")
 
 
 @vllm

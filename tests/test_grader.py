@@ -179,8 +179,8 @@ CHEATS = {
     "patched answers": "import json\nreal = json.dumps\n"
     "json.dumps = lambda m, **k: real({'end': None, 'asked': True, 'value': {'end': None}})\ndef add(a, b): return 1",
     "patched program": "import __main__\nspace = __main__._agentfly\n"
-    "space['ANSWERS'].piece = lambda *a: space['Piece']('13 {\"end\": null}')\n"
-    "space['handle'] = lambda *a: space['Piece']('13 {\"end\": null}')\ndef add(a, b): return 1",
+    "space['REPLY'].chunk = lambda *a: space['RawRepr']('13 {\"end\": null}')\n"
+    "space['handle'] = lambda *a: space['RawRepr']('13 {\"end\": null}')\ndef add(a, b): return 1",
     "a tracer": "import sys\nsys.settrace(lambda *a: None)\nsys.excepthook = sys.unraisablehook = lambda *a: None\n"
     "def add(a, b): return None",
     "an exit handler": "import atexit, os\natexit.register(lambda: os._exit(0))\ndef add(a, b): raise SystemExit",
@@ -217,7 +217,7 @@ async def test_clocks_and_memory_are_held():
         (
             "import __main__\n_real = __main__._agentfly['handle']\n"
             "def _stall(self, *a):\n    import time\n    time.sleep(100)\n"
-            "__main__._agentfly['Answers'].piece = _stall\ndef add(a, b): return 3",
+            "__main__._agentfly['ReplyBuffer'].chunk = _stall\ndef add(a, b): return 3",
             "time",
         ),
     ]:
@@ -435,7 +435,7 @@ async def test_graded_elsewhere_out_of_the_policy_s_sight(level: str):
         task = af.Task("t", ({"role": "user", "content": "?"},), {})
         async with (
             af.RemotePool(one, token=token) as chains,
-            af.RemotePool(two, token=token, kind=af.Grader) as graders,
+            af.RemotePool(two, token=token, sandbox_type=af.Grader) as graders,
         ):
             agent = af.Agent(
                 af.ScriptedEngine([spy, SPY]), chat=chat(), tools=[af.toolbox.python], reward=solved, max_turns=4,

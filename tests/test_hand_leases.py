@@ -375,7 +375,7 @@ async def test_many_persons_and_rollouts_on_a_small_pool(kind: type[Box]) -> Non
             while chain.stop is None:
                 await asyncio.sleep(rng.random() * 0.01)
                 turns = len(chain.turns)
-                stepping = asyncio.create_task(chain.act() if chain._calls() else chain.sample())
+                stepping = asyncio.create_task(chain.act() if chain._pending_calls() else chain.sample())
                 if rng.random() < 0.2:
                     await asyncio.sleep(rng.random() * 0.004)
                     stepping.cancel()
@@ -383,7 +383,7 @@ async def test_many_persons_and_rollouts_on_a_small_pool(kind: type[Box]) -> Non
                 if stepping.cancelled():
                     assert len(chain.turns) == turns
                     # A call that was cut may have been in the box, or not: this chain cannot be compared any more.
-                    if chain._calls():
+                    if chain._pending_calls():
                         await chain.close()
                         return
                 else:
@@ -453,7 +453,7 @@ async def test_a_chain_whose_lease_ends_is_unscored_and_its_siblings_are_whole(t
             assert trajectory.error is None and trajectory.stop == "answered"
             continue
         assert trajectory.error is not None and (trajectory.stop, trajectory.reward) == ("error", None)
-        assert trajectory.error.type == "LeaseEnded"
+        assert trajectory.error.type == "LeaseRevoked"
         assert ("closed by hand" if by_hand else "held for 2 s") in trajectory.error.message
     assert pool.snapshot().leased == 0
     await pool.close()
@@ -465,7 +465,7 @@ async def test_a_python_call_ends_with_its_lease():
     with contextlib.suppress(SandboxError):
         result = await lease.sandbox.run("import time\ntime.sleep(1000)", timeout=1000.0)
         assert result.died
-    assert lease.lost and not lease.sandbox.alive
+    assert lease.revoked and not lease.sandbox.alive
     with pytest.raises(SandboxError, match="closed"):
         await lease.sandbox.run("1")
     async with pool.lease() as sandbox:
@@ -484,7 +484,7 @@ async def test_a_chain_stepped_by_hand_that_rests_for_too_long_goes_on_in_anothe
     chain.force(say("y"))
     with pytest.warns(UserWarning, match="while it waited and it was held for .* s; the chain goes on in another"):
         await chain.act()
-    assert [c.result.observation for c in chain.row().tool_calls if c.result] == ["x", "x,y"]
+    assert [c.result.observation for c in chain.snapshot().tool_calls if c.result] == ["x", "x,y"]
     await chain.close()
     await pool.close()
 

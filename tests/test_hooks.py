@@ -56,7 +56,7 @@ async def test_a_hook_writes_the_action_and_nothing_is_sampled_for_it() -> None:
 
 async def test_forks_run_beside_their_parent_share_its_turns_and_stay_in_its_group() -> None:
     def twice(chain: Chain) -> int:
-        return 2 if chain.place.fork == "" and chain.actions == 1 else 0
+        return 2 if chain.key.fork == "" and chain.actions == 1 else 0
 
     seen: list[str] = []
     rollout = await agent([CALL, "6"], after_observation=twice, after_chain=lambda _, t: seen.append(t.id)).rollout(
@@ -79,7 +79,7 @@ async def test_forks_of_a_real_policy_differ_from_their_parent_and_are_reproduci
     policy = POLICY()
 
     def once(chain: Chain) -> int:
-        return 3 if chain.place.fork == "" and chain.actions == 1 else 0
+        return 3 if chain.key.fork == "" and chain.actions == 1 else 0
 
     def force(chain: Chain) -> None:
         if chain.actions == 0:
@@ -130,7 +130,7 @@ async def test_forks_of_a_single_task_run_side_by_side() -> None:
         running -= 1
         return CALL if turn == 0 else "6"
 
-    run = agent(script, after_observation=lambda chain: 5 if chain.place.fork == "" else 0).rollout(TASKS[:1])
+    run = agent(script, after_observation=lambda chain: 5 if chain.key.fork == "" else 0).rollout(TASKS[:1])
     rollout = await run
     assert len(rollout) == 6
     assert most == 6

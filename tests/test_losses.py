@@ -101,17 +101,21 @@ def test_golden_aggregate() -> None:
         close(losses.aggregate(x, m, "seq_mean_token_sum", empty_rows="count"), 9 / 3)
         close(losses.aggregate(x, m, "fixed", denominator=10), 9 / (2 * 10))
         close(losses.aggregate(x, m, "fixed", denominator=10, empty_rows="count"), 9 / (3 * 10))
-        close(losses.aggregate(x, m, "rollout_mean", rollouts=["a", "a", "b"]), 9 / 3)
-        close(losses.aggregate(x, m, "rollout_mean", rollouts=["a", "a", "b"], empty_rows="count"), 9 / 3 / 2)
-        close(losses.aggregate(x, m, "rollout_mean", rollouts=["a", "b", "b"]), (1.5 + 6) / 2)
+        close(losses.aggregate(x, m, "trajectory_mean", trajectory_index=["a", "a", "b"]), 9 / 3)
+        close(
+            losses.aggregate(x, m, "trajectory_mean", trajectory_index=["a", "a", "b"], empty_rows="count"), 9 / 3 / 2
+        )
+        close(losses.aggregate(x, m, "trajectory_mean", trajectory_index=["a", "b", "b"]), (1.5 + 6) / 2)
 
 
-def test_golden_each_rollout_weighs_the_same() -> None:
-    """Rows A, A, B with 2, 1 and 3 tokens: a third of the mass each by rows, a half each by rollouts."""
+def test_golden_each_trajectory_weighs_the_same() -> None:
+    """Rows A, A, B with 2, 1 and 3 tokens: a third of the mass each by rows, a half each by trajectories."""
     m = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]])
     x = torch.ones(3, 3, requires_grad=True)
-    for count, mass in (("rows", 1 / 3), ("rollouts", 1 / 2)):
-        (g,) = torch.autograd.grad(losses.aggregate(x, m, "rollout_mean", rollouts=[7, 7, 9], count=count), x)
+    for count, mass in (("rows", 1 / 3), ("trajectories", 1 / 2)):
+        (g,) = torch.autograd.grad(
+            losses.aggregate(x, m, "trajectory_mean", trajectory_index=[7, 7, 9], count=count), x
+        )
         close(g[:2].sum(), mass)
         close(g[2].sum(), mass)
 
@@ -269,14 +273,14 @@ def test_every_loss_has_a_loop() -> None:
     assert {name.split()[0] for name in LOSSES} | OTHERS == set(losses.__all__)
 
 
-def slow_aggregate(rows: Rows, how: str, rollouts: list[str], empty_rows: str, count: str) -> float:
+def slow_aggregate(rows: Rows, how: str, trajectory_index: list[str], empty_rows: str, count: str) -> float:
     n_rows = len(rows) if empty_rows == "count" else sum(bool(r) for r in rows)
     if how == "token_mean":
         n = sum(map(len, rows))
         return sum(map(sum, rows)) / n if n else 0.0
-    if how == "rollout_mean":
+    if how == "trajectory_mean":
         together: dict[str, list[float]] = {}
-        for name, row in zip(rollouts, rows, strict=True):
+        for name, row in zip(trajectory_index, rows, strict=True):
             together.setdefault(name, []).extend(row)
         n = len(together) if empty_rows == "count" else sum(bool(r) for r in together.values())
         n = n_rows if count == "rows" else n
@@ -293,8 +297,8 @@ AGGREGATES: dict[str, dict[str, Any]] = {
     "seq_mean_token_sum": {},
     "fixed": {"denominator": 7.0},
     "fixed count": {"denominator": 7.0, "empty_rows": "count"},
-    "rollout_mean": {"rollouts": ["a", "b", "a"]},
-    "rollout_mean rows": {"rollouts": ["a", "b", "a"], "count": "rows"},
+    "trajectory_mean": {"trajectory_index": ["a", "b", "a"]},
+    "trajectory_mean rows": {"trajectory_index": ["a", "b", "a"], "count": "rows"},
 }
 MASKS = {
     "full": [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]],
@@ -349,7 +353,7 @@ def test_value_and_gradient_are_those_of_the_loop(loss: str, mask: list[list[int
         close(torch.tensor(g, dtype=torch.float64), w, 1e-10)
     for name in AGGREGATES:
         how, kw = options(name)
-        rest = (how, kw.get("rollouts", []), kw.get("empty_rows", "exclude"), kw.get("count", "rollouts"))
+        rest = (how, kw.get("trajectory_index", []), kw.get("empty_rows", "exclude"), kw.get("count", "trajectories"))
         total = losses.aggregate(per_token, m, how, **kw)
         close(total.detach(), slow_aggregate(slow(*rows), *rest), 1e-10)
         (gradient,) = torch.autograd.grad(total, lp, retain_graph=True)
@@ -417,17 +421,17 @@ def padded(rows: Any, extra: int = 0) -> tuple[Tensor, Tensor]:
     return x, m
 
 
-def counts(m: Tensor, ids: list[str], empty_rows: str = "exclude", count: str = "rollouts") -> dict[str, int]:
+def counts(m: Tensor, ids: list[str], empty_rows: str = "exclude", count: str = "trajectories") -> dict[str, int]:
     rows = len(m) if empty_rows == "count" else int((m.sum(1) > 0).sum())
     live = {i for i, row in zip(ids, m, strict=True) if bool(row.any())}
-    rollouts = rows if count == "rows" else len(set(ids) if empty_rows == "count" else live)
+    trajectories = rows if count == "rows" else len(set(ids) if empty_rows == "count" else live)
     tokens = int(m.sum())
     return {
         "token_mean": tokens,
         "seq_mean_token_mean": rows,
         "seq_mean_token_sum": rows,
         "fixed": rows,
-        "rollout_mean": rollouts,
+        "trajectory_mean": trajectories,
     }
 
 
@@ -441,15 +445,15 @@ def test_micro_batches_padding_and_order_change_nothing(name: str, rows: Any, se
     _, m = padded(rows)
     own = dict(zip(ids, ids, strict=True))
     tokens_of = {i: int(sum(row.sum() for row, j in zip(m, ids, strict=True) if i == j)) for i in own}
-    total = counts(m, ids, kw.get("empty_rows", "exclude"), kw.get("count", "rollouts"))[how]
+    total = counts(m, ids, kw.get("empty_rows", "exclude"), kw.get("count", "trajectories"))[how]
 
     def run(chosen: list[int], extra: int, total: float | None) -> float:
         x, m = padded([rows[i] for i in chosen], extra)
         more = dict(kw)
-        if how == "rollout_mean":
+        if how == "trajectory_mean":
             more |= {
-                "rollouts": [ids[i] for i in chosen],
-                "rollout_tokens": torch.tensor([tokens_of[ids[i]] for i in chosen]),
+                "trajectory_index": [ids[i] for i in chosen],
+                "trajectory_tokens": torch.tensor([tokens_of[ids[i]] for i in chosen]),
             }
         return losses.aggregate(x, m, how, total=total, **more).item()
 
@@ -469,7 +473,7 @@ def test_nothing_to_average_is_zero_with_a_warning() -> None:
     x, m = torch.full((2, 3), nan, requires_grad=True), torch.zeros(2, 3)
     for name in AGGREGATES:
         how, kw = options(name)
-        kw = kw | ({"rollouts": [0, 1]} if "rollouts" in kw else {})
+        kw = kw | ({"trajectory_index": [0, 1]} if "trajectory_index" in kw else {})
         with pytest.warns(RuntimeWarning, match="no action token in this batch; the loss is 0"):
             loss = losses.aggregate(x, m, how, **kw)
         assert loss.item() == 0
@@ -649,10 +653,10 @@ def test_errors_say_what_was_given_and_what_is_wanted() -> None:
         losses.aggregate(x, m, "fixed")
     with pytest.raises(SettingsError, match="'token_mean' with denominator=3"):
         losses.aggregate(x, m, "token_mean", denominator=3)
-    with pytest.raises(SettingsError, match="'rollout_mean' needs ids"):
-        losses.aggregate(x, m, "rollout_mean")
-    with pytest.raises(AlignmentError, match="3 rollout ids for 2 rows"):
-        losses.aggregate(x, m, "rollout_mean", rollouts=[1, 2, 3])
+    with pytest.raises(SettingsError, match="'trajectory_mean' needs ids"):
+        losses.aggregate(x, m, "trajectory_mean")
+    with pytest.raises(AlignmentError, match="3 trajectory ids for 2 rows"):
+        losses.aggregate(x, m, "trajectory_mean", trajectory_index=[1, 2, 3])
     with pytest.raises(AlignmentError, match=r"mask has shape \(2, 2\), the tokens \(2, 3\)"):
         losses.ppo(x, x, x, m[:, :2])
     with pytest.raises(AlignmentError, match=r"advantages has shape \(3,\); wanted \(2, 3\)"):

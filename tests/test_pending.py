@@ -10,26 +10,26 @@ import warnings
 import pytest
 
 from agentfly_kit.errors import NotAwaited
-from agentfly_kit.pending import Pending, awaited
+from agentfly_kit.pending import PendingCall, pending_call
 
 
 class Chain:
     def __init__(self) -> None:
         self.ran = 0
 
-    @awaited
+    @pending_call
     async def step(self, n: int = 1) -> int:
         """Step."""
         await asyncio.sleep(0)
         self.ran += n
         return self.ran
 
-    @awaited
+    @pending_call
     async def fail(self) -> None:
         raise ValueError("inside")
 
 
-@awaited
+@pending_call
 async def evaluate(x: int) -> int:
     return x + 1
 
@@ -114,7 +114,7 @@ async def test_cancelled_before_it_began_it_never_ran() -> None:
 
 
 async def test_cancelled_in_the_middle() -> None:
-    @awaited
+    @pending_call
     async def wait() -> None:
         await asyncio.sleep(60)
 
@@ -129,5 +129,5 @@ def test_the_function_keeps_its_name_and_text() -> None:
     assert Chain.step.__name__ == "step"
     assert Chain.step.__doc__ == "Step."
     pending = evaluate(1)
-    assert isinstance(pending, Pending)
+    assert isinstance(pending, PendingCall)
     pending.close()

@@ -12,7 +12,7 @@ import torch
 from agents import fresh, random_policy, reference_logprobs, shipped
 
 from agentfly_kit.errors import AlignmentError, PolicyError, SettingsError
-from agentfly_kit.policy import Policy, compute_threads, micro_batches
+from agentfly_kit.policy import Policy, single_torch_thread, split_by_token_budget
 
 
 def rows(temperatures: tuple[float, ...] = (1.0, 0.7, 1.3)) -> Any:
@@ -85,7 +85,7 @@ def test_what_is_asked_for_is_checked() -> None:
 def test_micro_batches_hold_every_row_once() -> None:
     lengths = torch.tensor([5, 100, 7, 7, 64, 1])
     for tokens in (1, 14, 64, 1000):
-        groups = micro_batches(lengths, tokens)
+        groups = split_by_token_budget(lengths, tokens)
         assert sorted(i for g in groups for i in g.tolist()) == list(range(6))
         assert all(len(g) == 1 or len(g) * int(lengths[g].max()) <= tokens for g in groups)
 
@@ -152,13 +152,13 @@ def test_state_of_another_model_is_refused() -> None:
 def test_the_number_of_threads_comes_back_whoever_leaves_last() -> None:
     """An engine's thread and an update overlap; the first to enter is not the last to leave."""
     for _ in range(200):  # an engine's thread of an earlier test is idle for two seconds before it leaves
-        if not compute_threads._inside:
+        if not single_torch_thread._inside:
             break
         time.sleep(0.05)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        one, two = compute_threads(random_policy(0)), compute_threads(random_policy(0))
+        one, two = single_torch_thread(random_policy(0)), single_torch_thread(random_policy(0))
         one.__enter__()
         two.__enter__()
         assert torch.get_num_threads() == 1

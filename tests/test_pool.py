@@ -112,7 +112,7 @@ async def until(true: Callable[[], bool], patience: float = 2.0) -> None:
 
 
 async def test_repr_is_a_specification():
-    async with Pool(Slow, size=4, warm=1) as pool:
+    async with Pool(Slow, size=4, min_idle=1) as pool:
         assert repr(pool) == "<Pool Slow 0 leased, 0 idle, 0 starting, 0 waiting, size 4>"
         first = await pool.acquire("a")
         await until(lambda: "1 idle" in repr(pool))
@@ -159,7 +159,7 @@ async def test_snapshot_tells_lease_turn_and_uses():
         lease = await pool.acquire("second")
         lease.turn = "turn 3 of 6"
         s = pool.snapshot()
-        assert (s.kind, s.size, s.leased, s.idle, s.starting, s.waiting, s.dead) == ("Notes", 2, 1, 0, 0, 0, 0)
+        assert (s.sandbox_type, s.size, s.leased, s.idle, s.starting, s.waiting, s.dead) == ("Notes", 2, 1, 0, 0, 0, 0)
         assert [(x.owner, x.sandbox, x.turn) for x in s.leases] == [("second", lease.id, "turn 3 of 6")]
         assert [(x.id, x.state, x.owner, x.uses) for x in s.sandboxes] == [(1, "leased", "second", 2)]
         await pool.release(lease)
@@ -282,15 +282,15 @@ async def test_recycled_by_number_of_uses_and_by_age():
         assert [e.detail for e in events if e.kind == "closing"] == ["used 2 times"] * 2
         assert pool.snapshot().dead == 0, "worn is not dead"
     state = PoolState(1, max_age=60)
-    slot = state.change(pool_state.Wanted(1, "a"), 0).start[0]
-    assert state.change(pool_state.Started(slot), 0).grant == [(1, slot)]
-    assert state.change(pool_state.Returned(slot), 59).reset == [slot]
-    assert state.change(pool_state.Reset(slot), 59).close == []
-    todo = state.change(pool_state.Wanted(2, "b"), 61)
-    assert (todo.grant, todo.close) == ([], [slot]), "too old while it was idle"
-    assert state.change(pool_state.Closed(slot), 61).start == [slot + 1]
-    state.change(pool_state.Started(slot + 1), 62)
-    assert state.change(pool_state.Returned(slot + 1), 120).reset == [slot + 1], "its age counts from its own start"
+    slot = state.handle(pool_state.Requested(1, "a"), 0).start[0]
+    assert state.handle(pool_state.Started(slot), 0).grant == [(1, slot)]
+    assert state.handle(pool_state.Released(slot), 59).reset == [slot]
+    assert state.handle(pool_state.Reset(slot), 59).close == []
+    effects = state.handle(pool_state.Requested(2, "b"), 61)
+    assert (effects.grant, effects.close) == ([], [slot]), "too old while it was idle"
+    assert state.handle(pool_state.Closed(slot), 61).start == [slot + 1]
+    state.handle(pool_state.Started(slot + 1), 62)
+    assert state.handle(pool_state.Released(slot + 1), 120).reset == [slot + 1], "its age counts from its own start"
     with pytest.raises(SettingsError, match="max_uses=0"):
         Pool(Plain, max_uses=0)
 
@@ -305,7 +305,9 @@ async def test_every_lease_ends_some_time():
     lease = await pool.acquire("slow")
     async with pool.lease("next") as notes:  # nobody touches the pool meanwhile: it looks by itself
         assert notes is not lease.sandbox and not lease.sandbox.alive, "closed, and another in its place"
-        assert lease.lost.startswith("held for ") and repr(lease).startswith("<Lease Notes 1 of slow, lost: held for")
+        assert lease.revoked.startswith("held for ") and repr(lease).startswith(
+            "<Lease Notes 1 of slow, revoked: held for"
+        )
         await lease.release()
         await pool.release(lease)
         lease.turn = 3
@@ -324,7 +326,7 @@ def test_a_lease_of_an_ended_event_loop_expires_too():
 
     async def next_one() -> None:
         async with pool.lease("next", timeout=30):
-            assert kept[0].lost
+            assert kept[0].revoked
         await pool.close()
 
     asyncio.run(take())
@@ -341,9 +343,9 @@ async def test_recycled_by_hand():
     one, two = await pool.acquire("a"), await pool.acquire("b")
     pool.subscribe(told.append)
     pool.recycle(1)
-    assert one.lost == "reset by hand" and not two.lost
+    assert one.revoked == "reset by hand" and not two.revoked
     pool.recycle(2, close=True)
-    assert two.lost == "closed by hand" and pool.snapshot().leased == 0
+    assert two.revoked == "closed by hand" and pool.snapshot().leased == 0
     async with pool.lease("c") as notes:
         assert notes is not one.sandbox and notes is not two.sandbox and not one.sandbox.alive
     assert [e.detail for e in told if e.kind == "ended by hand"] == ["reset by hand", "closed by hand"]
@@ -355,7 +357,7 @@ async def test_recycled_by_hand():
         assert again is notes and not notes.kept, "an idle one is reset"
     pool.recycle(box.id, close=True)
     pool.recycle(box.id, close=True)
-    await pool._until_done(None)
+    await pool._wait_for_tasks(None)
     assert pool.snapshot().sandboxes == () and not Notes.open
     await pool.close()
 
@@ -666,8 +668,8 @@ def test_what_is_asked_without_waiting_cannot_be_async():
 def test_settings_that_cannot_be():
     with pytest.raises(SettingsError, match="size=0"):
         Pool(Plain, size=0)
-    with pytest.raises(SettingsError, match="warm=3"):
-        Pool(Plain, size=2, warm=3)
+    with pytest.raises(SettingsError, match="min_idle=3"):
+        Pool(Plain, size=2, min_idle=3)
     with pytest.raises(SettingsError, match="Plain takes no memory_mb=; it takes no settings"):
         Pool(Plain, memory_mb=64)  # a limit that nothing would apply
     with pytest.raises(SettingsError, match="want a class"):
@@ -803,7 +805,7 @@ async def test_a_lease_that_is_dropped_gives_its_place_back():
 
 
 def test_a_pool_that_is_rebound_closes_its_sandboxes_at_once():
-    pool = Pool(Notes, size=2, warm=2)
+    pool = Pool(Notes, size=2, min_idle=2)
 
     async def use() -> None:
         async with pool.lease():
@@ -976,22 +978,29 @@ class StateMachine(RuleBasedStateMachine):
     ordered and not yet reported (two dicts); after each event the state must agree with all three."""
 
     @initialize(
-        size=st.integers(1, 4), warm=st.integers(0, 2), uses=st.sampled_from((None, 1, 3)),
+        size=st.integers(1, 4), min_idle=st.integers(0, 2), uses=st.sampled_from((None, 1, 3)),
         age=st.sampled_from((None, 5.0)), starting=st.sampled_from((None, 1, 2)), room=st.integers(1, 5),
         lease=st.sampled_from((12.0, 1000.0)),
     )  # fmt: skip
     def begin(
-        self, size: int, warm: int, uses: int | None, age: float | None, starting: int | None, room: int, lease: float
+        self,
+        size: int,
+        min_idle: int,
+        uses: int | None,
+        age: float | None,
+        starting: int | None,
+        room: int,
+        lease: float,
     ) -> None:
         self.dead: set[int] = set()
         self.room, self.size, self.starting = room, size, starting or size
         self.yielding = False
         self.state = PoolState(
-            size, min(warm, size), alive=lambda slot: slot not in self.dead, max_uses=uses, max_age=age,
+            size, min(min_idle, size), alive=lambda slot: slot not in self.dead, max_uses=uses, max_age=age,
             max_starting=starting, max_lease=lease, room=lambda: len(self.state.slots) < self.room,
             must_yield=lambda since: self.yielding,
         )  # fmt: skip
-        self.todo: dict[int, str] = {}  # slot -> what the pool was told to do with it
+        self.effects: dict[int, str] = {}  # slot -> what the pool was told to do with it
         self.queues: dict[str, list[int]] = {}  # run -> its tickets
         self.turns: list[str] = []  # runs, the one served last at the end
         self.held: dict[int, int] = {}  # ticket -> slot
@@ -1003,13 +1012,13 @@ class StateMachine(RuleBasedStateMachine):
 
     def tell(self, event: pool_state.Event) -> None:
         self.now += 1.0
-        todo = self.state.change(event, self.now)
-        for slot, state in [(s, "closing") for s in todo.close] + [(s, "resetting") for s in todo.reset]:
-            self.todo[slot] = state
-        for slot in todo.start:
-            assert slot not in self.todo, "a slot is started once"
-            self.todo[slot] = "starting"
-        for ticket, slot in todo.grant:
+        effects = self.state.handle(event, self.now)
+        for slot, state in [(s, "closing") for s in effects.close] + [(s, "resetting") for s in effects.reset]:
+            self.effects[slot] = state
+        for slot in effects.start:
+            assert slot not in self.effects, "a slot is started once"
+            self.effects[slot] = "starting"
+        for ticket, slot in effects.grant:
             waiting = {run: tickets for run, tickets in self.queues.items() if tickets}
             run = min(waiting, key=lambda run: (self.turns.index(run) if run in self.turns else -1, waiting[run][0]))
             assert ticket == waiting[run].pop(0), "runs take turns; in one the first to come is the first served"
@@ -1018,23 +1027,23 @@ class StateMachine(RuleBasedStateMachine):
             assert slot not in self.held.values(), "one sandbox, two holders"
             self.held[ticket] = slot
             self.since[ticket] = self.now
-        for slot in [*todo.ended, *todo.take_back]:
+        for slot in [*effects.revoked, *effects.take_back]:
             holder = next(ticket for ticket, its in self.held.items() if its == slot)
             old = self.now - self.since[holder] >= self.lease
-            assert old or slot == self.by_hand or (slot in todo.take_back and self.queue), "taken for no reason"
+            assert old or slot == self.by_hand or (slot in effects.take_back and self.queue), "taken for no reason"
             del self.held[holder]
-        for slot in todo.take_back:
-            assert slot not in self.todo
-            self.todo[slot] = "resetting"
+        for slot in effects.take_back:
+            assert slot not in self.effects
+            self.effects[slot] = "resetting"
         assert all(self.now - self.since[ticket] < self.lease for ticket in self.held), "a lease is too old"
-        for ticket, error in todo.refuse:
+        for ticket, error in effects.refuse:
             self.forget(ticket)
             assert error is not None or self.state.closed
         if self.state.closed:
             self.held = {}
 
     def pick(self, data: Any, state: str) -> int | None:
-        slots = sorted(slot for slot, what in self.todo.items() if what == state)
+        slots = sorted(slot for slot, what in self.effects.items() if what == state)
         return data.draw(st.sampled_from(slots)) if slots else None
 
     @rule(data=st.data(), rests=st.booleans())
@@ -1058,9 +1067,9 @@ class StateMachine(RuleBasedStateMachine):
         ticket = next(self.tickets)
         if not self.state.closed:
             self.queues.setdefault(run, []).append(ticket)
-            self.tell(pool_state.Wanted(ticket, f"chain {ticket}", run, hand))
+            self.tell(pool_state.Requested(ticket, f"chain {ticket}", run, hand))
         else:
-            assert self.state.change(pool_state.Wanted(ticket, ""), self.now).refuse == [(ticket, None)]
+            assert self.state.handle(pool_state.Requested(ticket, ""), self.now).refuse == [(ticket, None)]
 
     @rule(data=st.data())
     def give_up(self, data: Any) -> None:
@@ -1070,39 +1079,39 @@ class StateMachine(RuleBasedStateMachine):
             if ticket in self.queue:
                 self.forget(ticket)
             self.held.pop(ticket, None)
-            self.tell(pool_state.GaveUp(ticket))
+            self.tell(pool_state.Cancelled(ticket))
 
     @rule(data=st.data())
     def started(self, data: Any) -> None:
         slot = self.pick(data, "starting")
         if slot is not None:
-            del self.todo[slot]
+            del self.effects[slot]
             self.tell(pool_state.Started(slot))
 
-    @rule(data=st.data(), hopeless=st.booleans())
-    def start_failed(self, data: Any, hopeless: bool) -> None:
+    @rule(data=st.data(), permanent=st.booleans())
+    def start_failed(self, data: Any, permanent: bool) -> None:
         slot = self.pick(data, "starting")
         if slot is not None:
-            self.tell(pool_state.StartFailed(slot, OSError("no"), hopeless))
+            self.tell(pool_state.StartFailed(slot, OSError("no"), permanent))
 
     @rule(data=st.data(), reusable=st.booleans())
     def returned(self, data: Any, reusable: bool) -> None:
         if self.held:
             ticket = data.draw(st.sampled_from(sorted(self.held)))
-            self.tell(pool_state.Returned(self.held.pop(ticket), reusable))
+            self.tell(pool_state.Released(self.held.pop(ticket), reusable))
 
     @rule(data=st.data(), reusable=st.booleans())
     def reset(self, data: Any, reusable: bool) -> None:
         slot = self.pick(data, "resetting")
         if slot is not None:
-            del self.todo[slot]
-            self.tell(pool_state.Reset(slot) if reusable else pool_state.Returned(slot, False))
+            del self.effects[slot]
+            self.tell(pool_state.Reset(slot) if reusable else pool_state.Released(slot, False))
 
     @rule(data=st.data())
     def closed(self, data: Any) -> None:
         slot = self.pick(data, "closing")
         if slot is not None:
-            del self.todo[slot]
+            del self.effects[slot]
             self.tell(pool_state.Closed(slot))
             self.dead.discard(slot)
 
@@ -1118,7 +1127,7 @@ class StateMachine(RuleBasedStateMachine):
     @rule()
     def time_passes(self) -> None:
         self.now += 100.0
-        self.tell(pool_state.Tick())
+        self.tell(pool_state.Wakeup())
 
     @rule(data=st.data(), close=st.booleans())
     def recycled_by_hand(self, data: Any, close: bool) -> None:
@@ -1126,7 +1135,7 @@ class StateMachine(RuleBasedStateMachine):
             self.by_hand = data.draw(st.sampled_from(sorted(self.state.slots)))
             state = self.state.slots[self.by_hand].state
             self.tell(pool_state.Recycle(self.by_hand, close))
-            after = self.todo.get(self.by_hand)
+            after = self.effects.get(self.by_hand)
             assert after in ("closing", "resetting") or (state == "starting" and not close)
             assert after == "closing" or not close
             self.by_hand = None
@@ -1138,7 +1147,7 @@ class StateMachine(RuleBasedStateMachine):
     @rule(room=st.integers(1, 5))
     def room_changes(self, room: int) -> None:
         self.room = room
-        self.tell(pool_state.Tick())
+        self.tell(pool_state.Wakeup())
 
     @rule()
     def evicted(self) -> None:
@@ -1163,15 +1172,15 @@ class StateMachine(RuleBasedStateMachine):
         assert {slot.ticket: slot.id for slot in s.slots.values() if slot.state == "leased"} == self.held
         assert len(s.slots) <= s.size
         busy = {slot.id: slot.state for slot in s.slots.values() if slot.state in ("starting", "resetting", "closing")}
-        assert busy == self.todo, "what is under way is what was ordered, once"
+        assert busy == self.effects, "what is under way is what was ordered, once"
         idle = [slot.id for slot in s.slots.values() if slot.state == "idle"]
         assert not (s.waiters and idle), "nobody waits beside a free sandbox"
         if s.waiters and not s.closed:
             # Somebody is coming for every waiter: something is leased or under way, or it is said that there is no
             # room. Nobody waits for nothing.
-            assert len(idle) < len(s.slots) or s.short
+            assert len(idle) < len(s.slots) or s.starved
             resting = [slot for slot in s.slots.values() if slot.rests is not None]
-            assert not resting or len(s.waiters) <= len(self.todo), "nobody waits beside a lease that rests"
+            assert not resting or len(s.waiters) <= len(self.effects), "nobody waits beside a lease that rests"
 
 
 StateMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -1274,7 +1283,7 @@ async def test_what_does_not_let_itself_be_cancelled_is_told_and_left_behind(
 ):
     """`except:` in a loop that tries again. Neither the one who gives it back nor `close` waits for ever."""
     monkeypatch.setattr("agentfly_kit.pool._CLOSE_SECONDS", 0.05)
-    monkeypatch.setattr("agentfly_kit.pool._DEAF_SECONDS", 0.05)
+    monkeypatch.setattr("agentfly_kit.pool._CANCEL_GRACE_SECONDS", 0.05)
     kind = unruly(where, "deaf")
     pool = Pool(kind, size=1, start_timeout=0.1, acquire_timeout=0.3)
 

@@ -209,7 +209,7 @@ async def test_a_whole_hub_is_killed_under_a_rollout():
         running = asyncio.ensure_future(_awaited(run))
         while len(run.partial.trajectories) < 3:
             await asyncio.sleep(0.001)
-        hub = next(s._vessel.hub for s in pool._sandboxes.values() if s._vessel and s._vessel.hub)
+        hub = next(s._handle.hub for s in pool._sandboxes.values() if s._handle and s._handle.hub)
         assert hub.process is not None
         os.kill(hub.process.pid, signal.SIGKILL)
         rollout = await asyncio.wait_for(running, 60)
@@ -230,7 +230,7 @@ async def cancelled_anywhere(level: str, count: int, seed: int) -> int:
     print(f"seed {seed}")
 
     def opened(chance: random.Random) -> Pool[PythonSandbox]:
-        return Pool(PythonSandbox, size=3, warm=chance.randrange(2), isolation=level, acquire_timeout=60)
+        return Pool(PythonSandbox, size=3, min_idle=chance.randrange(2), isolation=level, acquire_timeout=60)
 
     return await cancelled_lives(opened, random.Random(seed), count)
 
@@ -256,7 +256,7 @@ def test_cancelled_again_and_again_in_containers(tmp_path: Path):
     place = Container(containers.IMAGE, engine=engine.url)
 
     def opened(chance: random.Random) -> Pool[PythonSandbox]:
-        return Pool(PythonSandbox, size=3, warm=chance.randrange(2), isolation=place, acquire_timeout=120)
+        return Pool(PythonSandbox, size=3, min_idle=chance.randrange(2), isolation=place, acquire_timeout=120)
 
     try:
         print(asyncio.run(cancelled_lives(opened, random.Random(SOAK_SEED), 300, late=1.0)))
@@ -331,7 +331,7 @@ from agentfly_kit.sandboxes import PythonSandbox
 async with PythonSandbox(isolation={level!r}):  # what a process opens once, and keeps
     await asyncio.to_thread(int)
 files = len(os.listdir("/proc/self/fd"))
-pool = Pool(PythonSandbox, size=2, warm=2, isolation={level!r}, acquire_timeout=600)
+pool = Pool(PythonSandbox, size=2, min_idle=2, isolation={level!r}, acquire_timeout=600)
 lease = await pool.acquire("cell")
 while pool.snapshot().starting:
     await asyncio.sleep(0.01)

@@ -151,7 +151,9 @@ def test_the_step_is_its_definition(options: dict[str, float]) -> None:
     flat = torch.cat([g.flatten() for g in gradient])
     twin = policy.copy()
     sgd = torch.optim.SGD(list(twin.parameters()), lr=1.0)
-    stats = ppo_step(twin, sgd, batch, max_grad_norm=None, old="engine", **({"clip": 0.2, "value_coef": 0.0} | options))  # type: ignore[arg-type]
+    stats = ppo_step(
+        twin, sgd, batch, max_grad_norm=None, old_logprobs="engine", **({"clip": 0.2, "value_coef": 0.0} | options)
+    )  # type: ignore[arg-type]
     torch.testing.assert_close(weights(policy) - weights(twin), flat, atol=2e-5, rtol=1e-4)
     assert stats.loss == pytest.approx(float(loss), abs=1e-5)
     assert stats.policy_loss == pytest.approx(float(policy_loss), abs=1e-5)
@@ -192,7 +194,7 @@ def test_gradients_stop_at_the_mask_and_go_through_the_context(monkeypatch: pyte
 
     monkeypatch.setattr(Policy, "logits", watch)
     handle = policy.model.get_input_embeddings().register_forward_hook(keep)
-    ppo_step(policy, torch.optim.SGD(list(policy.parameters()), lr=0.0), batch, old="engine")
+    ppo_step(policy, torch.optim.SGD(list(policy.parameters()), lr=0.0), batch, old_logprobs="engine")
     handle.remove()
     # Logits are made at the positions that predict a sampled token and nowhere else.
     assert seen["logits"].shape[0] == int(batch.mask.sum())
@@ -205,11 +207,13 @@ def test_gradients_stop_at_the_mask_and_go_through_the_context(monkeypatch: pyte
     assert (prompts.abs().sum((1, 2)) > 0).all(), "what was read changes what is written"
 
 
-@pytest.mark.parametrize("how", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed", "rollout_mean"])
+@pytest.mark.parametrize("how", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed", "trajectory_mean"])
 def test_what_the_result_does_not_depend_on(how: Any) -> None:
     policy = random_policy(0)
     batch = batch_of(policy, stale=0.1)
-    options: dict[str, Any] = {"aggregate": how, "old": "engine"} | ({"denominator": 9.0} if how == "fixed" else {})
+    options: dict[str, Any] = {"aggregate": how, "old_logprobs": "engine"} | (
+        {"denominator": 9.0} if how == "fixed" else {}
+    )
     wanted = moved(policy, batch, **options)
     size = float((wanted - weights(policy)).abs().max())
     assert size > 1e-4
@@ -232,10 +236,10 @@ def test_what_the_result_does_not_depend_on(how: Any) -> None:
 def test_what_stands_at_masked_positions_is_never_read(junk: float) -> None:
     policy = random_policy(0, value_head=True)
     batch = batch_of(policy, stale=0.1, values=True)
-    wanted = moved(policy, batch, old="engine")
+    wanted = moved(policy, batch, old_logprobs="engine")
     names = ("logprobs", "advantages", "token_rewards", "entropies", "values", "returns")
     dirty = dataclasses.replace(batch, **{n: torch.where(batch.mask, getattr(batch, n), junk) for n in names})
-    assert torch.equal(moved(policy, dirty, old="engine"), wanted)
+    assert torch.equal(moved(policy, dirty, old_logprobs="engine"), wanted)
 
 
 # --- rows without advantage ----------------------------------------------------------------------
@@ -260,11 +264,11 @@ def test_leaving_out_rows_without_advantage_is_exact(
         twin = policy.copy()
         # Plain descent: Adam would divide the rounding of a small gradient by itself.
         sgd = torch.optim.SGD(list(twin.parameters()), lr=0.1)
-        stats = ppo_step(twin, sgd, batch, old="engine", aggregate=how, **options)
+        stats = ppo_step(twin, sgd, batch, old_logprobs="engine", aggregate=how, **options)
         return weights(twin), stats
 
     left_out, some = go()
-    monkeypatch.setattr(objective.Objective, "advantage_alone", property(lambda self: False))
+    monkeypatch.setattr(objective.Objective, "only_advantage", property(lambda self: False))
     run_all, every = go()
     torch.testing.assert_close(left_out, run_all, atol=5e-7, rtol=0)  # the last bits of weights of about 2
     assert some.updates == every.updates
@@ -283,7 +287,7 @@ def test_when_a_target_ends_the_step_does_not_depend_on_what_was_left_out(monkey
 
     targets = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
     left_out = [updates(t) for t in targets]
-    monkeypatch.setattr(objective.Objective, "advantage_alone", property(lambda self: False))
+    monkeypatch.setattr(objective.Objective, "only_advantage", property(lambda self: False))
     assert left_out == [updates(t) for t in targets]
     assert len(set(left_out)) > 1
 
@@ -292,7 +296,7 @@ def test_a_minibatch_without_signal_still_moves_by_its_moments() -> None:
     policy = random_policy(0)
     batch = flat_half(policy)
     optimizer = adamw(policy, 1e-3)
-    stats = ppo_step(policy, optimizer, batch, minibatch=1, epochs=1, old="engine")
+    stats = ppo_step(policy, optimizer, batch, minibatch=1, epochs=1, old_logprobs="engine")
     assert stats.updates == 8
     assert policy.version == 8
     assert {float(s["step"]) for s in optimizer.state.values()} == {8.0}
@@ -302,11 +306,13 @@ def test_a_batch_in_which_no_row_has_an_advantage() -> None:
     policy = random_policy(0)
     batch = batch_of(policy)
     before = weights(policy)
-    stats = ppo_step(policy, adamw(policy), batch.replace(advantages=torch.zeros_like(batch.advantages)), old="engine")
+    stats = ppo_step(
+        policy, adamw(policy), batch.replace(advantages=torch.zeros_like(batch.advantages)), old_logprobs="engine"
+    )
     assert torch.equal(weights(policy), before)
     assert stats.loss == 0
     assert stats.dropped_groups == 2
-    assert "approx_kl" not in stats.numbers() or stats.approx_kl == 0
+    assert "approx_kl" not in stats.scalars() or stats.approx_kl == 0
 
 
 # --- the ratio's denominator ---------------------------------------------------------------------
@@ -323,7 +329,7 @@ def test_old_logprobs_are_the_engines_only_while_they_are_fresh() -> None:
     assert stats.sampler_gap == pytest.approx(0.3, abs=1e-3)
     assert stats.approx_kl == pytest.approx(0, abs=1e-6), "recomputed, so the first ratio is 1"
     twin = policy.copy()
-    stats = ppo_step(twin, adamw(twin, 1e-9), off, old="engine")
+    stats = ppo_step(twin, adamw(twin, 1e-9), off, old_logprobs="engine")
     assert stats.approx_kl > 0.03
     stale = policy.copy()
     stale.version = 1
@@ -367,7 +373,7 @@ async def test_a_good_token_becomes_more_probable_and_a_bad_one_less() -> None:
         ({"epochs": 0}, SettingsError, "epochs=0"),
         ({"minibatch": 0}, SettingsError, "minibatch=0"),
         ({"loss": "best"}, SettingsError, "loss='best'"),
-        ({"old": "new"}, SettingsError, "old='new'"),
+        ({"old_logprobs": "new"}, SettingsError, "old_logprobs='new'"),
         ({"kl_coef": 0.1}, SettingsError, "needs reference="),
         ({"kl_coef": -0.1}, SettingsError, "kl_coef=-0.1"),
         ({"entropy_coef": -0.1}, SettingsError, "entropy_coef=-0.1"),
@@ -390,8 +396,8 @@ async def test_a_batch_of_another_tokenizer_of_the_same_size_is_refused() -> Non
     batch = collate(await agent(policy).rollout(tasks(2), group_size=2), [1.0, -1.0, 1.0, -1.0])
     other = Policy(policy.model, Chat(tiny.tokenizer()))
     first = int(batch.ids[0, 0])
-    assert other.chat.pieces([first]) == policy.chat.pieces([first])
-    other.chat._pieces[first] = "<another>"
+    assert other.chat.token_texts([first]) == policy.chat.token_texts([first])
+    other.chat._token_text_cache[first] = "<another>"
     with pytest.raises(BatchError, match=rf"the token id {first} was '.*' when .* and is '<another>' to this policy"):
         ppo_step(other, adamw(other), batch)
 
@@ -454,7 +460,7 @@ def test_a_step_that_diverges_keeps_the_weights_of_the_last_update(at: int, monk
     wanted = policy.copy()
     if at:
         calls = 0
-        real = step.update
+        real = step.clip_and_step
 
         def stop(*args: Any) -> float:
             nonlocal calls
@@ -463,7 +469,7 @@ def test_a_step_that_diverges_keeps_the_weights_of_the_last_update(at: int, monk
                 raise KeyboardInterrupt
             return real(*args)
 
-        monkeypatch.setattr(step, "update", stop)
+        monkeypatch.setattr(step, "clip_and_step", stop)
         with pytest.raises(KeyboardInterrupt):
             ppo_step(wanted, adamw(wanted), batch, minibatch=2)
         monkeypatch.undo()
@@ -490,7 +496,7 @@ async def test_cancelling_leaves_the_weights_at_an_update_however_often_it_is_do
     batch = batch_of(policy)
     boundaries = {0: policy.fingerprint()}
     twin = policy.copy()
-    real = step.update
+    real = step.clip_and_step
 
     def noting(p: Policy, *args: Any) -> float:
         norm = real(p, *args)
@@ -498,7 +504,7 @@ async def test_cancelling_leaves_the_weights_at_an_update_however_often_it_is_do
         return norm
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "update", noting)
+        patch.setattr(step, "clip_and_step", noting)
         ppo_step(twin, adamw(twin), batch, minibatch=1, epochs=20)
     going = asyncio.create_task(ppo_step_async(policy, adamw(policy), batch, minibatch=1, epochs=20))
     while policy.version < 3:
@@ -553,7 +559,7 @@ def test_target_kl_ends_the_epochs() -> None:
 def test_the_gradient_is_clipped_and_told_before_it() -> None:
     policy = random_policy(0)
     batch = batch_of(policy, stale=0.1)
-    whole = moved(policy, batch, old="engine") - weights(policy)
-    small = moved(policy, batch, old="engine", max_grad_norm=1e-3) - weights(policy)
+    whole = moved(policy, batch, old_logprobs="engine") - weights(policy)
+    small = moved(policy, batch, old_logprobs="engine", max_grad_norm=1e-3) - weights(policy)
     assert float(small.norm()) == pytest.approx(1e-3, rel=1e-2)
     torch.testing.assert_close(small / small.norm(), whole / whole.norm(), atol=1e-4, rtol=0)

@@ -25,7 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ppo": {"minibatch": 5, "epochs": 2, "clip": 0.1, "correction": "token", "entropy_coef": 0.01},
     "whole minibatch": {"loss": "clip_cov", "aggregate": "seq_mean_token_mean"},
     "fewer rows than processes": {"loss": "gspo", "minibatch": 1},
-    "value and reference": {"kl_coef": 0.1, "aggregate": "rollout_mean", "target_kl": 10.0},
+    "value and reference": {"kl_coef": 0.1, "aggregate": "trajectory_mean", "target_kl": 10.0},
     "stops early": {"minibatch": 4, "epochs": 4, "target_kl": 1e-12},
 }
 NUMBERS = ("loss", "policy_loss", "value_loss", "kl_reference", "approx_kl", "clip_fraction", "ratio_max", "grad_norm")
@@ -43,7 +43,9 @@ def run(accelerator: Any = None) -> dict[str, Any]:
         policy, batch = prepared()
         batch = batch.replace(ref_logprobs=batch.logprobs - 0.1)
         kept = Kept(policy)
-        stats = ppo_step(policy, kept, batch, old="engine", max_grad_norm=None, accelerator=accelerator, **options)
+        stats = ppo_step(
+            policy, kept, batch, old_logprobs="engine", max_grad_norm=None, accelerator=accelerator, **options
+        )
         numbers = {n: getattr(stats, n) for n in NUMBERS} | {"updates": stats.updates, "stopped": stats.stopped_early}
         out[name] = {"gradients": torch.stack(kept.seen), "numbers": numbers}
     policy, batch = prepared()
@@ -56,9 +58,9 @@ def run(accelerator: Any = None) -> dict[str, Any]:
         assert len(together) == 16 and len(together.groups.unique()) == 4
         mine = slice(8 * accelerator.process_index, 8 * accelerator.process_index + 8)
         assert torch.equal(together.logprobs[mine][together.mask[mine]], half.logprobs[half.mask])
-        ppo_step(policy, adamw(policy), together, old="engine", accelerator=accelerator)
+        ppo_step(policy, adamw(policy), together, old_logprobs="engine", accelerator=accelerator)
         with pytest.raises(BatchError, match="gather"):
-            ppo_step(policy, adamw(policy), half, old="engine", accelerator=accelerator)
+            ppo_step(policy, adamw(policy), half, old_logprobs="engine", accelerator=accelerator)
     return out
 
 

@@ -22,7 +22,7 @@ from agentfly_kit.trainer import TrainConfig, train
 from agentfly_kit.types import Sampling, Task, Trajectory, Turn
 
 LOSSES = ("ppo", "reinforce", "gpg", "gspo", "gmpo", "sapo", "cispo", "dppo", "clip_cov", "kl_cov")
-HOWS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed", "rollout_mean")
+HOWS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed", "trajectory_mean")
 
 
 def trajectories(
@@ -106,7 +106,7 @@ class Kept(torch.optim.SGD):
 def gradient(policy: Policy, batch: Batch, **options: Any) -> tuple[Tensor, Any]:
     """Of one update over the whole batch, and its stats."""
     kept = Kept(policy)
-    options.setdefault("old", "engine")
+    options.setdefault("old_logprobs", "engine")
     stats = ppo_step(policy, kept, batch, max_grad_norm=None, **options)
     policy.version = 0
     return torch.cat(kept.seen), stats
@@ -120,7 +120,7 @@ def plain(policy: Policy, batch: Batch, function: Any, how: str, **options: Any)
     each = torch.zeros(batch.ids.shape)
     each[:, 1:] = logp[:, :-1].gather(-1, batch.ids[:, 1:, None])[..., 0]
     per_token = function(each, batch.logprobs, batch.advantages, batch.mask)
-    more = {"rollouts": batch.rollouts} if how == "rollout_mean" else {}
+    more = {"trajectory_index": batch.trajectory_index} if how == "trajectory_mean" else {}
     loss = losses.aggregate(per_token, batch.mask, how, **more, **options)
     loss.backward()
     return torch.cat([p.grad.flatten() for p in policy.model.parameters()]).clone()
@@ -221,7 +221,7 @@ def test_all_terms_together_do_not_depend_on_the_split(head: Any) -> None:
         "entropy_coef": 0.02,
         "value_clip": 0.1,
         "correction": {"level": "sequence", "cap": 5.0},
-        "old": "recompute",
+        "old_logprobs": "recompute",
     }
     whole, one = gradient(policy, batch, micro_tokens=10_000, **options)
     for micro in (1, 60):
@@ -238,7 +238,7 @@ def test_a_separate_critic_gives_the_policy_no_gradient() -> None:
     batch = judged(policy, made(policy))
     none = batch.replace(advantages=torch.zeros(batch.ids.shape))
     kept = Kept(policy)
-    ppo_step(policy, kept, none, old="engine", max_grad_norm=None)
+    ppo_step(policy, kept, none, old_logprobs="engine", max_grad_norm=None)
     own = sum(p.numel() for p in policy.model.parameters())
     assert not kept.seen[0][:own].any()
     assert kept.seen[0][own:].any()
@@ -252,8 +252,8 @@ def test_checkpointing_and_autocast_leave_the_model_as_it_was() -> None:
     whole, exact = gradient(policy, batch)
     kept, _ = gradient(policy, batch, checkpointing=True)
     torch.testing.assert_close(kept, whole, rtol=1e-5, atol=1e-7)
-    half, stats = gradient(policy, batch, autocast="bfloat16", old="auto")
-    full, _ = gradient(policy, batch, old="recompute")
+    half, stats = gradient(policy, batch, autocast="bfloat16", old_logprobs="auto")
+    full, _ = gradient(policy, batch, old_logprobs="recompute")
     assert torch.nn.functional.cosine_similarity(half, full, dim=0) > 0.95
     assert stats.sampler_gap > 1e-4  # so the ratio is taken against what the same precision says
     assert stats.ratio_max == pytest.approx(1.0, abs=0.03)
@@ -314,7 +314,7 @@ def test_correction_weighs_by_trainer_over_sampler(level: str) -> None:
         return losses.ppo(logp, now, adv, mask) * weights
 
     wanted = plain(policy, batch, weighed, "token_mean")
-    got, stats = gradient(policy, batch, old="recompute", correction=level, detail=True)
+    got, stats = gradient(policy, batch, old_logprobs="recompute", correction=level, detail=True)
     agents.assert_same_gradient(got, wanted)
     ess = losses.effective_sample_size(weights, batch.mask, level=level)  # type: ignore[arg-type]
     assert stats.effective_sample_size == pytest.approx(float(ess), rel=1e-5)
@@ -326,7 +326,7 @@ def test_correction_can_mask_and_says_what_it_does_not_know() -> None:
     policy = agents.random_policy(1)
     batch = made(policy, noise=2.0)
     _, stats = gradient(
-        policy, batch, old="recompute", correction={"cap": 1.5, "floor": 0.7, "beyond": "mask"}, detail=True
+        policy, batch, old_logprobs="recompute", correction={"cap": 1.5, "floor": 0.7, "beyond": "mask"}, detail=True
     )
     weights = torch.tensor(stats.detail["weight"])[batch.mask]
     assert (weights == 0).any() and ((weights == 0) | ((weights >= 0.7) & (weights <= 1.5))).all()
@@ -380,7 +380,7 @@ def test_end_values_are_those_of_the_state_after_the_last_token() -> None:
         weight = policy.value_head.head.weight if isinstance(policy.value_head, Critic) else policy.value_head.weight
         torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(1))
         batch = made(policy)
-        ends = policy.end_values(batch, micro_tokens=40)
+        ends = policy.bootstrap_values(batch, micro_tokens=40)
         for i in range(len(batch)):
             n = int(batch.lengths[i])
             longer = torch.cat([batch.ids[i : i + 1, :n], torch.zeros(1, 1, dtype=torch.int64)], 1)
@@ -399,11 +399,21 @@ def test_joined_batches_are_the_batch_of_all() -> None:
     every = trajectories(policy, 12)
     parts = [collate(part, advantages.grpo) for part in (every[:4], every[4:])]
     both, whole = join(parts), collate(every, advantages.grpo)
-    for name in ("ids", "mask", "attention", "lengths", "rewards", "groups", "rollouts", "versions", "truncated"):
+    for name in (
+        "ids",
+        "mask",
+        "attention",
+        "lengths",
+        "rewards",
+        "groups",
+        "trajectory_index",
+        "versions",
+        "truncated",
+    ):
         assert torch.equal(getattr(both, name), getattr(whole, name)), name
     for name in ("logprobs", "advantages", "token_rewards"):
         torch.testing.assert_close(getattr(both, name), getattr(whole, name), equal_nan=True)
-    assert both.returns is None and both.asked == whole.asked and len(both) == 12
+    assert both.returns is None and both.num_given == whole.num_given and len(both) == 12
 
 
 # --- LoRA ----------------------------------------------------------------------------------------
@@ -468,7 +478,7 @@ def test_lora_settings_that_cannot_be(saved: Any) -> None:
 def test_a_critic_is_saved_apart_and_comes_back(tmp_path: Any) -> None:
     policy = Policy(agents.shipped().copy().model, agents.chat(), value_head="separate")
     batch = judged(policy, made(policy))
-    ppo_step(policy, adamw(policy, 1e-3), batch, old="engine")
+    ppo_step(policy, adamw(policy, 1e-3), batch, old_logprobs="engine")
     folder = policy.save(tmp_path)
     again = Policy.load(folder, value_head="separate")
     assert again.fingerprint() == policy.fingerprint()
@@ -491,7 +501,7 @@ def test_cancelling_leaves_the_last_update(name: Any) -> None:
     cancel = threading.Event()
     cancel.set()
     with pytest.raises(asyncio.CancelledError):
-        ppo_step(policy, adamw(policy), batch, old="engine", loss=name, cancel=cancel)
+        ppo_step(policy, adamw(policy), batch, old_logprobs="engine", loss=name, cancel=cancel)
     assert policy.fingerprint() == before and policy.version == 0
 
 
@@ -509,18 +519,18 @@ async def test_a_kl_in_the_reward_of_an_outcome_is_its_sum_over_the_row() -> Non
     agent, policy = learner()
     run = train(agent, policy, agents.tasks(4), SMALL.replace(kl_coef=0.2, kl_in="reward"))
     rollout = await agent.rollout(agents.tasks(2), group_size=4)
-    estimate = run._estimate
-    estimate.reference = agents.random_policy(1)
-    batch = estimate.batch(rollout, 0.2)
-    ref = estimate.reference.score(batch, {"logprob"})["logprob"]
+    builder = run._batch_builder
+    builder.reference = agents.random_policy(1)
+    batch = builder.build(rollout, 0.2)
+    ref = builder.reference.score(batch, {"logprob"})["logprob"]
     whole = torch.where(batch.mask, batch.logprobs - ref, 0.0).sum(1)
     wanted = advantages.grpo(batch.rewards - 0.2 * whole, batch.groups)
     first = torch.stack([batch.advantages[i][batch.mask[i]][0] for i in range(len(batch))])
     torch.testing.assert_close(first, wanted, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(batch.ref_logprobs, ref, equal_nan=True)
     # By token, for an estimator of token rewards.
-    estimate.config = estimate.config.replace(advantage="reinforce_plus_plus", whiten=False)
-    batch = estimate.batch(rollout, 0.2)
+    builder.config = builder.config.replace(advantage="reinforce_plus_plus", whiten=False)
+    batch = builder.build(rollout, 0.2)
     wanted = advantages.reinforce_plus_plus(
         torch.where(batch.mask, shaped_rewards(batch.replace(ref_logprobs=ref), 0.2), 0.0), batch.mask, whiten=False
     )
@@ -533,9 +543,9 @@ async def test_a_cut_chain_is_credited_with_the_value_of_where_it_stood() -> Non
     config = SMALL.replace(advantage="gae", truncated="bootstrap", whiten=False)
     run = train(agent, policy, agents.tasks(4), config)
     rollout = await agent.rollout(agents.tasks(4), group_size=4)
-    batch = run._estimate.batch(rollout, 0.0)
+    batch = run._batch_builder.build(rollout, 0.0)
     assert batch.truncated.any() and not batch.truncated.all()
-    ends = torch.where(batch.truncated, policy.end_values(batch), 0.0)
+    ends = torch.where(batch.truncated, policy.bootstrap_values(batch), 0.0)
     rewards = torch.where(batch.mask, batch.token_rewards, 0.0)
     values = policy.score(batch, {"value"})["value"]
     wanted = advantages.gae(rewards, values, batch.mask, lam=0.95, bootstrap=ends)[0]

@@ -17,7 +17,7 @@ import pytest
 from agents import agent, call, played, tasks
 
 from agentfly_kit.errors import RunError, RunMismatch, SettingsError
-from agentfly_kit.record import Rollout, whole_file
+from agentfly_kit.record import Rollout, atomic_write
 from agentfly_kit.rewards import reward
 from agentfly_kit.runs import Run
 from agentfly_kit.types import Failure, Sampling, Task, ToolCall, ToolResult, Trajectory, Turn
@@ -41,7 +41,7 @@ def nasty(half: bool = True) -> Rollout:
         ),
         ToolCall("call-2", "g", {}, error=""),
     )
-    prompt = Turn("prompt", "task", (1, 2), text=text, pieces=("a", "\n"), messages=task.messages)
+    prompt = Turn("prompt", "task", (1, 2), text=text, token_texts=("a", "\n"), messages=task.messages)
     action = Turn(
         "action",
         "policy",
@@ -66,7 +66,7 @@ def nasty(half: bool = True) -> Rollout:
     seen = Turn("observation", "", (), text=text, tool_calls=calls, reward=-0.5, parent=silent)
     unseen = Turn("forced", "person", None, text=text, parent=seen)
     turns = (prompt, action, silent, seen)
-    return Rollout.of(
+    return Rollout.from_trajectories(
         [
             Trajectory(
                 "g/0", task, "g", 0, turns, "answered", 0.0, {"m": -1.5}, None, 5, Sampling(0.7, 3, 0.9, 5, 0.1, ("x",))
@@ -87,7 +87,7 @@ def same(a: Rollout, b: Rollout) -> None:
     for x, y in zip(a, b, strict=True):
         for p, q in zip(x.turns, y.turns, strict=True):
             assert dataclasses.replace(p, parent=None) == dataclasses.replace(q, parent=None)
-            assert (p.seconds, p.place) == (q.seconds, q.place)  # not compared, but kept
+            assert (p.seconds, p.label) == (q.seconds, q.label)  # not compared, but kept
             assert (p.parent is None) == (q.parent is None)
 
 
@@ -108,7 +108,7 @@ async def test_real_chains_come_back_whole(tmp_path: Path) -> None:
         back = Rollout.load(rollout.save(tmp_path / "r.jsonl"))
         same(rollout, back)
         for x, y in zip(rollout, back, strict=True):
-            assert x.pieces == y.pieces
+            assert x.token_texts == y.token_texts
             assert x.logprobs.tobytes() == y.logprobs.tobytes()
 
 
@@ -118,7 +118,7 @@ def test_an_empty_rollout(tmp_path: Path) -> None:
 
 def test_numpy_becomes_plain_and_what_json_lacks_is_refused_by_name(tmp_path: Path) -> None:
     def one(value: Any) -> Rollout:
-        return Rollout.of([Trajectory("g/0", Task("t", MESSAGES, {"x": value}), "g", 0, (), "answered")])
+        return Rollout.from_trajectories([Trajectory("g/0", Task("t", MESSAGES, {"x": value}), "g", 0, (), "answered")])
 
     back = Rollout.load(one({"a": np.float32(0.5), "b": np.arange(3)}).save(tmp_path / "r.jsonl"))
     assert back.trajectories[0].task.fields["x"] == {"a": 0.5, "b": [0, 1, 2]}
@@ -195,7 +195,7 @@ def test_an_error_in_the_middle_of_a_file_leaves_the_old_one(tmp_path: Path) -> 
     path.write_text("old")
 
     def work() -> None:
-        with whole_file(path) as file:
+        with atomic_write(path) as file:
             file.write("new")
             raise ZeroDivisionError
 
@@ -215,7 +215,7 @@ async def test_frames_have_nan_where_nothing_was_sampled() -> None:
     first = rollout.trajectories[0]
     assert len(frame) == sum(len(t.ids) for t in rollout)
     assert (frame["logprob"].isna() == ~frame["mask"]).all()
-    assert "".join(frame[frame["trajectory"] == first.id]["text"]) == "".join(first.pieces)
+    assert "".join(frame[frame["trajectory"] == first.id]["text"]) == "".join(first.token_texts)
     assert list(rollout.to_frame()["trajectory"]) == [t.id for t in rollout]
     assert len(rollout.to_frame("turns")) == sum(len(t.turns) for t in rollout)
     assert nasty(False).to_frame()["reward"].isna().tolist() == [False, True, False, True]
@@ -230,7 +230,7 @@ async def test_rescore_samples_nothing_and_scores_all_but_our_failures() -> None
 
     rollout = await played(["5"]).rollout(tasks(2), group_size=2)
     broken = rollout.trajectories[0].replace(id="x", stop="error", reward=None)
-    again = await Rollout.of([*rollout, broken]).rescore(length)
+    again = await Rollout.from_trajectories([*rollout, broken]).rescore(length)
     assert {t.id: t.reward for t in again} == {t.id: 1.0 for t in rollout} | {"x": None}
     assert [t.ids.tolist() for t in rollout] == [t.ids.tolist() for t in again if t.id != "x"]
     assert again.trajectories[0].metrics == {"length": 1.0}
@@ -281,32 +281,32 @@ def test_a_run_is_begun_continued_or_refused(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     assert not run.check(PRINT, resume=True)
     assert not (tmp_path / "run").exists(), "to look changes nothing"
-    assert not run.begin(PRINT, resume=True)
+    assert not run.claim(PRINT, resume=True)
     run.append({"step": 1, "loss": 0.5})
     again = Run(tmp_path / "run")
-    assert again.begin(PRINT, resume=True)
+    assert again.claim(PRINT, resume=True)
     assert again.records == [{"step": 1, "loss": 0.5}]
     other = {
         "config": {"lr": 0.2, "steps": 3, "clip": 0.1},
         "reward": {"f": {"source": "def f():\n    return 2\n"}},
     }
     with pytest.raises(RunMismatch) as told:
-        Run(tmp_path / "run").begin(other, resume=True)
+        Run(tmp_path / "run").claim(other, resume=True)
     for line in ("config.lr: was 0.1, now 0.2", "config.clip: not in the folder's run, now 0.1"):
         assert line in str(told.value)
     for line in ("reward.f.source changed:", "-    return 1", "+    return 2", "resume=False to replace"):
         assert line in str(told.value)
     assert "steps" not in str(told.value)
-    assert not Run(tmp_path / "run").begin(other, resume=False)
+    assert not Run(tmp_path / "run").claim(other, resume=False)
     assert Run(tmp_path / "run").records == []
-    assert Run(tmp_path / "run").begin(other, resume=True)
+    assert Run(tmp_path / "run").claim(other, resume=True)
 
 
 def test_numbers_of_numpy_in_a_fingerprint(tmp_path: Path) -> None:
-    Run(tmp_path / "r").begin({"lr": np.float32(0.5)}, resume=True)
-    assert Run(tmp_path / "r").begin({"lr": 0.5}, resume=True)
+    Run(tmp_path / "r").claim({"lr": np.float32(0.5)}, resume=True)
+    assert Run(tmp_path / "r").claim({"lr": 0.5}, resume=True)
     with pytest.raises(RunError, match="the run's fingerprint holds what JSON cannot"):
-        Run(tmp_path / "s").begin({"lr": object()}, resume=True)
+        Run(tmp_path / "s").claim({"lr": object()}, resume=True)
     assert not (tmp_path / "s").exists()
 
 
@@ -316,32 +316,32 @@ def test_a_folder_of_somebody_elses_is_left_alone(tmp_path: Path) -> None:
     (folder / "rollouts" / "mine.txt").write_text("precious")
     for resume in (True, False):
         with pytest.raises(RunError, match="has something in it that is no run"):
-            Run(folder).begin(PRINT, resume=resume)
+            Run(folder).claim(PRINT, resume=resume)
     (folder / "run.json").write_text('{"name": "another tool"}')
     for resume in (True, False):
         with pytest.raises(RunError, match=r"run\.json"):
-            Run(folder).begin(PRINT, resume=resume)
+            Run(folder).claim(PRINT, resume=resume)
     assert (folder / "rollouts" / "mine.txt").read_text() == "precious"
 
 
 def test_damaged_and_newer_runs(tmp_path: Path) -> None:
     run = Run(tmp_path / "r")
-    run.begin(PRINT, resume=True)
+    run.claim(PRINT, resume=True)
     about = json.loads((tmp_path / "r" / "run.json").read_text())
     (tmp_path / "r" / "run.json").write_text(json.dumps(about | {"version": 99}))
     for resume in (True, False):
         with pytest.raises(RunError, match="newer"):
-            Run(tmp_path / "r").begin(PRINT, resume=resume)
+            Run(tmp_path / "r").claim(PRINT, resume=resume)
     (tmp_path / "r" / "run.json").write_text('{"format": "agentfly')
     with pytest.raises(RunError, match=r"run\.json is damaged .*resume=False to start anew"):
-        Run(tmp_path / "r").begin(PRINT, resume=True)
-    assert not Run(tmp_path / "r").begin(PRINT, resume=False)
+        Run(tmp_path / "r").claim(PRINT, resume=True)
+    assert not Run(tmp_path / "r").claim(PRINT, resume=False)
 
 
 def test_a_folder_where_only_our_own_begin_was_cut_is_taken(tmp_path: Path) -> None:
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / ".run.json.123.tmp").write_text("{")
-    assert not Run(tmp_path / "r").begin(PRINT, resume=True)
+    assert not Run(tmp_path / "r").claim(PRINT, resume=True)
     assert not list((tmp_path / "r").glob(".*"))
 
 
@@ -349,13 +349,13 @@ def test_a_path_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("x")
     for path in (tmp_path / "f", tmp_path / "f" / "g"):
         with pytest.raises(RunError):
-            Run(path).begin(PRINT, resume=True)
+            Run(path).claim(PRINT, resume=True)
 
 
 @pytest.mark.parametrize("cut", [1, 5, None])
 def test_a_last_line_that_was_cut_is_left_out_and_written_over(tmp_path: Path, cut: int | None) -> None:
     run = Run(tmp_path / "r")
-    run.begin(PRINT, resume=True)
+    run.claim(PRINT, resume=True)
     run.append({"step": 1})
     run.append({"step": 2})
     file = tmp_path / "r" / "steps.jsonl"
@@ -372,7 +372,7 @@ def test_a_last_line_that_was_cut_is_left_out_and_written_over(tmp_path: Path, c
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     run = Run(tmp_path / "r")
-    run.begin(PRINT, resume=True)
+    run.claim(PRINT, resume=True)
     (tmp_path / "r" / "steps.jsonl").write_text('{"step":1}\n{"st\n{"step":3}\n')
     with pytest.raises(RunError, match=r"steps\.jsonl:2 is damaged"):
         _ = Run(tmp_path / "r").records
@@ -380,7 +380,7 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
 
 def test_truncate(tmp_path: Path) -> None:
     run = Run(tmp_path / "r")
-    run.begin(PRINT, resume=True)
+    run.claim(PRINT, resume=True)
     for i in range(4):
         run.append({"step": i})
     run.truncate(2)
@@ -392,7 +392,7 @@ def test_truncate(tmp_path: Path) -> None:
 
 def test_a_step_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path / "r")
-    run.begin(PRINT, resume=True)
+    run.claim(PRINT, resume=True)
     with pytest.raises(RunError, match="step 1 holds what JSON cannot"):
         run.append({"step": 1, "loss": math.nan})
     assert run.records == []
@@ -400,7 +400,7 @@ def test_a_step_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
 
 def test_listeners(tmp_path: Path) -> None:
     run = Run(tmp_path / "r")
-    run.begin(PRINT, resume=True)
+    run.claim(PRINT, resume=True)
     heard: list[dict[str, float]] = []
 
     def bad(record: dict[str, float]) -> None:
@@ -476,7 +476,7 @@ def test_a_checkpoint_that_is_cut_anywhere_leaves_the_old_or_the_new_one(
         at += 1
         folder = tmp_path / f"{first} {at}"
         run = Run(folder)
-        run.begin(PRINT, resume=True)
+        run.claim(PRINT, resume=True)
         if not first:
             save(run, "one")
         more = interrupted(monkeypatch, at, error, lambda run=run: save(run, "two"))  # type: ignore[misc]
@@ -492,7 +492,7 @@ def test_a_checkpoint_that_is_cut_anywhere_leaves_the_old_or_the_new_one(
 
 def test_a_checkpoint_that_fails_inside_keeps_the_last_one(tmp_path: Path) -> None:
     run = Run(tmp_path / "r")
-    run.begin(PRINT, resume=True)
+    run.claim(PRINT, resume=True)
     save(run, "one")
     for error, raised in ((OSError(errno.ENOSPC, "full"), RunError), (ZeroDivisionError(), ZeroDivisionError)):
         with pytest.raises(raised), run.new_checkpoint():
@@ -510,13 +510,13 @@ def test_begin_that_is_cut_anywhere_can_be_done_again(
         folder = tmp_path / f"{known} {at}"
         if known:
             old = Run(folder)
-            old.begin({"old": 1}, resume=True)
+            old.claim({"old": 1}, resume=True)
             save(old, "one")
             old.append({"step": 1})
-        work = lambda f=folder: Run(f).begin(PRINT, resume=not known) and None  # type: ignore[misc]  # noqa: E731
+        work = lambda f=folder: Run(f).claim(PRINT, resume=not known) and None  # type: ignore[misc]  # noqa: E731
         more = interrupted(monkeypatch, at, Killed(), work)
         run = Run(folder)
-        assert not run.begin(PRINT, resume=False) or not known
+        assert not run.claim(PRINT, resume=False) or not known
         assert run.records == []
         assert held(run) is None
         if not more:
@@ -526,7 +526,7 @@ def test_begin_that_is_cut_anywhere_can_be_done_again(
 
 def test_reprs_and_figure(tmp_path: Path) -> None:
     run = Run(tmp_path / "r")
-    run.begin(PRINT, resume=True)
+    run.claim(PRINT, resume=True)
     run.append({"step": 1, "success": 0.25})
     assert repr(run).endswith("r', 1 steps, success 0.250)")
     assert repr(nasty()) == "Rollout(3 tasks, 4 chains, success 0.000)"

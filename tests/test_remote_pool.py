@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 import agentfly_kit as af
 from agentfly_kit.errors import (
     IsolationError,
-    LeaseEnded,
+    LeaseRevoked,
     PoolClosed,
     PoolTimeout,
     RemotePoolError,
@@ -122,7 +122,7 @@ async def server(pool: Pool[Notes]) -> AsyncIterator[PoolServer]:
 
 
 def client(server: PoolServer, **settings: Any) -> RemotePool[Notes]:
-    return RemotePool(server.url, token=server.token, kind=Notes, **{"patience": 2.0, **settings})
+    return RemotePool(server.url, token=server.token, sandbox_type=Notes, **{"patience": 2.0, **settings})
 
 
 # --- used like any pool --------------------------------------------------------------------------
@@ -181,7 +181,7 @@ async def test_an_agent_rolls_out_on_it():
 async def test_other_kinds_and_what_they_refuse_from_afar(tmp_path: Path):
     (tmp_path / "secret").write_text("of the server's machine")
     async with Pool(FileSandbox, size=1, isolation="none") as near, serve_pool(near) as server:
-        async with RemotePool(server.url, token=server.token, kind=FileSandbox) as pool, pool.lease() as files:
+        async with RemotePool(server.url, token=server.token, sandbox_type=FileSandbox) as pool, pool.lease() as files:
             await files.seed({"a.txt": "one\ntwo\n", "b.bin": b"\x00"})
             assert "two" in await files.read("a.txt", start=2)
             assert await files.list() == ("a.txt", "b.bin")
@@ -209,7 +209,7 @@ async def test_repr_and_snapshot_and_turns(server: PoolServer, pool: Pool[Notes]
         [(x.owner, x.turn) for x in s.leases] == [("chain 3", 4)] == [(x.owner, x.turn) for x in pool.snapshot().leases]
     )
     assert 0 <= s.time - s.leases[0].since < 60
-    assert (far.size, far.kind, far.closed) == (2, Notes, False)
+    assert (far.size, far.sandbox_type, far.closed) == (2, Notes, False)
     await lease.release()
     await lease.release()
     await far.close()
@@ -375,7 +375,7 @@ async def test_a_wrong_token_is_refused_and_told_nothing(server: PoolServer):
                 answer = await http.request("GET" if path == "/v1/pool" else "POST", server.url + path, headers=headers)
                 assert answer.status_code == 401, (headers, path)
                 assert "Notes" not in answer.text
-    far = RemotePool(server.url, token="not the token at all", kind=Notes)
+    far = RemotePool(server.url, token="not the token at all", sandbox_type=Notes)
     with pytest.raises(RemotePoolError, match="the token is wrong or missing"):
         await far.acquire()
     await far.close()
@@ -401,7 +401,7 @@ async def test_what_cannot_be_served(pool: Pool[Notes]):
 
 async def test_another_kind_is_refused(server: PoolServer):
     far = RemotePool(server.url, token=TOKEN)
-    with pytest.raises(SettingsError, match="gives a Notes, not a PythonSandbox; say kind="):
+    with pytest.raises(SettingsError, match="gives a Notes, not a PythonSandbox; say sandbox_type="):
         await far.acquire()
     await far.close()
 
@@ -411,8 +411,8 @@ async def test_one_client_cannot_touch_what_another_holds(server: PoolServer):
         await mine.run("secret")
         two._link.held[mine._lease] = None
         with pytest.raises(RemotePoolError, match="is over"):
-            await two._link.ask(two._link.call(mine._lease, "run", (), {}))
-        await two._link.ask(two._link.release(mine._lease, True))
+            await two._link.run_and_wait(two._link.call(mine._lease, "run", (), {}))
+        await two._link.run_and_wait(two._link.release(mine._lease, True))
         assert await mine.run() == ["secret"]
 
 
@@ -420,7 +420,7 @@ async def test_only_the_methods_of_the_kind(server: PoolServer):
     async with client(server) as far, far.lease() as notes:
         for name in ("close", "start", "kill", "__init__", "_x", "kept", "nothing"):
             with pytest.raises(SandboxError, match="could be called from afar"):
-                await far._link.ask(far._link.call(notes._lease, name, (), {}))
+                await far._link.run_and_wait(far._link.call(notes._lease, name, (), {}))
 
 
 async def test_quotas(pool: Pool[Notes]):
@@ -515,7 +515,7 @@ class LossyProxy:
 async def test_lost_answers_lease_nothing_twice_and_run_nothing_twice(server: PoolServer, pool: Pool[Notes]):
     print("seed 0")
     async with LossyProxy(server.port, random.Random(0), 0.3) as proxy:
-        far = RemotePool(proxy.url, token=TOKEN, kind=Notes, patience=20.0)
+        far = RemotePool(proxy.url, token=TOKEN, sandbox_type=Notes, patience=20.0)
         for number in range(12):
             async with far.lease(f"chain {number}") as notes:
                 assert await notes.run(1) == [1]
@@ -675,7 +675,7 @@ async def test_failures_of_the_pool_arrive_as_they_are():
         async def run(self) -> None: ...
 
     async with Pool(Broken, size=1) as pool, serve_pool(pool) as server:
-        far = RemotePool(server.url, token=server.token, kind=Broken)
+        far = RemotePool(server.url, token=server.token, sandbox_type=Broken)
         with pytest.raises(IsolationError, match="no such level here"):
             await far.acquire()
         await pool.close()
@@ -764,17 +764,17 @@ def test_records_come_from_where_they_may():
         with pytest.raises(ValueError, match=r"is not taken|is no record"):
             wire.decode({"$record": name, "fields": {}})
     for error in (PoolTimeout("a"), RemotePoolError("b"), ToolError("c"), ValueError("d")):
-        back = wire.raised(json.loads(json.dumps(wire.failure(error))))
+        back = wire.decode_exception(json.loads(json.dumps(wire.encode_exception(error))))
         assert (type(back), str(back)) == (type(error), str(error))
-    assert type(wire.raised({"type": "SystemExit", "message": "x"})) is SandboxError
-    assert type(wire.raised("nonsense")) is SandboxError
+    assert type(wire.decode_exception({"type": "SystemExit", "message": "x"})) is SandboxError
+    assert type(wire.decode_exception("nonsense")) is SandboxError
 
 
 # --- leases that the pool ends -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [PythonSandbox, Notes])
-async def test_a_lease_by_hand_is_taken_back_from_afar_and_its_chain_goes_on(kind: type):
+@pytest.mark.parametrize("sandbox_type", [PythonSandbox, Notes])
+async def test_a_lease_by_hand_is_taken_back_from_afar_and_its_chain_goes_on(sandbox_type: type):
     @af.tool
     async def python(code: str, sandbox: PythonSandbox) -> str:
         """Run code.
@@ -793,10 +793,10 @@ async def test_a_lease_by_hand_is_taken_back_from_afar_and_its_chain_goes_on(kin
         """
         return str(len(await notes.run(code)))
 
-    tool = python if kind is PythonSandbox else note
-    async with Pool(kind, size=1, acquire_timeout=30) as pool:
+    tool = python if sandbox_type is PythonSandbox else note
+    async with Pool(sandbox_type, size=1, acquire_timeout=30) as pool:
         async with serve_pool(pool, token=TOKEN, heartbeat=1.0) as server:
-            async with RemotePool(server.url, token=TOKEN, kind=kind) as remote:
+            async with RemotePool(server.url, token=TOKEN, sandbox_type=sandbox_type) as remote:
                 texts = [call(code).replace("python", tool.name) for code in ("x = [1]", "x += [2]", "len(x)")]
                 agent = played([*texts, "end"], tools=[tool], pools=[remote], max_turns=5)
                 chain = agent.chain(tasks()[0])
@@ -809,7 +809,7 @@ async def test_a_lease_by_hand_is_taken_back_from_afar_and_its_chain_goes_on(kin
                 assert [lease.rests for lease in pool.snapshot().leases] in ([True], [False])
                 await chain.step()
                 result = chain.turn.tool_calls[0].result if chain.turn else None
-                assert result is not None and result.observation == ("2" if kind is PythonSandbox else "3")
+                assert result is not None and result.observation == ("2" if sandbox_type is PythonSandbox else "3")
                 await chain.close()
                 await until(lambda: pool.snapshot().leased == 0)
                 assert list(server.clients.values()) == [0]
@@ -818,13 +818,13 @@ async def test_a_lease_by_hand_is_taken_back_from_afar_and_its_chain_goes_on(kin
 async def test_a_lease_that_is_too_old_ends_from_afar_and_counts_no_more():
     async with Pool(Notes, size=1, max_lease=0.3) as pool:
         async with serve_pool(pool, token=TOKEN, heartbeat=0.4, max_leases=1) as server:
-            async with RemotePool(server.url, token=TOKEN, kind=Notes) as remote:
+            async with RemotePool(server.url, token=TOKEN, sandbox_type=Notes) as remote:
                 lease = await remote.acquire("slow")
-                with pytest.raises(LeaseEnded, match=r"the pool took the Notes: held for"):
+                with pytest.raises(LeaseRevoked, match=r"the pool took the Notes: held for"):
                     await lease.sandbox.run("x", pause=600.0)
-                assert "held for" in lease.lost
+                assert "held for" in lease.revoked
                 other = await remote.acquire("next")
-                await until(lambda: bool(other.lost))
+                await until(lambda: bool(other.revoked))
                 with pytest.raises(SandboxError):
                     await other.sandbox.run("x")
                 await other.release()
@@ -832,7 +832,7 @@ async def test_a_lease_that_is_too_old_ends_from_afar_and_counts_no_more():
 
 
 async def test_pools_lists_those_that_are_elsewhere(server: PoolServer, pool: Pool[Notes]):
-    remote = RemotePool(server.url, token=TOKEN, kind=Notes)
+    remote = RemotePool(server.url, token=TOKEN, sandbox_type=Notes)
     mine = [each for each in af.pools() if each in (pool, remote)]
     assert mine == [pool, remote], "oldest first"
     await remote.close()
@@ -852,10 +852,10 @@ async def test_recycled_by_hand_from_afar(server: PoolServer, pool: Pool[Notes])
         running = asyncio.ensure_future(mine.sandbox.run("x", pause=600.0))
         await until(lambda: Notes.runs == 3)
         await far.recycle(mine.id)
-        assert mine.lost == "reset by hand" and not mine.sandbox.alive
-        with pytest.raises(LeaseEnded, match="the pool took the Notes: reset by hand"):
+        assert mine.revoked == "reset by hand" and not mine.sandbox.alive
+        with pytest.raises(LeaseRevoked, match="the pool took the Notes: reset by hand"):
             await running
-        with pytest.raises(LeaseEnded, match="the pool took the Notes: reset by hand"):
+        with pytest.raises(LeaseRevoked, match="the pool took the Notes: reset by hand"):
             await mine.sandbox.run("y")
         await mine.release()
         async with far.lease("heir") as notes:
@@ -899,7 +899,7 @@ async def test_a_chain_whose_sandbox_was_recycled_from_afar_is_unscored(server: 
         agent = played([*texts, "end"], tools=[note], pools=[far])
         (trajectory,) = (await agent.rollout(tasks(1))).trajectories
         assert trajectory.reward is None and trajectory.error is not None
-        assert trajectory.error.type == "LeaseEnded" and "reset by hand" in trajectory.error.message
+        assert trajectory.error.type == "LeaseRevoked" and "reset by hand" in trajectory.error.message
 
 
 async def test_a_recycle_whose_answer_was_lost_is_done_once(server: PoolServer, pool: Pool[Notes]):
@@ -907,11 +907,11 @@ async def test_a_recycle_whose_answer_was_lost_is_done_once(server: PoolServer, 
     heard: list[str] = []
     pool.subscribe(lambda event: heard.append(event.kind))
     async with LossyProxy(server.port, random.Random(0), 0.3) as proxy:
-        far = RemotePool(proxy.url, token=TOKEN, kind=Notes, patience=20.0)
+        far = RemotePool(proxy.url, token=TOKEN, sandbox_type=Notes, patience=20.0)
         for number in range(12):
             lease = await far.acquire(f"chain {number}")
             await far.recycle(lease.id, close=True)
-            assert lease.lost == "closed by hand"
+            assert lease.revoked == "closed by hand"
             await lease.release()
         assert heard.count("ended by hand") == 12
         assert proxy.lost > 0

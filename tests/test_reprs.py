@@ -42,7 +42,7 @@ def page(thing: Any) -> Page:
 def evil_trajectory() -> Trajectory:
     failure = Failure(f"tool {EVIL}", "OSError", EVIL, f"Traceback {EVIL}")
     call = ToolCall("c", EVIL, {"x": EVIL}, result=ToolResult(False, EVIL, error=failure))
-    prompt = Turn("prompt", "task", (1,), text=EVIL, pieces=(EVIL,))
+    prompt = Turn("prompt", "task", (1,), text=EVIL, token_texts=(EVIL,))
     action = Turn("action", EVIL, (2,), text=EVIL, messages=({"role": "assistant", "content": EVIL},), parent=prompt)
     seen = Turn("observation", "tool", (3,), text=EVIL, tool_calls=(call,), parent=action)
     task = af.Task(EVIL, ({"role": "user", "content": EVIL},), {"answer": EVIL, EVIL: [EVIL]})
@@ -57,8 +57,8 @@ def evil_trajectory() -> Trajectory:
         lambda t: t.task,
         lambda t: t.tool_calls[0],
         lambda t: Group("g", (t,)),
-        lambda t: Rollout.of([t]),
-        lambda t: Rollout.of([t]).diff(Rollout.of([t.replace(reward=1.0)])),
+        lambda t: Rollout.from_trajectories([t]),
+        lambda t: Rollout.from_trajectories([t]).diff(Rollout.from_trajectories([t.replace(reward=1.0)])),
     ],
     ids=["trajectory", "task", "call", "group", "rollout", "diff"],
 )
@@ -200,8 +200,8 @@ async def test_a_diff_says_which_chain_flipped_and_where() -> None:
 def test_a_cell_takes_any_text(text: str) -> None:
     for made in (
         markup.table((text,), [[text, markup.Code(text), 1, 2.5, None, True]]),
-        markup.facts(text, {text: text}),
+        markup.definition_table(text, {text: text}),
     ):
         made.encode("utf-8")
         assert Page(made).tags <= TAGS
-    assert len(markup.readable("a" * 5000, 100)) < 130
+    assert len(markup.escape_control_chars("a" * 5000, 100)) < 130

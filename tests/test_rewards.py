@@ -155,7 +155,7 @@ async def test_the_reward_reads_the_sandbox_that_the_chain_used() -> None:
         assert (await wrote.score(ANSWERED, context)).reward == 1.0
         assert "closed" not in box.files
         await context.close()
-        assert wrote.sandbox_kinds == (Box,)
+        assert wrote.sandbox_types == (Box,)
         assert (await wrote.try_(ANSWERED, pool=pool)).reward == 0.0  # a fresh one
         assert pool.snapshot().leased == 0
     assert (await wrote.try_(ANSWERED)).reward == 0.0
@@ -417,13 +417,13 @@ async def test_rewards_run_side_by_side() -> None:
 
 
 async def test_a_set_from_whatever_an_agent_is_given() -> None:
-    assert len(RewardSet.of(None)) == 0
-    assert await RewardSet.of(None).score(ANSWERED, Context(TASK)) == Score(None)
-    assert RewardSet.of(exact).names == ("exact",)
-    assert RewardSet.of([exact, raises]).names == ("exact", "raises")
-    assert RewardSet.of(raises).names == ("raises",)
+    assert len(RewardSet.coerce(None)) == 0
+    assert await RewardSet.coerce(None).score(ANSWERED, Context(TASK)) == Score(None)
+    assert RewardSet.coerce(exact).names == ("exact",)
+    assert RewardSet.coerce([exact, raises]).names == ("exact", "raises")
+    assert RewardSet.coerce(raises).names == ("raises",)
     whole = RewardSet([exact])
-    assert RewardSet.of(whole) is whole
+    assert RewardSet.coerce(whole) is whole
     with pytest.raises(RewardError, match="two rewards are named 'exact'"):
         RewardSet([exact, exact])
 

@@ -16,7 +16,7 @@ from agentfly_kit.errors import ChatTemplateError, NotAwaited, SettingsError, Ta
 from agentfly_kit.pool import Pool
 from agentfly_kit.record import Rollout
 from agentfly_kit.rewards import reward
-from agentfly_kit.rollout import Agent, RolloutRun
+from agentfly_kit.rollout import Agent, RolloutHandle
 from agentfly_kit.tools import tool
 from agentfly_kit.types import RolloutEvent, Sampling, Task
 
@@ -177,8 +177,8 @@ async def test_a_chain_that_breaks_loses_nobody() -> None:
 
     rollout = await played(script).rollout(numbered(8), group_size=2, max_concurrency=3)
     assert [t.stop for t in rollout] == ["answered"] * 6 + ["error"] * 2 + ["answered"] * 8
-    assert rollout.numbers()["success"] == 1.0
-    assert rollout.numbers()["unscored"] == 2 / 16
+    assert rollout.summary()["success"] == 1.0
+    assert rollout.summary()["unscored"] == 2 / 16
 
 
 async def test_something_cancelled_inside_a_chain_is_no_cancellation_of_all() -> None:
@@ -217,7 +217,7 @@ def staggered(task: Task, turn: int) -> Any:
     return say()
 
 
-async def until(run: RolloutRun, count: int) -> None:
+async def until(run: RolloutHandle, count: int) -> None:
     while len(run.partial) < count:
         await asyncio.sleep(0.002)
 
@@ -253,7 +253,7 @@ async def test_stop_in_the_moment_of_the_start() -> None:
     assert not others()
 
 
-async def collect(run: RolloutRun) -> list[Any]:
+async def collect(run: RolloutHandle) -> list[Any]:
     return [t async for t in run]
 
 
@@ -594,7 +594,7 @@ async def test_blocking_tools_block_nobody() -> None:
     script = ['<tool_call>{"name":"block","arguments":{"text":""}}</tool_call>', "5"]
     rollout = await scripted(script, tools=[block]).rollout(numbered(10))
     assert time.perf_counter() - began < 1.5
-    assert rollout.numbers()["success"] == 1
+    assert rollout.summary()["success"] == 1
 
 
 async def gaps(work: Any) -> list[float]:
@@ -676,7 +676,7 @@ async def test_cancelled_anywhere_nothing_is_held_and_the_engine_goes_on() -> No
             assert pool.snapshot().leased == 0, f"seed {seed}, {i}"
             assert not [t for t in others() if "agentfly" in t.get_name()], f"seed {seed}, {i}"
         assert [t.ids.tolist() for t in await a0.rollout(tasks(2))] == wanted
-        assert (await b.rollout(numbered(6))).numbers()["success"] == 1
+        assert (await b.rollout(numbered(6))).summary()["success"] == 1
         assert pool.snapshot().waiting == 0
 
 

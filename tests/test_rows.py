@@ -19,7 +19,7 @@ from agentfly_kit.record import Rollout
 from agentfly_kit.types import Sample, Task, Trajectory, Turn
 
 TASK = Task("t", ({"role": "user", "content": "What is 1+1, and twice that?"},), {"answer": "4"})
-VIEWS = ("ids", "action_mask", "logprobs", "entropies", "versions", "pieces", "turn_index")
+VIEWS = ("ids", "action_mask", "logprobs", "entropies", "versions", "token_texts", "turn_index")
 
 
 def engine_rows(engine: Played) -> list[tuple[int, ...]]:
@@ -33,12 +33,12 @@ def engine_rows(engine: Played) -> list[tuple[int, ...]]:
 
 
 async def folded(**settings: Any) -> tuple[Chain, Trajectory]:
-    """Two calls, a fold after each of their results, and an answer: three rows."""
+    """Two calls, a compaction after each of their results, and an answer: three rows."""
     chain = played([call("1+1"), call("2*2"), "4"], **settings).chain(TASK)
     await chain.step()
-    chain.fold("So far: 2")
+    chain.compact("So far: 2")
     await chain.step()
-    chain.fold("So far: 2, then 4", author="person")
+    chain.compact("So far: 2, then 4", author="person")
     await chain.step()
     return chain, await chain.finish()
 
@@ -110,10 +110,10 @@ def test_rows_that_do_not_count_up_are_refused(rows: tuple[int, ...]) -> None:
 async def test_a_fold_may_give_the_whole_prompt() -> None:
     chain = played([call("1+1"), "4"], system="Be brief.").chain(TASK)
     await chain.step()
-    prompt = chain.fold([{"role": "user", "content": "2, twice?"}])
+    prompt = chain.compact([{"role": "user", "content": "2, twice?"}])
     assert prompt.ids == chat().prompt([{"role": "user", "content": "2, twice?"}], chain.agent.tools.schemas)
     assert "Be brief." not in prompt.text
-    prompt = chain.fold("2 so far")
+    prompt = chain.compact("2 so far")
     assert "Be brief." in prompt.text
     assert prompt.row == 2
 
@@ -124,10 +124,10 @@ async def test_the_policy_writes_its_own_summary() -> None:
     await chain.step()
     told = chain.observe("What do you know so far?")
     assert [m["role"] for m in told.messages] == ["tool", "user"]
-    assert told.ids == chat().bridge(told.messages, chain.agent.tools.schemas, after=chain.turns[1].ids or ())
+    assert told.ids == chat().observation_ids(told.messages, chain.agent.tools.schemas, after=chain.turns[1].ids or ())
     summary = await chain.sample()
     assert chain.stop == "answered"
-    chain.fold(str(summary.messages[0]["content"]))
+    chain.compact(str(summary.messages[0]["content"]))
     assert chain.stop is None
     await chain.step()
     t = await chain.finish()
@@ -141,10 +141,10 @@ async def test_the_policy_writes_its_own_summary() -> None:
 
 async def test_no_fold_before_the_beginning_was_shown() -> None:
     chain = played(["4"], before_chain=lambda chain: "The board is empty.").chain(TASK)
-    with pytest.raises(SettingsError, match=r"before_chain.*await chain\.begin\(\)"):
-        chain.fold("x")
-    await chain.begin()
-    prompt = chain.fold("x")
+    with pytest.raises(SettingsError, match=r"before_chain.*await chain\.prepare\(\)"):
+        chain.compact("x")
+    await chain.prepare()
+    prompt = chain.compact("x")
     assert (prompt.row, "The board is empty." in chain.turns[0].text, "The board" in prompt.text) == (1, True, True)
     await chain.step()
     t = await chain.finish()
@@ -155,17 +155,17 @@ async def test_what_a_fold_refuses() -> None:
     chain = played([call("1+1"), "4"]).chain(TASK)
     await chain.sample()
     with pytest.raises(SettingsError, match=r"have not run; await chain\.act\(\)"):
-        chain.fold("x")
+        chain.compact("x")
     await chain.act()
     for nothing in ([], [{"role": "user"}]):
         with pytest.raises(SettingsError, match="give a text, or messages"):
-            chain.fold(nothing)
+            chain.compact(nothing)
     chain.force("4", end=False)
     with pytest.raises(SettingsError, match="half written"):
-        chain.fold("x")
+        chain.compact("x")
     await chain.finish()
-    with pytest.raises(SettingsError, match=r"chain\.fold: this chain is finished"):
-        chain.fold("x")
+    with pytest.raises(SettingsError, match=r"chain\.compact: this chain is finished"):
+        chain.compact("x")
 
 
 async def test_a_fold_without_an_action_left_is_the_end() -> None:
@@ -173,7 +173,7 @@ async def test_a_fold_without_an_action_left_is_the_end() -> None:
     await chain.step()
     chain.observe("What do you know?")
     await chain.sample()
-    chain.fold("x")
+    chain.compact("x")
     t = await chain.finish()
     assert (t.stop, len(t.rows)) == ("max_turns", 1)
 
@@ -182,7 +182,7 @@ async def test_back_over_a_fold_and_on_in_another_way() -> None:
     chain = played([call("1+1"), "4", "5"]).chain(TASK)
     await chain.step()
     before = chain.turns[2]
-    chain.fold("2")
+    chain.compact("2")
     chain.rewind(2)
     assert (chain.turn.row, chain.turn.ids) == (0, before.ids)
     assert chain.ids == tuple(i for turn in (*chain.turns[:2], before) for i in turn.ids or ())
@@ -194,7 +194,7 @@ async def test_back_over_a_fold_and_on_in_another_way() -> None:
 async def test_forks_after_a_fold_share_all_rows_before_it() -> None:
     chain = played([call("1+1"), call("2*2"), "4"]).chain(TASK)
     await chain.step()
-    chain.fold("2")
+    chain.compact("2")
     await chain.step()
     fork = await chain.fork()
     one, other = await chain.run(), await fork.run()
@@ -208,7 +208,7 @@ async def test_forks_after_a_fold_share_all_rows_before_it() -> None:
 async def test_a_hook_folds_in_a_rollout() -> None:
     def fold(chain: Chain) -> None:
         if chain.turn.kind == "observation":
-            chain.fold(f"So far: {chain.turn.messages[0]['content']}")
+            chain.compact(f"So far: {chain.turn.messages[0]['content']}")
 
     a = played([call("1+1"), call("2*2"), "4"], before_turn=fold)
     rollout = await a.rollout([TASK], 2, max_concurrency=1)
@@ -222,7 +222,7 @@ async def test_a_hook_lets_the_policy_sum_up() -> None:
         if chain.turn.kind == "observation" and chain.turn.row == 0:
             chain.observe("What do you know?")
             summary = await chain.sample()
-            chain.fold(str(summary.messages[0]["content"]))
+            chain.compact(str(summary.messages[0]["content"]))
 
     t = (await played([call("1+1"), "I have 2.", "4"], before_turn=fold).rollout([TASK])).trajectories[0]
     assert (t.reward, len(t.rows), len(t.actions)) == (1.0, 2, 3)
@@ -240,7 +240,7 @@ async def test_a_full_row_is_folded(script: list[str], why: str) -> None:
 
     def fold(chain: Chain) -> None:
         called.append(chain.turn.kind)
-        chain.fold("2")
+        chain.compact("2")
 
     room = len(played([]).chain(TASK).ids) + len(chat().encode(call("1+1") + LONG)) + 3
 
@@ -251,7 +251,7 @@ async def test_a_full_row_is_folded(script: list[str], why: str) -> None:
             )
 
     engine = Small(script, max_length=room)
-    a = agent(engine=engine, chat=chat(), when_full=fold, max_turns=6).replace(
+    a = agent(engine=engine, chat=chat(), on_context_full=fold, max_turns=6).replace(
         sampling=agent().sampling.replace(max_tokens=4000)
     )
     t = (await a.rollout([TASK])).trajectories[0]
@@ -263,10 +263,10 @@ async def test_a_full_row_is_folded(script: list[str], why: str) -> None:
 
 async def test_a_fold_that_does_not_fit_ends_the_chain() -> None:
     def fold(chain: Chain) -> None:
-        chain.fold(LONG * 20)
+        chain.compact(LONG * 20)
 
     room = len(played([]).chain(TASK).ids) + 40
-    a = played([call("1+1") + LONG, "4"], max_length=room, when_full=fold)
+    a = played([call("1+1") + LONG, "4"], max_length=room, on_context_full=fold)
     t = (await a.rollout([TASK])).trajectories[0]
     assert (t.stop, t.reward, len(t.rows)) == ("context_full", 0.0, 2)
     assert not t.rows[1].action_mask.any()
@@ -285,7 +285,7 @@ REWRITES = (
 async def test_a_history_that_the_template_rewrites_begins_a_row() -> None:
     """Each action is trained once, after what it was sampled from; later rows hold it as the template writes it."""
     rewriting = Chat(with_template(REWRITES), history="rerender")
-    assert rewriting.proof("user")
+    assert rewriting.append_violation("user")
     engine = Played(["one", "two", "three", "four"])
     chain = agent(engine=engine, chat=rewriting, tools=(), reward=None).chain(TASK)
     for _ in range(3):
@@ -354,20 +354,20 @@ async def test_tokens_are_sampled_in_the_name_of_a_role() -> None:
 async def test_rows_are_saved_and_loaded(tmp_path: Path) -> None:
     _, t = await folded()
     plain = await played([call("1+1"), "4"]).chain(Task("u", TASK.messages, TASK.fields)).run()
-    both = Rollout.of([t, plain])
+    both = Rollout.from_trajectories([t, plain])
     assert Rollout.load(both.save(tmp_path / "r.jsonl")) == both
     again = Rollout.load(tmp_path / "r.jsonl").trajectories[0]
     for a, b in zip(t.rows, again.rows, strict=True):
         for name in VIEWS:
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
     assert '"version":2' in (tmp_path / "r.jsonl").read_text().split("\n")[0]
-    Rollout.of([plain]).save(tmp_path / "one.jsonl")
+    Rollout.from_trajectories([plain]).save(tmp_path / "one.jsonl")
     assert '"version":1' in (tmp_path / "one.jsonl").read_text().split("\n")[0]
 
 
 async def test_frames_say_which_row() -> None:
     _, t = await folded()
-    rollout = Rollout.of([t])
+    rollout = Rollout.from_trajectories([t])
     turns = rollout.to_frame("turns")
     assert turns["row"].tolist() == [turn.row for turn in t.turns]
     tokens = rollout.to_frame("tokens")
@@ -380,9 +380,9 @@ async def test_frames_say_which_row() -> None:
     head = rollout.to_frame().iloc[0]
     assert (head["rows"], head["tokens"]) == (3, sum(map(len, t.rows)))
     assert head["action_tokens"] == sum(int(row.action_mask.sum()) for row in t.rows)
-    numbers = rollout.numbers()
+    numbers = rollout.summary()
     assert (numbers["rows"], numbers["tokens"]) == (3.0, head["action_tokens"])
-    assert "rows" not in Rollout.of([await played(["4"]).chain(TASK).run()]).numbers()
+    assert "rows" not in Rollout.from_trajectories([await played(["4"]).chain(TASK).run()]).summary()
     assert math.isnan(tokens["logprob"][0])
 
 
@@ -395,7 +395,7 @@ async def test_views_show_every_row() -> None:
     plain = await played([call("1+1"), "4"]).chain(Task("u", TASK.messages, TASK.fields)).run()
     assert repr(TokenView(t)).startswith("TokenView(3 rows,")
     assert repr(TokenView(chain)).startswith("TokenView(3 rows,")
-    assert repr(TokenView(Rollout.of([t, plain]))).startswith("TokenView(4 rows,")
+    assert repr(TokenView(Rollout.from_trajectories([t, plain]))).startswith("TokenView(4 rows,")
     batch = collate([plain, t], [1.0, 2.0])
     view = TokenView(batch, compare=batch)
     assert repr(view).startswith("TokenView(4 rows,")
@@ -412,17 +412,17 @@ async def test_the_stepper_writes_what_makes_the_rows() -> None:
     await chain.step()
     chain.observe("What do you know?")
     await chain.sample()
-    chain.fold("I have 2.")
+    chain.compact("I have 2.")
     await chain.step()
     code = ChainStepper(chain).to_code()
-    wanted = ["await chain.sample()", "await chain.act()", "chain.observe('What do you know?')", "chain.fold("]
+    wanted = ["await chain.sample()", "await chain.act()", "chain.observe('What do you know?')", "chain.compact("]
     at = [code.index(line) for line in wanted]
     assert at == sorted(at)
     t = await chain.finish()
     again = chain.agent.chain(t)
     assert again.ids == tuple(t.rows[1].ids.tolist())
     again.rewind(1)
-    assert (again.turn.row, len(again.row().rows)) == (0, 1)
+    assert (again.turn.row, len(again.snapshot().rows)) == (0, 1)
 
 
 async def test_a_text_only_engine_is_told_the_new_row_alone() -> None:
@@ -441,7 +441,7 @@ async def test_a_text_only_engine_is_told_the_new_row_alone() -> None:
 
     chain = agent(engine=Text(), chat=chat()).chain(TASK)
     await chain.step()
-    chain.fold("So far: 2")
+    chain.compact("So far: 2")
     await chain.step()
     t = await chain.finish()
     assert (t.reward, len(t.rows), t.exact) == (1.0, 2, False)
@@ -459,12 +459,12 @@ async def test_drift_is_of_a_row() -> None:
 
 
 async def test_real_rows_hold_a_forward_of_the_model() -> None:
-    """The engine's logprobs in each row of a fold are the model's on that row alone."""
+    """The engine's logprobs in each row of a compaction are the model's on that row alone."""
     from agents import reference_logprobs, shipped
 
     def fold(chain: Chain) -> None:
         if chain.turn.kind == "observation":
-            chain.fold(list(chain.task.messages))
+            chain.compact(list(chain.task.messages))
 
     rollout = await agent(before_turn=fold, max_turns=3).rollout(tasks(2, seed=3), 2)
     several = [t for t in rollout if len(t.rows) > 1]

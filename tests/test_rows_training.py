@@ -1,4 +1,4 @@
-"""Several rows a rollout in training: what each token weighs, whose advantage it has, and which update it is in."""
+"""Several rows a trajectory in training: what each token weighs, whose advantage it has, and which update it is in."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def trajectory(
 
 
 def folded(policy: Policy | None, *, seed: int = 0, count: int = 8, most: int = 4) -> list[Trajectory]:
-    """Rollouts of one to `most` rows of random turns, in groups of four."""
+    """Trajectories of one to `most` rows of random turns, in groups of four."""
     rng = random.Random(seed)
     out = []
     for i in range(count):
@@ -124,12 +124,12 @@ def test_every_row_is_a_row_of_the_batch() -> None:
         assert not batch.mask[i, n:].any()
         torch.testing.assert_close(batch.logprobs[i, :n], torch.tensor(row.logprobs), equal_nan=True)
         assert float(batch.rewards[i]) == pytest.approx(float(t.reward or 0))
-    assert batch.rollouts.tolist() == [given.index(t) for t, _ in every]
-    assert batch.asked == len(given)
-    assert batch.heads.tolist() == [i for i, (_, row) in enumerate(every) if row.index == 0]
+    assert batch.trajectory_index.tolist() == [given.index(t) for t, _ in every]
+    assert batch.num_given == len(given)
+    assert batch.first_rows.tolist() == [i for i, (_, row) in enumerate(every) if row.index == 0]
 
 
-def test_one_advantage_a_rollout_or_one_a_row() -> None:
+def test_one_advantage_a_trajectory_or_one_a_row() -> None:
     """The success has three rows, the failure one: docs/conventions.md has the same numbers."""
     success = trajectory(None, [[("task", 2), ("policy", 2)]] * 3, name="g/0")
     failure = trajectory(None, [[("task", 2), ("policy", 2)]], name="g/1", reward=0.0, seed=1)
@@ -137,7 +137,7 @@ def test_one_advantage_a_rollout_or_one_a_row() -> None:
     assert once.advantages[:, 2].tolist() == pytest.approx([0.7071, 0.7071, 0.7071, -0.7071], abs=1e-4)
     each = collate([success, failure], advantages.grpo, per="row")
     assert each.advantages[:, 2].tolist() == pytest.approx([0.5, 0.5, 0.5, -1.5], abs=1e-4)
-    again = advantages.rollout_level(once.rewards, once.groups, rollouts=once.rollouts)
+    again = advantages.trajectory_level(once.rewards, once.groups, trajectory_index=once.trajectory_index)
     torch.testing.assert_close(once.advantages[:, 2], again)
     given = collate([success, failure], [1.0, 2.0]).advantages[:, 2]
     assert given.tolist() == [1, 1, 1, 2]
@@ -148,8 +148,8 @@ def test_one_advantage_a_rollout_or_one_a_row() -> None:
         collate([success], advantages.grpo, per="token")  # type: ignore[arg-type]
 
 
-def test_rows_of_dropped_rollouts_count_where_rows_are_compared() -> None:
-    """As their rollouts do: cut ones that are masked have their say, unscored ones have none."""
+def test_rows_of_dropped_trajectories_count_where_rows_are_compared() -> None:
+    """As their trajectories do: cut ones that are masked have their say, unscored ones have none."""
     cut = trajectory(None, [[("task", 2), ("policy", 2)]] * 2, name="g/0", reward=0.0, stop="timeout")
     good = trajectory(None, [[("task", 2), ("policy", 2)]], name="g/1", seed=1)
     lost = trajectory(None, [[("task", 2), ("policy", 2)]] * 2, name="g/2", reward=None, stop="error", seed=2)
@@ -228,10 +228,10 @@ def test_the_tokens_of_other_authors_get_no_gradient() -> None:
     assert float((parts[0] - parts[2]).abs().max()) > 1e-3
 
 
-def test_joined_batches_keep_rollouts_apart() -> None:
+def test_joined_batches_keep_trajectories_apart() -> None:
     a, b = collate(folded(None, seed=2), advantages.grpo), collate(folded(None, seed=3), advantages.grpo)
     both = join([a, b])
-    assert len(both.rollouts.unique()) == len(a.rollouts.unique()) + len(b.rollouts.unique())
+    assert len(both.trajectory_index.unique()) == len(a.trajectory_index.unique()) + len(b.trajectory_index.unique())
     assert both.rows == (*a.rows, *b.rows)
     mixed = join([a, b.once()])
     assert mixed.multiplicity is not None and mixed.trees is not None
@@ -246,8 +246,8 @@ AGGREGATES: dict[str, dict[str, Any]] = {
     "seq_mean_token_mean": {},
     "seq_mean_token_sum": {},
     "fixed": {"denominator": 20.0},
-    "rollout_mean": {},
-    "rollout_mean rows": {"count": "rows"},
+    "trajectory_mean": {},
+    "trajectory_mean rows": {"count": "rows"},
 }
 
 
@@ -261,13 +261,13 @@ def weight(given: list[Trajectory], t: Trajectory, row: int, how: str) -> float:
         "seq_mean_token_mean": 1 / own[row] / rows,
         "seq_mean_token_sum": 1 / rows,
         "fixed": 1 / (rows * 20.0),
-        "rollout_mean": 1 / sum(own) / len(given),
-        "rollout_mean rows": 1 / sum(own) / rows,
+        "trajectory_mean": 1 / sum(own) / len(given),
+        "trajectory_mean rows": 1 / sum(own) / rows,
     }[how]
 
 
 def brute(policy: Policy, given: list[Trajectory], how: str, clip: float = 0.2) -> Tensor:
-    """PPO's gradient over all rows of all rollouts: a forward a row, a token at a time, no batch and no padding."""
+    """PPO's gradient over all rows of all trajectories: a forward a row, a token at a time, no batch and no padding."""
     each = advantages.grpo([t.reward for t in given], [t.group for t in given])
     total = torch.zeros((), dtype=torch.float64)
     for t, a in zip(given, each.tolist(), strict=True):
@@ -305,7 +305,7 @@ def test_the_gradient_over_folded_rows_is_that_of_the_definition(how: str) -> No
 
 
 def test_rows_may_stand_in_any_order_and_any_width() -> None:
-    """Of the rollouts, of a rollout's rows, and with any padding."""
+    """Of the trajectories, of a trajectory's rows, and with any padding."""
     policy = agents.random_policy(6)
     seed = 11
     given = folded(policy, seed=5)
@@ -314,7 +314,7 @@ def test_rows_may_stand_in_any_order_and_any_width() -> None:
     mixed = permuted(batch, order)
     wide = permuted(batch, torch.arange(len(batch)), pad=9)
     shuffled = collate(random.Random(seed).sample(given, len(given)), advantages.grpo)
-    for how in ("token_mean", "rollout_mean"):
+    for how in ("token_mean", "trajectory_mean"):
         wanted, _ = gradient(policy, batch, aggregate=how)
         for other in (mixed, wide, shuffled):
             got, _ = gradient(policy, other, aggregate=how, micro_tokens=50)
@@ -337,11 +337,11 @@ def permuted(batch: Batch, order: Tensor, pad: int = 0) -> Batch:
 
 
 @pytest.mark.parametrize("size", [1, 3, 5, None])
-def test_an_update_has_whole_rollouts(size: int | None) -> None:
+def test_an_update_has_whole_trajectories(size: int | None) -> None:
     batch = collate(folded(None, seed=6, count=11), advantages.grpo)
     found = minibatches(batch, size, torch.Generator().manual_seed(0))
     assert sorted(i for rows in found for i in rows.tolist()) == list(range(len(batch)))
-    sets = [set(batch.rollouts[rows].tolist()) for rows in found]
+    sets = [set(batch.trajectory_index[rows].tolist()) for rows in found]
     assert all(a.isdisjoint(b) for a, b in itertools.combinations(sets, 2))
     assert [len(s) for s in sets] == (
         [11] if size is None else [size] * (11 // size) + ([11 % size] if 11 % size else [])
@@ -369,7 +369,7 @@ def test_each_sampled_token_has_its_multiplicity_and_no_more() -> None:
 def test_an_unknown_aggregate_is_refused() -> None:
     policy = agents.random_policy(3)
     batch = collate(folded(policy, count=4), advantages.grpo)
-    for wrong in ("mean", {"how": "rollout_mean", "counts": "rows"}, {"count": "rows"}):
+    for wrong in ("mean", {"how": "trajectory_mean", "counts": "rows"}, {"count": "rows"}):
         with pytest.raises(SettingsError, match=r"aggregate=.*give one of 'token_mean'"):
             gradient(policy, batch, aggregate=wrong)
 
@@ -442,7 +442,7 @@ def test_a_whole_row_that_is_trained_elsewhere_is_run_for_nobody() -> None:
     policy = agents.random_policy(7)
     once = collate(forked(policy), advantages.grpo, shared="once")
     assert not once.mask.any(1).all()
-    _, stats = gradient(policy, once, detail=True, old="recompute", entropy_coef=0.01, correction="token")
+    _, stats = gradient(policy, once, detail=True, old_logprobs="recompute", entropy_coef=0.01, correction="token")
     assert math.isfinite(stats.grad_norm)
     assert stats.tokens == int(once.mask.sum())
 
@@ -463,7 +463,7 @@ def test_chains_that_say_the_same_are_not_forks() -> None:
     ("options", "says"),
     [
         ({"aggregate": "seq_mean_token_mean"}, "aggregate='seq_mean_token_mean' depends on whole rows"),
-        ({"aggregate": "rollout_mean"}, "aggregate='rollout_mean'"),
+        ({"aggregate": "trajectory_mean"}, "aggregate='trajectory_mean'"),
         ({"loss": "gspo"}, "loss='gspo'"),
         ({"loss": functools.partial(losses.gmpo, clip=0.3)}, "loss='gmpo'"),
         ({"loss": "kl_cov"}, "loss='kl_cov'"),
@@ -500,9 +500,9 @@ Cut = tuple[list[list[float]], list[list[float]], list[list[bool]], list[int]]
 
 
 def cut_up(rng: random.Random) -> tuple[Any, Any]:
-    """Some rollouts as single rows, and the same cut into rows at some ends of actions, each with a prompt of its own.
+    """Some trajectories as single rows, and the same cut into rows at ends of actions, each with a prompt of its own.
 
-    (rewards, values, mask, groups) as tensors, and the same with rollouts and, for each row, where its tokens are.
+    (rewards, values, mask, groups) as tensors, and the same with trajectories and, for each row, where its tokens are.
     """
     whole: list[list[tuple[float, float, bool]]] = []
     rows: list[list[tuple[float, float, bool]]] = []
@@ -527,7 +527,7 @@ def cut_up(rng: random.Random) -> tuple[Any, Any]:
         whole.append(tokens)
     order = list(range(len(rows)))
     rng.shuffle(order)
-    order.sort(key=lambda i: of[:i].count(of[i]))  # rollouts in any order, the rows of each in theirs
+    order.sort(key=lambda i: of[:i].count(of[i]))  # trajectories in any order, the rows of each in theirs
 
     def tensors(given: list[list[tuple[float, float, bool]]]) -> tuple[Tensor, Tensor, Tensor]:
         width = max(map(len, given)) + rng.randint(0, 2)
@@ -538,24 +538,28 @@ def cut_up(rng: random.Random) -> tuple[Any, Any]:
     return (tensors(whole), torch.arange(len(whole))), (tensors([rows[i] for i in order]), torch.tensor(of)[order])
 
 
-def by_rollout(x: Tensor, mask: Tensor, rollouts: Tensor) -> list[list[float]]:
+def by_trajectory(x: Tensor, mask: Tensor, trajectory_index: Tensor) -> list[list[float]]:
     return [
-        [float(a) for row in (rollouts == i).nonzero()[:, 0] for a in x[row][mask[row]]]
-        for i in range(int(rollouts.max()) + 1)
+        [float(a) for row in (trajectory_index == i).nonzero()[:, 0] for a in x[row][mask[row]]]
+        for i in range(int(trajectory_index.max()) + 1)
     ]
 
 
 ESTIMATORS: dict[str, Any] = {
-    "gae": lambda r, v, m, ids: advantages.gae(r, v, m, gamma=0.9, lam=0.8, rollouts=ids)[0],
-    "gae's returns": lambda r, v, m, ids: advantages.gae(r, v, m, gamma=0.9, lam=0.8, rollouts=ids)[1],
-    "gae by turns": lambda r, v, m, ids: advantages.gae(r, v, m, gamma=0.9, lam=0.8, turns=turns(m), rollouts=ids)[0],
-    "reinforce++": lambda r, v, m, ids: advantages.reinforce_plus_plus(r, m, gamma=0.9, whiten=False, rollouts=ids),
-    "reinforce++ whitened": lambda r, v, m, ids: advantages.reinforce_plus_plus(r, m, gamma=0.9, rollouts=ids),
+    "gae": lambda r, v, m, ids: advantages.gae(r, v, m, gamma=0.9, lam=0.8, trajectory_index=ids)[0],
+    "gae's returns": lambda r, v, m, ids: advantages.gae(r, v, m, gamma=0.9, lam=0.8, trajectory_index=ids)[1],
+    "gae by turns": lambda r, v, m, ids: advantages.gae(
+        r, v, m, gamma=0.9, lam=0.8, turns=turns(m), trajectory_index=ids
+    )[0],
+    "reinforce++": lambda r, v, m, ids: advantages.reinforce_plus_plus(
+        r, m, gamma=0.9, whiten=False, trajectory_index=ids
+    ),
+    "reinforce++ whitened": lambda r, v, m, ids: advantages.reinforce_plus_plus(r, m, gamma=0.9, trajectory_index=ids),
     "reinforce++ baseline": lambda r, v, m, ids: advantages.reinforce_plus_plus_baseline(
-        r, m, groups=ids % 2, rollouts=ids
+        r, m, groups=ids % 2, trajectory_index=ids
     ),
     "token baseline": lambda r, v, m, ids: advantages.optimal_token_baseline(
-        r, m, groups=ids % 2, logprobs=-v.abs(), sum_squared_probs=0.5 + 0 * v, rollouts=ids
+        r, m, groups=ids % 2, logprobs=-v.abs(), sum_squared_probs=0.5 + 0 * v, trajectory_index=ids
     ),
 }
 
@@ -567,14 +571,14 @@ def turns(mask: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_a_fold_is_to_an_estimator_what_an_observation_is(name: str) -> None:
-    """Cutting a rollout into rows changes no action's advantage."""
+    """Cutting a trajectory into rows changes no action's advantage."""
     several = 0
     for seed in range(40):
         rng = random.Random(seed)
         ((r, v, m), one), ((rr, vv, mm), ids) = cut_up(rng)
         several += len(ids) > len(one)
-        wanted = by_rollout(ESTIMATORS[name](r, v, m, None if "baseline" not in name else one), m, one)
-        got = by_rollout(ESTIMATORS[name](rr, vv, mm, ids), mm, ids)
+        wanted = by_trajectory(ESTIMATORS[name](r, v, m, None if "baseline" not in name else one), m, one)
+        got = by_trajectory(ESTIMATORS[name](rr, vv, mm, ids), mm, ids)
         for a, b in zip(wanted, got, strict=True):
             assert a == pytest.approx(b, abs=1e-9), f"{name}, seed {seed}"
     assert several > 10
@@ -585,9 +589,11 @@ def test_gae_over_folds_is_the_recursion() -> None:
     for seed in range(20):
         _, ((r, v, m), ids) = cut_up(random.Random(seed))
         last = torch.rand(len(ids), generator=torch.Generator().manual_seed(seed)).double()
-        got = by_rollout(advantages.gae(r, v, m, gamma=0.9, lam=0.7, bootstrap=last, rollouts=ids)[0], m, ids)
+        got = by_trajectory(
+            advantages.gae(r, v, m, gamma=0.9, lam=0.7, bootstrap=last, trajectory_index=ids)[0], m, ids
+        )
         for i, mine in enumerate(got):
-            rewards, values = by_rollout(r, m, ids)[i], by_rollout(v, m, ids)[i]
+            rewards, values = by_trajectory(r, m, ids)[i], by_trajectory(v, m, ids)[i]
             ends = float(last[(ids == i).nonzero()[-1, 0]])
             carry, following, wanted = 0.0, ends, []
             for x, y in zip(reversed(rewards), reversed(values), strict=True):
@@ -598,33 +604,35 @@ def test_gae_over_folds_is_the_recursion() -> None:
 
 
 def test_steps_and_distances_end_at_a_fold() -> None:
-    """Under observations="step" what stands between two actions of a row is a step, and a fold is none."""
+    """Under observations="step" what stands between two actions of a row is a step, and a compaction is none."""
     r = torch.tensor([[0.0, 0, 0, 0, 0], [0, 1, 0, 0, 0]])
     v = torch.tensor([[7.0, 0.1, 0.2, 0.3, 7], [7, 0.4, 7, 7, 7]])
     m = torch.tensor([[0, 1, 0, 1, 0], [0, 1, 0, 0, 0]]).bool()
     ids = [3, 3]
     flat = advantages.gae([0.0, 0, 0, 1], [0.1, 0.2, 0.3, 0.4], [1, 0, 1, 1], gamma=0.5, observations="step")[0]
-    got = advantages.gae(r, v, m, gamma=0.5, observations="step", rollouts=ids)[0]
+    got = advantages.gae(r, v, m, gamma=0.5, observations="step", trajectory_index=ids)[0]
     torch.testing.assert_close(got[m], flat[[0, 2, 3]])
     flat = advantages.gae([0.0, 0, 0, 1], [0.1, 0.2, 0.3, 0.4], [1, 0, 1, 1], gamma=0.5, discount_observations=True)[0]
-    got = advantages.gae(r, v, m, gamma=0.5, discount_observations=True, rollouts=ids)[0]
+    got = advantages.gae(r, v, m, gamma=0.5, discount_observations=True, trajectory_index=ids)[0]
     torch.testing.assert_close(got[m], flat[[0, 2, 3]])
 
 
-def test_a_row_that_is_unscored_takes_its_rollout_along() -> None:
+def test_a_row_that_is_unscored_takes_its_trajectory_along() -> None:
     r = torch.tensor([[0.0, math.nan], [0.0, 1.0], [0.0, 1.0]])
     m = torch.ones(3, 2).bool()
-    got, _ = advantages.gae(r, torch.zeros(3, 2), m, lam=1.0, rollouts=["a", "a", "b"])
+    got, _ = advantages.gae(r, torch.zeros(3, 2), m, lam=1.0, trajectory_index=["a", "a", "b"])
     assert got.tolist() == [[0, 0], [0, 0], [1, 1]]
-    base = advantages.reinforce_plus_plus_baseline(r, m, groups=[0, 0, 0], whiten=False, rollouts=["a", "a", "b"])
+    base = advantages.reinforce_plus_plus_baseline(
+        r, m, groups=[0, 0, 0], whiten=False, trajectory_index=["a", "a", "b"]
+    )
     assert base.tolist() == [[0, 0]] * 3
 
 
-def test_one_vote_a_rollout_in_its_group() -> None:
+def test_one_vote_a_trajectory_in_its_group() -> None:
     """A success in three rows and a failure in one, rewards on the last token."""
     r = torch.tensor([[0.0], [0.0], [1.0], [0.0]])
     got = advantages.reinforce_plus_plus_baseline(
-        r, torch.ones(4, 1), groups=[0] * 4, whiten=False, rollouts=["a", "a", "a", "b"]
+        r, torch.ones(4, 1), groups=[0] * 4, whiten=False, trajectory_index=["a", "a", "a", "b"]
     )
     assert got[:, 0].tolist() == [0.5, 0.5, 0.5, -0.5]
 
@@ -635,7 +643,7 @@ def test_one_vote_a_rollout_in_its_group() -> None:
 def fold_after_a_result(chain: Chain) -> None:
     """The next row begins with the conversation so far, as the template writes it: the same tokens, another row."""
     if chain.turn.kind == "observation" and chain.turn.row == 0:
-        chain.fold([m for turn in chain.turns for m in turn.messages])
+        chain.compact([m for turn in chain.turns for m in turn.messages])
 
 
 def small(**more: Any) -> TrainConfig:
@@ -650,8 +658,9 @@ def run_of(path: Path, hook: Any = fold_after_a_result, policy: Policy | None = 
     return train(agents.agent(policy, before_turn=hook), policy, agents.tasks(8), small(**more), run=path)
 
 
-async def test_folding_into_the_same_tokens_is_the_same_rollout() -> None:
-    """What a fold leaves unchanged, the model does not notice: same actions, same rewards, the same token mean."""
+async def test_folding_into_the_same_tokens_is_the_same_trajectory() -> None:
+    """What a compaction leaves unchanged, the model does not notice: same actions, same rewards, the same token
+    mean."""
     a = agents.agent(before_turn=fold_after_a_result)
     folds, plain = await a.rollout(agents.tasks(4), 4), await agents.agent().rollout(agents.tasks(4), 4)
     assert sum(len(t.rows) > 1 for t in folds) >= 5
@@ -687,29 +696,29 @@ async def test_a_run_with_folds_goes_on_to_the_same_bits(tmp_path: Path, more: d
 
 async def test_a_chain_pays_the_kl_of_all_its_rows(tmp_path: Path) -> None:
     run = run_of(tmp_path, hook=fold_with_text, kl_coef=0.2, kl_in="reward")
-    estimate = run._estimate
-    estimate.reference = agents.random_policy(1)
-    batch = estimate.batch(await run.agent.rollout(agents.tasks(2), group_size=4), 0.2)
-    ref = estimate.reference.score(batch, {"logprob"})["logprob"]
+    builder = run._batch_builder
+    builder.reference = agents.random_policy(1)
+    batch = builder.build(await run.agent.rollout(agents.tasks(2), group_size=4), 0.2)
+    ref = builder.reference.score(batch, {"logprob"})["logprob"]
     paid = torch.where(batch.mask, batch.logprobs - ref, 0.0).sum(1)
-    assert len(batch.heads) < len(batch)
-    whole = torch.zeros(len(batch.heads)).index_add(0, batch.rollouts, paid)
-    wanted = advantages.grpo(batch.rewards[batch.heads] - 0.2 * whole, batch.groups[batch.heads])
+    assert len(batch.first_rows) < len(batch)
+    whole = torch.zeros(len(batch.first_rows)).index_add(0, batch.trajectory_index, paid)
+    wanted = advantages.grpo(batch.rewards[batch.first_rows] - 0.2 * whole, batch.groups[batch.first_rows])
     each = torch.stack([row[mask][0] for row, mask in zip(batch.advantages, batch.mask, strict=True)])
-    torch.testing.assert_close(each, wanted[batch.rollouts], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(each, wanted[batch.trajectory_index], rtol=1e-4, atol=1e-5)
 
 
 def forget_the_question(chain: Chain) -> None:
     """A shorter context: the call and its result, without what was asked."""
     if chain.turn.kind == "observation" and chain.turn.row == 0:
         said = [m for turn in chain.turns[1:] for m in turn.messages]
-        chain.fold([{"role": "user", "content": "?"}, *said])
+        chain.compact([{"role": "user", "content": "?"}, *said])
 
 
 def forget_the_call(chain: Chain) -> None:
     """Another task: what the result is. It is asked in words that the shipped policy takes for a question."""
     if chain.turn.kind == "observation" and chain.turn.row == 0:
-        chain.fold([{"role": "user", "content": f"What is {chain.turn.messages[0]['content']}?"}])
+        chain.compact([{"role": "user", "content": f"What is {chain.turn.messages[0]['content']}?"}])
 
 
 async def test_it_learns_with_folds(tmp_path: Path) -> None:
@@ -741,14 +750,14 @@ async def test_another_hook_is_another_run(tmp_path: Path) -> None:
 def fold_with_text(chain: Chain) -> None:
     """As a user would: the task, and what the tool said."""
     if chain.turn.kind == "observation" and chain.turn.row == 0:
-        chain.fold(f"The calculator says {chain.turn.messages[0]['content']}.")
+        chain.compact(f"The calculator says {chain.turn.messages[0]['content']}.")
 
 
 @pytest.mark.parametrize(
     "more",
     [
-        {"aggregate": "rollout_mean"},
-        {"aggregate": {"how": "rollout_mean", "count": "rows"}},
+        {"aggregate": "trajectory_mean"},
+        {"aggregate": {"how": "trajectory_mean", "count": "rows"}},
         {"advantage_per": "row"},
         {"shared": "once"},
         {"authors": "policy"},
@@ -767,9 +776,9 @@ async def test_every_setting_takes_folded_rows(tmp_path: Path, more: dict[str, A
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"advantage_per": "task"}, "advantage_per='task': give one of 'rollout', 'row'"),
+        ({"advantage_per": "task"}, "advantage_per='task': give one of 'trajectory', 'row'"),
         ({"shared": "twice"}, "shared='twice'"),
-        ({"shared": "once", "aggregate": "rollout_mean"}, "aggregate='rollout_mean' depends on whole rows"),
+        ({"shared": "once", "aggregate": "trajectory_mean"}, "aggregate='trajectory_mean' depends on whole rows"),
         ({"shared": "once", "loss": "gspo"}, "loss='gspo'"),
         ({"aggregate": {"how": "mean"}}, "give one of 'token_mean'"),
         ({"advantage_per": "row", "kl_in": "reward", "kl_coef": 0.1}, "a chain pays as a whole"),

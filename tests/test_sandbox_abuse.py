@@ -31,8 +31,8 @@ from agentfly_kit.pool import Pool
 from agentfly_kit.sandboxes import PythonSandbox, SandboxResult, isolation, seccomp
 from agentfly_kit.sandboxes.limits import Limits
 
-STRICT = isolation.strict_trouble() if shutil.which("bwrap") is None else ""
-LANDLOCK = "" if isolation.landlock_version() else isolation.landlock_trouble()
+STRICT = isolation.strict_unavailable_reason() if shutil.which("bwrap") is None else ""
+LANDLOCK = "" if isolation.landlock_version() else isolation.landlock_unavailable_reason()
 MARKS = {
     "strict": [pytest.mark.skipif(bool(STRICT), reason=STRICT)],
     "shared": [pytest.mark.skipif(bool(STRICT), reason=STRICT)],
@@ -366,7 +366,7 @@ async def test_no_new_user_namespace(sandbox: PythonSandbox):
 
 
 def need_process_limit(sandbox: PythonSandbox) -> None:
-    if sandbox.applied["processes"] == "not limited":
+    if sandbox.limit_mechanisms["processes"] == "not limited":
         pytest.skip(f"nothing limits the number of processes at isolation={sandbox.isolation!r} for this user")
 
 
@@ -676,7 +676,7 @@ async def test_a_python_that_lies_below_tmp_is_seen_and_kept(
     folders = [*isolation.python_folders(), str(venv)]
     monkeypatch.setattr(isolation, "python_folders", lambda packages=True: folders)
     async with PythonSandbox(isolation=level) as sandbox:
-        look = f"import os\nos.path.exists({isolation.seen(str(venv / 'module.py'))!r}), os.listdir('/tmp')"
+        look = f"import os\nos.path.exists({isolation.inside_path(str(venv / 'module.py'))!r}), os.listdir('/tmp')"
         assert (await sandbox.run("open('/tmp/note', 'w').close()\n" + look)).value == "(True, ['note'])"
         await sandbox.reset()
         assert (await sandbox.run(look)).value == "(True, [])"
@@ -699,13 +699,15 @@ async def test_a_reset_that_fails_costs_the_sandbox_and_no_secret(
 async def test_limits_are_told_as_they_are_held(sandbox: PythonSandbox, level: str):
     group = isolation.hierarchy()
     if group is None:
-        assert sandbox.applied["memory_mb"].startswith("RLIMIT_DATA")
+        assert sandbox.limit_mechanisms["memory_mb"].startswith("RLIMIT_DATA")
     else:
-        assert sandbox.applied["memory_mb"] == f"control group ({group.version}), all processes together"
-    assert sandbox.applied["disk_mb"] == ("size of its own /tmp" if level in SPACES else "RLIMIT_FSIZE, each file")
+        assert sandbox.limit_mechanisms["memory_mb"] == f"control group ({group.version}), all processes together"
+    assert sandbox.limit_mechanisms["disk_mb"] == (
+        "size of its own /tmp" if level in SPACES else "RLIMIT_FSIZE, each file"
+    )
     network = {"landlock": "no sockets", "none": "not limited"}
-    assert sandbox.applied["network"] == network.get(level, "no interface but its own loopback")
-    assert isolation.applied(level, Limits(network=True), group)["network"] == "open, as asked"
+    assert sandbox.limit_mechanisms["network"] == network.get(level, "no interface but its own loopback")
+    assert isolation.limit_mechanisms(level, Limits(network=True), group)["network"] == "open, as asked"
 
 
 # --- siblings ------------------------------------------------------------------------------------
@@ -775,7 +777,7 @@ async def test_what_the_hub_could_see_is_covered(sandbox: PythonSandbox):
 @levels("shared")
 async def test_the_end_of_a_hub_is_the_end_of_its_sandboxes_and_of_nothing_else(level: str):
     async with PythonSandbox(isolation=level) as one, PythonSandbox(isolation=level) as two:
-        hub = one._vessel.hub if one._vessel else None
+        hub = one._handle.hub if one._handle else None
         assert hub is not None
         assert hub.process is not None
         call = asyncio.ensure_future(one.run("import time; time.sleep(20)", timeout=30))
@@ -786,8 +788,8 @@ async def test_the_end_of_a_hub_is_the_end_of_its_sandboxes_and_of_nothing_else(
         await asyncio.sleep(0.05)
         assert (one.alive, two.alive) == (False, False)
         assert (await two.run("1 + 1")).value == "2", "in a new one"
-        assert two._vessel is not None
-        assert two._vessel.hub is not hub
+        assert two._handle is not None
+        assert two._handle.hub is not hub
 
 
 @levels("shared")
@@ -841,7 +843,7 @@ from agentfly_kit.errors import SandboxError
 from agentfly_kit.sandboxes import PythonSandbox, isolation
 async def main():
     async with PythonSandbox(isolation=sys.argv[2], processes=12, memory_mb=96) as sandbox:
-        print(sandbox.applied["processes"], sandbox.applied["memory_mb"], sep="|")
+        print(sandbox.limit_mechanisms["processes"], sandbox.limit_mechanisms["memory_mb"], sep="|")
         code = "import os, time\\nborn = 0\\nwhile True:\\n    if os.fork() == 0: time.sleep(30)\\n    born += 1"
         result = await sandbox.run(code, timeout=10)
         print(result.limit, (await sandbox.run("born")).value, sep="|")

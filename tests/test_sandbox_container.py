@@ -110,7 +110,7 @@ async def test_a_call_tells_what_it_tells_anywhere(engine: Podman):
         result = await sandbox.run("print('z' * 60_000)")
         assert len(result.stdout) == 60_001
         assert repr(sandbox) == f"<PythonSandbox container {IMAGE}, 6 calls>"
-        assert sandbox.applied["processes"] == "the container's control group, all processes together"
+        assert sandbox.limit_mechanisms["processes"] == "the container's control group, all processes together"
 
 
 async def test_a_pool_of_containers_serves_an_agent(engine: Podman):
@@ -123,7 +123,7 @@ async def test_a_pool_of_containers_serves_an_agent(engine: Podman):
         """
         return (await sandbox.run(code)).text
 
-    async with Pool(PythonSandbox, size=2, warm=1, isolation=place(engine)) as pool:
+    async with Pool(PythonSandbox, size=2, min_idle=1, isolation=place(engine)) as pool:
         assert pool.snapshot().isolation == f"container {IMAGE}"
         result = await python.try_(code="import os\nprint(os.getuid(), os.getpid() > 1)", pool=pool)
         assert result.observation.strip() == "65534 True"
@@ -391,14 +391,14 @@ def test_what_a_killed_maker_left_unstarted_is_swept(engine: Podman):
     """Between making and starting there is no input that could end: the next process on this engine removes it."""
     code = (
         "import sys\nfrom agentfly_kit.sandboxes import Container, container as c\nfrom agentfly_kit.sandboxes.limits "
-        "import Limits\nwith c._connected(sys.argv[2]) as api:\n    api.create_container_from_config(c._config(api, "
+        "import Limits\nwith c._client(sys.argv[2]) as api:\n    api.create_container_from_config(c._config(api, "
         "Container(sys.argv[1]), Limits()))"
     )
     subprocess.run([sys.executable, "-c", code, IMAGE, engine.url], check=True, timeout=120)
     assert len(engine.names()) == 1
-    with containers_module._connected(engine.url) as api:
+    with containers_module._client(engine.url) as api:
         ours = api.create_container_from_config(containers_module._config(api, place(engine), Limits()))["Id"]
-        containers_module._sweep(api)
+        containers_module._remove_orphans(api)
         assert [each["Id"] for each in api.containers(all=True)] == [ours], "the living maker's stays"
         api.remove_container(ours)
 

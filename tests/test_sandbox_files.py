@@ -39,7 +39,7 @@ async def test_read_write_list_grep(level: str):
         assert await sandbox.write("new/deep/a.txt", "b\n") == "new/deep/a.txt: overwritten, 1 line"
         found = await sandbox.grep(r"return \d")
         assert [str(each) for each in found] == ["src/main.py:2:     return 1", "src/main.py:6:     return 1"]
-        assert await sandbox.grep("return", most=1) == found[:1]
+        assert await sandbox.grep("return", max_matches=1) == found[:1]
         assert await sandbox.grep("Title", "README.md") == (("README.md", 1, "# Title"),)
         home = (await sandbox.run("pwd")).stdout.strip()
         assert await sandbox.read(f"{home}/README.md") == "# Title\n", "the shell's own word for it is a path too"
@@ -204,7 +204,9 @@ async def test_a_full_disk_keeps_the_old_file():
 async def test_an_endless_pattern_is_stopped():
     async with FileSandbox(isolation="none", files={"a": "a" * 40 + "b"}) as sandbox:
         with pytest.raises(ToolError, match=r"grep took more than 0\.3 s and was stopped"):
-            await asyncio.wait_for(sandbox._ask("grep", 0.3, pattern="(a+)+$", path=".", most=1, folder="work"), 20)
+            await asyncio.wait_for(
+                sandbox._request("grep", 0.3, pattern="(a+)+$", path=".", max_matches=1, folder="work"), 20
+            )
         assert await sandbox.read("a") == "a" * 40 + "b"
 
 
@@ -267,7 +269,7 @@ async def test_the_files_are_there_again_after_the_death_of_all(level: str):
 async def test_one_pool_serves_files_and_shell():
     pool = Pool(FileSandbox, size=1, files={"test_a.py": "def test():\n    assert 1 + 1 == 3\n"})
     tools = ToolSet(toolbox.code)
-    assert tools.sandbox_kinds == (FileSandbox, ShellSandbox)
+    assert tools.sandbox_types == (FileSandbox, ShellSandbox)
     async with Context(Task("t", ({"role": "user", "content": "?"},)), pools=[pool]) as context:
         assert await context.sandbox(FileSandbox) is await context.sandbox(ShellSandbox)
 

@@ -81,14 +81,14 @@ def ended() -> int:
 
 def marks() -> tuple[dict[str, str], dict[str, str]]:
     """(of those that are gone, of those that may live), each with a word on it."""
-    pid, start, space, boot = owner.mark().split("-")
+    pid, start, space, boot = owner.owner_tag().split("-")
     gone = {
         "ended": f"{ended()}-{start}-{space}-{boot}",
         "its number is another's now": f"{pid}-{int(start) - 1}-{space}-{boot}",
         "a number that was given again to init": f"1-99999999999-{space}-{boot}",
     }
     lives = {
-        "this one": owner.mark(),
+        "this one": owner.owner_tag(),
         "another namespace": f"{ended()}-{start}-{int(space) + 1}-{boot}",
         "another boot": f"{ended()}-{start}-{space}-0123456789ab",
         "no mark": f"{ended()}",
@@ -147,7 +147,7 @@ def test_groups_go_with_what_runs_in_them():
                 folder.mkdir()
                 made.append(folder)
                 (folder / "cgroup.procs").write_text(str(sleepers[mark].pid))
-        limits.sweep(hierarchy)
+        limits.remove_orphans(hierarchy)
         for word, mark in gone.items():
             assert sleepers[mark].wait(10) == -signal.SIGKILL, word
             assert not [folder for folder in made if mark in folder.name and folder.exists()], word

@@ -26,8 +26,8 @@ from agentfly_kit.sandboxes import PythonSandbox, isolation, limits, process, sa
 from agentfly_kit.sandboxes.limits import Group, Hierarchy, Limits, find_hierarchy
 
 # Absent, they are skipped. There and refused, these tests fail: a machine that should have it must not hide that.
-STRICT = isolation.strict_trouble() if shutil.which("bwrap") is None else ""
-LANDLOCK = "" if isolation.landlock_version() else isolation.landlock_trouble()
+STRICT = isolation.strict_unavailable_reason() if shutil.which("bwrap") is None else ""
+LANDLOCK = "" if isolation.landlock_version() else isolation.landlock_unavailable_reason()
 MARKS = {
     "strict": [pytest.mark.skipif(bool(STRICT), reason=STRICT)],
     "shared": [pytest.mark.skipif(bool(STRICT), reason=STRICT)],
@@ -309,15 +309,15 @@ async def test_all_that_was_started_is_under_its_limits(level: str, listed: bool
     monkeypatch.setattr(process, "_lists_children", lambda: listed)
     async with PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("import subprocess; subprocess.Popen(['sleep', '100'])")
-        assert sandbox._vessel is not None and sandbox._vessel.group is not None and sandbox.pid is not None
+        assert sandbox._handle is not None and sandbox._handle.group is not None and sandbox.pid is not None
         everything = {sandbox.pid, *worker.descendants(sandbox.pid)}
         assert len(everything) >= 3
-        assert set(sandbox._vessel.group.processes()) == everything
+        assert set(sandbox._handle.group.processes()) == everything
 
 
 def group_of(sandbox: PythonSandbox) -> Group:
-    assert sandbox._vessel is not None and sandbox._vessel.group is not None
-    return sandbox._vessel.group
+    assert sandbox._handle is not None and sandbox._handle.group is not None
+    return sandbox._handle.group
 
 
 class Watched:
@@ -327,20 +327,20 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.put_by: list[int] = []
         self.stood: list[bool] = []
-        enter, instruct = Group.enter, process.Vessel.instruct
+        enter, instruct = Group.enter, process.SandboxProcess.instruct
 
         def entered(group: Group, pid: int) -> None:
             self.put_by.append(threading.get_ident())
             enter(group, pid)
 
-        def instructed(vessel: process.Vessel) -> None:
-            assert vessel.group is not None and vessel.process is not None
-            rooms = [folder / "cgroup.procs" for folder in vessel.group.folders.values()]
-            self.stood.append(all(str(vessel.process.pid) in room.read_text().split() for room in rooms))
-            instruct(vessel)
+        def instructed(handle: process.SandboxProcess) -> None:
+            assert handle.group is not None and handle.process is not None
+            rooms = [folder / "cgroup.procs" for folder in handle.group.folders.values()]
+            self.stood.append(all(str(handle.process.pid) in room.read_text().split() for room in rooms))
+            instruct(handle)
 
         monkeypatch.setattr(Group, "enter", entered)
-        monkeypatch.setattr(process.Vessel, "instruct", instructed)
+        monkeypatch.setattr(process.SandboxProcess, "instruct", instructed)
 
 
 grouped = pytest.mark.skipif(bool(STRICT) or isolation.hierarchy() is None, reason=STRICT or "no control groups here")
@@ -354,7 +354,7 @@ def version_2() -> Path | None:
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, place, kind, *_ = line.split(" ")
         if kind == "cgroup2" and path:
-            folder = limits._below(Path(place), path)
+            folder = limits._own_group(Path(place), path)
             return folder if os.access(folder, os.W_OK) else None
     return None
 
@@ -455,7 +455,7 @@ async def test_no_room_for_one_more_leaves_its_siblings_alone():
     try:
         async with PythonSandbox(isolation="shared") as first:
             await first.run("x = 7")
-            hub = first._vessel.hub if first._vessel else None
+            hub = first._handle.hub if first._handle else None
             assert hub is not None and hub.process is not None
             inner = worker.descendants(hub.process.pid)[0]  # the Python that forks them, below bubblewrap's own
             (tight.folders["pids"] / "cgroup.procs").write_text(str(inner))
@@ -466,7 +466,7 @@ async def test_no_room_for_one_more_leaves_its_siblings_alone():
             (tight.folders["pids"] / "pids.max").write_text("max")
             async with PythonSandbox(isolation="shared") as second:
                 assert (await second.run("2")).value == "2"
-                assert second._vessel is not None and second._vessel.hub is hub
+                assert second._handle is not None and second._handle.hub is hub
     finally:
         assert tight.remove()
 
@@ -603,7 +603,7 @@ async def test_packages_are_there_read_only_or_not_at_all(level: str):
         code_in_child = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {code!r}]).returncode"
         assert (await sandbox.run(code_in_child, timeout=20)).value == "0"
         if level != "none":
-            place = site if level == "landlock" else isolation.seen(site)
+            place = site if level == "landlock" else isolation.inside_path(site)
             write = await sandbox.run(f"open({place!r} + '/mark', 'w')")
             assert write.error_type in ("OSError", "PermissionError")
     async with PythonSandbox(isolation=level, packages=False) as sandbox:
@@ -717,7 +717,7 @@ SCRIPT = """
 import asyncio, os, sys
 from agentfly_kit.pool import Pool
 from agentfly_kit.sandboxes import PythonSandbox
-pool = Pool(PythonSandbox, size=2, warm=2, isolation=sys.argv[1])
+pool = Pool(PythonSandbox, size=2, min_idle=2, isolation=sys.argv[1])
 async def main():
     lease = await pool.acquire()
     await lease.sandbox.run("import subprocess; p = subprocess.Popen(['sleep', '300'])")
@@ -757,7 +757,7 @@ def test_nothing_outlives_its_python(level: str, end: str):
     assert not [pid for pid in everything if _runs(pid)]
     hierarchy = isolation.hierarchy()
     if hierarchy is not None:
-        limits.sweep(hierarchy)  # as the next process does: a killed one cannot remove its empty groups
+        limits.remove_orphans(hierarchy)  # as the next process does: a killed one cannot remove its empty groups
         assert not [g for root in hierarchy.roots.values() for g in root.glob(f"agentfly-{process.pid}-*")]
     assert not list(Path(os.environ.get("TMPDIR", "/tmp")).glob(f"agentfly-sandbox-{process.pid}-*"))
 
@@ -790,7 +790,7 @@ def test_levels_are_never_lowered_in_silence(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(SettingsError, match=f"isolation='docker': want one of {names}, or None"):
         PythonSandbox(isolation="docker")
     monkeypatch.setattr(
-        isolation, "strict_trouble", lambda: "bubblewrap is not installed: `apt-get install bubblewrap`"
+        isolation, "strict_unavailable_reason", lambda: "bubblewrap is not installed: `apt-get install bubblewrap`"
     )
 
     async def named(level: str, why: str) -> None:
@@ -820,17 +820,17 @@ def test_levels_are_never_lowered_in_silence(monkeypatch: pytest.MonkeyPatch):
 async def test_the_best_is_strict_where_it_can_be_had():
     async with PythonSandbox() as sandbox:
         assert sandbox.isolation == "strict" == sandbox_report().best
-        assert sandbox.applied["network"] == "no interface but its own loopback"
+        assert sandbox.limit_mechanisms["network"] == "no interface but its own loopback"
 
 
 def test_strict_without_a_way_to_count_processes_is_refused_to_root(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(isolation, "strict_trouble", lambda: "")
+    monkeypatch.setattr(isolation, "strict_unavailable_reason", lambda: "")
     monkeypatch.setattr(isolation, "hierarchy", lambda: None)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(IsolationError, match="does not hold for root"):
-        isolation.choose("strict", Limits())
-    assert isolation.choose("strict", Limits(processes=None)) == "strict"
-    assert isolation.applied("strict", Limits(), None)["processes"] == "not limited"
+        isolation.resolve_level("strict", Limits())
+    assert isolation.resolve_level("strict", Limits(processes=None)) == "strict"
+    assert isolation.limit_mechanisms("strict", Limits(), None)["processes"] == "not limited"
 
 
 @pytest.mark.parametrize(
@@ -862,7 +862,7 @@ def test_control_groups_version_2(tmp_path: Path):
     (folder / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
     (folder / "pids.events").write_text("max 5\n")
     (folder / "cgroup.procs").write_text("")
-    assert (group.cpu_seconds(), group.hits(), group.processes()) == (2.5, (2, 5), [])
+    assert (group.cpu_seconds(), group.limit_hits(), group.processes()) == (2.5, (2, 5), [])
     assert find_hierarchy(mounts, "0::/\n") is None, "nothing is handed down there"
     assert find_hierarchy("", "") is None
 
@@ -921,7 +921,9 @@ async def test_an_interrupt_that_comes_late_hits_nobody(how: str) -> None:
 
 
 def test_a_level_below_strict_is_announced_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(isolation, "strict_trouble", lambda: f"no bubblewrap: {isolation.INSTALL_BUBBLEWRAP}")
+    monkeypatch.setattr(
+        isolation, "strict_unavailable_reason", lambda: f"no bubblewrap: {isolation.INSTALL_BUBBLEWRAP}"
+    )
     isolation.warn_below_strict.cache_clear()
     level = isolation.best()
 

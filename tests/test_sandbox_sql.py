@@ -296,7 +296,7 @@ async def test_the_ready_tool_shows_what_a_model_reads():
 def test_values_from_inside_are_not_believed():
     for told in ([1], {"no such": 1}, {"decimal": "x"}, {"uuid": 3}, {"date": "x"}, {}, {"bytes": 1, "text": 2}):
         with pytest.raises((KeyError, TypeError, ValueError, ArithmeticError, AttributeError)):
-            sql._value(told)
+            sql._decode(told)
 
 
 async def test_another_database_in_the_same_process(engine: str, tmp_path: Path):

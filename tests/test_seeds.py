@@ -70,6 +70,6 @@ def test_company_and_order_change_nothing() -> None:
 
 @given(PARTS, PARTS, st.lists(st.integers(0, 9), max_size=4))
 def test_a_stem_gives_what_the_parts_give(shared: list[int | str], own: list[int | str], turns: list[int]) -> None:
-    stem = seeds.Stem((7, *shared), tuple(own))
+    stream = seeds.SeedStream((7, *shared), tuple(own))
     for turn in turns:
-        assert stem.at(turn) == seeds.derive(7, *shared, *own, turn)
+        assert stream.for_turn(turn) == seeds.derive(7, *shared, *own, turn)

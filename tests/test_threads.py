@@ -16,7 +16,7 @@ NEVER = 60.0
 
 
 async def call(function: Any, *given: Any, timeout: float | None = NEVER) -> Any:
-    value, error = await threads.run(lambda: function(*given), function, timeout)
+    value, error = await threads.run_off_loop(lambda: function(*given), function, timeout)
     if error is not None:
         raise error
     return value
@@ -27,12 +27,12 @@ def where() -> int:
 
 
 async def test_quick_calls_share_a_thread_and_a_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_STALL", NEVER)
+    monkeypatch.setattr(threads, "_STALL_SECONDS", NEVER)
     wakes = []
     loop = asyncio.get_running_loop()
     soon = loop.call_soon_threadsafe
     monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *given: (wakes.append(given), soon(*given))[1])
-    monkeypatch.setattr(threads, "_KEEP", NEVER)
+    monkeypatch.setattr(threads, "_MAX_DELIVERY_DELAY", NEVER)
     found = await asyncio.gather(*(call(where) for _ in range(64)))
     assert len(set(found)) == 1
     assert found[0] != threading.get_ident()
@@ -89,10 +89,10 @@ async def test_what_was_slow_and_is_quick_again_comes_back() -> None:
 
 async def test_late_and_cancelled_calls_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = threading.Event()
-    with pytest.raises(threads.Late):
+    with pytest.raises(threads.CallTimeout):
         await call(lambda: stuck.wait(NEVER), timeout=0.01)
     assert await call(where) != threading.get_ident()
-    monkeypatch.setattr(threads, "_STALL", NEVER)
+    monkeypatch.setattr(threads, "_STALL_SECONDS", NEVER)
     ran: list[int] = []
     first = asyncio.ensure_future(call(lambda: stuck.wait(NEVER)))
     second = asyncio.ensure_future(call(lambda: ran.append(1)))
@@ -150,11 +150,12 @@ warnings.simplefilter("ignore")
 stuck = threading.Event()
 def wait(): stuck.wait(60)
 async def both():
-    return await asyncio.gather(threads.run(wait, wait, 0.01), threads.run(int, int, 60), return_exceptions=True)
+    return await asyncio.gather(threads.run_off_loop(wait, wait, 0.01),
+        threads.run_off_loop(int, int, 60), return_exceptions=True)
 async def one():
-    return await threads.run(int, int, 60)
+    return await threads.run_off_loop(int, int, 60)
 asyncio.run(both())
-threads._lane.served = True  # somebody was on the way to it
+threads._shared_worker.has_thread = True  # somebody was on the way to it
 threads._lock.acquire()
 if os.fork() == 0:
     print(asyncio.run(one()), flush=True)

@@ -115,7 +115,7 @@ def test_the_tokenizer_that_ships_is_the_one_that_is_built(policy: Any) -> None:
 
 
 def test_digits_and_signs_are_tokens_of_their_own(policy: Any) -> None:
-    assert policy.chat.pieces(policy.chat.encode("12*(3+45)-6?")) == tuple("12*(3+45)-6?")
+    assert policy.chat.token_texts(policy.chat.encode("12*(3+45)-6?")) == tuple("12*(3+45)-6?")
 
 
 @pytest.mark.parametrize("text", ["naïve 東京 🙂\n", "  two  blanks", '{"name": "x"}', "<tool_call>{}</tool_call>"])

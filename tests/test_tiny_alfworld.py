@@ -40,7 +40,7 @@ def test_the_policy_is_small_and_says_where_it_came_from() -> None:
     assert policy.size < 500_000
     assert policy.chat.tokenizer.get_vocab() == chat().tokenizer.get_vocab()
     for word in households.WORDS:
-        assert chat().pieces(chat().encode(word)) == (word,)
+        assert chat().token_texts(chat().encode(word)) == (word,)
 
 
 async def test_a_demonstration_has_the_ids_of_a_chain_that_does_the_same() -> None:
@@ -82,7 +82,7 @@ def test_every_habit_is_a_conversation_and_a_batch_has_each_of_them() -> None:
 
 def test_a_batch_in_parts_is_the_same_batch() -> None:
     batch = next(households.lessons(chat(), 0)[1])
-    parts = tiny._parted(batch, 3)
+    parts = tiny._split_batch(batch, 3)
     assert [len(part) for part in parts] == [11, 11, 10]
     assert sorted(d.ids for part in parts for d in part) == sorted(d.ids for d in batch)
     assert max(len(d.ids) for d in parts[0]) <= min(len(d.ids) for d in parts[-1])

@@ -46,7 +46,7 @@ def test_the_policy_is_small_and_says_where_it_came_from(name: str) -> None:
     assert policy.size < 500_000
     assert set(tiny.tokenizer().get_vocab()) <= set(policy.chat.tokenizer.get_vocab())
     for word in LESSONS[name].WORDS:
-        assert policy.chat.pieces(policy.chat.encode(word)) == (word,)
+        assert policy.chat.token_texts(policy.chat.encode(word)) == (word,)
 
 
 async def test_a_demonstration_has_the_ids_of_a_chain_that_does_the_same() -> None:

@@ -1014,7 +1014,7 @@ async def execute(code: Annotated[str, "what"], sandbox: FakeBox) -> str:
 async def test_try_leases_a_throw_away_sandbox() -> None:
     FakeBox.opened.clear()
     assert list(parameters(execute)["properties"]) == ["code"]
-    assert execute.sandbox_kinds == (FakeBox,)
+    assert execute.sandbox_types == (FakeBox,)
     assert (await execute.try_(code="a")).observation == "a: 2"
     assert (await execute.try_(code="a")).observation == "a: 2"
     assert [box.closed for box in FakeBox.opened] == [True, True]

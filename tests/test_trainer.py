@@ -198,13 +198,13 @@ async def test_cancelled_in_the_middle_of_a_step(
         more = {"eval_tasks": TASKS[:2]}
         config = SMALL.replace(evaluate_every=2)
     run = start(tmp_path / "run", policy, config, **more)
-    going = asyncio.create_task(run._all())
+    going = asyncio.create_task(run._run_to_end())
 
     def count() -> int:
         return len(Run(tmp_path / "run").records) if (tmp_path / "run" / "steps.jsonl").exists() else 0
 
     if when == "keep":
-        real = TrainRun._keep
+        real = TrainRun._persist
 
         def slow(self: TrainRun, *given: Any) -> Any:
             time.sleep(0.05)
@@ -212,7 +212,7 @@ async def test_cancelled_in_the_middle_of_a_step(
             time.sleep(0.05)
             return out
 
-        monkeypatch.setattr(TrainRun, "_keep", slow)
+        monkeypatch.setattr(TrainRun, "_persist", slow)
     while not going.done():
         await asyncio.sleep(0)
         if when == "first update" and policy.version >= 1:
@@ -249,7 +249,7 @@ async def test_random_interrupts_change_nothing(tmp_path: Path, whole: tuple[str
     policy = learner()
     for _ in range(40):
         run = start(tmp_path / "run", policy)
-        going = asyncio.create_task(run._all())
+        going = asyncio.create_task(run._run_to_end())
         await asyncio.wait([going], timeout=rng.random() * 0.4)
         if going.done():
             going.result()
@@ -441,7 +441,7 @@ async def test_without_a_folder_each_run_is_its_own() -> None:
 async def test_pause_and_resume(whole: tuple[str, list[dict[str, float]]]) -> None:
     policy = learner()
     run = start(None, policy)
-    going = asyncio.create_task(run._all())
+    going = asyncio.create_task(run._run_to_end())
     for _ in range(3):
         await asyncio.sleep(0.02)
         run.pause()
@@ -451,7 +451,7 @@ async def test_pause_and_resume(whole: tuple[str, list[dict[str, float]]]) -> No
     assert policy.fingerprint() == whole[0]
     held = start()
     held.pause()
-    waiting = asyncio.create_task(held._all())
+    waiting = asyncio.create_task(held._run_to_end())
     await asyncio.sleep(0.2)
     assert held.records == []
     held.stop()
@@ -461,7 +461,7 @@ async def test_pause_and_resume(whole: tuple[str, list[dict[str, float]]]) -> No
 
 async def test_one_loop_a_run() -> None:
     run = start()
-    going = asyncio.create_task(run._all())
+    going = asyncio.create_task(run._run_to_end())
     await asyncio.sleep(0.02)
     with pytest.raises(SettingsError, match="already being awaited somewhere else"):
         await run
@@ -529,7 +529,7 @@ async def test_rollouts_can_be_kept(tmp_path: Path) -> None:
 def test_a_pass_goes_from_easy_to_hard_and_shuffles_within_a_level() -> None:
     level = {t.id: i // 4 for i, t in enumerate(TASKS)}
     run = start(config=SMALL.replace(difficulty=lambda task: level[task.id]))
-    passes = [[t.id for i in range(4 * k, 4 * k + 4) for t in run._order.draw(i)] for k in range(6)]
+    passes = [[t.id for i in range(4 * k, 4 * k + 4) for t in run._task_sampler.sample(i)] for k in range(6)]
     for one in passes:
         assert sorted(one) == sorted(t.id for t in TASKS)
         assert [level[i] for i in one] == [0] * 4 + [1] * 4 + [2] * 4
@@ -560,11 +560,11 @@ async def test_a_bar_shows_the_steps_and_goes(capsys: pytest.CaptureFixture[str]
 
 def test_each_pass_takes_every_task_once() -> None:
     run = start(config=SMALL.replace(tasks_per_step=5))
-    drawn = [t.id for i in range(12) for t in run._order.draw(i)]
+    drawn = [t.id for i in range(12) for t in run._task_sampler.sample(i)]
     passes = [drawn[i : i + 12] for i in range(0, 60, 12)]
     assert all(sorted(p) == sorted(t.id for t in TASKS) for p in passes)
     assert len({tuple(p) for p in passes}) == 5
-    assert [t.id for t in run._order.draw(7)] == drawn[35:40]
+    assert [t.id for t in run._task_sampler.sample(7)] == drawn[35:40]
 
 
 # --- what is refused -----------------------------------------------------------------------------

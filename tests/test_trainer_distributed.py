@@ -33,7 +33,7 @@ def learner(*, value_head: bool = False) -> Policy:
     """One that runs every row alone: what rows share is summed in another order by each way to deal them out, which
     AdamW makes 1.5e-6 of; here it is the dealing that is tested (test_ppo_distributed.py has the sharing)."""
     policy = fresh_learner(value_head=value_head)
-    policy._grows = False
+    policy._trees_supported = False
     return policy
 
 
@@ -151,8 +151,8 @@ def test_a_share_of_a_rollout_has_the_names_of_the_whole() -> None:
     policy = learner()
     a = small(policy)
     tasks = [TASKS[0], TASKS[1], TASKS[0]]
-    whole = [place.id for _, place in a.rollout(tasks, 2)._places]
-    parts = [[place.id for _, place in a.rollout(tasks, 2, share=(i, 2))._places] for i in range(2)]
+    whole = [key.id for _, key in a.rollout(tasks, 2)._planned]
+    parts = [[key.id for _, key in a.rollout(tasks, 2, share=(i, 2))._planned] for i in range(2)]
     assert sorted(parts[0] + parts[1]) == sorted(whole)
     assert len(parts[0]) == 4 and any("~2" in name for name in parts[0])
 

@@ -73,8 +73,8 @@ async def test_a_step_that_diverges_later_goes_back_to_the_step_before(
     run = start(tmp_path / "run", policy)
     await leave(run, "break", 2)
     good = policy.fingerprint()
-    real = type(run)._rates
-    monkeypatch.setattr(type(run), "_rates", lambda self, index: [0.3 for _ in real(self, index)])
+    real = type(run)._learning_rates
+    monkeypatch.setattr(type(run), "_learning_rates", lambda self, index: [0.3 for _ in real(self, index)])
     with pytest.raises(TrainingError, match=r"step 3: it moved the policy.*steps 1 to 2 are kept"):
         await run
     assert policy.fingerprint() == good
@@ -210,7 +210,7 @@ async def test_weights_are_on_the_disk_before_they_take_their_place(
         pass
     monkeypatch.setattr(runs.os, "fsync", fsync)
     monkeypatch.setattr(runs.os, "replace", replace)
-    run._checkpoint(1)
+    run._save_checkpoint(1)
     assert order == [
         "sync /checkpoint.new/state.pt",
         "sync /checkpoint.new/done",
@@ -238,7 +238,7 @@ def test_killed_again_and_again_at_random_moments(overlap: int, tmp_path: Path) 
     rng = random.Random(seed)
     wanted = learner()
     config = SMALL.replace(overlap=overlap)
-    records = numbers(asyncio.run(start(tmp_path / "whole", wanted, config)._all()))
+    records = numbers(asyncio.run(start(tmp_path / "whole", wanted, config)._run_to_end()))
     command = script(BODY, run=str(tmp_path / "run"), overlap=overlap)
     kills = 0
     for _ in range(12):
@@ -261,7 +261,7 @@ def test_killed_again_and_again_at_random_moments(overlap: int, tmp_path: Path) 
             break
     assert kills >= 2, f"seed {seed}"
     policy = learner()
-    run = asyncio.run(start(tmp_path / "run", policy, config)._all())
+    run = asyncio.run(start(tmp_path / "run", policy, config)._run_to_end())
     assert policy.fingerprint() == wanted.fingerprint(), f"seed {seed}"
     assert numbers(run) == records, f"seed {seed}"
     assert not list((tmp_path / "run").glob(".*")), "no half-written file is left"

@@ -41,7 +41,7 @@ async def test_each_rollout_but_the_first_is_one_iteration_old(monkeypatch: pyte
     real = loop.ppo_step_async
 
     def watching(p: Any, optimizer: Any, batch: Any, **options: Any) -> Any:
-        batches.append((p.version, batch, options["old"]))
+        batches.append((p.version, batch, options["old_logprobs"]))
         return real(p, optimizer, batch, **options)
 
     monkeypatch.setattr(loop, "ppo_step_async", watching)
@@ -70,7 +70,7 @@ async def test_it_really_runs_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None
     seen: list[int] = []
 
     def sampled() -> int:
-        return 0 if run._twin is None else run._twin.engine.sampled  # type: ignore[attr-defined]
+        return 0 if run._prefetch_agent is None else run._prefetch_agent.engine.sampled  # type: ignore[attr-defined]
 
     async def held(*given: Any, **options: Any) -> Any:
         for _ in range(1000):
@@ -94,7 +94,7 @@ async def test_a_correction_takes_the_weights_before_the_update_as_old(monkeypat
     real = loop.ppo_step_async
 
     def watching(*given: Any, **options: Any) -> Any:
-        olds.append((options["old"], options["correction"]))
+        olds.append((options["old_logprobs"], options["correction"]))
         return real(*given, **options)
 
     monkeypatch.setattr(loop, "ppo_step_async", watching)
@@ -149,7 +149,7 @@ async def test_random_interrupts_leave_nothing_and_change_nothing(
     policy = learner()
     for _ in range(30):
         run = start(tmp_path / "run", policy, AHEAD)
-        going = asyncio.create_task(run._all())
+        going = asyncio.create_task(run._run_to_end())
         await asyncio.wait([going], timeout=rng.random() * 0.5)
         if going.done():
             going.result()
@@ -212,7 +212,7 @@ async def test_pause_and_stop_reach_the_rollout_ahead(tmp_path: Path) -> None:
     assert not left()
     again = start(tmp_path / "run", learner(), AHEAD)
     again.pause()
-    waiting = asyncio.create_task(again._all())
+    waiting = asyncio.create_task(again._run_to_end())
     await asyncio.sleep(0.1)
     again.resume()
     await waiting
@@ -226,5 +226,5 @@ async def test_overlap_is_a_setting_of_the_run(tmp_path: Path) -> None:
         start(tmp_path / "run", learner(), SMALL)
     with pytest.raises(SettingsError, match="overlap=2"):
         SMALL.replace(overlap=2)
-    with pytest.raises(SettingsError, match="old='newest'"):
-        SMALL.replace(old="newest")
+    with pytest.raises(SettingsError, match="old_logprobs='newest'"):
+        SMALL.replace(old_logprobs="newest")

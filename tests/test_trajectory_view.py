@@ -86,7 +86,7 @@ async def test_search_looks_in_all_texts_and_results() -> None:
 async def test_what_a_batch_left_out_says_why() -> None:
     rollout = await some_rollout()
     first = rollout.trajectories[0].replace(reward=None, stop="error", error=Failure("tool x", "OSError", "disk full"))
-    mixed = Rollout.of([first, *rollout.trajectories[1:]])
+    mixed = Rollout.from_trajectories([first, *rollout.trajectories[1:]])
     batch = collate(mixed)
     assert len(batch.dropped) == 1
     view = w.TrajectoryView(mixed, batch=batch)
@@ -153,7 +153,7 @@ async def test_it_opens_tokens_and_the_stepper() -> None:
 
 
 async def test_it_keeps_no_rollout_alive_and_says_so() -> None:
-    rollout = Rollout.of([t.replace() for t in await some_rollout()])
+    rollout = Rollout.from_trajectories([t.replace() for t in await some_rollout()])
     view = w.TrajectoryView(rollout)
     put(view, "_selected", [0])
     del rollout
@@ -170,7 +170,7 @@ async def test_it_keeps_no_rollout_alive_and_says_so() -> None:
 
 def test_5000_trajectories_stay_small() -> None:
     words = tuple(f" word{i}" for i in range(40))
-    base = [dataclasses.replace(trajectory(f"t-{k}", actions=3, seed=k, pieces=words)) for k in range(20)]
+    base = [dataclasses.replace(trajectory(f"t-{k}", actions=3, seed=k, token_texts=words)) for k in range(20)]
     many = [base[i % 20].replace(id=f"task-{i // 8}/{i}", group=f"g{i // 8}") for i in range(5000)]
     began = time.process_time()
     view = w.TrajectoryView(many)
@@ -203,15 +203,17 @@ def nasty() -> list[Trajectory]:
         result = ToolResult(False, text, error=Failure("tool", "E", text, text))
         call = ToolCall("c", text, {"x": text}, result=result)
         turns = (
-            Turn("prompt", "task", (1,), text=text, pieces=(text,)),
-            Turn("action", "policy", (2,), True, logprobs=(math.nan,), versions=(0,), text=text, pieces=(text,)),
-            Turn("observation", text or "tool", (3,), text=text, pieces=(text,), tool_calls=(call,)),
+            Turn("prompt", "task", (1,), text=text, token_texts=(text,)),
+            Turn("action", "policy", (2,), True, logprobs=(math.nan,), versions=(0,), text=text, token_texts=(text,)),
+            Turn("observation", text or "tool", (3,), text=text, token_texts=(text,), tool_calls=(call,)),
         )
         task = Task(text or "t", ({"role": "user", "content": text},))
         metrics = {text: math.nan, "x": math.inf}
         out.append(Trajectory(f"{text}-{i}", task, text, 0, turns, "answered", reward=math.nan, metrics=metrics))
     task = Task("t", ({"role": "user", "content": "?"},))
-    out.append(Trajectory("no-action", task, "g", 0, (Turn("prompt", "task", (1,), text="p", pieces=("p",)),), "error"))
+    out.append(
+        Trajectory("no-action", task, "g", 0, (Turn("prompt", "task", (1,), text="p", token_texts=("p",)),), "error")
+    )
     out.append(Trajectory("no-turn", task, "g", 1, (), "error", error=Failure("chat", "E", "no")))
     out.append(Trajectory("text-only", task, "g", 2, (Turn("prompt", "task", None, text="p"),), "cancelled"))
     return out

@@ -15,7 +15,7 @@ from test_ppo import batch_of
 
 from agentfly_kit.policy import Policy
 from agentfly_kit.ppo import ppo_step
-from agentfly_kit.trees import Forest, grow
+from agentfly_kit.trees import PackedTrees, build_prefix_trees
 
 
 def branching(seed: int, count: int = 12, vocabulary: int = 400) -> Any:
@@ -44,7 +44,7 @@ def branching(seed: int, count: int = 12, vocabulary: int = 400) -> Any:
 
 def alone(policy: Policy) -> Policy:
     """The same policy, which runs every row by itself."""
-    policy._grows = False
+    policy._trees_supported = False
     return policy
 
 
@@ -53,14 +53,14 @@ def alone(policy: Policy) -> Policy:
 def test_every_row_stands_in_its_tree_and_sees_itself_alone(seed: int, scale: float) -> None:
     rows = branching(seed)
     lengths = rows.lengths.tolist()
-    trees = grow(rows.ids, lengths, scale=scale, widest=100)
+    trees = build_prefix_trees(rows.ids, lengths, scale=scale, max_tokens=100)
     assert sorted(row for tree in trees for row in tree.rows) == list(range(len(lengths)))
-    forest = Forest.of(trees, rows.ids, lengths)
-    sees, width = forest.mask()[:, 0], forest.ids.shape[1]
+    packed = PackedTrees.build(trees, rows.ids, lengths)
+    sees, width = packed.mask()[:, 0], packed.ids.shape[1]
     for i, n in enumerate(lengths):
-        places = forest.node[i, :n].tolist()
-        assert forest.ids.flatten()[places].tolist() == rows.ids[i, :n].tolist()
-        assert forest.positions.flatten()[places].tolist() == list(range(n))
+        places = packed.token_index[i, :n].tolist()
+        assert packed.ids.flatten()[places].tolist() == rows.ids[i, :n].tolist()
+        assert packed.positions.flatten()[places].tolist() == list(range(n))
         tree = places[0] // width
         for k, place in enumerate(places):
             seen = sees[tree, place - tree * width].nonzero()[:, 0] + tree * width
@@ -90,7 +90,7 @@ def test_a_forward_of_trees_is_the_forward_of_the_rows(seed: int, temperatures: 
         (got.logprob * weigh + got.entropy * weigh.flip(0) + got.value * weigh.square()).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
         found.append((got.logprob, got.entropy, got.value, got.hidden, gradient))
-        assert policy._grows is not own
+        assert policy._trees_supported is not own
     for grown, plain in zip(*found, strict=True):
         torch.testing.assert_close(grown, plain, atol=2e-5 * max(1.0, float(plain.detach().abs().max())), rtol=0)
 
@@ -135,7 +135,7 @@ def test_a_model_that_runs_trees_otherwise_is_given_rows(family: str, attention:
     made = model(family, **shape)
     made.config._attn_implementation = attention
     policy = Policy(made, random_policy(0).chat)
-    assert policy._can_grow() is grows
+    assert policy._supports_trees() is grows
 
 
 @pytest.mark.parametrize("micro", [None, 8])
@@ -153,7 +153,7 @@ def test_an_engine_that_computes_otherwise_is_found_in_the_first_update(micro: i
         stats = ppo_step(twin, torch.optim.SGD(list(twin.parameters()), lr=1.0), batch, micro_tokens=micro, **options)
         return stats, torch.cat([p.detach().flatten() for p in twin.parameters()])
 
-    wanted, weights = after(other, old="recompute")
+    wanted, weights = after(other, old_logprobs="recompute")
     stats, got = after(other)
     assert stats.sampler_gap == pytest.approx(0.01, abs=1e-4) == wanted.sampler_gap
     assert torch.equal(got, weights), "nothing of the first try is left"

@@ -95,7 +95,7 @@ def test_sft_trains_the_tokens_of_our_mask_and_no_other(tmp_path: Path) -> None:
     order = [
         tuple(r[m].tolist()) for r, m in zip(collated["input_ids"], collated["attention_mask"].bool(), strict=True)
     ]
-    ids, mask = tiny._padded([rows[[r.ids for r in rows].index(row)] for row in order])
+    ids, mask = tiny._pad([rows[[r.ids for r in rows].index(row)] for row in order])
     assert torch.equal(collated["labels"] != -100, mask)
     assert torch.equal(collated["labels"][mask], ids[mask])
     with torch.no_grad():
@@ -149,7 +149,7 @@ def test_our_settings_reproduce_trls_loss(name: str, tmp_path: Path) -> None:
     wanted = torch.cat([p.grad.flatten().clone() for p in policy.model.parameters()])
     kept = Kept(policy)
     options = bridge.step_options(args) | {"max_grad_norm": None}
-    stats = ppo_step(policy, kept, batch, old="engine", micro_tokens=60, **options)
+    stats = ppo_step(policy, kept, batch, old_logprobs="engine", micro_tokens=60, **options)
     assert stats.loss == pytest.approx(float(theirs), abs=1e-6)
     torch.testing.assert_close(kept.seen[0], wanted, rtol=1e-4, atol=1e-6)
 
@@ -215,7 +215,7 @@ def test_chains_are_dealt_back_in_the_order_of_the_prompts() -> None:
     agent = agents.played(lambda task, turn: f"said {task.id}")
     wanted = agents.tasks(3)
     order = [wanted[i] for i in (2, 2, 0, 1, 1, 0, 2)]
-    chains = bridge._chains(agent, order, 0, True)
+    chains = bridge._sample_trajectories(agent, order, 0, True)
     assert [t.task.id for t in chains] == [task.id for task in order]
     assert len({t.id for t in chains}) == 7
 
@@ -230,7 +230,7 @@ def test_an_unscored_chain_moves_nothing() -> None:
         return float(trajectory.chain)
 
     agent = agents.played(["an answer"]).replace(reward=broken)
-    told = bridge._told(bridge._chains(agent, [agents.tasks(1)[0]] * 4, 0, True), 0)
+    told = bridge._rollout_columns(bridge._sample_trajectories(agent, [agents.tasks(1)[0]] * 4, 0, True), 0)
     assert told["agent_reward"] == [0.0, pytest.approx(5 / 3), 2.0, 3.0]
     assert [any(mask) for mask in told["env_mask"]] == [True, False, True, True]
     assert all(
@@ -242,12 +242,12 @@ def test_an_unscored_chain_moves_nothing() -> None:
 def test_a_folded_chain_is_refused_by_name() -> None:
     def fold(chain: Any) -> None:
         if chain.actions == 1 and chain.turn.row == 0:
-            chain.fold("so far so good")
+            chain.compact("so far so good")
 
     agent = agents.played([agents.call("1+1"), "2"], before_turn=fold)
-    chains = bridge._chains(agent, [agents.tasks(1)[0]], 0, True)
-    with pytest.raises(SettingsError, match="folded into 2 rows, and TRL trains a completion as one"):
-        bridge._told(chains, 0)
+    chains = bridge._sample_trajectories(agent, [agents.tasks(1)[0]], 0, True)
+    with pytest.raises(SettingsError, match="compacted into 2 rows, and TRL trains a completion as one"):
+        bridge._rollout_columns(chains, 0)
 
 
 def test_a_bridge_that_would_train_the_wrong_thing_is_refused(tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ def test_trl_learns_what_our_loop_learns(way: str, tmp_path: Path) -> None:
         lr_end=None,
         checkpoint_every=steps,
     )
-    asyncio.run(train(agents.agent(mine), mine, known, settings)._all())
+    asyncio.run(train(agents.agent(mine), mine, known, settings)._run_to_end())
     ours = asyncio.run(learned(mine, held))
 
     policy = agents.fresh()

@@ -50,15 +50,15 @@ def test_too_few_columns_and_rows_are_said() -> None:
 
 def test_what_each_turn_earned_and_began_from() -> None:
     a = turned(row(*TWO, reward=1.0), _2=0.25, _3=0.5)
-    turns = af.per_turn([a, row(("prompt", 1), ("action", 1), reward=None)])
+    turns = af.turn_data([a, row(("prompt", 1), ("action", 1), reward=None)])
     assert turns.turn_rewards == ((0.25, 1.5), (None,))
     assert turns.states == (((1, 2), (5,)), ((1,),))
-    assert af.per_turn(a, rewards=[3.0]).turn_rewards == ((0.25, 3.5),)
-    assert af.per_turn([a], state=lambda t, i: (t.chain, i)).states == (((0, 1), (0, 3)),)
+    assert af.turn_data(a, rewards=[3.0]).turn_rewards == ((0.25, 3.5),)
+    assert af.turn_data([a], state=lambda t, i: (t.chain, i)).states == (((0, 1), (0, 3)),)
     with pytest.raises(AlignmentError, match="2 rewards for 1 trajectories"):
-        af.per_turn(a, rewards=[1.0, 2.0])
+        af.turn_data(a, rewards=[1.0, 2.0])
     with pytest.raises(BatchError, match="turn 0 has a reward of 2"):
-        af.per_turn(turned(a, _0=2.0))
+        af.turn_data(turned(a, _0=2.0))
     # The sums are those that `collate` puts on tokens.
     batch = af.collate([a])
     assert batch.token_rewards[0].nan_to_num().tolist() == [0, 0, 0, 0.25, 0, 0, 1.5]
@@ -72,7 +72,7 @@ def test_turns_that_began_alike_are_compared() -> None:
     given = [good, bad, else_]
 
     def estimator(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-        turns = af.per_turn(given, rewards=rewards.tolist())
+        turns = af.turn_data(given, rewards=rewards.tolist())
         return af.advantages.gigpo(
             rewards, groups, turn_rewards=turns.turn_rewards, states=turns.states, gamma=1.0, std=None
         )
@@ -84,7 +84,7 @@ def test_turns_that_began_alike_are_compared() -> None:
     assert at == [[1.0] * 4, [-1.0] * 4, [0.0, 0.0]]
 
 
-async def forked(same_noise: bool = False) -> list[Trajectory]:
+async def forked(same_seeds: bool = False) -> list[Trajectory]:
     """Three chains of one task: two of them one chain that was forked after its first turn."""
     one = agent()
     for task in tasks(24):
@@ -93,7 +93,7 @@ async def forked(same_noise: bool = False) -> list[Trajectory]:
         if first.stop is None:
             break  # the tool was called, and answered
     assert first.stop is None
-    fork = await first.fork(same_noise=same_noise)
+    fork = await first.fork(same_seeds=same_seeds)
     other = one.chain(tasks(24)[-1])
     return [await chain.run() for chain in (first, fork, other)]
 
@@ -101,25 +101,25 @@ async def forked(same_noise: bool = False) -> list[Trajectory]:
 async def test_forks_have_the_same_name_for_what_they_share() -> None:
     first, fork, other = await forked()
     together = [t.replace(group="g", chain=c) for t, c in ((first, 0), (fork, 0), (other, 1))]
-    leaves = af.per_turn(together).leaves
-    assert [len(path) for path in leaves] == [sum(turn.sampled for turn in t.turns) for t in together]
+    turn_ids = af.turn_data(together).turn_ids
+    assert [len(path) for path in turn_ids] == [sum(turn.sampled for turn in t.turns) for t in together]
     common = sum(a is b and a.sampled for a, b in zip(first.turns, fork.turns, strict=False))
     assert common >= 1
-    assert leaves[0][:common] == leaves[1][:common]
-    assert not set(leaves[2]) & set(leaves[0] + leaves[1])
-    weights = af.advantages.branch_weights(leaves, [0, 0, 0])
+    assert turn_ids[0][:common] == turn_ids[1][:common]
+    assert not set(turn_ids[2]) & set(turn_ids[0] + turn_ids[1])
+    weights = af.advantages.branch_weights(turn_ids, [0, 0, 0])
     assert float(weights.sum()) == pytest.approx(1)
-    adv = af.advantages.arpo(torch.tensor([1.0, 0.0, 0.5]), [0, 0, 0], leaves=leaves, attribution="hard")
+    adv = af.advantages.arpo(torch.tensor([1.0, 0.0, 0.5]), [0, 0, 0], turn_ids=turn_ids, attribution="hard")
     batch = af.collate(together, adv)
     assert batch.advantages[batch.mask].isfinite().all()
 
 
 async def test_a_fork_that_goes_the_same_way_again_is_another_leaf() -> None:
-    first, fork, _ = await forked(same_noise=True)
+    first, fork, _ = await forked(same_seeds=True)
     together = [t.replace(group="g", chain=0) for t in (first, fork)]
-    leaves = af.per_turn(together).leaves
-    assert leaves[0][-1] != leaves[1][-1]
-    af.advantages.arpo(torch.tensor([1.0, 0.0]), [0, 0], leaves=leaves)
+    turn_ids = af.turn_data(together).turn_ids
+    assert turn_ids[0][-1] != turn_ids[1][-1]
+    af.advantages.arpo(torch.tensor([1.0, 0.0]), [0, 0], turn_ids=turn_ids)
 
 
 @pytest.mark.parametrize("name", ["gigpo", "arpo"])
@@ -137,6 +137,6 @@ async def test_a_run_trains_with_them(name: str, tmp_path: Any) -> None:
 async def test_without_forks_and_with_one_turn_they_are_grpo() -> None:
     rollout = await agent().rollout(tasks(2), group_size=4)
     plain = af.collate(rollout, af.advantages.grpo)
-    turns = af.per_turn(rollout)
-    soft = af.collate(rollout, lambda r, g: af.advantages.arpo(r, g, leaves=turns.leaves))
+    turns = af.turn_data(rollout)
+    soft = af.collate(rollout, lambda r, g: af.advantages.arpo(r, g, turn_ids=turns.turn_ids))
     torch.testing.assert_close(soft.advantages, plain.advantages, equal_nan=True)

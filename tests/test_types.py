@@ -111,7 +111,7 @@ def test_samples_are_aligned() -> None:
         Sample(None, None, None, "stop", None)
 
 
-@pytest.mark.parametrize("name", ["logprobs", "entropies", "kept_mass", "versions", "pieces"])
+@pytest.mark.parametrize("name", ["logprobs", "entropies", "kept_mass", "versions", "token_texts"])
 def test_turns_are_aligned(name: str) -> None:
     with pytest.raises(AlignmentError, match=f"2 ids has 1 {name}"):
         Turn("action", "policy", (1, 2), **{name: (0,)})  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ def test_views_have_one_length_and_nan_where_nothing_was_sampled() -> None:
     for values, wanted in ((t.logprobs, [-1, -2, -5]), (t.entropies, [0.5, 1, 2.5])):
         assert np.isnan(values[~t.action_mask]).all()
         assert values[t.action_mask].tolist() == wanted
-    assert t.pieces == ("[7]", "[8]", "[1]", "[2]", "[9]", "[4]", "[5]")
+    assert t.token_texts == ("[7]", "[8]", "[1]", "[2]", "[9]", "[4]", "[5]")
     assert not t.ids.flags.writeable
     assert t.turns[-1].path == t.turns
 
@@ -160,7 +160,7 @@ def test_a_text_only_trajectory_refuses_token_views_by_name() -> None:
     )
     assert not t.exact
     assert t.final == "5"
-    for name in ("ids", "action_mask", "logprobs", "entropies", "versions", "pieces", "turn_index"):
+    for name in ("ids", "action_mask", "logprobs", "entropies", "versions", "token_texts", "turn_index"):
         with pytest.raises(AlignmentError, match="'g/0' came from an engine that gives text only"):
             getattr(t, name)
     assert "no ids" in repr(t)
@@ -242,14 +242,14 @@ def test_a_failure_keeps_no_frames() -> None:
     try:
         raise ValueError("lost")
     except ValueError as error:
-        failure = Failure.of("tool f", error)
+        failure = Failure.from_exception("tool f", error)
     assert str(failure) == "tool f: ValueError: lost"
     assert 'raise ValueError("lost")' in failure.traceback
 
 
 def test_stats_give_only_numbers() -> None:
     stats = Stats(loss=1.0, policy_loss=1.0, approx_kl=0.1, clip_fraction=0.0, entropy=2.0, grad_norm=1.0, detail={})
-    numbers = stats.numbers()
+    numbers = stats.scalars()
     assert numbers["loss"] == 1.0
     assert "value_loss" not in numbers
     assert "detail" not in numbers

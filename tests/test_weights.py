@@ -17,17 +17,17 @@ import torch
 
 from agentfly_kit.engines import weights
 from agentfly_kit.engines.weights import (
-    _HANDLE,
+    _CUDA_HANDLE_FIELDS,
+    BufferNotOpened,
+    ChunkReader,
     Delivery,
-    Piece,
     SharedMemory,
-    Unopened,
-    Unpacking,
+    TensorSlice,
+    ipc_unavailable_reason,
     layout,
     open_buffer,
     pack,
-    sources,
-    why_no_ipc,
+    weight_sources,
 )
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy import Policy
@@ -36,20 +36,22 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool,
 
 
 class Receiver:
-    """The worker's half without vLLM: what `agentfly_take` is called with, put together."""
+    """The worker's half without vLLM: what `agentfly_receive` is called with, put together."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.calls: list[tuple[int, bool]] = []
         self.folder = Path()
-        self._unpacking = Unpacking()
+        self._unpacking = ChunkReader()
 
-    async def call(self, method: str, handle: dict[str, Any], pieces: list[Piece], number: int, last: bool) -> Any:
-        assert method == "agentfly_take"
-        handle, pieces = json.loads(json.dumps([handle, pieces]))  # plain types: a server gets them so
+    async def call(
+        self, method: str, handle: dict[str, Any], slices: list[TensorSlice], number: int, last: bool
+    ) -> Any:
+        assert method == "agentfly_receive"
+        handle, slices = json.loads(json.dumps([handle, slices]))  # plain types: a server gets them so
         self.folder = Path(handle["path"]).parent
         self.calls.append((number, last))
-        self.tensors |= dict(self._unpacking.read(pieces, open_buffer(handle)))
+        self.tensors |= dict(self._unpacking.read(slices, open_buffer(handle)))
         return [None]
 
 
@@ -85,15 +87,15 @@ def test_whatever_the_chunk_the_same_bytes_come_out(seed: int) -> None:
         tensors[f"t{i}"] = tensor.mT if rng.random() < 0.3 and len(shape) >= 2 else tensor
     chunks = layout(tensors.items(), limit)
     got: dict[str, torch.Tensor] = {}
-    unpacking = Unpacking()
+    unpacking = ChunkReader()
     buffer = torch.empty(max((s + n for c in chunks for *_, s, n in c), default=0), dtype=torch.uint8)
     assert buffer.numel() <= limit
-    for number, pieces in enumerate(chunks):
-        assert pieces or len(chunks) == 1
-        spans = sorted((start, start + part) for *_, start, part in pieces if part)
+    for number, slices in enumerate(chunks):
+        assert slices or len(chunks) == 1
+        spans = sorted((start, start + part) for *_, start, part in slices if part)
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-        pack({name: lambda t=t: t for name, t in tensors.items()}, pieces, buffer)
-        come = dict(unpacking.read(pieces, buffer))
+        pack({name: lambda t=t: t for name, t in tensors.items()}, slices, buffer)
+        come = dict(unpacking.read(slices, buffer))
         assert all(tensors[name].nbytes <= limit or number for name in come)
         got |= come
         buffer.fill_(255)  # the next chunk is written over it
@@ -110,26 +112,26 @@ def test_a_chunk_too_small_for_anything_is_refused() -> None:
 
 def test_pieces_out_of_order_are_refused() -> None:
     buffer = torch.zeros(64, dtype=torch.uint8)
-    for pieces in (
+    for slices in (
         [["a", "float32", [32], 64, 0, 64]],  # its first half has not come
         [["a", "float32", [32], 0, 0, 64], ["a", "float32", [32], 0, 0, 64]],
         [["a", "float32", [4], 0, 60, 16]],  # not in the buffer
         [["a", "float32", [4], 0, 0, 32]],  # more than it has
     ):
         with pytest.raises(ValueError, match="which lie at"):
-            list(Unpacking().read(pieces, buffer))
+            list(ChunkReader().read(slices, buffer))
 
 
 def test_weights_leave_merged_once_and_without_the_value_head() -> None:
     plain = agents.fresh(value_head=True)
-    found = sources(plain)
+    found = weight_sources(plain)
     names = [name for name, _, _ in found]
     assert "lm_head.weight" not in names and "model.embed_tokens.weight" in names  # tied: one tensor
     assert set(names) == set(plain.model.state_dict()) - {"lm_head.weight"}
     # Tensors without elements all lie at address 0, and are not the same for that.
     plain.model.register_buffer("nothing", torch.empty(0))
     plain.model.register_buffer("nothing_more", torch.empty(0))
-    assert {"nothing", "nothing_more"} <= {name for name, _, _ in sources(plain)}
+    assert {"nothing", "nothing_more"} <= {name for name, _, _ in weight_sources(plain)}
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_an_adapter_is_merged_as_peft_merges_a_whole_model(options: dict[str, An
     policy = lora(**options)
     before = copy.deepcopy(policy.model.state_dict())
     wanted = policy.merged().model.state_dict()
-    found = sources(policy)
+    found = weight_sources(policy)
     got = {name: values() for name, _, values in found}
     assert got.keys() == wanted.keys() - ({"lm_head.weight"} - got.keys())
     assert all(same(got[name], wanted[name]) for name in got)
@@ -181,9 +183,9 @@ async def test_a_delivery_is_whole_and_leaves_nothing(limit: int, make: Callable
         return await receiver.call(*args)
 
     async with Delivery(policy, "shm", limit) as delivery:
-        assert not delivery.begun
+        assert not delivery.has_sent
         await delivery.send(call)
-        assert delivery.begun and delivery.version == 9 and receiver.folder.exists()
+        assert delivery.has_sent and delivery.version == 9 and receiver.folder.exists()
     assert not receiver.folder.exists() and not policy.lock.locked()
     wanted = policy.merged().model.state_dict()
     assert receiver.tensors.keys() == wanted.keys() - {"lm_head.weight"}
@@ -220,11 +222,11 @@ async def test_a_delivery_that_ends_early_frees_the_lock_and_the_buffer(how: str
             try:
                 await delivery.send(call)
             finally:
-                begun.append(delivery.begun)
+                begun.append(delivery.has_sent)
 
     task = asyncio.ensure_future(deliver())
     if how == "cannot open":
-        with pytest.raises(Unopened, match="RuntimeError: no"):
+        with pytest.raises(BufferNotOpened, match="RuntimeError: no"):
             await task
     elif how == "fails":
         with pytest.raises(ConnectionError):
@@ -240,7 +242,7 @@ async def test_a_delivery_that_ends_early_frees_the_lock_and_the_buffer(how: str
 
 async def test_without_room_it_says_where_it_looked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     policy = agents.fresh()
-    monkeypatch.setattr(weights, "_SHARED", str(tmp_path / "no"))
+    monkeypatch.setattr(weights, "_SHM_DIR", str(tmp_path / "no"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nothing"))
     with pytest.raises(EngineError, match=r"no room for 1\.\d MiB of weights in .*/no or .*/nothing: .*; make room"):
         async with Delivery(policy, "shm", 1 << 26):
@@ -268,12 +270,12 @@ async def test_cancelled_while_it_waits_for_the_policy_it_takes_no_lock_with_it(
 
 def test_why_not_over_cuda_ipc() -> None:
     policy = agents.shipped()
-    assert why_no_ipc(policy, [""]) == "the policy is on cpu, not on a CUDA device"
+    assert ipc_unavailable_reason(policy, [""]) == "the policy is on cpu, not on a CUDA device"
     other = agents.fresh()
     other.model.register_buffer("elsewhere", torch.empty(1, device="meta"))
-    assert why_no_ipc(other, ["GPU-1"]) == "the policy lies on 2 devices, cpu, meta"
+    assert ipc_unavailable_reason(other, ["GPU-1"]) == "the policy lies on 2 devices, cpu, meta"
     with pytest.raises(ValueError, match="is on GPU GPU-1, and this process uses none"):
-        open_buffer({"way": "ipc", "card": "GPU-1"}, torch.device("cpu"))
+        open_buffer({"transport": "ipc", "gpu_uuid": "GPU-1"}, torch.device("cpu"))
 
 
 def test_torch_rebuilds_cuda_memory_from_what_is_sent() -> None:
@@ -281,4 +283,4 @@ def test_torch_rebuilds_cuda_memory_from_what_is_sent() -> None:
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     ours = {"tensor_cls", "tensor_size", "tensor_stride", "tensor_offset", "storage_cls", "dtype", "storage_device"}
-    assert set(inspect.signature(rebuild_cuda_tensor).parameters) == {*ours, "requires_grad", *_HANDLE}
+    assert set(inspect.signature(rebuild_cuda_tensor).parameters) == {*ours, "requires_grad", *_CUDA_HANDLE_FIELDS}

@@ -48,7 +48,7 @@ def _closed() -> Iterator[None]:
         view.close()
 
 
-def trajectory(id: str = "t-0", actions: int = 2, width: int = 5, seed: int = 0, pieces: Any = None) -> Trajectory:
+def trajectory(id: str = "t-0", actions: int = 2, width: int = 5, seed: int = 0, token_texts: Any = None) -> Trajectory:
     rng = np.random.default_rng(seed)
     counter = iter(range(10, 10**6))
 
@@ -62,11 +62,14 @@ def trajectory(id: str = "t-0", actions: int = 2, width: int = 5, seed: int = 0,
                 "versions": (0,) * len(words),
             }
         ids = tuple(next(counter) for _ in words)
-        return Turn(kind, author, ids, sampled, text="".join(words), pieces=words, **extra)
+        return Turn(kind, author, ids, sampled, text="".join(words), token_texts=words, **extra)
 
     turns = [turn("prompt", "task", width)]
     for _ in range(actions):
-        turns += [turn("action", "policy", width, sampled=True, own=pieces), turn("observation", "tool", 3, own=pieces)]
+        turns += [
+            turn("action", "policy", width, sampled=True, own=token_texts),
+            turn("observation", "tool", 3, own=token_texts),
+        ]
     turns.append(turn("forced", "hook", 2))
     task = Task("task-1", ({"role": "user", "content": "?"},))
     return Trajectory(id, task, "g", 0, tuple(turns), "answered", reward=1.0)
@@ -269,7 +272,7 @@ def test_open_and_close_are_told_by_the_pages() -> None:
 
 
 class Doer(w.View):
-    doable = frozenset({"plain", "slow", "bad", "late"})
+    actions = frozenset({"plain", "slow", "bad", "late"})
     done: list[Any]
 
     def _do_plain(self, value: Any) -> None:
@@ -346,7 +349,7 @@ def test_what_cannot_be_seen_is_made_visible() -> None:
 
 
 def test_nothing_in_a_token_becomes_html() -> None:
-    t = trajectory("<b>id</b>", pieces=NASTY)
+    t = trajectory("<b>id</b>", token_texts=NASTY)
     for signal in ("mask", "logprob"):
         view = w.TokenView(t, signal=signal)
         sent(view)
@@ -590,7 +593,7 @@ async def test_throttle_sends_ten_a_second_and_the_last_state() -> None:
     throttle = Throttle(lambda: seen.append(state[0]), 0.05)
     for i in range(1, 400):
         state[0] = i
-        throttle.poke()
+        throttle.schedule()
         await asyncio.sleep(0.001)
     await asyncio.sleep(0.15)
     assert seen[-1] == 399
@@ -614,7 +617,7 @@ def test_throttle_works_without_a_loop_and_from_many_threads() -> None:
         for _ in range(500):
             with lock:
                 state[0] += 1
-            throttle.poke()
+            throttle.schedule()
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -630,16 +633,16 @@ def test_throttle_outlives_its_loop() -> None:
     throttle = Throttle(lambda: seen.append(1), 0.05)
 
     async def once() -> None:
-        throttle.poke()
+        throttle.schedule()
         await asyncio.sleep(0.02)
-        throttle.poke()  # planned on a loop that ends before it is due
+        throttle.schedule()  # planned on a loop that ends before it is due
 
     asyncio.run(once())
     before = len(seen)
-    throttle.poke()
+    throttle.schedule()
     _until(lambda: len(seen) > before)
     throttle.close()
-    throttle.poke()
+    throttle.schedule()
     time.sleep(0.1)
     assert len(seen) == before + 1
 
@@ -666,7 +669,7 @@ class FakePool:
         )
         leases = tuple(SimpleNamespace(owner=f"c{i}", sandbox=i, since=5.0, turn=i) for i in range(self.leased))
         return SimpleNamespace(
-            kind="Box", isolation=None, size=6, idle=4 - self.leased, starting=0, leased=self.leased, dead=0,
+            sandbox_type="Box", isolation=None, size=6, idle=4 - self.leased, starting=0, leased=self.leased, dead=0,
             closed=False, waiting=len(self.waiters), waiters=self.waiters, time=7.5, leases=leases, sandboxes=boxes,
             error=None,
         )  # fmt: skip
@@ -806,10 +809,10 @@ async def test_pool_view_by_hand() -> None:
         assert view.held[number].things == [], "reset, and still ours"
         chain = await pool.acquire("chain")
         await ask("reset", chain.id)
-        assert chain.lost == "reset by hand"
+        assert chain.revoked == "reset by hand"
         again = await pool.acquire("chain")
         await ask("close", again.id)
-        assert again.lost == "closed by hand"
+        assert again.revoked == "closed by hand"
         await ask("close", 99)
         assert view._notice.startswith("SettingsError: Box 99 is not in this pool"), "it says so"
         await ask("give_back", number)
@@ -844,16 +847,16 @@ async def test_pool_view_by_hand_of_a_pool_elsewhere() -> None:
             await asyncio.sleep(0)
 
     async with Pool(Box, size=2) as pool, af.serve_pool(pool) as server:
-        async with af.RemotePool(server.url, token=server.token, kind=Box) as far:
+        async with af.RemotePool(server.url, token=server.token, sandbox_type=Box) as far:
             view = w.PoolView(far)
             assert view._state["recycles"]
             lease = await far.acquire("chain")
             await ask("close", lease.id)
-            assert lease.lost == "closed by hand" and view._notice == ""
+            assert lease.revoked == "closed by hand" and view._notice == ""
             here = await pool.acquire("somebody at the server")
             await ask("reset", here.id)
             assert view._notice.startswith("RemotePoolError: Box 2 is held by somebody at the server, who came by")
-            assert here.lost == ""
+            assert here.revoked == ""
             await here.release()
             view.close()
 
@@ -1104,7 +1107,7 @@ async def test_a_run_is_paused_and_stopped_from_its_view(tmp_path: Path) -> None
             await asyncio.wait(view._jobs)
 
     await ask("pause")
-    running = asyncio.ensure_future(run._all())
+    running = asyncio.ensure_future(run._run_to_end())
     await asyncio.sleep(0.3)
     assert run.records == []
     async with asyncio.timeout(20):

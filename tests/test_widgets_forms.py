@@ -251,7 +251,7 @@ def saved(n: int = 12, nasty: bool = False) -> af.Rollout:
         stop = "max_turns" if i == 1 else "error" if i == 2 else "answered"
         reward = None if stop == "error" else 0.0
         out.append(af.Trajectory(f"q{i}/0", task, f"q{i}", 0, turns, stop, reward=reward))
-    return af.Rollout.of(out)
+    return af.Rollout.from_trajectories(out)
 
 
 @af.reward

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import traitlets
 from ipywidgets import widget_serialization
 
-from agentfly_kit.markup import readable as readable
+from agentfly_kit.markup import escape_control_chars as escape_control_chars
 
 HERE = Path(__file__).parent
 STATIC_LIMIT = 100_000
@@ -108,10 +108,10 @@ def shared_prefix(names: list[str]) -> int:
 
 
 class Throttle:
-    """Calls `send` soon after `poke`, at most once in `seconds`; after the last poke there is always one more call.
+    """Calls `send` soon after `schedule`, at most once in `seconds`; after the last one there is always one more call.
 
-    `poke` may come from any thread, thousands of times a second. In a thread with a running event loop the call is made
-    on that loop, where the record can be read without tearing; elsewhere a timer thread makes it.
+    `schedule` may come from any thread, thousands of times a second. In a thread with a running event loop the call is
+    made on that loop, where the record can be read without tearing; elsewhere a timer thread makes it.
     """
 
     def __init__(self, send: Callable[[], None], seconds: float = 0.1) -> None:
@@ -124,7 +124,7 @@ class Throttle:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
 
-    def poke(self) -> None:
+    def schedule(self) -> None:
         with self._lock:
             now = time.monotonic()
             if self._closed or (self._planned is not None and not self._stuck(now)):
@@ -153,7 +153,7 @@ class Throttle:
         with self._lock:
             if self._closed or self._planned is None:
                 return
-            # Cleared before the call: a poke that comes while sending plans the next one, so the last state is sent.
+            # Cleared before the call: one that comes while sending plans the next one, so the last state is sent.
             self._planned = None
             self._next = time.monotonic() + self.seconds
         self.sent += 1
@@ -190,7 +190,7 @@ class View(anywidget.AnyWidget):
     stem: ClassVar[str] = ""
     settable: ClassVar[frozenset[str]] = frozenset()
     """The traits that a page may set."""
-    doable: ClassVar[frozenset[str]] = frozenset()
+    actions: ClassVar[frozenset[str]] = frozenset()
     """What a page may ask for by `context.ask(name, value)`: the method `_do_<name>(value)`, plain or async."""
 
     is_open = traitlets.Bool(False)
@@ -226,25 +226,25 @@ class View(anywidget.AnyWidget):
     def _on_message(self, _: Any, content: Any, buffers: Any) -> None:
         if not isinstance(content, dict) or not isinstance(content.get("page"), str):
             return
-        kind, page = content.get("kind"), content["page"]
-        if kind == "set":
-            self._put(content.get("name"), content.get("value"))
+        message_type, page = content.get("kind"), content["page"]
+        if message_type == "set":
+            self._set_trait(content.get("name"), content.get("value"))
             return
-        if kind == "do":
-            self._ask(content.get("name"), content.get("value"))
+        if message_type == "do":
+            self._handle_action(content.get("name"), content.get("value"))
             return
-        if kind == "open":
+        if message_type == "open":
             self._pages.add(page)
             self._seen = True
-        elif kind == "close":
+        elif message_type == "close":
             self._pages.discard(page)
-        was, self.is_open = self.is_open, bool(self._pages)
-        if self.is_open and not was:
-            self._opened()
-        elif was and not self.is_open:
-            self._left()
+        was_open, self.is_open = self.is_open, bool(self._pages)
+        if self.is_open and not was_open:
+            self._on_first_page()
+        elif was_open and not self.is_open:
+            self._on_last_page_closed()
 
-    def _put(self, name: Any, value: Any) -> None:
+    def _set_trait(self, name: Any, value: Any) -> None:
         """A trait that the page set; what Python refuses goes back as it was, and the page says why."""
         if name not in self.settable:
             return
@@ -256,17 +256,17 @@ class View(anywidget.AnyWidget):
             self._notice = sendable(str(error))
             self.send_state(name)
 
-    def _ask(self, name: Any, value: Any) -> None:
+    def _handle_action(self, name: Any, value: Any) -> None:
         """Do what the page asks, on the loop in which the view was made: messages may arrive in another thread."""
-        if name not in self.doable:
+        if name not in self.actions:
             return
         loop = self._loop
         if loop is None or loop.is_closed():
             self._notice = f"{name}: no event loop runs where this view was made; make it in a notebook's cell"
             return
-        loop.call_soon_threadsafe(self._begin, getattr(self, f"_do_{name}"), value)
+        loop.call_soon_threadsafe(self._run_handler, getattr(self, f"_do_{name}"), value)
 
-    def _begin(self, handler: Callable[[Any], Any], value: Any) -> None:
+    def _run_handler(self, handler: Callable[[Any], Any], value: Any) -> None:
         self._notice = ""
         try:
             result = handler(value)
@@ -296,11 +296,11 @@ class View(anywidget.AnyWidget):
             job.cancel()
         super().close()
 
-    def _opened(self) -> None:
+    def _on_first_page(self) -> None:
         """The first page shows the view."""
 
-    def _left(self) -> None:
-        """The last page is gone; one that opens later calls `_opened` again."""
+    def _on_last_page_closed(self) -> None:
+        """The last page is gone; one that opens later calls `_on_first_page` again."""
 
     def _static(self) -> str:
         raise NotImplementedError
@@ -333,13 +333,13 @@ class Opener(View):
         """The view that the page shows below this one, or None."""
         return self._below
 
-    def _put_below(self, view: View | None) -> None:
+    def _show_below(self, view: View | None) -> None:
         old, self._below = self._below, view
         if old is not None:
             old.close()
 
     def _do_leave(self, _: Any) -> None:
-        self._put_below(None)
+        self._show_below(None)
 
     def close(self) -> None:
         if self._below is not None:
@@ -358,7 +358,7 @@ class _Listener:
     def __call__(self, *_: Any) -> None:
         view = self.view()
         if view is not None and not view.resting:
-            self.throttle.poke()
+            self.throttle.schedule()
 
 
 class LiveView(View):
@@ -370,10 +370,10 @@ class LiveView(View):
 
     def __init__(self, record: Any, subscribe: Callable[[Callable[..., None]], Callable[[], Any]] | None) -> None:
         super().__init__(record)
-        me = weakref.ref(self)
+        view_ref = weakref.ref(self)
 
         def refresh() -> None:
-            view = me()
+            view = view_ref()
             if view is not None:
                 view._refresh_safely()
 
@@ -404,7 +404,7 @@ class LiveView(View):
         except Exception as error:
             self._failed(error)  # in a timer or a loop's callback nobody would see it
 
-    def _opened(self) -> None:
+    def _on_first_page(self) -> None:
         self._refresh_safely()
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import traitlets
 
-from ._base import Opener, readable, sendable
+from ._base import Opener, escape_control_chars, sendable
 from ._tokens import some
 from .chain_stepper import ChainStepper, _named
 from .token_view import TokenView
@@ -38,7 +38,7 @@ class Trajectories:
         """A row a trajectory, a turn or a token, as `Rollout.to_frame`."""
         from agentfly_kit.record import Rollout
 
-        return Rollout.of(self.trajectories).to_frame(kind)
+        return Rollout.from_trajectories(self.trajectories).to_frame(kind)
 
     def __repr__(self) -> str:
         return f"Trajectories({some(list(self.ids)) if self.ids else 'nothing'})"
@@ -95,14 +95,14 @@ class ChainsView(Opener):
     def pick(self, trajectory: Any) -> None:
         """Pick a chain, by its trajectory or its id; the page shows it. None picks none."""
         if trajectory is None:
-            self._put_below(None)
+            self._show_below(None)
             self._chain = {}
             return
         id = sendable(trajectory if isinstance(trajectory, str) else trajectory.id)
         self._trajectory(id)
         if self._chain.get("id") != id:
-            self._put_below(None)
-        self._chain = {"id": id, "name": readable(id, 200), "agent": self._agent_for() is not None}
+            self._show_below(None)
+        self._chain = {"id": id, "name": escape_control_chars(id, 200), "agent": self._agent_for() is not None}
 
     def _do_chain(self, value: Any) -> None:
         self.pick(value)
@@ -111,14 +111,14 @@ class ChainsView(Opener):
         """Of the picked chain, or of the one that is named."""
         if value is not None:
             self.pick(value)
-        self._put_below(TokenView(self._trajectory(self._picked_id()), agent=self._agent_for()))
+        self._show_below(TokenView(self._trajectory(self._picked_id()), agent=self._agent_for()))
 
     def _do_chain_stepper(self, _: Any) -> None:
         agent = self._agent_for()
         if agent is None:
             name = type(self).__name__
             raise ValueError(f"which agent? w.{name}(..., agent=agent) can open its chains in the stepper")
-        self._put_below(ChainStepper(agent, self._trajectory(self._picked_id())))
+        self._show_below(ChainStepper(agent, self._trajectory(self._picked_id())))
 
     def _do_chain_code(self, _: Any) -> None:
         id = self._picked_id()

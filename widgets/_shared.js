@@ -137,7 +137,7 @@ export function mount({ model, el }, { label, build }) {
      */
     put(name, value) {
       model.set(name, value);
-      tell("set", { name, value });
+      send("set", { name, value });
     },
     /** Show in `host` the widget that a trait names, and no other. */
     child(trait, host) {
@@ -166,9 +166,9 @@ export function mount({ model, el }, { label, build }) {
       draw();
     },
     /** Have Python do something: the view's `_do_<name>(value)`, on the notebook's loop. */
-    ask: (name, value = null) => tell("do", { name, value }),
+    ask: (name, value = null) => send("do", { name, value }),
   };
-  function tell(kind, more = {}) {
+  function send(kind, more = {}) {
     try {
       model.send({ kind, page, ...more });
     } catch {
@@ -188,12 +188,12 @@ export function mount({ model, el }, { label, build }) {
   showNotice();
   context.on("_notice", showNotice);
   el.append(root);
-  tell("open");
+  send("open");
   // For whoever measures: from the data being here to the first picture of it.
   requestAnimationFrame(() => setTimeout(() => performance.measure(`afk ${label}`, { start: began, end: performance.now() })));
   return () => {
     for (const end of ends) end();
-    tell("close");
+    send("close");
     root.remove();
   };
 }

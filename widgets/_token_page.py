@@ -32,7 +32,8 @@ def page(rows: list[Row], about: dict[str, Any], signal: str, title: str) -> str
     left = 78_000
     if summary is not None and (telling := _telling(rows, signal, summary)):
         table = "".join(
-            f"<tr><td>{escape(row.id)}</td><td>{row.start + i}</td><td><code>{escape(visible(row.pieces[i]))}</code>"
+            f"<tr><td>{escape(row.id)}</td><td>{row.start + i}</td><td><code>"
+            f"{escape(visible(row.token_texts[i]))}</code>"
             f"</td><td>{number(float(row.signals[signal][i]))}</td></tr>"
             for row, i in telling
         )
@@ -87,7 +88,7 @@ def _turn_html(
         # One element for the turn: its tokens have no number of their own.
         text, n = "", 0
         for i in range(first, last):
-            text += escape(_line(row.pieces[i]))
+            text += escape(_line(row.token_texts[i]))
             n += 1
             if len(text) > min(left, 20_000):
                 text += " …"
@@ -102,7 +103,7 @@ def _turn_html(
         value = float("nan") if values is None else float(values[i])
         shade = _shade(value, summary) if row.mask[i] else "border-bottom:1px dotted #888888"
         hint = f"{summary['label']} {number(value)}" if not np.isnan(value) else f"{summary['label']} missing"
-        piece = f'<span style="{shade}" title="{escape(hint)}">{escape(_line(row.pieces[i]))}</span>'
+        piece = f'<span style="{shade}" title="{escape(hint)}">{escape(_line(row.token_texts[i]))}</span>'
         size += len(piece.encode())
         if size > left:
             break

@@ -132,7 +132,7 @@ class Row:
     stop: str
     start: int
     ids: npt.NDArray[np.int64]
-    pieces: tuple[str, ...]
+    token_texts: tuple[str, ...]
     turn: npt.NDArray[np.int64]
     turns: tuple[tuple[str, str], ...]
     """(kind, author) of every turn of the trajectory."""
@@ -172,7 +172,7 @@ def _trajectory_rows(t: Any) -> list[Row]:
     if not getattr(t, "exact", True):
         none = np.zeros(0, np.int64)
         return [Row(
-            id=t.id, task=t.task.id, chain=t.chain, reward=t.reward, stop=t.stop, start=0, ids=none, pieces=(),
+            id=t.id, task=t.task.id, chain=t.chain, reward=t.reward, stop=t.stop, start=0, ids=none, token_texts=(),
             turn=none, turns=(), mask=none.astype(bool),
             note="This engine gave text only: there are no token ids to show.",
         )]  # fmt: skip
@@ -180,7 +180,7 @@ def _trajectory_rows(t: Any) -> list[Row]:
     for r in t.rows:
         row = Row(
             id=t.id if len(t.rows) == 1 else f"{t.id} row {r.index}", task=t.task.id, chain=t.chain, reward=t.reward,
-            stop=t.stop, start=0, ids=_array(r.ids, np.int64), pieces=tuple(r.pieces),
+            stop=t.stop, start=0, ids=_array(r.ids, np.int64), token_texts=tuple(r.token_texts),
             turn=_array(r.turn_index, np.int64), turns=tuple((turn.kind, turn.author) for turn in t.turns),
             mask=_array(r.action_mask, np.bool_),
         )  # fmt: skip
@@ -236,7 +236,7 @@ def _batch_rows(batch: Any, detail: Mapping[str, Any] | None) -> list[Row]:
         span = slice(start, start + len(here))
         row = Row(
             id=whole.id, task=whole.task, chain=whole.chain, reward=whole.reward, stop=whole.stop, start=start,
-            ids=whole.ids[span], pieces=whole.pieces[span], turn=whole.turn[span], turns=whole.turns,
+            ids=whole.ids[span], token_texts=whole.token_texts[span], turn=whole.turn[span], turns=whole.turns,
             mask=mask[b, here],
         )  # fmt: skip
         row.signals = {name: values[span] for name, values in whole.signals.items()}
@@ -266,8 +266,8 @@ def rows_of(source: Any) -> list[Row]:
         return _batch_rows(source, None)
     if is_trajectory(source):
         return _trajectory_rows(source)
-    if hasattr(source, "row") and callable(source.row):
-        return rows_of(source.row())  # a chain that is still being stepped
+    if hasattr(source, "rewind") and callable(source.snapshot):
+        return rows_of(source.snapshot())  # a chain that is still being stepped
     items = getattr(source, "trajectories", source)
     if isinstance(items, Iterable) and not isinstance(items, str | bytes | Mapping):
         found = list(items)
@@ -419,7 +419,7 @@ class Selection:
             for i in range(span.start - row.start, span.stop - row.start):
                 turn = int(row.turn[i])
                 record: dict[str, Any] = {"trajectory": row.id, "token": row.start + i, "id": int(row.ids[i])}
-                record.update(piece=row.pieces[i], turn=turn, kind=row.turns[turn][0], author=row.turns[turn][1])
+                record.update(piece=row.token_texts[i], turn=turn, kind=row.turns[turn][0], author=row.turns[turn][1])
                 record.update(mask=bool(row.mask[i]))
                 record.update({name: float(values[i]) for name, values in row.signals.items()})
                 records.append(record)

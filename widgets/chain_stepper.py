@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import traitlets
 
-from ._base import Opener, Throttle, count, escape, number, readable, sendable, tag
+from ._base import Opener, Throttle, count, escape, escape_control_chars, number, sendable, tag
 from ._tokens import visible
 
 _TEXT = 12_000
@@ -33,7 +33,7 @@ class ChainStepper(Opener):
 
     stem: ClassVar[str] = "chain_stepper"
     settable: ClassVar[frozenset[str]] = frozenset({"top"})
-    doable: ClassVar[frozenset[str]] = frozenset(
+    actions: ClassVar[frozenset[str]] = frozenset(
         {
             "sample",
             "act",
@@ -89,7 +89,7 @@ class ChainStepper(Opener):
         """The chain in sight: what `finish()` gave, or as it is now, unscored. As in the views of many chains."""
         from ._chains import Trajectories
 
-        now = self.trajectory or self.chain.row()
+        now = self.trajectory or self.chain.snapshot()
         return Trajectories((now.id,), (now,))
 
     def refresh(self) -> None:
@@ -111,15 +111,15 @@ class ChainStepper(Opener):
     def _follow(self) -> None:
         """Be told by the chain in sight. It keeps the listener, which holds the view weakly."""
         self._unfollow()
-        me = weakref.ref(self)
+        view_ref = weakref.ref(self)
 
         def changed() -> None:
-            view = me()
+            view = view_ref()
             if view is not None and view.comm is not None:
                 view._refresh_safely()
 
         throttle = self._throttle = Throttle(changed, 0.05)
-        self._end = weakref.finalize(self, _both, self.chain.subscribe(lambda _: throttle.poke()), throttle.close)
+        self._end = weakref.finalize(self, _both, self.chain.subscribe(lambda _: throttle.schedule()), throttle.close)
 
     def _unfollow(self) -> None:
         if self._end is not None:
@@ -134,7 +134,7 @@ class ChainStepper(Opener):
         except Exception as error:
             self._failed(error)  # in a loop's callback nobody would see it
 
-    def _opened(self) -> None:
+    def _on_first_page(self) -> None:
         self.refresh()
 
     def _running_loop(self) -> asyncio.AbstractEventLoop | None:
@@ -180,7 +180,7 @@ class ChainStepper(Opener):
             stops = set(agent.chat.stop_ids)
             found = {
                 "ids": [int(i) for i in ids],
-                "texts": [visible(piece, 40) for piece in agent.chat.pieces(ids)],
+                "texts": [visible(piece, 40) for piece in agent.chat.token_texts(ids)],
                 "probabilities": [math.exp(min(0.0, float(lp))) for lp in logprobs],
                 "stops": [int(i) in stops for i in ids],
                 "entropy": number(float(entropy)),
@@ -258,7 +258,7 @@ class ChainStepper(Opener):
     def _do_tokens(self, _: Any) -> None:
         from .token_view import TokenView
 
-        self._put_below(TokenView(list(self.selection)))
+        self._show_below(TokenView(list(self.selection)))
 
     def _do_code(self, _: Any) -> None:
         self._code = {"n": self._code.get("n", 0) + 1, "text": sendable(self.to_code())}
@@ -317,7 +317,7 @@ async def _now(call: Callable[[], Any]) -> Any:
 def _can(chain: Any) -> dict[str, bool]:
     """What the chain would not refuse now."""
     open = not chain._closed
-    calls, stop, leaf = bool(chain._calls()), chain.stop, chain.turn
+    calls, stop, leaf = bool(chain._pending_calls()), chain.stop, chain.turn
     complete = leaf.kind in ("action", "forced") and bool(leaf.messages)
     return {
         "sample": open and stop is None and not calls,
@@ -345,7 +345,7 @@ def _state(chains: list[Any], at: int, doing: str) -> dict[str, Any]:
         where = "busy in a cell"
     elif chain.stop:
         where = f"stopped: {chain.stop}"
-    elif chain._calls():
+    elif chain._pending_calls():
         where = "waiting for its tools"
     else:
         where = "waiting for an action"
@@ -365,8 +365,8 @@ def _state(chains: list[Any], at: int, doing: str) -> dict[str, Any]:
         "turns": [_turn(turn) for turn in chain.turns],
         "result": None if done is None else {
             "reward": None if done.reward is None else number(float(done.reward)),
-            "metrics": [[readable(k, 60), number(float(v))] for k, v in done.metrics.items()],
-            "says": readable(done.explain(), 1000),
+            "metrics": [[escape_control_chars(k, 60), number(float(v))] for k, v in done.metrics.items()],
+            "says": escape_control_chars(done.explain(), 1000),
         },
     }  # fmt: skip
 
@@ -374,11 +374,11 @@ def _state(chains: list[Any], at: int, doing: str) -> dict[str, Any]:
 def _turn(turn: Any) -> dict[str, Any]:
     return {
         "kind": turn.kind,
-        "author": readable(turn.author, 60),
+        "author": escape_control_chars(turn.author, 60),
         "n": None if turn.ids is None else len(turn.ids),
         "sampled": bool(turn.sampled),
         "open": turn.kind == "forced" and not turn.messages,
-        "text": readable(turn.text, _TEXT),
+        "text": escape_control_chars(turn.text, _TEXT),
         "plain": sendable(_answer(turn))[:_TEXT] if turn.kind == "observation" else "",
         "calls": [_call(call) for call in turn.tool_calls],
         "reward": None if turn.reward is None else number(float(turn.reward)),
@@ -391,13 +391,15 @@ def _turn(turn: Any) -> dict[str, Any]:
 def _call(call: Any) -> dict[str, Any]:
     result = call.result
     return {
-        "name": readable(call.name or "?", 80),
-        "arguments": readable(json.dumps(call.arguments, ensure_ascii=False, default=repr), 2000),
-        "unreadable": None if call.error is None else readable(call.error, 500),
+        "name": escape_control_chars(call.name or "?", 80),
+        "arguments": escape_control_chars(json.dumps(call.arguments, ensure_ascii=False, default=repr), 2000),
+        "unreadable": None if call.error is None else escape_control_chars(call.error, 500),
         "ok": None if result is None else bool(result.ok),
-        "result": None if result is None else readable(result.observation, _TEXT),
-        "error": None if result is None or result.error is None else readable(str(result.error), 2000),
-        "traceback": "" if result is None or result.error is None else readable(result.error.traceback, 6000),
+        "result": None if result is None else escape_control_chars(result.observation, _TEXT),
+        "error": None if result is None or result.error is None else escape_control_chars(str(result.error), 2000),
+        "traceback": ""
+        if result is None or result.error is None
+        else escape_control_chars(result.error.traceback, 6000),
         "seconds": 0.0 if result is None else float(result.seconds),
         "truncated": bool(result is not None and result.truncated),
     }
@@ -474,7 +476,7 @@ def code(chain: Any) -> str:
             continue
         elif turn.kind == "prompt":  # a row that begins with what was said before in short
             more = "" if turn.author == "hook" else f", author={turn.author!r}"
-            lines.append(f"chain.fold({list(turn.messages)!r}{more})")
+            lines.append(f"chain.compact({list(turn.messages)!r}{more})")
         elif turn.author == "tool":
             lines.append("await chain.act()")
             lines += [f"chain.observe({m['content']!r})" for m in turn.messages if m.get("role") == "user"]
@@ -491,8 +493,8 @@ def code(chain: Any) -> str:
 
 def _places(chain: Any) -> list[str]:
     """The forks on the way to this chain: "", ".1", ".1.2". What a continued trajectory brought along is no fork."""
-    base, _, rest = chain.place.fork.rpartition("~")
-    head = base + "~" if base or chain.place.fork.startswith("~") else ""
+    base, _, rest = chain.key.fork.rpartition("~")
+    head = base + "~" if base or chain.key.fork.startswith("~") else ""
     parts = rest.split(".")[1:]
     return [head + "".join(f".{p}" for p in parts[:k]) for k in range(len(parts) + 1)]
 
@@ -503,10 +505,10 @@ def _seed(chain: Any, fork: str, index: int) -> int:
 
     from agentfly_kit import seeds
 
-    if fork == chain.place.fork:
+    if fork == chain.key.fork:
         return int(chain._seed(index))
-    noise = getattr(chain, "continues", None)
-    p = noise if noise is not None and fork.endswith("~") else dataclasses.replace(chain.place, fork=fork)
+    origin_key = getattr(chain, "origin_key", None)
+    p = origin_key if origin_key is not None and fork.endswith("~") else dataclasses.replace(chain.key, fork=fork)
     return seeds.derive(chain.agent.seed, p.purpose, p.rollout, chain.task.id, p.group, p.chain, p.fork, index)
 
 

@@ -244,7 +244,7 @@ export default {
           const state = model.get("_state");
           if (!state?.counts) return;
           sentAt = performance.now();
-          put(title, `${state.kind} pool`);
+          put(title, `${state.sandbox_type} pool`);
           put(what, `${plural(state.counts.size, "place")} · isolation ${state.isolation ?? "as available"}${state.closed ? " · closed" : ""}`);
           for (const [name, node] of Object.entries(numbers)) put(node, String(state.counts[name]));
           put(note, state.gone ? "The pool is gone: this is its last state." : state.error ? `The last start failed: ${state.error}` : "");

@@ -78,7 +78,7 @@ class PoolView(LiveView):
 
     stem: ClassVar[str] = "pool_view"
     settable: ClassVar[frozenset[str]] = frozenset({"_selected"})
-    doable: ClassVar[frozenset[str]] = frozenset({"take", "give_back", "reset", "close", "code"})
+    actions: ClassVar[frozenset[str]] = frozenset({"take", "give_back", "reset", "close", "code"})
 
     _state = traitlets.Dict().tag(sync=True)
     _selected: traitlets.List[Any] = traitlets.List().tag(sync=True)
@@ -210,8 +210,8 @@ class PoolView(LiveView):
         if c is None:
             return "PoolView()"
         if self._state["closed"]:
-            return f"PoolView({self._state['kind']} closed, size {c['size']})"
-        return f"PoolView({self._state['kind']} {_counts(c)}, size {c['size']})"
+            return f"PoolView({self._state['sandbox_type']} closed, size {c['size']})"
+        return f"PoolView({self._state['sandbox_type']} {_counts(c)}, size {c['size']})"
 
     def _static(self) -> str:
         if self.record is not None:
@@ -244,7 +244,7 @@ def _state(s: Any, taken: Collection[int] = (), recycles: bool = False) -> dict[
         )  # fmt: skip
     error = getattr(s, "error", None)
     return {
-        "kind": sendable(str(s.kind)),
+        "sandbox_type": sendable(str(s.sandbox_type)),
         "isolation": None if s.isolation is None else sendable(str(s.isolation)),
         "counts": {name: int(getattr(s, name)) for name in ("size", "idle", "starting", "leased", "waiting", "dead")},
         "closed": bool(getattr(s, "closed", False)),
@@ -258,7 +258,7 @@ def _state(s: Any, taken: Collection[int] = (), recycles: bool = False) -> dict[
 
 def _page(state: dict[str, Any], limit: int = 100) -> str:
     c = state["counts"]
-    head = f"{state['kind']}, isolation {state['isolation'] or 'as available'}: {_counts(c)}, "
+    head = f"{state['sandbox_type']}, isolation {state['isolation'] or 'as available'}: {_counts(c)}, "
     head += f"{c['dead']} died, size {c['size']}"
     head += " · closed" if state["closed"] else ""
     out = [tag("div", tag("b", "PoolView"), escape(f" · {head} (when this was drawn)"), style="margin:2px 0 6px")]

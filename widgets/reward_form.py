@@ -48,7 +48,7 @@ class RewardForm(ChainsView):
 
     stem: ClassVar[str] = "reward_form"
     settable: ClassVar[frozenset[str]] = frozenset()
-    doable: ClassVar[frozenset[str]] = frozenset({"score", "cancel", "look"}) | ChainsView.picking
+    actions: ClassVar[frozenset[str]] = frozenset({"score", "cancel", "look"}) | ChainsView.picking
 
     busy = traitlets.Bool(False).tag(sync=True)
     _about = traitlets.Dict().tag(sync=True)
@@ -58,7 +58,7 @@ class RewardForm(ChainsView):
     def __init__(self, reward: Any, rollout: Any, *, follow: bool = True, agent: Any = None) -> None:
         from agentfly_kit.rewards import RewardSet
 
-        self.reward = RewardSet.of(reward)
+        self.reward = RewardSet.coerce(reward)
         if not self.reward:
             raise TypeError("RewardForm wants a reward: a function that @af.reward decorates")
         # Kept until its page is left, because `RewardForm(reward, await agent.rollout(...))` names no variable.
@@ -135,7 +135,7 @@ class RewardForm(ChainsView):
         if (self._seen and not self._pages) or not self.reward.redefined():
             return
         names = set(self.reward.redefined())
-        self.reward = RewardSet(functions.current(r.function) if r.name in names else r for r in self.reward)
+        self.reward = RewardSet(functions.current_definition(r.function) if r.name in names else r for r in self.reward)
         self._start()
 
     def _do_score(self, value: Any) -> None:
@@ -158,7 +158,7 @@ class RewardForm(ChainsView):
     def _show(self, seconds: float | None = None) -> None:
         pairs = self._pairs()
         scored = self.rescored is not None
-        changed = [(a, b, kind(a, b)) for a, b in pairs if b is not None]
+        changed = [(a, b, change_of(a, b)) for a, b in pairs if b is not None]
         tally = Counter(k for _, _, k in changed)
         order = {k: i for i, k in enumerate(KINDS)}
         rows = sorted(changed, key=lambda row: order[row[2]])
@@ -233,7 +233,7 @@ class RewardForm(ChainsView):
                     "trajectory": a.id, "task": a.task.id, "chain": a.chain,
                     "old": math.nan if a.reward is None else a.reward,
                     "new": math.nan if b is None or b.reward is None else b.reward,
-                    "change": None if b is None else kind(a, b), "final": a.final,
+                    "change": None if b is None else change_of(a, b), "final": a.final,
                 }
                 for a, b in self._pairs()
             ],
@@ -248,11 +248,11 @@ class RewardForm(ChainsView):
 
     # --- life ---
 
-    def _opened(self) -> None:
+    def _on_first_page(self) -> None:
         if self._kept is None:
             self._kept = self._record()
 
-    def _left(self) -> None:
+    def _on_last_page_closed(self) -> None:
         self._kept = None
 
     def close(self) -> None:
@@ -290,7 +290,7 @@ def _rollout(source: Any) -> Any:
         raise TypeError(
             f"RewardForm scores a Rollout, its trajectories, or the path of a saved one; got {type(source).__name__}"
         )
-    return Rollout.of(found)
+    return Rollout.from_trajectories(found)
 
 
 def _after_each_cell(form: RewardForm) -> Callable[[], None]:
@@ -299,10 +299,10 @@ def _after_each_cell(form: RewardForm) -> Callable[[], None]:
     shell = None if ipython is None else ipython.get_ipython()
     if shell is None:
         return lambda: None
-    me = weakref.ref(form)
+    view_ref = weakref.ref(form)
 
     def ran(*_: Any) -> None:
-        view = me()
+        view = view_ref()
         if view is None:
             end()
         elif view._loop is not None and not view._loop.is_closed():
@@ -321,7 +321,7 @@ def _after_each_cell(form: RewardForm) -> Callable[[], None]:
     return end
 
 
-def kind(old: Any, new: Any) -> str:
+def change_of(old: Any, new: Any) -> str:
     """How a trajectory's score changed; one of `KINDS`."""
     if old.reward is None or new.reward is None:
         return "same" if old.reward is new.reward else "scored" if old.reward is None else "unscored"

@@ -40,7 +40,7 @@ class RolloutView(ChainsView, LiveView):
     """
 
     stem: ClassVar[str] = "rollout_view"
-    doable: ClassVar[frozenset[str]] = frozenset({"pause", "resume", "stop"}) | ChainsView.picking
+    actions: ClassVar[frozenset[str]] = frozenset({"pause", "resume", "stop"}) | ChainsView.picking
 
     _about = traitlets.Dict().tag(sync=True)
     _names: traitlets.List[Any] = traitlets.List().tag(sync=True)
@@ -70,14 +70,14 @@ class RolloutView(ChainsView, LiveView):
         loop = self._loop
         if loop is None or loop.is_closed():
             return
-        me, pause = weakref.ref(self), 0.15 if self._training else 0.5
+        view_ref, pause = weakref.ref(self), 0.15 if self._training else 0.5
 
         def tick() -> None:
-            view = me()
+            view = view_ref()
             if view is None or view.comm is None:
                 return
             if not view.resting:
-                view._throttle.poke()  # also when the run is gone: that is told once
+                view._throttle.schedule()  # also when the run is gone: that is told once
             if view.record is not None and (view._training or view._about.get("state") not in _ENDS):
                 loop.call_later(pause, tick)
 
@@ -171,15 +171,15 @@ class RolloutView(ChainsView, LiveView):
 
     def _do_pause(self, _: Any) -> None:
         self._need().pause()
-        self._throttle.poke()
+        self._throttle.schedule()
 
     def _do_resume(self, _: Any) -> None:
         self._need().resume()
-        self._throttle.poke()
+        self._throttle.schedule()
 
     def _do_stop(self, _: Any) -> None:
         self._need().stop()
-        self._throttle.poke()
+        self._throttle.schedule()
 
     def _need(self) -> Any:
         run = self.record

@@ -38,7 +38,7 @@ class TokenView(View):
 
     stem: ClassVar[str] = "token_view"
     settable: ClassVar[frozenset[str]] = frozenset({"signal", "_selected"})
-    doable: ClassVar[frozenset[str]] = frozenset({"code", "stepper"})
+    actions: ClassVar[frozenset[str]] = frozenset({"code", "stepper"})
 
     signal = traitlets.Unicode("mask").tag(sync=True)
     _about = traitlets.Dict().tag(sync=True)
@@ -196,7 +196,7 @@ def _trajectories(source: Any) -> list[Any]:
 
 def _payload(rows: list[Row], notes: list[str], parts: dict[int, int]) -> tuple[dict[str, Any], dict[str, Any]]:
     vocabulary: dict[str, int] = {}
-    pieces = [vocabulary.setdefault(piece, len(vocabulary)) for row in rows for piece in row.pieces]
+    pieces = [vocabulary.setdefault(piece, len(vocabulary)) for row in rows for piece in row.token_texts]
     total = sum(len(row.ids) for row in rows)
     mask = np.concatenate([row.mask for row in rows]) if rows else np.zeros(0, bool)
     # Missing is said of tokens that this policy sampled; elsewhere a signal does not apply.

@@ -79,7 +79,7 @@ class ToolForm(Opener):
 
     stem: ClassVar[str] = "tool_form"
     settable: ClassVar[frozenset[str]] = frozenset({"draft"})
-    doable: ClassVar[frozenset[str]] = frozenset({"call", "cancel", "pick", "chain", "leave"})
+    actions: ClassVar[frozenset[str]] = frozenset({"call", "cancel", "pick", "chain", "leave"})
 
     draft = traitlets.Unicode("{}").tag(sync=True)
     """The arguments as the model would write them: a JSON text, which need not be valid."""
@@ -96,7 +96,7 @@ class ToolForm(Opener):
         from agentfly_kit.types import Task
 
         self.tool: Tool[..., Any] = tool if isinstance(tool, Tool) else make(tool)
-        self.tool.need_instance()
+        self.tool.require_instance()
         if pool is not None and not callable(getattr(pool, "acquire", None)):
             raise TypeError(f"pool={pool!r}: give an af.Pool, or None for a sandbox a call")
         if task is not None and not isinstance(task, Task):
@@ -125,7 +125,7 @@ class ToolForm(Opener):
         self.draft = json_text(arguments)
 
     async def _invoke(self, arguments: Any) -> Any:
-        from agentfly_kit.context import throwaway
+        from agentfly_kit.context import temporary_context
         from agentfly_kit.types import Task
 
         pool = None if self._pool is None else self._pool()
@@ -134,7 +134,7 @@ class ToolForm(Opener):
         task = self._task or Task("try", ({"role": "user", "content": ""},))
         self.busy = True
         try:
-            async with throwaway(task, self.tool.sandbox_kinds, () if pool is None else (pool,)) as context:
+            async with temporary_context(task, self.tool.sandbox_types, () if pool is None else (pool,)) as context:
                 result = await self.tool.invoke(arguments, context)
         finally:
             self.busy = False
@@ -228,7 +228,7 @@ class ToolForm(Opener):
         call = ToolCall("call-0", self.tool.name, json.loads(str(value)))
         chain = agent.chain(self._task or Task("try", ({"role": "user", "content": ""},)))
         chain.force(agent.chat.format.render_call(call))
-        self._put_below(ChainStepper(chain))
+        self._show_below(ChainStepper(chain))
 
     # --- what came back ---
 
@@ -261,11 +261,11 @@ class ToolForm(Opener):
 def _about(tool: Any, pool: Any, task: Any) -> dict[str, Any]:
     schema = tool.schema["function"]
     asks = []
-    for name, ask in tool._hidden.items():
-        if ask.what == "sandbox":
+    for name, injected in tool._hidden.items():
+        if injected.source == "sandbox":
             source = "from the pool" if pool is not None else "a new one for each call"
-            asks.append(f"{name}: {ask.kind.__name__}, {source}")
-        elif ask.what == "field":
+            asks.append(f"{name}: {injected.sandbox_type.__name__}, {source}")
+        elif injected.source == "field":
             there = task is not None and name in task.fields
             asks.append(f"{name}: from the task" + ("" if there else ", which has none" if task else ": give task="))
         else:

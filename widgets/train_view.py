@@ -189,7 +189,7 @@ class TrainView(ChainsView, LiveView):
 
     stem: ClassVar[str] = "train_view"
     settable: ClassVar[frozenset[str]] = frozenset({"step"})
-    doable: ClassVar[frozenset[str]] = frozenset({"pause", "resume", "stop", "open"}) | ChainsView.picking
+    actions: ClassVar[frozenset[str]] = frozenset({"pause", "resume", "stop", "open"}) | ChainsView.picking
 
     step = traitlets.Int(None, allow_none=True).tag(sync=True)
     """The step that was picked in the browser; None when none is."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import traitlets
 
-from ._base import Opener, count, escape, number, pack, readable, sendable, shared_prefix, tag
+from ._base import Opener, count, escape, escape_control_chars, number, pack, sendable, shared_prefix, tag
 from ._chains import Trajectories, cell_of
 from ._tokens import is_trajectory, some
 from .chain_stepper import ChainStepper, _call, _named
@@ -25,7 +25,7 @@ SIGNS = {"success": "✓", "failed": "✗", "unscored": "–", "dropped": "⌀"}
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Entry:
     """What the view keeps of a trajectory: its texts, by reference, and its numbers; not its tokens."""
 
     id: str
@@ -55,7 +55,7 @@ class TrajectoryView(Opener):
 
     stem: ClassVar[str] = "trajectory_view"
     settable: ClassVar[frozenset[str]] = frozenset({"_selected", "_query"})
-    doable: ClassVar[frozenset[str]] = frozenset({"tokens", "stepper", "code", "leave"})
+    actions: ClassVar[frozenset[str]] = frozenset({"tokens", "stepper", "code", "leave"})
 
     _about = traitlets.Dict().tag(sync=True)
     _buffers = traitlets.Dict().tag(sync=True)
@@ -118,18 +118,19 @@ class TrajectoryView(Opener):
         k = self._kept[i]
         return {
             "i": i,
-            "id": readable(k.id, 200),
-            "says": readable(k.says, 600),
-            "error": readable(k.error, 2000),
-            "dropped": readable(self._dropped.get(k.id, ""), 500),
-            "metrics": [[readable(name, 60), number(float(v))] for name, v in k.metrics.items()],
+            "id": escape_control_chars(k.id, 200),
+            "says": escape_control_chars(k.says, 600),
+            "error": escape_control_chars(k.error, 2000),
+            "dropped": escape_control_chars(self._dropped.get(k.id, ""), 500),
+            "metrics": [[escape_control_chars(name, 60), number(float(v))] for name, v in k.metrics.items()],
             "reward": None if k.reward is None else number(float(k.reward)),
             "outcome": _outcome(k, self._dropped),
             "stop": k.stop,
             "seconds": k.seconds,
             "turns": [
                 {
-                    "kind": kind, "author": readable(author, 60), "text": readable(text, _TEXT), "n": n,
+                    "kind": kind, "author": escape_control_chars(author, 60),
+                    "text": escape_control_chars(text, _TEXT), "n": n,
                     "sampled": sampled, "seconds": seconds, "stop": stop,
                     "reward": None if reward is None else number(float(reward)),
                     "calls": [_call(call) for call in calls],
@@ -162,12 +163,12 @@ class TrajectoryView(Opener):
         """The tokens of one trajectory, or of two beside each other."""
         ts = [self._alive(i) for i in (value if isinstance(value, list) else [value])]
         shown = (ts[0], ts[1]) if len(ts) == 2 else (ts, None)
-        self._put_below(TokenView(*shown, agent=self._agent))
+        self._show_below(TokenView(*shown, agent=self._agent))
 
     def _do_stepper(self, value: Any) -> None:
         if self._agent is None:
             raise ValueError("which agent? w.TrajectoryView(rollout, agent=agent) can open its chains in the stepper")
-        self._put_below(ChainStepper(self._agent, self._alive(value)))
+        self._show_below(ChainStepper(self._agent, self._alive(value)))
 
     def _do_code(self, value: Any) -> None:
         self._code = {"n": self._code.get("n", 0) + 1, "text": sendable(self.to_code(int(value)))}
@@ -222,7 +223,7 @@ def _read(source: Any, batch: Any) -> tuple[list[Any], dict[str, str]]:
     return found, dropped
 
 
-def _keep(t: Any) -> _Kept:
+def _keep(t: Any) -> _Entry:
     turns = tuple(
         (
             turn.kind, turn.author, turn.text, None if turn.ids is None else len(turn.ids), turn.sampled, turn.seconds,
@@ -230,14 +231,14 @@ def _keep(t: Any) -> _Kept:
         )
         for turn in t.turns
     )  # fmt: skip
-    return _Kept(
+    return _Entry(
         id=t.id, task=t.task.id, group=t.group, reward=t.reward, success=t.success, stop=t.stop,
         error="" if t.error is None else str(t.error), seconds=t.seconds, metrics=dict(t.metrics), says=t.explain(),
         turns=turns, keys=tuple(hash((turn.kind, turn.author, turn.text, turn.ids)) for turn in t.turns),
     )  # fmt: skip
 
 
-def _holds(k: _Kept, needle: str) -> bool:
+def _holds(k: _Entry, needle: str) -> bool:
     if needle in k.id.casefold() or needle in k.says.casefold() or needle in k.error.casefold():
         return True
     for turn in k.turns:
@@ -249,7 +250,7 @@ def _holds(k: _Kept, needle: str) -> bool:
     return False
 
 
-def _outcome(k: _Kept, dropped: dict[str, str]) -> str:
+def _outcome(k: _Entry, dropped: dict[str, str]) -> str:
     if k.id in dropped:
         return "dropped"
     return "unscored" if k.success is None else "success" if k.success else "failed"
@@ -284,10 +285,10 @@ def _texts(texts: list[str]) -> dict[str, bytes]:
 def _codes(values: list[str]) -> tuple[list[str], bytes]:
     names: dict[str, int] = {}
     index = np.array([names.setdefault(v, len(names)) for v in values], "<i4")
-    return [readable(name, 200) for name in names], index.tobytes()
+    return [escape_control_chars(name, 200) for name in names], index.tobytes()
 
 
-def _payload(kept: list[_Kept], given: list[Any], dropped: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _payload(kept: list[_Entry], given: list[Any], dropped: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
     outcomes = [_outcome(k, dropped) for k in kept]
     stops, stop = _codes([k.stop for k in kept])
     tasks, task = _codes([k.task for k in kept])
@@ -308,7 +309,8 @@ def _payload(kept: list[_Kept], given: list[Any], dropped: dict[str, str]) -> tu
     }
     names = list(dict.fromkeys(name for k in kept for name in k.metrics))[:12]
     about = {
-        "n": len(kept), "stops": stops, "tasks": tasks, "groups": groups, "metrics": [readable(n, 60) for n in names],
+        "n": len(kept), "stops": stops, "tasks": tasks, "groups": groups,
+        "metrics": [escape_control_chars(n, 60) for n in names],
         "counts": {name: outcomes.count(name) for name in OUTCOMES}, "abreast": _ABREAST,
         "prefix": shared_prefix([k.id for k in kept]),
     }  # fmt: skip
@@ -317,14 +319,14 @@ def _payload(kept: list[_Kept], given: list[Any], dropped: dict[str, str]) -> tu
         "metrics": [pack([k.metrics.get(name, np.nan) for k in kept]) for name in names],
         "outcome": np.array([OUTCOMES.index(o) for o in outcomes], np.uint8).tobytes(),
         "stop": stop, "task": task, "group": group,
-        "ids": _texts([readable(k.id, 200) for k in kept]),
-        "says": _texts([readable(_last(k), 160) for k in kept]),
+        "ids": _texts([escape_control_chars(k.id, 200) for k in kept]),
+        "says": _texts([escape_control_chars(_last(k), 160) for k in kept]),
         "why": _texts([dropped.get(k.id, "") or (k.error if k.reward is None else "") for k in kept]),
     }  # fmt: skip
     return about, buffers
 
 
-def _last(k: _Kept) -> str:
+def _last(k: _Entry) -> str:
     """What it said last, on one line."""
     for turn in reversed(k.turns):
         if turn[0] in ("action", "forced"):
@@ -335,7 +337,7 @@ def _last(k: _Kept) -> str:
 # --- the static form ------------------------------------------------------------------------------
 
 
-def _page(kept: list[_Kept], dropped: dict[str, str], told: Sequence[int], title: str) -> str:
+def _page(kept: list[_Entry], dropped: dict[str, str], told: Sequence[int], title: str) -> str:
     out = [tag("div", tag("b", escape(title)), style="margin:2px 0 6px")]
     left, rows = 60_000, []
     left_text = "text-align:left"
@@ -348,7 +350,7 @@ def _page(kept: list[_Kept], dropped: dict[str, str], told: Sequence[int], title
             f"<td>{reward}</td>"
             f'<td style="{left_text}">{escape(k.stop)}{escape(f" · left out: {why[:100]}") if why else ""}</td>'
             f"<td>{sum(1 for turn in k.turns if turn[0] == 'action')}</td><td>{k.seconds:.1f} s</td>"
-            f'<td style="{left_text}">{escape(readable(_last(k), 120))}</td></tr>'
+            f'<td style="{left_text}">{escape(escape_control_chars(_last(k), 120))}</td></tr>'
         )
         left -= len(row.encode())
         if left < 0:
@@ -366,9 +368,11 @@ def _page(kept: list[_Kept], dropped: dict[str, str], told: Sequence[int], title
     left = 30_000
     for i in told:
         k = kept[i]
-        lines = [tag("div", escape(readable(k.says, 600)))]
+        lines = [tag("div", escape(escape_control_chars(k.says, 600)))]
         for n, turn in enumerate(k.turns):
-            text = tag("span", escape(readable(turn[2], 1200)), style="white-space:pre-wrap;font-family:monospace")
+            text = tag(
+                "span", escape(escape_control_chars(turn[2], 1200)), style="white-space:pre-wrap;font-family:monospace"
+            )
             lines.append(
                 tag("div", tag("b", escape(f"{n} {turn[0]}")), escape(f" {turn[1][:60]} "), text, style="margin:3px 0")
             )

@@ -19,7 +19,7 @@ from agentfly_kit.advantages.outcomes import (
     opo,
     remax,
     rloo,
-    rollout_level,
+    trajectory_level,
 )
 from agentfly_kit.advantages.tokens import (
     gae,
@@ -47,6 +47,6 @@ __all__ = [
     "reinforce_plus_plus_baseline",
     "remax",
     "rloo",
-    "rollout_level",
+    "trajectory_level",
     "whiten",
 ]

@@ -31,7 +31,7 @@ def _none_to_nan(x: Any) -> Any:
     return float("nan") if x is None else x
 
 
-def floats(x: Any, name: str, like: Tensor | None = None) -> Tensor:
+def as_floats(x: Any, name: str, like: Tensor | None = None) -> Tensor:
     """A detached float tensor, float32 or wider: sums in half precision lose whole rewards."""
     if isinstance(x, Tensor):
         out = x.detach()
@@ -49,20 +49,20 @@ def floats(x: Any, name: str, like: Tensor | None = None) -> Tensor:
     return out if like is None else out.to(device=like.device, dtype=torch.promote_types(out.dtype, like.dtype))
 
 
-def boolean(mask: Any, like: Tensor, name: str = "mask") -> Tensor:
+def as_bool_mask(mask: Any, like: Tensor, name: str = "mask") -> Tensor:
     m = mask.detach() if isinstance(mask, Tensor) else torch.as_tensor(mask)
     if m.shape != like.shape:
         raise AlignmentError(f"{name} has shape {tuple(m.shape)}, the rewards {tuple(like.shape)}; give equal shapes")
     return m.to(device=like.device, dtype=torch.bool)
 
 
-def no_inf(x: Tensor, name: str) -> None:
+def check_no_inf(x: Tensor, name: str) -> None:
     if bool(torch.isinf(x).any()):
         where = torch.isinf(x).nonzero()[0].tolist()
         raise ValueError(f"{name}{where} is infinite; give a finite number, or NaN for unscored")
 
 
-def finite(x: Tensor, where: Tensor, name: str, why: str) -> Tensor:
+def require_finite(x: Tensor, where: Tensor, name: str, why: str) -> Tensor:
     """x, 0 where it is not needed; an error names the first place that is needed and not finite."""
     bad = where & ~torch.isfinite(x)
     if bool(bad.any()):
@@ -71,7 +71,7 @@ def finite(x: Tensor, where: Tensor, name: str, why: str) -> Tensor:
     return torch.where(where, x, 0.0)
 
 
-def choose(name: str, given: object, wanted: tuple[object, ...]) -> None:
+def check_choice(name: str, given: object, wanted: tuple[object, ...]) -> None:
     if given not in wanted:
         raise SettingsError(f"{name}={given!r}; wanted one of {', '.join(map(repr, wanted))}")
 
@@ -90,7 +90,7 @@ def group_index(groups: Groups, n: int, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Grouped:
+class GroupedRewards:
     """Rewards with their groups; every method gives each row a number of its own group's scored members."""
 
     reward: Tensor  # (N,), 0 where unscored
@@ -98,59 +98,59 @@ class Grouped:
     index: Tensor  # (N,)
 
     @classmethod
-    def of(cls, rewards: Numbers, groups: Groups) -> Grouped:
-        r = floats(rewards, "rewards")
+    def from_rewards(cls, rewards: Numbers, groups: Groups) -> GroupedRewards:
+        r = as_floats(rewards, "rewards")
         if r.ndim != 1:
             raise AlignmentError(f"rewards has shape {tuple(r.shape)}; wanted (N,), one number a trajectory")
-        no_inf(r, "rewards")
+        check_no_inf(r, "rewards")
         scored = ~torch.isnan(r)
         return cls(torch.where(scored, r, 0.0), scored, group_index(groups, len(r), r.device))
 
     @property
-    def slots(self) -> int:
+    def num_groups(self) -> int:
         return int(self.index.max()) + 1 if self.index.numel() else 0
 
-    def total(self, x: Tensor) -> Tensor:
+    def group_sum(self, x: Tensor) -> Tensor:
         x = torch.where(self.scored, x, 0.0)
-        return x.new_zeros(self.slots).index_add(0, self.index, x)[self.index]
+        return x.new_zeros(self.num_groups).index_add(0, self.index, x)[self.index]
 
     @property
     def count(self) -> Tensor:
-        return self.total(self.scored.to(self.reward.dtype))
+        return self.group_sum(self.scored.to(self.reward.dtype))
 
     def mean(self, x: Tensor) -> Tensor:
-        return self.total(x) / self.count.clamp(min=1)
+        return self.group_sum(x) / self.count.clamp(min=1)
 
-    def _largest(self, x: Tensor) -> Tensor:
+    def _group_max(self, x: Tensor) -> Tensor:
         x = torch.where(self.scored, x, -torch.inf)
-        top = x.new_full((self.slots,), -torch.inf).scatter_reduce(0, self.index, x, "amax")
+        top = x.new_full((self.num_groups,), -torch.inf).scatter_reduce(0, self.index, x, "amax")
         return top[self.index]
 
     @property
     def flat(self) -> Tensor:
         """Where the scored rewards of a group are all equal."""
-        return self._largest(self.reward) == -self._largest(-self.reward)
+        return self._group_max(self.reward) == -self._group_max(-self.reward)
 
-    def against(self, weights: Tensor) -> Tensor:
+    def minus_weighted_mean(self, weights: Tensor) -> Tensor:
         """Reward minus the group's weighted mean; exactly 0 where a group is flat.
 
         Without that rule three rewards of 0.1 leave a residue of 1e-9, and dividing it by a std of the same size makes
         an advantage out of rounding. Weights that are all 0 count as equal.
         """
-        none = self.total(weights) <= 0
+        none = self.group_sum(weights) <= 0
         w = torch.where(none, 1.0, weights)
-        mean = self.total(w * self.reward) / torch.where(self.scored, self.total(w), 1.0)
+        mean = self.group_sum(w * self.reward) / torch.where(self.scored, self.group_sum(w), 1.0)
         return torch.where(self.flat | ~self.scored, 0.0, self.reward - mean)
 
     def centred(self) -> Tensor:
-        return self.against(torch.ones_like(self.reward))
+        return self.minus_weighted_mean(torch.ones_like(self.reward))
 
     def std(self, kind: Std, eps: float) -> Tensor:
         """Std + eps; 1 for `kind=None`."""
         if kind is None:
             return torch.ones_like(self.reward)
         n = self.count - 1 if kind == "sample" else self.count
-        variance = self.total(self.centred().square()) / n.clamp(min=1)
+        variance = self.group_sum(self.centred().square()) / n.clamp(min=1)
         return torch.sqrt(variance) + eps
 
     def singleton(self, advantages: Tensor, rule: Singleton) -> Tensor:
@@ -158,78 +158,82 @@ class Grouped:
         return torch.where(self.count == 1, self.reward if rule == "raw" else 0.0, advantages)
 
 
-class Laid:
-    """Rows of one rollout end to end, in the order in which they are given: (B, T) to (R, n T) and back.
+class EpisodeRows:
+    """Rows of one trajectory end to end, in the order in which they are given: (B, T) to (R, n T) and back.
 
     What is between them, the padding of one and the prompt of the next, is stepped over like an observation. Without
-    `rollouts` every row is its own.
+    `trajectory_index` every row is its own.
     """
 
-    def __init__(self, rollouts: Groups | None, rows: int, device: torch.device) -> None:
-        self.index = torch.arange(rows, device=device) if rollouts is None else group_index(rollouts, rows, device)
+    def __init__(self, trajectory_index: Groups | None, rows: int, device: torch.device) -> None:
+        self.index = (
+            torch.arange(rows, device=device)
+            if trajectory_index is None
+            else group_index(trajectory_index, rows, device)
+        )
         seen: dict[int, int] = {}
-        place = []
-        for rollout in self.index.tolist():
-            place.append(seen.get(rollout, 0))
-            seen[rollout] = place[-1] + 1
-        self.place = torch.tensor(place, dtype=torch.long, device=device)
-        self.rollouts, self.most = len(seen), max(seen.values(), default=1)
-        self.plain = self.most == 1
+        positions = []
+        for trajectory in self.index.tolist():
+            positions.append(seen.get(trajectory, 0))
+            seen[trajectory] = positions[-1] + 1
+        self.position = torch.tensor(positions, dtype=torch.long, device=device)
+        self.num_trajectories, self.max_rows = len(seen), max(seen.values(), default=1)
+        self.is_single_row = self.max_rows == 1
 
-    def lay(self, x: Tensor) -> Tensor:
-        """Rows that a rollout does not have are 0, and False."""
-        if self.plain:
+    def concat(self, x: Tensor) -> Tensor:
+        """Rows that a trajectory does not have are 0, and False."""
+        if self.is_single_row:
             return x
-        out = x.new_zeros(self.rollouts, self.most, x.shape[1])
-        out[self.index, self.place] = x
+        out = x.new_zeros(self.num_trajectories, self.max_rows, x.shape[1])
+        out[self.index, self.position] = x
         return out.flatten(1)
 
-    def back(self, x: Tensor) -> Tensor:
-        return x if self.plain else x.unflatten(1, (self.most, -1))[self.index, self.place]
+    def split(self, x: Tensor) -> Tensor:
+        return x if self.is_single_row else x.unflatten(1, (self.max_rows, -1))[self.index, self.position]
 
     @property
-    def heads(self) -> Tensor:
-        """(R,): the first row of each rollout."""
-        return (self.place == 0).nonzero()[:, 0]
+    def first_rows(self) -> Tensor:
+        """(R,): the first row of each trajectory."""
+        return (self.position == 0).nonzero()[:, 0]
 
     @property
-    def ends(self) -> Tensor:
-        """(R,): the last row of each rollout."""
+    def last_rows(self) -> Tensor:
+        """(R,): the last row of each trajectory."""
         last = dict(zip(self.index.tolist(), range(len(self.index)), strict=True))
-        return torch.tensor([last[i] for i in range(self.rollouts)], dtype=torch.long, device=self.index.device)
+        return torch.tensor([last[i] for i in range(self.num_trajectories)], dtype=torch.long, device=self.index.device)
 
-    def any(self, rows: Tensor) -> Tensor:
-        """(B,): whether any row of its rollout is true."""
+    def any_in_trajectory(self, rows: Tensor) -> Tensor:
+        """(B,): whether any row of its trajectory is true."""
         return torch.zeros_like(self.index).index_add(0, self.index, rows.long())[self.index] > 0
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """Token rewards with their mask: rewards are 0 and the mask is False on rollouts that are not scored."""
+class TokenRewards:
+    """Token rewards with their mask: rewards are 0 and the mask is False on trajectories that are not scored."""
 
     reward: Tensor  # (B, T)
     mask: Tensor  # (B, T) bool
-    flat: bool  # given as (T,)
-    rows: Laid
+    is_1d: bool  # given as (T,)
+    rows: EpisodeRows
 
     @classmethod
-    def of(cls, token_rewards: Numbers, mask: Any, rollouts: Groups | None = None) -> Tokens:
-        r = floats(token_rewards, "token_rewards")
+    def from_arrays(cls, token_rewards: Numbers, mask: Any, trajectory_index: Groups | None = None) -> TokenRewards:
+        r = as_floats(token_rewards, "token_rewards")
         if r.ndim not in (1, 2):
             raise AlignmentError(f"token_rewards has shape {tuple(r.shape)}; wanted (B, T), or (T,) for one row")
-        m = boolean(mask, r)
+        m = as_bool_mask(mask, r)
         flat = r.ndim == 1
         if flat:
             r, m = r.unsqueeze(0), m.unsqueeze(0)
         r = torch.where(m, r, 0.0)
-        no_inf(r, "token_rewards")
-        rows = Laid(rollouts, len(r), r.device)
-        scored = ~rows.any(torch.isnan(r).any(1))[:, None]
+        check_no_inf(r, "token_rewards")
+        rows = EpisodeRows(trajectory_index, len(r), r.device)
+        scored = ~rows.any_in_trajectory(torch.isnan(r).any(1))[:, None]
         return cls(torch.where(scored, r, 0.0), m & scored, flat, rows)
 
     def align(self, x: Any, name: str) -> Tensor:
-        given = floats(x, name, self.reward)
-        if self.flat and given.ndim == 1:
+        given = as_floats(x, name, self.reward)
+        if self.is_1d and given.ndim == 1:
             given = given.unsqueeze(0)
         if given.shape != self.reward.shape:
             raise AlignmentError(f"{name} has shape {tuple(given.shape)}; wanted {tuple(self.reward.shape)}")
@@ -237,4 +241,4 @@ class Tokens:
 
     def out(self, x: Tensor) -> Tensor:
         x = torch.where(self.mask, x, 0.0)
-        return x.squeeze(0) if self.flat else x
+        return x.squeeze(0) if self.is_1d else x

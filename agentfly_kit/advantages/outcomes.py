@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from agentfly_kit.advantages.inputs import (
-    Grouped,
+    GroupedRewards,
     Groups,
     Numbers,
     Singleton,
     Std,
-    choose,
-    finite,
-    floats,
+    as_floats,
+    check_choice,
+    check_no_inf,
     group_index,
-    no_inf,
+    require_finite,
 )
 from agentfly_kit.advantages.whitening import whitened
 from agentfly_kit.errors import AlignmentError, SettingsError
@@ -36,9 +36,9 @@ def grpo(
     Source:  DeepSeekMath, arXiv 2402.03300, 4.1.2. It does not say which std: see `std`. Nor what a group of one gets:
              see `singleton`. A group whose rewards are all equal gives exactly 0.
     """
-    choose("std", std, ("sample", "population", None))
-    choose("singleton", singleton, ("zero", "raw"))
-    g = Grouped.of(rewards, groups)
+    check_choice("std", std, ("sample", "population", None))
+    check_choice("singleton", singleton, ("zero", "raw"))
+    g = GroupedRewards.from_rewards(rewards, groups)
     return g.singleton(g.centred() / g.std(std, eps), singleton)
 
 
@@ -61,8 +61,8 @@ def rloo(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> 
     Raises:  ValueError if a reward is infinite. NaN is unscored.
     Source:  Back to Basics, arXiv 2402.14740. A trajectory alone in its group has no others: see `singleton`.
     """
-    choose("singleton", singleton, ("zero", "raw"))
-    g = Grouped.of(rewards, groups)
+    check_choice("singleton", singleton, ("zero", "raw"))
+    g = GroupedRewards.from_rewards(rewards, groups)
     # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1), which keeps a flat group at exactly 0.
     return g.singleton(g.centred() * g.count / (g.count - 1).clamp(min=1), singleton)
 
@@ -75,12 +75,12 @@ def remax(rewards: Numbers, groups: Groups | None = None, *, baselines: Numbers)
     Raises:  ValueError if a reward or a baseline is infinite. NaN in either is unscored.
     Source:  ReMax, arXiv 2310.10505.
     """
-    r = floats(rewards, "rewards")
-    b = floats(baselines, "baselines", r)
+    r = as_floats(rewards, "rewards")
+    b = as_floats(baselines, "baselines", r)
     if r.shape != b.shape or r.ndim != 1:
         raise AlignmentError(f"rewards {tuple(r.shape)}, baselines {tuple(b.shape)}; wanted (N,) twice")
-    no_inf(r, "rewards")
-    no_inf(b, "baselines")
+    check_no_inf(r, "rewards")
+    check_no_inf(b, "baselines")
     return torch.nan_to_num(r - b, nan=0.0)
 
 
@@ -94,13 +94,13 @@ def opo(rewards: Numbers, groups: Groups, *, lengths: Numbers, singleton: Single
     Raises:  ValueError if a reward is infinite, or a length of a scored trajectory is negative or not finite.
     Source:  OPO, arXiv 2505.23585, its practical baseline.
     """
-    choose("singleton", singleton, ("zero", "raw"))
-    g = Grouped.of(rewards, groups)
-    n = floats(lengths, "lengths", g.reward)
+    check_choice("singleton", singleton, ("zero", "raw"))
+    g = GroupedRewards.from_rewards(rewards, groups)
+    n = as_floats(lengths, "lengths", g.reward)
     if n.shape != g.reward.shape:
         raise AlignmentError(f"lengths has shape {tuple(n.shape)}; wanted {tuple(g.reward.shape)}")
-    n = finite(torch.where(n < 0, torch.nan, n), g.scored, "lengths", "of action tokens, 0 or more")
-    return g.singleton(g.against(n), singleton)
+    n = require_finite(torch.where(n < 0, torch.nan, n), g.scored, "lengths", "of action tokens, 0 or more")
+    return g.singleton(g.minus_weighted_mean(n), singleton)
 
 
 def gpg(
@@ -123,9 +123,9 @@ def gpg(
     Raises:  ValueError if a reward is infinite. NaN is unscored.
     Source:  GPG, arXiv 2504.02546, "accurate gradient estimation"; its F_norm is `std`, by default none.
     """
-    choose("std", std, ("sample", "population", None))
-    choose("singleton", singleton, ("zero", "raw"))
-    g = Grouped.of(rewards, groups)
+    check_choice("std", std, ("sample", "population", None))
+    check_choice("singleton", singleton, ("zero", "raw"))
+    g = GroupedRewards.from_rewards(rewards, groups)
     a = g.singleton(g.centred() / g.std(std, eps), singleton)
     live = (g.scored & ~g.flat).sum()
     return a * g.scored.sum() / live if rescale and int(live) else a
@@ -152,13 +152,13 @@ def grpo_passk(
     Raises:  SettingsError for k < 2; k = 1 is `grpo`. ValueError if a reward is infinite. NaN is unscored.
     Source:  k = group: arXiv 2503.19595; any k: PKPO, arXiv 2505.15201 (leave one out of each subset).
     """
-    choose("std", std, ("sample", "population", None))
-    choose("singleton", singleton, ("zero", "raw"))
+    check_choice("std", std, ("sample", "population", None))
+    check_choice("singleton", singleton, ("zero", "raw"))
     if k is not None and k < 2:
         raise SettingsError(f"k={k!r}; wanted 2 or more, or None for the whole group (k=1 is grpo)")
-    g = Grouped.of(rewards, groups)
+    g = GroupedRewards.from_rewards(rewards, groups)
     out = torch.zeros_like(g.reward)
-    for slot in range(g.slots):
+    for slot in range(g.num_groups):
         rows = ((g.index == slot) & g.scored).nonzero().flatten()
         n = len(rows)
         if n < 2:
@@ -193,8 +193,8 @@ def gdpo(
     Raises:  ValueError if a reward is infinite. A trajectory with a NaN among its rewards is unscored altogether.
     Source:  GDPO, arXiv 2601.05242. verl's code whitens over tokens, so that long rows count more; this counts rows.
     """
-    choose("std", std, ("sample", "population", None))
-    r = floats(rewards, "rewards")
+    check_choice("std", std, ("sample", "population", None))
+    r = as_floats(rewards, "rewards")
     if r.ndim != 2:
         raise AlignmentError(f"rewards has shape {tuple(r.shape)}; wanted (N, K), one column a reward")
     w = [1.0] * r.shape[1] if weights is None else list(weights)
@@ -219,8 +219,8 @@ def maxrl(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") ->
     Raises:  ValueError if a reward is infinite or negative: it stands for a chance of success. NaN is unscored.
     Source:  MaxRL, arXiv 2602.02710, Algorithm 1.
     """
-    choose("singleton", singleton, ("zero", "raw"))
-    g = Grouped.of(rewards, groups)
+    check_choice("singleton", singleton, ("zero", "raw"))
+    g = GroupedRewards.from_rewards(rewards, groups)
     if bool((g.reward < 0).any()):
         at = int((g.reward < 0).nonzero()[0])
         raise ValueError(f"rewards[{at}] is {g.reward[at].item()}; maxrl wants rewards of 0 or more, success as 1")
@@ -228,36 +228,36 @@ def maxrl(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") ->
     return g.singleton(torch.where(mean > 0, g.centred() / torch.where(mean > 0, mean, 1.0), 0.0), singleton)
 
 
-def rollout_level(
+def trajectory_level(
     rewards: Numbers,
     groups: Groups,
     *,
-    rollouts: Groups,
+    trajectory_index: Groups,
     estimator: Callable[..., Tensor] = grpo,
     **options: Any,
 ) -> Tensor:
-    """One advantage a *rollout*, handed to all of its rows.
+    """One advantage a *trajectory*, handed to all of its rows.
 
-    Estimated by row, a rollout of many rows pulls its group's mean towards its own reward: with rewards 1 and 0 in
-    three rows and one, row level gives 0.5, 0.5, 0.5, -1.5 where rollout level gives ±0.7071.
+    Estimated by row, a trajectory of many rows pulls its group's mean towards its own reward: with rewards 1 and 0 in
+    three rows and one, row level gives 0.5, 0.5, 0.5, -1.5 where trajectory level gives ±0.7071.
 
-    Shapes:  rewards, groups, rollouts (N,), one entry a row -> (N,).
+    Shapes:  rewards, groups, trajectory_index (N,), one entry a row -> (N,).
     Units:   the estimator's; options are handed on to it.
-    Raises:  ValueError if the rows of one rollout differ in group or in reward.
+    Raises:  ValueError if the rows of one trajectory differ in group or in reward.
     Source:  Agent Lightning v1, its rollout-level advantage.
     """
-    r = floats(rewards, "rewards")
+    r = as_floats(rewards, "rewards")
     ids = groups.tolist() if isinstance(groups, Tensor) else list(groups)
     group = group_index(groups, len(r), r.device)
-    index = group_index(rollouts, len(r), r.device)
+    index = group_index(trajectory_index, len(r), r.device)
     first: dict[int, int] = {}
-    for row, rollout in enumerate(index.tolist()):
-        head = first.setdefault(rollout, row)
+    for row, trajectory in enumerate(index.tolist()):
+        head = first.setdefault(trajectory, row)
         same = bool(r[row] == r[head]) or bool(r[row].isnan() and r[head].isnan())
         if not same or group[row] != group[head]:
             raise ValueError(
-                f"rows {head} and {row} are of one rollout, with rewards {r[head].item():g} and {r[row].item():g}, "
-                f"groups {ids[head]!r} and {ids[row]!r}; give all rows of a rollout its one reward and group"
+                f"rows {head} and {row} are of one trajectory, with rewards {r[head].item():g} and {r[row].item():g}, "
+                f"groups {ids[head]!r} and {ids[row]!r}; give all rows of a trajectory its one reward and group"
             )
     heads = list(first.values())
     return estimator(r[heads], group[heads], **options)[index]

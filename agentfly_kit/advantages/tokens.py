@@ -8,24 +8,24 @@ import torch
 from torch import Tensor
 
 from agentfly_kit.advantages.inputs import (
-    Grouped,
+    GroupedRewards,
     Groups,
     Numbers,
     Observations,
     Singleton,
     Std,
-    Tokens,
-    choose,
-    finite,
-    floats,
+    TokenRewards,
+    as_floats,
+    check_choice,
     group_index,
+    require_finite,
 )
 from agentfly_kit.advantages.outcomes import grpo
 from agentfly_kit.advantages.whitening import whitened
 from agentfly_kit.errors import AlignmentError, SettingsError
 
 
-def _backward(reward: Tensor, value: Tensor, steps: Tensor, discount: Tensor, lam: float, last: Tensor) -> Tensor:
+def _gae_recursion(reward: Tensor, value: Tensor, steps: Tensor, discount: Tensor, lam: float, last: Tensor) -> Tensor:
     """The GAE recursion over the positions where `steps` is true; all others are stepped over.
 
     discount (B, T) is applied between a step and the step after it; last (B,) is the value after the last step.
@@ -66,7 +66,7 @@ def gae(
     bootstrap: Numbers | None = None,
     observations: Observations = "skip",
     discount_observations: bool = False,
-    rollouts: Groups | None = None,
+    trajectory_index: Groups | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation; raw (advantages, returns), 0 where masked, not whitened.
 
@@ -78,31 +78,32 @@ def gae(
     critic, of every token between a row's first and last action token: values must then be finite there too.
     discount_observations=True (slime) keeps skipping, but discounts by the distance in tokens.
 
-    rollouts: rows of one rollout, in the order in which they are given, are one episode: the value after a row's last
-    action token is that of the next row's first one, and the reward of a later row reaches the earlier ones. A fold is
+    trajectory_index: rows of one trajectory, in the given order, are one episode: the value after a row's last
+    action token is that of the next row's first one, and the reward of a later row reaches the earlier ones. A
+    compaction is
     then to GAE what an observation is, also under observations="step": what it takes away and what it writes are no
     steps. None takes every row for an episode of its own, in which a row that was folded ended with nothing, unless
     `bootstrap` says what was still to come.
 
     Shapes:  token_rewards, values, mask (B, T) or (T,); turns (B, T) ids, read at action tokens; bootstrap (B,), the
-             value of the state in which a row was cut, 0 for a row that ended by itself (with rollouts, that of a
-             rollout's last row is read); rollouts (B,).
+             value of the state in which a row was cut, 0 for a row that ended by itself (with trajectory_index, that
+             of a trajectory's last row is read); trajectory_index (B,).
     Units:   reward.
     Raises:  ValueError for an infinite reward, a value that is needed and not finite, a turn id that comes back after
-             another. A row with a NaN reward at an action token is unscored, and so is its rollout: all 0.
+             another. A row with a NaN reward at an action token is unscored, and so is its trajectory: all 0.
     Source:  arXiv 1506.02438, eq. 16; turns: the same recursion with a turn for a step.
     """
-    choose("observations", observations, ("skip", "step"))
-    tok = Tokens.of(token_rewards, mask, rollouts)
+    check_choice("observations", observations, ("skip", "step"))
+    tok = TokenRewards.from_arrays(token_rewards, mask, trajectory_index)
     v = tok.align(values, "values")
     r = tok.reward.to(v.dtype)
     last = torch.zeros_like(v[:, 0]) if v.shape[1] else v.new_zeros(v.shape[0])
     if bootstrap is not None:
-        b = floats(bootstrap, "bootstrap", v).reshape(-1)
+        b = as_floats(bootstrap, "bootstrap", v).reshape(-1)
         if b.shape != last.shape:
             raise AlignmentError(f"bootstrap has shape {tuple(b.shape)}; wanted ({len(last)},), one value a row")
-        last = finite(b, tok.mask.any(1), "bootstrap", "(0 for a row that was not cut)")
-    last = last[tok.rows.ends]
+        last = require_finite(b, tok.mask.any(1), "bootstrap", "(0 for a row that was not cut)")
+    last = last[tok.rows.last_rows]
 
     if turns is not None:
         if observations == "step" or discount_observations:
@@ -116,18 +117,18 @@ def gae(
         # Between the first and the last action token. What comes after is padding or was never acted upon.
         steps = (tok.mask.cumsum(1) > 0) & (tok.mask.flip(1).cumsum(1).flip(1) > 0)
     why = "at every action token" if observations == "skip" else "between the first and last action token"
-    v = finite(v, steps, "values", why)
+    v = require_finite(v, steps, "values", why)
     discount = _discounts(steps, gamma, discount_observations, v)  # from row to row is one step
-    lay = tok.rows.lay
-    adv = tok.rows.back(_backward(lay(r), lay(v), lay(steps), lay(discount), lam, last))
+    concat = tok.rows.concat
+    adv = tok.rows.split(_gae_recursion(concat(r), concat(v), concat(steps), concat(discount), lam, last))
     return tok.out(adv), tok.out(adv + v)
 
 
 def _turn_gae(
-    tok: Tokens, r: Tensor, v: Tensor, turns: Any, gamma: float, lam: float, last: Tensor
+    tok: TokenRewards, r: Tensor, v: Tensor, turns: Any, gamma: float, lam: float, last: Tensor
 ) -> tuple[Tensor, Tensor]:
     ids = turns.detach() if isinstance(turns, Tensor) else torch.as_tensor(turns)
-    ids = ids.unsqueeze(0) if tok.flat and ids.ndim == 1 else ids
+    ids = ids.unsqueeze(0) if tok.is_1d and ids.ndim == 1 else ids
     if ids.shape != r.shape:
         raise AlignmentError(f"turns has shape {tuple(ids.shape)}; wanted {tuple(r.shape)}")
     ids = ids.to(r.device)
@@ -143,14 +144,14 @@ def _turn_gae(
         seen.add((b, turn))
     slot = (start.cumsum(1) - 1).clamp(min=0)
     width = int(slot.max()) + 1 if slot.numel() else 0
-    v = finite(v, start, "values", "at the first action token of every turn")
+    v = require_finite(v, start, "values", "at the first action token of every turn")
     empty = r.new_zeros(r.shape[0], width)
     by_turn_r = empty.scatter_add(1, slot, r)
     by_turn_v = empty.scatter_add(1, slot, v)  # one value a turn: v is 0 off the starts
     exists = empty.scatter_add(1, slot, start.to(r.dtype)) > 0
-    lay = tok.rows.lay
-    discount = torch.full_like(lay(empty), gamma)
-    adv = tok.rows.back(_backward(lay(by_turn_r), lay(by_turn_v), lay(exists), discount, lam, last))
+    concat = tok.rows.concat
+    discount = torch.full_like(concat(empty), gamma)
+    adv = tok.rows.split(_gae_recursion(concat(by_turn_r), concat(by_turn_v), concat(exists), discount, lam, last))
     return tok.out(adv.gather(1, slot)), tok.out((adv + by_turn_v).gather(1, slot))
 
 
@@ -163,27 +164,27 @@ def reinforce_plus_plus(
     discount_observations: bool = False,
     std: Std = "sample",
     eps: float = 1e-6,
-    rollouts: Groups | None = None,
+    trajectory_index: Groups | None = None,
 ) -> Tensor:
     """Discounted reward still to come at each action token, whitened over the batch.
 
     The return is carried *through* observation tokens: a frame that restarts it there punishes the first turn of a
-    rollout that succeeded in its second. whiten=False gives the bare reward to come. With `rollouts` it is carried
-    through rows of one rollout too, from the last one given to the first.
+    trajectory that succeeded in its second. whiten=False gives the bare reward to come. With `trajectory_index` it is
+    carried through rows of one trajectory too, from the last one given to the first.
 
-    Shapes:  token_rewards, mask (B, T) or (T,) -> the same; rollouts (B,).
+    Shapes:  token_rewards, mask (B, T) or (T,) -> the same; trajectory_index (B,).
     Units:   reward, or standard deviations over action tokens when whitened.
-    Raises:  ValueError if a reward at an action token is infinite. A row with a NaN one is unscored, with its rollout:
-             left out of the mean and std, all 0.
+    Raises:  ValueError if a reward at an action token is infinite. A row with a NaN one is unscored, with its
+             trajectory: left out of the mean and std, all 0.
     Source:  REINFORCE++, arXiv 2501.03262; its KL penalty belongs in token_rewards.
     """
-    choose("std", std, ("sample", "population", None))
-    tok = Tokens.of(token_rewards, mask, rollouts)
-    lay = tok.rows.lay
-    reward, steps = lay(tok.reward), lay(tok.mask)
+    check_choice("std", std, ("sample", "population", None))
+    tok = TokenRewards.from_arrays(token_rewards, mask, trajectory_index)
+    concat = tok.rows.concat
+    reward, steps = concat(tok.reward), concat(tok.mask)
     zero = torch.zeros_like(reward)
-    discount = lay(_discounts(tok.mask, gamma, discount_observations, tok.reward))
-    to_come = tok.rows.back(_backward(reward, zero, steps, discount, 1.0, zero[:, :1].sum(1)))
+    discount = concat(_discounts(tok.mask, gamma, discount_observations, tok.reward))
+    to_come = tok.rows.split(_gae_recursion(reward, zero, steps, discount, 1.0, zero[:, :1].sum(1)))
     return tok.out(whitened(to_come, tok.mask, std, eps, "reinforce_plus_plus") if whiten else to_come)
 
 
@@ -196,27 +197,30 @@ def reinforce_plus_plus_baseline(
     singleton: Singleton = "zero",
     std: Std = "sample",
     eps: float = 1e-6,
-    rollouts: Groups | None = None,
+    trajectory_index: Groups | None = None,
 ) -> Tensor:
     """Reward of the row minus the mean of its group, on every action token, whitened over the batch.
 
-    With `rollouts`, the reward of all rows of the rollout, which have one vote in their group together.
+    With `trajectory_index`, the reward of all rows of the trajectory, which have one vote in their group together.
 
-    Shapes:  token_rewards, mask (B, T), groups, rollouts (B,) -> (B, T).
+    Shapes:  token_rewards, mask (B, T), groups, trajectory_index (B,) -> (B, T).
     Units:   as in `reinforce_plus_plus`.
-    Raises:  ValueError if a reward at an action token is infinite. A row with a NaN one is unscored, with its rollout.
+    Raises:  ValueError if a reward at an action token is infinite. A row with a NaN one is unscored, with its
+             trajectory.
     Source:  REINFORCE++, arXiv 2501.03262, the variant with a group baseline and global normalisation.
     """
-    choose("std", std, ("sample", "population", None))
-    choose("singleton", singleton, ("zero", "raw"))
-    tok = Tokens.of(token_rewards, mask, rollouts)
-    # A rollout without any scored action token has no say in its group's mean.
-    whole = torch.zeros_like(tok.reward[:, 0]).index_add(0, tok.rows.index, tok.reward.sum(1))[: tok.rows.rollouts]
-    heads = tok.rows.heads
-    whole = torch.where(tok.rows.any(tok.mask.any(1))[heads], whole, torch.nan)
-    group = group_index(groups, len(tok.mask), tok.mask.device)[heads]
-    per_rollout = grpo(whole, group, std=None, singleton=singleton)
-    per_token = per_rollout[tok.rows.index].unsqueeze(1).expand_as(tok.reward)
+    check_choice("std", std, ("sample", "population", None))
+    check_choice("singleton", singleton, ("zero", "raw"))
+    tok = TokenRewards.from_arrays(token_rewards, mask, trajectory_index)
+    # A trajectory without any scored action token has no say in its group's mean.
+    whole = torch.zeros_like(tok.reward[:, 0]).index_add(0, tok.rows.index, tok.reward.sum(1))[
+        : tok.rows.num_trajectories
+    ]
+    first_rows = tok.rows.first_rows
+    whole = torch.where(tok.rows.any_in_trajectory(tok.mask.any(1))[first_rows], whole, torch.nan)
+    group = group_index(groups, len(tok.mask), tok.mask.device)[first_rows]
+    per_trajectory = grpo(whole, group, std=None, singleton=singleton)
+    per_token = per_trajectory[tok.rows.index].unsqueeze(1).expand_as(tok.reward)
     return tok.out(whitened(per_token, tok.mask, std, eps, "reinforce_plus_plus_baseline") if whiten else per_token)
 
 
@@ -228,37 +232,38 @@ def optimal_token_baseline(
     logprobs: Numbers,
     sum_squared_probs: Numbers,
     singleton: Singleton = "zero",
-    rollouts: Groups | None = None,
+    trajectory_index: Groups | None = None,
 ) -> Tensor:
     """Reward to come minus a baseline of its own for each token position.
 
     The baseline is the group's mean reward to come at that position, each row weighted by the gradient it has gathered
     so far: the running sum over action tokens of |e_token - p|^2 = 1 - 2 p(token) + sum p^2, the squared length of the
     gradient of the token's logprob in its logits. Positions count action tokens. Where only one row of a group is that
-    long, `singleton`: 0, or the bare reward to come (verl). With `rollouts`, rows of one rollout are counted through.
+    long, `singleton`: 0, or the bare reward to come (verl). With `trajectory_index`, rows of one
+    trajectory are counted through.
 
-    Shapes:  token_rewards, mask, logprobs, sum_squared_probs (B, T), groups, rollouts (B,) -> (B, T).
+    Shapes:  token_rewards, mask, logprobs, sum_squared_probs (B, T), groups, trajectory_index (B,) -> (B, T).
     Units:   reward.
     Raises:  ValueError for an infinite reward, or a logprob or sum that is not finite at an action token. A row with a
              NaN reward there is unscored.
     Source:  Optimal Token Baseline, arXiv 2602.07078, with its logit-gradient proxy.
     """
-    choose("singleton", singleton, ("zero", "raw"))
-    tok = Tokens.of(token_rewards, mask, rollouts)
-    lp = finite(tok.align(logprobs, "logprobs"), tok.mask, "logprobs", "at every action token")
+    check_choice("singleton", singleton, ("zero", "raw"))
+    tok = TokenRewards.from_arrays(token_rewards, mask, trajectory_index)
+    lp = require_finite(tok.align(logprobs, "logprobs"), tok.mask, "logprobs", "at every action token")
     squares = tok.align(sum_squared_probs, "sum_squared_probs")
-    squares = finite(squares, tok.mask, "sum_squared_probs", "at every action token")
-    lay, heads = tok.rows.lay, tok.rows.heads
-    steps = lay(tok.mask)
-    energy = torch.where(steps, lay(1 - 2 * lp.exp() + squares), 0.0).clamp(min=0).cumsum(1)
+    squares = require_finite(squares, tok.mask, "sum_squared_probs", "at every action token")
+    concat, first_rows = tok.rows.concat, tok.rows.first_rows
+    steps = concat(tok.mask)
+    energy = torch.where(steps, concat(1 - 2 * lp.exp() + squares), 0.0).clamp(min=0).cumsum(1)
     zero = torch.zeros_like(energy)
-    to_come = _backward(lay(tok.reward.to(energy.dtype)), zero, steps, zero + 1, 1.0, zero.sum(1))
+    to_come = _gae_recursion(concat(tok.reward.to(energy.dtype)), zero, steps, zero + 1, 1.0, zero.sum(1))
     row, at = steps.nonzero(as_tuple=True)
     position = steps.cumsum(1)[row, at]
-    group = group_index(groups, len(tok.mask), energy.device)[heads][row]
+    group = group_index(groups, len(tok.mask), energy.device)[first_rows][row]
     # One group for each (group, position), so that everything said of groups holds for positions.
     key = torch.unique(torch.stack([group, position], 1), dim=0, return_inverse=True)[1]
-    g = Grouped(to_come[row, at], torch.ones_like(row, dtype=torch.bool), key)
+    g = GroupedRewards(to_come[row, at], torch.ones_like(row, dtype=torch.bool), key)
     out = zero.clone()
-    out[row, at] = g.singleton(g.against(energy[row, at]), singleton)
-    return tok.out(tok.rows.back(out))
+    out[row, at] = g.singleton(g.minus_weighted_mean(energy[row, at]), singleton)
+    return tok.out(tok.rows.split(out))

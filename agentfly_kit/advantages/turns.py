@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 from agentfly_kit.advantages.inputs import (
-    Grouped,
+    GroupedRewards,
     Groups,
     Numbers,
     Singleton,
     Std,
-    choose,
-    floats,
+    as_floats,
+    check_choice,
+    check_no_inf,
     group_index,
-    no_inf,
 )
 from agentfly_kit.advantages.outcomes import grpo
 from agentfly_kit.errors import AlignmentError
 
 
-def _ragged(rows: list[list[float]], like: Tensor) -> Tensor:
+def _pad_ragged(rows: list[list[float]], like: Tensor) -> Tensor:
     """(N, K), 0 after the end of each row."""
     width = max(map(len, rows), default=0)
     return torch.tensor([r + [0.0] * (width - len(r)) for r in rows], dtype=like.dtype, device=like.device).reshape(
@@ -54,19 +54,19 @@ def gigpo(
     Raises:  ValueError if a reward is infinite. A trajectory with a NaN reward, or one on a turn, is unscored.
     Source:  GiGPO, arXiv 2505.10978; std=None is its F_norm = 1.
     """
-    r = floats(rewards, "rewards")
+    r = as_floats(rewards, "rewards")
     if not len(r) == len(turn_rewards) == len(states):
         raise AlignmentError(f"{len(r)} rewards, {len(turn_rewards)} rows of turn_rewards, {len(states)} of states")
     index = group_index(groups, len(r), r.device).tolist()
     per_turn: list[list[float]] = []
     for i, (given, at) in enumerate(zip(turn_rewards, states, strict=True)):
-        row = floats(given, f"turn_rewards[{i}]").tolist()
+        row = as_floats(given, f"turn_rewards[{i}]").tolist()
         if len(row) != len(at):
             raise AlignmentError(f"trajectory {i}: {len(row)} turn rewards, {len(at)} states; give one each a turn")
         to_come = 0.0
         per_turn.append([to_come := x + gamma * to_come for x in reversed(row)][::-1])
     sums = torch.tensor([sum(x) for x in per_turn], dtype=r.dtype, device=r.device)  # NaN or inf if a turn has it
-    no_inf(sums, "turn_rewards")
+    check_no_inf(sums, "turn_rewards")
     r = torch.where(torch.isnan(sums), torch.nan, r)
     episode = grpo(r, index, std=std, singleton=singleton, eps=eps)
     scored = (~torch.isnan(r)).tolist()
@@ -74,25 +74,25 @@ def gigpo(
     keys = [(index[i], state) for i, row in enumerate(states) for state in row]
     step = grpo(torch.tensor(flat, dtype=r.dtype, device=r.device), keys, std=std, singleton=singleton, eps=eps)
     pieces = step.split([len(row) for row in per_turn]) if len(flat) else [step] * len(per_turn)
-    return _ragged([(episode[i] + weight * x if scored[i] else x).tolist() for i, x in enumerate(pieces)], r)
+    return _pad_ragged([(episode[i] + weight * x if scored[i] else x).tolist() for i, x in enumerate(pieces)], r)
 
 
-def branch_weights(leaves: Sequence[Sequence[Hashable]], groups: Groups) -> Tensor:
+def branch_weights(turn_ids: Sequence[Sequence[Hashable]], groups: Groups) -> Tensor:
     """Weight of each leaf of a group's tree of turns: the product of 1 / branches along its path.
 
     The weights of a group sum to 1. A weighted mean over leaves is then unbiased where a plain one is not: a chain that
     was forked often has many leaves and outvotes the others. (Unbiased as long as the number of branches at a turn is
     settled before they are sampled; topping a group up with fresh chains afterwards breaks it at the root.)
 
-    Shapes:  leaves: N paths of turn ids from the first turn to the last, equal ids within a group being the same turn;
+    Shapes:  turn_ids: N paths from the first turn to the last, equal ids within a group being the same turn;
              groups (N,) -> (N,) float64.
     Raises:  ValueError if two leaves of a group have one path, or a turn has two parents.
     """
-    index = group_index(groups, len(leaves), torch.device("cpu")).tolist()
+    index = group_index(groups, len(turn_ids), torch.device("cpu")).tolist()
     children: dict[Hashable, set[Hashable]] = {}
     parent: dict[Hashable, Hashable] = {}
     ends: set[Hashable] = set()
-    for g, path in zip(index, leaves, strict=True):
+    for g, path in zip(index, turn_ids, strict=True):
         if not path:
             raise ValueError("a leaf has an empty path; give the ids of its turns")
         if (g, path[-1]) in ends:
@@ -103,7 +103,7 @@ def branch_weights(leaves: Sequence[Sequence[Hashable]], groups: Groups) -> Tens
                 raise ValueError(f"turn {turn!r} has two parents in one group; give every turn its own id")
             children.setdefault((g, above), set()).add(turn)
     weights = []
-    for g, path in zip(index, leaves, strict=True):
+    for g, path in zip(index, turn_ids, strict=True):
         w = 1.0
         for above in (None, *path[:-1]):
             w /= len(children[(g, above)])
@@ -115,7 +115,7 @@ def arpo(
     rewards: Numbers,
     groups: Groups,
     *,
-    leaves: Sequence[Sequence[Hashable]],
+    turn_ids: Sequence[Sequence[Hashable]],
     attribution: Literal["soft", "hard", "inverse_branching"] = "soft",
     std: Std = "sample",
     singleton: Singleton = "zero",
@@ -128,36 +128,36 @@ def arpo(
     inverse_branching: mean and std are weighted by `branch_weights`, and a row's advantage is multiplied by its weight
     times the group's leaves, so that forking does not move what is estimated. Without forks all three are `grpo`.
 
-    Shapes:  rewards, groups (N,), one entry a leaf; leaves as in `branch_weights` -> (N, K), K the longest path.
+    Shapes:  rewards, groups (N,), one entry a leaf; turn_ids as in `branch_weights` -> (N, K), K the longest path.
     Units:   group standard deviations (reward, with std=None).
-    Raises:  ValueError if a reward is infinite, or for `leaves` that are not a tree. NaN is unscored.
+    Raises:  ValueError if a reward is infinite, or for `turn_ids` that are not a tree. NaN is unscored.
     Source:  ARPO, arXiv 2507.19849, 3.2 and Appendix C.2; inverse_branching is this kit's.
     """
-    choose("attribution", attribution, ("soft", "hard", "inverse_branching"))
-    choose("std", std, ("sample", "population", None))
-    choose("singleton", singleton, ("zero", "raw"))
-    g = Grouped.of(rewards, groups)
-    if len(leaves) != len(g.reward):
-        raise AlignmentError(f"{len(leaves)} leaves for {len(g.reward)} rewards; give one path for each reward")
-    weights = branch_weights(leaves, groups).to(g.reward)
+    check_choice("attribution", attribution, ("soft", "hard", "inverse_branching"))
+    check_choice("std", std, ("sample", "population", None))
+    check_choice("singleton", singleton, ("zero", "raw"))
+    g = GroupedRewards.from_rewards(rewards, groups)
+    if len(turn_ids) != len(g.reward):
+        raise AlignmentError(f"{len(turn_ids)} leaves for {len(g.reward)} rewards; give one path for each reward")
+    weights = branch_weights(turn_ids, groups).to(g.reward)
     if attribution == "inverse_branching":
         w = torch.where(g.scored, weights, 0.0)
-        w = w / g.total(w).clamp(min=torch.finfo(w.dtype).tiny)
-        a = g.against(w)
+        w = w / g.group_sum(w).clamp(min=torch.finfo(w.dtype).tiny)
+        a = g.minus_weighted_mean(w)
         if std is not None:
             # Of equal weights 1/n the correction leaves (n - 1) / n, as it must.
-            grain = 1 - g.total(w.square()) if std == "sample" else torch.ones_like(w)
-            variance = g.total(w * a.square()) / torch.where(grain > 0, grain, 1.0)
+            grain = 1 - g.group_sum(w.square()) if std == "sample" else torch.ones_like(w)
+            variance = g.group_sum(w * a.square()) / torch.where(grain > 0, grain, 1.0)
             a = a / (torch.sqrt(variance) + eps)
         a = g.singleton(g.count * w * a, singleton)
     else:
         a = g.singleton(g.centred() / g.std(std, eps), singleton)
     if attribution != "hard":
-        return _ragged([[x] * len(path) for x, path in zip(a.tolist(), leaves, strict=True)], a)
+        return _pad_ragged([[x] * len(path) for x, path in zip(a.tolist(), turn_ids, strict=True)], a)
     through: dict[Hashable, list[float]] = {}
-    rows = list(zip(a.tolist(), g.scored.tolist(), g.index.tolist(), leaves, strict=True))
+    rows = list(zip(a.tolist(), g.scored.tolist(), g.index.tolist(), turn_ids, strict=True))
     for x, scored, group, path in rows:
         for turn in path if scored else ():
             through.setdefault((group, turn), []).append(x)
     mean = {turn: sum(xs) / len(xs) for turn, xs in through.items()}
-    return _ragged([[mean[(grp, t)] if scored else 0.0 for t in path] for _, scored, grp, path in rows], a)
+    return _pad_ragged([[mean[(grp, t)] if scored else 0.0 for t in path] for _, scored, grp, path in rows], a)

@@ -11,10 +11,10 @@ from torch import Tensor
 from agentfly_kit.advantages.inputs import (
     Numbers,
     Std,
-    boolean,
-    choose,
-    finite,
-    floats,
+    as_bool_mask,
+    as_floats,
+    check_choice,
+    require_finite,
 )
 
 
@@ -44,7 +44,7 @@ def whiten(advantages: Numbers, mask: Any, *, std: Std = "sample", eps: float = 
              Equal advantages everywhere: exactly 0.
     Source:  as in most PPO code; studied in arXiv 2006.05990 ("per minibatch advantage normalization").
     """
-    choose("std", std, ("sample", "population", None))
-    a = floats(advantages, "advantages")
-    m = boolean(mask, a)
-    return whitened(finite(a, m, "advantages", "at every action token"), m, std, eps, "whiten")
+    check_choice("std", std, ("sample", "population", None))
+    a = as_floats(advantages, "advantages")
+    m = as_bool_mask(mask, a)
+    return whitened(require_finite(a, m, "advantages", "at every action token"), m, std, eps, "whiten")

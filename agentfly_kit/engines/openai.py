@@ -23,10 +23,10 @@ from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import ChatTemplateError, EngineError
 from agentfly_kit.types import Message, Sample, Sampling, ToolCall, TurnRequest
 
-_RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-_LONGEST_WAIT = 30.0
+_RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+_MAX_RETRY_WAIT = 30.0
 """Seconds: what a server asks for in Retry-After counts up to this."""
-_SERVE = (
+_SERVE_COMMAND = (
     "python -m vllm.entrypoints.openai.api_server --model <folder> --logprobs-mode processed_logprobs "
     "--generation-config vllm"
 )
@@ -78,13 +78,13 @@ class OpenAIEngine(Engine):
         """Tokens sampled since it was made, where the server says."""
         self._key = api_key
         self._exact = tokens == "exact"
-        self._known = False
-        self._warm = False
+        self._probed = False
+        self._logprobs_tempered = False
         """Whether the server's logprobs are those after temperature."""
         self._extra = dict(extra_body or {})
         self._length = max_length
         self._version = 0
-        self._torn = 0
+        self._failed_updates = 0
         """Updates that ended no one knows how; 0 again after one that succeeded."""
         # A client belongs to the event loop in which it was made.
         self._locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
@@ -128,27 +128,27 @@ class OpenAIEngine(Engine):
         Raises:  EngineError if the server cannot be reached or refuses the key; a server that gives only text is none.
         """
         if self._length is None:
-            listed = await self._try("GET", "/models")
+            listed = await self._request_or_none("GET", "/models")
             for entry in (listed or {}).get("data", []):
                 if entry.get("id") == self.model and entry.get("max_model_len"):
                     self._length = int(entry["max_model_len"])
         warm = await self._logprobs_after_temperature()
-        self._exact = self._known = warm is not None
-        self._warm = bool(warm)
+        self._exact = self._probed = warm is not None
+        self._logprobs_tempered = bool(warm)
         return self
 
-    async def _make_sure(self) -> None:
+    async def _verify_exact(self) -> None:
         """Before the first exact sample, once for all chains that wait for it."""
         loop = asyncio.get_running_loop()
         async with self._locks.setdefault(loop, asyncio.Lock()):
-            if self._known:
+            if self._probed:
                 return
             await self.probe()
             if not self._exact:
                 self._exact = True  # as it was declared: the chains that wait here have ids
                 raise EngineError(
                     f"{self.base_url} gives no token ids with logprobs, so tokens='exact' cannot be had; "
-                    f"leave it out, or serve with {_SERVE}"
+                    f"leave it out, or serve with {_SERVE_COMMAND}"
                 )
 
     async def _logprobs_after_temperature(self) -> bool | None:
@@ -166,7 +166,7 @@ class OpenAIEngine(Engine):
     async def _probe_once(self, temperature: float) -> dict[str, float] | None:
         prompt = list(self.stop_ids[:1]) or [0]
         body = self._completion(prompt, Sampling(temperature=temperature, max_tokens=1)) | {"logprobs": 5}
-        answer = await self._try("POST", "/completions", body)
+        answer = await self._request_or_none("POST", "/completions", body)
         try:
             choice = (answer or {})["choices"][0]
             if not isinstance(choice["token_ids"], list) or not choice["logprobs"]["token_logprobs"]:
@@ -175,7 +175,9 @@ class OpenAIEngine(Engine):
         except (KeyError, IndexError, TypeError):
             return None
 
-    async def _try(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    async def _request_or_none(
+        self, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> dict[str, Any] | None:
         """The answer, or None if the server knows no such request."""
         try:
             return await self._request(method, path, body)
@@ -199,10 +201,10 @@ class OpenAIEngine(Engine):
     async def _sample_ids(self, ids: Sequence[int], sampling: Sampling, began: float) -> Sample:
         if not self.stop_ids:
             raise EngineError("exact tokens need stop_ids=, the ids that end a turn, such as policy.chat.stop_ids")
-        if not self._known:
-            await self._make_sure()
-        torn = self._torn
-        if torn:
+        if not self._probed:
+            await self._verify_exact()
+        failed_updates = self._failed_updates
+        if failed_updates:
             raise EngineError(
                 "an update of this server's weights ended amid its work, so nobody knows which it has; "
                 "await engine.update(policy) sends them again"
@@ -212,21 +214,21 @@ class OpenAIEngine(Engine):
                 f"{sampling}: a server does not say how much probability truncation left out, so the record would be "
                 "wrong; sample from the whole distribution, or evaluate with tokens='none'"
             )
-        if not self._warm and sampling.temperature not in (0.0, 1.0):
+        if not self._logprobs_tempered and sampling.temperature not in (0.0, 1.0):
             raise EngineError(
                 f"temperature={sampling.temperature}: this server gives logprobs from before temperature; sample at 1, "
-                f"or serve with {_SERVE}"
+                f"or serve with {_SERVE_COMMAND}"
             )
         limit = min(sampling.max_tokens, self.max_length - len(ids))
         answer = await self._request("POST", "/completions", self._completion(ids, sampling, limit))
-        if self._torn != torn:
+        if self._failed_updates != failed_updates:
             raise EngineError("an update of the weights failed amid its work while the request ran, which is void")
         try:
             choice = answer["choices"][0]
             out = tuple(int(i) for i in choice["token_ids"])
             logprobs = tuple(float(lp) for lp in choice["logprobs"]["token_logprobs"])
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise EngineError(f"{self.base_url} left out token ids or logprobs: {_short(answer)}") from error
+            raise EngineError(f"{self.base_url} left out token ids or logprobs: {_shortened(answer)}") from error
         self.sampled += len(out)
         by_text = isinstance(choice.get("stop_reason"), str)
         stop: Any = {"stop": "string" if by_text else "stop", "abort": "abort"}.get(choice["finish_reason"], "length")
@@ -259,7 +261,7 @@ class OpenAIEngine(Engine):
     async def _sample_text(self, request: TurnRequest, sampling: Sampling, began: float) -> Sample:
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": _told(request.messages),
+            "messages": _wire_messages(request.messages),
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_tokens,
         }
@@ -287,9 +289,9 @@ class OpenAIEngine(Engine):
             choice = answer["choices"][0]
             message = choice["message"]
             text = message.get("content") or ""
-            calls = tuple(_heard(call, i) for i, call in enumerate(message.get("tool_calls") or ()))
+            calls = tuple(_parse_tool_call(call, i) for i, call in enumerate(message.get("tool_calls") or ()))
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise EngineError(f"{self.base_url} gave no chat completion: {_short(answer)}") from error
+            raise EngineError(f"{self.base_url} gave no chat completion: {_shortened(answer)}") from error
         used = answer.get("usage") or {}
         self.sampled += int(used.get("completion_tokens") or 0)
         return Sample(
@@ -311,7 +313,7 @@ class OpenAIEngine(Engine):
         Raises:  EngineError with the command that starts such a server. If it ended amid its work, cancelled say, the
             engine refuses to sample until an update has succeeded.
         """
-        from agentfly_kit.engines.weights import Delivery, Unopened
+        from agentfly_kit.engines.weights import BufferNotOpened, Delivery
 
         if not self._exact:
             raise EngineError("a server that gives only text cannot be trained through; see engine.probe()")
@@ -322,7 +324,7 @@ class OpenAIEngine(Engine):
             try:
                 answers: list[str | None] = (await self._request("POST", f"{root}/collective_rpc", body))["results"]
             except _Refused:
-                delivery.begun = False  # by the server, which asked no worker
+                delivery.has_sent = False  # by the server, which asked no worker
                 raise
             return answers
 
@@ -337,20 +339,20 @@ class OpenAIEngine(Engine):
                 try:
                     await delivery.send(call)
                     await self._request("POST", f"{root}/reset_prefix_cache?reset_running_requests=true")
-                    self._version, self._torn = delivery.version, 0
+                    self._version, self._failed_updates = delivery.version, 0
                 except BaseException:
-                    self._torn += delivery.begun
+                    self._failed_updates += delivery.has_sent
                     raise
                 finally:
                     await self._request("POST", f"{root}/resume")
-        except Unopened as error:
+        except BufferNotOpened as error:
             raise EngineError(
                 f"the server's worker cannot open the weights ({error}); it must run on this machine, as this user"
             ) from error
         except _Refused as error:
             raise EngineError(
                 f"the weights of this server cannot be changed ({error}); start it on this machine with "
-                f"VLLM_SERVER_DEV_MODE=1 {_SERVE} "
+                f"VLLM_SERVER_DEV_MODE=1 {_SERVE_COMMAND} "
                 "--worker-extension-cls agentfly_kit.engines.vllm_worker.WorkerExtension"
             ) from error
 
@@ -394,12 +396,12 @@ class OpenAIEngine(Engine):
                             f"{url} answered with something that is no JSON: {response.text[:200]!r}"
                         ) from error
                     return answer if isinstance(answer, dict) else {"answer": answer}
-                last = f"{response.status_code} {_complaint(response)}"
-                if response.status_code not in _RETRIED:
+                last = f"{response.status_code} {_error_text(response)}"
+                if response.status_code not in _RETRIED_STATUSES:
                     raise _Refused(f"{url} refused: {last}", response.status_code)
-                wait = max(wait, _asked(response.headers.get("retry-after")))
+                wait = max(wait, _retry_after_seconds(response.headers.get("retry-after")))
             if attempt < self.retries:
-                await asyncio.sleep(min(wait, _LONGEST_WAIT))
+                await asyncio.sleep(min(wait, _MAX_RETRY_WAIT))
         raise EngineError(
             f"{url} failed {self.retries + 1} times, the last time with {last}; is the server up? "
             "retries=, backoff= and timeout= say how long to try"
@@ -423,7 +425,7 @@ class TextChat(Chat):
     def _render(self, *_: Any, **__: Any) -> Any:
         raise ChatTemplateError("this chat has no tokenizer, for its engine gives text only; no token can be made here")
 
-    encode = render = prompt = bridge = pieces = _render
+    encode = render = prompt = observation_ids = token_texts = _render
 
     def text(self, ids: Sequence[int]) -> str:
         return "" if len(ids) == 0 else str(self._render())
@@ -438,7 +440,7 @@ class _Refused(EngineError):
         self.status = status
 
 
-def _told(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as the wire wants them: arguments are JSON text, and a result follows the call that it is for.
 
     The result of a call that nobody could read has no such call, and is told as the user's words.
@@ -463,7 +465,7 @@ def _told(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return out
 
 
-def _heard(call: dict[str, Any], index: int) -> ToolCall:
+def _parse_tool_call(call: dict[str, Any], index: int) -> ToolCall:
     """A call as the server took it apart; arguments that are no JSON object are told to the model."""
     name, said = str(call["function"]["name"]), call["function"].get("arguments")
     key = str(call.get("id") or f"call-{index}")
@@ -477,12 +479,12 @@ def _heard(call: dict[str, Any], index: int) -> ToolCall:
     return ToolCall(key, name, arguments, raw=raw)
 
 
-def _short(answer: Any) -> str:
+def _shortened(answer: Any) -> str:
     text = json.dumps(answer)
     return text if len(text) <= 300 else text[:297] + "..."
 
 
-def _complaint(response: Any) -> str:
+def _error_text(response: Any) -> str:
     """The server's own words."""
     try:
         said = response.json()
@@ -492,7 +494,7 @@ def _complaint(response: Any) -> str:
         return str(response.text)[:300]
 
 
-def _asked(retry_after: str | None) -> float:
+def _retry_after_seconds(retry_after: str | None) -> float:
     """Seconds that the server asks to wait; dates are not worth a parser here."""
     try:
         return max(0.0, float(retry_after or 0))

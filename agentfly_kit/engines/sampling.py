@@ -9,16 +9,16 @@ from torch import Tensor
 
 
 @dataclass
-class Drawn:
-    """(B,) each. `kept` is None when no row truncates."""
+class SampledTokens:
+    """(B,) each. `kept_mass` is None when no row truncates."""
 
     ids: Tensor
     logprobs: Tensor
     entropies: Tensor
-    kept: Tensor | None
+    kept_mass: Tensor | None
 
 
-def draw(
+def sample_tokens(
     logits: Tensor,
     temperatures: Tensor,
     noise: Tensor,
@@ -26,7 +26,7 @@ def draw(
     top_p: Tensor | None = None,
     top_k: Tensor | None = None,
     min_p: Tensor | None = None,
-) -> Drawn:
+) -> SampledTokens:
     """Sample by inverting the cumulative distribution; temperature 0 takes the most probable token.
 
     Shapes:  logits (B, V) float32; temperatures, noise (B,), noise in [0, 1) float64; top_p, top_k, min_p (B,) or None.
@@ -41,17 +41,17 @@ def draw(
     entropies = -(p * logp).sum(-1)
     if not bool(entropies.isfinite().all()):  # a logit of -inf: 0 * -inf
         entropies = -torch.where(p > 0, p * logp, torch.zeros_like(p)).sum(-1)
-    weights, kept = p, None
+    weights, kept_mass = p, None
     if top_p is not None or top_k is not None or min_p is not None:
         weights = truncate(p, top_p=top_p, top_k=top_k, min_p=min_p)
-        kept = weights.sum(-1)
+        kept_mass = weights.sum(-1)
     # float64: in float32 the cumulative sum of a large vocabulary would skip its rare tokens.
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     target = noise.double()[:, None] * cumulative[:, -1:]
     ids = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     if bool(greedy.any()):
         ids = torch.where(greedy, logits.argmax(-1), ids)
-    return Drawn(ids, logp.gather(-1, ids[:, None])[:, 0], entropies, kept)
+    return SampledTokens(ids, logp.gather(-1, ids[:, None])[:, 0], entropies, kept_mass)
 
 
 def truncate(p: Tensor, *, top_p: Tensor | None, top_k: Tensor | None, min_p: Tensor | None) -> Tensor:

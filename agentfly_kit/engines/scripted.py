@@ -43,18 +43,18 @@ class ScriptedEngine(Engine):
         if callable(self.script):
             if request is None:
                 raise EngineError("a script that is a function needs to know the task and the turn; use an Agent")
-            said = self.script(request.task, turn)
-            if inspect.isawaitable(said):
-                said = await said
+            reply = self.script(request.task, turn)
+            if inspect.isawaitable(reply):
+                reply = await reply
         elif turn < len(self.script):
-            said = self.script[turn]
+            reply = self.script[turn]
         else:
             raise EngineError(
                 f"the script has {len(self.script)} turns and turn {turn + 1} was asked for; add one, or set max_turns"
             )
-        if isinstance(said, str):
-            return Sample(None, None, None, "stop", None, text=said)
-        return Sample(tuple(int(i) for i in said), None, None, "stop", None)
+        if isinstance(reply, str):
+            return Sample(None, None, None, "stop", None, text=reply)
+        return Sample(tuple(int(i) for i in reply), None, None, "stop", None)
 
     def __repr__(self) -> str:
         what = "a function" if callable(self.script) else f"{len(self.script)} turns"

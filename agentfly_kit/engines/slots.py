@@ -20,15 +20,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_STEP = 16
+_ALIGNMENT = 16
 """Capacity in tokens is a multiple of this, and so is what one forward looks at."""
-SLAB = 64
+SLAB_TOKENS = 64
 """Tokens of a slab, for who reads slab by slab. A product over keys that lie without gaps takes, out of a cold cache, a
 third to a half of the time that it takes over the first tokens of longer slots; one slab too many costs less than that.
 """
 
 
-class Slots:
+class KVCache:
     """`ids[i, :length[i]]` are the tokens whose keys and values slot i holds."""
 
     def __init__(self, count: int, capacity: int, layers: int = 1, *, slab: int | None = None) -> None:
@@ -36,28 +36,30 @@ class Slots:
         once; more layers, or other shapes, only cost a move each.
         slab: how many tokens of all slots lie together, a multiple of 16; None puts all of a slot's tokens together.
         """
-        if slab is not None and slab % _STEP:
-            raise ValueError(f"slab={slab}: give a multiple of {_STEP}")
+        if slab is not None and slab % _ALIGNMENT:
+            raise ValueError(f"slab={slab}: give a multiple of {_ALIGNMENT}")
         self.count = count
         self._layers = layers
-        self._step = slab or _STEP
+        self._alignment = slab or _ALIGNMENT
         self._slab = slab
-        self.capacity = -(-capacity // self._step) * self._step
+        self.capacity = -(-capacity // self._alignment) * self._alignment
         self.ids: npt.NDArray[np.int64] = np.zeros((count, self.capacity), dtype=np.int64)
         self.length: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
         # Blocks (slabs, 2 x layers, count, heads, tokens of a slab, head size) of layers with one shape; made at their
         # first update.
         self._blocks: list[Tensor] = []
-        self._plain: list[npt.NDArray[Any] | None] = []
+        self._numpy_views: list[npt.NDArray[Any] | None] = []
         """The same memory for numpy, where it can read it."""
-        self._place: list[tuple[int, int]] = []  # by layer: its block, and where in it the keys are; the values follow
+        self._layer_location: list[
+            tuple[int, int]
+        ] = []  # by layer: its block, and where in it the keys are; the values follow
         self._rows: Tensor | slice = slice(0, 0)
         self._positions: Tensor = torch.zeros(0)
-        self._seen = 0
-        self._clean = 0
+        self._visible = 0
+        self._initialized = 0
         """Tokens of every slot that hold numbers: what was run, or zeros. Behind them lies memory never touched."""
-        self._written: Tensor | None = None
-        self._run: slice | None = None
+        self._write_index: Tensor | None = None
+        self._contiguous_rows: slice | None = None
 
     @property
     def slab(self) -> int:
@@ -66,32 +68,32 @@ class Slots:
 
     # --- one forward ---
 
-    def aim(self, rows: Tensor | int, positions: Tensor) -> Tensor:
+    def prepare(self, rows: Tensor | int, positions: Tensor) -> Tensor:
         """Say where the next forward writes, and get the mask that goes with it.
 
         rows: a count n (the first n slots, no copy) or indices (R,). positions: (R, C) int64.
         Returns (R, 1, C, S) bool, True where a query may look; S, a multiple of 16 or of a slab, covers all positions.
         """
-        self._seen = min(self.capacity, -(-(int(positions.max()) + 1) // self._step) * self._step)
-        if self._seen > self._clean:
+        self._visible = min(self.capacity, -(-(int(positions.max()) + 1) // self._alignment) * self._alignment)
+        if self._visible > self._initialized:
             for block in self._blocks:
-                for i, tokens in self._parts(self._clean, self._seen):
+                for i, tokens in self._slab_ranges(self._initialized, self._visible):
                     block[i, ..., tokens, :] = 0  # not whatever lies there: a masked NaN is still a NaN
-            self._clean = self._seen
+            self._initialized = self._visible
         self._positions = positions
         self._rows = slice(0, rows) if isinstance(rows, int) else rows
-        self._written = self._run = None
+        self._write_index = self._contiguous_rows = None
         if not isinstance(rows, int) and len(rows) and bool((rows.diff() == 1).all()):
-            self._run = slice(int(rows[0]), int(rows[-1]) + 1)  # they lie side by side: no copy either
-        span = torch.arange(self._seen, device=positions.device)
+            self._contiguous_rows = slice(int(rows[0]), int(rows[-1]) + 1)  # they lie side by side: no copy either
+        span = torch.arange(self._visible, device=positions.device)
         return span[None, None, None, :] <= positions[:, None, :, None]
 
     @property
-    def front(self) -> bool:
+    def is_leading_rows(self) -> bool:
         """Whether the next forward is of the first rows."""
         return isinstance(self._rows, slice)
 
-    def _parts(self, start: int, stop: int) -> list[tuple[int, slice]]:
+    def _slab_ranges(self, start: int, stop: int) -> list[tuple[int, slice]]:
         """Those tokens of a slot by slab: which, and where in it."""
         if start >= stop:
             return []
@@ -107,21 +109,21 @@ class Slots:
         states: (R, 2 x heads, head size), keys before values. Returns by slab (R x heads, tokens, head size) of both.
         """
         rows, heads, size = states.shape[0], states.shape[1] // 2, states.shape[2]
-        while len(self._place) <= layer:
+        while len(self._layer_location) <= layer:
             self._add_layer(states[:, :heads, None])
-        at, (block, first) = self._positions, self._place[layer]
+        at, (block, first) = self._positions, self._layer_location[layer]
         whole, slab = self._blocks[block], self.slab
         one = self.count * heads * slab  # of all slots, the keys or the values of a layer's slab
-        if self._written is None or len(self._written) != rows * 2 * heads:
+        if self._write_index is None or len(self._write_index) != rows * 2 * heads:
             # Where each row's token goes, in rows of one head size from the layer's first on: the same in all layers.
             places = (torch.arange(rows)[:, None, None] * heads + torch.arange(heads)) * slab
             kinds = torch.arange(2)[:, None] * one
             into = (at // slab * (len(whole[0]) * one) + at % slab)[:, :, None]
-            self._written = (places + kinds + into).view(-1)
-        whole.view(-1, size)[first * one :].index_copy_(0, self._written, states.reshape(-1, size))
+            self._write_index = (places + kinds + into).view(-1)
+        whole.view(-1, size)[first * one :].index_copy_(0, self._write_index, states.reshape(-1, size))
         found = [
             whole[i, first : first + 2].view(2, -1, slab, size)[:, : rows * heads, tokens]
-            for i, tokens in self._parts(0, self._seen)
+            for i, tokens in self._slab_ranges(0, self._visible)
         ]
         return [both[0] for both in found], [both[1] for both in found]
 
@@ -129,9 +131,9 @@ class Slots:
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Called by each attention layer: (R, heads, C, head size) in, (R, heads, S, head size) out."""
-        while len(self._place) <= layer_idx:
+        while len(self._layer_location) <= layer_idx:
             self._add_layer(key_states)
-        block, first = self._place[layer_idx]
+        block, first = self._layer_location[layer_idx]
         rows, positions = self._rows, self._positions
         index = torch.arange(rows.stop, device=positions.device) if isinstance(rows, slice) else rows
         found = []
@@ -139,11 +141,11 @@ class Slots:
             held = self._blocks[block][:, first + kind]
             # The indices stand apart, so that what they find comes first: (R, C, heads, head size).
             held[positions // self.slab, index[:, None], :, positions % self.slab] = states.transpose(1, 2)
-            parts = [held[i, :, :, tokens] for i, tokens in self._parts(0, self._seen)]
+            parts = [held[i, :, :, tokens] for i, tokens in self._slab_ranges(0, self._visible)]
             if isinstance(rows, slice):
                 parts = [part[rows] for part in parts]
-            elif self._run is not None:
-                parts = [part[self._run] for part in parts]
+            elif self._contiguous_rows is not None:
+                parts = [part[self._contiguous_rows] for part in parts]
             else:  # index_select copies whole rows; an index in brackets goes element by element, at 2.4 times the cost
                 parts = [part.index_select(0, rows) for part in parts]
             found.append(parts[0] if len(parts) == 1 else torch.cat(parts, 2))
@@ -151,35 +153,35 @@ class Slots:
 
     def _add_layer(self, like: Tensor) -> None:
         shape = (self.count, like.shape[1], self.slab, like.shape[3])
-        block, at = (self._place[-1][0], self._place[-1][1] + 2) if self._place else (0, 0)
-        if not self._place or at >= len(self._blocks[block][0]) or self._blocks[block].shape[2:] != shape:
+        block, at = (self._layer_location[-1][0], self._layer_location[-1][1] + 2) if self._layer_location else (0, 0)
+        if not self._layer_location or at >= len(self._blocks[block][0]) or self._blocks[block].shape[2:] != shape:
             block, at = len(self._blocks), 0
-            kinds = 2 * max(1, self._layers - len(self._place))
+            kinds = 2 * max(1, self._layers - len(self._layer_location))
             self._blocks.append(like.new_empty(self.capacity // self.slab, kinds, *shape))
-            self._plain.append(_plain(self._blocks[-1]))
-            for i, tokens in self._parts(0, self._clean):
+            self._numpy_views.append(_numpy_view(self._blocks[-1]))
+            for i, tokens in self._slab_ranges(0, self._initialized):
                 self._blocks[block][i, ..., tokens, :] = 0
-        self._place.append((block, at))
+        self._layer_location.append((block, at))
 
     # --- moving ---
 
     def longest_prefix(
-        self, ids: npt.NDArray[np.int64], favourite: int | None, usable: npt.NDArray[np.bool_]
+        self, ids: npt.NDArray[np.int64], preferred: int | None, usable: npt.NDArray[np.bool_]
     ) -> tuple[int, int]:
-        """The usable slot that holds most of the beginning of `ids`, and how many tokens. `favourite` wins a tie."""
+        """The usable slot that holds most of the beginning of `ids`, and how many tokens. `preferred` wins a tie."""
         width = min(len(ids), self.capacity)
         same = self.ids[:, :width] == ids[:width]
         common = np.where(same.all(axis=1), width, same.argmin(axis=1))
         common = np.where(usable, np.minimum(common, self.length), 0)
         best = int(common.argmax())
-        if favourite is not None and common[favourite] == common[best]:
-            best = favourite
+        if preferred is not None and common[preferred] == common[best]:
+            best = preferred
         return best, int(common[best])
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Give the target slot the first `length` tokens of the source."""
-        parts = self._parts(0, length)
-        for block, plain in zip(self._blocks, self._plain, strict=True):
+        parts = self._slab_ranges(0, length)
+        for block, plain in zip(self._blocks, self._numpy_views, strict=True):
             both: Any = block if plain is None else plain
             for i, tokens in parts:
                 both[i, :, target, :, tokens] = both[i, :, source, :, tokens]
@@ -190,8 +192,8 @@ class Slots:
         if a == b:
             return
         n = min(int(max(self.length[a], self.length[b])) + 1, self.capacity)
-        parts = self._parts(0, n)
-        for block, plain in zip(self._blocks, self._plain, strict=True):
+        parts = self._slab_ranges(0, n)
+        for block, plain in zip(self._blocks, self._numpy_views, strict=True):
             for i, tokens in parts:
                 if plain is not None:  # a move so small is mostly overhead, of which numpy has a fifth
                     one, other = plain[i, :, a, :, tokens], plain[i, :, b, :, tokens]
@@ -210,7 +212,7 @@ class Slots:
 
     def grow(self, count: int, capacity: int) -> None:
         """Make room; what is held stays."""
-        capacity = max(self.capacity, -(-capacity // self._step) * self._step)
+        capacity = max(self.capacity, -(-capacity // self._alignment) * self._alignment)
         count = max(self.count, count)
         if (count, capacity) == (self.count, self.capacity):
             return
@@ -221,12 +223,12 @@ class Slots:
         slab = self._slab or capacity
         for at, old in enumerate(self._blocks):
             new = old.new_empty((capacity // slab, old.shape[1], count, old.shape[3], slab, old.shape[5]))
-            for i, tokens in self._parts(0, self._clean):
+            for i, tokens in self._slab_ranges(0, self._initialized):
                 new[i, :, : self.count, :, tokens] = old[i, ..., tokens, :]
                 new[i, :, self.count :, :, tokens] = 0
-            self._blocks[at], self._plain[at] = new, _plain(new)
+            self._blocks[at], self._numpy_views[at] = new, _numpy_view(new)
         self.ids, self.length, self.count, self.capacity = ids, length, count, capacity
 
 
-def _plain(block: Tensor) -> npt.NDArray[Any] | None:
+def _numpy_view(block: Tensor) -> npt.NDArray[Any] | None:
     return block.numpy() if block.device.type == "cpu" and block.dtype == torch.float32 else None

@@ -29,19 +29,19 @@ from typing import Any, Literal, cast
 
 from agentfly_kit.chat import Chat
 from agentfly_kit.engines.base import Engine
-from agentfly_kit.engines.vllm_worker import EXTRA
-from agentfly_kit.engines.weights import CHUNK, Delivery, Unopened, Way, why_no_ipc
+from agentfly_kit.engines.vllm_worker import EXTRA_COLUMNS
+from agentfly_kit.engines.weights import CHUNK, BufferNotOpened, Delivery, WeightTransport, ipc_unavailable_reason
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy import Policy
 from agentfly_kit.types import Sample, Sampling, TurnRequest
 
-_COOLEST, _HOTTEST = 0.01, 2.0
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0
 """vLLM raises lower temperatures to the first, so that a record would be wrong; it refuses those above the second."""
-_TOP = 256
+_MAX_TOP = 256
 """The most tokens that `distribution` can show."""
 _SHUTDOWN_SECONDS = 1.0
 """Then its processes are killed: they hold nothing that is not elsewhere, and its CPU worker never goes by itself."""
-_LOOK_SECONDS = 0.5
+_HEALTH_CHECK_SECONDS = 0.5
 """Between two looks whether the core still lives, while it is asked for something."""
 _TAIL_LINES = 12
 _ERROR = re.compile(r"\b\w+(Error|Exception)\b: \S")
@@ -59,8 +59,9 @@ class VLLMEngine(Engine):
     model: a folder in the transformers layout, such as `Policy.save` writes, a hub name, or a Policy.
     stop_ids: ids that end a turn; the chat template's own unless given.
     weights: how `update` sends them. "ipc": on the GPU, where policy and vLLM are on the same one (CUDA IPC). "shm":
-        through memory of the machine that both processes map. "auto": the first that can be; `engine.sent` says which
-        it was. Either way one buffer, of at most 64 MiB or on the GPU 512, is all that it takes.
+        through memory of the machine that both processes map. "auto": the first that can be;
+        `engine.last_transport` says which it was. Either way one buffer, of at most 64 MiB or on the GPU 512, is all
+        that it takes.
     engine_args: as vLLM's AsyncEngineArgs. This kit's defaults: the dtype of the checkpoint (vLLM's own choice would
         halve float32), prefix caching, at most 256 sequences at once, no request of usage statistics; on a CPU no
         compilation, blocks of 32 tokens and as much KV memory as 256 full sequences need, at most 4 GiB.
@@ -97,18 +98,18 @@ class VLLMEngine(Engine):
         fixed = {"logprobs_mode", "worker_extension_cls", "generation_config"} & set(engine_args)
         if fixed:
             raise EngineError(f"{', '.join(sorted(fixed))}: the records depend on it, so it is not yours to choose")
-        self._given = engine_args
-        self._config = _config_of(self.model)
+        self._engine_args = engine_args
+        self._config = _load_config(self.model)
         self._chat: Chat | None = None
         self._stop_ids = tuple(stop_ids) if stop_ids is not None else None
-        self._first_version = int(_policy_json(self.model).get("version", 0))
+        self._initial_version = int(_policy_json(self.model).get("version", 0))
         self._weights = weights
-        self._version = self._first_version
+        self._version = self._initial_version
         self._host: _Host | None = None
         self._closed = False
         self._finalizer: Any = None
         self._lock = threading.Lock()
-        self._numbers = itertools.count()
+        self._request_numbers = itertools.count()
         self.sampled = 0
         """Tokens sampled since it was made."""
 
@@ -120,13 +121,13 @@ class VLLMEngine(Engine):
         return host.version if host is not None else self._version
 
     @property
-    def sent(self) -> str | None:
+    def last_transport(self) -> str | None:
         """How the last update came, and why not otherwise: "ipc", or "shm (the policy is on cpu, ...)". None before."""
-        return self._host.sent if self._host is not None else None
+        return self._host.last_transport if self._host is not None else None
 
     @property
     def max_length(self) -> int:
-        given = self._given.get("max_model_len")
+        given = self._engine_args.get("max_model_len")
         return int(given or getattr(self._config, "max_position_embeddings", 0) or 1 << 30)
 
     @property
@@ -158,7 +159,7 @@ class VLLMEngine(Engine):
     def __repr__(self) -> str:
         host = self._host
         state = "closed" if self._closed else "not started" if host is None else host.state
-        sent = f", weights sent by {self.sent.split()[0]}" if self.sent else ""
+        sent = f", weights sent by {self.last_transport.split()[0]}" if self.last_transport else ""
         return f"VLLMEngine({self._name}, version {self.version}, {state}{sent}, not reproducible)"
 
     # --- starting and ending ---
@@ -179,8 +180,8 @@ class VLLMEngine(Engine):
                     f"this VLLMEngine was closed; await engine.start() loads {self._name} again, as it was at first"
                 )
             if self._host is None:
-                self._version = self._first_version
-                self._host = _Host(self._settings(), self._first_version)
+                self._version = self._initial_version
+                self._host = _Host(self._settings(), self._initial_version)
                 self._finalizer = weakref.finalize(self, _Host.stop, self._host)
             host = self._host
         try:
@@ -227,16 +228,16 @@ class VLLMEngine(Engine):
             "enable_prefix_caching": True,
             "max_num_seqs": 256,
             "disable_log_stats": True,
-            "max_logprobs": _TOP + EXTRA,
+            "max_logprobs": _MAX_TOP + EXTRA_COLUMNS,
         }
         if not torch.cuda.is_available():
-            sequences = self._given.get("max_num_seqs", settings["max_num_seqs"])
+            sequences = self._engine_args.get("max_num_seqs", settings["max_num_seqs"])
             settings |= {
                 "enforce_eager": True,
                 "block_size": 32,
                 "kv_cache_memory_bytes": _kv_bytes(self._config, sequences * min(self.max_length, 4096)),
             }
-        settings |= self._given
+        settings |= self._engine_args
         settings |= {
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",  # the checkpoint's own sampling settings must not slip in
@@ -269,11 +270,11 @@ class VLLMEngine(Engine):
             "detokenize": bool(sampling.stop),
             "skip_special_tokens": False,
             "max_tokens": limit,
-            "logprobs": EXTRA if host.exact else 0,
+            "logprobs": EXTRA_COLUMNS if host.exact else 0,
         }
         host.check()
         version = host.version
-        got = await host.generate(f"{next(self._numbers)}", list(ids), options)
+        got = await host.generate(f"{next(self._request_numbers)}", list(ids), options)
         return self._read(got, sampling, host.exact, version, began)
 
     def _read(self, got: Any, sampling: Sampling, exact: bool, version: int, began: float) -> Sample:
@@ -316,10 +317,10 @@ class VLLMEngine(Engine):
                 f"ids from {min(ids)} to {max(ids)} do not fit a vocabulary of {self.vocab_size}: "
                 "they come from another tokenizer"
             )
-        if sampling.temperature and not _COOLEST <= sampling.temperature <= _HOTTEST:
+        if sampling.temperature and not _MIN_TEMPERATURE <= sampling.temperature <= _MAX_TEMPERATURE:
             raise EngineError(
-                f"temperature={sampling.temperature}: vLLM samples at {_COOLEST} to {_HOTTEST}, or at 0, the most "
-                "probable tokens"
+                f"temperature={sampling.temperature}: vLLM samples at {_MIN_TEMPERATURE} to {_MAX_TEMPERATURE}, "
+                "or at 0, the most probable tokens"
             )
 
     async def distribution(
@@ -329,17 +330,17 @@ class VLLMEngine(Engine):
         host = await self._ready()
         if not host.exact:
             raise EngineError("this version of vLLM does not give the entropy of a distribution; use LocalEngine")
-        top = min(max(1, top), _TOP, self.vocab_size - EXTRA)
+        top = min(max(1, top), _MAX_TOP, self.vocab_size - EXTRA_COLUMNS)
         options = {
             "temperature": sampling.temperature or 1.0,
             "max_tokens": 1,
             "ignore_eos": True,
             "detokenize": False,
-            "logprobs": EXTRA + top,
+            "logprobs": EXTRA_COLUMNS + top,
         }
         host.check()
-        flat = (await host.generate(f"{next(self._numbers)}", list(ids), options)).logprobs
-        first = 1 + EXTRA
+        flat = (await host.generate(f"{next(self._request_numbers)}", list(ids), options)).logprobs
+        first = 1 + EXTRA_COLUMNS
         return list(flat.token_ids[first : first + top]), list(flat.logprobs[first : first + top]), flat.logprobs[1]
 
     # --- weights ---
@@ -395,26 +396,26 @@ class _Host:
 
     def __init__(self, settings: dict[str, Any], version: int) -> None:
         self.version = version
-        self.sent: str | None = None
+        self.last_transport: str | None = None
         self.chunk = 0
         """Bytes of the buffer; 0 for what is good."""
-        self.torn = ""
+        self.update_failure = ""
         """Why its weights are neither the old nor the new ones."""
-        self._tears = 0
+        self._failed_updates = 0
         self.folder = Path(tempfile.mkdtemp(prefix="agentfly-vllm-"))
         self.log = self.folder / "vllm.log"
         self.log.touch()
         self.exact = False
         self.asleep = False
-        self._cards: list[str] = []
+        self._gpu_uuids: list[str] = []
         self._loading = asyncio.Lock()
         self._transfers: set[asyncio.Task[None]] = set()
         self._settings = settings
         self._llm: Any = None
-        self._kinds: Any = None
+        self._sampling_types: Any = None
         self._loop = asyncio.new_event_loop()
-        self._up: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._up.add_done_callback(lambda up: up.cancelled() or up.exception())
+        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._started.add_done_callback(lambda up: up.cancelled() or up.exception())
         self._waiting = 0
         self._stopping = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="agentfly-vllm", daemon=True)
@@ -422,11 +423,13 @@ class _Host:
 
     @property
     def state(self) -> str:
-        if not self._up.done():
+        if not self._started.done():
             return "starting"
         if self._llm is None:
             return "stopped"
-        return "dead" if self._llm.errored else "asleep" if self.asleep else "torn" if self.torn else "running"
+        return (
+            "dead" if self._llm.errored else "asleep" if self.asleep else "torn" if self.update_failure else "running"
+        )
 
     # --- from any event loop ---
 
@@ -434,26 +437,26 @@ class _Host:
         """Until it runs. Raises what kept it from it."""
         self._waiting += 1
         try:
-            while not self._up.done():
+            while not self._started.done():
                 # Not `wrap_future`: that would cancel the start for all when one of its waiters is cancelled.
-                await asyncio.wait([asyncio.wrap_future(self._watch())])
-            self._up.result()
+                await asyncio.wait([asyncio.wrap_future(self._start_event())])
+            self._started.result()
         finally:
             self._waiting -= 1
 
-    def _watch(self) -> concurrent.futures.Future[None]:
+    def _start_event(self) -> concurrent.futures.Future[None]:
         seen: concurrent.futures.Future[None] = concurrent.futures.Future()
 
         def tell(_: Any) -> None:
             if seen.set_running_or_notify_cancel():
                 seen.set_result(None)
 
-        self._up.add_done_callback(tell)
+        self._started.add_done_callback(tell)
         return seen
 
     @property
     def abandoned(self) -> bool:
-        return self._waiting == 0 and not self._up.done()
+        return self._waiting == 0 and not self._started.done()
 
     async def call(self, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """Run a coroutine on this thread's loop. Cancelling the caller cancels it there."""
@@ -510,9 +513,9 @@ class _Host:
         except Exception as error:
             raise self._explain(error) from error
 
-    async def load(self, policy: Policy, way: Literal["auto", "ipc", "shm"]) -> None:
+    async def load(self, policy: Policy, transport: Literal["auto", "ipc", "shm"]) -> None:
         try:
-            await self.call(lambda: self._load(policy, way))
+            await self.call(lambda: self._load(policy, transport))
         except (EngineError, asyncio.CancelledError):
             raise
         except Exception as error:
@@ -521,10 +524,10 @@ class _Host:
     def check(self) -> None:
         """Raises:  EngineError if nothing true can be sampled now."""
         self.check_awake()
-        if self.torn:
+        if self.update_failure:
             raise EngineError(
-                f"an update of the weights failed amid its work ({self.torn}); await engine.update(policy) sends them "
-                "whole, or await engine.close() and engine.start() load the first ones"
+                f"an update of the weights failed amid its work ({self.update_failure}); await engine.update(policy) "
+                "sends them whole, or await engine.close() and engine.start() load the first ones"
             )
 
     def check_awake(self) -> None:
@@ -534,7 +537,7 @@ class _Host:
     async def sleep(self) -> None:
         if self.asleep:
             return
-        if why := self._wide_awake():
+        if why := self._why_no_sleep():
             raise EngineError(f"{why}; engine.close() gives all of its memory back, and engine.start() loads it again")
         await self.call(self._sleep)
 
@@ -542,7 +545,7 @@ class _Host:
         if self.asleep:
             await self.call(self._wake)
 
-    def _wide_awake(self) -> str | None:
+    def _why_no_sleep(self) -> str | None:
         """Why it cannot sleep. vLLM itself only writes a line into its log then, and keeps all that it has."""
         from vllm.platforms import current_platform
 
@@ -564,129 +567,131 @@ class _Host:
     # --- on its own loop ---
 
     async def _generate(self, name: str, ids: list[int], options: dict[str, Any]) -> Any:
-        params_type, final = self._kinds
-        tears = self._tears
+        params_type, final = self._sampling_types
+        tears = self._failed_updates
         params = params_type(flat_logprobs=True, output_kind=final, **options)
         outputs = [out async for out in self._llm.generate({"prompt_token_ids": ids}, params, name)]
-        if self._tears != tears:
+        if self._failed_updates != tears:
             raise EngineError("an update of the weights failed amid its work while the request ran, which is void")
         if not outputs:
             raise EngineError("vLLM ended a request without an output")
         return outputs[-1].outputs[0]
 
-    async def _load(self, policy: Policy, way: Literal["auto", "ipc", "shm"]) -> None:
+    async def _load(self, policy: Policy, transport: Literal["auto", "ipc", "shm"]) -> None:
         """`_transfer`, in a task of its own: who waits may go, and half of the weights must not stay."""
         deliveries: list[Delivery] = []
-        transfer = self._loop.create_task(self._transfer(policy, way, deliveries))
+        transfer = self._loop.create_task(self._transfer(policy, transport, deliveries))
         self._transfers.add(transfer)
         transfer.add_done_callback(lambda done: done.cancelled() or done.exception())  # asked for, should nobody wait
         transfer.add_done_callback(self._transfers.discard)
         try:
             await asyncio.shield(transfer)
         except asyncio.CancelledError:
-            if not any(delivery.begun for delivery in deliveries):
+            if not any(delivery.has_sent for delivery in deliveries):
                 transfer.cancel()
             raise
 
-    async def _transfer(self, policy: Policy, way: Literal["auto", "ipc", "shm"], deliveries: list[Delivery]) -> None:
+    async def _transfer(
+        self, policy: Policy, transport: Literal["auto", "ipc", "shm"], deliveries: list[Delivery]
+    ) -> None:
         async with self._loading:
-            why = why_no_ipc(policy, self._cards) if way != "shm" else ""
-            if not why and way != "shm":
+            why = ipc_unavailable_reason(policy, self._gpu_uuids) if transport != "shm" else ""
+            if not why and transport != "shm":
                 try:
                     await self._deliver(policy, "ipc", deliveries)
-                    self.sent = "ipc"
+                    self.last_transport = "ipc"
                     return
-                except Unopened as error:
+                except BufferNotOpened as error:
                     why = str(error)
-            if way == "ipc":
+            if transport == "ipc":
                 raise EngineError(f'weights="ipc" cannot be: {why}; "auto" sends them through shared memory then')
             try:
                 await self._deliver(policy, "shm", deliveries)
-            except Unopened as error:
+            except BufferNotOpened as error:
                 raise EngineError(f"vLLM's worker cannot open the buffer with the weights: {error}") from error
-            self.sent = f"shm ({why})" if why else "shm"
+            self.last_transport = f"shm ({why})" if why else "shm"
 
-    async def _ask(self, request: Coroutine[Any, Any, Any]) -> Any:
+    async def _call_core(self, request: Coroutine[Any, Any, Any]) -> Any:
         """What vLLM's core answers. As it is, what was asked of a core that then dies is waited for in all eternity."""
         task = self._loop.create_task(request)
         try:
             while not task.done():
-                await asyncio.wait([task], timeout=_LOOK_SECONDS)
+                await asyncio.wait([task], timeout=_HEALTH_CHECK_SECONDS)
                 if not task.done() and self._llm.errored:
                     raise self._llm.dead_error
             return task.result()
         finally:
             task.cancel()
 
-    async def _deliver(self, policy: Policy, way: Way, deliveries: list[Delivery]) -> None:
+    async def _deliver(self, policy: Policy, transport: WeightTransport, deliveries: list[Delivery]) -> None:
         llm = self._llm
 
         async def call(method: str, *args: Any) -> list[str | None]:
-            answers: list[str | None] = await self._ask(llm.collective_rpc(method, args=args))
+            answers: list[str | None] = await self._call_core(llm.collective_rpc(method, args=args))
             return answers
 
         # Written before the pause: with a small model the pause is only as long as vLLM loads.
-        async with Delivery(policy, way, self.chunk or CHUNK[way]) as delivery:
+        async with Delivery(policy, transport, self.chunk or CHUNK[transport]) as delivery:
             deliveries.append(delivery)
             self.check_awake()
             try:
                 # In here: cancelled while it was asked for, the pause may have begun.
-                await self._ask(llm.pause_generation(mode="keep", clear_cache=False))
+                await self._call_core(llm.pause_generation(mode="keep", clear_cache=False))
                 await delivery.send(call)
                 # What stands still goes on with keys and values that are made anew under the new weights.
-                await self._ask(llm.reset_prefix_cache(reset_running_requests=True))
+                await self._call_core(llm.reset_prefix_cache(reset_running_requests=True))
                 if hasattr(llm, "update_weight_version"):
-                    await self._ask(llm.update_weight_version(str(delivery.version)))
-                self.version, self.torn = delivery.version, ""
+                    await self._call_core(llm.update_weight_version(str(delivery.version)))
+                self.version, self.update_failure = delivery.version, ""
             except BaseException as error:
-                if delivery.begun:
-                    self.torn = f"{type(error).__name__}: {error}"
-                    self._tears += 1
+                if delivery.has_sent:
+                    self.update_failure = f"{type(error).__name__}: {error}"
+                    self._failed_updates += 1
                     if isinstance(error, asyncio.CancelledError):
                         raise  # nothing but the end of this host cancels it by now
                     with contextlib.suppress(Exception):  # of a core that died: what it died of is told
-                        await self._ask(llm.collective_rpc("agentfly_drop"))
-                        await self._ask(llm.pause_generation(mode="abort", clear_cache=True))
+                        await self._call_core(llm.collective_rpc("agentfly_abort"))
+                        await self._call_core(llm.pause_generation(mode="abort", clear_cache=True))
                 with contextlib.suppress(Exception):
-                    await self._ask(llm.resume_generation())
+                    await self._call_core(llm.resume_generation())
                 raise
-            await self._ask(llm.resume_generation())
+            await self._call_core(llm.resume_generation())
 
     async def _sleep(self) -> None:
         async with self._loading:
             self.asleep = True  # nothing new begins
             try:
-                await self._ask(self._llm.pause_generation(mode="wait", clear_cache=True))
-                await self._ask(self._llm.sleep(1))
+                await self._call_core(self._llm.pause_generation(mode="wait", clear_cache=True))
+                await self._call_core(self._llm.sleep(1))
             except BaseException:
                 self.asleep = False
-                await self._ask(self._llm.resume_generation())
+                await self._call_core(self._llm.resume_generation())
                 raise
 
     async def _wake(self) -> None:
         async with self._loading:
-            await self._ask(self._llm.wake_up())
-            await self._ask(self._llm.resume_generation())
+            await self._call_core(self._llm.wake_up())
+            await self._call_core(self._llm.resume_generation())
             self.asleep = False
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
             try:
-                self._loop.run_until_complete(self._begin())
+                self._loop.run_until_complete(self._start())
             except BaseException as error:
                 failed = EngineError(f"vLLM did not start: {type(error).__name__}: {error}. {self._advice(error)}")
                 failed.__cause__ = error
-                self._end()
-                self._up.set_exception(failed)
+                self._shut_down()
+                self._started.set_exception(failed)
                 return
-            self._up.set_result(None)
+            self._started.set_result(None)
             self._loop.run_forever()
         finally:
             if not self._loop.is_closed():
-                self._end()
+                self._shut_down()
 
-    async def _begin(self) -> None:
+    async def _start(self) -> None:
         with _starting, _environment(self.folder, self.log):
             logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # nobody here asked for triton
             try:
@@ -700,12 +705,12 @@ class _Host:
                 ) from error
             self._check_heads()
             args = AsyncEngineArgs(**self._settings)
-            self._kinds = (SamplingParams, RequestOutputKind.FINAL_ONLY)
+            self._sampling_types = (SamplingParams, RequestOutputKind.FINAL_ONLY)
             self._llm = AsyncLLM.from_engine_args(args)
-        found = await self._ask(self._llm.collective_rpc("agentfly_prepare", args=(os.getpid(),)))
+        found = await self._call_core(self._llm.collective_rpc("agentfly_prepare", args=(os.getpid(),)))
         self.exact = all(worker["exact"] for worker in found)
         # Of several data-parallel cores only one answers.
-        self._cards = [worker["card"] for worker in found] * args.data_parallel_size
+        self._gpu_uuids = [worker["gpu_uuid"] for worker in found] * args.data_parallel_size
 
     def _check_heads(self) -> None:
         """A CPU core dies of a head size that its kernels do not have; say it before a minute has passed."""
@@ -717,7 +722,7 @@ class _Host:
             from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
         except ImportError:
             return
-        config = _config_of(self._settings["model"])
+        config = _load_config(self._settings["model"])
         heads = int(getattr(config, "num_attention_heads", 0) or 1)
         size = getattr(config, "head_dim", None) or int(getattr(config, "hidden_size", 0)) // heads
         known = CPUAttentionBackend.get_supported_head_sizes()
@@ -760,7 +765,7 @@ class _Host:
                 self._thread.join()
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _end(self) -> None:
+    def _shut_down(self) -> None:
         llm = self._llm
         try:
             tasks = asyncio.all_tasks(self._loop)
@@ -774,7 +779,7 @@ class _Host:
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         finally:
             self._llm = None
-            _forget(self.log)
+            _detach_log(self.log)
             self._loop.close()
 
 
@@ -824,7 +829,7 @@ def _environment(folder: Path, log: Path) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _forget(log: Path) -> None:
+def _detach_log(log: Path) -> None:
     """vLLM's lines in this process went to the log; from now on, to nowhere."""
     logger = logging.getLogger("vllm")
     for handler in list(logger.handlers):
@@ -834,7 +839,7 @@ def _forget(log: Path) -> None:
             logger.addHandler(logging.NullHandler())
 
 
-def _config_of(model: str) -> Any:
+def _load_config(model: str) -> Any:
     from transformers import AutoConfig
 
     try:

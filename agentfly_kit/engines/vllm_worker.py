@@ -14,9 +14,9 @@ import signal
 import threading
 from typing import Any
 
-from agentfly_kit.engines.weights import Piece, Unpacking, card, open_buffer
+from agentfly_kit.engines.weights import ChunkReader, TensorSlice, gpu_uuid, open_buffer
 
-EXTRA = 2
+EXTRA_COLUMNS = 2
 """Columns that `exact_sampler` puts between the sampled token's logprob and the most probable ones."""
 
 
@@ -26,15 +26,17 @@ class WorkerExtension:
     model_runner: Any
     vllm_config: Any
     device: Any
-    _agentfly_taking: _Taking | None = None
+    _agentfly_receiver: _WeightReceiver | None = None
 
-    def agentfly_prepare(self, notebook: int) -> dict[str, Any]:
+    def agentfly_prepare(self, parent_pid: int) -> dict[str, Any]:
         """End with the notebook's process, and make the sampler say more. Returns what could be done, and the GPU's
         own name ("" on a CPU)."""
-        _end_with(notebook)
-        return {"exact": exact_sampler(self.model_runner), "card": card(self.device)}
+        _exit_with(parent_pid)
+        return {"exact": exact_sampler(self.model_runner), "gpu_uuid": gpu_uuid(self.device)}
 
-    def agentfly_take(self, handle: dict[str, Any], pieces: list[Piece], number: int, last: bool) -> str | None:
+    def agentfly_receive(
+        self, handle: dict[str, Any], slices: list[TensorSlice], number: int, last: bool
+    ) -> str | None:
         """Put one chunk of new weights in place of the present ones, by the names of transformers.
 
         handle: where the chunk is; the same buffer for each of a delivery.
@@ -44,42 +46,42 @@ class WorkerExtension:
             are then neither the old nor the new ones, until a whole delivery has come.
         """
         if number == 0:
-            self.agentfly_drop()
+            self.agentfly_abort()
             try:
                 buffer = open_buffer(handle, self.device)
             except Exception as error:  # a driver's refusals have many types
                 return f"{type(error).__name__}: {error}"
-            self._agentfly_taking = _Taking(self.model_runner.get_model(), self.vllm_config, buffer)
-        if self._agentfly_taking is None:
+            self._agentfly_receiver = _WeightReceiver(self.model_runner.get_model(), self.vllm_config, buffer)
+        if self._agentfly_receiver is None:
             raise ValueError(f"chunk {number} of new weights came without the ones before")
         try:
-            self._agentfly_taking.take(pieces, number, last)
+            self._agentfly_receiver.receive(slices, number, last)
         except BaseException:
-            self.agentfly_drop()
+            self.agentfly_abort()
             raise
         if last:
-            self._agentfly_taking = None
+            self._agentfly_receiver = None
         return None
 
-    def agentfly_drop(self) -> None:
+    def agentfly_abort(self) -> None:
         """Give up a delivery that will not go on, and close its buffer."""
-        taking, self._agentfly_taking = self._agentfly_taking, None
-        if taking is not None:
-            taking.give_up()
+        receiver, self._agentfly_receiver = self._agentfly_receiver, None
+        if receiver is not None:
+            receiver.abort()
 
 
-class _Taking:
+class _WeightReceiver:
     """One delivery, as far as it has come: vLLM's layerwise reload, begun with its first chunk, ended with its last."""
 
     def __init__(self, model: Any, config: Any, buffer: Any) -> None:
         self._model, self._config, self._buffer = model, config, buffer
-        self._unpacking = Unpacking()
+        self._unpacking = ChunkReader()
         self._next = 0
         self._wanted = {name for name, _ in model.named_parameters()}
         self._loaded: set[str] | None = set()
         """None from a model that does not tell."""
 
-    def take(self, pieces: list[Piece], number: int, last: bool) -> None:
+    def receive(self, slices: list[TensorSlice], number: int, last: bool) -> None:
         import torch
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -91,11 +93,11 @@ class _Taking:
             if number == 0:
                 # On a CPU every matrix is packed after it was loaded: the plain way to load would write into nothing.
                 initialize_layerwise_reload(self._model)
-            whole = list(self._unpacking.read(pieces, self._buffer))
+            whole = list(self._unpacking.read(slices, self._buffer))
             loaded = self._model.load_weights(iter(whole)) if whole else set()
             self._loaded = None if self._loaded is None or loaded is None else self._loaded | set(loaded)
             if last:
-                self._end()
+                self._finish()
         if self._buffer.is_cuda:
             torch.cuda.synchronize(self._buffer.device)  # the sender writes over it when this has returned
         if last:
@@ -104,7 +106,7 @@ class _Taking:
             if lacks:
                 raise ValueError(f"the new weights lack {', '.join(lacks[:5])}{' ...' if len(lacks) > 5 else ''}")
 
-    def _end(self) -> None:
+    def _finish(self) -> None:
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -114,19 +116,19 @@ class _Taking:
             if isinstance(module, VocabParallelEmbedding):
                 module.quant_method.process_weights_after_loading(module)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Leave vLLM's layers as a new delivery needs them. What they hold is of no use until it has come."""
         import torch
         from vllm.config import set_current_vllm_config
 
         with torch.no_grad(), set_current_vllm_config(self._config), contextlib.suppress(Exception):
-            self._end()
+            self._finish()
         if self._buffer.is_cuda:
             with contextlib.suppress(Exception):
                 torch.cuda.synchronize(self._buffer.device)  # it is closed next, and copies from it may still run
 
 
-def _end_with(notebook: int) -> None:
+def _exit_with(parent_pid: int) -> None:
     """End this process, and the core that started it, when the notebook's process is gone: killed, say."""
     if not hasattr(os, "pidfd_open"):
         return
@@ -134,7 +136,7 @@ def _end_with(notebook: int) -> None:
 
     def watch() -> None:
         try:
-            handle = os.pidfd_open(notebook)
+            handle = os.pidfd_open(parent_pid)
             select.select([handle], [], [])
         except ProcessLookupError:
             pass
@@ -172,9 +174,11 @@ def exact_sampler(runner: Any) -> bool:
                 return super().sample(logits, sampling_metadata, *args, **kwargs)
             scaled = logits
             if sampling_metadata.temperature is not None:
-                warm = sampling_metadata.temperature
-                warm = torch.where(warm < 1e-5, torch.ones_like(warm), warm)  # a greedy row is described at 1
-                scaled = logits / warm[:, None]
+                temperature = sampling_metadata.temperature
+                temperature = torch.where(
+                    temperature < 1e-5, torch.ones_like(temperature), temperature
+                )  # a greedy row is described at 1
+                scaled = logits / temperature[:, None]
             whole = torch.log_softmax(scaled, dim=-1, dtype=torch.float32)
             p = whole.exp()
             entropy = -torch.where(p > 0, p * whole, torch.zeros_like(p)).sum(-1)
@@ -187,12 +191,12 @@ def exact_sampler(runner: Any) -> bool:
 
         def gather_logprobs(self, logprobs: Any, num_logprobs: int, token_ids: Any) -> Any:
             extra, self.extra = self.extra, None
-            if extra is None or num_logprobs < EXTRA:  # of a prompt, or of a request that is not this kit's
+            if extra is None or num_logprobs < EXTRA_COLUMNS:  # of a prompt, or of a request that is not this kit's
                 return Sampler.gather_logprobs(logprobs, num_logprobs, token_ids)
-            found = Sampler.gather_logprobs(logprobs, num_logprobs - EXTRA, token_ids)
+            found = Sampler.gather_logprobs(logprobs, num_logprobs - EXTRA_COLUMNS, token_ids)
             ids, values = found.logprob_token_ids, found.logprobs
             return LogprobsTensors(
-                torch.cat([ids[:, :1], ids.new_zeros(len(ids), EXTRA), ids[:, 1:]], dim=1),
+                torch.cat([ids[:, :1], ids.new_zeros(len(ids), EXTRA_COLUMNS), ids[:, 1:]], dim=1),
                 torch.cat([values[:, :1], extra.to(values.dtype), values[:, 1:]], dim=1),
                 found.selected_token_ranks,
             )

@@ -2,7 +2,7 @@
 
 The buffer lies in the machine's memory (a file in /dev/shm), or on the GPU that both use (CUDA IPC); only how it is
 made and opened differs. What says where it is and what lies in it is numbers, texts and bytes, never a pickle. The
-sender's half is `Delivery`, the receiver's is `open_buffer` and `Unpacking`; neither knows an engine.
+sender's half is `Delivery`, the receiver's is `open_buffer` and `ChunkReader`; neither knows an engine.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
     from agentfly_kit.policy import Policy
 
-Way = Literal["ipc", "shm"]
+WeightTransport = Literal["ipc", "shm"]
 """CUDA IPC, or shared memory of the machine."""
-Piece = list[Any]
+TensorSlice = list[Any]
 """What lies at one place of the buffer: [name, dtype, shape, its first byte in the tensor and in the buffer, bytes]."""
-Source = tuple[str, "torch.Tensor", "Callable[[], torch.Tensor]"]
+WeightSource = tuple[str, "torch.Tensor", "Callable[[], torch.Tensor]"]
 """A name, a tensor of the right dtype and shape, and the values: an adapter is merged only when they are asked for."""
 
-CHUNK: dict[Way, int] = {"shm": 64 << 20, "ipc": 512 << 20}
+CHUNK: dict[WeightTransport, int] = {"shm": 64 << 20, "ipc": 512 << 20}
 """Bytes of the buffer at most: what a delivery takes beside the weights themselves, whatever the model's size. In the
 machine's memory small ones are the faster; each costs a message."""
 _ALIGN = 64
 """Where a tensor may begin, so that its bytes can be seen as any dtype."""
-_SHARED = "/dev/shm"
-_HANDLE = (
+_SHM_DIR = "/dev/shm"
+_CUDA_HANDLE_FIELDS = (
     "storage_handle",
     "storage_size_bytes",
     "storage_offset_bytes",
@@ -54,16 +54,16 @@ _HANDLE = (
 # --- what is sent -------------------------------------------------------------------------------------------
 
 
-def sources(policy: Policy) -> list[Source]:
+def weight_sources(policy: Policy) -> list[WeightSource]:
     """The model's weights by the names of transformers: without the value head, tied ones once, an adapter merged one
     layer at a time, so that no second model is made. Hold `policy.lock` while the values are read."""
     model: Any = policy.model.get_base_model() if policy.has_adapter else policy.model
     state = model.state_dict()
     merged: dict[str, Callable[[], torch.Tensor]] = {}
     if policy.has_adapter:
-        layers = _adapted(model)
+        layers = _adapter_layers(model)
         if layers is None:  # of a kind that cannot be merged layer by layer
-            whole = _unadapted(policy)
+            whole = _merged_copy(policy)
             state = whole.state_dict()
         else:
             plain = {}
@@ -74,10 +74,10 @@ def sources(policy: Policy) -> list[Source]:
                 elif name.startswith(f"{layer}.base_layer."):
                     short = name.removeprefix(f"{layer}.base_layer.")
                     plain[f"{layer}.{short}"] = tensor
-                    merged[f"{layer}.{short}"] = _Merged(layers[layer], short)
+                    merged[f"{layer}.{short}"] = _MergedLayer(layers[layer], short)
             state = plain
     seen: set[tuple[Any, ...]] = set()
-    found: list[Source] = []
+    found: list[WeightSource] = []
     for name, tensor in state.items():
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
         if tensor.numel() and key in seen:
@@ -87,7 +87,7 @@ def sources(policy: Policy) -> list[Source]:
     return found
 
 
-def _adapted(model: Any) -> dict[str, Any] | None:
+def _adapter_layers(model: Any) -> dict[str, Any] | None:
     """The layers that carry an adapter, by their path; None unless each can be merged alone."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
@@ -108,7 +108,7 @@ def _adapted(model: Any) -> dict[str, Any] | None:
     return layers
 
 
-class _Merged:
+class _MergedLayer:
     """One layer with its adapter added, made when it is asked for, from a copy of the layer."""
 
     def __init__(self, layer: Any, name: str) -> None:
@@ -124,19 +124,19 @@ class _Merged:
         return found
 
 
-def _unadapted(policy: Policy) -> Any:
+def _merged_copy(policy: Policy) -> Any:
     model: Any = copy.deepcopy(policy.model)
     return model.merge_and_unload()
 
 
-def layout(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> list[list[Piece]]:
-    """Chunks of pieces, in the given order. A tensor that does not fit goes over several chunks; none is empty.
+def layout(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> list[list[TensorSlice]]:
+    """Chunks of slices, in the given order. A tensor that does not fit goes over several chunks; none is empty.
 
     limit: bytes of a chunk at most.
     """
     if limit < _ALIGN:
         raise ValueError(f"limit={limit}: give a chunk at least {_ALIGN} bytes")
-    chunks: list[list[Piece]] = [[]]
+    chunks: list[list[TensorSlice]] = [[]]
     used = 0
     for name, tensor in tensors:
         size = tensor.numel() * tensor.element_size()
@@ -157,11 +157,11 @@ def layout(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> list[list
     return chunks
 
 
-def pack(values: dict[str, Callable[[], torch.Tensor]], pieces: Iterable[Piece], buffer: torch.Tensor) -> None:
-    """Write the pieces into the buffer, uint8[bytes], and wait until they are there."""
+def pack(values: dict[str, Callable[[], torch.Tensor]], slices: Iterable[TensorSlice], buffer: torch.Tensor) -> None:
+    """Write the slices into the buffer, uint8[bytes], and wait until they are there."""
     import torch
 
-    for name, _, _, done, start, part in pieces:
+    for name, _, _, done, start, part in slices:
         if part:
             flat = values[name]().contiguous().view(-1).view(torch.uint8)
             if flat.is_cpu and buffer.is_cpu:
@@ -173,20 +173,20 @@ def pack(values: dict[str, Callable[[], torch.Tensor]], pieces: Iterable[Piece],
         torch.cuda.synchronize(buffer.device)
 
 
-class Unpacking:
+class ChunkReader:
     """Reads chunks in their order. What it gives is a copy: the sender writes the next chunk over this one."""
 
     def __init__(self) -> None:
         self._parts: dict[str, tuple[torch.Tensor, int]] = {}
 
-    def read(self, pieces: Iterable[Piece], buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, slices: Iterable[TensorSlice], buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that are whole with this chunk, by name, on the buffer's device.
 
         Raises:  ValueError for a piece that does not follow the one before, or that does not lie in the buffer.
         """
         import torch
 
-        for name, kind, shape, done, start, part in pieces:
+        for name, kind, shape, done, start, part in slices:
             dtype = getattr(torch, kind)
             size = torch.Size(shape).numel() * dtype.itemsize
             whole, have = self._parts.pop(name, (None, 0))
@@ -221,8 +221,10 @@ class SharedMemory:
     def __init__(self, size: int) -> None:
         """Raises:  OSError where there is no room, in /dev/shm or for temporary files."""
         size = max(size, 1)
-        roomy = os.path.isdir(_SHARED) and shutil.disk_usage(_SHARED).free > 2 * size
-        self._folder = Path(tempfile.mkdtemp(prefix=f"agentfly-weights-{os.getpid()}-", dir=_SHARED if roomy else None))
+        roomy = os.path.isdir(_SHM_DIR) and shutil.disk_usage(_SHM_DIR).free > 2 * size
+        self._folder = Path(
+            tempfile.mkdtemp(prefix=f"agentfly-weights-{os.getpid()}-", dir=_SHM_DIR if roomy else None)
+        )
         path = self._folder / "buffer"
         try:
             with path.open("w+b") as file:
@@ -233,14 +235,14 @@ class SharedMemory:
         except BaseException:
             self.close()
             raise
-        self.handle: dict[str, Any] = {"way": "shm", "path": str(path)}
-        self.tensor = _map(path)
+        self.handle: dict[str, Any] = {"transport": "shm", "path": str(path)}
+        self.tensor = _map_file(path)
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _map(path: Path) -> torch.Tensor:
+def _map_file(path: Path) -> torch.Tensor:
     import torch
 
     with path.open("r+b") as file:
@@ -261,11 +263,11 @@ class CudaMemory:
         _, arguments = reduce_tensor(self.tensor)
         named = dict(zip(inspect.signature(rebuild_cuda_tensor).parameters, arguments, strict=True))
         self.handle: dict[str, Any] = {
-            "way": "ipc",
-            "card": card(device),
+            "transport": "ipc",
+            "gpu_uuid": gpu_uuid(device),
             "size": self.tensor.numel(),
             "offset": self.tensor.storage_offset(),
-        } | {name: named[name] for name in _HANDLE}
+        } | {name: named[name] for name in _CUDA_HANDLE_FIELDS}
 
     def close(self) -> None:
         import torch
@@ -282,13 +284,13 @@ def open_buffer(handle: dict[str, Any], device: torch.device | None = None) -> t
     """
     import torch
 
-    if handle["way"] == "shm":
-        return _map(Path(handle["path"]))
+    if handle["transport"] == "shm":
+        return _map_file(Path(handle["path"]))
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    here = card(device) if device is not None else ""
-    if device is None or here != handle["card"]:
-        raise ValueError(f"the buffer is on GPU {handle['card']}, and this process uses {here or 'none'}")
+    here = gpu_uuid(device) if device is not None else ""
+    if device is None or here != handle["gpu_uuid"]:
+        raise ValueError(f"the buffer is on GPU {handle['gpu_uuid']}, and this process uses {here or 'none'}")
     found: torch.Tensor = rebuild_cuda_tensor(
         tensor_cls=torch.Tensor,
         tensor_size=torch.Size([handle["size"]]),
@@ -298,12 +300,12 @@ def open_buffer(handle: dict[str, Any], device: torch.device | None = None) -> t
         dtype=torch.uint8,
         storage_device=device.index,  # the same card may have another number there
         requires_grad=False,
-        **{name: handle[name] for name in _HANDLE},
+        **{name: handle[name] for name in _CUDA_HANDLE_FIELDS},
     )
     return found
 
 
-def card(device: torch.device) -> str:
+def gpu_uuid(device: torch.device) -> str:
     """The GPU's own name, the same in every process; "" for what is no CUDA device."""
     import torch
 
@@ -312,20 +314,20 @@ def card(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def why_no_ipc(policy: Policy, cards: Sequence[str]) -> str:
-    """Why these weights cannot go over CUDA IPC to workers on these GPUs (`card`, one a worker); "" if they can."""
+def ipc_unavailable_reason(policy: Policy, gpu_uuids: Sequence[str]) -> str:
+    """Why these weights cannot go over CUDA IPC to workers on these GPUs (`gpu_uuid`, one a worker); "" if they can."""
     devices = {tensor.device for tensor in policy.model.state_dict().values()}
     if len(devices) > 1:
         return f"the policy lies on {len(devices)} devices, {', '.join(sorted(map(str, devices)))}"
     device = devices.pop()
     if device.type != "cuda":
         return f"the policy is on {device}, not on a CUDA device"
-    if not all(cards):
+    if not all(gpu_uuids):
         return "vLLM does not run on a CUDA device"
-    if len(cards) > 1:
-        return f"vLLM runs in {len(cards)} workers, and one buffer is opened by one"
-    if card(device) != cards[0]:
-        return f"the policy is on GPU {card(device)}, and vLLM on {cards[0]}"
+    if len(gpu_uuids) > 1:
+        return f"vLLM runs in {len(gpu_uuids)} workers, and one buffer is opened by one"
+    if gpu_uuid(device) != gpu_uuids[0]:
+        return f"the policy is on GPU {gpu_uuid(device)}, and vLLM on {gpu_uuids[0]}"
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         setting = os.environ.get(name, "").replace(" ", "").lower()
         if "expandable_segments:true" in setting:
@@ -336,7 +338,7 @@ def why_no_ipc(policy: Policy, cards: Sequence[str]) -> str:
 # --- the delivery -------------------------------------------------------------------------------------------
 
 
-class Unopened(Exception):
+class BufferNotOpened(Exception):
     """The other side could not open the buffer; nothing there has changed."""
 
 
@@ -344,14 +346,14 @@ class Delivery:
     """One delivery of a policy's weights. `async with` holds them still, under `policy.lock`, until the last chunk is
     written; on leaving it the buffer goes, and the lock is free however it ended.
 
-    call: `await call("agentfly_take", handle, pieces, number, last)` is answered by each worker, with None or with the
-        reason why it could not open the buffer, once it needs this chunk no more.
+    call: `await call("agentfly_receive", handle, slices, number, last)` is answered by each worker, with None or with
+        the reason why it could not open the buffer, once it needs this chunk no more.
     """
 
-    def __init__(self, policy: Policy, way: Way, limit: int) -> None:
-        self.way: Way = way
+    def __init__(self, policy: Policy, transport: WeightTransport, limit: int) -> None:
+        self.transport: WeightTransport = transport
         self.version = policy.version
-        self.begun = False
+        self.has_sent = False
         """Whether the other side may have taken something already."""
         self._policy = policy
         self._limit = limit
@@ -359,21 +361,21 @@ class Delivery:
         self._thread = ThreadPoolExecutor(1, "agentfly-weights")
         self._locked = False
         self._buffer: SharedMemory | CudaMemory | None = None
-        self._chunks: list[list[Piece]] = []
+        self._chunks: list[list[TensorSlice]] = []
         self._values: dict[str, Callable[[], torch.Tensor]] = {}
 
     async def __aenter__(self) -> Delivery:
         try:
-            await self._run(self._hold)
+            await self._run(self._lock_and_pack)
         except BaseException:
-            self._leave()
+            self._schedule_release()
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.shield(asyncio.wrap_future(self._leave()))
+        await asyncio.shield(asyncio.wrap_future(self._schedule_release()))
 
-    def _leave(self) -> Future[None]:
+    def _schedule_release(self) -> Future[None]:
         released = self._thread.submit(self._release)
         self._thread.shutdown(wait=False)
         return released
@@ -381,25 +383,25 @@ class Delivery:
     async def _run(self, function: Callable[..., None], *args: Any) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
-    def _hold(self) -> None:
+    def _lock_and_pack(self) -> None:
         self._policy.lock.acquire()
         self._locked = True
         self.version = self._policy.version
-        found = sources(self._policy)
+        found = weight_sources(self._policy)
         self._values = {name: values for name, _, values in found}
         self._chunks = layout([(name, like) for name, like, _ in found], self._limit)
         size = max((start + part for chunk in self._chunks for *_, start, part in chunk), default=0)
-        if self.way == "ipc":
+        if self.transport == "ipc":
             try:
                 self._buffer = CudaMemory(size, found[0][1].device)
             except RuntimeError as error:
-                raise Unopened(f"{type(error).__name__}: {error}") from error
+                raise BufferNotOpened(f"{type(error).__name__}: {error}") from error
         else:
             try:
                 self._buffer = SharedMemory(size)
             except OSError as error:
                 raise EngineError(
-                    f"no room for {size / 2**20:.1f} MiB of weights in {_SHARED} or {tempfile.gettempdir()}: {error}; "
+                    f"no room for {size / 2**20:.1f} MiB of weights in {_SHM_DIR} or {tempfile.gettempdir()}: {error}; "
                     "make room, or set TMPDIR to a folder that has some"
                 ) from error
         self._pack(0)
@@ -427,16 +429,17 @@ class Delivery:
     async def send(self, call: Callable[..., Awaitable[Sequence[str | None]]]) -> None:
         """Send every chunk. A chunk is written only after each worker has answered for the one before.
 
-        Raises:  Unopened, with the workers as they were; whatever `call` raises, with `begun` telling how far it got.
+        Raises:  BufferNotOpened, with the workers as they were; whatever `call` raises, with `has_sent` telling
+            how far it got.
         """
         buffer = self._buffer
         assert buffer is not None
-        for number, pieces in enumerate(self._chunks):
+        for number, slices in enumerate(self._chunks):
             if number:
                 await self._run(self._pack, number)
-            self.begun = True
-            answers = await call("agentfly_take", buffer.handle, pieces, number, number == len(self._chunks) - 1)
+            self.has_sent = True
+            answers = await call("agentfly_receive", buffer.handle, slices, number, number == len(self._chunks) - 1)
             reasons = [answer for answer in answers if answer]
             if reasons:
-                self.begun = len(reasons) < len(answers)
-                raise Unopened(reasons[0])
+                self.has_sent = len(reasons) < len(answers)
+                raise BufferNotOpened(reasons[0])

@@ -8,7 +8,7 @@ from typing import Any
 
 from agentfly_kit import data
 from agentfly_kit.envs import exact
-from agentfly_kit.envs.family import Family, Move, told
+from agentfly_kit.envs.family import Family, Move, tool_outputs
 from agentfly_kit.errors import SettingsError, TaskError, ToolError
 from agentfly_kit.tools import tool
 from agentfly_kit.types import Message, Task
@@ -55,7 +55,7 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
     """Copies the expression into a call, and tells the result."""
-    results = told(messages)
+    results = tool_outputs(messages)
     if results:
         return results[-1]
     question = str(task.messages[-1]["content"])

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeGuard
 
 from agentfly_kit import data
 from agentfly_kit.data import Tasks
-from agentfly_kit.envs.base import passes_on
+from agentfly_kit.envs.base import forward_signature
 from agentfly_kit.envs.family import Family, Move
 from agentfly_kit.errors import SettingsError, TaskError
 from agentfly_kit.sandboxes.grader import Grader
@@ -38,7 +38,7 @@ def code_in(text: str) -> str:
     return str(blocks[-1]) if blocks else text
 
 
-@passes_on(PythonSandbox, packages=False)
+@forward_signature(PythonSandbox, packages=False)
 class Code:
     """One task, an interpreter of the chain's own, and what was submitted.
 
@@ -78,10 +78,10 @@ class Code:
                 "what comes before them 'test_setup_code', a text"
             )
         self._tests, self._setup, self._code = list(tests), setup, str(task.fields.get("code") or "")
-        await self.tidy()
+        await self.cleanup()
         self.runs, self.submitted, self.done = 0, None, False
 
-    async def tidy(self) -> None:
+    async def cleanup(self) -> None:
         """A new interpreter, and nothing that runs."""
         if self._used:
             if self._sandbox.alive:
@@ -259,7 +259,7 @@ def load(path: str | os.PathLike[str], *, shown: int | None = 1, ids: Sequence[i
     if shown is not None and (isinstance(shown, bool) or not isinstance(shown, int) or shown < 0):
         raise SettingsError(f"shown={shown!r}: want how many tests to tell, or None for all")
     found: dict[int, dict[str, Any]] = {}
-    for position, (where, row) in enumerate(data._rows(file)):
+    for position, (where, row) in enumerate(data._read_rows(file)):
         made = _mbpp(row, where, shown)
         number = made.pop("task_id")
         known = isinstance(number, int) and not isinstance(number, bool)

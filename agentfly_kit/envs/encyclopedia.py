@@ -34,9 +34,9 @@ KINDS = {
     "country": {"capital": "town", "currency": "coin"},
 }
 """What is told of each kind of thing, and of which kind that is."""
-RELATIONS = tuple(dict.fromkeys(relation for told in KINDS.values() for relation in told))
+RELATIONS = tuple(dict.fromkeys(relation for relations in KINDS.values() for relation in relations))
 PEOPLE, WORKS = 80, 60
-MOST = 3
+MAX_HOPS = 3
 """Hops of the longest questions."""
 
 
@@ -52,8 +52,8 @@ class Entry:
     def text(self) -> str:
         """Two sentences."""
         article = "an" if self.kind[0] in "aeiou" else "a"
-        told = ", and ".join(f"the {relation} is {value}" for relation, value in self.facts)
-        return f"{self.title} is {article} {self.kind}. Of {self.title}, {told}."
+        facts = ", and ".join(f"the {relation} is {value}" for relation, value in self.facts)
+        return f"{self.title} is {article} {self.kind}. Of {self.title}, {facts}."
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def path(question: Question, world: int = 0) -> list[tuple[str, str, str]]:
 def questions(world: int = 0) -> tuple[Question, ...]:
     """All of one to three hops that never come back to where they were, in drawn order: a third of each length as far
     as the shortest reach, then the rest."""
-    by_length: dict[int, list[Question]] = {n: [] for n in range(1, MOST + 1)}
+    by_length: dict[int, list[Question]] = {n: [] for n in range(1, MAX_HOPS + 1)}
     every = entries(world)
     for title, entry in every.items():
         trails: list[tuple[Entry, tuple[str, ...], tuple[str, ...]]] = [(entry, (), (title,))]
@@ -132,7 +132,7 @@ def questions(world: int = 0) -> tuple[Question, ...]:
                     continue
                 chain = (*relations, relation)
                 by_length[len(chain)].append(Question(title, chain))
-                if len(chain) < MOST and value in every:
+                if len(chain) < MAX_HOPS and value in every:
                     trails.append((every[value], chain, (*been, value)))
     rng = random.Random(f"encyclopedia questions {world}")
     for some in by_length.values():

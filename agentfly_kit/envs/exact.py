@@ -106,18 +106,18 @@ def same(a: str, b: str) -> bool | None:
     return bool(difference == 0 or difference.equals(0))
 
 
-def equivalent(said: str, answer: str) -> bool:
+def equivalent(response: str, answer: str) -> bool:
     """Whether an answer is right: by exact value; where that cannot be told, by math-verify if it is installed
     (`pip install "agentfly_kit[envs]"`), which also reads sets, intervals and LaTeX; else by the text.
 
     What would compute for ever (towers of powers, factorials, sums and products) is compared as text alone.
     """
-    exactly = same(said, answer)
+    exactly = same(response, answer)
     if exactly is not None:
         return exactly
-    if said.strip() == answer.strip():
+    if response.strip() == answer.strip():
         return True
-    if _is_heavy(said):
+    if _is_heavy(response):
         return False
     try:
         from math_verify import parse, verify
@@ -127,7 +127,7 @@ def equivalent(said: str, answer: str) -> bool:
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        gold, given = (parse(f"${text}$", parsing_timeout=None) for text in (answer, said))
+        gold, given = (parse(f"${text}$", parsing_timeout=None) for text in (answer, response))
         return bool(verify(gold, given, timeout_seconds=None))
     except Exception:  # what a model writes may be anything; that it cannot be read is no failure of ours
         return False

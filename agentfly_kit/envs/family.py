@@ -25,7 +25,7 @@ from agentfly_kit.types import Message, Sample, Sampling, Task, ToolCall, TurnRe
 
 Move: TypeAlias = "str | tuple[str, Mapping[str, Any]]"
 """What a player does: an answer, or the name of a tool and its arguments."""
-Player: TypeAlias = Callable[[Task, Sequence[Message], random.Random], Move]
+ScriptedPlayer: TypeAlias = Callable[[Task, Sequence[Message], random.Random], Move]
 """(task, the conversation so far, noise) -> a move."""
 Rows: TypeAlias = Callable[[int, str, int], list[dict[str, Any]]]
 """(how many, "train" or "test", seed) -> rows as `af.tasks_from` reads them; the first of more are those of fewer."""
@@ -39,7 +39,7 @@ class PlayerEngine(Engine):
     reproducible = True
     author = "script"
 
-    def __init__(self, play: Player, chat: Chat) -> None:
+    def __init__(self, play: ScriptedPlayer, chat: Chat) -> None:
         self.play = play
         self.chat = chat
 
@@ -78,8 +78,8 @@ class Family:
     """One sentence."""
     environment: type
     rows: Rows
-    expert_player: Player
-    random_player: Player
+    expert_player: ScriptedPlayer
+    random_player: ScriptedPlayer
     max_turns: int = 8
     max_tokens: int = 64
     """Of one action."""
@@ -94,7 +94,7 @@ class Family:
     """What to type for them."""
     splits: Mapping[str, int] = field(default_factory=lambda: {"train": 512, "test": 128})
     """Tasks that `tasks()` makes of each split."""
-    at_once: int = 64
+    pool_size: int = 64
     """Environments that the pool of an agent holds; more chains wait."""
 
     @property
@@ -102,14 +102,14 @@ class Family:
         modules = [name for name in self.needs if importlib.util.find_spec(name) is None]
         return (*modules, *(name for name in self.programs if shutil.which(name) is None))
 
-    def need(self) -> None:
+    def require_installed(self) -> None:
         """Raises SettingsError naming what is not installed, and what to type."""
         if self.missing:
             raise SettingsError(f"af.envs.{self.name} needs {', '.join(self.missing)}; type: {self.install}")
 
     def tasks(self, n: int | None = None, split: str | None = None, *, seed: int = 0) -> Tasks:
         """`n` tasks of a split, "train" or "test"; without a split, both. The same ones for the same seed."""
-        self.need()
+        self.require_installed()
         if split is not None and split not in self.splits:
             raise SettingsError(f"split={split!r}: want {' or '.join(map(repr, self.splits))}, or None for all")
         if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
@@ -131,7 +131,7 @@ class Family:
 
         settings: as of `af.envs.agent`; max_turns and sampling have the family's own defaults.
         """
-        self.need()
+        self.require_installed()
         if not isinstance(engine, Engine):
             from agentfly_kit.engines.local import LocalEngine
             from agentfly_kit.policy import Policy
@@ -143,7 +143,7 @@ class Family:
         if chat is None:
             raise SettingsError("give the chat of the engine's model: chat=policy.chat, or af.Chat(tokenizer)")
         settings.setdefault("max_turns", self.max_turns)
-        settings.setdefault("size", self.at_once)
+        settings.setdefault("size", self.pool_size)
         settings.setdefault("sampling", Sampling(max_tokens=self.max_tokens))
         return base.agent(self.environment, engine, chat=chat, **settings)
 
@@ -155,7 +155,7 @@ class Family:
         """An agent without a model that draws its calls and answers: what luck gives."""
         return self._played(self.random_player, settings)
 
-    def _played(self, player: Player, settings: dict[str, Any]) -> Agent:
+    def _played(self, player: ScriptedPlayer, settings: dict[str, Any]) -> Agent:
         chat = settings.pop("chat", None) or small_chat()
         return self.agent(PlayerEngine(player, chat), chat=chat, **settings)
 
@@ -164,19 +164,19 @@ class Family:
         return f"<Family {self.name}: {self.what}{lacks}>"
 
 
-def number(task: Task, name: str, least: int = 0, family: str = "") -> int:
+def int_field(task: Task, name: str, minimum: int = 0, family: str = "") -> int:
     """A field of a task that is to be a whole number.
 
     Raises:  TaskError naming the task, the field and what it holds.
     """
     given = task.fields.get(name)
-    if isinstance(given, bool) or not isinstance(given, int) or given < least:
+    if isinstance(given, bool) or not isinstance(given, int) or given < minimum:
         has = f"is {given!r}" if name in task.fields else "is not there"
         where = f"; take af.envs.{family}.tasks()" if family else ""
-        raise TaskError(f"task {task.id!r}: its field {name!r} {has}; want a whole number, {least} or more{where}")
+        raise TaskError(f"task {task.id!r}: its field {name!r} {has}; want a whole number, {minimum} or more{where}")
     return given
 
 
-def told(messages: Sequence[Message]) -> list[str]:
+def tool_outputs(messages: Sequence[Message]) -> list[str]:
     """For players: what the tools have answered so far, oldest first."""
     return [str(m["content"]) for m in messages if m["role"] == "tool"]

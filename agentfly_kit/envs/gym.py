@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from agentfly_kit.context import Context, Given
+from agentfly_kit.context import Context, SingleSandboxPool
 from agentfly_kit.envs import base
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.tools import ToolSet, tool
@@ -96,7 +96,7 @@ def from_gymnasium(
     return Wrapped
 
 
-def to_gymnasium(kind: type, task: Task) -> Any:
+def to_gymnasium(sandbox_type: type, task: Task) -> Any:
     """A `gymnasium.Env` of one of our environments on one task: texts in, texts out.
 
     An action is a text: a tool call as JSON, {"name": ..., "arguments": {...}}, or an answer, which ends the episode.
@@ -104,27 +104,27 @@ def to_gymnasium(kind: type, task: Task) -> Any:
     environments whose methods and reward are plain or coroutine functions; tools that need a sandbox are refused.
     """
     gymnasium = _module()
-    base.check(kind)
-    tools = ToolSet(base.tools(kind))
-    others = [other for t in tools for other in t.sandbox_kinds if other is not kind]
+    base.check(sandbox_type)
+    tools = ToolSet(base.tools(sandbox_type))
+    others = [other for t in tools for other in t.sandbox_types if other is not sandbox_type]
     if others:
-        raise SettingsError(f"{kind.__name__} asks for a {others[0].__name__}, which Gymnasium has no pool for")
+        raise SettingsError(f"{sandbox_type.__name__} asks for a {others[0].__name__}, which Gymnasium has no pool for")
 
     class Env(gymnasium.Env):  # type: ignore[misc, name-defined]
         action_space = gymnasium.spaces.Text(4096, charset=string.printable)
         observation_space = gymnasium.spaces.Text(65536, min_length=0, charset=string.printable)
 
         def __init__(self) -> None:
-            self.environment = kind()
+            self.environment = sandbox_type()
             self.context: Context | None = None
             self.loop = _Loop()
 
         def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
             super().reset(seed=seed)
             begun = task if seed is None else replace(task, fields=task.fields | {"seed": seed})
-            self.context = Context(begun, pools=(Given(kind, self.environment),))
-            self.loop.wait(self.context.sandbox(kind))
-            said = self.context.openings.get(kind)
+            self.context = Context(begun, pools=(SingleSandboxPool(sandbox_type, self.environment),))
+            self.loop.wait(self.context.sandbox(sandbox_type))
+            said = self.context.reset_results.get(sandbox_type)
             text = said if isinstance(said, str) else "\n".join(str(m["content"]) for m in said or ())
             asked = "\n".join(str(m["content"]) for m in task.messages)
             return "\n\n".join(part for part in (asked, text) if part), {"task": task.id}

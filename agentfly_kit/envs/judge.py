@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentfly_kit.engines.scripted import ScriptedEngine
-from agentfly_kit.envs.family import Family, Move, told
+from agentfly_kit.envs.family import Family, Move, tool_outputs
 from agentfly_kit.envs.judging import Criterion, Judge, Judgement, Ranking, Rubric
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.tools import tool
@@ -139,7 +139,7 @@ def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -
     """Says what the rubric asks for, and measures it first."""
     asked = {row["name"]: row["check"][1] for row in task.fields["rubric"]}
     sign = f"{asked['fruit'].capitalize()} from {asked['place']}, {asked['price']}{asked['end']}"
-    return sign if told(messages) else ("measure", {"text": sign})
+    return sign if tool_outputs(messages) else ("measure", {"text": sign})
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:

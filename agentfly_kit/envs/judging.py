@@ -56,28 +56,28 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Rubric:
-    """What a judge looks at, each from 0 to `most` points. The score is their weighted mean, from 0 to 1."""
+    """What a judge looks at, each from 0 to `max_points` points. The score is their weighted mean, from 0 to 1."""
 
     criteria: tuple[Criterion, ...]
-    most: int = 10
+    max_points: int = 10
 
     def __post_init__(self) -> None:
         names = [criterion.name for criterion in self.criteria]
         if not names or len(set(names)) != len(names):
             raise SettingsError(f"a rubric has criteria with names of their own; got {names}")
-        if self.most < 1:
-            raise SettingsError(f"most={self.most}: at least 1 point")
+        if self.max_points < 1:
+            raise SettingsError(f"max_points={self.max_points}: at least 1 point")
 
     @classmethod
-    def of(cls, given: Any, most: int = 10) -> Rubric:
+    def from_spec(cls, given: Any, max_points: int = 10) -> Rubric:
         """From a Rubric, {name: what}, or rows {"name", "what", "weight"} such as a task may hold."""
         if isinstance(given, Rubric):
             return given
         if isinstance(given, Mapping):
-            return cls(tuple(Criterion(name, what) for name, what in given.items()), most)
+            return cls(tuple(Criterion(name, what) for name, what in given.items()), max_points)
         try:
             rows = [{key: row[key] for key in ("name", "what", "weight") if key in row} for row in given]
-            return cls(tuple(Criterion(**row) for row in rows), most)
+            return cls(tuple(Criterion(**row) for row in rows), max_points)
         except (TypeError, KeyError) as error:
             raise SettingsError(
                 f"a rubric is {{name: what}} or rows with 'name' and 'what'; got {given!r} ({error})"
@@ -85,7 +85,7 @@ class Rubric:
 
     def score(self, points: Mapping[str, float]) -> float:
         total = sum(criterion.weight for criterion in self.criteria)
-        return sum(c.weight * points[c.name] for c in self.criteria) / (self.most * total)
+        return sum(c.weight * points[c.name] for c in self.criteria) / (self.max_points * total)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Judgement:
     points: Mapping[str, float] = field(default_factory=dict)
     """Of each criterion, from 0 to 1."""
     why: str = ""
-    said: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
     """What the judge wrote, one text an attempt."""
 
 
@@ -112,7 +112,7 @@ class Ranking:
     """Questions that were answered."""
     failed: int = 0
     """Questions that were not."""
-    swayed: int = 0
+    inconsistent: int = 0
     """Pairs whose verdict followed the order in which they were shown: they count as ties."""
     why: str = ""
     """Of the first failure."""
@@ -122,18 +122,18 @@ class Ranking:
 
 
 def read_scores(text: str, rubric: Rubric) -> tuple[dict[str, float] | None, str]:
-    """(points of each criterion from 0 to `most`, "") or (None, why not). Never raises.
+    """(points of each criterion from 0 to `max_points`, "") or (None, why not). Never raises.
 
     Read is the last <scores>...</scores>: an object of JSON, or lines such as `short: 7`. Each criterion must be there,
-    once, with a number from 0 to `most`: nothing is guessed, and nothing bent into the range.
+    once, with a number from 0 to `max_points`: nothing is guessed, and nothing bent into the range.
     """
     found = _last(text, "scores")
     if found is None:
         return None, "there is no <scores>...</scores>"
     named: list[tuple[str, Any]] = []
     try:
-        told = json.loads(found, object_pairs_hook=list, parse_int=float, parse_constant=lambda _: None)
-        named = [(str(name), value) for name, value in told]
+        scores = json.loads(found, object_pairs_hook=list, parse_int=float, parse_constant=lambda _: None)
+        named = [(str(name), value) for name, value in scores]
     except (ValueError, TypeError, RecursionError):
         lines = (re.fullmatch(r"[\s*\"'-]*(\w+)[\s*\"']*[:=]\s*(\S+?),?\s*", line) for line in found.splitlines())
         named = [(match[1], match[2]) for match in lines if match]
@@ -142,18 +142,18 @@ def read_scores(text: str, rubric: Rubric) -> tuple[dict[str, float] | None, str
         values = [value for name, value in named if name == criterion.name]
         if len(values) != 1:
             return None, f"{criterion.name!r} stands in the scores {len(values)} times"
-        number = _number(values[0], rubric.most)
+        number = _number(values[0], rubric.max_points)
         if number is None:
-            return None, f"{criterion.name!r} has {str(values[0])[:40]!r}, no number from 0 to {rubric.most}"
+            return None, f"{criterion.name!r} has {str(values[0])[:40]!r}, no number from 0 to {rubric.max_points}"
         points[criterion.name] = number
     return points, ""
 
 
-def _number(value: Any, most: int) -> float | None:
+def _number(value: Any, max_points: int) -> float | None:
     if isinstance(value, str):
-        match = re.fullmatch(rf"([0-9]{{1,9}}(?:\.[0-9]{{1,9}})?)(?:/{most})?", value)
+        match = re.fullmatch(rf"([0-9]{{1,9}}(?:\.[0-9]{{1,9}})?)(?:/{max_points})?", value)
         value = float(match[1]) if match else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= max_points:
         return None
     return float(value)
 
@@ -227,7 +227,7 @@ class Judge:
         if attempts < 1 or max_chars < 1 or not timeout > 0:
             raise SettingsError(f"attempts={attempts}, max_chars={max_chars}, timeout={timeout}: each is above 0")
         self.engine, self.chat = engine, chat
-        self.rubric = None if rubric is None else Rubric.of(rubric)
+        self.rubric = None if rubric is None else Rubric.from_spec(rubric)
         self.attempts, self.timeout, self.max_chars, self.seed = attempts, timeout, max_chars, seed
         self.sampling = sampling or Sampling(temperature=1.0 if engine.tokens == "exact" else 0.0, max_tokens=512)
 
@@ -243,19 +243,20 @@ class Judge:
         """
         rubric = self._rubric(task)
         mark = self._mark(task, answer)
-        lines = [f"- {c.name} (0 to {rubric.most}): {c.what}" for c in rubric.criteria]
+        lines = [f"- {c.name} (0 to {rubric.max_points}): {c.what}" for c in rubric.criteria]
         shape = json.dumps({criterion.name: 0 for criterion in rubric.criteria})
-        asked = (
-            f"{self._asked(task, mark)}\n\nThe answer:\n{self._shown(answer, mark)}\n\nGive points for each of these:\n"
+        prompt = (
+            f"{self._task_section(task, mark)}\n\nThe answer:\n{self._quoted(answer, mark)}"
+            "\n\nGive points for each of these:\n"
             + "\n".join(lines)
             + f"\n\nThink briefly, then end with your points in this form:\n<scores>{shape}</scores>"
         )
-        points, why, said = await self._ask(
-            task, asked, mark, lambda text: read_scores(text, rubric), {"answer": answer}
+        points, why, outputs = await self._sample_verdict(
+            task, prompt, mark, lambda text: read_scores(text, rubric), {"answer": answer}
         )
         if points is None:
-            return Judgement(None, {}, why, said)
-        return Judgement(rubric.score(points), {k: v / rubric.most for k, v in points.items()}, "", said)
+            return Judgement(None, {}, why, outputs)
+        return Judgement(rubric.score(points), {k: v / rubric.max_points for k, v in points.items()}, "", outputs)
 
     def reward(self, *, weight: float = 1.0, name: str = "judge") -> Reward[..., Any]:
         """For `Agent(reward=)`: the score of the chain's last answer, and the points of each criterion as metrics.
@@ -298,37 +299,39 @@ class Judge:
         ranked = await (self._pairs(task, texts) if how == "pairwise" else self._lists(task, texts))
         by_text = dict(zip(texts, ranked.scores, strict=True))
         scores = tuple(0.0 if answer is None else by_text[answer] for answer in answers)
-        return Ranking(scores, ranked.comparisons, ranked.failed, ranked.swayed, ranked.why)
+        return Ranking(scores, ranked.comparisons, ranked.failed, ranked.inconsistent, ranked.why)
 
     async def _pairs(self, task: Task, texts: Sequence[str]) -> Ranking:
         places = [(i, j) for i in range(len(texts)) for j in range(len(texts)) if i != j]
         async with asyncio.TaskGroup() as group:
             jobs = {(i, j): group.create_task(self._pair(task, texts[i], texts[j])) for i, j in places}
-        said = {place: job.result() for place, job in jobs.items()}
+        verdicts = {place: job.result() for place, job in jobs.items()}
         won: list[list[float]] = [[] for _ in texts]
-        swayed = 0
+        inconsistent = 0
         for i, j in places:
-            there, back = said[i, j][0], said[j, i][0]
+            there, back = verdicts[i, j][0], verdicts[j, i][0]
             if there is None or back is None or i > j:
                 continue  # a pair that was read in one order only says nothing: its place may have decided
             same = there == 1 - back
-            swayed += not same
+            inconsistent += not same
             value = there if same else 0.5
             won[i].append(value)
             won[j].append(1 - value)
-        failures = [why for value, why in said.values() if value is None]
+        failures = [why for value, why in verdicts.values() if value is None]
         scores = tuple(sum(w) / len(w) if w else None for w in won)
-        return Ranking(scores, len(said) - len(failures), len(failures), swayed, failures[0] if failures else "")
+        return Ranking(
+            scores, len(verdicts) - len(failures), len(failures), inconsistent, failures[0] if failures else ""
+        )
 
     async def _pair(self, task: Task, first: str, second: str) -> tuple[float | None, str]:
         mark = self._mark(task, first, second)
-        asked = (
-            f"{self._asked(task, mark)}\n\nAnswer 1:\n{self._shown(first, mark)}\n\nAnswer 2:\n"
-            f"{self._shown(second, mark)}\n\n{self._looked_at(task)}Which is better? The order in which they "
+        prompt = (
+            f"{self._task_section(task, mark)}\n\nAnswer 1:\n{self._quoted(first, mark)}\n\nAnswer 2:\n"
+            f"{self._quoted(second, mark)}\n\n{self._criteria_section(task)}Which is better? The order in which they "
             "stand means nothing. Think briefly, then end with <better>1</better>, <better>2</better> or "
             "<better>tie</better>"
         )
-        value, why, _ = await self._ask(task, asked, mark, read_choice, {"answers": [first, second]})
+        value, why, _ = await self._sample_verdict(task, prompt, mark, read_choice, {"answers": [first, second]})
         return value, why
 
     async def _lists(self, task: Task, texts: Sequence[str]) -> Ranking:
@@ -351,15 +354,16 @@ class Judge:
 
     async def _list(self, task: Task, texts: Sequence[str]) -> tuple[list[int] | None, str]:
         mark = self._mark(task, *texts)
-        shown = "\n\n".join(f"Answer {i}:\n{self._shown(text, mark)}" for i, text in enumerate(texts, 1))
+        shown = "\n\n".join(f"Answer {i}:\n{self._quoted(text, mark)}" for i, text in enumerate(texts, 1))
         numbers = ", ".join(map(str, range(1, len(texts) + 1)))
-        asked = (
-            f"{self._asked(task, mark)}\n\n{shown}\n\n{self._looked_at(task)}Put them in order, the best first. The "
+        prompt = (
+            f"{self._task_section(task, mark)}\n\n{shown}\n\n{self._criteria_section(task)}"
+            "Put them in order, the best first. The "
             "order in which they stand means nothing. Think briefly, then end with the numbers of all, such as "
             f"<order>{numbers}</order>"
         )
-        order, why, _ = await self._ask(
-            task, asked, mark, lambda text: read_order(text, len(texts)), {"answers": list(texts)}
+        order, why, _ = await self._sample_verdict(
+            task, prompt, mark, lambda text: read_order(text, len(texts)), {"answers": list(texts)}
         )
         return order, why
 
@@ -386,9 +390,9 @@ class Judge:
             return self.rubric
         if "rubric" not in task.fields:
             raise SettingsError(f"task {task.id!r} has no field 'rubric', and the judge has none: Judge(rubric=...)")
-        return Rubric.of(task.fields["rubric"])
+        return Rubric.from_spec(task.fields["rubric"])
 
-    def _looked_at(self, task: Task) -> str:
+    def _criteria_section(self, task: Task) -> str:
         if self.rubric is None and "rubric" not in task.fields:
             return ""
         return "\n".join(["Look at:", *(f"- {c.what}" for c in self._rubric(task).criteria), "", ""])
@@ -403,20 +407,20 @@ class Judge:
                 return mark
             number += 1
 
-    def _shown(self, text: str, mark: str) -> str:
+    def _quoted(self, text: str, mark: str) -> str:
         if len(text) > self.max_chars:
             half = self.max_chars // 2
             text = f"{text[:half]}\n[{len(text) - 2 * half} characters are left out here]\n{text[-half:]}"
         return f"{mark}\n{escaped(text)}\n{mark}"
 
-    def _asked(self, task: Task, mark: str) -> str:
-        told = "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in task.messages)
-        return f"The task was:\n{self._shown(told, mark)}"
+    def _task_section(self, task: Task, mark: str) -> str:
+        conversation = "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in task.messages)
+        return f"The task was:\n{self._quoted(conversation, mark)}"
 
-    async def _ask(
+    async def _sample_verdict(
         self,
         task: Task,
-        asked: str,
+        prompt: str,
         mark: str,
         read: Callable[[str], tuple[Any, str]],
         shown: Mapping[str, Any],
@@ -424,23 +428,23 @@ class Judge:
         """(what was read, why nothing was, what was said)"""
         messages: tuple[Message, ...] = (
             {"role": "system", "content": _RULES.format(mark=mark)},
-            {"role": "user", "content": asked},
+            {"role": "user", "content": prompt},
         )
         question = Task(f"judge {task.id}", messages, {**task.fields, **shown})
-        said: list[str] = []
+        outputs: list[str] = []
         why = ""
         for attempt in range(self.attempts):
             try:
                 async with asyncio.timeout(self.timeout):
                     text = await self._sample(question, attempt, seeds.derive(self.seed, "judge", mark, attempt))
-                said.append(text)
+                outputs.append(text)
                 value, why = read(text)
                 if value is not None:
-                    return value, "", tuple(said)
+                    return value, "", tuple(outputs)
             except Exception as error:  # the engine's; a cancelled chain is no Exception
                 why = f"{type(error).__name__}: {error}"[:500]
         times = f"{self.attempts} attempts" if self.attempts > 1 else "1 attempt"
-        return None, f"after {times}: {why}", tuple(said)
+        return None, f"after {times}: {why}", tuple(outputs)
 
     async def _sample(self, question: Task, attempt: int, seed: int) -> str:
         session = f"{question.id} {seed}"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentfly_kit.envs.family import Family, Move, number, told
+from agentfly_kit.envs.family import Family, Move, int_field, tool_outputs
 from agentfly_kit.errors import TaskError, ToolError
 from agentfly_kit.tools import tool
 from agentfly_kit.types import Message, Task
@@ -97,7 +97,7 @@ class Lookup:
 
     async def reset(self, task: Task, seed: int) -> None:
         """Raises TaskError for a world that is no number, and for an answer that no text can be."""
-        self.facts = store(number(task, "world", family="lookup"))
+        self.facts = store(int_field(task, "world", family="lookup"))
         answer = task.fields.get("answer", "")
         if not isinstance(answer, str):
             raise TaskError(f"task {task.id!r}: its answer {answer!r} is {type(answer).__name__}; want a text")
@@ -129,7 +129,7 @@ class Lookup:
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
     """Follows the question, one look-up a turn, and answers with the last result."""
     asked = read(str(task.messages[-1]["content"]))
-    results = told(messages)
+    results = tool_outputs(messages)
     if len(results) == len(asked.keys):
         return results[-1]
     return "lookup", {"of": [asked.name, *results][-1], "what": asked.keys[len(results)]}

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from agentfly_kit.envs.family import Family, Move, number, told
+from agentfly_kit.envs.family import Family, Move, int_field, tool_outputs
 from agentfly_kit.tools import tool
 from agentfly_kit.types import Message, Task, ToolResult
 
@@ -78,7 +78,7 @@ class Maze:
         self.shaped = shaped
 
     async def reset(self, task: Task, seed: int) -> str:
-        self.grid = Grid(number(task, "maze", family="maze"), number(task, "far", 1, family="maze"))
+        self.grid = Grid(int_field(task, "maze", family="maze"), int_field(task, "far", 1, family="maze"))
         self.cell, self.steps, self.done = self.grid.start, 0, False
         return self._seen()
 
@@ -128,7 +128,7 @@ def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -
     """Knows the maze, and takes the shortest way."""
     grid = Grid(task.fields["maze"], task.fields["far"])
     cell = grid.start
-    for _ in told(messages):
+    for _ in tool_outputs(messages):
         cell = beside(cell, grid.toward(cell))
     return "go", {"way": grid.toward(cell)}
 

@@ -25,26 +25,26 @@ def normalised(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
-def exact_match(said: str, answers: Iterable[str]) -> float:
+def exact_match(response: str, answers: Iterable[str]) -> float:
     """1 if it is one of the answers after normalisation, else 0."""
-    said = normalised(said)
-    return float(any(said == normalised(answer) for answer in answers))
+    response = normalised(response)
+    return float(any(response == normalised(answer) for answer in answers))
 
 
-def f1(said: str, answers: Iterable[str]) -> float:
+def f1(response: str, answers: Iterable[str]) -> float:
     """The best over the answers of the harmonic mean of precision and recall of words; words count as often as they
     stand there. Where one side has no word at all: 1 if both have none, else 0."""
-    return max((_f1(normalised(said).split(), normalised(answer).split()) for answer in answers), default=0.0)
+    return max((_f1(normalised(response).split(), normalised(answer).split()) for answer in answers), default=0.0)
 
 
-def _f1(said: list[str], answer: list[str]) -> float:
-    if not said or not answer:
-        return float(said == answer)
-    common = sum((Counter(said) & Counter(answer)).values())
-    return 2 * common / (len(said) + len(answer))
+def _f1(response: list[str], answer: list[str]) -> float:
+    if not response or not answer:
+        return float(response == answer)
+    common = sum((Counter(response) & Counter(answer)).values())
+    return 2 * common / (len(response) + len(answer))
 
 
-def said_in(final: str | None) -> str | None:
+def extract_answer(final: str | None) -> str | None:
     """What a final text answers: what its last <answer> holds, else all of it; None for no text."""
     if final is None:
         return None

@@ -30,8 +30,8 @@ from typing import Any
 
 from agentfly_kit import data
 from agentfly_kit.envs import mutation
-from agentfly_kit.envs.base import passes_on
-from agentfly_kit.envs.family import Family, Move, told
+from agentfly_kit.envs.base import forward_signature
+from agentfly_kit.envs.family import Family, Move, tool_outputs
 from agentfly_kit.errors import SettingsError, TaskError, ToolError
 from agentfly_kit.sandboxes.files import FileSandbox
 from agentfly_kit.sandboxes.grader import Grade, Grader
@@ -266,7 +266,7 @@ async def grade(
 # --- the environment -----------------------------------------------------------------------------
 
 
-@passes_on(FileSandbox)
+@forward_signature(FileSandbox)
 class Repo:
     """One working copy, and the tests of its task.
 
@@ -305,13 +305,13 @@ class Repo:
 
         Raises:  SettingsError, TaskError for a task whose repository is none.
         """
-        self._repository = _of(task)
+        self._repository = _broken_repository(task)
         self.done, self.edits = False, 0
-        await self.tidy()
+        await self.cleanup()
         self._used = True
         await self._sandbox.seed(self._repository.seen)
 
-    async def tidy(self) -> None:
+    async def cleanup(self) -> None:
         """An empty folder, and nothing that runs."""
         if self._used:
             await self._sandbox.reset()
@@ -336,9 +336,9 @@ class Repo:
             path: relative to the repository.
             text: all that the file shall hold.
         """
-        said = await self._sandbox.write(path, text)
+        output = await self._sandbox.write(path, text)
         self.edits += 1
-        return said
+        return output
 
     @tool(timeout=120.0)
     async def edit_file(self, path: str, old: str, new: str) -> str:
@@ -349,16 +349,16 @@ class Repo:
             old: the text to replace, exactly as it is in the file, without line numbers; it must be there once.
             new: the text to put in its place.
         """
-        said = await self._sandbox.edit(path, old, new)
+        output = await self._sandbox.edit(path, old, new)
         self.edits += 1
-        return said
+        return output
 
     @tool(timeout=120.0)
     async def undo_edit(self) -> str:
         """Take back the last change of a file."""
-        said = await self._sandbox.undo()
+        output = await self._sandbox.undo()
         self.edits -= 1
-        return said
+        return output
 
     @tool(timeout=120.0)
     async def list_files(self, path: str = ".") -> str:
@@ -378,7 +378,8 @@ class Repo:
             path: a file or a folder, relative to the repository.
         """
         return (
-            "\n".join(str(each)[:300] for each in await self._sandbox.grep(pattern, path, most=50)) or "no line matches"
+            "\n".join(str(each)[:300] for each in await self._sandbox.grep(pattern, path, max_matches=50))
+            or "no line matches"
         )
 
     @tool(timeout=120.0)
@@ -452,7 +453,7 @@ class Repo:
         into._repository, into.done, into.edits = self._repository, self.done, self.edits
 
 
-def _of(task: Task) -> Repository:
+def _broken_repository(task: Task) -> Repository:
     """The repository of a task, with its bugs."""
     fields = task.fields
     if "files" in fields:
@@ -484,7 +485,7 @@ _RUN = "python run_tests.py"
 
 
 @functools.cache
-def _known() -> tuple[dict[str, Any], ...]:
+def _shipped_bugs() -> tuple[dict[str, Any], ...]:
     text = data._data().joinpath("repo", "bugs.jsonl").read_text(encoding="utf-8")
     return tuple(json.loads(line) for line in text.splitlines())
 
@@ -497,7 +498,7 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     rng = random.Random(f"repo {split} {seed}")
     mine = [
         bug
-        for bug in _known()
+        for bug in _shipped_bugs()
         if (random.Random(f"repo split {bug['file']}:{bug['line']}").random() < 0.3) == (split == "test")
     ]
     singles = rng.sample(mine, len(mine))
@@ -559,7 +560,7 @@ async def bugs(
         for path, text in whole.files.items():
             if not path.endswith(".py") or path == _RUN.split()[-1]:
                 continue
-            for number, change in enumerate(_drawn(mutation.mutations(text), most, f"{seed} {path}")):
+            for number, change in enumerate(_sample_changes(mutation.mutations(text), most, f"{seed} {path}")):
                 bug = {"file": path, "line": change.line, "right": change.right, "broken": change.broken}
                 broken = whole.broken([bug]).files
                 only = whole.reached_by({name: each for name, each in broken.items() if name.endswith(".py")})
@@ -569,7 +570,7 @@ async def bugs(
                 if not shown:
                     continue  # nobody could notice it
                 row = {"id": f"{path}-{number:03}", **bug, "kind": change.kind, "failing": failing}
-                row["says"] = _says(shown[0], results[shown[0]] or "", whole.tests[shown[0].partition("::")[0]])
+                row["says"] = _failure_line(shown[0], results[shown[0]] or "", whole.tests[shown[0].partition("::")[0]])
                 if folder is not None:
                     row = {
                         **row,
@@ -584,7 +585,7 @@ async def bugs(
             await own.close()
 
 
-def _drawn(changes: Sequence[mutation.Mutation], most: int, seed: str) -> list[mutation.Mutation]:
+def _sample_changes(changes: Sequence[mutation.Mutation], most: int, seed: str) -> list[mutation.Mutation]:
     """At most so many of one line."""
     by_line: dict[int, list[mutation.Mutation]] = {}
     for change in changes:
@@ -597,7 +598,7 @@ def _drawn(changes: Sequence[mutation.Mutation], most: int, seed: str) -> list[m
     ]
 
 
-def _says(test: str, why: str, text: str) -> str:
+def _failure_line(test: str, why: str, text: str) -> str:
     """As run_tests.py says it: the test, the line of it that failed, and how."""
     path, _, name = test.partition("::")
     numbers = re.findall(rf'File "{re.escape(path)}", line (\d+)', why)
@@ -631,7 +632,7 @@ def patch(bug: Mapping[str, Any], text: str) -> tuple[str, str]:
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
     """Knows which line it is: reads it, puts it right, and submits."""
-    broken = _of(task)
+    broken = _broken_repository(task)
     plan: list[Move] = []
     for bug in task.fields["bugs"]:
         old, new = patch(bug, broken.files[bug["file"]])
@@ -640,12 +641,12 @@ def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -
         )
         plan.append(("edit_file", {"path": bug["file"], "old": old, "new": new}))
     plan.append(("submit", {}))
-    return plan[len(told(messages))]
+    return plan[len(tool_outputs(messages))]
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
     """Changes some operator or number somewhere, or looks at something, or submits."""
-    files = [path for path in _of(task).files if path.startswith("stall/")] or ["main.py"]
+    files = [path for path in _broken_repository(task).files if path.startswith("stall/")] or ["main.py"]
     path = rng.choice(files)
     luck = rng.random()
     if luck < 0.5:
@@ -667,6 +668,6 @@ family = Family(
     max_tokens=512,
     size="made of the mistakes that ship, one or two at a time",
     splits={"train": 128, "test": 64},
-    at_once=8,
+    pool_size=8,
 )
 tasks, agent, expert, random_agent = family.tasks, family.agent, family.expert, family.random_agent

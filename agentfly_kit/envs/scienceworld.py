@@ -1,7 +1,8 @@
 """scienceworld: thirty kinds of experiment in a simulated house, by the package of that name and its Java simulator.
 
 One chain, one Java process: it takes seconds to start and hundreds of megabytes, so keep a few in a pool and let chains
-wait for them. `agent(...)` makes such a pool; with `pool=af.Pool(af.envs.scienceworld.ScienceWorld, size=4, warm=4)` of
+wait for them. `agent(...)` makes such a pool; with
+`pool=af.Pool(af.envs.scienceworld.ScienceWorld, size=4, min_idle=4)` of
 your own many agents share it, and a lease finds one that runs.
 """
 
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from agentfly_kit.data import Tasks
-from agentfly_kit.envs.family import Family, Move, PlayerEngine, small_chat, told
+from agentfly_kit.envs.family import Family, Move, PlayerEngine, small_chat, tool_outputs
 from agentfly_kit.errors import SandboxError, SettingsError
 from agentfly_kit.pool import Pool
 from agentfly_kit.rollout import Agent
@@ -379,7 +380,7 @@ def rows(n: int, split: str, seed: int = 0, kinds: Sequence[str] = KINDS) -> lis
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
     """Follows the simulator's own solution; for agents with options={"gold": True}."""
-    done = len(told(messages))
+    done = len(tool_outputs(messages))
     golds = [gold for (kind, variation, _), gold in _GOLD.items() if (kind, variation) == _key(task)]
     if not golds:
         raise SettingsError(f"no solution of {_key(task)} was asked for: give the agent options={{'gold': True}}")
@@ -425,7 +426,7 @@ def agent(engine: Any, *, size: int = 2, options: Mapping[str, Any] | None = Non
 
     settings: as of `af.envs.agent`; with `pool=` there is a pool already.
     """
-    family.need()
+    family.require_installed()
     if "pool" not in settings and not any(p.kind is ScienceWorld for p in _several(settings.get("pools", ()))):
         settings["pool"] = Pool(ScienceWorld, size=size, acquire_timeout=24 * 3600.0, **(options or {}))
         options = None

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from agentfly_kit.envs import encyclopedia, qa
-from agentfly_kit.envs.family import Family, Move, told
+from agentfly_kit.envs.family import Family, Move, tool_outputs
 from agentfly_kit.envs.retrieval import Embed, Index, VectorIndex, WordIndex, embedding, words
 from agentfly_kit.errors import SettingsError, ToolError
 from agentfly_kit.tools import tool
@@ -191,10 +191,12 @@ class Search:
     def reward(self, final: str | None) -> dict[str, float]:
         """Of what the last <answer> holds, or of the whole text: `em` and `f1`; no answer is 0. The stages: `answered`,
         how often it `searched`, and `found`, the share of the needed documents that it was shown."""
-        said = qa.said_in(final)
-        em, f1 = (0.0, 0.0) if said is None else (qa.exact_match(said, self.answers), qa.f1(said, self.answers))
+        response = qa.extract_answer(final)
+        em, f1 = (
+            (0.0, 0.0) if response is None else (qa.exact_match(response, self.answers), qa.f1(response, self.answers))
+        )
         scores = {"reward": em if self._metric == "em" else f1, "success": em, "em": em, "f1": f1}
-        scores |= {"answered": float(said is not None), "searched": float(len(self.queries))}
+        scores |= {"answered": float(response is not None), "searched": float(len(self.queries))}
         if self.support:
             scores["found"] = sum(title in self.seen for title in self.support) / len(self.support)
         return scores
@@ -240,7 +242,7 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
     """Knows the encyclopedia: it searches for each thing on the way, and answers."""
     way = [*task.fields["support"], task.fields["answer"]]
-    at = len(told(messages))
+    at = len(tool_outputs(messages))
     return way[-1] if at == len(way) - 1 else ("search", {"query": way[at]})
 
 

@@ -26,8 +26,8 @@ from typing import Any
 from agentfly_kit import data
 from agentfly_kit.data import Tasks
 from agentfly_kit.envs import kendall
-from agentfly_kit.envs.base import passes_on
-from agentfly_kit.envs.family import Family, Move, told
+from agentfly_kit.envs.base import forward_signature
+from agentfly_kit.envs.family import Family, Move, tool_outputs
 from agentfly_kit.errors import SandboxError, SettingsError, TaskError
 from agentfly_kit.sandboxes.sql import SQLSandbox
 from agentfly_kit.tools import tool
@@ -63,7 +63,7 @@ def score(seen: Rows | str | None, wanted: Rows) -> dict[str, float]:
 # --- environment ---------------------------------------------------------------------------------
 
 
-@passes_on(SQLSandbox, but=("max_rows",), max_output=2**20)
+@forward_signature(SQLSandbox, omit=("max_rows",), max_output=2**20)
 class SQL:
     """One database, which the chain may change, and the rows that its task's own query gave before that.
 
@@ -501,12 +501,12 @@ def _tables(path: str, changed: int) -> str:
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
     """Knows the query."""
-    return ("submit", {}) if told(messages) else ("execute", {"query": task.fields["gold"]})
+    return ("submit", {}) if tool_outputs(messages) else ("execute", {"query": task.fields["gold"]})
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
     """Asks for some columns of some table, and submits or not."""
-    if told(messages) and rng.random() < 0.5:
+    if tool_outputs(messages) and rng.random() < 0.5:
         return "submit", {}
     db = task.fields.get("db")
     tables = SCHEMAS[db].tables if db in SCHEMAS else {"sqlite_master": ["name", "sql"]}

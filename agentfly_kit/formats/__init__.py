@@ -12,7 +12,19 @@ from agentfly_kit.formats.hermes import Hermes
 from agentfly_kit.formats.plain import FencedCode, ReAct, Tags
 from agentfly_kit.formats.qwen_xml import QwenXML
 
-__all__ = ["FencedCode", "Format", "Hermes", "Llama3", "Mistral", "Parsed", "QwenXML", "ReAct", "Tags", "find", "get"]
+__all__ = [
+    "FencedCode",
+    "Format",
+    "Hermes",
+    "Llama3",
+    "Mistral",
+    "Parsed",
+    "QwenXML",
+    "ReAct",
+    "Tags",
+    "detect_format",
+    "get",
+]
 
 NAMES = ("action", "code", "hermes", "llama3", "mistral", "qwen3_coder", "react", "search")
 
@@ -45,7 +57,7 @@ def reads(format: Format, write: Callable[[str, dict[str, Any]], str]) -> bool:
     return [(c.name, c.arguments, c.error) for c in parsed.calls] == [(name, arguments, None)] and not parsed.content
 
 
-def find(write: Callable[[str, dict[str, Any]], str]) -> Format | None:
+def detect_format(write: Callable[[str, dict[str, Any]], str]) -> Format | None:
     """The one format that reads back a call as a chat template writes it; None if none does, or several do."""
     found = [format for format in map(get, NAMES) if format.native and reads(format, write)]
     return found[0] if len(found) == 1 else None

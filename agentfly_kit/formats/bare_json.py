@@ -11,13 +11,13 @@ from agentfly_kit.formats.base import (
     Format,
     Parsed,
     check_call,
-    compact,
+    compact_json,
+    encoding_problem,
     is_cut,
-    kind,
+    json_type,
     read_json,
-    short,
+    short_repr,
     split_thinking,
-    unsayable,
 )
 from agentfly_kit.types import ToolCall
 
@@ -75,7 +75,7 @@ class Llama3(Format):
 
     def render_call(self, call: ToolCall) -> str:
         """The call as Llama's own template writes it, without blanks."""
-        return compact({"name": call.name, "parameters": call.arguments})
+        return compact_json({"name": call.name, "parameters": call.arguments})
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Mistral(Format):
                 problem = "" if body else "is an empty list"
             else:
                 bodies, at = [body], end
-                problem = "" if isinstance(body, dict) else f"is {kind(body)}, not a list of calls"
+                problem = "" if isinstance(body, dict) else f"is {json_type(body)}, not a list of calls"
             if problem:
                 error = f"the tool call {problem}; write {_MISTRAL_SHAPE}"
                 calls.append(ToolCall(f"call-{len(calls)}", "", {}, error=error, raw=segment))
@@ -135,16 +135,16 @@ class Mistral(Format):
         id = body.get("id") if isinstance(body, dict) else None
         if not (isinstance(id, str) and re.fullmatch(r"[A-Za-z0-9]{9}", id) and id not in taken):
             id = f"call-{index}"
-        raw = "" if unsayable(body) else compact(body)
+        raw = "" if encoding_problem(body) else compact_json(body)
         error = f"the tool call {problem}; write {_MISTRAL_SHAPE}" if problem else None
-        return ToolCall(id, name, arguments, error=error, raw=raw or short(str(name)))
+        return ToolCall(id, name, arguments, error=error, raw=raw or short_repr(str(name)))
 
     def render_call(self, call: ToolCall) -> str:
         """A list of this one call, with its id where that is one of Mistral's."""
         body: dict[str, Any] = {"name": call.name, "arguments": call.arguments}
         if re.fullmatch(r"[A-Za-z0-9]{9}", call.id):
             body["id"] = call.id
-        return f"{_MISTRAL}[{compact(body)}]"
+        return f"{_MISTRAL}[{compact_json(body)}]"
 
 
 def _is_name(text: str) -> bool:

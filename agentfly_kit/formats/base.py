@@ -84,34 +84,34 @@ def split_thinking(text: str, opener: int) -> tuple[str | None, str]:
 # --- JSON that a model wrote ---------------------------------------------------------------------
 
 
-def read_json(text: str, at: int) -> tuple[Any, int, str]:
-    """(value, where it ends, "") of the JSON value that begins at `at`, or (None, at, what is wrong)."""
-    while at < len(text) and text[at].isspace():
-        at += 1
+def read_json(text: str, start: int) -> tuple[Any, int, str]:
+    """(value, where it ends, "") of the JSON value that begins at `start`, or (None, start, what is wrong)."""
+    while start < len(text) and text[start].isspace():
+        start += 1
     try:
-        value, end = _DECODER.raw_decode(text, at)
+        value, end = _DECODER.raw_decode(text, start)
         return value, end, ""
     except json.JSONDecodeError as error:
-        return None, at, f"is not valid JSON ({error.msg}, character {error.pos - at})"
+        return None, start, f"is not valid JSON ({error.msg}, character {error.pos - start})"
     except RecursionError:
-        return None, at, "is nested too deeply"
+        return None, start, "is nested too deeply"
     except ValueError as error:  # an integer of thousands of digits, NaN
-        return None, at, f"is not valid JSON ({error})"
+        return None, start, f"is not valid JSON ({error})"
 
 
-def is_cut(text: str, at: int) -> bool:
-    """Whether the JSON value that begins at `at` could go on: the text ends inside a string or a bracket."""
+def is_cut(text: str, start: int) -> bool:
+    """Whether the JSON value that begins at `start` could go on: the text ends inside a string or a bracket."""
     depth, quoted, escaped = 0, False, False
-    for letter in text[at:]:
+    for char in text[start:]:
         if escaped:
             escaped = False
         elif quoted:
-            escaped, quoted = letter == "\\", letter != '"'
-        elif letter == '"':
+            escaped, quoted = char == "\\", char != '"'
+        elif char == '"':
             quoted = True
-        elif letter in "[{":
+        elif char in "[{":
             depth += 1
-        elif letter in "]}":
+        elif char in "]}":
             depth -= 1
             if depth <= 0:
                 return False
@@ -121,24 +121,24 @@ def is_cut(text: str, at: int) -> bool:
 def check_call(body: Any, keys: Sequence[str] = ("arguments",)) -> tuple[str, dict[str, Any], str]:
     """(name, arguments, what is wrong). The name is kept where it could be read, for whoever looks at failed calls."""
     if not isinstance(body, dict):
-        return "", {}, f"is {kind(body)}, not an object"
+        return "", {}, f"is {json_type(body)}, not an object"
     name = body.get("name")
     if not isinstance(name, str) or not name:
         return "", {}, 'has no "name"' if name is None else '"name" is not a text'
-    if wrong := unsayable(body):
-        return "" if unsayable(name) else name, {}, wrong
+    if wrong := encoding_problem(body):
+        return "" if encoding_problem(name) else name, {}, wrong
     key = next((key for key in keys if key in body), None)
     if key is None:
         others = [key for key in body if key not in ("name", "id", "type")]
         # A tool without arguments is often called without the key; any other key was meant to be one.
-        return name, {}, f'has no "{keys[0]}" (it has {", ".join(map(short, others[:3]))})' if others else ""
+        return name, {}, f'has no "{keys[0]}" (it has {", ".join(map(short_repr, others[:3]))})' if others else ""
     arguments = body[key]
     if not isinstance(arguments, dict):
-        return name, {}, f'"{key}" is {kind(arguments)}, not an object'
+        return name, {}, f'"{key}" is {json_type(arguments)}, not an object'
     return name, arguments, ""
 
 
-def unsayable(value: Any) -> str:
+def encoding_problem(value: Any) -> str:
     """What in it Python could read but nothing can tokenize, save or send on; "" if all is well."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
@@ -149,17 +149,17 @@ def unsayable(value: Any) -> str:
     return ""
 
 
-def kind(value: Any) -> str:
+def json_type(value: Any) -> str:
     """A JSON value's type, as a model may read it."""
     kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number")
 
 
-def short(text: str) -> str:
+def short_repr(text: str) -> str:
     return repr(text if len(text) <= 40 else text[:37] + "...")
 
 
-def compact(value: Any) -> str:
+def compact_json(value: Any) -> str:
     """JSON without blanks."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 

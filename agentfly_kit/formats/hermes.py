@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentfly_kit.formats.base import Format, Parsed, check_call, compact, read_json, short
+from agentfly_kit.formats.base import Format, Parsed, check_call, compact_json, read_json, short_repr
 from agentfly_kit.types import ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -68,7 +68,7 @@ class Hermes(Format):
     def render_call(self, call: ToolCall) -> str:
         """The call in compact JSON between its tags."""
         body = {"name": call.name, "arguments": call.arguments}
-        return f"{OPEN}{compact(body)}{CLOSE}"
+        return f"{OPEN}{compact_json(body)}{CLOSE}"
 
 
 def _read(text: str, start: int, id: str) -> tuple[ToolCall | None, int]:
@@ -80,7 +80,7 @@ def _read(text: str, start: int, id: str) -> tuple[ToolCall | None, int]:
         return None, len(text)
     raw = text[start:close].strip()
     if not problem and text[end:close].strip():
-        problem = f"has text after the JSON object: {short(text[end:close].strip())}"
+        problem = f"has text after the JSON object: {short_repr(text[end:close].strip())}"
     name = ""
     arguments: dict[str, Any] = {}
     if not problem:

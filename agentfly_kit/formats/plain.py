@@ -10,14 +10,14 @@ from typing import Any
 from agentfly_kit.formats.base import (
     Format,
     Parsed,
-    compact,
+    compact_json,
+    encoding_problem,
     is_cut,
-    kind,
+    json_type,
     read_json,
     schemas,
-    short,
+    short_repr,
     split_thinking,
-    unsayable,
 )
 from agentfly_kit.types import ToolCall
 
@@ -45,7 +45,7 @@ class ReAct(Format):
         tagged, text = split_thinking(text, first.start() if first else -1)
         end = len(text)
         for mark in (_OBSERVED, _FINAL):
-            if (found := mark.search(text, 0, end)) and not _quoted(text, found.start()):
+            if (found := mark.search(text, 0, end)) and not _is_inside_input(text, found.start()):
                 end = found.start()
         said, final = text[:end], _FINAL.match(text, end)
         calls: list[ToolCall] = []
@@ -78,7 +78,7 @@ class ReAct(Format):
 
     def render_call(self, call: ToolCall) -> str:
         """Two lines: the name, and the arguments as JSON."""
-        return f"Action: {call.name}\nAction Input: {compact(call.arguments)}"
+        return f"Action: {call.name}\nAction Input: {compact_json(call.arguments)}"
 
     def instructions(self, tools: Sequence[dict[str, Any]]) -> str:
         """ReAct's lines, with the tools' schemas."""
@@ -92,7 +92,7 @@ class ReAct(Format):
         return f"Observation: {text}"
 
 
-def _quoted(text: str, at: int) -> bool:
+def _is_inside_input(text: str, at: int) -> bool:
     """Whether this place is inside the JSON of an action's input."""
     for given in _INPUT.finditer(text, 0, at):
         if given.end() < at and text[given.end() :].startswith("{"):
@@ -109,7 +109,7 @@ def _react_call(
 
     def failed(problem: str, end: int) -> tuple[ToolCall, int]:
         error = f"the tool call {problem}; write {_REACT_SHAPE}"
-        return ToolCall(id, "" if unsayable(name) else name, {}, error=error, raw=text[after:end].strip()), end
+        return ToolCall(id, "" if encoding_problem(name) else name, {}, error=error, raw=text[after:end].strip()), end
 
     line = text.find("\n", after + 1)
     if given is None:
@@ -121,8 +121,8 @@ def _react_call(
         value, end, problem = read_json(text, at)
         if problem:
             return (None, len(text)) if is_cut(text, at) else failed(problem, len(text))
-        problem = "" if isinstance(value, dict) else f"has {kind(value)} as input"
-        if problem := problem or unsayable([name, value]):
+        problem = "" if isinstance(value, dict) else f"has {json_type(value)} as input"
+        if problem := problem or encoding_problem([name, value]):
             return failed(problem, end)
         return ToolCall(id, name, value, raw=text[at:end]), end
     end = text.find("\n", at)
@@ -130,8 +130,8 @@ def _react_call(
     bare = text[at:end].strip()
     only = _only_parameter(tools, name)
     if not bare or only is None:
-        return failed(f"input {short(bare)} is no JSON object" if bare else "has an empty input", end)
-    if problem := unsayable([name, bare]):
+        return failed(f"input {short_repr(bare)} is no JSON object" if bare else "has an empty input", end)
+    if problem := encoding_problem([name, bare]):
         return failed(problem, end)
     return ToolCall(id, name, {only: bare}, raw=bare), end
 
@@ -174,7 +174,7 @@ class FencedCode(Format):
                 unclosed, at = True, len(text)
                 break
             code = text[opened.end() + 1 : closing.start()].removesuffix("\n")
-            problem = unsayable(code)
+            problem = encoding_problem(code)
             error = f"the code {problem}" if problem else None
             arguments = {} if problem else {self.parameter: code}
             calls.append(ToolCall(f"call-{len(calls)}", self.tool, arguments, error=error, raw=code))
@@ -205,7 +205,7 @@ class Tags(Format):
     tag: str
     tool: str
     parameter: str
-    told: str
+    result_tag: str
     """The tag around a result."""
 
     @property
@@ -256,9 +256,11 @@ class Tags(Format):
                 given, values = value["name"], value["arguments"]
                 if isinstance(given, str) and given and isinstance(values, dict):
                     name, arguments = given, values
-        problem = unsayable([name, arguments]) or ("" if body.strip() else "is empty")
+        problem = encoding_problem([name, arguments]) or ("" if body.strip() else "is empty")
         error = f"the call {problem}; write <{self.tag}>...</{self.tag}>" if problem else None
-        return ToolCall(id, "" if unsayable(name) else name, {} if error else arguments, error=error, raw=body.strip())
+        return ToolCall(
+            id, "" if encoding_problem(name) else name, {} if error else arguments, error=error, raw=body.strip()
+        )
 
     def render_call(self, call: ToolCall) -> str:
         """Its text where it is a call of the tag's own tool, and JSON where it is of another."""
@@ -266,7 +268,7 @@ class Tags(Format):
         own = call.name == self.tool and set(call.arguments) == {self.parameter} and isinstance(text, str)
         shut = f"</{self.tag}>" in str(text)
         plain = own and not shut and str(text).strip() == text and text and not text.startswith("{")
-        body = text if plain else compact({"name": call.name, "arguments": call.arguments}).replace("</", "<\\/")
+        body = text if plain else compact_json({"name": call.name, "arguments": call.arguments}).replace("</", "<\\/")
         return f"<{self.tag}>{body}</{self.tag}>"
 
     def instructions(self, tools: Sequence[dict[str, Any]]) -> str:
@@ -275,9 +277,9 @@ class Tags(Format):
         listed = f"You can use these tools:\n{schemas(tools)}\n\nTo use one, write {other}" if many else "Write "
         own = "" if many else f"<{self.tag}>{self.parameter}</{self.tag}>"
         return (
-            f"{listed}{own} and wait for <{self.told}>...</{self.told}>. "
+            f"{listed}{own} and wait for <{self.result_tag}>...</{self.result_tag}>. "
             "When you know the answer, write <answer>...</answer>."
         )
 
     def observation(self, name: str, text: str) -> str:
-        return f"<{self.told}>{text}</{self.told}>"
+        return f"<{self.result_tag}>{text}</{self.result_tag}>"

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentfly_kit.formats.base import Format, Parsed, compact, read_json, short, split_thinking, unsayable
+from agentfly_kit.formats.base import (
+    Format,
+    Parsed,
+    compact_json,
+    encoding_problem,
+    read_json,
+    short_repr,
+    split_thinking,
+)
 from agentfly_kit.types import ToolCall
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -48,7 +56,7 @@ class QwenXML(Format):
     def render_call(self, call: ToolCall) -> str:
         """The call with a tag for each argument; a text stands as it is, all else as JSON."""
         values = "".join(
-            f"<parameter={key}>\n{value if isinstance(value, str) else compact(value)}\n</parameter>\n"
+            f"<parameter={key}>\n{value if isinstance(value, str) else compact_json(value)}\n</parameter>\n"
             for key, value in call.arguments.items()
         )
         return f"{_OPEN}\n<function={call.name}>\n{values}</function>\n{_CLOSE}"
@@ -68,12 +76,12 @@ def _read(text: str, start: int, id: str, tools: Sequence[dict[str, Any]]) -> tu
         while (key := _PARAMETER.match(text, at)) is not None:
             end = _VALUE_END.search(text, key.end())
             if end is None:
-                problem = problem or f"does not close <parameter={short(key.group(1))[1:-1]}>"
+                problem = problem or f"does not close <parameter={short_repr(key.group(1))[1:-1]}>"
                 break
             raw = text[key.end() : end.start()]
             raw = raw[raw.startswith("\n") : len(raw) - (raw.endswith("\n") and len(raw) > 1)]
             if key.group(1) in arguments:
-                problem = problem or f"gives {short(key.group(1))} twice"
+                problem = problem or f"gives {short_repr(key.group(1))} twice"
             arguments[key.group(1)] = _value(raw, _schema(tools, name, key.group(1)))
             at = end.end()
     close = text.find(_CLOSE, at)
@@ -81,8 +89,8 @@ def _read(text: str, start: int, id: str, tools: Sequence[dict[str, Any]]) -> tu
         return None, len(text)
     rest = text[at:close].strip()
     if not problem and rest != "</function>":
-        problem = f"has text where a tag should be: {short(rest)}" if rest else "does not close <function=...>"
-    problem = problem or unsayable([name, arguments])
+        problem = f"has text where a tag should be: {short_repr(rest)}" if rest else "does not close <function=...>"
+    problem = problem or encoding_problem([name, arguments])
     raw_call = text[start:close].strip()
     end_of_call = close + len(_CLOSE)
     if problem:
@@ -94,7 +102,7 @@ def _value(raw: str, schema: dict[str, Any] | None) -> Any:
     if schema is not None and schema.get("type") == "string":
         return raw
     value, end, problem = read_json(raw, 0)
-    if problem or raw[end:].strip() or (isinstance(value, str) and schema is None) or unsayable(value):
+    if problem or raw[end:].strip() or (isinstance(value, str) and schema is None) or encoding_problem(value):
         return raw
     return value
 

@@ -14,7 +14,7 @@ from agentfly_kit.losses.critic import value
 from agentfly_kit.losses.divergence import KLKind as KLKind
 from agentfly_kit.losses.divergence import adaptive_kl_coef, approx_kl, kl, kl_full
 from agentfly_kit.losses.importance import effective_sample_size, importance_weights
-from agentfly_kit.losses.reduction import How as How
+from agentfly_kit.losses.reduction import AggregateMode as AggregateMode
 from agentfly_kit.losses.reduction import aggregate
 from agentfly_kit.losses.surrogates import cispo, clip_cov, dppo, gmpo, gpg, gspo, kl_cov, ppo, reinforce, sapo
 

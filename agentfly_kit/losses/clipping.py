@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agentfly_kit.losses.inputs import boolean, log_ratio, masked, mean, upper_clip
+from agentfly_kit.losses.inputs import as_bool_mask, log_ratio, masked, mean, upper_clip
 
 
 @torch.no_grad()
@@ -23,7 +23,7 @@ def clipped(
     Shapes:  as `ppo` -> (B, T) bool.
     """
     high = upper_clip(clip, clip_high, dual_clip)
-    m = boolean(mask, logprobs)
+    m = as_bool_mask(mask, logprobs)
     a = masked(advantages, m, "advantages")
     ratio = torch.exp(log_ratio(logprobs, old_logprobs, m))
     # An advantage is 0 where masked, so nothing binds there.
@@ -48,4 +48,4 @@ def clip_fraction(
     Shapes:  as `ppo` -> ().
     """
     binds = clipped(logprobs, old_logprobs, advantages, mask, clip, clip_high, dual_clip)
-    return mean(binds.to(torch.float32), boolean(mask, logprobs))
+    return mean(binds.to(torch.float32), as_bool_mask(mask, logprobs))

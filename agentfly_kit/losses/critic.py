@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.losses.inputs import boolean, masked, nonnegative
+from agentfly_kit.losses.inputs import as_bool_mask, check_nonnegative, masked
 
 
 def value(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None = None) -> Tensor:
@@ -17,8 +17,8 @@ def value(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, cli
     Raises:  SettingsError for a negative clip.
     Source:  the clipped form is in the code of PPO (arXiv 1707.06347), not in its text; arXiv 2005.12729 looks into it.
     """
-    nonnegative("clip", clip)
-    m = boolean(mask, values)
+    check_nonnegative("clip", clip)
+    m = as_bool_mask(mask, values)
     v, target = masked(values, m, "values"), masked(returns, m, "returns")
     loss = (v - target).square()
     if clip is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from agentfly_kit.errors import AlignmentError, SettingsError
-from agentfly_kit.losses.inputs import MAX_LOG_RATIO, boolean, choose, masked, mean
+from agentfly_kit.losses.inputs import MAX_LOG_RATIO, as_bool_mask, check_choice, masked, mean
 
 KLKind: TypeAlias = Literal["k1", "abs", "k2", "k3", "k3+"]
 
@@ -26,8 +26,8 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = "k3", mask: Tensor
     Raises:  SettingsError for an unknown kind. UserWarning for k1 when logprobs carry a gradient.
     Source:  Schulman, "Approximating KL divergence" (2020): k1, k2, k3.
     """
-    choose("kind", kind, ("k1", "abs", "k2", "k3", "k3+"))
-    m = boolean(mask, logprobs)
+    check_choice("kind", kind, ("k1", "abs", "k2", "k3", "k3+"))
+    m = as_bool_mask(mask, logprobs)
     d = masked(logprobs, m, "logprobs") - masked(ref_logprobs, m, "ref_logprobs")
     if kind == "k1":
         if d.requires_grad:
@@ -94,5 +94,5 @@ def approx_kl(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     Units:   nats a token.
     Source:  Schulman, "Approximating KL divergence" (2020).
     """
-    m = boolean(mask, logprobs)
+    m = as_bool_mask(mask, logprobs)
     return mean(kl(old_logprobs, logprobs, "k3", m), m)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.losses.inputs import MAX_LOG_RATIO, boolean, choose, masked
+from agentfly_kit.losses.inputs import MAX_LOG_RATIO, as_bool_mask, check_choice, masked
 
 
 @torch.no_grad()
@@ -33,11 +33,11 @@ def importance_weights(
     Source:  Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025), for truncation
              by token; Liu et al., "When speed kills stability" (2025), for sequences and masking.
     """
-    choose("level", level, ("token", "sequence"))
-    choose("beyond", beyond, ("truncate", "mask"))
+    check_choice("level", level, ("token", "sequence"))
+    check_choice("beyond", beyond, ("truncate", "mask"))
     if not 0 <= floor <= cap:
         raise SettingsError(f"floor={floor!r}, cap={cap!r}; wanted 0 <= floor <= cap")
-    m = boolean(mask, logprobs)
+    m = as_bool_mask(mask, logprobs)
     d = masked(logprobs, m, "logprobs") - masked(sampler_logprobs, m, "sampler_logprobs")
     if level == "sequence":
         d = d.sum(-1, keepdim=True).expand_as(d)
@@ -54,8 +54,8 @@ def effective_sample_size(weights: Tensor, mask: Tensor, *, level: Literal["toke
     Units:   share of action tokens, or of rows that have one; 0 when nothing is left.
     Source:  Kish (1965).
     """
-    choose("level", level, ("token", "sequence"))
-    m = boolean(mask, weights)
+    check_choice("level", level, ("token", "sequence"))
+    m = as_bool_mask(mask, weights)
     w = masked(weights, m, "weights")
     if level == "sequence":
         w, m = w.amax(-1), m.any(-1)

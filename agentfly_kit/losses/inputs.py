@@ -13,26 +13,26 @@ from agentfly_kit.errors import AlignmentError, SettingsError
 MAX_LOG_RATIO = 20.0
 
 
-def choose(name: str, given: object, wanted: tuple[object, ...]) -> None:
+def check_choice(name: str, given: object, wanted: tuple[object, ...]) -> None:
     if given not in wanted:
         raise SettingsError(f"{name}={given!r}; wanted one of {', '.join(map(repr, wanted))}")
 
 
-def nonnegative(name: str, given: float | None) -> None:
+def check_nonnegative(name: str, given: float | None) -> None:
     if given is not None and not given >= 0:
         raise SettingsError(f"{name}={given!r}; wanted a number >= 0")
 
 
 def upper_clip(clip: float, clip_high: float | None, dual_clip: float | None = None) -> float:
     """The upper clip: clip_high, or clip where that is None."""
-    nonnegative("clip", clip)
-    nonnegative("clip_high", clip_high)
+    check_nonnegative("clip", clip)
+    check_nonnegative("clip_high", clip_high)
     if dual_clip is not None and not dual_clip > 1:
         raise SettingsError(f"dual_clip={dual_clip!r}; wanted a number above 1, or None")
     return clip if clip_high is None else clip_high
 
 
-def boolean(mask: Tensor | None, like: Tensor) -> Tensor:
+def as_bool_mask(mask: Tensor | None, like: Tensor) -> Tensor:
     if mask is None:
         return torch.ones_like(like, dtype=torch.bool)
     if mask.shape != like.shape:

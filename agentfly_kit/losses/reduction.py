@@ -10,22 +10,24 @@ import torch
 from torch import Tensor
 
 from agentfly_kit.errors import AlignmentError, SettingsError
-from agentfly_kit.losses.inputs import boolean, choose, masked
+from agentfly_kit.losses.inputs import as_bool_mask, check_choice, masked
 
-How: TypeAlias = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed", "rollout_mean"]
+AggregateMode: TypeAlias = Literal[
+    "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed", "trajectory_mean"
+]
 
 
 def aggregate(
     per_token: Tensor,
     mask: Tensor,
-    how: How = "token_mean",
+    how: AggregateMode = "token_mean",
     *,
     total: float | Tensor | None = None,
     denominator: float | None = None,
-    rollouts: Iterable[Hashable] | Tensor | None = None,
-    rollout_tokens: Tensor | None = None,
+    trajectory_index: Iterable[Hashable] | Tensor | None = None,
+    trajectory_tokens: Tensor | None = None,
     empty_rows: Literal["exclude", "count"] = "exclude",
-    count: Literal["rollouts", "rows"] = "rollouts",
+    count: Literal["trajectories", "rows"] = "trajectories",
 ) -> Tensor:
     """One loss from per-token losses. What a mean is taken over decides whose tokens weigh how much.
 
@@ -34,70 +36,72 @@ def aggregate(
     seq_mean_token_sum   mean over rows of each row's sum.                     total: rows
     fixed                sum / (rows x denominator), the denominator a         total: rows
                          configured number of tokens a row (Dr.GRPO).
-    rollout_mean         each rollout's tokens over its own action tokens,     total: rollouts (rows, for
-                         then over the number of rollouts.                     count="rows")
+    trajectory_mean      each trajectory's tokens over its own action tokens,  total: trajectories (rows,
+                         then over the number of trajectories.                 for count="rows")
 
     `total` is that count over the whole minibatch, on all ranks: with it, micro-batches *add up* to the loss of the
-    whole. None counts what is here. A rollout whose rows are spread over micro-batches also needs `rollout_tokens`, the
-    action tokens of each row's whole rollout. No denominator depends on padding.
+    whole. None counts what is here. A trajectory whose rows are spread over micro-batches also needs
+    `trajectory_tokens`, the action tokens of each row's whole trajectory. No denominator depends on padding.
 
     empty_rows: is a row without action tokens a row? "exclude" (verl) no, "count" (TRL, SkyRL) yes.
-    count="rows" divides rollout_mean by rows instead, as Agent Lightning's own code does.
+    count="rows" divides trajectory_mean by rows instead, as Agent Lightning's own code does.
 
-    Shapes:  per_token, mask (B, T) or (T,); rollouts (B,) ids; rollout_tokens (B,) -> ().
+    Shapes:  per_token, mask (B, T) or (T,); trajectory_index (B,) ids; trajectory_tokens (B,) -> ().
     Raises:  SettingsError for an option that does not fit `how`. Nothing to average: 0 and a RuntimeWarning.
-    Source:  DAPO, arXiv 2503.14476, 3.3 (token mean); arXiv 2503.20783, 3.2 (fixed); Agent Lightning v1 (rollout mean).
+    Source:  DAPO, arXiv 2503.14476, 3.3 (token mean); arXiv 2503.20783, 3.2 (fixed); Agent Lightning
+             v1 (trajectory mean).
     """
-    names = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed", "rollout_mean")
-    choose("how", how, names)
-    choose("empty_rows", empty_rows, ("exclude", "count"))
-    choose("count", count, ("rollouts", "rows"))
+    names = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed", "trajectory_mean")
+    check_choice("how", how, names)
+    check_choice("empty_rows", empty_rows, ("exclude", "count"))
+    check_choice("count", count, ("trajectories", "rows"))
     if (how == "fixed") != (denominator is not None):
         raise SettingsError(f"how={how!r} with denominator={denominator!r}; 'fixed' needs one, and no other takes it")
     if denominator is not None and not denominator > 0:
         raise SettingsError(f"denominator={denominator!r}; wanted the tokens a row is divided by, above 0")
-    if (how == "rollout_mean") != (rollouts is not None):
+    if (how == "trajectory_mean") != (trajectory_index is not None):
         raise SettingsError(
-            f"how={how!r} with rollouts={rollouts!r}; 'rollout_mean' needs ids, and no other takes them"
+            f"how={how!r} with trajectory_index={trajectory_index!r}; 'trajectory_mean' needs "
+            "ids, and no other takes them"
         )
     if per_token.ndim == 1:
         per_token, mask = per_token.unsqueeze(0), mask.unsqueeze(0)
-    m = boolean(mask, per_token)
+    m = as_bool_mask(mask, per_token)
     x = masked(per_token, m, "per_token")
     tokens = m.sum(1)
     row_sum = x.sum(1)
 
     rows = (tokens > 0).sum() if empty_rows == "exclude" else torch.tensor(len(m))
     if how == "token_mean":
-        top, bottom = row_sum.sum(), tokens.sum()
+        numerator, divisor = row_sum.sum(), tokens.sum()
     elif how == "seq_mean_token_mean":
-        top, bottom = (row_sum / tokens.clamp(min=1)).sum(), rows
-    elif how == "rollout_mean":
-        assert rollouts is not None
-        index = _index(rollouts, m)
+        numerator, divisor = (row_sum / tokens.clamp(min=1)).sum(), rows
+    elif how == "trajectory_mean":
+        assert trajectory_index is not None
+        index = _consecutive_index(trajectory_index, m)
         n = int(index.max()) + 1 if len(index) else 0
         whole = tokens.new_zeros(n).index_add(0, index, tokens)
-        of_row = whole[index] if rollout_tokens is None else rollout_tokens.to(m.device)
-        top = (row_sum / of_row.clamp(min=1)).sum()
-        bottom = (whole > 0).sum() if empty_rows == "exclude" else torch.tensor(n)
-        bottom = rows if count == "rows" else bottom
+        of_row = whole[index] if trajectory_tokens is None else trajectory_tokens.to(m.device)
+        numerator = (row_sum / of_row.clamp(min=1)).sum()
+        divisor = (whole > 0).sum() if empty_rows == "exclude" else torch.tensor(n)
+        divisor = rows if count == "rows" else divisor
     else:
-        top, bottom = row_sum.sum(), rows
+        numerator, divisor = row_sum.sum(), rows
 
     if total is not None:
-        bottom = torch.as_tensor(total)
+        divisor = torch.as_tensor(total)
     elif not bool(m.any()):
         warnings.warn("aggregate: no action token in this batch; the loss is 0", RuntimeWarning, stacklevel=2)
     elif how != "token_mean" and not bool((tokens > 0).all()):
         fate = "left out of" if empty_rows == "exclude" else "counted in"
         warnings.warn(f"aggregate: rows without action tokens are {fate} the mean", RuntimeWarning, stacklevel=2)
-    bottom = bottom.to(device=x.device, dtype=x.dtype) * (denominator or 1.0)
-    return top / torch.where(bottom > 0, bottom, 1.0)
+    divisor = divisor.to(device=x.device, dtype=x.dtype) * (denominator or 1.0)
+    return numerator / torch.where(divisor > 0, divisor, 1.0)
 
 
-def _index(ids: Iterable[Hashable] | Tensor, mask: Tensor) -> Tensor:
+def _consecutive_index(ids: Iterable[Hashable] | Tensor, mask: Tensor) -> Tensor:
     seen: dict[Hashable, int] = {}
     listed = ids.tolist() if isinstance(ids, Tensor) else list(ids)
     if len(listed) != len(mask):
-        raise AlignmentError(f"{len(listed)} rollout ids for {len(mask)} rows; give one id for each row")
+        raise AlignmentError(f"{len(listed)} trajectory ids for {len(mask)} rows; give one id for each row")
     return torch.tensor([seen.setdefault(i, len(seen)) for i in listed], dtype=torch.long, device=mask.device)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.losses.clipping import clipped
-from agentfly_kit.losses.inputs import boolean, choose, log_ratio, masked, upper_clip
+from agentfly_kit.losses.inputs import as_bool_mask, check_choice, log_ratio, masked, upper_clip
 
 
 def ppo(
@@ -32,7 +32,7 @@ def ppo(
     Source:  PPO, arXiv 1707.06347, eq. 7; clip-higher: DAPO, arXiv 2503.14476, 3.1; dual clip: arXiv 1912.09729, eq. 5.
     """
     high = upper_clip(clip, clip_high, dual_clip)
-    m = boolean(mask, logprobs)
+    m = as_bool_mask(mask, logprobs)
     a = masked(advantages, m, "advantages")
     ratio = torch.exp(log_ratio(logprobs, old_logprobs, m))
     loss = torch.maximum(-ratio * a, -ratio.clamp(1 - clip, 1 + high) * a)
@@ -47,7 +47,7 @@ def reinforce(logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor,
     Shapes:  (B, T) each -> (B, T). old_logprobs is not read; it is there so that all policy losses are called alike.
     Source:  Williams (1992). Correct stale samples with `importance_weights` times the loss.
     """
-    m = boolean(mask, logprobs)
+    m = as_bool_mask(mask, logprobs)
     return torch.where(m, -masked(advantages, m, "advantages") * masked(logprobs, m, "logprobs"), 0.0)
 
 
@@ -77,7 +77,7 @@ def gspo(
     Source:  GSPO, arXiv 2507.18071, eq. 5 (GSPO-token); the default clips are those of its 5.1.
     """
     high = upper_clip(clip, clip_high)
-    m = boolean(mask, logprobs)
+    m = as_bool_mask(mask, logprobs)
     a = masked(advantages, m, "advantages")
     d = log_ratio(logprobs, old_logprobs, m)
     row = d.sum(-1, keepdim=True) / m.sum(-1, keepdim=True).clamp(min=1)
@@ -102,7 +102,7 @@ def gmpo(
     Source:  GMPO, arXiv 2507.20673; its clip is (e^-0.4, e^0.4).
     """
     high = upper_clip(clip, clip_high)
-    m = boolean(mask, logprobs)
+    m = as_bool_mask(mask, logprobs)
     a = masked(advantages, m, "advantages")
     d = log_ratio(logprobs, old_logprobs, m)
     sign = a.sign()
@@ -131,7 +131,7 @@ def sapo(
     """
     if not (tau > 0 and tau_negative > 0):
         raise SettingsError(f"tau={tau!r}, tau_negative={tau_negative!r}; wanted numbers above 0")
-    m = boolean(mask, logprobs)
+    m = as_bool_mask(mask, logprobs)
     a = masked(advantages, m, "advantages")
     ratio = torch.exp(log_ratio(logprobs, old_logprobs, m))
     t = torch.where(a > 0, torch.full_like(a, tau), tau_negative)
@@ -156,9 +156,9 @@ def cispo(
     Shapes:  (B, T) each -> (B, T).
     Source:  MiniMax-M1, arXiv 2506.13585, eq. 4 and 5. The paper sets no lower bound in its runs.
     """
-    choose("bounds", bounds, ("both", "upper"))
+    check_choice("bounds", bounds, ("both", "upper"))
     high = upper_clip(clip, clip_high)
-    m = boolean(mask, logprobs)
+    m = as_bool_mask(mask, logprobs)
     ratio = torch.exp(log_ratio(logprobs, old_logprobs, m)).detach()
     weight = ratio.clamp(1 - clip if bounds == "both" else None, 1 + high)
     return torch.where(m, -weight * masked(advantages, m, "advantages") * masked(logprobs, m, "logprobs"), 0.0)
@@ -184,9 +184,9 @@ def dppo(
     Units:   clip: probability for "tv", nats for "kl".
     Source:  DPPO, arXiv 2602.04879, eq. 11 to 14.
     """
-    choose("divergence", divergence, ("tv", "kl"))
+    check_choice("divergence", divergence, ("tv", "kl"))
     high = upper_clip(clip, clip_high)
-    m = boolean(mask, logprobs)
+    m = as_bool_mask(mask, logprobs)
     a = masked(advantages, m, "advantages")
     ratio = torch.exp(log_ratio(logprobs, old_logprobs, m))
     with torch.no_grad():
@@ -232,7 +232,7 @@ def clip_cov(
     Source:  The Entropy Mechanism of RL for Reasoning Language Models, arXiv 2505.22617 (Clip-Cov).
     """
     per_token = ppo(logprobs, old_logprobs, advantages, mask, clip, clip_high)
-    m = boolean(mask, logprobs)
+    m = as_bool_mask(mask, logprobs)
     cov = _covariance(logprobs, advantages, m)
     free = ~clipped(logprobs, old_logprobs, advantages, mask, clip, clip_high)
     candidates = ((cov > low) & (cov < high) & free).flatten().nonzero().flatten()
@@ -260,7 +260,7 @@ def kl_cov(
     Shapes:  (B, T) each -> (B, T).
     Source:  arXiv 2505.22617 (KL-Cov); |log ratio| as the penalty is its code's choice.
     """
-    m = boolean(mask, logprobs)
+    m = as_bool_mask(mask, logprobs)
     d = log_ratio(logprobs, old_logprobs, m)
     loss = torch.where(m, -torch.exp(d) * masked(advantages, m, "advantages"), 0.0)
     tokens = int(m.sum())

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from agentfly_kit import losses
 from agentfly_kit.batch import Batch
-from agentfly_kit.ppo.micro import Data, Forward
-from agentfly_kit.ppo.objective import Objective, held_by_clip
+from agentfly_kit.ppo.micro import Forward, StepInputs
+from agentfly_kit.ppo.objective import Objective, is_clipped
 
 
 def token_detail(
     forward: Forward,
     objective: Objective,
     batch: Batch,
-    old: Tensor,
+    old_logprobs: Tensor,
     reference: Tensor | None,
     entropy: Tensor,
     weights: Tensor | None,
@@ -29,22 +29,22 @@ def token_detail(
     def keep(values: Tensor) -> Any:
         return torch.where(batch.mask, values.float(), nan).numpy()
 
-    data = Data(batch, old, None, weights)
-    data.mass = batch.mask.float()
-    everything = data.at(torch.arange(len(batch)), torch.device("cpu"))
-    leaf = after[everything.where].requires_grad_()
-    pull = torch.autograd.grad(objective.policy_loss(leaf, everything), leaf)[0]
+    data = StepInputs(batch, old_logprobs, None, weights)
+    data.token_weight = batch.mask.float()
+    everything = data.select(torch.arange(len(batch)), torch.device("cpu"))
+    leaf = after[everything.positions].requires_grad_()
+    policy_grad = torch.autograd.grad(objective.policy_loss(leaf, everything), leaf)[0]
     clipped = torch.zeros_like(after)
-    clipped[everything.where] = held_by_clip(pull, everything).float()
+    clipped[everything.positions] = is_clipped(policy_grad, everything).float()
 
     out = {
-        "logprob_before": keep(old),
+        "logprob_before": keep(old_logprobs),
         "logprob_after": keep(after),
-        "ratio": keep((after - old).exp()),
+        "ratio": keep((after - old_logprobs).exp()),
         "clipped": keep(clipped),
         "advantage": keep(batch.advantages),
         "entropy": keep(entropy),
-        "sampler_gap": keep(old - batch.logprobs),
+        "sampler_gap": keep(old_logprobs - batch.logprobs),
     }
     if weights is not None:
         out["weight"] = keep(weights)

@@ -19,19 +19,19 @@ from agentfly_kit.policy import Policy
 
 
 @dataclass
-class Micro:
+class MicroBatch:
     """Rows of one forward, and (N,) values of their sampled tokens on the policy's device."""
 
     ids: Tensor
     mask: Tensor
     temperatures: Tensor
-    where: tuple[Tensor, Tensor]
+    positions: tuple[Tensor, Tensor]
     """Row and column of each token in the batch."""
-    old: Tensor
+    old_logprobs: Tensor
     advantages: Tensor
-    mass: Tensor
-    weights: Tensor | None
-    ref: Tensor | None
+    token_weight: Tensor
+    importance_weights: Tensor | None
+    ref_logprobs: Tensor | None
     values: Tensor
     returns: Tensor | None
 
@@ -40,40 +40,47 @@ class Micro:
         return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values)
 
 
-class Data:
+class StepInputs:
     """The per-token inputs of a step, (B, T) each, and how a micro-batch is cut from them."""
 
-    def __init__(self, batch: Batch, old: Tensor, ref: Tensor | None, weights: Tensor | None) -> None:
-        self.batch, self.old, self.ref, self.weights = batch, old, ref, weights
-        self.mass = torch.zeros(0)
+    def __init__(
+        self, batch: Batch, old_logprobs: Tensor, ref_logprobs: Tensor | None, importance_weights: Tensor | None
+    ) -> None:
+        self.batch, self.old_logprobs, self.ref_logprobs, self.importance_weights = (
+            batch,
+            old_logprobs,
+            ref_logprobs,
+            importance_weights,
+        )
+        self.token_weight = torch.zeros(0)
         self.values = batch.values
         if batch.values is None and batch.returns is not None:
             self.values = torch.zeros_like(batch.returns)
 
-    def at(self, rows: Tensor, device: torch.device) -> Micro:
+    def select(self, rows: Tensor, device: torch.device) -> MicroBatch:
         batch = self.batch
         width = int(batch.lengths[rows].max())
         mask = batch.mask[rows, :width]
         r, c = mask.nonzero(as_tuple=True)
-        where = (rows[r], c)
+        positions = (rows[r], c)
 
         def cut(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[where].to(device)
+            return None if values is None else values[positions].to(device)
 
-        old, advantages, mass = cut(self.old), cut(batch.advantages), cut(self.mass)
-        assert old is not None and advantages is not None and mass is not None
+        old_logprobs, advantages, token_weight = cut(self.old_logprobs), cut(batch.advantages), cut(self.token_weight)
+        assert old_logprobs is not None and advantages is not None and token_weight is not None
         values = cut(self.values)
-        return Micro(
+        return MicroBatch(
             ids=batch.ids[rows, :width].to(device),
             mask=mask.to(device),
             temperatures=batch.temperatures[rows],
-            where=where,
-            old=old,
+            positions=positions,
+            old_logprobs=old_logprobs,
             advantages=advantages,
-            mass=mass,
-            weights=cut(self.weights),
-            ref=cut(self.ref),
-            values=values if values is not None else torch.zeros_like(old),
+            token_weight=token_weight,
+            importance_weights=cut(self.importance_weights),
+            ref_logprobs=cut(self.ref_logprobs),
+            values=values if values is not None else torch.zeros_like(old_logprobs),
             returns=cut(batch.returns),
         )
 
@@ -95,7 +102,7 @@ class Forward:
             return contextlib.nullcontext()
         return torch.autocast(self.policy.device.type, dtype=torch.bfloat16)
 
-    def __call__(self, micro: Micro, *, entropy: bool, value: bool) -> Any:
+    def __call__(self, micro: MicroBatch, *, entropy: bool, value: bool) -> Any:
         with self._precision(), self.policy.checkpointing(self._checkpointing):
             return self.policy.forward(micro.ids, micro.mask, micro.temperatures, entropy=entropy, value=value)
 
@@ -107,7 +114,7 @@ class Forward:
         return self.policy.micro_batches(batch, rows, self.micro_tokens)
 
 
-class Rows:
+class RowSubset:
     """A few rows of a batch, for scoring."""
 
     def __init__(self, batch: Batch, rows: Tensor) -> None:
@@ -115,7 +122,9 @@ class Rows:
         self.temperatures, self.lengths = batch.temperatures[rows], batch.lengths[rows]
 
 
-def stop_if(cancel: threading.Event | None, optimizer: torch.optim.Optimizer | None, *, force: bool = False) -> None:
+def raise_if_cancelled(
+    cancel: threading.Event | None, optimizer: torch.optim.Optimizer | None, *, force: bool = False
+) -> None:
     if force or (cancel is not None and cancel.is_set()):
         if optimizer is not None:
             optimizer.zero_grad(set_to_none=True)
@@ -123,12 +132,12 @@ def stop_if(cancel: threading.Event | None, optimizer: torch.optim.Optimizer | N
 
 
 def minibatches(batch: Batch, size: int | None, generator: torch.Generator) -> list[Tensor]:
-    """The rows of each update of an epoch, in a random order: `size` rollouts, each with all its rows.
+    """The rows of each update of an epoch, in a random order: `size` trajectories, each with all its rows.
 
     What is bound by tokens that are trained once stays together; then an update may have more than `size`.
     """
-    bound = batch.rollouts if batch.trees is None else batch.trees
-    heads = bound[batch.heads]  # of each rollout, what it is bound to
+    bound = batch.trajectory_index if batch.trees is None else batch.trees
+    heads = bound[batch.first_rows]  # of each trajectory, what it is bound to
     units, counts = heads.unique(return_counts=True)
     order = torch.randperm(len(units), generator=generator)
     if size is None:

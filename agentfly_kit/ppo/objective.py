@@ -18,12 +18,12 @@ from torch import Tensor
 from agentfly_kit import losses
 from agentfly_kit.batch import Batch
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.ppo.micro import Data, Forward, Micro, stop_if
-from agentfly_kit.ppo.ranks import Ranks
-from agentfly_kit.ppo.sums import Sums
+from agentfly_kit.ppo.micro import Forward, MicroBatch, StepInputs, raise_if_cancelled
+from agentfly_kit.ppo.ranks import DistributedStep
+from agentfly_kit.ppo.sums import RunningStats
 
 TokenLoss = Callable[..., Tensor]
-Aggregate: TypeAlias = losses.How | Mapping[str, Any]
+Aggregate: TypeAlias = losses.AggregateMode | Mapping[str, Any]
 LossName = Literal[
     "ppo", "reinforce", "gpg", "gspo", "gmpo", "sapo", "cispo", "dppo", "clip_cov", "kl_cov"
 ]  # each a function of losses/surrogates.py
@@ -41,15 +41,15 @@ class Loss:
     """A policy loss, and what of the minibatch it must be shown at once."""
 
     function: TokenLoss
-    rows: bool
+    needs_rows: bool
     """It needs (B, T) rows; else N tokens will do."""
     batch_wide: bool
-    own: bool
+    is_custom: bool
     """A function of the user's: nothing is known of it."""
     seeded: bool = False
 
     @classmethod
-    def of(cls, loss: Any, clip: float | None, clip_high: float | None, dual_clip: float | None) -> Loss:
+    def resolve(cls, loss: Any, clip: float | None, clip_high: float | None, dual_clip: float | None) -> Loss:
         given = {"clip": clip, "clip_high": clip_high, "dual_clip": dual_clip}
         options = {name: value for name, value in given.items() if value is not None}
         if callable(loss):
@@ -71,40 +71,42 @@ class Loss:
         made = functools.partial(function, **options) if options else function
         return cls(made, loss in _ROW_WISE, loss in _BATCH_WIDE, False, loss == "clip_cov")
 
-    def __call__(self, logprobs: Tensor, micro: Micro, seed: int = 0) -> Tensor:
+    def __call__(self, logprobs: Tensor, micro: MicroBatch, seed: int = 0) -> Tensor:
         """(N,) of (N,)."""
         more = {"seed": seed} if self.seeded else {}
-        if not self.rows:
-            return self.function(logprobs, micro.old, micro.advantages, torch.ones_like(micro.old).bool(), **more)
-        grid = [micro.grid(x) for x in (logprobs, micro.old, micro.advantages)]
+        if not self.needs_rows:
+            return self.function(
+                logprobs, micro.old_logprobs, micro.advantages, torch.ones_like(micro.old_logprobs).bool(), **more
+            )
+        grid = [micro.grid(x) for x in (logprobs, micro.old_logprobs, micro.advantages)]
         out = self.function(*grid, micro.mask, **more)
         if tuple(out.shape) != tuple(micro.mask.shape):
             raise SettingsError(f"the loss function gave {tuple(out.shape)} for {tuple(micro.mask.shape)} tokens")
         return out[micro.mask]
 
 
-def aggregate_options(given: Aggregate, denominator: float | None) -> tuple[losses.How, dict[str, Any]]:
+def aggregate_options(given: Aggregate, denominator: float | None) -> tuple[losses.AggregateMode, dict[str, Any]]:
     """How to aggregate, and the options of `losses.aggregate`; refused is what it does not know."""
     options: dict[str, Any] = {"how": given} if isinstance(given, str) else dict(given)
     how = options.pop("how", None)
-    if how not in get_args(losses.How) or not set(options) <= {"empty_rows", "count", "denominator"}:
+    if how not in get_args(losses.AggregateMode) or not set(options) <= {"empty_rows", "count", "denominator"}:
         raise SettingsError(
-            f"aggregate={given!r}: give one of {', '.join(map(repr, get_args(losses.How)))}, or a dict of 'how' with "
-            "'count', 'empty_rows' or 'denominator'"
+            f"aggregate={given!r}: give one of {', '.join(map(repr, get_args(losses.AggregateMode)))}, or a dict "
+            "of 'how' with 'count', 'empty_rows' or 'denominator'"
         )
     if denominator is not None:
         options["denominator"] = denominator
     return how, options
 
 
-def refuse_once(loss: Any, how: losses.How, correction: Any) -> None:
+def refuse_once(loss: Any, how: losses.AggregateMode, correction: Any) -> None:
     """Refuse what cannot be had of a batch whose shared tokens stand in one row: whatever looks at a whole row."""
-    known = Loss.of(loss, None, None, None)
+    known = Loss.resolve(loss, None, None, None)
     level = correction.get("level") if isinstance(correction, Mapping) else correction
     what = ""
     if how not in _TOKEN_SUMS:
         what = f"aggregate={how!r}"
-    elif known.rows or known.batch_wide:
+    elif known.needs_rows or known.batch_wide:
         inner = loss.func if isinstance(loss, functools.partial) else loss
         what = f"loss={inner if isinstance(inner, str) else getattr(inner, '__name__', inner)!r}"
     elif level == "sequence":
@@ -121,7 +123,7 @@ class Objective:
     """What is minimised, as a function of the numbers that a forward gave."""
 
     loss: Loss
-    aggregate: losses.How
+    aggregate: losses.AggregateMode
     options: dict[str, Any]
     """Of the aggregate."""
     value_coef: float
@@ -132,12 +134,12 @@ class Objective:
     entropy_coef: float
 
     @property
-    def advantage_alone(self) -> bool:
+    def only_advantage(self) -> bool:
         """Whether a row without advantage has no gradient."""
         quiet = self.value_coef == 0 and self.kl_coef == 0 and self.entropy_coef == 0
-        return quiet and not self.loss.own and not self.loss.batch_wide
+        return quiet and not self.loss.is_custom and not self.loss.batch_wide
 
-    def mass(self, batch: Batch, rows: Tensor) -> Tensor:
+    def token_weights(self, batch: Batch, rows: Tensor) -> Tensor:
         """What each token's loss is multiplied by, over the whole minibatch: (B, T), 0 outside of `rows`.
 
         Every aggregate is linear in the per-token losses, so its gradient is all there is to know of it.
@@ -153,40 +155,40 @@ class Objective:
             per_token,
             batch.mask[rows],
             self.aggregate,
-            rollouts=batch.rollouts[rows] if self.aggregate == "rollout_mean" else None,
+            trajectory_index=batch.trajectory_index[rows] if self.aggregate == "trajectory_mean" else None,
             **options,
         )
         out = torch.zeros(batch.ids.shape)
         out[rows] = torch.autograd.grad(one, ones)[0]
         return out
 
-    def policy_loss(self, leaf: Tensor, micro: Micro, seed: int = 0) -> Tensor:
+    def policy_loss(self, leaf: Tensor, micro: MicroBatch, seed: int = 0) -> Tensor:
         per_token = self.loss(leaf, micro, seed)
         if not per_token.requires_grad:
             raise SettingsError("the loss function gave something without a gradient in the logprobs")
-        if micro.weights is not None:
-            per_token = per_token * micro.weights
-        return (per_token * micro.mass).sum()
+        if micro.importance_weights is not None:
+            per_token = per_token * micro.importance_weights
+        return (per_token * micro.token_weight).sum()
 
     def differentiate(
-        self, got: Any, micro: Micro, sums: Sums, whole: tuple[Tensor, Tensor] | None
+        self, got: Any, micro: MicroBatch, sums: RunningStats, whole: tuple[Tensor, Tensor] | None
     ) -> list[tuple[Tensor, Tensor | None]]:
         """The forward's tensors with the objective's gradient in each. Adds to the statistics."""
         logp = got.logprob
         leaf = logp.detach().requires_grad_()
         if whole is None:
             policy_loss = self.policy_loss(leaf, micro)
-            pull = torch.autograd.grad(policy_loss, leaf)[0]
+            policy_grad = torch.autograd.grad(policy_loss, leaf)[0]
             policy_loss = policy_loss.detach()
         else:  # the loss of the minibatch was taken before; its value is spread over the tokens that carry it
-            pull, policy_loss = whole[0][micro.where].to(leaf.device), whole[1][micro.where].sum()
-        gradient, total = pull, policy_loss
+            policy_grad, policy_loss = whole[0][micro.positions].to(leaf.device), whole[1][micro.positions].sum()
+        gradient, total = policy_grad, policy_loss
         out: list[tuple[Tensor, Tensor | None]] = []
         if self.kl_coef > 0:
-            assert micro.ref is not None
-            kl = losses.kl(leaf, micro.ref, self.kl_kind, torch.ones_like(leaf).bool())
-            weighed = kl * (leaf - micro.old).clamp(max=20.0).exp() if self.kl_weighted else kl
-            term = self.kl_coef * (weighed * micro.mass).sum()
+            assert micro.ref_logprobs is not None
+            kl = losses.kl(leaf, micro.ref_logprobs, self.kl_kind, torch.ones_like(leaf).bool())
+            weighed = kl * (leaf - micro.old_logprobs).clamp(max=20.0).exp() if self.kl_weighted else kl
+            term = self.kl_coef * (weighed * micro.token_weight).sum()
             gradient = gradient + torch.autograd.grad(term, leaf)[0]
             total = total + term.detach()
             sums.add("kl_reference", kl.detach().sum())
@@ -197,41 +199,41 @@ class Objective:
             per_token = losses.value(
                 value, micro.values, micro.returns, torch.ones_like(value).bool(), clip=self.value_clip
             )
-            value_loss = (per_token * micro.mass).sum()
+            value_loss = (per_token * micro.token_weight).sum()
             out.append((got.value, self.value_coef * torch.autograd.grad(value_loss, value)[0]))
             total = total + self.value_coef * value_loss.detach()
             sums.add("value_loss", value_loss.detach())
         if got.entropy is not None:
             sums.add("entropy", got.entropy.detach().sum())
             if self.entropy_coef > 0:
-                out.append((got.entropy, -self.entropy_coef * micro.mass))
-                total = total - self.entropy_coef * (got.entropy.detach() * micro.mass).sum()
+                out.append((got.entropy, -self.entropy_coef * micro.token_weight))
+                total = total - self.entropy_coef * (got.entropy.detach() * micro.token_weight).sum()
         sums.add("policy_loss", policy_loss)
         sums.add("loss", total)
         with torch.no_grad():
-            difference = (leaf.detach() - micro.old).clamp(max=20.0)  # a float32 exp ends at 88
+            difference = (leaf.detach() - micro.old_logprobs).clamp(max=20.0)  # a float32 exp ends at 88
             ratio = difference.exp()
             sums.add("approx_kl", (ratio - 1 - difference).sum())
-            sums.add("clipped", held_by_clip(pull, micro).sum())
-            sums.largest("ratio", (ratio - 1).abs().max())
+            sums.add("clipped", is_clipped(policy_grad, micro).sum())
+            sums.max("ratio", (ratio - 1).abs().max())
         sums.add("tokens", torch.tensor(float(len(leaf)), device=leaf.device))
         return out
 
 
-def held_by_clip(pull: Tensor, micro: Micro) -> Tensor:
+def is_clipped(policy_grad: Tensor, micro: MicroBatch) -> Tensor:
     """Tokens that have an advantage and get no gradient from it: the clip binds."""
-    held = (pull == 0) & (micro.advantages != 0)
-    return held if micro.weights is None else held & (micro.weights != 0)
+    held = (policy_grad == 0) & (micro.advantages != 0)
+    return held if micro.importance_weights is None else held & (micro.importance_weights != 0)
 
 
 @torch.no_grad()
-def whole_gradient(
+def batch_gradient(
     forward: Forward,
     objective: Objective,
-    data: Data,
+    data: StepInputs,
     rows: Tensor,
     seed: int,
-    ranks: Ranks,
+    ranks: DistributedStep,
     cancel: threading.Event | None,
 ) -> tuple[Tensor, Tensor]:
     """For a loss of the whole minibatch: its gradient in each logprob, and its value a token. (B, T) both.
@@ -240,18 +242,18 @@ def whole_gradient(
     """
     device = forward.policy.device
     logprobs = torch.zeros(data.batch.ids.shape)
-    for picked in forward.micro_batches(ranks.share(data.batch, rows), data.batch):
-        if ranks.alone:
-            stop_if(cancel, None)
-        micro = data.at(picked, device)
-        logprobs[micro.where] = forward(micro, entropy=False, value=False).logprob.cpu()
+    for picked in forward.micro_batches(ranks.local_rows(data.batch, rows), data.batch):
+        if ranks.is_single:
+            raise_if_cancelled(cancel, None)
+        micro = data.select(picked, device)
+        logprobs[micro.positions] = forward(micro, entropy=False, value=False).logprob.cpu()
     logprobs = ranks.sum_tensor(logprobs, device)
-    everything = data.at(rows, device)
+    everything = data.select(rows, device)
     with torch.enable_grad():
-        leaf = logprobs[everything.where].to(device).requires_grad_()
+        leaf = logprobs[everything.positions].to(device).requires_grad_()
         loss = objective.policy_loss(leaf, everything, seed)
-        pull = torch.autograd.grad(loss, leaf)[0]
+        policy_grad = torch.autograd.grad(loss, leaf)[0]
     gradient, value = torch.zeros(data.batch.ids.shape), torch.zeros(data.batch.ids.shape)
-    gradient[everything.where] = pull.cpu()
-    value[everything.where] = float(loss.detach()) / len(leaf)
+    gradient[everything.positions] = policy_grad.cpu()
+    value[everything.positions] = float(loss.detach()) / len(leaf)
     return gradient, value

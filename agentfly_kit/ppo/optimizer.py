@@ -34,7 +34,7 @@ def adamw(
     return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
 
 
-def update(policy: Policy, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> float:
+def clip_and_step(policy: Policy, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> float:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for p in parameters:
         if p.grad is None:  # an update moves by Adam's moments even where a minibatch had no signal

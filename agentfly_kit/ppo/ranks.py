@@ -9,7 +9,7 @@ from torch import Tensor
 
 from agentfly_kit.batch import Batch, join
 from agentfly_kit.errors import BatchError
-from agentfly_kit.ppo.sums import Sums
+from agentfly_kit.ppo.sums import RunningStats
 
 
 def gather(batch: Batch, accelerator: Any) -> Batch:
@@ -21,15 +21,15 @@ def gather(batch: Batch, accelerator: Any) -> Batch:
     return join(parts)
 
 
-class Ranks:
+class DistributedStep:
     """What several processes share. With one, nothing."""
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
-        self.alone = accelerator is None or accelerator.num_processes == 1
+        self.is_single = accelerator is None or accelerator.num_processes == 1
 
-    def check(self, batch: Batch) -> None:
-        if self.alone:
+    def check_same_batch(self, batch: Batch) -> None:
+        if self.is_single:
             return
         seen = [float(len(batch)), float(batch.ids.sum()), float(batch.advantages.nansum())]
         every = self.accelerator.gather(torch.tensor([seen], dtype=torch.float64, device=self.accelerator.device))
@@ -39,9 +39,9 @@ class Ranks:
                 "give each of them gather(batch, accelerator)"
             )
 
-    def share(self, batch: Batch, rows: Tensor) -> Tensor:
+    def local_rows(self, batch: Batch, rows: Tensor) -> Tensor:
         """This process's rows: longest first, each to the process that has the fewest tokens so far."""
-        if self.alone:
+        if self.is_single:
             return rows
         loads = [0] * self.accelerator.num_processes
         mine: list[int] = []
@@ -53,7 +53,7 @@ class Ranks:
         return rows[mine]
 
     def sum_tensor(self, value: Tensor, device: torch.device) -> Tensor:
-        if self.alone:
+        if self.is_single:
             return value
         out: Tensor = self.accelerator.reduce(value.to(device), reduction="sum")
         return out.to(value.device)
@@ -66,7 +66,7 @@ class Ranks:
         for p, g in zip(parameters, together.split([g.numel() for g in gradients]), strict=True):
             p.grad = g.view_as(p).clone()
 
-    def sum(self, values: Tensor, into: Sums) -> bool:
+    def sum_stats(self, values: Tensor, into: RunningStats) -> bool:
         """Add up the statistics; whether any process was cancelled."""
         summed = self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum").cpu()
         ratio = torch.tensor([into["ratio"]], dtype=torch.float64, device=self.accelerator.device)

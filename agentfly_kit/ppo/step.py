@@ -20,12 +20,12 @@ from typing import Any, Literal
 import torch
 
 from agentfly_kit import losses
-from agentfly_kit.batch import Batch, counted
+from agentfly_kit.batch import Batch, drop_counts
 from agentfly_kit.errors import BatchError, SettingsError
-from agentfly_kit.pending import awaited, ended
-from agentfly_kit.policy import Policy, compute_threads
+from agentfly_kit.pending import pending_call, wait_all
+from agentfly_kit.policy import Policy, single_torch_thread
 from agentfly_kit.ppo.detail import token_detail
-from agentfly_kit.ppo.micro import Data, Forward, minibatches, stop_if
+from agentfly_kit.ppo.micro import Forward, StepInputs, minibatches, raise_if_cancelled
 from agentfly_kit.ppo.objective import (
     Aggregate,
     Loss,
@@ -33,16 +33,16 @@ from agentfly_kit.ppo.objective import (
     Objective,
     TokenLoss,
     aggregate_options,
+    batch_gradient,
     refuse_once,
-    whole_gradient,
 )
-from agentfly_kit.ppo.old import EXACT, Correction, choose_old, sampler_weights
-from agentfly_kit.ppo.optimizer import update
-from agentfly_kit.ppo.ranks import Ranks
-from agentfly_kit.ppo.sums import Phases, Sums
+from agentfly_kit.ppo.old import EXACT_GAP, Correction, resolve_old_logprobs, sampler_weights
+from agentfly_kit.ppo.optimizer import clip_and_step
+from agentfly_kit.ppo.ranks import DistributedStep
+from agentfly_kit.ppo.sums import PhaseTimer, RunningStats
 from agentfly_kit.types import Stats
 
-_PROBED = 64
+_PROBE_TOKENS = 64
 """Tokens of a batch whose text is compared with the policy's."""
 
 
@@ -70,7 +70,7 @@ def ppo_step(
     micro_tokens: int | None = None,
     max_grad_norm: float | None = 1.0,
     target_kl: float | None = None,
-    old: Literal["auto", "engine", "recompute"] = "auto",
+    old_logprobs: Literal["auto", "engine", "recompute"] = "auto",
     correction: Correction | None = None,
     max_lag: int | None = 64,
     autocast: Literal["bfloat16"] | None = None,
@@ -80,24 +80,24 @@ def ppo_step(
     detail: bool = False,
     cancel: threading.Event | None = None,
 ) -> Stats:
-    """Masked PPO on a batch: `epochs` passes over minibatches of rollouts, one `optimizer.step()` each.
+    """Masked PPO on a batch: `epochs` passes over minibatches of trajectories, one `optimizer.step()` each.
 
     loss: the name of one in `losses`, or a function (logprobs, old_logprobs, advantages, mask) -> (B, T), such as
         functools.partial(af.losses.cispo, bounds="upper"). A function of your own is given whole rows of a micro-batch.
     clip, clip_high, dual_clip: those of the loss; None is its own default (0.2 for ppo).
-    aggregate: how per-token losses become one, or the options of `losses.aggregate`, such as {"how": "rollout_mean",
-        "count": "rows"}. Sequence means and losses take a row for a sequence, also where a rollout has several.
+    aggregate: how per-token losses become one, or the options of `losses.aggregate`, such as {"how": "trajectory_mean",
+        "count": "rows"}. Sequence means and losses take a row for a sequence, also where a trajectory has several.
     value_coef, value_clip: used when the policy has a value head and the batch has returns.
     kl_coef, kl_kind, reference: a KL to a frozen policy in the loss. `batch.ref_logprobs` stands for `reference`.
     kl_in: "reward" says that the advantages hold the KL already (`shaped_rewards`): it is reported, and not added here.
     kl_weighted: multiply each token's KL by its ratio to the old policy, which makes it, and its gradient, unbiased on
         samples of that policy: TRL's `use_bias_correction_kl`. Without it an estimator holds for fresh samples.
-    minibatch: rollouts an update, each with all its rows; None is all of them. Forks whose shared tokens are trained
-        once (`Batch.once`) stay together, so an update may have a few more.
+    minibatch: trajectories an update, each with all its rows; None is all of them. Forks whose shared tokens are
+        trained once (`Batch.once`) stay together, so an update may have a few more.
     micro_tokens: padded tokens a forward (None: the policy's own choice); it bounds memory and changes nothing else.
     target_kl: stop before the next minibatch once approx_kl of an update exceeds it.
-    old: the ratio's denominator. "engine" takes the sampler's logprobs, "recompute" the policy's before the first
-        update, "auto" the sampler's if they are of this policy version and a probe agrees to 1e-4. It is each row
+    old_logprobs: the ratio's denominator. "engine" takes the sampler's logprobs, "recompute" the policy's before the
+        first update, "auto" the sampler's if they are of this policy version and a probe agrees to 1e-4. It is each row
         of the first update where that is all of the batch, and otherwise eight rows spread over it, the longest one
         among them: those find an engine that computes otherwise, and not one row that was recorded wrongly;
         "recompute" compares all of them. Either way the gap is `stats.sampler_gap`.
@@ -117,14 +117,14 @@ def ppo_step(
     Source:  PPO, arXiv 1707.06347, eq. 7; masked as docs/conventions.md says.
     """
     started = time.perf_counter()
-    _check(policy, batch, kl_coef, kl_in, reference, epochs, minibatch, old, correction, max_lag)
+    _check(policy, batch, kl_coef, kl_in, reference, epochs, minibatch, old_logprobs, correction, max_lag)
     for name, coefficient in (("value_coef", value_coef), ("kl_coef", kl_coef), ("entropy_coef", entropy_coef)):
         if not coefficient >= 0:
             raise SettingsError(f"{name}={coefficient}: give 0 or more")
     how, options = aggregate_options(aggregate, denominator)
     forward = Forward(policy, micro_tokens or policy.micro_tokens, autocast, checkpointing)
     objective = Objective(
-        loss=Loss.of(loss, clip, clip_high, dual_clip),
+        loss=Loss.resolve(loss, clip, clip_high, dual_clip),
         aggregate=how,
         options=options,
         value_coef=value_coef if policy.value_head is not None and batch.returns is not None else 0.0,
@@ -136,43 +136,43 @@ def ppo_step(
     )
     if batch.multiplicity is not None:
         refuse_once(loss, how, correction)
-    ranks = Ranks(accelerator)
-    ranks.check(batch)
-    phases = Phases()
+    ranks = DistributedStep(accelerator)
+    ranks.check_same_batch(batch)
+    phases = PhaseTimer()
 
-    with compute_threads(policy):
+    with single_torch_thread(policy):
         # A row whose advantage is exactly 0 moves nothing when nothing but the advantage speaks. It is not run, but it
         # stays in every denominator and in the schedule of updates.
         live = batch.mask.any(1)  # what a row shares may all be trained in others
-        if objective.advantage_alone and target_kl is None:  # a target reads the KL of every row
+        if objective.only_advantage and target_kl is None:  # a target reads the KL of every row
             live = (torch.where(batch.mask, batch.advantages, 0.0) != 0).any(1)
         flat = len(batch.groups[batch.mask.any(1)].unique()) - len(batch.groups[live].unique())
 
-        whole_batch = minibatch is None or minibatch >= len(batch.heads)
-        later = whole_batch and ranks.alone and bool(live.any()) and not (detail or objective.loss.batch_wide)
-        old_logprobs, gap = choose_old(forward, batch, old, later=later)
+        whole_batch = minibatch is None or minibatch >= len(batch.first_rows)
+        defer_probe = whole_batch and ranks.is_single and bool(live.any()) and not (detail or objective.loss.batch_wide)
+        old_logp, gap = resolve_old_logprobs(forward, batch, old_logprobs, defer=defer_probe)
         ref_logprobs = batch.ref_logprobs
         if ref_logprobs is None and reference is not None and (kl_coef > 0 or detail):
             ref_logprobs = forward.score(batch, {"logprob"}, reference)["logprob"]
-        weights, sample_size = sampler_weights(batch, old_logprobs, correction)
+        weights, sample_size = sampler_weights(batch, old_logp, correction)
         before = forward.score(batch, {"entropy"})["entropy"] if detail else None
         phases.lap("old")
 
         # The engine's entropies are exact and cover every row; only without them does the forward make its own.
         known = not bool(torch.isnan(batch.entropies[batch.mask]).any())
-        data = Data(batch, old_logprobs, ref_logprobs, weights)
+        data = StepInputs(batch, old_logp, ref_logprobs, weights)
 
-        def differentiate(running: torch.Tensor, sums: Sums, whole: Any) -> float:
+        def differentiate(running: torch.Tensor, sums: RunningStats, whole: Any) -> float:
             """The gradient of a minibatch. Returns the largest gap to the old logprobs, if it is asked for."""
             largest = 0.0
-            for picked in forward.micro_batches(ranks.share(batch, running), batch):
-                if ranks.alone:
-                    stop_if(cancel, optimizer)
-                micro = data.at(picked, policy.device)
+            for picked in forward.micro_batches(ranks.local_rows(batch, running), batch):
+                if ranks.is_single:
+                    raise_if_cancelled(cancel, optimizer)
+                micro = data.select(picked, policy.device)
                 got = forward(micro, entropy=entropy_coef > 0 or not known, value=objective.value_coef > 0)
                 if gap is None:
-                    largest = max(largest, float((got.logprob.detach() - micro.old).abs().max()))
-                    if largest > EXACT:
+                    largest = max(largest, float((got.logprob.detach() - micro.old_logprobs).abs().max()))
+                    if largest > EXACT_GAP:
                         break
                 gradients = objective.differentiate(got, micro, sums, whole)
                 phases.lap("forward")
@@ -181,41 +181,43 @@ def ppo_step(
                 phases.lap("backward")
             return largest
 
-        totals, last_epoch = Sums(), Sums()
+        totals, last_epoch = RunningStats(), RunningStats()
         generator = torch.Generator().manual_seed(seed)
         updates, norms, tokens, stopped = 0, 0.0, 0, False
         for _ in range(epochs):
-            last_epoch, tokens = Sums(), 0
+            last_epoch, tokens = RunningStats(), 0
             for rows in minibatches(batch, minibatch, generator):
-                data.mass = objective.mass(batch, rows)
+                data.token_weight = objective.token_weights(batch, rows)
                 running = rows[live[rows]]
                 optimizer.zero_grad(set_to_none=False)
-                sums = Sums()
+                sums = RunningStats()
                 whole = None
                 if objective.loss.batch_wide:
-                    whole = whole_gradient(forward, objective, data, running, seed + updates, ranks, cancel)
+                    whole = batch_gradient(forward, objective, data, running, seed + updates, ranks, cancel)
                 measured = differentiate(running, sums, whole)
-                if gap is None and measured > EXACT:  # the engine computes otherwise, and the weights are still its own
+                if (
+                    gap is None and measured > EXACT_GAP
+                ):  # the engine computes otherwise, and the weights are still its own
                     optimizer.zero_grad(set_to_none=False)
-                    old_logprobs, gap = choose_old(forward, batch, "recompute")
-                    weights, sample_size = sampler_weights(batch, old_logprobs, correction)
-                    data = Data(batch, old_logprobs, ref_logprobs, weights)
-                    data.mass = objective.mass(batch, rows)
-                    sums = Sums()
+                    old_logp, gap = resolve_old_logprobs(forward, batch, "recompute")
+                    weights, sample_size = sampler_weights(batch, old_logp, correction)
+                    data = StepInputs(batch, old_logp, ref_logprobs, weights)
+                    data.token_weight = objective.token_weights(batch, rows)
+                    sums = RunningStats()
                     differentiate(running, sums, whole)
                 elif gap is None:
                     gap = measured
-                if not ranks.alone:
+                if not ranks.is_single:
                     ranks.sum_gradients(optimizer)
-                    if ranks.sum(sums.tensor(cancel is not None and cancel.is_set()), sums):
-                        stop_if(cancel, optimizer, force=True)
-                norms += update(policy, optimizer, max_grad_norm)
+                    if ranks.sum_stats(sums.tensor(cancel is not None and cancel.is_set()), sums):
+                        raise_if_cancelled(cancel, optimizer, force=True)
+                norms += clip_and_step(policy, optimizer, max_grad_norm)
                 updates += 1
                 phases.lap("optimizer")
                 totals.merge(sums)
                 last_epoch.merge(sums)
                 tokens += int(batch.mask[rows].sum())
-                if target_kl is not None and sums.rate("approx_kl") > target_kl:
+                if target_kl is not None and sums.per_token("approx_kl") > target_kl:
                     stopped = True
                     break
             if stopped:
@@ -224,23 +226,23 @@ def ppo_step(
         after = None
         if detail:
             assert before is not None
-            after = token_detail(forward, objective, batch, old_logprobs, ref_logprobs, before, weights)
+            after = token_detail(forward, objective, batch, old_logp, ref_logprobs, before, weights)
 
     kl_reference = math.nan
     if kl_coef > 0:
         if kl_in == "loss":
-            kl_reference = totals.rate("kl_reference")
+            kl_reference = totals.per_token("kl_reference")
         elif ref_logprobs is not None:
-            kl_reference = float(losses.kl(old_logprobs, ref_logprobs, kl_kind, batch.mask).sum() / batch.mask.sum())
-    scored = batch.rewards[batch.heads]
+            kl_reference = float(losses.kl(old_logp, ref_logprobs, kl_kind, batch.mask).sum() / batch.mask.sum())
+    scored = batch.rewards[batch.first_rows]
     return Stats(
         loss=totals["loss"] / updates,
         policy_loss=totals["policy_loss"] / updates,
         value_loss=totals["value_loss"] / updates if objective.value_coef > 0 else math.nan,
         kl_reference=kl_reference,
-        approx_kl=last_epoch.rate("approx_kl"),
+        approx_kl=last_epoch.per_token("approx_kl"),
         clip_fraction=last_epoch["clipped"] / tokens,  # of all: in a row that was left out nothing binds
-        entropy=float(batch.entropies[batch.mask].mean()) if known else last_epoch.rate("entropy"),
+        entropy=float(batch.entropies[batch.mask].mean()) if known else last_epoch.per_token("entropy"),
         grad_norm=norms / updates,
         explained_variance=_explained_variance(batch),
         ratio_max=1 + totals["ratio"],
@@ -255,7 +257,7 @@ def ppo_step(
         rows=len(batch),
         tokens=int(batch.mask.sum()),
         dropped_groups=flat,
-        dropped=counted(batch.dropped),
+        dropped=drop_counts(batch.dropped),
         stopped_early=stopped,
         lr=float(optimizer.param_groups[0]["lr"]),
         seconds=time.perf_counter() - started,
@@ -265,7 +267,7 @@ def ppo_step(
     )
 
 
-@awaited
+@pending_call
 async def ppo_step_async(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch, **options: Any) -> Stats:
     """`ppo_step` in a thread, so that the event loop goes on. Cancelling leaves the weights at an update boundary."""
     cancel = threading.Event()
@@ -275,7 +277,7 @@ async def ppo_step_async(policy: Policy, optimizer: torch.optim.Optimizer, batch
     except asyncio.CancelledError:
         cancel.set()
         # The thread must have let go of the weights before anyone else touches them.
-        await ended([task])
+        await wait_all([task])
         if not task.cancelled():
             task.exception()
         raise
@@ -289,7 +291,7 @@ def _check(
     reference: Policy | None,
     epochs: int,
     minibatch: int | None,
-    old: str,
+    old_logprobs: str,
     correction: Any,
     max_lag: int | None,
 ) -> None:
@@ -308,8 +310,8 @@ def _check(
             "the batch was made with another tokenizer"
         )
     for row in batch.rows[:1]:  # another tokenizer of the same size, or a smaller one, has other texts for the ids
-        ids = row.ids[:_PROBED].tolist()
-        for token, was, now in zip(ids, row.pieces, policy.chat.pieces(ids), strict=False):
+        ids = row.ids[:_PROBE_TOKENS].tolist()
+        for token, was, now in zip(ids, row.token_texts, policy.chat.token_texts(ids), strict=False):
             if was not in (now, f"[{token}]"):
                 raise BatchError(
                     f"the token id {token} was {was!r} when the batch was sampled and is {now!r} to this policy: "
@@ -334,8 +336,8 @@ def _check(
         raise SettingsError(f"kl_coef={kl_coef} needs reference=, a frozen policy such as policy.reference()")
     if epochs < 1 or (minibatch is not None and minibatch < 1):
         raise SettingsError(f"epochs={epochs}, minibatch={minibatch}: both are at least 1")
-    if old not in ("auto", "engine", "recompute"):
-        raise SettingsError(f"old={old!r}: give 'auto', 'engine' or 'recompute'")
+    if old_logprobs not in ("auto", "engine", "recompute"):
+        raise SettingsError(f"old_logprobs={old_logprobs!r}: give 'auto', 'engine' or 'recompute'")
     if correction is None and batch.kept_mass is not None and bool((batch.kept_mass[batch.mask] < 1).any()):
         raise BatchError(
             "the batch was sampled under top-p, top-k or min-p, and the ratio would be wrong by the mass that was "

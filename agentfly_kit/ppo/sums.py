@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Sums:
+class RunningStats:
     """Sums over micro-batches. They stay tensors until they are read, so that a GPU is not waited for."""
 
     NAMES = ("loss", "policy_loss", "value_loss", "kl_reference", "entropy", "tokens", "approx_kl", "clipped")
@@ -22,10 +22,10 @@ class Sums:
         self._parts.setdefault(name, []).append(value)
         self._known = None
 
-    def largest(self, name: str, value: Tensor) -> None:
+    def max(self, name: str, value: Tensor) -> None:
         self.add(name, value)
 
-    def merge(self, other: Sums) -> None:
+    def merge(self, other: RunningStats) -> None:
         for name in (*self.NAMES, "ratio"):
             self.add(name, torch.tensor(other[name], dtype=torch.float64))
 
@@ -40,7 +40,7 @@ class Sums:
     def __getitem__(self, name: str) -> float:
         return self._read().get(name, 0.0)
 
-    def rate(self, name: str) -> float:
+    def per_token(self, name: str) -> float:
         """A token."""
         return self[name] / self["tokens"] if self["tokens"] else math.nan
 
@@ -53,7 +53,7 @@ class Sums:
             self.add(name, torch.tensor(value, dtype=torch.float64))
 
 
-class Phases:
+class PhaseTimer:
     def __init__(self) -> None:
         self.seconds = {"old": 0.0, "forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         self._at = time.perf_counter()

@@ -25,24 +25,26 @@ from typing import Any, Generic, Self, TypeVar
 
 import httpx
 
-from ..awake import awake
-from ..errors import LeaseEnded, PoolClosed, RemotePoolError, SettingsError
-from ..pool import PoolEvent, PoolSnapshot, announce
+from ..awake import keep_interruptible
+from ..errors import LeaseRevoked, PoolClosed, RemotePoolError, SettingsError
+from ..pool import PoolEvent, PoolSnapshot, register
 from ..sandboxes import PythonSandbox
 from . import wire
 
 S = TypeVar("S")
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
-_HELD_OPEN = 10.0  # s that a question waits at the server before it is asked again
-_FIRST_LOOK = 2.0  # s that a snapshot waits for the first contact
+_LONG_POLL_SECONDS = 10.0  # s that a question waits at the server before it is asked again
+_CONNECT_SECONDS = 2.0  # s that a snapshot waits for the first contact
 
 
 class RemoteSandbox:
     """A sandbox of a remote pool: its methods are those of the kind, all of them awaited."""
 
-    def __init__(self, link: _Link, lease: str, kind: str, methods: frozenset[str], isolation: str | None) -> None:
-        self._link, self._lease, self._kind, self._methods = link, lease, kind, methods
+    def __init__(
+        self, link: _Link, lease: str, sandbox_type: str, methods: frozenset[str], isolation: str | None
+    ) -> None:
+        self._link, self._lease, self._sandbox_type, self._methods = link, lease, sandbox_type, methods
         self.isolation = isolation
 
     @property
@@ -53,17 +55,17 @@ class RemoteSandbox:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self._methods:
             raise AttributeError(
-                f"a remote {self._kind} has no {name}; from afar it has {', '.join(sorted(self._methods))}"
+                f"a remote {self._sandbox_type} has no {name}; from afar it has {', '.join(sorted(self._methods))}"
             )
 
         async def call(*args: Any, **kwargs: Any) -> Any:
-            return await self._link.ask(self._link.call(self._lease, name, args, kwargs))
+            return await self._link.run_and_wait(self._link.call(self._lease, name, args, kwargs))
 
         call.__name__ = name
         return call
 
     def __repr__(self) -> str:
-        return f"<remote {self._kind} at {self._link.url}{'' if self.alive else ', over'}>"
+        return f"<remote {self._sandbox_type} at {self._link.url}{'' if self.alive else ', over'}>"
 
 
 class RemoteLease(Generic[S]):
@@ -88,26 +90,26 @@ class RemoteLease(Generic[S]):
     def rest(self, rests: bool = True) -> None:
         """By hand: from now on the server's pool may take it back; rests=False: see `firm`."""
         if self.hand and rests and not self.released:
-            self._link.send(self._link.rest(self.name, True, self._link.next_number()))
+            self._link.submit(self._link.rest(self.name, True, self._link.next_number()))
 
     async def firm(self) -> None:
         """By hand, before it is used: it may not be taken back until the next rest; or find that it was."""
         if not self.hand or self.released:
             return
-        told = await self._link.ask(self._link.rest(self.name, False, self._link.next_number()))
-        if told["state"] != "taken":
+        reply = await self._link.run_and_wait(self._link.rest(self.name, False, self._link.next_number()))
+        if reply["state"] != "taken":
             return
         self.taken_back = self.released = True
-        self.why = str(told["why"])
+        self.why = str(reply["why"])
         self._link.held.pop(self.name, None)
-        if told["saved"]:
-            self.saved = asyncio.ensure_future(self._link.ask(self._link.saved(self.name)))
+        if reply["saved"]:
+            self.saved = asyncio.ensure_future(self._link.run_and_wait(self._link.saved(self.name)))
             self.saved.add_done_callback(lambda done: None if done.cancelled() else done.exception())
 
     @property
-    def lost(self) -> str:
+    def revoked(self) -> str:
         """Why the server's pool ended it under its holder, as far as was heard; else ""."""
-        return self._link.lost.get(self.name, "")
+        return self._link.revoked.get(self.name, "")
 
     @property
     def pool(self) -> RemotePool[S]:
@@ -129,7 +131,7 @@ class RemoteLease(Generic[S]):
     def __del__(self) -> None:
         if not getattr(self, "released", True) and self.name in self._link.held:
             self._link.held.pop(self.name, None)
-            self._link.send(self._link.release(self.name, True))
+            self._link.submit(self._link.release(self.name, True))
             warnings.warn(f"{self!r} was dropped without a release", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
@@ -146,7 +148,7 @@ class RemoteLease(Generic[S]):
 class RemotePool(Generic[S]):
     """A pool that `serve_pool` lends out, wherever a Pool can be: `Agent(pools=[RemotePool(url, token=token)])`.
 
-    kind             the class that tools ask for; the server's pool must be of it or of one derived from it. Its
+    sandbox_type     the class that tools ask for; the server's pool must be of it or of one derived from it. Its
                      sandboxes come as RemoteSandbox, which has the kind's methods.
     acquire_timeout  seconds that a lease is waited for when the one who waits says nothing else.
     patience         seconds for which a server that does not answer is asked again, before RemotePoolError.
@@ -161,7 +163,7 @@ class RemotePool(Generic[S]):
         url: str,
         *,
         token: str,
-        kind: type[S] = PythonSandbox,  # type: ignore[assignment]
+        sandbox_type: type[S] = PythonSandbox,  # type: ignore[assignment]
         acquire_timeout: float = 120.0,
         patience: float = 10.0,
         verify: bool | str = True,
@@ -169,15 +171,15 @@ class RemotePool(Generic[S]):
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise SettingsError(f"RemotePool({url!r}): want an address such as http://127.0.0.1:8123")
-        if not isinstance(kind, type):
-            raise SettingsError(f"RemotePool(kind={kind!r}): want a class, such as PythonSandbox")
+        if not isinstance(sandbox_type, type):
+            raise SettingsError(f"RemotePool(sandbox_type={sandbox_type!r}): want a class, such as PythonSandbox")
         self.url = url.rstrip("/")
-        self.kind = kind
-        self.name = kind.__name__
+        self.sandbox_type = sandbox_type
+        self.name = sandbox_type.__name__
         self.acquire_timeout = acquire_timeout
-        self._link = _Link(self.url, token, kind, patience, verify)
+        self._link = _Link(self.url, token, sandbox_type, patience, verify)
         self._finalizer = weakref.finalize(self, self._link.stop)
-        self.number = announce(self)
+        self.number = register(self)
 
     # --- looking
 
@@ -196,9 +198,9 @@ class RemotePool(Generic[S]):
 
     def snapshot(self) -> PoolSnapshot:
         """The server's pool, with all of its clients, as it was last heard of: within a third of its heartbeat."""
-        if not self._link.met.is_set() and not self.closed:
+        if not self._link.connected.is_set() and not self.closed:
             self._link.start()
-            self._link.met.wait(_FIRST_LOOK)
+            self._link.connected.wait(_CONNECT_SECONDS)
         return self._link.snapshot
 
     async def refresh(self) -> PoolSnapshot:
@@ -206,7 +208,7 @@ class RemotePool(Generic[S]):
 
         Raises:  RemotePoolError if the server does not answer or is not what was wanted.
         """
-        await self._link.ask(self._link.look())
+        await self._link.run_and_wait(self._link.fetch_info())
         return self._link.snapshot
 
     def subscribe(self, callback: Callable[[PoolEvent], object]) -> Callable[[], None]:
@@ -229,11 +231,11 @@ class RemotePool(Generic[S]):
         link = self._link
         if link.stopped:
             return f"<RemotePool {self.name} at {self.url}, closed>"
-        if not link.met.is_set():
+        if not link.connected.is_set():
             return f"<RemotePool {self.name} at {self.url}, not connected>"
         s = link.snapshot
         counts = f"{s.leased} leased, {s.idle} idle, {s.starting} starting, {s.waiting} waiting, size {s.size}"
-        return f"<RemotePool {self.name} at {self.url}, {counts}{', no answer' if link.trouble else ''}>"
+        return f"<RemotePool {self.name} at {self.url}, {counts}{', no answer' if link.failure else ''}>"
 
     # --- lending
 
@@ -258,10 +260,12 @@ class RemotePool(Generic[S]):
         """
         timeout = self.acquire_timeout if timeout is None else timeout
         link = self._link
-        told: dict[str, Any] = await link.ask(link.acquire(owner, timeout, run, hand), lost=link.return_lost)
-        link.held[told["lease"]] = None
-        sandbox: Any = RemoteSandbox(link, told["lease"], self.name, link.methods, told.get("isolation"))
-        return RemoteLease(self, told["lease"], told["sandbox"], sandbox, owner, bool(told.get("hand")))
+        reply: dict[str, Any] = await link.run_and_wait(
+            link.acquire(owner, timeout, run, hand), on_unclaimed=link.release_unclaimed
+        )
+        link.held[reply["lease"]] = None
+        sandbox: Any = RemoteSandbox(link, reply["lease"], self.name, link.methods, reply.get("isolation"))
+        return RemoteLease(self, reply["lease"], reply["sandbox"], sandbox, owner, bool(reply.get("hand")))
 
     async def release(self, lease: RemoteLease[S], *, reusable: bool = True) -> None:
         """Give a sandbox back; the server resets it. Twice is once, and a server that is gone has it already."""
@@ -273,7 +277,7 @@ class RemotePool(Generic[S]):
         if self._link.held.pop(lease.name, lease) is lease or self._link.stopped:
             return  # it had ended
         # Not cancelled with the one who waits: a server that never hears of it would keep it for a heartbeat.
-        await self._link.ask(self._link.release(lease.name, reusable), keep=True)
+        await self._link.run_and_wait(self._link.release(lease.name, reusable), keep=True)
 
     async def recycle(self, sandbox: int, *, close: bool = False) -> None:
         """Have the sandbox of this number reset, or closed, as `Pool.recycle` does: one that nobody holds, or that this
@@ -282,7 +286,7 @@ class RemotePool(Generic[S]):
         Raises:  SettingsError if there is no such sandbox; RemotePoolError if somebody else holds it, or no server
                  answers.
         """
-        await self._link.ask(self._link.recycle(sandbox, close))
+        await self._link.run_and_wait(self._link.recycle(sandbox, close))
 
     async def close(self) -> None:
         """Give back all that is held and end the connection. What waits is woken with PoolClosed."""
@@ -300,26 +304,27 @@ class RemotePool(Generic[S]):
 class _Link:
     """The thread, its loop and its connection. Does not know its pool, which may be collected."""
 
-    def __init__(self, url: str, token: str, kind: type, patience: float, verify: bool | str) -> None:
+    def __init__(self, url: str, token: str, sandbox_type: type, patience: float, verify: bool | str) -> None:
         self.url, self.token, self.patience = url, token, patience
-        self.verify = _trusted(verify)
-        self.name = kind.__name__
-        self.wanted = f"{kind.__module__}:{kind.__qualname__}"
-        self.module = kind.__module__
+        self.verify = _ssl_context(verify)
+        self.name = sandbox_type.__name__
+        self.type_name = f"{sandbox_type.__module__}:{sandbox_type.__qualname__}"
+        self.module = sandbox_type.__module__
         self.client = secrets.token_hex(16)
         self.held: dict[str, object] = {}  # lease -> turn
-        self.lost: dict[str, str] = {}  # leases that the server's pool ended -> why
+        self.revoked: dict[str, str] = {}  # leases that the server's pool ended -> why
         self.waiting: set[str] = set()  # acquires
         self._rests = 0
         self.listeners: list[Callable[[PoolEvent], object]] = []
         self.methods: frozenset[str] = frozenset()
         self.snapshot = PoolSnapshot(
-            kind=self.name, isolation=None, size=0, idle=0, starting=0, leased=0, waiting=0, dead=0, closed=False,
+            sandbox_type=self.name, isolation=None,
+            size=0, idle=0, starting=0, leased=0, waiting=0, dead=0, closed=False,
             time=time.monotonic(), leases=(), waiters=(), sandboxes=(), error=None,
         )  # fmt: skip
-        self.met = threading.Event()
+        self.connected = threading.Event()
         self.stopped = False
-        self.trouble = ""
+        self.failure = ""
         self.heartbeat = 15.0
         self.server = ""
         self.sequence: int | None = None
@@ -327,9 +332,9 @@ class _Link:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._http: httpx.AsyncClient | None = None
-        self._meeting = asyncio.Lock()  # of the thread's loop, which is the first to use it
+        self._connecting = asyncio.Lock()  # of the thread's loop, which is the first to use it
         self._nudge = asyncio.Event()
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._abandoning: set[asyncio.Task[None]] = set()
 
     # --- the thread
 
@@ -348,13 +353,13 @@ class _Link:
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
             with contextlib.suppress(asyncio.CancelledError):
-                runner.run(self._live())
+                runner.run(self._main())
 
-    async def _live(self) -> None:
+    async def _main(self) -> None:
         local = urllib.parse.urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
         async with httpx.AsyncClient(
             headers={"Authorization": f"Bearer {self.token}"}, verify=self.verify, trust_env=not local,
-            timeout=httpx.Timeout(_HELD_OPEN + 20.0, connect=5.0),
+            timeout=httpx.Timeout(_LONG_POLL_SECONDS + 20.0, connect=5.0),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
         ) as self._http:  # fmt: skip
             while not self.stopped:
@@ -378,7 +383,7 @@ class _Link:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._nudge.set)
 
-    def send(self, work: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R] | None:
+    def submit(self, work: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R] | None:
         """Do it in the thread, whoever waits for it."""
         try:
             return asyncio.run_coroutine_threadsafe(work, self.start())
@@ -386,19 +391,19 @@ class _Link:
             work.close()
             return None
 
-    async def ask(
-        self, work: Coroutine[Any, Any, R], *, keep: bool = False, lost: Callable[[R], None] | None = None
+    async def run_and_wait(
+        self, work: Coroutine[Any, Any, R], *, keep: bool = False, on_unclaimed: Callable[[R], None] | None = None
     ) -> R:
         """Do it in the thread and wait for it in any loop. `keep`: it goes on if the one who waits is cancelled.
 
-        `lost`: what to do with an answer that came when the one who waited had gone.
+        `on_unclaimed`: what to do with an answer that came when the one who waited had gone.
         """
-        future = self.send(work)
+        future = self.submit(work)
         if future is None:
             raise PoolClosed(f"the remote pool at {self.url} is closed; make a new one")
         waiting = asyncio.wrap_future(future)
         try:
-            with awake():
+            with keep_interruptible():
                 return await (asyncio.shield(waiting) if keep else waiting)
         except RemotePoolError as error:
             if self.stopped:
@@ -407,9 +412,9 @@ class _Link:
         except asyncio.CancelledError:
             if future.cancelled() and self.stopped:
                 raise PoolClosed(f"the remote pool at {self.url} was closed") from None
-            if lost is not None:
+            if on_unclaimed is not None:
                 future.add_done_callback(
-                    lambda done: None if done.cancelled() or done.exception() else lost(done.result())
+                    lambda done: None if done.cancelled() or done.exception() else on_unclaimed(done.result())
                 )
             raise
 
@@ -431,32 +436,32 @@ class _Link:
                     content=None if path == "pool" else content, headers={"Content-Type": "application/json"},
                 )  # fmt: skip
                 is_json = response.headers.get("content-type", "").startswith("application/json")
-                told = response.json() if is_json else None
+                reply = response.json() if is_json else None
                 break
             except (httpx.TransportError, ValueError) as error:
-                self.trouble = f"{type(error).__name__}: {error}"
+                self.failure = f"{type(error).__name__}: {error}"
                 if time.monotonic() + pause > deadline:
                     raise RemotePoolError(
-                        f"the pool at {self.url} does not answer ({self.trouble}; tried for {self.patience:g} s); its "
+                        f"the pool at {self.url} does not answer ({self.failure}; tried for {self.patience:g} s); its "
                         "leases are lost unless it comes back within its heartbeat"
                     ) from error
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 1.0)
-        self.trouble = ""
+        self.failure = ""
         if response.status_code == 413:
             raise RemotePoolError(f"the pool at {self.url} takes no question as long as this (max_body= of the server)")
-        if response.is_success and isinstance(told, dict):
-            self._take(told)
-            return told
-        error_told = told.get("error") if isinstance(told, dict) else None
-        if error_told is None:
+        if response.is_success and isinstance(reply, dict):
+            self._update_snapshot(reply)
+            return reply
+        error_reply = reply.get("error") if isinstance(reply, dict) else None
+        if error_reply is None:
             raise RemotePoolError(f"{self.url} answers with {response.status_code}, not as a pool's server")
-        raise wire.raised(error_told)
+        raise wire.decode_exception(error_reply)
 
-    def _take(self, told: dict[str, Any]) -> None:
-        if told.get("snapshot") is None:
+    def _update_snapshot(self, reply: dict[str, Any]) -> None:
+        if reply.get("snapshot") is None:
             return
-        seen: PoolSnapshot = wire.decode(told["snapshot"])
+        seen: PoolSnapshot = wire.decode(reply["snapshot"])
         shift = time.monotonic() - seen.time  # its clock is another one
         self.snapshot = dataclasses.replace(
             seen,
@@ -465,61 +470,63 @@ class _Link:
             sandboxes=tuple(dataclasses.replace(each, since=each.since + shift) for each in seen.sandboxes),
         )
 
-    async def look(self) -> None:
-        told = await self.post("pool")
-        if told["version"] != wire.VERSION:
+    async def fetch_info(self) -> None:
+        reply = await self.post("pool")
+        if reply["version"] != wire.VERSION:
             raise RemotePoolError(
-                f"{self.url} speaks version {told['version']} of the protocol, this is {wire.VERSION}"
+                f"{self.url} speaks version {reply['version']} of the protocol, this is {wire.VERSION}"
             )
-        if self.wanted not in told["is"]:
-            raise SettingsError(f"the pool at {self.url} gives a {told['kind']}, not a {self.name}; say kind=")
-        self.methods = frozenset(told["methods"])
-        self.heartbeat = float(told["heartbeat"])
-        self.server = told["server"]
-        self.met.set()
+        if self.type_name not in reply["is"]:
+            raise SettingsError(
+                f"the pool at {self.url} gives a {reply['sandbox_type']}, not a {self.name}; say sandbox_type="
+            )
+        self.methods = frozenset(reply["methods"])
+        self.heartbeat = float(reply["heartbeat"])
+        self.server = reply["server"]
+        self.connected.set()
         self.wake()
 
-    async def meet(self) -> None:
+    async def connect(self) -> None:
         """The first words, once."""
-        async with self._meeting:
-            if not self.met.is_set():
-                await self.look()
+        async with self._connecting:
+            if not self.connected.is_set():
+                await self.fetch_info()
 
     async def acquire(self, owner: str, timeout: float, run: str, hand: bool) -> dict[str, Any]:
-        await self.meet()
+        await self.connect()
         request = secrets.token_hex(16)
         self.waiting.add(request)
         try:
             while True:
-                told = await self.post(
+                reply = await self.post(
                     "acquire",
                     request=request,
                     owner=owner[:1000],
                     run=run[:1000],
                     hand=hand,
                     timeout=timeout,
-                    wait=min(_HELD_OPEN, self.heartbeat / 2),
+                    wait=min(_LONG_POLL_SECONDS, self.heartbeat / 2),
                 )
-                if told["state"] == "leased":
-                    return told
+                if reply["state"] == "leased":
+                    return reply
         except (asyncio.CancelledError, RemotePoolError):
-            self._leave(request)
+            self._abandon(request)
             raise
         finally:
             self.waiting.discard(request)
 
-    def _leave(self, request: str) -> None:
+    def _abandon(self, request: str) -> None:
         """Tell the server that nobody waits any more; if it cannot be told, its heartbeat will."""
         task = asyncio.get_running_loop().create_task(self._try("abandon", request=request))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        self._abandoning.add(task)
+        task.add_done_callback(self._abandoning.discard)
 
     async def _try(self, path: str, **body: Any) -> None:
         with contextlib.suppress(Exception):
             await self.post(path, **body)
 
-    def return_lost(self, told: dict[str, Any]) -> None:
-        self.send(self.release(told["lease"], True))
+    def release_unclaimed(self, reply: dict[str, Any]) -> None:
+        self.submit(self.release(reply["lease"], True))
 
     async def release(self, lease: str, reusable: bool) -> None:
         try:
@@ -545,42 +552,44 @@ class _Link:
     async def saved(self, lease: str) -> Any:
         request = secrets.token_hex(16)
         while True:
-            told = await self.post("saved", request=request, lease=lease, wait=min(_HELD_OPEN, self.heartbeat / 2))
-            if told["state"] == "done":
-                return wire.decode(told["value"], self.module)
+            reply = await self.post(
+                "saved", request=request, lease=lease, wait=min(_LONG_POLL_SECONDS, self.heartbeat / 2)
+            )
+            if reply["state"] == "done":
+                return wire.decode(reply["value"], self.module)
 
     async def recycle(self, sandbox: int, close: bool) -> None:
-        await self.meet()
-        told = await self.post("recycle", request=secrets.token_hex(16), sandbox=sandbox, close=close)
-        self._lose(told["lost"])
+        await self.connect()
+        reply = await self.post("recycle", request=secrets.token_hex(16), sandbox=sandbox, close=close)
+        self._forget_revoked(reply["revoked"])
 
-    def _lose(self, lost: dict[str, str]) -> None:
-        self.lost.update(lost)
-        for lease in lost:
+    def _forget_revoked(self, revoked: dict[str, str]) -> None:
+        self.revoked.update(revoked)
+        for lease in revoked:
             self.held.pop(lease, None)
 
     async def call(self, lease: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if lease in self.lost:
-            raise LeaseEnded(f"the pool took the {self.name}: {self.lost[lease]}")
+        if lease in self.revoked:
+            raise LeaseRevoked(f"the pool took the {self.name}: {self.revoked[lease]}")
         if lease not in self.held:
             raise RemotePoolError(f"this sandbox of {self.url} is not leased any more")
         request = secrets.token_hex(16)
         turn = self.held.get(lease)
         body = {
             "request": request, "lease": lease, "method": method, "turn": wire.turn(turn),
-            "args": wire.encode(list(args), _lease_of), "kwargs": wire.encode(kwargs, _lease_of),
-            "wait": min(_HELD_OPEN, self.heartbeat / 2),
+            "args": wire.encode(list(args), _lease_name), "kwargs": wire.encode(kwargs, _lease_name),
+            "wait": min(_LONG_POLL_SECONDS, self.heartbeat / 2),
         }  # fmt: skip
         try:
             while True:
-                told = await self.post("call", **body)
-                if told["state"] == "done":
-                    return wire.decode(told["value"], self.module)
-        except LeaseEnded as error:
-            self._lose({lease: str(error).partition(": ")[2] or str(error)})
+                reply = await self.post("call", **body)
+                if reply["state"] == "done":
+                    return wire.decode(reply["value"], self.module)
+        except LeaseRevoked as error:
+            self._forget_revoked({lease: str(error).partition(": ")[2] or str(error)})
             raise
         except asyncio.CancelledError:
-            self._leave(request)
+            self._abandon(request)
             raise
 
     # --- the beat
@@ -590,12 +599,12 @@ class _Link:
         self._nudge.clear()
         rest = self.heartbeat / 4
         try:
-            if not self.met.is_set():
-                await self._interruptible(self.meet())
+            if not self.connected.is_set():
+                await self._interruptible(self.connect())
                 return
             after = self.sequence if self.listeners else None
             held = dict(self.held)
-            told = await self._interruptible(
+            reply = await self._interruptible(
                 self.post(
                     "beat",
                     leases={name: wire.turn(turn) for name, turn in held.items()},
@@ -604,27 +613,27 @@ class _Link:
                     wait=rest if after is not None else 0.0,
                 )
             )
-            if told is None:
+            if reply is None:
                 return
-            self._lose(told["lost"])
-            for name in set(held) - set(told["leases"]):
+            self._forget_revoked(reply["revoked"])
+            for name in set(held) - set(reply["leases"]):
                 self.held.pop(name, None)
-            if told["server"] != self.server:  # it was started again, and counts its events anew
+            if reply["server"] != self.server:  # it was started again, and counts its events anew
                 self.sequence = None
-                self.met.clear()
+                self.connected.clear()
                 return
             if self.listeners:
-                self._hear(wire.decode(told["events"]), after, told["sequence"])
+                self._deliver_events(wire.decode(reply["events"]), after, reply["sequence"])
                 if after is not None:
                     return  # the server held the question open: that was the rest
             else:
                 self.sequence = None
         except Exception as error:  # the next acquire or call says it to whoever wants to know
-            self.trouble = self.trouble or str(error)
+            self.failure = self.failure or str(error)
             rest = min(rest, 0.5)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(
-                0.0 if self.listeners and self.sequence is not None and not self.trouble else rest
+                0.0 if self.listeners and self.sequence is not None and not self.failure else rest
             ):
                 await self._nudge.wait()
 
@@ -642,7 +651,7 @@ class _Link:
             if not question.cancelled():
                 question.exception()
 
-    def _hear(self, events: list[PoolEvent], after: int | None, sequence: int) -> None:
+    def _deliver_events(self, events: list[PoolEvent], after: int | None, sequence: int) -> None:
         if after is None:  # from now on
             self.sequence = sequence
             return
@@ -655,7 +664,7 @@ class _Link:
                     _log.exception("a listener of the remote pool of %s raised", self.name)
 
 
-def _trusted(verify: bool | str) -> bool | ssl.SSLContext:
+def _ssl_context(verify: bool | str) -> bool | ssl.SSLContext:
     if isinstance(verify, bool):
         return verify
     try:
@@ -664,5 +673,5 @@ def _trusted(verify: bool | str) -> bool | ssl.SSLContext:
         raise SettingsError(f"RemotePool(verify={verify!r}): want a file of certificates; {error}") from error
 
 
-def _lease_of(value: Any) -> str | None:
+def _lease_name(value: Any) -> str | None:
     return value._lease if isinstance(value, RemoteSandbox) else None

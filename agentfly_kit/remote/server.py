@@ -24,7 +24,7 @@ from typing import Annotated, Any, Self, TypeVar
 
 import pydantic
 
-from ..errors import LeaseEnded, PoolTimeout, RemotePoolError, SandboxError, SettingsError
+from ..errors import LeaseRevoked, PoolTimeout, RemotePoolError, SandboxError, SettingsError
 from ..pool import Lease, Pool, PoolEvent
 from . import wire
 
@@ -33,7 +33,7 @@ _KEPT_CALLS = 32  # answers kept for a lease, should the client ask again
 _KEPT_REQUESTS = 256
 _KEPT_EVENTS = 5000
 _LONGEST_WAIT = 30.0  # s that a question is held open
-_NEVER = frozenset({"start", "close", "kill", "check_from_afar"})  # the pool does these, and the server
+_NOT_REMOTE = frozenset({"start", "close", "kill", "validate_remote_options"})  # the pool does these, and the server
 
 
 # --- what may be asked ---------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class _Bye(_Message):
 M = TypeVar("M", bound=_Message)
 
 
-class _Refused(Exception):
+class _HTTPError(Exception):
     """An answer that is no success."""
 
     def __init__(self, status: int, error: BaseException) -> None:
@@ -123,7 +123,7 @@ class _Refused(Exception):
 
 
 @dataclass
-class _Held:
+class _HeldLease:
     lease: Lease[Any]
     since: float
     calls: OrderedDict[str, asyncio.Task[Any]] = field(default_factory=OrderedDict)
@@ -134,20 +134,20 @@ class _Held:
 @dataclass
 class _Request:
     task: asyncio.Task[str]
-    asked: float
+    asked_at: float
 
 
 @dataclass
 class _Client:
-    seen: float
-    room: asyncio.Semaphore
-    leases: dict[str, _Held] = field(default_factory=dict)
+    last_seen: float
+    lease_slots: asyncio.Semaphore
+    leases: dict[str, _HeldLease] = field(default_factory=dict)
     requests: OrderedDict[str, _Request] = field(default_factory=OrderedDict)
     given_up: OrderedDict[str, None] = field(default_factory=OrderedDict)
     releasing: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     recycled: OrderedDict[str, None] = field(default_factory=OrderedDict)
     """Requests that were carried out: asked again, they are answered and nothing more."""
-    ended: OrderedDict[str, _Held] = field(default_factory=OrderedDict)
+    ended: OrderedDict[str, _HeldLease] = field(default_factory=OrderedDict)
     """Leases that the pool ended by itself, until the client has heard."""
 
 
@@ -187,7 +187,7 @@ class PoolServer:
         self._runner: Any = None
         self._work: set[asyncio.Task[Any]] = set()
         self._events: deque[PoolEvent] = deque(maxlen=_KEPT_EVENTS)
-        self._news: asyncio.Event = asyncio.Event()
+        self._new_events: asyncio.Event = asyncio.Event()
         self._unsubscribe: Callable[[], None] = lambda: None
         self._closing = False
         self._ended = asyncio.Event()
@@ -223,13 +223,13 @@ class PoolServer:
             context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             context.load_cert_chain(*self._tls)
         application = web.Application(client_max_size=self.max_body)
-        application.router.add_get(f"{wire.PATH}/pool", self._handler(None, self._tell))
-        for name, kind, answer in (
+        application.router.add_get(f"{wire.PATH}/pool", self._handler(None, self._describe))
+        for name, message_type, answer in (
             ("acquire", _Acquire, self._acquire), ("abandon", _Abandon, self._abandon), ("call", _Call, self._call),
             ("release", _Release, self._release), ("rest", _Rest, self._rest), ("saved", _Saved, self._saved),
             ("recycle", _Recycle, self._recycle), ("beat", _Beat, self._beat), ("bye", _Bye, self._bye),
         ):  # fmt: skip
-            application.router.add_post(f"{wire.PATH}/{name}", self._handler(kind, answer))
+            application.router.add_post(f"{wire.PATH}/{name}", self._handler(message_type, answer))
         runner = web.AppRunner(application, access_log=None, handle_signals=False, shutdown_timeout=0.5)
         await runner.setup()
         try:
@@ -242,12 +242,12 @@ class PoolServer:
         self.port = runner.addresses[0][1]
         loop = asyncio.get_running_loop()
 
-        def heard(event: PoolEvent) -> None:
+        def record(event: PoolEvent) -> None:
             self._events.append(event)
             with contextlib.suppress(RuntimeError):  # the server's loop is no more
                 loop.call_soon_threadsafe(self._wake)
 
-        self._unsubscribe = self.pool.subscribe(heard)
+        self._unsubscribe = self.pool.subscribe(record)
         self._spawn(self._reap())
         return self
 
@@ -293,26 +293,26 @@ class PoolServer:
     # --- every question
 
     def _handler(
-        self, kind: type[M] | None, answer: Callable[..., Awaitable[dict[str, Any]]]
+        self, message_type: type[M] | None, answer: Callable[..., Awaitable[dict[str, Any]]]
     ) -> Callable[[Any], Awaitable[Any]]:
         from aiohttp import web
 
         async def handle(request: Any) -> Any:
             try:
                 self._check(request.headers.get("Authorization", ""))
-                if kind is None:
+                if message_type is None:
                     return web.json_response(await answer())
-                message = await self._read(request, kind)
-                told = await answer(message, self._client(message.client))
-                return web.json_response(told, status=202 if told.get("state") == "waiting" else 200)
-            except _Refused as refused:
-                return web.json_response({"error": wire.failure(refused.error)}, status=refused.status)
+                message = await self._read(request, message_type)
+                reply = await answer(message, self._client(message.client))
+                return web.json_response(reply, status=202 if reply.get("state") == "waiting" else 200)
+            except _HTTPError as refused:
+                return web.json_response({"error": wire.encode_exception(refused.error)}, status=refused.status)
             except (web.HTTPException, ConnectionError):  # a body over the limit; a client that hung up while it spoke
                 raise
             except Exception as error:
                 _log.exception("a question to a pool's server failed")
                 return web.json_response(
-                    {"error": wire.failure(SandboxError(f"the server failed: {error!r}"))}, status=500
+                    {"error": wire.encode_exception(SandboxError(f"the server failed: {error!r}"))}, status=500
                 )
 
         return handle
@@ -322,40 +322,40 @@ class PoolServer:
         # Both are compared whatever the first says, and in a time that does not depend on where they differ.
         same = hmac.compare_digest(token.strip().encode(), self.token.encode())
         if not same or scheme.lower() != "bearer":
-            raise _Refused(401, RemotePoolError("the token is wrong or missing"))
+            raise _HTTPError(401, RemotePoolError("the token is wrong or missing"))
         if self._closing:
-            raise _Refused(503, RemotePoolError("the server is closing"))
+            raise _HTTPError(503, RemotePoolError("the server is closing"))
 
-    async def _read(self, request: Any, kind: type[M]) -> M:
+    async def _read(self, request: Any, message_type: type[M]) -> M:
         raw = await request.read()
         try:
-            return kind.model_validate(json.loads(raw))
+            return message_type.model_validate(json.loads(raw))
         except (ValueError, RecursionError) as error:
             text = (
                 "; ".join(str(e["msg"]) for e in error.errors())
                 if isinstance(error, pydantic.ValidationError)
                 else error
             )
-            raise _Refused(400, SettingsError(f"the question cannot be read: {text}")) from None
+            raise _HTTPError(400, SettingsError(f"the question cannot be read: {text}")) from None
 
     def _client(self, name: str) -> _Client:
         now = asyncio.get_running_loop().time()
         client = self._clients.get(name)
         if client is None:
             if len(self._clients) >= self.max_clients:
-                raise _Refused(429, RemotePoolError(f"{self.max_clients} clients are served already (max_clients=)"))
+                raise _HTTPError(429, RemotePoolError(f"{self.max_clients} clients are served already (max_clients=)"))
             client = self._clients[name] = _Client(now, asyncio.Semaphore(self.max_leases or 2**30))
-        client.seen = now
-        self._notice(client)
+        client.last_seen = now
+        self._collect_revoked(client)
         return client
 
     @staticmethod
-    def _notice(client: _Client) -> None:
+    def _collect_revoked(client: _Client) -> None:
         """What the pool ended by itself counts no more against its client."""
         for name, held in list(client.leases.items()):
-            if held.lease.lost or held.lease.taken_back:
+            if held.lease.revoked or held.lease.taken_back:
                 client.ended[name] = client.leases.pop(name)
-                client.room.release()
+                client.lease_slots.release()
                 for call in held.calls.values():
                     call.cancel()
         while len(client.ended) > _KEPT_REQUESTS:
@@ -368,25 +368,28 @@ class PoolServer:
         return task
 
     def _wake(self) -> None:
-        news, self._news = self._news, asyncio.Event()
+        news, self._new_events = self._new_events, asyncio.Event()
         news.set()
 
     # --- the answers
 
-    async def _tell(self) -> dict[str, Any]:
-        kind = self.pool.kind
+    async def _describe(self) -> dict[str, Any]:
+        sandbox_type = self.pool.sandbox_type
         # Not inspect.getmembers: it would call properties.
         methods = [
-            n for n in dir(kind) if not n.startswith("_") and callable(getattr(kind, n, None)) and n not in _NEVER
+            n
+            for n in dir(sandbox_type)
+            if not n.startswith("_") and callable(getattr(sandbox_type, n, None)) and n not in _NOT_REMOTE
         ]
         return {
-            "version": wire.VERSION, "server": self._name, "kind": kind.__name__, "size": self.pool.size,
+            "version": wire.VERSION, "server": self._name, "sandbox_type": sandbox_type.__name__,
+            "size": self.pool.size,
             "methods": methods,
-            "is": [f"{each.__module__}:{each.__qualname__}" for each in kind.__mro__[:-1]],
-            "heartbeat": self.heartbeat, **self._seen(),
+            "is": [f"{each.__module__}:{each.__qualname__}" for each in sandbox_type.__mro__[:-1]],
+            "heartbeat": self.heartbeat, **self._snapshot(),
         }  # fmt: skip
 
-    def _seen(self) -> dict[str, Any]:
+    def _snapshot(self) -> dict[str, Any]:
         snapshot = self.pool.snapshot()
         leases = tuple(dataclasses.replace(each, turn=wire.turn(each.turn)) for each in snapshot.leases)
         return {"snapshot": wire.encode(dataclasses.replace(snapshot, leases=leases))}
@@ -396,29 +399,29 @@ class PoolServer:
         request = client.requests.get(message.request)
         if request is None:
             if message.request in client.given_up:
-                raise _Refused(409, RemotePoolError("this request was given up"))
+                raise _HTTPError(409, RemotePoolError("this request was given up"))
             if sum(not each.task.done() for each in client.requests.values()) >= self.max_waiting:
-                raise _Refused(429, RemotePoolError(f"{self.max_waiting} acquires wait already (max_waiting=)"))
+                raise _HTTPError(429, RemotePoolError(f"{self.max_waiting} acquires wait already (max_waiting=)"))
             task = self._spawn(self._lease(client, message))
             request = client.requests[message.request] = _Request(task, now)
             while len(client.requests) > _KEPT_REQUESTS + self.max_waiting:
                 client.requests.popitem(last=False)
-        request.asked = now
+        request.asked_at = now
         await asyncio.wait([request.task], timeout=min(message.wait, _LONGEST_WAIT))
         if not request.task.done():
-            return {"state": "waiting", **self._seen()}
+            return {"state": "waiting", **self._snapshot()}
         if request.task.cancelled():
-            raise _Refused(409, RemotePoolError("this request was given up"))
+            raise _HTTPError(409, RemotePoolError("this request was given up"))
         error = request.task.exception()
         if error is not None:
-            raise _Refused(409, error)
+            raise _HTTPError(409, error)
         lease = request.task.result()
         held = client.leases.get(lease)
         if held is None:
-            raise _Refused(404, _over(lease))
+            raise _HTTPError(404, _lease_is_over(lease))
         return {
             "state": "leased", "lease": lease, "sandbox": held.lease.id,
-            "isolation": getattr(held.lease.sandbox, "isolation", None), "hand": held.lease.hand, **self._seen(),
+            "isolation": getattr(held.lease.sandbox, "isolation", None), "hand": held.lease.hand, **self._snapshot(),
         }  # fmt: skip
 
     async def _lease(self, client: _Client, message: _Acquire) -> str:
@@ -430,7 +433,7 @@ class PoolServer:
         began = loop.time()
         try:
             async with asyncio.timeout(timeout):
-                await client.room.acquire()
+                await client.lease_slots.acquire()
         except TimeoutError:
             raise PoolTimeout(
                 f"no {self.pool.name} free after {timeout:.1f} s: this client holds all that it may, {self.max_leases} "
@@ -440,10 +443,10 @@ class PoolServer:
             left = max(0.0, timeout - (loop.time() - began))
             lease = await self.pool.acquire(message.owner, left, run=run, hand=message.hand)
         except BaseException:
-            client.room.release()
+            client.lease_slots.release()
             raise
         name = secrets.token_hex(16)
-        client.leases[name] = _Held(lease, loop.time())
+        client.leases[name] = _HeldLease(lease, loop.time())
         return name
 
     async def _abandon(self, message: _Abandon, client: _Client) -> dict[str, Any]:
@@ -452,7 +455,7 @@ class PoolServer:
             call = held.calls.get(message.request)
             if call is not None:
                 call.cancel()
-        return self._seen()
+        return self._snapshot()
 
     def _give_up(self, client: _Client, name: str) -> None:
         client.given_up[name] = None  # the question itself may still be on its way
@@ -469,31 +472,31 @@ class PoolServer:
     async def _call(self, message: _Call, client: _Client) -> dict[str, Any]:
         held = client.leases.get(message.lease)
         if held is None:
-            raise self._why_over(client, message.lease)
+            raise self._lease_over_error(client, message.lease)
         if message.turn is not None:
             held.lease.turn = wire.turn(message.turn)
         call = held.calls.get(message.request)
         if call is None:
             method = message.method
             known = callable(getattr(type(held.lease.sandbox), method, None))
-            if method.startswith("_") or method in _NEVER or not known:
-                raise _Refused(
+            if method.startswith("_") or method in _NOT_REMOTE or not known:
+                raise _HTTPError(
                     400, SandboxError(f"a {self.pool.name} has no {method}() that could be called from afar")
                 )
             if sum(not each.done() for each in held.calls.values()) >= _KEPT_CALLS:
-                raise _Refused(429, RemotePoolError(f"{_KEPT_CALLS} calls on one lease are under way already"))
-            module = self.pool.kind.__module__
+                raise _HTTPError(429, RemotePoolError(f"{_KEPT_CALLS} calls on one lease are under way already"))
+            module = self.pool.sandbox_type.__module__
             try:
                 args = wire.decode(message.args, module, lambda name: self._sibling(client, name))
                 kwargs = wire.decode(message.kwargs, module, lambda name: self._sibling(client, name))
             except (ValueError, RecursionError) as error:
-                raise _Refused(400, SandboxError(f"{method}(): {error}")) from None
-            check = getattr(self.pool.kind, "check_from_afar", None)
+                raise _HTTPError(400, SandboxError(f"{method}(): {error}")) from None
+            check = getattr(self.pool.sandbox_type, "validate_remote_options", None)
             if check is not None:
                 try:
                     check(method, args, kwargs)
                 except Exception as error:
-                    raise _Refused(409, error) from None
+                    raise _HTTPError(409, error) from None
             call = held.calls[message.request] = self._spawn(_perform(held.lease.sandbox, method, args, kwargs))
             while len(held.calls) > _KEPT_CALLS:
                 oldest = next((name for name, each in held.calls.items() if each.done()), None)
@@ -501,43 +504,43 @@ class PoolServer:
                     break
                 del held.calls[oldest]
         await asyncio.wait([call], timeout=min(message.wait, _LONGEST_WAIT))
-        client.seen = asyncio.get_running_loop().time()
+        client.last_seen = asyncio.get_running_loop().time()
         if not call.done():
             return {"state": "waiting"}
-        self._notice(client)
+        self._collect_revoked(client)
         if message.lease in client.ended:
-            raise self._why_over(client, message.lease)
+            raise self._lease_over_error(client, message.lease)
         if call.cancelled():
-            raise _Refused(409, RemotePoolError("the call was given up, or its lease ended under it"))
+            raise _HTTPError(409, RemotePoolError("the call was given up, or its lease ended under it"))
         failed = call.exception()
         if failed is not None:
-            raise _Refused(409, failed)
+            raise _HTTPError(409, failed)
         return {"state": "done", "value": call.result()}
 
     @staticmethod
-    def _why_over(client: _Client, name: str) -> _Refused:
+    def _lease_over_error(client: _Client, name: str) -> _HTTPError:
         held = client.ended.get(name)
         if held is None:
-            return _Refused(404, _over(name))
-        why = held.lease.lost or f"taken back while it rested, and {held.lease.why}"
-        return _Refused(409, LeaseEnded(f"the pool took the {held.lease.pool.name}: {why}"))
+            return _HTTPError(404, _lease_is_over(name))
+        why = held.lease.revoked or f"taken back while it rested, and {held.lease.why}"
+        return _HTTPError(409, LeaseRevoked(f"the pool took the {held.lease.pool.name}: {why}"))
 
     async def _rest(self, message: _Rest, client: _Client) -> dict[str, Any]:
         gone = client.ended.get(message.lease)
         if gone is not None and gone.lease.taken_back:
-            return {"state": "taken", "why": gone.lease.why, "saved": gone.lease.saved is not None, **self._seen()}
+            return {"state": "taken", "why": gone.lease.why, "saved": gone.lease.saved is not None, **self._snapshot()}
         held = client.leases.get(message.lease)
         if held is None:
-            raise self._why_over(client, message.lease)
+            raise self._lease_over_error(client, message.lease)
         if message.number > held.rest:
             held.rest = message.number
             held.lease.rest(message.rests)
-        return {"state": "rests" if message.rests else "firm", **self._seen()}
+        return {"state": "rests" if message.rests else "firm", **self._snapshot()}
 
     async def _saved(self, message: _Saved, client: _Client) -> dict[str, Any]:
         held = client.ended.get(message.lease)
         if held is None or held.lease.saved is None:
-            raise _Refused(404, _over(message.lease))
+            raise _HTTPError(404, _lease_is_over(message.lease))
         saved = held.lease.saved
         await asyncio.wait([saved], timeout=min(message.wait, _LONGEST_WAIT))
         if not saved.done():
@@ -545,7 +548,7 @@ class PoolServer:
         try:
             return {"state": "done", "value": wire.encode(saved.result())}
         except Exception as error:  # what could not be saved, or cannot travel
-            raise _Refused(409, error) from None
+            raise _HTTPError(409, error) from None
 
     def _sibling(self, client: _Client, name: str) -> Any:
         """Another sandbox of the same client, as an argument: what a fork goes into."""
@@ -558,13 +561,13 @@ class PoolServer:
         task = client.releasing.get(message.lease)
         if task is not None:
             await asyncio.wait([task])
-        return self._seen()
+        return self._snapshot()
 
     def _return(self, client: _Client, name: str, reusable: bool) -> None:
         held = client.leases.pop(name, None)
         if held is None:
             return
-        client.room.release()
+        client.lease_slots.release()
         task = self._spawn(_give_back(self.pool, held, reusable))
         client.releasing[name] = task
         task.add_done_callback(lambda _: client.releasing.pop(name, None))
@@ -575,21 +578,21 @@ class PoolServer:
             holders = {lease.sandbox: lease.owner for lease in self.pool.snapshot().leases}
             if number in holders and number not in [held.lease.id for held in client.leases.values()]:
                 text = f"{self.pool.name} {number} is held by {holders[number]}, who came by another door: whoever "
-                raise _Refused(403, RemotePoolError(f"{text}serves the pool may recycle it there"))
+                raise _HTTPError(403, RemotePoolError(f"{text}serves the pool may recycle it there"))
             try:
                 self.pool.recycle(number, close=message.close)
             except SettingsError as error:
-                raise _Refused(409, error) from None
+                raise _HTTPError(409, error) from None
             client.recycled[message.request] = None
             while len(client.recycled) > _KEPT_REQUESTS:
                 client.recycled.popitem(last=False)
-            self._notice(client)
-        return {"lost": self._lost(client), **self._seen()}
+            self._collect_revoked(client)
+        return {"revoked": self._revoked(client), **self._snapshot()}
 
     @staticmethod
-    def _lost(client: _Client) -> dict[str, str]:
+    def _revoked(client: _Client) -> dict[str, str]:
         """What the pool ended under this client, and why."""
-        return {name: held.lease.lost for name, held in client.ended.items() if held.lease.lost}
+        return {name: held.lease.revoked for name, held in client.ended.items() if held.lease.revoked}
 
     async def _beat(self, message: _Beat, client: _Client) -> dict[str, Any]:
         now = asyncio.get_running_loop().time()
@@ -602,7 +605,7 @@ class PoolServer:
             if name not in message.leases and now - held.since > self.heartbeat:
                 self._return(client, name, True)
         for name, request in list(client.requests.items()):
-            if name not in message.requests and now - request.asked > self.heartbeat:
+            if name not in message.requests and now - request.asked_at > self.heartbeat:
                 if request.task.done():
                     del client.requests[name]
                 else:
@@ -611,20 +614,20 @@ class PoolServer:
         if message.after is not None:
             after = message.after
             if message.wait and not any(event.sequence > after for event in self._events):
-                news = self._news
+                news = self._new_events
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(min(message.wait, _LONGEST_WAIT, self.heartbeat / 2)):
                         await news.wait()
             events = [event for event in list(self._events) if event.sequence > after]
         return {
-            "server": self._name, "leases": list(client.leases), "lost": self._lost(client),
+            "server": self._name, "leases": list(client.leases), "revoked": self._revoked(client),
             "events": wire.encode(events),
-            "sequence": self.pool._sequence, **self._seen(),
+            "sequence": self.pool._sequence, **self._snapshot(),
         }  # fmt: skip
 
     async def _bye(self, message: _Bye, client: _Client) -> dict[str, Any]:
         await self._end(message.client)
-        return self._seen()
+        return self._snapshot()
 
     # --- endings
 
@@ -654,11 +657,11 @@ class PoolServer:
             if late > pause:
                 # This very loop stood still (a cell that computes): the clients' words wait to be read.
                 for client in self._clients.values():
-                    client.seen += late
+                    client.last_seen += late
                 continue
             for name, client in list(self._clients.items()):
-                self._notice(client)
-                if loop.time() - client.seen > self.heartbeat:
+                self._collect_revoked(client)
+                if loop.time() - client.last_seen > self.heartbeat:
                     _log.warning("client %s has fallen silent; its %d leases end", name, len(client.leases))
                     await self._end(name)
 
@@ -670,7 +673,7 @@ async def _perform(sandbox: Any, method: str, args: list[Any], kwargs: dict[str,
     return wire.encode(value)
 
 
-async def _give_back(pool: Pool[Any], held: _Held, reusable: bool) -> None:
+async def _give_back(pool: Pool[Any], held: _HeldLease, reusable: bool) -> None:
     running = [call for call in held.calls.values() if not call.done()]
     for call in running:
         call.cancel()
@@ -682,7 +685,7 @@ async def _give_back(pool: Pool[Any], held: _Held, reusable: bool) -> None:
     await pool.release(held.lease, reusable=reusable)
 
 
-def _over(lease: str) -> RemotePoolError:
+def _lease_is_over(lease: str) -> RemotePoolError:
     return RemotePoolError(f"the lease {lease[:8]} is over: released, or its client was silent for too long")
 
 
@@ -724,7 +727,7 @@ def serve_pool(
 
     A client may call every public method of the kind, and recycle a sandbox that it holds, or that nobody holds. A
     method whose arguments can name what is on this machine is checked by the kind's own
-    `check_from_afar(method, args, kwargs)`, a class method that raises; FileSandbox and Grader have one.
+    `validate_remote_options(method, args, kwargs)`, a class method that raises; FileSandbox and Grader have one.
 
     Raises:  SettingsError for an open address or a setting that cannot be.
     """

@@ -23,7 +23,7 @@ VERSION = 1
 PATH = f"/v{VERSION}"
 _OWN = ("agentfly_kit.sandboxes.", "agentfly_kit.pool")  # whose records may be asked for by name
 
-_WRITTEN: dict[type, Callable[[str], Any]] = {
+_FROM_STR: dict[type, Callable[[str], Any]] = {
     decimal.Decimal: decimal.Decimal,
     datetime.date: datetime.date.fromisoformat,
     datetime.time: datetime.time.fromisoformat,
@@ -43,7 +43,7 @@ def encode(value: Any, handle: Callable[[Any], str | None] = lambda value: None)
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, list):
         return [encode(each, handle) for each in value]
-    if type(value) in _WRITTEN:
+    if type(value) in _FROM_STR:
         return {"$written": [type(value).__name__, str(value)]}
     if isinstance(value, datetime.timedelta):
         return {"$timedelta": [value.days, value.seconds, value.microseconds]}
@@ -94,9 +94,9 @@ def _decode(value: Any, module: str, handle: Callable[[str], Any] | None) -> Any
             made = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}[marks[0]]
             return made(_decode(each, module, handle) for each in inner)
         case ["$written"] if isinstance(inner, list) and len(inner) == 2 and isinstance(inner[1], str):
-            kinds = {kind.__name__: read for kind, read in _WRITTEN.items()}
-            if inner[0] in kinds:
-                return kinds[inner[0]](inner[1])
+            readers = {type_.__name__: read for type_, read in _FROM_STR.items()}
+            if inner[0] in readers:
+                return readers[inner[0]](inner[1])
         case ["$timedelta"] if isinstance(inner, list) and all(isinstance(each, int) for each in inner):
             return datetime.timedelta(*inner[:3])
         case ["$dict"] if isinstance(inner, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in inner):
@@ -126,7 +126,7 @@ def turn(value: object) -> int | str | None:
     return value if value is None or isinstance(value, int | str) else str(value)
 
 
-def failure(error: BaseException) -> dict[str, str]:
+def encode_exception(error: BaseException) -> dict[str, str]:
     """An exception's name and text; one that the other side could not know becomes a SandboxError."""
     name = type(error).__name__
     if _exception(name) is type(error):
@@ -134,12 +134,12 @@ def failure(error: BaseException) -> dict[str, str]:
     return {"type": "SandboxError", "message": f"{name}: {error}"}
 
 
-def raised(told: Any) -> Exception:
-    """The exception that `failure` told of."""
-    kind = _exception(str(told.get("type"))) if isinstance(told, dict) else None
-    if kind is None:
-        return errors.SandboxError(str(told))
-    return kind(str(told.get("message", "")))
+def decode_exception(encoded: Any) -> Exception:
+    """The exception that `encode_exception` told of."""
+    type_ = _exception(str(encoded.get("type"))) if isinstance(encoded, dict) else None
+    if type_ is None:
+        return errors.SandboxError(str(encoded))
+    return type_(str(encoded.get("message", "")))
 
 
 def _exception(name: str) -> type[Exception] | None:

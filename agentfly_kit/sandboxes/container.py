@@ -26,7 +26,7 @@ from typing import Any
 from ..errors import IsolationError, SandboxError, SettingsError
 from . import isolation, owner, seccomp
 from .limits import Group, Limits
-from .process import Vessel
+from .process import SandboxProcess
 from .relay import CONTROL, DATA, OUT, USAGE, frame, frames
 
 _MEBIBYTE = 2**20
@@ -36,7 +36,7 @@ _HOME = "/tmp"
 _USER = "65534:65534"
 _CHUNK = 65536
 _API_SECONDS = 60
-_LAST_SECONDS = 1.0  # after a container ended: how long what it said may take to reach its reader
+_DRAIN_SECONDS = 1.0  # after a container ended: how long what it said may take to reach its reader
 _PROCESSES = {"amd64": "x86_64", "x86_64": "x86_64", "arm64": "aarch64", "aarch64": "aarch64"}
 # The engine hands over two texts: they become modules of one package, and the second one is run.
 _BOOT = """
@@ -65,7 +65,7 @@ for name in ("sandbox", "sandbox.worker", "sandbox.relay"):
 sys.argv[:] = [""]
 module.main()
 """
-makers = concurrent.futures.ThreadPoolExecutor(8, "agentfly-container")  # threads start at the first container
+launch_executor = concurrent.futures.ThreadPoolExecutor(8, "agentfly-container")  # threads start at the first container
 
 NOT_ISOLATED = (
     "the kernel is shared, unless runtime= says otherwise: a hole in it is a hole in the container",
@@ -124,7 +124,7 @@ class Container:
         split = (inside.removesuffix(":ro") for inside in self.mounts.values())
         return {inside.removesuffix(":rw"): "rw" if inside.endswith(":rw") else "ro" for inside in split}
 
-    def applied(self, limits: Limits) -> dict[str, str]:
+    def limit_mechanisms(self, limits: Limits) -> dict[str, str]:
         """How each limit is held, in words; "not limited" where nothing holds it."""
         group = "the container's control group, all processes together"
         network = "no interface but its own loopback"
@@ -164,14 +164,14 @@ def address(engine: str | None) -> str:
 @functools.cache
 def _version(url: str) -> tuple[str, str]:
     """The API's version and the machine's architecture, asked once; and what an ended process left there is removed."""
-    with _connected(url, "auto") as api:
-        told = api.version()
-        _sweep(api)
-        return api._version, str(told.get("Arch", ""))
+    with _client(url, "auto") as api:
+        info = api.version()
+        _remove_orphans(api)
+        return api._version, str(info.get("Arch", ""))
 
 
 @contextlib.contextmanager
-def _connected(url: str, version: str = "") -> Any:
+def _client(url: str, version: str = "") -> Any:
     """A connection to the engine, whose failures become ours."""
     try:
         import docker
@@ -183,7 +183,7 @@ def _connected(url: str, version: str = "") -> Any:
         ) from error
     if url.startswith("ssh://"):
         raise IsolationError(f"{url}: forward the engine's socket instead, `ssh -L /tmp/engine.sock:/run/docker.sock`")
-    _knock(url)
+    _check_listening(url)
     api = None
     try:
         api = docker.APIClient(base_url=url, version=version or _version(url)[0], timeout=_API_SECONDS)
@@ -199,18 +199,18 @@ def _connected(url: str, version: str = "") -> Any:
             api.close()
 
 
-def _knock(url: str) -> None:
+def _check_listening(url: str) -> None:
     """Whether anybody listens: the library leaves its socket open when nobody does."""
     if url.startswith("unix://"):
-        with socket.socket(socket.AF_UNIX) as door:
-            door.settimeout(_API_SECONDS)
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(_API_SECONDS)
             try:
-                door.connect(url.removeprefix("unix://"))
+                probe.connect(url.removeprefix("unix://"))
             except OSError as error:
                 raise IsolationError(f"no container engine answers at {url}: {error.strerror or error}") from error
 
 
-def _sweep(api: Any) -> None:
+def _remove_orphans(api: Any) -> None:
     """Remove what a maker that was killed between making and starting a container left."""
     for each in api.containers(all=True, filters={"label": _LABEL}):
         if owner.is_gone(str((each.get("Labels") or {}).get(_LABEL, ""))):
@@ -226,11 +226,11 @@ class Usage(Group):
 
     def __init__(self) -> None:
         self.version, self.folders = "", {}
-        self.counted: tuple[int, int] = (0, 0)
+        self.hit_counts: tuple[int, int] = (0, 0)
         self.seconds: float | None = None
 
-    def hits(self) -> tuple[int, int]:
-        return self.counted
+    def limit_hits(self) -> tuple[int, int]:
+        return self.hit_counts
 
     def cpu_seconds(self) -> float | None:
         return self.seconds
@@ -245,7 +245,7 @@ class Usage(Group):
         return True
 
 
-class ContainerVessel(Vessel):
+class ContainerProcess(SandboxProcess):
     """A running container and the stream to its zygote. Made by `launch`."""
 
     def __init__(self, url: str) -> None:
@@ -259,8 +259,8 @@ class ContainerVessel(Vessel):
     def alive(self) -> bool:
         return not self._destroyed and self.stream is not None and not self.stream.ended
 
-    def said(self) -> str:
-        lines = b"" if self.stream is None else bytes(self.stream.last_words)
+    def last_error_line(self) -> str:
+        lines = b"" if self.stream is None else bytes(self.stream.stderr_tail)
         text = lines.decode(errors="replace").strip().splitlines()
         return text[-1][:500] if text else ""
 
@@ -270,8 +270,8 @@ class ContainerVessel(Vessel):
             if self._destroyed:
                 return
             self._destroyed = True
-            self.hang_up()
-            if os.getpid() == self.maker:
+            self.disconnect()
+            if os.getpid() == self.owner_pid:
                 self._remove()
 
     def _remove(self) -> None:
@@ -279,15 +279,15 @@ class ContainerVessel(Vessel):
             self.stream.thread.join(5.0)
         if self.id is not None:
             try:
-                with _connected(self.url) as api:
-                    _gone(api, self.id)
+                with _client(self.url) as api:
+                    _remove_container(api, self.id)
             except SandboxError:
                 pass  # the engine is gone, or it will not: its input has ended, and so will it
 
     def stop(self) -> None:
         """Hang up: its zygote then ends it, and it removes itself."""
-        if os.getpid() == self.maker:
-            self.hang_up()
+        if os.getpid() == self.owner_pid:
+            self.disconnect()
 
     def kill(self) -> None:
         """As `destroy`, without waiting for the engine."""
@@ -295,13 +295,13 @@ class ContainerVessel(Vessel):
             if self._destroyed:
                 return
             self._destroyed = True
-            self.hang_up()
-        if os.getpid() == self.maker:
+            self.disconnect()
+        if os.getpid() == self.owner_pid:
             with contextlib.suppress(RuntimeError):  # Python is ending: the end of its input must do
                 threading.Thread(target=self._remove, name="agentfly-container-removal", daemon=True).start()
 
 
-def _gone(api: Any, id: str) -> None:
+def _remove_container(api: Any, id: str) -> None:
     """Remove a container that may be removing itself at this moment."""
     from docker.errors import APIError, NotFound
 
@@ -316,81 +316,84 @@ def _gone(api: Any, id: str) -> None:
             return
 
 
-def launch(place: Container, limits: Limits, preload: Sequence[str], max_output: int, packages: bool = True) -> Vessel:
+def launch(
+    container: Container, limits: Limits, preload: Sequence[str], max_output: int, packages: bool = True
+) -> SandboxProcess:
     """Make and start a container. Takes about 0.1 s; its zygote says "ready" on the control socket later.
 
     Raises:  IsolationError if there is no engine or no such image; SandboxError if the engine refuses.
     """
-    url = address(place.engine)
-    vessel = ContainerVessel(url)
+    url = address(container.engine)
+    handle = ContainerProcess(url)
     try:
         version, arch = _version(url)
-        with _connected(url, version) as api:
-            config = _config(api, place, limits, packages)
-            vessel.id = api.create_container_from_config(config)["Id"]
-            taken = api.inspect_container(vessel.id)["HostConfig"].get("Runtime")
-            if place.runtime is not None and taken != place.runtime:
-                raise SandboxError(f"the engine at {url} did not take runtime={place.runtime!r}: it says {taken!r}")
-            attached = api.attach_socket(vessel.id, {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
-            connection = _own(attached, url)
+        with _client(url, version) as api:
+            config = _config(api, container, limits, packages)
+            handle.id = api.create_container_from_config(config)["Id"]
+            taken = api.inspect_container(handle.id)["HostConfig"].get("Runtime")
+            if container.runtime is not None and taken != container.runtime:
+                raise SandboxError(f"the engine at {url} did not take runtime={container.runtime!r}: it says {taken!r}")
+            attached = api.attach_socket(handle.id, {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
+            connection = _raw_socket(attached, url)
             try:
-                api.start(vessel.id)
+                api.start(handle.id)
             except BaseException:
                 connection.close()
                 raise
-        vessel.control, inside = socket.socketpair()
-        vessel.control.setblocking(False)
-        vessel.stream = Stream(connection, inside, vessel.group)
-        vessel.stream.boot([isolation.WORKER, Path(__file__).with_name("relay.py")])
+        handle.control, inside = socket.socketpair()
+        handle.control.setblocking(False)
+        handle.stream = Stream(connection, inside, handle.group)
+        handle.stream.boot([isolation.WORKER, Path(__file__).with_name("relay.py")])
         rlimits: dict[str, int] = {"RLIMIT_CORE": 0, "RLIMIT_NOFILE": 512}
         if limits.memory_mb is not None:
             rlimits["RLIMIT_DATA"] = limits.memory_mb * _MEBIBYTE  # a MemoryError comes before the kill
         if limits.disk_mb is not None:
             rlimits["RLIMIT_FSIZE"] = limits.disk_mb * _MEBIBYTE
-        program = seccomp.program(_PROCESSES.get(arch, arch)) if place.runtime != "runsc" else None
+        program = seccomp.program(_PROCESSES.get(arch, arch)) if container.runtime != "runsc" else None
         settings = {
             "op": "settings", "rlimits": rlimits, "cpu_seconds": limits.cpu_seconds, "max_output": max_output,
-            "keep": list(place.inner_mounts), "path": [], "preload": ["traceback", *preload], "pdeathsig": False,
+            "keep": list(container.inner_mounts), "path": [], "preload": ["traceback", *preload], "pdeathsig": False,
             "scratch": None, "space": None, "landlock": None, "filter": "",
             "restrict": "" if program is None else program.hex(),
         }  # fmt: skip
-        vessel.control.sendall(json.dumps(settings).encode() + b"\n")
-        vessel.stream.thread.start()
+        handle.control.sendall(json.dumps(settings).encode() + b"\n")
+        handle.stream.thread.start()
     except BaseException as error:
-        vessel.destroy()
+        handle.destroy()
         if isinstance(error, OSError):
             raise SandboxError(f"a container could not be started: {error}") from error
         raise
-    return vessel
+    return handle
 
 
-def _config(api: Any, place: Container, limits: Limits, packages: bool = True) -> Any:
+def _config(api: Any, container: Container, limits: Limits, packages: bool = True) -> Any:
     memory = None if limits.memory_mb is None else (limits.memory_mb + _OWN_MEMORY) * _MEBIBYTE
     shm = isolation.STRICT_SHM_MB if limits.disk_mb is None else min(isolation.STRICT_SHM_MB, limits.disk_mb)
     size = "" if limits.disk_mb is None else f",size={limits.disk_mb}m"
     host = api.create_host_config(
         auto_remove=True, read_only=True, init=False, privileged=False, ipc_mode="private",
-        network_mode=(place.network or None) if limits.network else "none",
+        network_mode=(container.network or None) if limits.network else "none",
         cap_drop=["ALL"], security_opt=["no-new-privileges"], oom_score_adj=None,
         mem_limit=memory, memswap_limit=memory, pids_limit=None if limits.processes is None else limits.processes + 1,
-        nano_cpus=None if place.cpus is None else int(place.cpus * 1e9),
+        nano_cpus=None if container.cpus is None else int(container.cpus * 1e9),
         shm_size=shm * _MEBIBYTE,
         # podman gives a read-only container /run and /var/tmp of any size: these are too small to keep anything in.
         tmpfs={_HOME: f"rw,nosuid,nodev,mode=1777{size}", "/run": "size=4k,mode=0755", "/var/tmp": "size=4k,mode=0755"},
         binds=[f"{here}:{inside.removesuffix(':ro').removesuffix(':rw')}:{'rw' if inside.endswith(':rw') else 'ro'}"
-               for here, inside in place.mounts.items()],
-        runtime=place.runtime,
+               for here, inside in container.mounts.items()],
+        runtime=container.runtime,
     )  # fmt: skip
     variables = isolation.environment(_HOME)
     del variables["PATH"]  # the image's own
     return api.create_container_config(
-        place.image, [place.python, "-s", *([] if packages else ["-S"]), "-c", _BOOT], entrypoint=[], host_config=host,
+        container.image, [container.python, "-s", *([] if packages else ["-S"]), "-c", _BOOT], entrypoint=[],
+        host_config=host,
         user=_USER, working_dir=_HOME, environment=variables, stdin_open=True, detach=False, tty=False,
-        labels={_LABEL: owner.mark()}, hostname="sandbox", network_disabled=not limits.network,
+        labels={_LABEL: owner.owner_tag()}, hostname="sandbox", network_disabled=not limits.network,
     )  # fmt: skip
 
 
-def _own(attached: Any, url: str) -> socket.socket:
+def _raw_socket(attached: Any, url: str) -> socket.socket:
     """The connection itself, apart from the library's objects, which close it when they are collected."""
     connection = getattr(attached, "_sock", attached)
     if type(connection) is not socket.socket:
@@ -419,15 +422,15 @@ class Stream:
         control.setblocking(False)
         self.thread = threading.Thread(target=self._serve, name="agentfly-stream", daemon=True)
         self.ended = False
-        self.last_words = bytearray()
+        self.stderr_tail = bytearray()
         self._serial = 0
         self._data: socket.socket | None = None
         self._pipes: tuple[int, ...] = ()
         self._commands = b""
-        self._given: list[int] = []
+        self._received_fds: list[int] = []
         self._raw = bytearray()  # with the engine's own headers
         self._inbox = bytearray()
-        self._waiting: deque[tuple[int, bytes]] = deque()  # (channel, what is still to be handed over), in order
+        self._outgoing: deque[tuple[int, bytes]] = deque()  # (channel, what is still to be handed over), in order
 
     def boot(self, files: Sequence[Path]) -> None:
         """Send the code that is to run inside."""
@@ -437,7 +440,7 @@ class Stream:
 
     def _serve(self) -> None:
         try:
-            self._carry()
+            self._relay()
         except OSError:
             pass  # one of the two ends is gone
         finally:
@@ -448,9 +451,9 @@ class Stream:
                     each.shutdown(socket.SHUT_RDWR)
                 each.close()
 
-    def _carry(self) -> None:
+    def _relay(self) -> None:
         over = False
-        while not over or self._waiting:
+        while not over or self._outgoing:
             poll = select.poll()
             poll.register(self.control, select.POLLIN)
             blocked = self._blocked()
@@ -460,7 +463,7 @@ class Stream:
                 poll.register(self.connection, select.POLLIN)
             if self._data is not None and not over:
                 poll.register(self._data, select.POLLIN)
-            ready = dict(poll.poll(_LAST_SECONDS * 1e3 if over else None))
+            ready = dict(poll.poll(_DRAIN_SECONDS * 1e3 if over else None))
             if over and not ready:
                 return
             if self.control.fileno() in ready and not self._command():
@@ -469,7 +472,7 @@ class Stream:
                 self._forward()
             if self.connection.fileno() in ready:
                 over = not self._receive()
-            self._hand_over()
+            self._deliver()
 
     # --- to the container
 
@@ -479,13 +482,13 @@ class Stream:
             data, descriptors, _, _ = socket.recv_fds(self.control, _CHUNK, 16)
         except ConnectionError:
             return False
-        self._given += descriptors
+        self._received_fds += descriptors
         *lines, self._commands = (self._commands + data).split(b"\n")
         for line in lines:
             message = json.loads(line)
             if message["op"] == "fresh":
                 self._drop_channels()
-                given, self._given = self._given[:3], self._given[3:]
+                given, self._received_fds = self._received_fds[:3], self._received_fds[3:]
                 self._data = socket.socket(fileno=given[0])
                 self._data.setblocking(False)
                 self._pipes = tuple(given[1:])
@@ -493,7 +496,7 @@ class Stream:
                     os.set_blocking(pipe, False)
                 self._serial = message["serial"]
                 # What the last interpreter said and nobody has read; the zygote's own words stay.
-                self._waiting = deque(each for each in self._waiting if each[0] == CONTROL)
+                self._outgoing = deque(each for each in self._outgoing if each[0] == CONTROL)
             self.connection.sendall(frame(CONTROL, self._serial, line))
         return bool(data)
 
@@ -526,16 +529,16 @@ class Stream:
             if kind == 1:
                 self._inbox += piece
             else:
-                self.last_words = (self.last_words + piece)[-4096:]
+                self.stderr_tail = (self.stderr_tail + piece)[-4096:]
         for channel, serial, piece in frames(self._inbox):
             if channel == USAGE:
-                told = json.loads(piece)
-                self.usage.counted = (int(told["hits"][0]), int(told["hits"][1]))
-                self.usage.seconds = told["cpu"]
+                usage = json.loads(piece)
+                self.usage.hit_counts = (int(usage["hits"][0]), int(usage["hits"][1]))
+                self.usage.seconds = usage["cpu"]
             elif channel == CONTROL:
-                self._waiting.append((CONTROL, piece + b"\n"))
+                self._outgoing.append((CONTROL, piece + b"\n"))
             elif serial == self._serial:
-                self._waiting.append((channel, piece))
+                self._outgoing.append((channel, piece))
         return bool(data)
 
     def _target(self, channel: int) -> int | socket.socket | None:
@@ -547,14 +550,14 @@ class Stream:
 
     def _blocked(self) -> int | None:
         """The file that must take something before anything else can be handed over."""
-        if not self._waiting:
+        if not self._outgoing:
             return None
-        target = self._target(self._waiting[0][0])
+        target = self._target(self._outgoing[0][0])
         return target if isinstance(target, int) or target is None else target.fileno()
 
-    def _hand_over(self) -> None:
-        while self._waiting:
-            channel, piece = self._waiting[0]
+    def _deliver(self) -> None:
+        while self._outgoing:
+            channel, piece = self._outgoing[0]
             target = self._target(channel)
             try:
                 if target is None:
@@ -571,9 +574,9 @@ class Stream:
             except OSError:
                 sent = len(piece)  # its reader is gone
             if sent < len(piece):
-                self._waiting[0] = (channel, piece[sent:])
+                self._outgoing[0] = (channel, piece[sent:])
             else:
-                self._waiting.popleft()
+                self._outgoing.popleft()
 
     def _drop_channels(self) -> None:
         if self._data is not None:

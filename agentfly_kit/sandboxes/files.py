@@ -15,7 +15,7 @@ from .container import Container
 from .shell import ShellSandbox
 
 
-class Found(NamedTuple):
+class GrepMatch(NamedTuple):
     """A line that `grep` found. Its str is what grep would print."""
 
     path: str
@@ -38,7 +38,7 @@ class FileSandbox(ShellSandbox):
     done raises ToolError with a sentence that a model can use.
     """
 
-    _programs: ClassVar[tuple[str, ...]] = ("inside", "inside_shell", "inside_files")
+    _inside_files: ClassVar[tuple[str, ...]] = ("inside", "inside_shell", "inside_files")
     _folder: ClassVar[str] = "work"
 
     def __init__(
@@ -59,13 +59,13 @@ class FileSandbox(ShellSandbox):
             isolation=isolation, memory_mb=memory_mb, processes=processes, cpu_seconds=cpu_seconds, disk_mb=disk_mb,
             network=network, packages=packages, preload=preload, max_output=max_output,
         )  # fmt: skip
-        self._seeds = [] if files is None else guest.seeds(files)
+        self._seed_entries = [] if files is None else guest.seed_entries(files)
 
-    async def _settle_in(self) -> None:
-        await self._put(iter(self._seeds), self._folder)
+    async def _setup(self) -> None:
+        await self._put(iter(self._seed_entries), self._folder)
 
     @classmethod
-    def check_from_afar(cls, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def validate_remote_options(cls, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A client of a server may not name files of the server's machine.
 
         Raises:  SettingsError if it does.
@@ -78,8 +78,8 @@ class FileSandbox(ShellSandbox):
 
         Raises:  SettingsError as for `files=`; SandboxError if they do not fit.
         """
-        entries = guest.seeds(files)
-        async with self._in_order.hold():
+        entries = guest.seed_entries(files)
+        async with self._lock.acquire():
             await self._start()
             await self._put(iter(entries), self._folder)
 
@@ -89,35 +89,37 @@ class FileSandbox(ShellSandbox):
         Raises:  ToolError if it is not there, no text, or more than `max_output` characters: nothing is cut in silence.
         """
         return str(
-            await self._ask(
-                "read", path=path, start=start, end=end, numbers=numbers, most=self.max_output, folder=self._folder
+            await self._request(
+                "read", path=path, start=start, end=end, numbers=numbers, max_chars=self.max_output, folder=self._folder
             )
         )
 
     async def write(self, path: str, text: str) -> str:
         """Make or overwrite a file, and the folders above it; all of it or, where there is no room, nothing."""
-        return str(await self._ask("write", path=path, text=text, folder=self._folder))
+        return str(await self._request("write", path=path, text=text, folder=self._folder))
 
     async def edit(self, path: str, old: str, new: str) -> str:
         """Replace `old`, which must be in the file exactly once, by `new`; gives the lines around it as they are now.
 
         Raises:  ToolError that says where the nearest text is, or in which lines there are several.
         """
-        return str(await self._ask("edit", path=path, old=old, new=new, folder=self._folder))
+        return str(await self._request("edit", path=path, old=old, new=new, folder=self._folder))
 
     async def list(self, path: str = ".", depth: int = 2) -> tuple[str, ...]:
         """Names below a folder, those of folders with a / at their end. At most 1000, then how many more."""
         if depth < 1:
             raise SettingsError(f"depth={depth}: want at least 1")
-        told = await self._ask("list", path=path, depth=depth, folder=self._folder)
-        more = (f"... and {told['more']} more",) if told["more"] else ()
-        return (*map(str, told["names"]), *more)
+        reply = await self._request("list", path=path, depth=depth, folder=self._folder)
+        more = (f"... and {reply['more']} more",) if reply["more"] else ()
+        return (*map(str, reply["names"]), *more)
 
-    async def grep(self, pattern: str, path: str = ".", most: int = 100) -> tuple[Found, ...]:
+    async def grep(self, pattern: str, path: str = ".", max_matches: int = 100) -> tuple[GrepMatch, ...]:
         """Lines that match a regular expression (Python's), in a file or in all files of text below a folder."""
-        told: dict[str, Any] = await self._ask("grep", pattern=pattern, path=path, most=most, folder=self._folder)
-        return tuple(Found(str(name), int(line), str(text)) for name, line, text in told["found"])
+        reply: dict[str, Any] = await self._request(
+            "grep", pattern=pattern, path=path, max_matches=max_matches, folder=self._folder
+        )
+        return tuple(GrepMatch(str(name), int(line), str(text)) for name, line, text in reply["found"])
 
     async def undo(self, path: str | None = None) -> str:
         """Take back the last write or edit, or the last one of a file. Says what it did; up to 8 MB are remembered."""
-        return str(await self._ask("undo", path=path, folder=self._folder))
+        return str(await self._request("undo", path=path, folder=self._folder))

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 from ..errors import SandboxError, SettingsError
 from . import guest
 from .container import Container
-from .guest import Guest
+from .guest import HostedSandbox
 from .limits import Limits
 from .result import Limit, SandboxResult
 
@@ -61,14 +61,14 @@ class Grade:
         return f"Grade({self.passed} of {len(self.verdicts)} passed{', did not load' if self.error else ''})"
 
 
-class _Half(Guest):
+class _Half(HostedSandbox):
     """One of the two interpreters of a Grader."""
 
-    _programs: ClassVar[tuple[str, ...]] = ("inside", "inside_grading")
+    _inside_files: ClassVar[tuple[str, ...]] = ("inside", "inside_grading")
 
     async def seed(self, files: Mapping[str, str | bytes] | str | os.PathLike[str]) -> None:
-        entries = guest.seeds(files)
-        async with self._in_order.hold():
+        entries = guest.seed_entries(files)
+        async with self._lock.acquire():
             await self._start()
             self._calls += 1
             await self._put(iter(entries), "")
@@ -144,8 +144,8 @@ class Grader:
         return self._work.limits
 
     @property
-    def applied(self) -> Mapping[str, str]:
-        return self._work.applied
+    def limit_mechanisms(self) -> Mapping[str, str]:
+        return self._work.limit_mechanisms
 
     async def close(self) -> None:
         try:
@@ -171,7 +171,7 @@ class Grader:
     # --- grading ---------------------------------------------------------------------------------
 
     @classmethod
-    def check_from_afar(cls, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def validate_remote_options(cls, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A client of a server may not name files of the server's machine.
 
         Raises:  SettingsError if it does.
@@ -219,15 +219,15 @@ class Grader:
         """
         cases = list(tests)
         _check(source, cases, timeout, total)
-        async with self._alone():
-            run = _Run(
+        async with self._exclusive():
+            run = _Grading(
                 self._work, self._tests, source, setup, module, list(names), list(modules), files, timeout, total
             )
             verdicts = []
             for number, case in enumerate(cases, 1):
                 try:
                     verdicts.append(await (run.python(case) if isinstance(case, str) else run.program(*case)))
-                except _Broken as error:
+                except _InvalidTest as error:
                     raise SettingsError(f"test {number}: {error}") from None
             self._graded += 1
             return Grade(tuple(verdicts), run.load_error)
@@ -238,29 +238,29 @@ class Grader:
         Raises:  SandboxError for failures of the host; nothing that the program does.
         """
         _check(source, [(stdin, "")], timeout, timeout)
-        async with self._alone():
-            result, told = await self._work._call("program", timeout, source=source, stdin=stdin)
-            answer = (told or {}).get("answer")
+        async with self._exclusive():
+            result, reply = await self._work._call("program", timeout, source=source, stdin=stdin)
+            answer = (reply or {}).get("answer")
             error = answer.get("error") if isinstance(answer, dict) else result.error or "it gave no readable answer"
             return dataclasses.replace(result, value=None, error=None if error is None else str(error)[-4000:])
 
     @contextlib.asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
+    async def _exclusive(self) -> AsyncIterator[None]:
         """Two new processes, for one at a time."""
         if self._busy:
             raise SettingsError("this Grader is at work already; take another, from a pool of them")
         self._busy = True
         try:
             if self._used or not self.alive:
-                await _renew(self._work)
-                await _renew(self._tests)
+                await _restart(self._work)
+                await _restart(self._tests)
             self._used = True
             yield
         finally:
             self._busy = False
 
 
-async def _renew(half: _Half) -> None:
+async def _restart(half: _Half) -> None:
     """A new process, whatever became of the last one: what cannot be reset is started anew."""
     if half.alive:
         try:
@@ -272,11 +272,11 @@ async def _renew(half: _Half) -> None:
     await half.start()
 
 
-class _Broken(Exception):
+class _InvalidTest(Exception):
     """A test that is wrong by itself."""
 
 
-class _Run:
+class _Grading:
     """One `grade` on its way."""
 
     def __init__(
@@ -298,44 +298,44 @@ class _Run:
         self.setup_error: str | None = None
         self.stdout = ""
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         return min(self.end, self.test_end) - self.loop.time()
 
-    def late(self) -> str:
+    def timeout_message(self) -> str:
         if self.end <= self.test_end:
             return f"it was not done when the {self.total:g} s for all tests were over"
         return f"it took more than {self.timeout:g} s"
 
-    async def ask(self, half: _Half, name: str, **given: object) -> Any:
+    async def call_half(self, half: _Half, name: str, **given: object) -> Any:
         """One call of one half: its answer, and how its interpreter took it.
 
-        Raises:  _Ended for what it did not answer.
+        Raises:  _NoAnswer for what it did not answer.
         """
-        left = self.left()
-        if left <= 0:
-            raise _Ended(self.late(), "time")
+        seconds_left = self.seconds_left()
+        if seconds_left <= 0:
+            raise _NoAnswer(self.timeout_message(), "time")
         try:
             # The clock inside stops code; this one stops an answer that is never handed over.
-            async with asyncio.timeout(left + 2.0):
-                result, told = await half._call(name, left, **given)
+            async with asyncio.timeout(seconds_left + 2.0):
+                result, reply = await half._call(name, seconds_left, **given)
         except TimeoutError:
-            raise _Ended(self.late(), "time") from None
+            raise _NoAnswer(self.timeout_message(), "time") from None
         if half is self.work:
             self.stdout = (self.stdout + result.stdout)[: half.max_output]
-        if told is not None and "answer" in told:
-            return told["answer"], result
-        if told is not None:
-            raise _Ended(str(told.get("refused"))[:2000], None)
-        raise _Ended(self.late() if result.limit == "time" else _why(result), result.limit)
+        if reply is not None and "answer" in reply:
+            return reply["answer"], result
+        if reply is not None:
+            raise _NoAnswer(str(reply.get("refused"))[:2000], None)
+        raise _NoAnswer(self.timeout_message() if result.limit == "time" else _failure_message(result), result.limit)
 
-    async def ask_tests(self, name: str, **given: object) -> Any:
-        answer, _ = await self.ask(self.tests, name, **given)
+    async def call_tests(self, name: str, **given: object) -> Any:
+        answer, _ = await self.call_half(self.tests, name, **given)
         return answer
 
     async def fresh(self) -> None:
         """An interpreter in which nothing of the submission has run."""
         if not self.is_new:
-            await _renew(self.work)
+            await _restart(self.work)
         self.is_new = False
         self.is_loaded = False
         if self.files is not None:
@@ -346,14 +346,14 @@ class _Run:
             return
         await self.fresh()
         try:
-            answer, _ = await self.ask(self.work, "load", source=self.source, module=self.module)
-        except _Ended as ended:
+            answer, _ = await self.call_half(self.work, "load", source=self.source, module=self.module)
+        except _NoAnswer as ended:
             self.load_error = str(ended)
             raise
         error = answer.get("error") if isinstance(answer, dict) else "it gave no readable answer"
         if error is not None:
             self.load_error = str(error)[-4000:]
-            raise _Ended(self.load_error, None)
+            raise _NoAnswer(self.load_error, None)
         self.is_loaded = True
 
     def begin(self) -> float:
@@ -370,12 +370,12 @@ class _Run:
         if self.are_tests_ready:
             return
         if not self.are_tests_new:
-            await _renew(self.tests)
+            await _restart(self.tests)
         self.are_tests_new = False
-        await self.ask_tests("prepare", module=self.module, names=self.names, modules=self.modules)
+        await self.call_tests("prepare", module=self.module, names=self.names, modules=self.modules)
         try:
             self.setup_error, asked = await self.steps(self.setup, setup=True) if self.setup else (None, False)
-        except _Broken as error:
+        except _InvalidTest as error:
             raise SettingsError(f"the setup of the tests failed: {error}") from None
         if self.setup_error is not None and not asked:
             raise SettingsError(f"the setup of the tests failed: {self.setup_error}")
@@ -385,8 +385,8 @@ class _Run:
         began = self.begin()
         if self.load_error is not None:
             return self.verdict(began, self.load_error)
-        if self.left() <= 0:
-            return self.verdict(began, self.late(), "time")
+        if self.seconds_left() <= 0:
+            return self.verdict(began, self.timeout_message(), "time")
         try:
             await self.load()
             self.test_end = self.loop.time() + self.timeout
@@ -394,7 +394,7 @@ class _Run:
             if self.setup_error is not None:
                 return self.verdict(began, f"in the setup of the tests: {self.setup_error}")
             error, _ = await self.steps(test, setup=False)
-        except _Ended as ended:
+        except _NoAnswer as ended:
             # Where it stands now nobody knows: both begin anew.
             self.is_loaded = self.are_tests_ready = False
             return self.verdict(began, str(ended), ended.limit)
@@ -402,26 +402,26 @@ class _Run:
 
     async def steps(self, text: str, setup: bool) -> tuple[str | None, bool]:
         """A test from its beginning to its end: why it failed, and whether it asked the submission anything."""
-        step = await self.ask_tests("begin", text=text, setup=setup)
+        step = await self.call_tests("begin", text=text, setup=setup)
         while "ask" in step:
-            answer, _ = await self.ask(self.work, "answer", question=step["ask"])
+            answer, _ = await self.call_half(self.work, "answer", question=step["ask"])
             if not isinstance(answer, str):
-                raise _Ended("the submission gave no readable answer", None)
-            step = await self.ask_tests("resume", answer=answer)
+                raise _NoAnswer("the submission gave no readable answer", None)
+            step = await self.call_tests("resume", answer=answer)
         if "broken" in step:
-            raise _Broken(step["broken"])
+            raise _InvalidTest(step["broken"])
         if "end" not in step:
             raise SandboxError("the tests ended as no tests end")
         return step["end"], bool(step["asked"])
 
     async def program(self, stdin: str, stdout: str) -> Verdict:
         began = self.begin()
-        if self.left() <= 0:
-            return self.verdict(began, self.late(), "time")
+        if self.seconds_left() <= 0:
+            return self.verdict(began, self.timeout_message(), "time")
         await self.fresh()
         try:
-            answer, result = await self.ask(self.work, "program", source=self.source, stdin=stdin)
-        except _Ended as ended:
+            answer, result = await self.call_half(self.work, "program", source=self.source, stdin=stdin)
+        except _NoAnswer as ended:
             return self.verdict(began, str(ended), ended.limit)
         error = answer.get("error") if isinstance(answer, dict) else "it gave no readable answer"
         if error is not None:
@@ -433,7 +433,7 @@ class _Run:
         return self.verdict(began, None)
 
 
-class _Ended(Exception):
+class _NoAnswer(Exception):
     """A half did not answer, and what that says of the test."""
 
     def __init__(self, text: str, limit: Limit | None) -> None:
@@ -455,7 +455,7 @@ def _check(source: str, cases: Sequence[object], timeout: float, total: float) -
             raise SettingsError(f"{name}={value!r}: want a positive number of seconds")
 
 
-def _why(result: SandboxResult) -> str:
+def _failure_message(result: SandboxResult) -> str:
     if result.limit is not None and not result.died:
         return f"it ran into the {result.limit} limit"
     return (result.error or "it gave no readable answer")[-4000:]

@@ -18,22 +18,22 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from ..errors import SandboxError, SettingsError, ToolError
 from .container import Container
-from .in_order import InOrder
+from .in_order import FifoLock
 from .limits import Limits
 from .python import PythonSandbox
 from .result import SandboxResult
 
-G = TypeVar("G", bound="Guest")
+G = TypeVar("G", bound="HostedSandbox")
 
 _HERE = Path(__file__).parent
-_PIECE = 256 * 1024  # bytes of a file that travel in one call
+_CHUNK_BYTES = 256 * 1024  # bytes of a file that travel in one call
 _COPY_SECONDS = 60.0
-_LONGEST = 2**27  # characters of an answer: what comes from inside is not to be believed
-_IN_THE_WAY = "name '_agentfly' is not defined"
+_MAX_ANSWER = 2**27  # characters of an answer: what comes from inside is not to be believed
+_PROGRAM_MISSING = "name '_agentfly' is not defined"
 
 
 @functools.cache
-def _program(names: tuple[str, ...]) -> str:
+def _program_cell(names: tuple[str, ...]) -> str:
     """A cell that defines `_agentfly`, a namespace with the calls, unless it is there."""
     parts = []
     for name in names:
@@ -47,14 +47,14 @@ def _program(names: tuple[str, ...]) -> str:
     return f"if '_agentfly' not in globals():\n    _space = {{'__name__': '_agentfly'}}\n{body}    _agentfly = _space\n"
 
 
-class Guest:
+class HostedSandbox:
     """A sandbox whose inside is a program in a PythonSandbox. The settings are PythonSandbox's.
 
-    A kind sets `_programs` and makes calls with `_call` (a result, whatever happens) or `_ask` (an answer or a
-    ToolError); `_settle_in` is what it does in a fresh sandbox before the first call.
+    A kind sets `_inside_files` and makes calls with `_call` (a result, whatever happens) or `_request` (an answer or a
+    ToolError); `_setup` is what it does in a fresh sandbox before the first call.
     """
 
-    _programs: ClassVar[tuple[str, ...]] = ("inside",)
+    _inside_files: ClassVar[tuple[str, ...]] = ("inside",)
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Guest:
         self._ready = False
         self._closed = False
         self._calls = 0
-        self._in_order = InOrder()
+        self._lock = FifoLock()
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class Guest:
 
         Raises:  IsolationError if the level cannot be had, SandboxError if it does not come up.
         """
-        async with self._in_order.hold():
+        async with self._lock.acquire():
             await self._start()
 
     async def _start(self) -> None:
@@ -97,10 +97,10 @@ class Guest:
         self._ready = False
         self._calls = 0
         await self._python.start()
-        await self._settle_in()
+        await self._setup()
         self._ready = True
 
-    async def _settle_in(self) -> None:
+    async def _setup(self) -> None:
         """Nothing, unless the kind has something to put in place."""
 
     async def reset(self) -> None:
@@ -108,13 +108,13 @@ class Guest:
 
         Raises:  SandboxError if that fails; the sandbox is then dead.
         """
-        async with self._in_order.hold():
+        async with self._lock.acquire():
             if not self.alive:
                 raise SandboxError(f"a dead or closed {type(self).__name__} cannot be reset; make a new one")
             self._ready = False
             self._calls = 0
             await self._python.reset()
-            await self._settle_in()
+            await self._setup()
             self._ready = True
 
     @property
@@ -132,9 +132,9 @@ class Guest:
         return self._python.limits
 
     @property
-    def applied(self) -> Mapping[str, str]:
+    def limit_mechanisms(self) -> Mapping[str, str]:
         """How each limit is held, in words; "not limited" where nothing holds it."""
-        return self._python.applied
+        return self._python.limit_mechanisms
 
     @property
     def pid(self) -> int | None:
@@ -175,22 +175,22 @@ class Guest:
         """One call, in its turn: how the interpreter took it, and {"answer": ...}, {"refused": ...} or None."""
         if not 0 < timeout < float("inf"):
             raise SettingsError(f"timeout={timeout!r}: want a positive number of seconds")
-        async with self._in_order.hold():
+        async with self._lock.acquire():
             if self._calls and not self._python.alive:
-                self._python._check_lost()
+                self._python._raise_if_ended()
             await self._start()
             self._calls += 1
             return await self._send(name, timeout, **given)
 
-    async def _ask(self, name: str, timeout: float = 10.0, **given: object) -> Any:
+    async def _request(self, name: str, timeout: float = 10.0, **given: object) -> Any:
         """One call that gives an answer.
 
         Raises:  ToolError, for a model to read, if it is refused, takes too long, or dies.
         """
         return _answer(name, timeout, *await self._call(name, timeout, **given))
 
-    async def _inner(self, name: str, **given: object) -> Any:
-        """As `_ask`, from within a turn."""
+    async def _request_locked(self, name: str, **given: object) -> Any:
+        """As `_request`, from within a turn."""
         return _answer(name, _COPY_SECONDS, *await self._send(name, _COPY_SECONDS, **given))
 
     async def _send(self, name: str, timeout: float, **given: object) -> tuple[SandboxResult, dict[str, Any] | None]:
@@ -198,13 +198,13 @@ class Guest:
         call = f"_agentfly['handle']({name!r}, {json.dumps(given)!r}, {size})"
         try:
             result = await self._python.run(call, timeout=timeout)
-            if result.error_type == "NameError" and (result.error or "").endswith(_IN_THE_WAY):
-                await self._python.run(_program(self._programs), timeout=_COPY_SECONDS)
+            if result.error_type == "NameError" and (result.error or "").endswith(_PROGRAM_MISSING):
+                await self._python.run(_program_cell(self._inside_files), timeout=_COPY_SECONDS)
                 result = await self._python.run(call, timeout=timeout)
-            total, text = _piece(result.value)
+            total, text = _parse_chunk(result.value)
             while total is not None and len(text) < total:
-                more = await self._python.run(f"_agentfly['ANSWERS'].piece({len(text)}, {size})", timeout=_COPY_SECONDS)
-                again, part = _piece(more.value)
+                more = await self._python.run(f"_agentfly['REPLY'].chunk({len(text)}, {size})", timeout=_COPY_SECONDS)
+                again, part = _parse_chunk(more.value)
                 if again != total or not part:
                     total = None
                 text += part
@@ -228,29 +228,29 @@ class Guest:
             for entry in entries:
                 batch.append(entry)
                 size += len(entry.get("data", "")) + 200
-                if size > 2 * _PIECE:
-                    await self._inner("put", entries=batch, folder=folder)
+                if size > 2 * _CHUNK_BYTES:
+                    await self._request_locked("put", entries=batch, folder=folder)
                     batch, size = [], 0
             if batch:
-                await self._inner("put", entries=batch, folder=folder)
+                await self._request_locked("put", entries=batch, folder=folder)
         except ToolError as error:
             raise SandboxError(f"the files of a {type(self).__name__} could not be put in place: {error}") from None
 
-    async def _copy_home(self, into: Guest) -> None:
+    async def _copy_home(self, into: HostedSandbox) -> None:
         """All of this one's own folder into another's, within a turn of both."""
-        for path, kind, mode, size, mtime, link in await self._inner("survey"):
+        for path, kind, mode, size, mtime, link in await self._request_locked("list_home"):
             if kind == "other":
                 raise SandboxError(
                     f"this {type(self).__name__} cannot fork: {path!r} is a pipe, a socket or a device: it has no copy"
                 )
             entry: dict[str, Any] = {"path": path, "kind": kind, "mode": mode, "link": link}
             if kind != "file":
-                await into._inner("put", entries=[entry], folder="")
+                await into._request_locked("put", entries=[entry], folder="")
                 continue
-            for offset in range(0, max(1, size), _PIECE):
-                data = await self._inner("take", path=path, offset=offset, size=_PIECE)
+            for offset in range(0, max(1, size), _CHUNK_BYTES):
+                data = await self._request_locked("read_chunk", path=path, offset=offset, size=_CHUNK_BYTES)
                 piece = entry | {"data": data, "more": offset > 0, "mtime": mtime}
-                await into._inner("put", entries=[piece], folder="")
+                await into._request_locked("put", entries=[piece], folder="")
 
     @asynccontextmanager
     async def _copying(self: G, into: G) -> AsyncIterator[None]:
@@ -261,7 +261,7 @@ class Guest:
         if not isinstance(into, type(self)) or into is self:
             raise SandboxError(f"a {type(self).__name__} forks into another of its kind, not into {into!r}")
         try:
-            async with self._in_order.hold(), into._in_order.hold():
+            async with self._lock.acquire(), into._lock.acquire():
                 await self._start()
                 await into._start()
                 try:
@@ -275,10 +275,10 @@ class Guest:
             raise
 
 
-def _piece(value: str | None) -> tuple[int | None, str]:
+def _parse_chunk(value: str | None) -> tuple[int | None, str]:
     """(length of the whole answer, this part of it); (None, "") for what keeps to no protocol."""
     number, _, text = (value or "").partition(" ")
-    if not (number.isascii() and number.isdigit()) or len(number) > 12 or int(number) > _LONGEST:
+    if not (number.isascii() and number.isdigit()) or len(number) > 12 or int(number) > _MAX_ANSWER:
         return None, ""
     return int(number), text
 
@@ -299,7 +299,7 @@ def _answer(name: str, timeout: float, result: SandboxResult, answer: dict[str, 
 # --- what a sandbox is seeded with ---------------------------------------------------------------
 
 
-def seeds(files: Mapping[str, str | bytes] | str | os.PathLike[str]) -> list[dict[str, Any]]:
+def seed_entries(files: Mapping[str, str | bytes] | str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Files for `_put`, from a mapping of paths to contents or from a folder of the host, read now.
 
     Raises:  SettingsError for a path that leads out, a folder that is not there, or a content that is no text or bytes.
@@ -313,31 +313,31 @@ def seeds(files: Mapping[str, str | bytes] | str | os.PathLike[str]) -> list[dic
             if not isinstance(content, str | bytes):
                 raise SettingsError(f"files: {path!r} is {type(content).__name__}; want str or bytes")
             data = content.encode() if isinstance(content, str) else content
-            found += _pieces(path, 0o644, data)
+            found += _file_chunks(path, 0o644, data)
         return found
     top = Path(files)
     if not top.is_dir():
         raise SettingsError(f"files={str(files)!r}: there is no such folder; give a folder or a dict of path: text")
     for here, folders, names in os.walk(top):
         for name in sorted([*folders, *names]):
-            place = Path(here, name)
-            inside = place.relative_to(top).as_posix()
-            told = place.lstat()
-            mode = stat.S_IMODE(told.st_mode)
-            if place.is_symlink():
-                found.append({"path": inside, "kind": "link", "mode": mode, "link": os.readlink(place)})
-            elif place.is_dir():
+            file = Path(here, name)
+            inside = file.relative_to(top).as_posix()
+            status = file.lstat()
+            mode = stat.S_IMODE(status.st_mode)
+            if file.is_symlink():
+                found.append({"path": inside, "kind": "link", "mode": mode, "link": os.readlink(file)})
+            elif file.is_dir():
                 found.append({"path": inside, "kind": "folder", "mode": mode | 0o700})
-            elif place.is_file():
-                found += _pieces(inside, mode | 0o600, place.read_bytes())
+            elif file.is_file():
+                found += _file_chunks(inside, mode | 0o600, file.read_bytes())
     return found
 
 
-def _pieces(path: str, mode: int, data: bytes) -> list[dict[str, Any]]:
+def _file_chunks(path: str, mode: int, data: bytes) -> list[dict[str, Any]]:
     return [
         {
             "path": path, "kind": "file", "mode": mode, "more": offset > 0,
-            "data": base64.b64encode(data[offset : offset + _PIECE]).decode(),
+            "data": base64.b64encode(data[offset : offset + _CHUNK_BYTES]).decode(),
         }
-        for offset in range(0, max(1, len(data)), _PIECE)
+        for offset in range(0, max(1, len(data)), _CHUNK_BYTES)
     ]  # fmt: skip

@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class InOrder:
+class FifoLock:
     """Whoever enters waits for all that entered before, in order, whatever event loop they come from."""
 
     def __init__(self) -> None:
         self._last: asyncio.Future[None] | None = None
 
     @asynccontextmanager
-    async def hold(self) -> AsyncIterator[None]:
+    async def acquire(self) -> AsyncIterator[None]:
         """Until it is left, everybody who enters later waits."""
         loop = asyncio.get_running_loop()
         before, mine = self._last, loop.create_future()

@@ -23,7 +23,7 @@ class Refused(Exception):
     """What was asked for cannot be done; the text is for the one who asked."""
 
 
-class Piece:
+class RawRepr:
     """Text whose repr is itself: the interpreter echoes the repr of a cell's value."""
 
     def __init__(self, text: str) -> None:
@@ -33,31 +33,31 @@ class Piece:
         return self.text
 
 
-class Answers:
+class ReplyBuffer:
     """The last answer, until all of it was fetched."""
 
     text = ""
 
-    def piece(self, offset: int, size: int) -> Piece:
-        piece = Piece(f"{len(self.text)} {self.text[offset : offset + size]}")
+    def chunk(self, offset: int, size: int) -> RawRepr:
+        piece = RawRepr(f"{len(self.text)} {self.text[offset : offset + size]}")
         if offset + size >= len(self.text):
             self.text = ""
         return piece
 
 
-ANSWERS = Answers()
+REPLY = ReplyBuffer()
 
 
-def handle(name: str, given: str, size: int) -> Piece:
+def handle(name: str, arguments: str, size: int) -> RawRepr:
     """One call. Gives the length of its answer and the first `size` characters."""
     linecache.clearcache()  # the interpreter keeps the text of every cell, and these cells carry whole files
     answer: dict[str, Any]
     try:
-        answer = {"answer": CALLS[name](**json.loads(given))}
+        answer = {"answer": CALLS[name](**json.loads(arguments))}
     except Refused as refusal:
         answer = {"refused": str(refusal)}
-    ANSWERS.text = json.dumps(answer, ensure_ascii=False).encode("utf-8", "replace").decode()
-    return ANSWERS.piece(0, size)
+    REPLY.text = json.dumps(answer, ensure_ascii=False).encode("utf-8", "replace").decode()
+    return REPLY.chunk(0, size)
 
 
 def home() -> str:
@@ -74,7 +74,7 @@ def base(folder: str) -> str:
 # --- its folder by pieces ------------------------------------------------------------------------
 
 
-def survey() -> list[list[Any]]:
+def list_home() -> list[list[Any]]:
     """All that is in the sandbox's own folder: [path, kind, mode, size, mtime in ns, where a link leads]."""
     top, found = home(), []
     device = os.stat(top).st_dev
@@ -83,10 +83,10 @@ def survey() -> list[list[Any]]:
         folder = unseen.pop()
         for entry in sorted(os.scandir(os.path.join(top, folder)), key=lambda entry: entry.name):
             path = os.path.join(folder, entry.name)
-            told = entry.stat(follow_symlinks=False)
-            if told.st_dev != device:
+            status = entry.stat(follow_symlinks=False)
+            if status.st_dev != device:
                 continue  # a read-only mount of the host's Python
-            row: list[Any] = [path, "other", stat.S_IMODE(told.st_mode), told.st_size, told.st_mtime_ns, ""]
+            row: list[Any] = [path, "other", stat.S_IMODE(status.st_mode), status.st_size, status.st_mtime_ns, ""]
             if entry.is_symlink():
                 row[1], row[5] = "link", os.readlink(entry.path)
             elif entry.is_dir():
@@ -98,14 +98,14 @@ def survey() -> list[list[Any]]:
     return found
 
 
-def take(path: str, offset: int, size: int) -> str:
+def read_chunk(path: str, offset: int, size: int) -> str:
     with open(os.path.join(home(), path), "rb") as file:
         file.seek(offset)
         return base64.b64encode(file.read(size)).decode()
 
 
 def put(entries: list[dict[str, Any]], folder: str) -> None:
-    """Make what `survey` and `take` told. A file that comes in several pieces is appended to."""
+    """Make what `list_home` and `read_chunk` told. A file that comes in several pieces is appended to."""
     top = base(folder)
     os.umask(0o022)
     for entry in entries:
@@ -116,7 +116,7 @@ def put(entries: list[dict[str, Any]], folder: str) -> None:
             try:
                 os.mkdir(path, entry["mode"])
             except FileExistsError:
-                permit(path, entry["mode"])
+                chmod_if_allowed(path, entry["mode"])
             finally:
                 os.umask(before)
         elif entry["kind"] == "link":
@@ -133,7 +133,7 @@ def put(entries: list[dict[str, Any]], folder: str) -> None:
                 try:
                     os.utime(path, ns=(entry["mtime"], entry["mtime"]))
                 except PermissionError:
-                    pass  # as in `permit`
+                    pass  # as in `chmod_if_allowed`
 
 
 def write_new(path: str, mode: int, data: bytes, folder: int | None = None) -> None:
@@ -154,11 +154,11 @@ def write_new(path: str, mode: int, data: bytes, folder: int | None = None) -> N
         opened.write(data)
 
 
-def permit(path: str, mode: int) -> None:
+def chmod_if_allowed(path: str, mode: int) -> None:
     try:
         os.chmod(path, mode)
     except PermissionError:
         pass  # at the level "landlock" no permission can be changed
 
 
-CALLS |= {"survey": survey, "take": take, "put": put}
+CALLS |= {"list_home": list_home, "read_chunk": read_chunk, "put": put}

@@ -22,7 +22,7 @@ UNDO: deque[tuple[str, bytes | None]] = deque()  # path, what was in it; None: n
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def inner(path: str, folder: str) -> str:
+def relative_path(path: str, folder: str) -> str:
     """A path as it is below the folder, without links and dots."""
     root = base(folder)
     if "\0" in path:
@@ -36,7 +36,7 @@ def inner(path: str, folder: str) -> str:
     return os.path.relpath(real, root)
 
 
-def descend(inside: str, folder: str, make: bool = False) -> int:
+def open_parent(inside: str, folder: str, make: bool = False) -> int:
     """A descriptor of the folder in which this path's last name lies."""
     try:
         here = os.open(base(folder), FOLDER)
@@ -60,16 +60,16 @@ def descend(inside: str, folder: str, make: bool = False) -> int:
     return here
 
 
-def content(path: str, folder: str) -> tuple[str, bytes]:
+def read_bytes(path: str, folder: str) -> tuple[str, bytes]:
     """(the path below the folder, all that is in the file)"""
-    inside = inner(path, folder)
-    above = descend(inside, folder)
+    inside = relative_path(path, folder)
+    above = open_parent(inside, folder)
     try:
         file = os.open(
             inside.rpartition("/")[2], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=above
         )
     except FileNotFoundError:
-        raise Refused(f"there is no {path!r}{near(inside, folder)}") from None
+        raise Refused(f"there is no {path!r}{suggestion(inside, folder)}") from None
     except OSError as error:
         raise Refused(f"{path!r} cannot be read: {error.strerror}") from None
     finally:
@@ -86,15 +86,15 @@ def content(path: str, folder: str) -> tuple[str, bytes]:
         os.close(file)
 
 
-def near(inside: str, folder: str) -> str:
-    names = [name for name in listed(".", folder, 8)["names"] if not name.endswith("/")]
+def suggestion(inside: str, folder: str) -> str:
+    names = [name for name in list_folder(".", folder, 8)["names"] if not name.endswith("/")]
     close = [name for name in names if name.rpartition("/")[2] == inside.rpartition("/")[2]]
     close = close or difflib.get_close_matches(inside, names, 3)
     return f"; there is {', '.join(close[:3])}" if close else ""
 
 
-def text_of(path: str, folder: str) -> tuple[str, str]:
-    inside, data = content(path, folder)
+def read_text(path: str, folder: str) -> tuple[str, str]:
+    inside, data = read_bytes(path, folder)
     try:
         text = data.decode()
     except UnicodeDecodeError:
@@ -104,9 +104,9 @@ def text_of(path: str, folder: str) -> tuple[str, str]:
     return inside, text
 
 
-def replace(inside: str, folder: str, data: bytes | None) -> None:
+def replace_file(inside: str, folder: str, data: bytes | None) -> None:
     """Put all of a file in place at once, or leave it as it was. None deletes it."""
-    above = descend(inside, folder, make=data is not None)
+    above = open_parent(inside, folder, make=data is not None)
     name = inside.rpartition("/")[2]
     new = f".{name[:100]}.{secrets.token_hex(4)}"
     try:
@@ -115,10 +115,10 @@ def replace(inside: str, folder: str, data: bytes | None) -> None:
             return
         mode = 0o644
         try:
-            told = os.stat(name, dir_fd=above, follow_symlinks=False)
-            if not stat.S_ISREG(told.st_mode):
-                raise Refused(f"{inside!r} is {'a folder' if stat.S_ISDIR(told.st_mode) else 'no file'}")
-            mode = stat.S_IMODE(told.st_mode)
+            status = os.stat(name, dir_fd=above, follow_symlinks=False)
+            if not stat.S_ISREG(status.st_mode):
+                raise Refused(f"{inside!r} is {'a folder' if stat.S_ISDIR(status.st_mode) else 'no file'}")
+            mode = stat.S_IMODE(status.st_mode)
         except FileNotFoundError:
             pass
         try:
@@ -136,8 +136,8 @@ def replace(inside: str, folder: str, data: bytes | None) -> None:
         os.close(above)
 
 
-def change(inside: str, folder: str, before: bytes | None, after: bytes | None) -> None:
-    replace(inside, folder, after)
+def change_file(inside: str, folder: str, before: bytes | None, after: bytes | None) -> None:
+    replace_file(inside, folder, after)
     UNDO.append((inside, before))
     while sum(len(data or b"") for _, data in UNDO) > UNDO_BYTES:
         UNDO.popleft()
@@ -146,8 +146,8 @@ def change(inside: str, folder: str, before: bytes | None, after: bytes | None) 
 # --- the calls -----------------------------------------------------------------------------------
 
 
-def read(path: str, start: int, end: int | None, numbers: bool, most: int, folder: str) -> str:
-    _, text = text_of(path, folder)
+def read(path: str, start: int, end: int | None, numbers: bool, max_chars: int, folder: str) -> str:
+    _, text = read_text(path, folder)
     lines = text.splitlines(keepends=True)
     if start < 1 or (end is not None and end < start):
         raise Refused(f"lines {start} to {end}: the first line is 1, and the last is not before the first")
@@ -159,29 +159,29 @@ def read(path: str, start: int, end: int | None, numbers: bool, most: int, folde
     size, fit = 0, 0
     for line in shown:
         size += len(line)
-        fit += size <= most
-    if size > most:
+        fit += size <= max_chars
+    if size > max_chars:
         hint = f"read a part: lines {start} to {start + fit - 1}" if fit else "its first line alone is longer"
-        raise Refused(f"{path!r}: {size} characters are more than the {most} of one reading; {hint}")
+        raise Refused(f"{path!r}: {size} characters are more than the {max_chars} of one reading; {hint}")
     return "".join(shown)
 
 
 def write(path: str, text: str, folder: str) -> str:
-    inside = inner(path, folder)
+    inside = relative_path(path, folder)
     if inside == "." or path.endswith("/"):
         raise Refused(f"{path!r} is a folder; name a file")
     try:
-        before: bytes | None = content(path, folder)[1]
+        before: bytes | None = read_bytes(path, folder)[1]
     except Refused:
         before = None
     data = text.encode("utf-8", "surrogateescape")
-    change(inside, folder, before, data)
+    change_file(inside, folder, before, data)
     count = len(text.splitlines())
     return f"{inside}: {'written' if before is None else 'overwritten'}, {count} line{'' if count == 1 else 's'}"
 
 
 def edit(path: str, old: str, new: str, folder: str) -> str:
-    inside, text = text_of(path, folder)
+    inside, text = read_text(path, folder)
     if not old:
         raise Refused("the text to replace is empty; to make or overwrite a file, write it")
     if old == new:
@@ -190,7 +190,9 @@ def edit(path: str, old: str, new: str, folder: str) -> str:
         old, new = old.replace("\n", "\r\n"), new.replace("\n", "\r\n")
     places = [found.start() for found in re.finditer(re.escape(old), text)]
     if not places:
-        raise Refused(f"the text to replace is not in {inside}; it must match exactly, blanks too{likeness(old, text)}")
+        raise Refused(
+            f"the text to replace is not in {inside}; it must match exactly, blanks too{closest_match(old, text)}"
+        )
     numbers = [text.count("\n", 0, place) + 1 for place in places]
     if len(places) > 1 or text.count(old, places[0] + 1):
         at = ", ".join(map(str, numbers[:10])) + (", ..." if len(numbers) > 10 else "")
@@ -201,7 +203,7 @@ def edit(path: str, old: str, new: str, folder: str) -> str:
             else f"the text to replace overlaps itself in {inside}; give more of the lines around it"
         )
     after = text[: places[0]] + new + text[places[0] + len(old) :]
-    change(inside, folder, text.encode(), after.encode("utf-8", "surrogateescape"))
+    change_file(inside, folder, text.encode(), after.encode("utf-8", "surrogateescape"))
     first = max(1, numbers[0] - 2)
     last = numbers[0] + new.count("\n") + 2
     lines = after.splitlines()[first - 1 : min(last, first + 30)]
@@ -209,7 +211,7 @@ def edit(path: str, old: str, new: str, folder: str) -> str:
     return f"{inside}: replaced at line {numbers[0]}. It reads now:\n{shown}"
 
 
-def likeness(old: str, text: str) -> str:
+def closest_match(old: str, text: str) -> str:
     """Where the model may have meant: the same text with other blanks, else the most similar line."""
     lines = text.splitlines()
     wanted = [line.strip() for line in old.strip("\r\n").splitlines()]
@@ -228,9 +230,9 @@ def likeness(old: str, text: str) -> str:
     return ""
 
 
-def listed(path: str, folder: str, depth: int, most: int = 1000) -> dict[str, Any]:
+def list_folder(path: str, folder: str, depth: int, max_names: int = 1000) -> dict[str, Any]:
     """{"names": paths below the folder, those of folders with a / at their end; "more": how many were left out}"""
-    inside = inner(path, folder)
+    inside = relative_path(path, folder)
     top = os.path.join(base(folder), inside)
     names: list[str] = []
     more = 0
@@ -247,7 +249,7 @@ def listed(path: str, folder: str, depth: int, most: int = 1000) -> dict[str, An
         for entry in entries:
             name = os.path.join(here, entry.name)
             is_folder = entry.is_dir(follow_symlinks=False)
-            if len(names) < most:
+            if len(names) < max_names:
                 names.append(name + "/" if is_folder else name)
             else:
                 more += 1
@@ -257,7 +259,7 @@ def listed(path: str, folder: str, depth: int, most: int = 1000) -> dict[str, An
     return {"names": sorted(names), "more": more}
 
 
-def grep(pattern: str, path: str, most: int, folder: str) -> dict[str, Any]:
+def grep(pattern: str, path: str, max_matches: int, folder: str) -> dict[str, Any]:
     """{"found": [path, line number, line] each; "more": True if there would be more}"""
     try:
         wanted = re.compile(pattern)
@@ -265,36 +267,36 @@ def grep(pattern: str, path: str, most: int, folder: str) -> dict[str, Any]:
         raise Refused(
             f"{pattern!r} is no regular expression: {error}; put a \\ before a letter that means itself"
         ) from None
-    inside = inner(path, folder)
+    inside = relative_path(path, folder)
     if os.path.isdir(os.path.join(base(folder), inside)):
-        names = [name for name in listed(path, folder, 64, 100_000)["names"] if not name.endswith("/")]
+        names = [name for name in list_folder(path, folder, 64, 100_000)["names"] if not name.endswith("/")]
     else:
         names = [inside]
     found: list[list[Any]] = []
     for name in names:
         try:
-            _, text = text_of(name, folder)
+            _, text = read_text(name, folder)
         except Refused:
             if name == path:
                 raise
             continue  # not text, or gone meanwhile
         for number, line in enumerate(text.splitlines(), 1):
             if wanted.search(line):
-                if len(found) == most:
+                if len(found) == max_matches:
                     return {"found": found, "more": True}
                 found.append([name, number, line[:500]])
     return {"found": found, "more": False}
 
 
 def undo(path: str | None, folder: str) -> str:
-    inside = None if path is None else inner(path, folder)
+    inside = None if path is None else relative_path(path, folder)
     for at in range(len(UNDO) - 1, -1, -1):
         name, before = UNDO[at]
         if inside in (None, name):
-            replace(name, folder, before)
+            replace_file(name, folder, before)
             del UNDO[at]
             return f"{name}: {'deleted again' if before is None else 'as it was before the last change'}"
     raise Refused("there is nothing to undo" if path is None else f"there is no change of {path!r} to undo")
 
 
-CALLS |= {"read": read, "write": write, "edit": edit, "list": listed, "grep": grep, "undo": undo}
+CALLS |= {"read": read, "write": write, "edit": edit, "list": list_folder, "grep": grep, "undo": undo}

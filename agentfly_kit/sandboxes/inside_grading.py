@@ -69,32 +69,32 @@ def unpack(value: Any, found: Callable[[Any], Any]) -> Any:
         return [unpack(each, found) for each in value]
     if not isinstance(value, dict) or len(value) != 1:
         raise ValueError("no data")
-    ((kind, told),) = value.items()
-    if kind == "int":
-        return int(told, 16)
-    if kind == "float":
-        return float.fromhex(told)
-    if kind == "complex":
-        return complex(float.fromhex(told[0]), float.fromhex(told[1]))
-    if kind == "bytes":
-        return base64.b64decode(told)
-    if kind == "dict":
-        return {unpack(key, found): unpack(each, found) for key, each in told}
-    if kind in ("tuple", "set", "frozenset"):
-        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](unpack(each, found) for each in told)
-    if kind == "object":
-        return found(told)
+    ((tag, inner),) = value.items()
+    if tag == "int":
+        return int(inner, 16)
+    if tag == "float":
+        return float.fromhex(inner)
+    if tag == "complex":
+        return complex(float.fromhex(inner[0]), float.fromhex(inner[1]))
+    if tag == "bytes":
+        return base64.b64decode(inner)
+    if tag == "dict":
+        return {unpack(key, found): unpack(each, found) for key, each in inner}
+    if tag in ("tuple", "set", "frozenset"):
+        return {"tuple": tuple, "set": set, "frozenset": frozenset}[tag](unpack(each, found) for each in inner)
+    if tag == "object":
+        return found(inner)
     raise ValueError("no data")
 
 
-def written(message: Any) -> str:
+def dump_json(message: Any) -> str:
     text = json.dumps(message)
     if len(text) > LONGEST:
         raise ValueError(f"{len(text)} characters of data; at most {LONGEST} cross at once")
     return text
 
 
-def told(error: BaseException, text: str, own: str) -> str:
+def format_traceback(error: BaseException, text: str, own: str) -> str:
     """A traceback from the first frame on of the text that was to be run."""
     linecache.cache[own] = (len(text), None, text.splitlines(keepends=True), own)
     step = error.__traceback__
@@ -106,7 +106,7 @@ def told(error: BaseException, text: str, own: str) -> str:
 # --- the submission ------------------------------------------------------------------------------
 
 
-class Work:
+class Submission:
     """The submitted module, and the objects of it that the tests know by number."""
 
     name = ""
@@ -116,16 +116,16 @@ class Work:
 
 
 def keep_object(value: Any) -> dict[str, Any]:
-    number = Work.numbers.setdefault(id(value), len(Work.objects) + 1)
-    Work.objects[number] = value  # so that its id stays its own
+    number = Submission.numbers.setdefault(id(value), len(Submission.objects) + 1)
+    Submission.objects[number] = value  # so that its id stays its own
     return {"object": [number, type(value).__name__[:80]]}
 
 
-def found_object(told: Any) -> Any:
-    return Work.objects[told[0]]
+def get_object(reference: Any) -> Any:
+    return Submission.objects[reference[0]]
 
 
-def usual() -> None:
+def add_exit() -> None:
     """What every script may use: `site`, which adds it, is not loaded here."""
     for name in ("exit", "quit"):
         if not hasattr(builtins, name):
@@ -136,14 +136,14 @@ def load(source: str, module: str) -> dict[str, Any]:
     """Run a submission as a module of this name; its own failure is an answer."""
     made = types.ModuleType(module)
     sys.modules[module] = made
-    Work.name, Work.text = module, source
-    usual()
+    Submission.name, Submission.text = module, source
+    add_exit()
     try:
         exec(compile(source, f"<{module}>", "exec", dont_inherit=True), made.__dict__)
     except MemoryError:
         raise
     except (Exception, SystemExit) as error:
-        return {"error": told(error, source, f"<{module}>")}
+        return {"error": format_traceback(error, source, f"<{module}>")}
     return {"error": None}
 
 
@@ -172,30 +172,30 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 def answer(question: str) -> str:
     """One question of the tests', in the submission's process."""
-    if not Work.name:
+    if not Submission.name:
         raise Refused("nothing was submitted to this interpreter")
-    asked = json.loads(question)
+    request = json.loads(question)
     try:
-        if asked["op"] == "import":
-            name = asked["on"]
-            value = sys.modules[name] if name == Work.name else importlib.import_module(name)
-            return written({"value": keep_object(value)})
-        on = found_object(asked["on"])
-        if asked["op"] == "next":
-            return written(_next(on))
-        args = unpack(asked["args"], found_object)
-        named = {name: unpack(each, found_object) for name, each in asked["named"].items()}
-        value = OPERATIONS[asked["op"]](on, *args, **named)
-        return written({"value": pack(value, keep_object)})
+        if request["op"] == "import":
+            name = request["on"]
+            value = sys.modules[name] if name == Submission.name else importlib.import_module(name)
+            return dump_json({"value": keep_object(value)})
+        on = get_object(request["on"])
+        if request["op"] == "next":
+            return dump_json(_next(on))
+        args = unpack(request["args"], get_object)
+        named = {name: unpack(each, get_object) for name, each in request["named"].items()}
+        value = OPERATIONS[request["op"]](on, *args, **named)
+        return dump_json({"value": pack(value, keep_object)})
     except MemoryError:
         raise
     except (Exception, SystemExit) as error:
         names = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
-        return written(
+        return dump_json(
             {
                 "raised": [names[0], type(error).__name__],
                 "text": str(error)[:2000],
-                "where": told(error, Work.text, f"<{Work.name}>"),
+                "where": format_traceback(error, Submission.text, f"<{Submission.name}>"),
             }
         )
 
@@ -210,7 +210,7 @@ def program(source: str, stdin: str) -> dict[str, Any]:
     os.close(descriptor)
     os.unlink(path)
     sys.stdin = sys.__stdin__ = io.open(0, encoding="utf-8", errors="replace", closefd=False)  # type: ignore[misc]  # noqa: SIM115, UP020
-    usual()
+    add_exit()
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     try:
@@ -221,7 +221,7 @@ def program(source: str, stdin: str) -> dict[str, Any]:
         if error.code not in (None, 0):
             return {"error": f"it exited with {str(error.code)[:1000]!r}"}
     except Exception as error:
-        return {"error": told(error, source, "<program>")}
+        return {"error": format_traceback(error, source, "<program>")}
     return {"error": None}
 
 
@@ -232,22 +232,22 @@ class SubmissionError(Exception):
     """The submission raised something that is no built-in exception."""
 
 
-def asked(op: str, on: Any, *args: Any, **named: Any) -> Any:
+def ask_submission(op: str, on: Any, *args: Any, **named: Any) -> Any:
     """Ask the submission, from the thread of a test; what it raised is raised here."""
-    Tests.asked = True
+    Tests.has_asked = True
     question = {
         "op": op, "on": on, "args": [pack(each, keep_proxy) for each in args],
         "named": {name: pack(each, keep_proxy) for name, each in named.items()},
     }  # fmt: skip
-    Tests.out.put({"ask": written(question)})
+    Tests.out.put({"ask": dump_json(question)})
     reply = json.loads(Tests.back.get())
     if "raised" in reply:
         name, own, text = str(reply["raised"][0]), str(reply["raised"][1]), str(reply.get("text"))
         kind: Any = getattr(builtins, name, None)
         raised: Exception = SubmissionError(f"{own}: {text}")
         # A StopIteration would end, unseen, the all() or map() of a test; an exit is no exception of a test's.
-        usual = isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception
-        if usual and kind not in (StopIteration, StopAsyncIteration):
+        is_builtin = isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception
+        if is_builtin and kind not in (StopIteration, StopAsyncIteration):
             try:
                 raised = kind(text)
             except TypeError:  # UnicodeDecodeError wants five arguments
@@ -261,59 +261,59 @@ def asked(op: str, on: Any, *args: Any, **named: Any) -> Any:
 
 def keep_proxy(value: Any) -> dict[str, Any]:
     if isinstance(value, Proxy):
-        return {"object": object.__getattribute__(value, "_told")}
+        return {"object": object.__getattribute__(value, "_reference")}
     raise TypeError(f"a {type(value).__name__} cannot be handed to the submission: it gets data, and what is its own")
 
 
 class Proxy:
     """An object of the submission's, which stays in its process."""
 
-    def __init__(self, told: Any) -> None:
-        if not (isinstance(told, list) and len(told) == 2 and isinstance(told[0], int)):
+    def __init__(self, reference: Any) -> None:
+        if not (isinstance(reference, list) and len(reference) == 2 and isinstance(reference[0], int)):
             raise ValueError("no object")
-        object.__setattr__(self, "_told", told)
+        object.__setattr__(self, "_reference", reference)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__name__", "__doc__"):
             raise AttributeError(name)
-        return asked("getattr", self._told, name)
+        return ask_submission("getattr", self._reference, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        asked("setattr", self._told, name, value)
+        ask_submission("setattr", self._reference, name, value)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        return asked("call", self._told, *args, **named)
+        return ask_submission("call", self._reference, *args, **named)
 
     def __getitem__(self, key: Any) -> Any:
-        return asked("getitem", self._told, key)
+        return ask_submission("getitem", self._reference, key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        asked("setitem", self._told, key, value)
+        ask_submission("setitem", self._reference, key, value)
 
     def __delitem__(self, key: Any) -> None:
-        asked("delitem", self._told, key)
+        ask_submission("delitem", self._reference, key)
 
     def __len__(self) -> int:
-        return int(asked("len", self._told))
+        return int(ask_submission("len", self._reference))
 
     def __contains__(self, key: Any) -> bool:
-        return bool(asked("contains", self._told, key))
+        return bool(ask_submission("contains", self._reference, key))
 
     def __bool__(self) -> bool:
-        return bool(asked("bool", self._told))
+        return bool(ask_submission("bool", self._reference))
 
     def __str__(self) -> str:
-        return str(asked("str", self._told))
+        return str(ask_submission("str", self._reference))
 
     def __repr__(self) -> str:
-        return f"<a {self._told[1]} of the submission's>"
+        return f"<a {self._reference[1]} of the submission's>"
 
     def __iter__(self) -> Iterator[Any]:
-        iterator = asked("iter", self._told)
+        iterator = ask_submission("iter", self._reference)
         if not isinstance(iterator, Proxy):
             raise TypeError("the submission's iterator is none")
         while True:
-            end, value = asked("next", iterator._told)
+            end, value = ask_submission("next", iterator._reference)
             if end:
                 return
             yield value
@@ -331,7 +331,7 @@ class RemoteModule(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return asked("getattr", asked("import", self.__name__)._told, name)
+        return ask_submission("getattr", ask_submission("import", self.__name__)._reference, name)
 
 
 class Tests:
@@ -340,7 +340,7 @@ class Tests:
     name = ""
     names: tuple[str, ...] = ()
     space: dict[str, Any] = {}  # noqa: RUF012
-    asked = False
+    has_asked = False
     out: queue.SimpleQueue[Any] = queue.SimpleQueue()
     back: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -370,7 +370,7 @@ def begin(text: str, setup: bool) -> dict[str, Any]:
     space = Tests.space if setup else dict(Tests.space)
     # Of the submission's are the names that nothing else explains: never a built-in one, unless the caller says so.
     wanted = sorted((used - BUILTINS - space.keys()) | (used & set(Tests.names)))
-    Tests.asked = False
+    Tests.has_asked = False
     Tests.out, Tests.back = queue.SimpleQueue(), queue.SimpleQueue()
     threading.Thread(target=test, args=(code, space, wanted, text, name), daemon=True).start()
     return Tests.out.get()  # type: ignore[no-any-return]
@@ -386,13 +386,13 @@ def test(code: Any, space: dict[str, Any], wanted: list[str], text: str, name: s
     error = None
     try:
         if wanted:
-            module = asked("import", Tests.name)
+            module = ask_submission("import", Tests.name)
             for each in wanted:
                 try:
-                    space[each] = asked("getattr", module._told, each)
+                    space[each] = ask_submission("getattr", module._reference, each)
                 except AttributeError:
                     continue  # then it is a NameError where it is used
-        Tests.asked = False
+        Tests.has_asked = False
         before = set(space)
         exec(code, space)
         for each in [each for each in space if each not in before]:
@@ -405,8 +405,8 @@ def test(code: Any, space: dict[str, Any], wanted: list[str], text: str, name: s
                 for _, why in [*report.errors, *report.failures]:
                     raise AssertionError(why)
     except BaseException as failure:
-        error = told(failure, text, name)
-    Tests.out.put({"end": error, "asked": Tests.asked})
+        error = format_traceback(failure, text, name)
+    Tests.out.put({"end": error, "asked": Tests.has_asked})
 
 
 CALLS.update(load=load, answer=answer, program=program, prepare=prepare, begin=begin, resume=resume)

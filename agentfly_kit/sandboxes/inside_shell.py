@@ -36,7 +36,7 @@ def quoted(text: str) -> str:
     return "$'" + "".join(chr(b) if b in plain else f"\\{b:03o}" for b in text.encode("utf-8", "surrogateescape")) + "'"
 
 
-def below(root: int) -> set[int]:
+def descendants(root: int) -> set[int]:
     """Every living process that descends from `root`; empty where the kernel keeps no list of children."""
     found: set[int] = set()
     unseen = [root]
@@ -50,10 +50,10 @@ def below(root: int) -> set[int]:
                 unseen += children
         except OSError:
             continue
-    return {pid for pid in found if not dead(pid)}
+    return {pid for pid in found if not is_dead(pid)}
 
 
-def dead(pid: int) -> bool:
+def is_dead(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] in "ZX"
@@ -94,7 +94,7 @@ class Shell:
 
     def begin(self, command: str) -> None:
         """Let it run a command. Status and commands travel on files that the command itself does not have."""
-        self.known = below(self.process.pid)
+        self.known = descendants(self.process.pid)
         self.running = secrets.token_hex(8)
         line = f"eval {quoted(command)} </dev/null {self.status_number}>&-"
         self.send(f"{line}\nbuiltin printf '%s %s\\n' {self.running} \"$?\" >&{self.status_number}")
@@ -126,7 +126,7 @@ class Shell:
         status = self.status(INTERRUPT_SECONDS)
         deadline = time.monotonic() + KILL_SECONDS
         while status is None and time.monotonic() < deadline:
-            for pid in below(self.process.pid) - self.known:
+            for pid in descendants(self.process.pid) - self.known:
                 try:
                     os.kill(pid, signal.SIGKILL)
                 except OSError:
@@ -140,7 +140,7 @@ class Shell:
         except OSError:
             pass
 
-    def allow(self, cpu_seconds: float | None) -> None:
+    def raise_cpu_limit(self, cpu_seconds: float | None) -> None:
         """Processor time for one more command: the shell's own runs on from call to call."""
         if cpu_seconds is None or not hasattr(resource, "prlimit"):
             return
@@ -166,19 +166,19 @@ class Shell:
         return 128 - code if code < 0 else code
 
 
-class Place:
+class Current:
     """Where the one shell is kept."""
 
     shell: Shell | None = None
 
 
-def shell_in(folder: str) -> Shell:
-    if Place.shell is None or Place.shell.process.poll() is not None:
-        if Place.shell is not None:
-            Place.shell.end()  # a background job of the model's killed it
-        Place.shell = None
-        Place.shell = Shell(base(folder))
-    return Place.shell
+def get_shell(folder: str) -> Shell:
+    if Current.shell is None or Current.shell.process.poll() is not None:
+        if Current.shell is not None:
+            Current.shell.end()  # a background job of the model's killed it
+        Current.shell = None
+        Current.shell = Shell(base(folder))
+    return Current.shell
 
 
 def run(command: str, folder: str, cpu_seconds: float | None) -> dict[str, Any]:
@@ -188,26 +188,26 @@ def run(command: str, folder: str, cpu_seconds: float | None) -> dict[str, Any]:
     began = False
     status: int | None = None
     try:
-        shell = shell_in(folder)
-        shell.allow(cpu_seconds)
+        shell = get_shell(folder)
+        shell.raise_cpu_limit(cpu_seconds)
         shell.begin(command)
         began = True
         status = shell.status(None)
     except Refused:
         raise
     except BaseException:  # the time is up (KeyboardInterrupt, the processor's), or the shell died under our hands
-        if Place.shell is not None and began and status is None:
-            status = Place.shell.stop()
+        if Current.shell is not None and began and status is None:
+            status = Current.shell.stop()
     ended = status is None
-    if status is None and Place.shell is not None:
-        status = Place.shell.end()
-        Place.shell = None
+    if status is None and Current.shell is not None:
+        status = Current.shell.end()
+        Current.shell = None
     return {"exit": status, "ended": ended}
 
 
 def dump() -> str | None:
     """The shell's folder, variables, functions and options, as commands; None if no shell is running."""
-    if Place.shell is None or Place.shell.process.poll() is not None:
+    if Current.shell is None or Current.shell.process.poll() is not None:
         return None
     path = os.path.join(home(), ".agentfly-shell-state")
     try:

@@ -35,7 +35,7 @@ def path() -> str:
     return os.path.join(home(), "chain.db")
 
 
-def guard(action: int, first: str | None, second: str | None, *_: str | None) -> int:
+def authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
     """What sqlite asks before each step of a statement's plan: other files are none of its business."""
     if action in SQLITE_DENIED:
         return sqlite3.SQLITE_DENY
@@ -57,7 +57,7 @@ def open_database(engine: str, memory_mb: int | None) -> None:
         if hasattr(connection, "setlimit"):
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST)
             connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
-        connection.set_authorizer(guard)
+        connection.set_authorizer(authorize)
     else:
         import duckdb  # type: ignore[import-not-found, unused-ignore]
 
@@ -92,8 +92,8 @@ def renew() -> None:
 def statements(script: str) -> list[str]:
     """sqlite3 takes one statement at a time."""
     found, begun = [], 0
-    for at, letter in enumerate(script):
-        if letter == ";" and sqlite3.complete_statement(script[begun : at + 1]):
+    for at, char in enumerate(script):
+        if char == ";" and sqlite3.complete_statement(script[begun : at + 1]):
             found.append(script[begun : at + 1])
             begun = at + 1
     return [*found, script[begun:]] if script[begun:].strip() else found
@@ -104,7 +104,7 @@ def interruptible(work: Callable[[], Any]) -> Any:
     outcome: list[Any] = []
     done = threading.Event()
 
-    def go() -> None:
+    def target() -> None:
         try:
             outcome.append((True, work()))
         except BaseException as error:
@@ -113,7 +113,7 @@ def interruptible(work: Callable[[], Any]) -> Any:
             done.set()
 
     try:
-        threading.Thread(target=go, daemon=True).start()
+        threading.Thread(target=target, daemon=True).start()
         done.wait()
     except BaseException:
         # Again and again: an interrupt that comes before the query has begun is forgotten. While it goes on there is no
@@ -128,57 +128,61 @@ def interruptible(work: Callable[[], Any]) -> Any:
     raise value
 
 
-def query(sql: str, engine: str, memory_mb: int | None, most: int, room: int, cell: int) -> dict[str, Any]:
-    """Run every statement; the rows are the last one's. `most` rows; `room` characters in all, `cell` in one."""
-    return interruptible(lambda: answer(sql, engine, memory_mb, most, room, cell))  # type: ignore[no-any-return]
+def query(
+    sql: str, engine: str, memory_mb: int | None, max_rows: int, max_chars: int, max_cell_chars: int
+) -> dict[str, Any]:
+    """Run every statement; the rows are the last one's. `max_chars` in all, `max_cell_chars` in one value."""
+    return interruptible(lambda: run_query(sql, engine, memory_mb, max_rows, max_chars, max_cell_chars))  # type: ignore[no-any-return]
 
 
-def answer(sql: str, engine: str, memory_mb: int | None, most: int, room: int, cell: int) -> dict[str, Any]:
+def run_query(
+    sql: str, engine: str, memory_mb: int | None, max_rows: int, max_chars: int, max_cell_chars: int
+) -> dict[str, Any]:
     open_database(engine, memory_mb)
     connection = Database.connection
-    told: dict[str, Any] = {"columns": [], "types": [], "rows": [], "more": False, "cut": False, "changed": None}
+    reply: dict[str, Any] = {"columns": [], "types": [], "rows": [], "more": False, "cut": False, "changed": None}
     try:
         if engine == "sqlite":
             before = connection.total_changes
             cursor = connection.cursor()
             for statement in statements(sql):
                 cursor = connection.execute(statement)
-            told["changed"] = connection.total_changes - before
+            reply["changed"] = connection.total_changes - before
         else:
             cursor = connection.execute(sql)
         if cursor.description:
-            told["columns"] = [column[0] for column in cursor.description]
-            told["types"] = [None if column[1] is None else str(column[1]) for column in cursor.description]
-            fetch(cursor, told, most, room, cell)
+            reply["columns"] = [column[0] for column in cursor.description]
+            reply["types"] = [None if column[1] is None else str(column[1]) for column in cursor.description]
+            fetch(cursor, reply, max_rows, max_chars, max_cell_chars)
         if engine == "sqlite":
             cursor.close()  # a statement that was not read to its end keeps the tables locked
     except Exception as error:
         name = type(error).__name__
-        told["error"], told["type"] = str(error) or name, name
+        reply["error"], reply["type"] = str(error) or name, name
         if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
-            told["limit"] = "memory"
+            reply["limit"] = "memory"
         elif "disk is full" in str(error).lower() or "No space left" in str(error):
-            told["limit"] = "disk"
-    return told
+            reply["limit"] = "disk"
+    return reply
 
 
-def fetch(cursor: Any, told: dict[str, Any], most: int, room: int, cell: int) -> None:
-    while len(told["rows"]) < most:
+def fetch(cursor: Any, reply: dict[str, Any], max_rows: int, max_chars: int, max_cell_chars: int) -> None:
+    while len(reply["rows"]) < max_rows:
         row = cursor.fetchone()
         if row is None:
             return
         values = []
         for value in row:
-            if isinstance(value, str | bytes) and len(value) > cell:
-                value, told["cut"] = value[:cell], True
+            if isinstance(value, str | bytes) and len(value) > max_cell_chars:
+                value, reply["cut"] = value[:max_cell_chars], True
             value = tagged(value)
-            room -= len(str(value)) + 1
+            max_chars -= len(str(value)) + 1
             values.append(value)
-        if room < 0 and told["rows"]:
-            told["more"] = True
+        if max_chars < 0 and reply["rows"]:
+            reply["more"] = True
             return
-        told["rows"].append(values)
-    told["more"] = cursor.fetchone() is not None
+        reply["rows"].append(values)
+    reply["more"] = cursor.fetchone() is not None
 
 
 def tagged(value: Any) -> Any:

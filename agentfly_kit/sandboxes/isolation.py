@@ -27,7 +27,7 @@ from typing import BinaryIO
 
 from ..errors import IsolationError, IsolationWarning, SettingsError
 from . import seccomp
-from .limits import Group, Hierarchy, Limits, find_hierarchy, sweep
+from .limits import Group, Hierarchy, Limits, find_hierarchy, remove_orphans
 
 LEVELS = ("strict", "shared", "landlock", "none")  # best first; without a choice, shared is not one of them
 
@@ -64,7 +64,7 @@ NOT_ISOLATED: Mapping[str, tuple[str, ...]] = {
         "the code can kill or change its own zygote; then the sandbox is replaced, and its chain is not scored",
     ),
 }
-_WHAT = {
+_DESCRIPTIONS = {
     "strict": "bubblewrap: namespaces, read-only files, no capabilities, call filter; one for each sandbox",
     "shared": "one bubblewrap for many: each with namespaces of its own inside, and the same filter",
     "landlock": "no namespaces: the kernel's file rules, no capabilities, a call filter that leaves no sockets",
@@ -81,7 +81,7 @@ class LevelReport:
 
     name: str
     available: bool
-    why: str
+    reason: str
     limits: Mapping[str, str]
     not_isolated: tuple[str, ...]
 
@@ -96,7 +96,7 @@ class SandboxReport:
     def __repr__(self) -> str:
         lines = [f"sandboxes on this machine: the best level is {self.best!r}"]
         for level in self.levels:
-            lines.append(f"  {level.name:<8} {'yes' if level.available else 'no':<4} {level.why}")
+            lines.append(f"  {level.name:<8} {'yes' if level.available else 'no':<4} {level.reason}")
             lines += [f"            {name}: {how}" for name, how in level.limits.items() if level.available]
             lines += [f"            not kept apart: {text}" for text in level.not_isolated if level.available]
         return "\n".join(lines)
@@ -107,13 +107,13 @@ def sandbox_report(limits: Limits | None = None) -> SandboxReport:
     limits = limits or Limits()
     levels = []
     for name in LEVELS:
-        why = trouble(name)
-        how = applied(name, limits, hierarchy())
-        levels.append(LevelReport(name, not why, why or _WHAT[name], how, NOT_ISOLATED[name]))
+        reason = unavailable_reason(name)
+        how = limit_mechanisms(name, limits, hierarchy())
+        levels.append(LevelReport(name, not reason, reason or _DESCRIPTIONS[name], how, NOT_ISOLATED[name]))
     return SandboxReport(best(), tuple(levels))
 
 
-def known(isolation: str | None) -> None:
+def check_level(isolation: str | None) -> None:
     """Raises SettingsError for a level that does not exist."""
     if isolation is not None and isolation not in LEVELS:
         names = ", ".join(map(repr, LEVELS))
@@ -123,16 +123,16 @@ def known(isolation: str | None) -> None:
         )
 
 
-def choose(isolation: str | None, limits: Limits) -> str:
+def resolve_level(isolation: str | None, limits: Limits) -> str:
     """The level to use.
 
     Raises:  SettingsError for an unknown name, IsolationError if the named level cannot be had with these limits.
     """
-    known(isolation)
+    check_level(isolation)
     if isolation is None:
         return best()
-    if why := trouble(isolation):
-        raise IsolationError(f"isolation={isolation!r} cannot be had here: {why}")
+    if reason := unavailable_reason(isolation):
+        raise IsolationError(f"isolation={isolation!r} cannot be had here: {reason}")
     root = os.geteuid() == 0 if hasattr(os, "geteuid") else False
     if isolation != "none" and limits.processes is not None and hierarchy() is None and root:
         raise IsolationError(
@@ -144,31 +144,31 @@ def choose(isolation: str | None, limits: Limits) -> str:
 
 def best() -> str:
     """What isolation=None takes. Not "shared", which is a choice that only the user can make."""
-    return next(level for level in LEVELS if level != "shared" and not trouble(level))
+    return next(level for level in LEVELS if level != "shared" and not unavailable_reason(level))
 
 
 @functools.cache
 def warn_below_strict(level: str) -> None:
     """Warn, once per process, that isolation=None chose a level below "strict", and say what would change that."""
     warnings.warn(
-        f"sandboxes run at isolation={level!r} ({_WHAT[level]}), "
-        f"because 'strict' is not available: {strict_trouble()}. "
+        f"sandboxes run at isolation={level!r} ({_DESCRIPTIONS[level]}), "
+        f"because 'strict' is not available: {strict_unavailable_reason()}. "
         f"af.sandbox_report() lists what is not isolated; isolation={level!r} accepts it without this warning",
         IsolationWarning,
         stacklevel=3,
     )
 
 
-def trouble(level: str) -> str:
+def unavailable_reason(level: str) -> str:
     """Why a level cannot be had here, and what to type; empty if it can. Tried once, with the real thing."""
     if level == "strict":
-        return strict_trouble()
+        return strict_unavailable_reason()
     if level == "shared":
-        return strict_trouble() or _try_shared(shutil.which("bwrap") or "")
-    return landlock_trouble() if level == "landlock" else ""
+        return strict_unavailable_reason() or _try_shared(shutil.which("bwrap") or "")
+    return landlock_unavailable_reason() if level == "landlock" else ""
 
 
-def applied(level: str, limits: Limits, groups: Hierarchy | None) -> dict[str, str]:
+def limit_mechanisms(level: str, limits: Limits, groups: Hierarchy | None) -> dict[str, str]:
     """How each limit is held at a level, in words; "not limited" where nothing holds it."""
     group = f"control group ({groups.version}), all processes together" if groups else None
     root = hasattr(os, "geteuid") and os.geteuid() == 0
@@ -202,7 +202,7 @@ def hierarchy() -> Hierarchy | None:
     found = find_hierarchy()
     if found is None:
         return None
-    sweep(found)
+    remove_orphans(found)
     try:
         Group(found, Limits()).remove()
     except OSError:
@@ -210,25 +210,25 @@ def hierarchy() -> Hierarchy | None:
     return found
 
 
-def strict_trouble() -> str:
+def strict_unavailable_reason() -> str:
     """Why there is no strict level here, and what to type; empty if there is one. Tried once, with the real command."""
     if sys.platform != "linux":
         return f"needs Linux namespaces; this is {sys.platform}"
     program = shutil.which("bwrap")
     if program is None:
         return f"bubblewrap is not installed: {INSTALL_BUBBLEWRAP}"
-    return _try(program)
+    return _probe_strict(program)
 
 
-def landlock_trouble() -> str:
-    """As `strict_trouble`, for the level that needs no namespaces."""
+def landlock_unavailable_reason() -> str:
+    """As `strict_unavailable_reason`, for the level that needs no namespaces."""
     if sys.platform != "linux":
         return f"needs Linux's Landlock; this is {sys.platform}"
     if seccomp.program(landlock=6) is None:
         return f"no system-call filter has been written for {platform.machine()}"
     if landlock_version() < 1:
         return "this kernel has no Landlock: 5.13 or newer is wanted, with `landlock` among its `lsm=` modules"
-    return _try_landlock()
+    return _probe_landlock()
 
 
 @functools.cache
@@ -240,7 +240,7 @@ def landlock_version() -> int:
 
 
 @functools.cache
-def _try_landlock() -> str:
+def _probe_landlock() -> str:
     calls = seccomp.program(landlock=landlock_version(), network=False) or b""
     settings = {"space": None, "landlock": landlock_rules("/nonexistent", Limits()), "filter": calls.hex()}
     with worker_file() as file:
@@ -275,8 +275,8 @@ def _try_shared(program: str) -> str:
     settings = {"space": shared_space(Limits()), "landlock": None, "filter": calls.hex()}
     with worker_file() as file:
         worker = run_worker(file.fileno(), "probe", json.dumps(settings))
-        said = _probe([*command, *worker], environment, (file.fileno(),))
-    return said and f"namespaces inside of bubblewrap's are refused: {said}"
+        failure = _probe([*command, *worker], environment, (file.fileno(),))
+    return failure and f"namespaces inside of bubblewrap's are refused: {failure}"
 
 
 def _probe(command: list[str], environment: dict[str, str], passed: tuple[int, ...]) -> str:
@@ -294,23 +294,23 @@ def _probe(command: list[str], environment: dict[str, str], passed: tuple[int, .
 
 
 @functools.cache
-def _try(program: str) -> str:
+def _probe_strict(program: str) -> str:
     """Run the interpreter at the strict level. Cached by program: one that is installed later is tried."""
     filter_ = seccomp_file()
     if filter_ is None:
         return f"no system-call filter has been written for {platform.machine()}"
     with filter_:
         command, environment = strict_command(Limits(), filter_.fileno(), program)
-        said = _probe([*command, python(), "-s", "-S", "-c", "print(6 * 7)"], environment, (filter_.fileno(),))
-    if said:
-        if "unknown option" in said.lower():
-            return f"bubblewrap is too old (0.8 or newer is wanted): {said}"
-        if "uid map" in said or "namespace" in said.lower() or "not permitted" in said.lower():
+        failure = _probe([*command, host_python(), "-s", "-S", "-c", "print(6 * 7)"], environment, (filter_.fileno(),))
+    if failure:
+        if "unknown option" in failure.lower():
+            return f"bubblewrap is too old (0.8 or newer is wanted): {failure}"
+        if "uid map" in failure or "namespace" in failure.lower() or "not permitted" in failure.lower():
             return (
-                f"user namespaces are refused here ({said}); on Ubuntu 24.04: `sudo sysctl "
+                f"user namespaces are refused here ({failure}); on Ubuntu 24.04: `sudo sysctl "
                 "kernel.apparmor_restrict_unprivileged_userns=0`; a container must be allowed them from outside"
             )
-        return f"bubblewrap did not run: {said}"
+        return f"bubblewrap did not run: {failure}"
     return ""
 
 
@@ -336,7 +336,7 @@ _BOOT = (
 
 def run_worker(program_fd: int, *arguments: str) -> list[str]:
     """The command that runs the worker out of a `worker_file`."""
-    return [python(), "-s", "-S", "-c", _BOOT, str(program_fd), *arguments]
+    return [host_python(), "-s", "-S", "-c", _BOOT, str(program_fd), *arguments]
 
 
 def worker_file() -> BinaryIO:
@@ -352,7 +352,7 @@ def _compiled(source: Path) -> bytes:
     return marshal.dumps(compile(source.read_text(encoding="utf-8"), STRICT_WORKER, "exec", dont_inherit=True))
 
 
-def python() -> str:
+def host_python() -> str:
     """The interpreter itself, past the links of virtual environments: it finds its own library from where it lies."""
     return _real(sys.executable)
 
@@ -363,23 +363,27 @@ def _real(path: str) -> str:
     return os.path.realpath(path)
 
 
-def shown_python(packages: bool = True) -> str:
+def inside_python(packages: bool = True) -> str:
     """What `sys.executable` says inside: the virtual environment's, so that a child Python has its packages."""
     if not packages:
-        return python()
+        return host_python()
     folder = os.path.realpath(os.path.dirname(sys.executable)) if sys.executable else ""
-    return os.path.join(folder, os.path.basename(sys.executable)) if folder else python()
+    return os.path.join(folder, os.path.basename(sys.executable)) if folder else host_python()
 
 
 def python_folders(with_packages: bool = True) -> list[str]:
     """Folders that this Python and its packages need. /usr is always there and is left out."""
-    places = [sys.base_prefix, os.path.dirname(python())]
+    places = [sys.base_prefix, os.path.dirname(host_python())]
     if with_packages:
         places += [sys.prefix, *packages()]
     folders = {os.path.realpath(folder) for folder in places}
     kept: list[str] = []
     for folder in sorted(folders):
-        if not folder.startswith("/usr/") and folder not in ("/", "/usr") and not any(_inside(folder, k) for k in kept):
+        if (
+            not folder.startswith("/usr/")
+            and folder not in ("/", "/usr")
+            and not any(_is_within(folder, k) for k in kept)
+        ):
             kept.append(folder)
     return kept
 
@@ -392,22 +396,24 @@ def packages() -> list[str]:
 @functools.cache
 def _packages(*prefixes: str) -> tuple[str, ...]:
     paths = sysconfig.get_paths()
-    return tuple(dict.fromkeys(os.path.realpath(paths[name]) for name in _PLACES))
+    return tuple(dict.fromkeys(os.path.realpath(paths[name]) for name in _PACKAGE_PATHS))
 
 
-def _installed() -> list[str]:
+def _visible_packages() -> list[str]:
     """Folders of packages that lie within the interpreter's own, or /usr, and so are seen unless they are covered."""
     bases = (os.path.realpath(sys.base_prefix), "/usr")
-    names = (sysconfig.get_path(name, vars={"base": base, "platbase": base}) for base in bases for name in _PLACES)
+    names = (
+        sysconfig.get_path(name, vars={"base": base, "platbase": base}) for base in bases for name in _PACKAGE_PATHS
+    )
     debian = ("/usr/lib/python3/dist-packages", "/usr/local/lib/python3/dist-packages")
     folders = dict.fromkeys(os.path.realpath(name) for name in (*names, *packages(), *debian))
-    return [path for path in folders if os.path.isdir(path) and any(_inside(path, base) for base in bases)]
+    return [path for path in folders if os.path.isdir(path) and any(_is_within(path, base) for base in bases)]
 
 
-_PLACES = ("purelib", "platlib")
+_PACKAGE_PATHS = ("purelib", "platlib")
 
 
-def _inside(path: str, folder: str) -> bool:
+def _is_within(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder + "/")
 
 
@@ -430,14 +436,14 @@ _SYSTEM_FILES = ["/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"]
 _NETWORK_FILES = ["/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates"]
 
 
-def seen(path: str) -> str:
+def inside_path(path: str) -> str:
     """Where a folder of the host's Python, or a file in it, is found inside a strict sandbox: in its own place.
 
     Not so below /tmp, which is the sandbox's own folder and begins empty: a virtual environment there is shown
     elsewhere. The interpreter alone cannot move, for it looks for its library in its own place.
     """
-    fixed = any(_inside(place, path) or _inside(path, place) for place in (_real(sys.base_prefix), python()))
-    return path if fixed or not _inside(path, STRICT_HOME) else f"/sandbox/host{path}"
+    fixed = any(_is_within(place, path) or _is_within(path, place) for place in (_real(sys.base_prefix), host_python()))
+    return path if fixed or not _is_within(path, STRICT_HOME) else f"/sandbox/host{path}"
 
 
 def strict_command(
@@ -461,10 +467,10 @@ def shared_command(
 def shared_space(limits: Limits) -> dict[str, object]:
     """What a child of a hub mounts for itself; sizes in bytes."""
     size = None if limits.disk_mb is None else limits.disk_mb * 2**20
-    return {"cover": _COVERED, "home": STRICT_HOME, "folders": {STRICT_HOME: size, "/dev/shm": _shm(limits)}}
+    return {"cover": _COVERED, "home": STRICT_HOME, "folders": {STRICT_HOME: size, "/dev/shm": _shm_bytes(limits)}}
 
 
-def _shm(limits: Limits) -> int:
+def _shm_bytes(limits: Limits) -> int:
     return (STRICT_SHM_MB if limits.disk_mb is None else min(STRICT_SHM_MB, limits.disk_mb)) * 2**20
 
 
@@ -505,15 +511,15 @@ def _bubblewrap(
     if limits.network:
         for name in _NETWORK_FILES:
             command += ["--ro-bind-try", os.path.realpath(name), name]
-    command += ["--proc", "/proc", "--dev", "/dev", "--size", str(_shm(limits)), "--tmpfs", "/dev/shm"]
+    command += ["--proc", "/proc", "--dev", "/dev", "--size", str(_shm_bytes(limits)), "--tmpfs", "/dev/shm"]
     command += ["--remount-ro", "/dev"]
     if limits.disk_mb is not None:
         command += ["--size", str(limits.disk_mb * 2**20)]
     command += ["--tmpfs", STRICT_HOME]
     for folder in python_folders(packages):
-        command += ["--ro-bind", folder, seen(folder)]
+        command += ["--ro-bind", folder, inside_path(folder)]
     if not packages:
-        for folder in _installed():
+        for folder in _visible_packages():
             command += ["--size", "4096", "--perms", "0555", "--tmpfs", folder, "--remount-ro", folder]
     command += ["--ro-bind", str(WORKER), STRICT_WORKER, *more]
     command += ["--chdir", STRICT_HOME, "--remount-ro", "/", *last, "--"]

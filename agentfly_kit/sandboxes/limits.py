@@ -73,13 +73,13 @@ def find_hierarchy(mounts: str | None = None, own: str | None = None) -> Hierarc
             unified = Path(place)
         elif kind == "cgroup":
             for controller in {"memory", "pids", "cpuacct"} & set(options.split(",")):
-                root = _below(Path(place), paths.get(controller, "/"))
+                root = _own_group(Path(place), paths.get(controller, "/"))
                 if os.access(root, os.W_OK):
                     roots[controller] = root
     if {"memory", "pids"} <= roots.keys():
         return Hierarchy("v1", roots)
     if unified is not None:
-        here = _below(unified, paths.get("", "/"))
+        here = _own_group(unified, paths.get("", "/"))
         # A group holding processes hands no controller down, so a neighbour of our own group is what usually works.
         for root in (here, here.parent):
             if root.is_relative_to(unified) and os.access(root, os.W_OK) and os.access(root / "cgroup.procs", os.W_OK):
@@ -92,7 +92,7 @@ def find_hierarchy(mounts: str | None = None, own: str | None = None) -> Hierarc
     return None
 
 
-def _below(mount: Path, path: str) -> Path:
+def _own_group(mount: Path, path: str) -> Path:
     """A process's own group; inside a container the path may be that of the host, and then the mount itself is it."""
     place = mount / path.lstrip("/")
     return place if place.is_dir() else mount
@@ -106,7 +106,7 @@ class Group:
 
     def __init__(self, hierarchy: Hierarchy, limits: Limits) -> None:
         self.version = hierarchy.version
-        self.name = f"agentfly-{owner.mark()}-{next(_numbers)}"
+        self.name = f"agentfly-{owner.owner_tag()}-{next(_numbers)}"
         self.folders = {controller: root / self.name for controller, root in hierarchy.roots.items()}
         try:
             for folder in self.folders.values():
@@ -135,14 +135,14 @@ class Group:
                 _write(folder / "pids.max", processes)
 
     @property
-    def joins(self) -> list[str]:
+    def procs_files(self) -> list[str]:
         """The files into which a process writes 0 to enter."""
         return [str(folder / "cgroup.procs") for folder in self.folders.values()]
 
     def enter(self, pid: int) -> None:
         """Put another process in. After a pause the kernel makes the first who does this wait for all processors, 10
         to 20 ms (the lock against forks, `cgroup_threadgroup_rwsem`, begins with an RCU grace period)."""
-        for file in self.joins:
+        for file in self.procs_files:
             Path(file).write_text(str(pid))
 
     def doors(self) -> list[int]:
@@ -162,7 +162,7 @@ class Group:
             raise
         return found
 
-    def holds(self, pid: int) -> bool:
+    def contains(self, pid: int) -> bool:
         """Whether a process is in, for every controller."""
         within = set()
         for line in (_read(Path(f"/proc/{pid}/cgroup")) or "").splitlines():
@@ -181,7 +181,7 @@ class Group:
             return None if used is None else used / 1e6
         return None
 
-    def hits(self) -> tuple[int, int]:
+    def limit_hits(self) -> tuple[int, int]:
         """How often it ran out of memory with a kill, and how often a fork was refused."""
         if self.version == "v1":
             memory = _fields(self.folders["memory"] / "memory.oom_control").get("oom_kill", 0)
@@ -228,7 +228,7 @@ class Group:
         return True
 
 
-def sweep(hierarchy: Hierarchy) -> None:
+def remove_orphans(hierarchy: Hierarchy) -> None:
     """Remove the groups of makers that were killed, and kill what still runs in them."""
     for root in hierarchy.roots.values():
         for folder in root.glob("agentfly-*"):

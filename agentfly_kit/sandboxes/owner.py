@@ -18,7 +18,7 @@ from . import worker
 SCRATCH = "agentfly-sandbox-"
 
 
-def started(pid: int) -> str:
+def start_time(pid: int) -> str:
     """When a process started, in ticks since the boot.
 
     Raises:  OSError if there is none of this number.
@@ -27,7 +27,7 @@ def started(pid: int) -> str:
 
 
 @functools.cache
-def _place() -> tuple[str, str]:
+def _namespace_and_boot() -> tuple[str, str]:
     """The pid namespace and the boot; empty where the kernel does not tell."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")[:12]
@@ -37,27 +37,27 @@ def _place() -> tuple[str, str]:
 
 
 @functools.cache
-def _mark(pid: int) -> str:
+def _owner_tag(pid: int) -> str:
     try:
-        return "-".join((str(pid), started(pid), *_place()))
+        return "-".join((str(pid), start_time(pid), *_namespace_and_boot()))
     except OSError:
         return f"{pid}-0--"
 
 
-def mark() -> str:
+def owner_tag() -> str:
     """This process: `pid-start-namespace-boot`."""
-    return _mark(os.getpid())
+    return _owner_tag(os.getpid())
 
 
-def is_gone(mark: str) -> bool:
+def is_gone(tag: str) -> bool:
     """Whether the process of a mark has ended. False for one that cannot be seen from here, or for no mark at all."""
-    parts = mark.split("-")
+    parts = tag.split("-")
     if len(parts) != 4 or not parts[0].isdigit() or not parts[1].isdigit() or parts[1] == "0":
         return False
-    if tuple(parts[2:]) != _place() or not parts[2]:
+    if tuple(parts[2:]) != _namespace_and_boot() or not parts[2]:
         return False
     try:
-        return started(int(parts[0])) != parts[1]
+        return start_time(int(parts[0])) != parts[1]
     except FileNotFoundError:
         return True
     except OSError:
@@ -74,7 +74,7 @@ def reap_folders(top: str | None = None) -> None:
                 continue
             # Others may write to this place: only a real folder of our own, never what a link leads to.
             with contextlib.suppress(OSError):  # another process may be at it too
-                told = entry.stat(follow_symlinks=False)
-                if stat.S_ISDIR(told.st_mode) and told.st_uid == mine:
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISDIR(status.st_mode) and status.st_uid == mine:
                     worker.wipe(entry.path, [])
                     os.rmdir(entry.path)

@@ -1,7 +1,8 @@
 """One sandbox's process on the host's side: started, held, and ended without a trace.
 
 Knows nothing of event loops or of Python code: everything here blocks for a moment, and runs on a thread of its own
-or at exit. A `Vessel` owns all that must not be left behind: process, control socket, control group, scratch folder.
+or at exit. A `SandboxProcess` owns all that must not be left behind: process, control socket,
+control group, scratch folder.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .limits import Group, Limits
 T = TypeVar("T")
 
 _MEBIBYTE = 2**20
-_PATIENCE = 0.5  # s: how long an ending zygote may take before it is killed
+_EXIT_SECONDS = 0.5  # s: how long an ending zygote may take before it is killed
 _PRELUDE = 'for file in $JOIN; do echo 0 > "$file" || exit 97; done; unset JOIN; exec "$@"'
 
 
@@ -82,7 +83,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Adopted:
-    """A process that is not our child, with the words of Popen that a Vessel uses; no other can take its number."""
+    """A process that is not our child, with the methods of Popen that are used here; no other can take its number."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -118,11 +119,11 @@ class Adopted:
             os.close(self._file)  # type: ignore[arg-type]
 
 
-class Vessel:
+class SandboxProcess:
     """A started zygote and all that belongs to it. Made by `launch`, ended by `destroy`, which may be called twice."""
 
     def __init__(self) -> None:
-        self.maker = os.getpid()
+        self.owner_pid = os.getpid()
         self.process: subprocess.Popen[bytes] | Adopted | None = None
         self.hub: Hub | None = None
         self.settings: bytes | None = None  # still to be sent, when a hub's child has said who it is
@@ -140,16 +141,16 @@ class Vessel:
     def alive(self) -> bool:
         return not self._destroyed and self.process is not None and self.process.poll() is None
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Close the host's ends; the zygote then kills all and exits. Never blocks."""
-        self.cut()
+        self.close_channels()
         if self.control is not None:
             self.control.close()
         if self.errors is not None:
             self.errors.close()
             self.errors = None
 
-    def cut(self) -> None:
+    def close_channels(self) -> None:
         """Close the channels to the interpreter."""
         pipes, self.pipes = self.pipes, ()
         for pipe in pipes:
@@ -165,7 +166,7 @@ class Vessel:
     @property
     def confined(self) -> bool:
         """Whether the process stands under its limits, as far as a control group holds them."""
-        return self.group is None or (self.process is not None and self.group.holds(self.process.pid))
+        return self.group is None or (self.process is not None and self.group.contains(self.process.pid))
 
     def confine(self) -> None:
         """Put it there. May block for 20 ms; raises OSError if it is gone already, or refused."""
@@ -178,10 +179,10 @@ class Vessel:
         self.control.sendall(self.settings)
         self.settings = None
 
-    def said(self) -> str:
+    def last_error_line(self) -> str:
         """The last line that the starting process wrote to its stderr: why it did not start."""
         if self.hub is not None:
-            return self.hub.said()
+            return self.hub.last_error_line()
         if self.errors is None:
             return ""
         self.errors.seek(0)
@@ -194,13 +195,13 @@ class Vessel:
             if self._destroyed:
                 return
             self._destroyed = True
-            self.hang_up()
-            if os.getpid() != self.maker:
+            self.disconnect()
+            if os.getpid() != self.owner_pid:
                 return  # a forked copy of the host process: the sandbox is not its own
             process = self.process
             if process is not None:
                 try:
-                    gone = process.wait(_PATIENCE) is not None
+                    gone = process.wait(_EXIT_SECONDS) is not None
                 except subprocess.TimeoutExpired:
                     gone = False
                 if not gone:
@@ -215,7 +216,7 @@ class Vessel:
 
     def stop(self) -> None:
         """Kill it where it stands, and wait for that; what is left of it is `destroy`'s."""
-        if self.process is not None and self.process.poll() is None and os.getpid() == self.maker:
+        if self.process is not None and self.process.poll() is None and os.getpid() == self.owner_pid:
             self._kill(self.process)
 
     def kill(self) -> None:
@@ -233,10 +234,10 @@ class Vessel:
             return
         _signal(process.pid, signal.SIGSTOP)  # stopped, it still adopts the orphans that its children leave
         for _ in range(100):
-            below = [pid for pid in worker.descendants(process.pid) if not worker.is_dead(pid)]
-            for pid in below:
+            pids = [pid for pid in worker.descendants(process.pid) if not worker.is_dead(pid)]
+            for pid in pids:
                 _signal(pid, signal.SIGKILL)
-            if not below:
+            if not pids:
                 break
             time.sleep(0.001)
         process.kill()
@@ -250,7 +251,7 @@ def _signal(pid: int, number: int) -> None:
         pass
 
 
-class Hub(Vessel):
+class Hub(SandboxProcess):
     """A bubblewrap in which one warm Python forks a zygote for each sandbox. Ends when the last of them has."""
 
     open: dict[object, Hub] = {}  # noqa: RUF012  (one for all: what they share is the point)
@@ -267,7 +268,7 @@ class Hub(Vessel):
         key = (limits.network, tuple(preload), packages, tuple(folders))
         with cls.lock:
             hub = cls.open.get(key)
-            if hub is None or not hub.alive or hub.maker != os.getpid():
+            if hub is None or not hub.alive or hub.owner_pid != os.getpid():
                 hub = cls.open[key] = Hub(key)
                 try:
                     hub.launch(limits, preload, packages)
@@ -285,7 +286,7 @@ class Hub(Vessel):
             self.errors = tempfile.TemporaryFile()  # noqa: SIM115
             command, environment = isolation.shared_command(limits, packages=packages)
             settings = {
-                "op": "settings", "path": [isolation.seen(path) for path in isolation.packages() if packages],
+                "op": "settings", "path": [isolation.inside_path(path) for path in isolation.packages() if packages],
                 "preload": ["traceback", *preload],
             }  # fmt: skip
             host.sendall(json.dumps(settings).encode() + b"\n")
@@ -322,7 +323,9 @@ def _reap() -> None:
     owner.reap_folders()
 
 
-def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, packages: bool = True) -> Vessel:
+def launch(
+    level: str, limits: Limits, preload: Sequence[str], max_output: int, packages: bool = True
+) -> SandboxProcess:
     """Start a zygote, on the spawner's thread. Takes 2 ms, up to 20 where it is moved into its control group; what it
     is told on the control socket from then on it does once it is up.
 
@@ -331,23 +334,23 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, 
     Raises:  SandboxError if it cannot be started at all.
     """
     _reap()
-    vessel = Vessel()
+    handle = SandboxProcess()
     passed: list[int] = []
     opened: list[socket.socket | BinaryIO] = []
     spaces = level in ("strict", "shared")
     try:
         groups = isolation.hierarchy()
         if groups is not None:
-            vessel.group = Group(groups, limits)
+            handle.group = Group(groups, limits)
         host, inside = socket.socketpair()
         opened.append(inside)
-        vessel.control = host
+        handle.control = host
         host.setblocking(False)
         folders = isolation.python_folders(packages)
         if level == "shared":  # it is born while the rest of this is written
             host.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-            vessel.hub = Hub.find(limits, preload, packages, folders)
-            vessel.hub.bear(inside, limits.network, vessel.group)
+            handle.hub = Hub.find(limits, preload, packages, folders)
+            handle.hub.bear(inside, limits.network, handle.group)
         passed.append(inside.fileno())
         rlimits = {"RLIMIT_CORE": 0, "RLIMIT_NOFILE": 512}
         if limits.memory_mb is not None:
@@ -361,9 +364,9 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, 
             rlimits["RLIMIT_NPROC"] = limits.processes + (1 if spaces or own_user else _processes_of_this_user() + 1)
         folder = None
         if not spaces:
-            vessel.scratch = folder = tempfile.mkdtemp(prefix=f"{owner.SCRATCH}{owner.mark()}-")
+            handle.scratch = folder = tempfile.mkdtemp(prefix=f"{owner.SCRATCH}{owner.owner_tag()}-")
         home = folder or isolation.STRICT_HOME
-        place = isolation.seen if spaces else str
+        place = isolation.inside_path if spaces else str
         own = level != "shared"  # else its packages and preloaded modules are its hub's
         version = isolation.landlock_version() if level == "landlock" else None
         program = b""
@@ -376,15 +379,15 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, 
             "path": [place(path) for path in isolation.packages()] if packages and own else [],
             "preload": list(preload) if own else [],
             "own_user": own_user,
-            "pdeathsig": not spaces, "scratch": folder, "executable": place(isolation.shown_python(packages)),
+            "pdeathsig": not spaces, "scratch": folder, "executable": place(isolation.inside_python(packages)),
             "filter": program.hex(), "space": isolation.shared_space(limits) if level == "shared" else None,
             "landlock": isolation.landlock_rules(home, limits, packages) if level == "landlock" else None,
         }  # fmt: skip
         line = json.dumps(settings).encode() + b"\n"
         if level == "shared":
-            vessel.settings = line
-            return vessel
-        vessel.errors = tempfile.TemporaryFile()  # noqa: SIM115
+            handle.settings = line
+            return handle
+        handle.errors = tempfile.TemporaryFile()  # noqa: SIM115
         program_file = isolation.worker_file()
         opened.append(program_file)
         passed.append(program_file.fileno())
@@ -398,28 +401,28 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, 
         else:
             environment = isolation.environment(home, os.environ.get("PATH", os.defpath))
         command += isolation.run_worker(program_file.fileno(), "zygote", str(inside.fileno()))
-        if vessel.group is not None and not _lists_children():
+        if handle.group is not None and not _lists_children():
             # A shell enters the group and becomes the sandbox: no code of ours runs between fork and exec, where
             # another thread's lock could hang it, and a big host process is not copied.
-            environment = {**environment, "JOIN": " ".join(vessel.group.joins)}
+            environment = {**environment, "JOIN": " ".join(handle.group.procs_files)}
             command = ["/bin/sh", "-c", _PRELUDE, "sandbox", *command]
-        vessel.process = subprocess.Popen(
+        handle.process = subprocess.Popen(
             command, env=environment, cwd=folder or "/", pass_fds=passed, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=vessel.errors,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=handle.errors,
         )  # fmt: skip
-        if vessel.group is not None and _lists_children():
-            _confine(vessel.group, vessel.process)
+        if handle.group is not None and _lists_children():
+            _confine(handle.group, handle.process)
         with contextlib.suppress(BrokenPipeError):  # it has ended already, and whoever waits for its answer says why
             host.sendall(line)  # until it has this, the zygote starts nothing
     except BaseException as error:
-        vessel.destroy()
+        handle.destroy()
         if isinstance(error, OSError):
             raise SandboxError(f"a sandbox could not be started: {error}") from error
         raise
     finally:
         for each in opened:
             each.close()
-    return vessel
+    return handle
 
 
 def _confine(group: Group, process: subprocess.Popen[bytes]) -> None:

@@ -24,20 +24,20 @@ from ..errors import SandboxError, SettingsError
 from . import container, process
 from . import isolation as levels
 from .container import Container
-from .in_order import InOrder
+from .in_order import FifoLock
 from .limits import Limits
 from .result import Limit, SandboxResult
 
 _START_SECONDS = 30.0
 _CONTROL_SECONDS = 5.0  # a reset that takes longer is a broken sandbox
 _GRACE_SECONDS = 0.5  # between the interrupt, which keeps the variables, and the kill
-_CLOCK_SECONDS = 0.25  # how often the processor time of a running call is looked at
-_FLOOD_FACTOR = 256  # a call may print this many times what is kept of it, then it is stopped
+_CPU_POLL_SECONDS = 0.25  # how often the processor time of a running call is looked at
+_MAX_OUTPUT_FACTOR = 256  # a call may print this many times what is kept of it, then it is stopped
 _CHUNK = 65536
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
-class _Differs(SandboxError):
+class _ReplayMismatch(SandboxError):
     """A call that was replayed gave something else than before."""
 
 
@@ -53,7 +53,7 @@ class PythonSandbox:
                 process with limits), or None: the best there is here, which is never "shared"; or a Container, which
                 says the image. A level that was named and cannot be had raises IsolationError at `start`.
                 `sandbox_report()` says what each keeps apart.
-    memory_mb, processes, cpu_seconds, disk_mb, network     see Limits; `applied` says how each one is held.
+    memory_mb, processes, cpu_seconds, disk_mb, network     see Limits; `limit_mechanisms` says how each one is held.
     packages    the packages installed for this Python can be imported inside, read-only; False: the standard library.
     preload     modules that every interpreter has loaded already (numpy: 0.1 s once instead of in each chain).
     max_output  bytes kept of each of stdout, stderr, value and error of a call.
@@ -79,29 +79,29 @@ class PythonSandbox:
         if max_output < 256:
             raise SettingsError(f"max_output={max_output}: want at least 256 bytes")
         if not isinstance(isolation, Container):
-            levels.known(isolation)
+            levels.check_level(isolation)
         self.limits = Limits(memory_mb, processes, cpu_seconds, disk_mb, network)
         self.isolation: str | None = str(isolation) if isinstance(isolation, Container) else isolation
         """The level in use; before `start`, the one asked for."""
         self.max_output = max_output
-        self._asked = isolation
+        self._requested_isolation = isolation
         self._preload = tuple(preload)
         self._packages = packages
-        self._vessel: process.Vessel | None = None
+        self._handle: process.SandboxProcess | None = None
         self._finalizer: weakref.finalize[..., PythonSandbox] | None = None
-        self._control: _Lines | None = None
-        self._replies: _Lines | None = None
+        self._control: _JSONLines | None = None
+        self._replies: _JSONLines | None = None
         self._serial = 0  # of the interpreter
-        self._number = 0  # of the call, over all interpreters
+        self._call_count = 0  # of the call, over all interpreters
         self._nonce = 0  # of the call that runs
         self._counts = 0  # requests for the number of processes
-        self._worker = False  # an interpreter runs
-        self._held = False  # a call was made since the last reset: there may be something to lose
+        self._has_interpreter = False  # an interpreter runs
+        self._has_state = False  # a call was made since the last reset: there may be something to lose
         self._abandoned: bytes | None = None  # a call was given up while its code ran: what of it is still to be sent
         self._interrupted = False  # an interrupt may still be on its way
-        self._hits = (0, 0)
+        self._limit_hits = (0, 0)
         self._watches: set[_Watch] = set()
-        self._in_order = InOrder()
+        self._lock = FifoLock()
         self._closed = False
         self._history: list[tuple[str, float, bytes | None]] = []  # code, timeout, what it gave; None: was stopped
 
@@ -117,94 +117,98 @@ class PythonSandbox:
         if self.alive:
             return
         self._drop()
-        self._held = False
-        inside = isinstance(self._asked, Container)  # the engine starts it: many may be on their way at once
-        future = container.makers.submit(self._launch) if inside else process.spawner.submit(self._launch)
+        self._has_state = False
+        inside = isinstance(
+            self._requested_isolation, Container
+        )  # the engine starts it: many may be on their way at once
+        future = container.launch_executor.submit(self._launch) if inside else process.spawner.submit(self._launch)
         try:
-            level, vessel = await asyncio.wrap_future(future)
+            level, handle = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             future.add_done_callback(_end_launched)  # it may be under way on the other thread
             raise
-        self._adopt(level, vessel)
+        self._adopt(level, handle)
         try:
-            if self._asked is None and level != "strict":
+            if self._requested_isolation is None and level != "strict":
                 levels.warn_below_strict(level)
-            if vessel.hub is not None:
-                await self._greet(vessel)
+            if handle.hub is not None:
+                await self._greet(handle)
             if inside:
                 await self._expect("ready", 0, _START_SECONDS)
-            await self._fresh(wipe=False, within=_START_SECONDS)  # it does what it is told in the order of telling
+            await self._new_interpreter(
+                wipe=False, within=_START_SECONDS
+            )  # it does what it is told in the order of telling
         except SandboxError as error:
-            vessel.stop()
-            said = vessel.said()
+            handle.stop()
+            stderr_line = handle.last_error_line()
             self._drop()
-            raise SandboxError(f"{error}; its last words: {said}" if said else str(error)) from None
+            raise SandboxError(f"{error}; its last words: {stderr_line}" if stderr_line else str(error)) from None
         except BaseException:
             self._drop()
             raise
 
-    async def _greet(self, vessel: process.Vessel) -> None:
+    async def _greet(self, handle: process.SandboxProcess) -> None:
         hello = await self._expect("hello", 0, _START_SECONDS)
         if hello.get("error"):
             raise SandboxError(f"the sandbox could not be set apart: {hello['error']}")
         assert self._control is not None
         try:
-            vessel.adopt(self._control.sender)
-            if not vessel.confined:  # it could not enter its control group by itself, and has run nothing yet
-                await asyncio.get_running_loop().run_in_executor(None, vessel.confine)
-            vessel.instruct()
+            handle.adopt(self._control.sender)
+            if not handle.confined:  # it could not enter its control group by itself, and has run nothing yet
+                await asyncio.get_running_loop().run_in_executor(None, handle.confine)
+            handle.instruct()
         except OSError as error:
             raise SandboxError(f"the sandbox died while it started: {error}") from error
 
-    def _adopt(self, level: str, vessel: process.Vessel) -> None:
+    def _adopt(self, level: str, handle: process.SandboxProcess) -> None:
         if self._closed:
-            vessel.kill()
+            handle.kill()
             raise SandboxError("this PythonSandbox was closed while it started")
-        assert vessel.control is not None
+        assert handle.control is not None
         self.isolation = level
-        self._vessel = vessel
-        self._finalizer = weakref.finalize(self, vessel.kill)
-        self._control = _Lines(vessel.control, labelled=vessel.hub is not None)
+        self._handle = handle
+        self._finalizer = weakref.finalize(self, handle.kill)
+        self._control = _JSONLines(handle.control, labelled=handle.hub is not None)
 
-    def _launch(self) -> tuple[str, process.Vessel]:
-        if isinstance(self._asked, Container):
-            return str(self._asked), container.launch(
-                self._asked, self.limits, self._preload, self.max_output, self._packages
+    def _launch(self) -> tuple[str, process.SandboxProcess]:
+        if isinstance(self._requested_isolation, Container):
+            return str(self._requested_isolation), container.launch(
+                self._requested_isolation, self.limits, self._preload, self.max_output, self._packages
             )
-        level = levels.choose(self._asked, self.limits)
+        level = levels.resolve_level(self._requested_isolation, self.limits)
         return level, process.launch(level, self.limits, self._preload, self.max_output, self._packages)
 
     @property
     def alive(self) -> bool:
         """It can be used, or reset. An interpreter that died does not make its sandbox dead."""
-        if self._closed or self._vessel is None or self._control is None or self._control.ended:
+        if self._closed or self._handle is None or self._control is None or self._control.ended:
             return False
-        return self._vessel.alive
+        return self._handle.alive
 
     @property
-    def applied(self) -> Mapping[str, str]:
+    def limit_mechanisms(self) -> Mapping[str, str]:
         """How each limit is held, in words; "not limited" where nothing holds it."""
-        if isinstance(self._asked, Container):
-            return self._asked.applied(self.limits)
-        level = self.isolation or levels.choose(None, self.limits)
-        return levels.applied(level, self.limits, levels.hierarchy())
+        if isinstance(self._requested_isolation, Container):
+            return self._requested_isolation.limit_mechanisms(self.limits)
+        level = self.isolation or levels.resolve_level(None, self.limits)
+        return levels.limit_mechanisms(level, self.limits, levels.hierarchy())
 
     @property
     def pid(self) -> int | None:
         """The host's process id of the sandbox's outermost process."""
-        return None if self._vessel is None or self._vessel.process is None else self._vessel.process.pid
+        return None if self._handle is None or self._handle.process is None else self._handle.process.pid
 
     async def reset(self) -> None:
         """Kill all that runs inside, empty its folders, start a new interpreter (about 2 ms).
 
         Raises:  SandboxError if that fails; the sandbox is then dead.
         """
-        async with self._in_order.hold():
+        async with self._lock.acquire():
             if not self.alive:
                 raise SandboxError("a dead or closed PythonSandbox cannot be reset; make a new one")
             self._history.clear()
-            self._held = False
-            await self._fresh(wipe=True)
+            self._has_state = False
+            await self._new_interpreter(wipe=True)
 
     async def fork(self, into: PythonSandbox) -> None:
         """Bring another, fresh sandbox into this one's state by replaying every call there.
@@ -214,7 +218,7 @@ class PythonSandbox:
         """
         try:
             await into.restore(self.snapshot())
-        except _Differs as error:
+        except _ReplayMismatch as error:
             raise SandboxError(f"this PythonSandbox cannot fork: {error}") from None
 
     async def count_processes(self) -> int | None:
@@ -242,20 +246,20 @@ class PythonSandbox:
                 continue
             await self.reset()
             why = "was stopped on its way" if digest is None else "gave something else when it was replayed"
-            raise _Differs(f"call {position} of {len(snapshot)} {why}")
+            raise _ReplayMismatch(f"call {position} of {len(snapshot)} {why}")
 
     async def close(self) -> None:
         """End it: no process and no file is left. May be called twice, and while a call runs, which then ends."""
         self._closed = True
-        vessel = self._vessel
-        if vessel is None:
+        handle = self._handle
+        if handle is None:
             return
-        self._let_go()
-        ending = asyncio.get_running_loop().run_in_executor(None, vessel.destroy)
+        self._stop_watching()
+        ending = asyncio.get_running_loop().run_in_executor(None, handle.destroy)
         try:
             await asyncio.shield(ending)
         except asyncio.CancelledError:
-            vessel.destroy()  # waits for the thread, some ms: nothing may be left when the loop is gone
+            handle.destroy()  # waits for the thread, some ms: nothing may be left when the loop is gone
             raise
 
     def kill(self) -> None:
@@ -264,15 +268,15 @@ class PythonSandbox:
         self._drop()
 
     def _drop(self) -> None:
-        self._let_go()
-        if self._vessel is not None:
-            self._vessel.dropped = True
+        self._stop_watching()
+        if self._handle is not None:
+            self._handle.dropped = True
         if self._finalizer is not None:
             self._finalizer()
 
-    def _let_go(self) -> None:
+    def _stop_watching(self) -> None:
         """No event loop may watch a file that is about to be closed: its number is soon another file's."""
-        self._worker = False
+        self._has_interpreter = False
         self._abandoned = None
         for watch in list(self._watches):
             watch.stop()
@@ -287,12 +291,12 @@ class PythonSandbox:
     def __repr__(self) -> str:
         if self._closed:
             state = "closed"
-        elif self._vessel is None:
+        elif self._handle is None:
             state = "not started"
         elif not self.alive:
             state = "dead"
         else:
-            state = f"{self._number} call{'' if self._number == 1 else 's'}"
+            state = f"{self._call_count} call{'' if self._call_count == 1 else 's'}"
         return f"<PythonSandbox {self.isolation or 'best isolation there is'}, {state}>"
 
     # --- a call ----------------------------------------------------------------------------------
@@ -308,20 +312,20 @@ class PythonSandbox:
         """
         if not 0 < timeout < float("inf"):
             raise SettingsError(f"timeout={timeout!r}: want a positive number of seconds")
-        async with self._in_order.hold():
+        async with self._lock.acquire():
             if self._closed:
                 raise SandboxError("this PythonSandbox is closed")
             if not self.alive:
-                self._check_lost()
+                self._raise_if_ended()
                 await self.start()
             if self._abandoned is not None:
-                await self._settle(self._abandoned)
-            if self._interrupted and self._worker:
-                await self._pass_interrupt()
-            if not self._worker:
-                await self._fresh(wipe=False)
-            self._number += 1
-            self._held = True
+                await self._finish_abandoned(self._abandoned)
+            if self._interrupted and self._has_interpreter:
+                await self._await_interrupt()
+            if not self._has_interpreter:
+                await self._new_interpreter(wipe=False)
+            self._call_count += 1
+            self._has_state = True
             self._history.append((code, timeout, None))  # as it stays if this call is abandoned
             # A number that nobody can guess: a thread that an earlier call left could write the next reply beforehand.
             self._nonce = secrets.randbits(62)
@@ -340,16 +344,16 @@ class PythonSandbox:
             self._history[-1] = (code, timeout, None if stopped else _digest(result))
             return result
 
-    def _check_lost(self) -> None:
+    def _raise_if_ended(self) -> None:
         """Raises SandboxError if it was ended by somebody else, with variables or files that a chain relies on."""
-        vessel = self._vessel
-        if self._held and vessel is not None and not vessel.dropped and not self._closed:
+        handle = self._handle
+        if self._has_state and handle is not None and not handle.dropped and not self._closed:
             raise SandboxError(
                 "the sandbox was ended from outside, and with it the variables and files of its chain; "
                 "`await sandbox.start()` begins anew"
             )
 
-    async def _settle(self, unsent: bytes) -> None:
+    async def _finish_abandoned(self, unsent: bytes) -> None:
         """Get past an abandoned call: its code was interrupted when it was abandoned; if it goes on, kill it."""
         call = _Call(self, unsent, _GRACE_SECONDS)
         try:
@@ -362,45 +366,45 @@ class PythonSandbox:
         self._interrupted = True
         self._command("interrupt")
 
-    async def _pass_interrupt(self) -> None:
+    async def _await_interrupt(self) -> None:
         """Wait until the zygote has delivered an interrupt: on a busy machine it would hit the next call otherwise, if
         the one that it was meant for answered first."""
-        if self._command("sync", serial=self._number):
-            await self._expect("sync", self._number, _CONTROL_SECONDS)
+        if self._command("sync", serial=self._call_count):
+            await self._expect("sync", self._call_count, _CONTROL_SECONDS)
         self._interrupted = False
 
     # --- the zygote ------------------------------------------------------------------------------
 
     def _command(self, op: str, descriptors: Sequence[int] = (), **message: object) -> bool:
         """Send to the zygote without waiting: the messages are small and it always reads. False if it is gone."""
-        vessel = self._vessel
-        if vessel is None or vessel.control is None or vessel.control.fileno() < 0:
+        handle = self._handle
+        if handle is None or handle.control is None or handle.control.fileno() < 0:
             return False
         data = json.dumps({"op": op, **message}).encode() + b"\n"
         try:
             if descriptors:
-                socket.send_fds(vessel.control, [data], list(descriptors))
+                socket.send_fds(handle.control, [data], list(descriptors))
             else:
-                vessel.control.send(data)
+                handle.control.send(data)
         except OSError:
             return False
         return True
 
-    async def _fresh(self, wipe: bool, within: float | None = None) -> None:
+    async def _new_interpreter(self, wipe: bool, within: float | None = None) -> None:
         """A new interpreter, on new channels: nothing that survived the last one could speak on them."""
-        vessel = self._vessel
-        assert vessel is not None
-        self._worker = False
+        handle = self._handle
+        assert handle is not None
+        self._has_interpreter = False
         self._abandoned = None
         self._interrupted = False  # commands are carried out in order: it has hit the one before, or nobody
         self._serial += 1
-        vessel.cut()
-        vessel.data, data = socket.socketpair()
-        vessel.data.setblocking(False)
+        handle.close_channels()
+        handle.data, data = socket.socketpair()
+        handle.data.setblocking(False)
         out, out_inside = os.pipe()
         err, err_inside = os.pipe()
-        vessel.pipes = (out, err)
-        for pipe in vessel.pipes:
+        handle.pipes = (out, err)
+        for pipe in handle.pipes:
             os.set_blocking(pipe, False)
         with data:
             inside = (data.fileno(), out_inside, err_inside)
@@ -414,13 +418,13 @@ class PythonSandbox:
             if reply.get("error"):
                 raise SandboxError(f"the sandbox could not be made fresh: {reply['error']}")
         except BaseException:
-            vessel.stop()  # half a reset is no reset: this sandbox is not used again
-            vessel.dropped = True
+            handle.stop()  # half a reset is no reset: this sandbox is not used again
+            handle.dropped = True
             raise
-        self._replies = _Lines(vessel.data, longest=16 * self.max_output + 4096)
-        if vessel.group is not None:
-            self._hits = vessel.group.hits()
-        self._worker = True
+        self._replies = _JSONLines(handle.data, max_bytes=16 * self.max_output + 4096)
+        if handle.group is not None:
+            self._limit_hits = handle.group.limit_hits()
+        self._has_interpreter = True
 
     async def _expect(self, op: str, serial: int, timeout: float) -> dict[str, Any]:
         """Wait for one message of the zygote; its other messages are of interpreters that are gone."""
@@ -436,7 +440,7 @@ class PythonSandbox:
                     if message.get("op") == op and message.get("serial", 0) == serial and not found.done():
                         found.set_result(message)
                     elif message.get("op") == "exit" and message.get("serial") == self._serial:
-                        self._worker = False  # the interpreter ended meanwhile
+                        self._has_interpreter = False  # the interpreter ended meanwhile
             except EOFError:
                 watch.stop()
 
@@ -495,12 +499,12 @@ class _Watch:
                 self.done.set_result(None)
 
 
-class _Lines:
+class _JSONLines:
     """JSON lines from a non-blocking socket. What comes may be untrusted: bounded, and objects only."""
 
-    def __init__(self, source: socket.socket, longest: int = 2**20, labelled: bool = False) -> None:
+    def __init__(self, source: socket.socket, max_bytes: int = 2**20, labelled: bool = False) -> None:
         self.socket = source
-        self.longest = longest
+        self.max_bytes = max_bytes
         self.labelled = labelled  # the kernel says who sent it
         self.sender = 0
         self.buffer = bytearray()
@@ -528,7 +532,7 @@ class _Lines:
                 self.ended = True
                 break
             self.buffer += data
-            if len(self.buffer) > self.longest:
+            if len(self.buffer) > self.max_bytes:
                 raise ValueError("a message is too long")
             if len(data) < _CHUNK:
                 break
@@ -549,32 +553,32 @@ class _Call:
     """One request on its way: sends it, gathers what is printed, watches the clocks until it is answered or dead."""
 
     def __init__(self, sandbox: PythonSandbox, request: bytes, timeout: float) -> None:
-        vessel, control, replies = sandbox._vessel, sandbox._control, sandbox._replies
-        assert vessel is not None and control is not None and replies is not None and vessel.data is not None
+        handle, control, replies = sandbox._handle, sandbox._control, sandbox._replies
+        assert handle is not None and control is not None and replies is not None and handle.data is not None
         self.sandbox, self.control, self.replies = sandbox, control, replies
         self.number = sandbox._nonce
         self.request = request
         self.timeout = timeout
         self.loop = asyncio.get_running_loop()
         self.done: asyncio.Future[dict[str, Any] | None] = self.loop.create_future()
-        self.pipes = vessel.pipes
+        self.pipes = handle.pipes
         self.printed = (bytearray(), bytearray())
-        self.flood = 0
+        self.discarded = 0
         self.truncated = self.timed_out = False
         self.limit: Limit | None = None
         self.status: int | None = None
-        self.group = vessel.group
-        self.used: float | None = None
+        self.group = handle.group
+        self.cpu_before: float | None = None
         self.began = time.perf_counter()
         self.watch = _Watch(sandbox, self.done)
         self.watch.add(replies.socket.fileno(), self.read_reply)
         self.watch.add(control.socket.fileno(), self.read_control)
         for pipe, kept in zip(self.pipes, self.printed, strict=True):
             self.watch.add(pipe, functools.partial(self.read_pipe, pipe, kept))
-        self.after(timeout, self.time_is_up)
+        self.after(timeout, self.on_timeout)
         if self.group is not None and sandbox.limits.cpu_seconds is not None:
-            self.used = self.group.cpu_seconds()
-        self.after(_CLOCK_SECONDS, self.look_at_clock)  # without a budget too: see awake.py
+            self.cpu_before = self.group.cpu_seconds()
+        self.after(_CPU_POLL_SECONDS, self.check_cpu)  # without a budget too: see awake.py
 
     def after(self, seconds: float, call: Callable[[], object]) -> None:
         self.watch.timers.append(self.loop.call_later(seconds, call))
@@ -631,29 +635,29 @@ class _Call:
         kept += data[:room]
         if len(data) > room:
             self.truncated = True
-            self.flood += len(data)
-            if self.flood > _FLOOD_FACTOR * self.sandbox.max_output and self.limit is None:
+            self.discarded += len(data)
+            if self.discarded > _MAX_OUTPUT_FACTOR * self.sandbox.max_output and self.limit is None:
                 self.limit = "output"
                 self.stop()
         return True
 
     # --- the clocks
 
-    def time_is_up(self) -> None:
+    def on_timeout(self) -> None:
         if self.limit is None:
             self.timed_out = True
             self.limit = "time"
             self.stop()
 
-    def look_at_clock(self) -> None:
+    def check_cpu(self) -> None:
         budget = self.sandbox.limits.cpu_seconds
         now = self.group.cpu_seconds() if self.group else None
-        spent = 0.0 if now is None or self.used is None else now - self.used
+        spent = 0.0 if now is None or self.cpu_before is None else now - self.cpu_before
         if self.limit is None and budget is not None and spent > budget:
             self.limit = "cpu"
             self.stop()
             return
-        self.after(_CLOCK_SECONDS, self.look_at_clock)
+        self.after(_CPU_POLL_SECONDS, self.check_cpu)
 
     def stop(self) -> None:
         """Interrupt now, kill soon."""
@@ -662,11 +666,11 @@ class _Call:
 
     def kill(self) -> None:
         if self.sandbox._command("kill"):
-            self.after(_CONTROL_SECONDS, self.give_up)
+            self.after(_CONTROL_SECONDS, self.on_kill_timeout)
         else:
             self.finish(None)
 
-    def give_up(self) -> None:
+    def on_kill_timeout(self) -> None:
         if not self.done.done():
             self.sandbox._drop()
 
@@ -684,33 +688,33 @@ class _Call:
                         break
         seconds = time.perf_counter() - self.began
         if reply is None:
-            sandbox._worker = False
-        hits = before = sandbox._hits
+            sandbox._has_interpreter = False
+        hits = before = sandbox._limit_hits
         if self.group is not None and (reply is None or seconds > 0.002 or reply.get("error")):
-            hits = sandbox._hits = self.group.hits()
+            hits = sandbox._limit_hits = self.group.limit_hits()
         limit = self.limit
         if limit is None:
-            told = reply.get("limit") if reply else None
+            reported = reply.get("limit") if reply else None
             if hits[0] > before[0]:
                 limit = "memory"
-            elif told in ("memory", "cpu", "disk", "processes"):
-                limit = cast(Limit, told)
+            elif reported in ("memory", "cpu", "disk", "processes"):
+                limit = cast(Limit, reported)
             elif hits[1] > before[1]:
                 limit = "processes"
-        value = error = kind = None
+        value = error = error_type = None
         if reply is None and limit is None and self.status is None and not sandbox._closed:
-            sandbox._check_lost()
+            sandbox._raise_if_ended()
         if reply is None:
-            error = _obituary(limit, self.status, self.timeout, sandbox._closed)
+            error = _death_message(limit, self.status, self.timeout, sandbox._closed)
         else:
-            value, error, kind = (_clean(reply.get(name)) for name in ("value", "error", "type"))
-        most = 4 * sandbox.max_output  # the interpreter has cut them already, unless the code inside speaks for it
+            value, error, error_type = (_encodable(reply.get(name)) for name in ("value", "error", "type"))
+        max_chars = 4 * sandbox.max_output  # the interpreter has cut them already, unless the code inside speaks for it
         return SandboxResult(
             stdout=self.printed[0].decode("utf-8", "replace"),
             stderr=self.printed[1].decode("utf-8", "replace"),
-            value=None if value is None else value[:most],
-            error=None if error is None else error[-most:],
-            error_type=kind,
+            value=None if value is None else value[:max_chars],
+            error=None if error is None else error[-max_chars:],
+            error_type=error_type,
             seconds=seconds,
             truncated=self.truncated or bool(reply and reply.get("truncated")),
             timed_out=self.timed_out,
@@ -719,7 +723,7 @@ class _Call:
         )
 
 
-def _end_launched(future: Future[tuple[str, process.Vessel]]) -> None:
+def _end_launched(future: Future[tuple[str, process.SandboxProcess]]) -> None:
     """A launch whose caller was cancelled: end what it made."""
     if not future.cancelled() and future.exception() is None:
         future.result()[1].kill()
@@ -731,12 +735,12 @@ def _digest(result: SandboxResult) -> bytes:
     return hashlib.sha256(repr(same).encode()).digest()
 
 
-def _clean(text: object) -> str | None:
+def _encodable(text: object) -> str | None:
     """Text from inside: it may be of any type, or hold halves of surrogate pairs that nothing later could encode."""
     return text.encode("utf-8", "replace").decode() if isinstance(text, str) else None
 
 
-def _obituary(limit: Limit | None, status: int | None, timeout: float, closed: bool) -> str:
+def _death_message(limit: Limit | None, status: int | None, timeout: float, closed: bool) -> str:
     if closed:
         return "the sandbox was closed"
     if limit == "time":

@@ -58,16 +58,16 @@ class Relay(Zygote):
         self.unsent = bytearray()  # for the interpreter
         self.data: _socket.socket | None = None  # our ends of the interpreter's channels
         self.pipes: dict[int, int] = {}  # descriptor -> OUT or ERR
-        self.waking: tuple[int, ...] = ()
+        self.wake_pipe: tuple[int, ...] = ()
         self.counts: tuple[int, int] | None = None
-        self.asked = False  # a call is under way
-        self.looked = 0.0
-        os.register_at_fork(after_in_child=self.let_go)
+        self.call_running = False  # a call is under way
+        self.usage_read = 0.0
+        os.register_at_fork(after_in_child=self.close_in_child)
 
     def serve(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_IGN)
-        wake, waker = self.waking = os.pipe()
+        wake, waker = self.wake_pipe = os.pipe()
         for descriptor in (wake, waker, 1):
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
@@ -85,8 +85,8 @@ class Relay(Zygote):
                     poll.register(self.data, events)
             for pipe in self.pipes if room else ():
                 poll.register(pipe, select.POLLIN)
-            ready = dict(poll.poll(_USAGE_SECONDS * 1e3 if self.asked else None))
-            if self.asked and time.monotonic() - self.looked > _USAGE_SECONDS:
+            ready = dict(poll.poll(_USAGE_SECONDS * 1e3 if self.call_running else None))
+            if self.call_running and time.monotonic() - self.usage_read > _USAGE_SECONDS:
                 self.usage(always=True)
             if wake in ready:
                 try:
@@ -95,9 +95,9 @@ class Relay(Zygote):
                     pass
                 self.reap()
             for pipe in [pipe for pipe in self.pipes if pipe in ready]:
-                self.take(pipe)
+                self.read_pipe(pipe)
             if self.data is not None and self.data.fileno() in ready:
-                self.exchange(ready[self.data.fileno()])
+                self.relay_data(ready[self.data.fileno()])
             if 0 in ready and not self.receive():
                 return
             self.flush()
@@ -111,9 +111,9 @@ class Relay(Zygote):
             if channel == CONTROL:
                 self.handle(json.loads(piece))
             elif channel == DATA and serial == self.serial and self.data is not None:
-                self.asked = True
+                self.call_running = True
                 self.unsent += piece
-                self.pass_on()
+                self.forward()
         return bool(data)
 
     def flush(self) -> None:
@@ -130,10 +130,10 @@ class Relay(Zygote):
     def send(self, channel: int, data: bytes) -> None:
         self.outbox += frame(channel, self.serial, data)
 
-    def tell(self, **message: object) -> None:
+    def send_message(self, **message: object) -> None:
         if message["op"] == "exit":
             self.drain()
-            self.asked = False
+            self.call_running = False
         if message["op"] in ("exit", "fresh"):
             self.usage(always=True)
         self.send(CONTROL, json.dumps(message).encode())
@@ -145,7 +145,7 @@ class Relay(Zygote):
             restrict(bytes.fromhex(message["restrict"]))
         elif message["op"] == "fresh":
             self.close_ends()
-            self.asked = False
+            self.call_running = False
             self.data, data = _socket.socketpair()
             self.data.setblocking(False)
             (out, out_inside), (err, err_inside) = os.pipe(), os.pipe()
@@ -157,12 +157,12 @@ class Relay(Zygote):
 
     # --- the interpreter
 
-    def let_go(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: what is ours must not be the interpreter's."""
         self.close_ends()
-        for descriptor in self.waking:
+        for descriptor in self.wake_pipe:
             os.close(descriptor)
-        self.waking = ()
+        self.wake_pipe = ()
 
     def close_ends(self) -> None:
         if self.data is not None:
@@ -173,7 +173,7 @@ class Relay(Zygote):
             os.close(pipe)
         self.unsent.clear()
 
-    def pass_on(self) -> None:
+    def forward(self) -> None:
         assert self.data is not None
         try:
             while self.unsent:
@@ -183,7 +183,7 @@ class Relay(Zygote):
         except OSError:
             self.unsent.clear()  # it died: the zygote's word follows
 
-    def take(self, pipe: int) -> bool:
+    def read_pipe(self, pipe: int) -> bool:
         """One piece of what was printed; True if there was one."""
         try:
             data = os.read(pipe, _CHUNK)
@@ -202,14 +202,14 @@ class Relay(Zygote):
             left = _CHUNK
             while left > 0 and pipe in self.pipes:
                 before = len(self.outbox)
-                if not self.take(pipe):
+                if not self.read_pipe(pipe):
                     break
                 left -= len(self.outbox) - before
 
-    def exchange(self, events: int) -> None:
+    def relay_data(self, events: int) -> None:
         assert self.data is not None
         if events & select.POLLOUT:
-            self.pass_on()
+            self.forward()
         if not events & ~select.POLLOUT:
             return
         try:
@@ -220,7 +220,7 @@ class Relay(Zygote):
             data = b""
         self.drain()
         if b"\n" in data:
-            self.asked = False
+            self.call_running = False
             self.usage()
         self.send(DATA, data)
         if not data:
@@ -228,17 +228,17 @@ class Relay(Zygote):
             self.data = None
 
     def usage(self, always: bool = False) -> None:
-        self.looked = time.monotonic()
+        self.usage_read = time.monotonic()
         counts = (
-            count("memory/memory.oom_control", "memory.events", "oom_kill"),
-            count("pids/pids.events", "pids.events", "max"),
+            cgroup_counter("memory/memory.oom_control", "memory.events", "oom_kill"),
+            cgroup_counter("pids/pids.events", "pids.events", "max"),
         )
         if counts != self.counts or always:
             self.counts = counts
             self.send(USAGE, json.dumps({"hits": counts, "cpu": processor_seconds()}).encode())
 
 
-def count(first: str, second: str, name: str) -> int:
+def cgroup_counter(first: str, second: str, name: str) -> int:
     """A counter of this container's control group, where it can be seen; v1's file, v2's file."""
     for path in (first, second):
         try:
@@ -259,7 +259,7 @@ def processor_seconds() -> float | None:
                 return int(file.read()) / 1e9
         except (OSError, ValueError):
             continue
-    used = count("cpu.stat", "cpu.stat", "usage_usec")
+    used = cgroup_counter("cpu.stat", "cpu.stat", "usage_usec")
     return used / 1e6 if used else None
 
 

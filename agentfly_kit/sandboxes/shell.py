@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import SandboxError, ToolError
-from .guest import Guest
+from .guest import HostedSandbox
 from .result import Limit, SandboxResult
 
 _NO_TERMINAL = re.compile(r"^bash: \[\d+: [^\]]*\] tcsetattr: [^\n]*\n", re.MULTILINE)  # said when a command is killed
@@ -50,7 +50,7 @@ class ShellResult(SandboxResult):
         return f"ShellResult({', '.join(said)})"
 
 
-class ShellSandbox(Guest):
+class ShellSandbox(HostedSandbox):
     """A persistent, confined bash. It begins in its own, empty folder, with this Python first in its PATH.
 
     `await start()`, `await run(command)` as often as wanted, `await reset()` for a shell that knows nothing of the last
@@ -60,7 +60,7 @@ class ShellSandbox(Guest):
     Background jobs run on between commands, and end with the lease.
     """
 
-    _programs: ClassVar[tuple[str, ...]] = ("inside", "inside_shell")
+    _inside_files: ClassVar[tuple[str, ...]] = ("inside", "inside_shell")
     _folder: ClassVar[str] = ""
 
     async def run(self, command: str, timeout: float = 10.0) -> ShellResult:
@@ -73,10 +73,10 @@ class ShellSandbox(Guest):
         Raises:  SandboxError if the sandbox is closed or cannot be brought back to life; nothing that a command did.
         """
         cpu = self.limits.cpu_seconds
-        result, told = await self._call("run", timeout, command=command, folder=self._folder, cpu_seconds=cpu)
-        if told is not None and "refused" in told:
-            raise ToolError(str(told["refused"]))
-        answer = told.get("answer") if told is not None else None
+        result, reply = await self._call("run", timeout, command=command, folder=self._folder, cpu_seconds=cpu)
+        if reply is not None and "refused" in reply:
+            raise ToolError(str(reply["refused"]))
+        answer = reply.get("answer") if reply is not None else None
         if not isinstance(answer, dict):
             answer = {}
         code = answer.get("exit")
@@ -116,11 +116,13 @@ class ShellSandbox(Guest):
                  processes, so that this cannot be known. `into` is reset.
         """
         async with self._copying(into):
-            state = await self._inner("dump")
+            state = await self._request_locked("dump")
             await self._check_background(shells=0 if state is None else 1)
             await self._copy_home(into)
             if state is not None:
-                await into._inner("load", state=state, old=await self._inner("home"), folder=self._folder)
+                await into._request_locked(
+                    "load", state=state, old=await self._request_locked("home"), folder=self._folder
+                )
 
     async def _check_background(self, shells: int) -> None:
         """Raises SandboxError unless the interpreter and so many shells are all that runs inside."""

@@ -19,11 +19,11 @@ from typing import Any, ClassVar, cast
 from ..errors import SandboxError, SettingsError, ToolError
 from . import guest
 from .container import Container
-from .guest import Guest
+from .guest import HostedSandbox
 from .result import Limit, SandboxResult
 
 _LIMITS = ("memory", "disk")
-_WIDEST = 60  # characters of a cell in the text
+_MAX_CELL_WIDTH = 60  # characters of a cell in the text
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -68,7 +68,7 @@ class SQLResult(SandboxResult):
         return f"SQLResult({', '.join(said) or 'nothing said'})"
 
 
-class SQLSandbox(Guest):
+class SQLSandbox(HostedSandbox):
     """A private database in a confined process.
 
     engine      "sqlite", or "duckdb" (`pip install "agentfly_kit[sql]"`).
@@ -81,7 +81,7 @@ class SQLSandbox(Guest):
     the process around it has none of the host's files to give.
     """
 
-    _programs: ClassVar[tuple[str, ...]] = ("inside", "inside_sql")
+    _inside_files: ClassVar[tuple[str, ...]] = ("inside", "inside_sql")
 
     def __init__(
         self,
@@ -114,10 +114,12 @@ class SQLSandbox(Guest):
         self.engine = engine
         self.max_rows = max_rows
         self._script = script
-        self._seeds = [] if database is None else guest._pieces("chain.db", 0o600, Path(database).read_bytes())
+        self._seed_entries = (
+            [] if database is None else guest._file_chunks("chain.db", 0o600, Path(database).read_bytes())
+        )
 
-    async def _settle_in(self) -> None:
-        await self._put(iter(self._seeds), "")
+    async def _setup(self) -> None:
+        await self._put(iter(self._seed_entries), "")
         if self._script:
             result = await self._run(self._script, guest._COPY_SECONDS)
             if not result.ok:
@@ -133,34 +135,34 @@ class SQLSandbox(Guest):
         """
         if not 0 < timeout < float("inf"):
             raise SettingsError(f"timeout={timeout!r}: want a positive number of seconds")
-        async with self._in_order.hold():
+        async with self._lock.acquire():
             await self._start()
             self._calls += 1
             return await self._run(sql, timeout)
 
     async def _run(self, sql: str, timeout: float) -> SQLResult:
-        room = self.max_output
-        result, told = await self._send(
-            "query", timeout, sql=sql, engine=self.engine, memory_mb=self.limits.memory_mb, most=self.max_rows,
-            room=room, cell=max(256, room // 4),
+        max_chars = self.max_output
+        result, reply = await self._send(
+            "query", timeout, sql=sql, engine=self.engine, memory_mb=self.limits.memory_mb, max_rows=self.max_rows,
+            max_chars=max_chars, max_cell_chars=max(256, max_chars // 4),
         )  # fmt: skip
-        if told is not None and "refused" in told:
-            raise ToolError(str(told["refused"]))
-        answer = told.get("answer") if told is not None else None
+        if reply is not None and "refused" in reply:
+            raise ToolError(str(reply["refused"]))
+        answer = reply.get("answer") if reply is not None else None
         limit, error = result.limit, result.error
         columns: tuple[str, ...] = ()
         types: tuple[str | None, ...] = ()
         rows: tuple[tuple[Any, ...], ...] = ()
-        changed, kind, truncated = None, None, False
+        changed, error_type, truncated = None, None, False
         if isinstance(answer, dict):
             try:
                 columns = tuple(str(name) for name in answer["columns"])
                 types = tuple(None if each is None else str(each) for each in answer["types"])
-                rows = tuple(tuple(_value(each) for each in row) for row in answer["rows"][: self.max_rows])
+                rows = tuple(tuple(_decode(each) for each in row) for row in answer["rows"][: self.max_rows])
                 changed = None if answer["changed"] is None else int(answer["changed"])
                 truncated = bool(answer["more"] or answer["cut"])
                 error = None if answer.get("error") is None else str(answer["error"])
-                kind = None if answer.get("type") is None else str(answer["type"])
+                error_type = None if answer.get("type") is None else str(answer["type"])
                 if answer.get("limit") in _LIMITS:
                     limit = cast(Limit, answer["limit"])
             except (KeyError, TypeError, ValueError, ArithmeticError, RecursionError):
@@ -177,7 +179,7 @@ class SQLSandbox(Guest):
             # An engine that was refused memory may hang in its next query (seen once in 8 with duckdb 2.0).
             died = (await self._python.run("import os\nos._exit(0)")).died
         return SQLResult(
-            error=error, error_type=kind, seconds=result.seconds, truncated=truncated, timed_out=result.timed_out,
+            error=error, error_type=error_type, seconds=result.seconds, truncated=truncated, timed_out=result.timed_out,
             died=died, limit=limit, columns=columns, types=types, rows=rows, changed=changed,
         )  # fmt: skip
 
@@ -189,13 +191,13 @@ class SQLSandbox(Guest):
 
         Raises:  SettingsError if the script fails; SandboxError if the sandbox is closed or has no room.
         """
-        async with self._in_order.hold():
+        async with self._lock.acquire():
             await self._start()
             try:
-                await self._inner("renew")
+                await self._request_locked("renew")
             except ToolError as error:
                 raise SandboxError(f"this SQLSandbox could not be given another database: {error}") from None
-            await self._put(iter([] if database is None else guest._pieces("chain.db", 0o600, database)), "")
+            await self._put(iter([] if database is None else guest._file_chunks("chain.db", 0o600, database)), "")
             self._calls += 1
             if script is not None:
                 result = await self._run(script, timeout)
@@ -210,29 +212,29 @@ class SQLSandbox(Guest):
         if into.engine != self.engine:
             raise SandboxError(f"a SQLSandbox of {self.engine} cannot fork into one of {into.engine}")
         async with self._copying(into):
-            await self._inner("settle", engine=self.engine)
+            await self._request_locked("settle", engine=self.engine)
             await self._copy_home(into)
 
 
-def _value(tagged: Any) -> Any:
+def _decode(tagged: Any) -> Any:
     """The value that inside_sql.py's `tagged` told."""
     if not isinstance(tagged, dict):
         if isinstance(tagged, list):
             raise ValueError("a list without a tag")
         return tagged
-    ((kind, told),) = tagged.items()
-    if kind == "list":
-        return [_value(each) for each in told]
-    if kind == "dict":
-        return {_hashable(_value(name)): _value(each) for name, each in told}
-    return _KINDS[kind](told)
+    ((tag, inner),) = tagged.items()
+    if tag == "list":
+        return [_decode(each) for each in inner]
+    if tag == "dict":
+        return {_hashable(_decode(name)): _decode(each) for name, each in inner}
+    return _DECODERS[tag](inner)
 
 
 def _hashable(value: Any) -> Any:
     return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
-_KINDS: dict[str, Any] = {
+_DECODERS: dict[str, Any] = {
     "bytes": base64.b64decode,
     "datetime": datetime.datetime.fromisoformat,
     "date": datetime.date.fromisoformat,
@@ -262,4 +264,4 @@ def _cell(value: Any) -> str:
         return "NULL"
     text = f"<{len(value)} bytes>" if isinstance(value, bytes) else str(value)
     text = text.replace("\n", "\\n")
-    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."
+    return text if len(text) <= _MAX_CELL_WIDTH else f"{text[: _MAX_CELL_WIDTH - 3]}..."

@@ -125,7 +125,7 @@ def furnish(space: dict[str, Any]) -> None:
     os.chdir(space["home"])
 
 
-def renounce() -> None:
+def drop_capabilities() -> None:
     """Give up every capability, now and for every program started from here."""
     prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
     prctl(47, 4)  # PR_CAP_AMBIENT, clear all
@@ -136,7 +136,7 @@ def renounce() -> None:
 
 
 def filter_calls(program: bytes) -> None:
-    """A system-call filter, from here on and for all that is forked. Needs `renounce` first."""
+    """A system-call filter, from here on and for all that is forked. Needs `drop_capabilities` first."""
     text = ctypes.create_string_buffer(program, len(program))
     # struct sock_fprog: the number of instructions, and where they are
     head = (ctypes.c_uint64 * 2)(len(program) // 8, ctypes.addressof(text))
@@ -204,7 +204,7 @@ class Zygote:
         self.worker = 0
         self.serial = 0
         self.orphan = False
-        self.cage: tuple[dict[str, Any], bytes] | None = None
+        self.restrictions: tuple[dict[str, Any], bytes] | None = None
         """The Landlock rules and the system-call filter that each interpreter applies to itself."""
 
     def serve(self) -> None:
@@ -248,7 +248,7 @@ class Zygote:
             self.handle(json.loads(line))
         return True
 
-    def tell(self, **message: object) -> None:
+    def send_message(self, **message: object) -> None:
         try:
             self.control.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
@@ -272,18 +272,20 @@ class Zygote:
             if message["landlock"]:
                 # Each interpreter restricts itself: the zygote stays outside, out of its reach.
                 os.close(landlock(message["landlock"]))  # a kernel that rejects the rules is noticed at the start
-                self.cage = (message["landlock"], program)
+                self.restrictions = (message["landlock"], program)
             elif message["space"]:
-                renounce()
+                drop_capabilities()
                 filter_calls(program)
                 prctl(PR_SET_DUMPABLE, 0)  # a change of rights may have set it
-            self.tell(op="ready")
+            self.send_message(op="ready")
         elif op == "fresh":
             descriptors, self.descriptors = self.descriptors[:3], self.descriptors[3:]
             error = None
             try:
                 self.kill_all()
-                favour("0")  # where the sandbox has the host's own root as its user, the code inside may write this
+                set_oom_score(
+                    "0"
+                )  # where the sandbox has the host's own root as its user, the code inside may write this
                 if message["wipe"]:
                     for folder in self.settings["wipe"]:
                         wipe(folder, self.settings["keep"])
@@ -293,16 +295,16 @@ class Zygote:
                 error = f"{type(failure).__name__}: {failure}"
             for descriptor in descriptors:
                 os.close(descriptor)
-            self.tell(op="fresh", serial=message["serial"], error=error)
+            self.send_message(op="fresh", serial=message["serial"], error=error)
         elif op == "interrupt":
             if self.worker:
                 os.kill(self.worker, signal.SIGINT)
         elif op == "sync":
-            self.tell(op="sync", serial=message["serial"])
+            self.send_message(op="sync", serial=message["serial"])
         elif op == "count":
-            self.tell(op="count", serial=message["serial"], processes=self.count())
+            self.send_message(op="count", serial=message["serial"], processes=self.count())
         elif op == "kill":
-            self.kill_all(tell=True)
+            self.kill_all(notify=True)
 
     def fork(self, descriptors: list[int]) -> None:
         pid = os.fork()
@@ -312,14 +314,14 @@ class Zygote:
         try:
             self.control.close()
             signal.set_wakeup_fd(-1)
-            Interpreter(self.settings, self.cage, *descriptors).serve()
+            Interpreter(self.settings, self.restrictions, *descriptors).serve()
         finally:
             os._exit(70)
 
-    def ended(self, pid: int, status: int) -> None:
+    def child_exited(self, pid: int, status: int) -> None:
         if pid == self.worker:
             self.worker = 0
-            self.tell(op="exit", serial=self.serial, status=os.waitstatus_to_exitcode(status))
+            self.send_message(op="exit", serial=self.serial, status=os.waitstatus_to_exitcode(status))
 
     def reap(self, options: int = os.WNOHANG) -> bool:
         """Bury the dead; True if no child is left, alive or dead. With options 0 it waits for that."""
@@ -330,7 +332,7 @@ class Zygote:
                 return True
             if not pid:
                 return False
-            self.ended(pid, status)
+            self.child_exited(pid, status)
 
     def count(self) -> int | None:
         """The number of living processes below this one; None where the kernel does not list a process's children."""
@@ -340,9 +342,9 @@ class Zygote:
             return None
         return sum(not is_dead(pid) for pid in found)
 
-    def kill_all(self, tell: bool = False) -> None:
+    def kill_all(self, notify: bool = False) -> None:
         """Kill and reap all that descends from here; afterwards nothing of the chain is left."""
-        if not tell:
+        if not notify:
             self.worker = 0
         if os.getpid() == 1:
             # Alone in a process namespace, -1 is every other process, and the kernel sends to all of them at once: a
@@ -463,7 +465,7 @@ def load(settings: dict[str, Any]) -> None:
     gc.freeze()  # a collection in a fork would copy every page that it only reads
 
 
-def favour(score: str) -> None:
+def set_oom_score(score: str) -> None:
     """How gladly the kernel kills this process when memory runs out."""
     try:
         write("/proc/self/oom_score_adj", score)
@@ -491,7 +493,7 @@ class Interpreter:
     """One `__main__` namespace: cells come in as lines, values and errors go back."""
 
     def __init__(
-        self, settings: dict[str, Any], cage: tuple[dict[str, Any], bytes] | None, data: int, out: int, err: int
+        self, settings: dict[str, Any], restrictions: tuple[dict[str, Any], bytes] | None, data: int, out: int, err: int
     ) -> None:
         self.settings = settings
         self.limit = int(settings["max_output"])
@@ -501,13 +503,13 @@ class Interpreter:
         if settings["pdeathsig"]:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         prctl(PR_SET_DUMPABLE, 1)
-        favour("500")  # when memory runs out the kernel should take this process, not the zygote
-        if cage is not None:
-            rules, program = cage
+        set_oom_score("500")  # when memory runs out the kernel should take this process, not the zygote
+        if restrictions is not None:
+            rules, program = restrictions
             ruleset = landlock({**rules, "paths": [*rules["paths"], *((path, "read") for path in own_limits())]})
             # A rule holds as long as the kernel caches the entry of /proc that it was made for: an open file keeps it.
             os.open("/proc/self/cgroup", os.O_PATH | os.O_CLOEXEC)
-            renounce()
+            drop_capabilities()
             kernel("syscall", 446, ruleset, 0)  # landlock_restrict_self
             os.close(ruleset)
             filter_calls(program)
@@ -558,7 +560,7 @@ class Interpreter:
                 self.running = False
             except BaseException as error:
                 self.running = False
-                self.explain(reply, error)
+                self.describe_error(reply, error)
         except BaseException as error:  # an interrupt between the lines above, or no memory to explain with
             self.running = False
             reply["type"] = type(error).__name__
@@ -572,7 +574,7 @@ class Interpreter:
 
     def prepare(self) -> None:
         signal.signal(signal.SIGINT, self.interrupt)
-        signal.signal(signal.SIGXCPU, self.out_of_time)
+        signal.signal(signal.SIGXCPU, self.on_cpu_limit)
         seconds = self.settings["cpu_seconds"]
         if seconds is not None:
             hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
@@ -609,11 +611,11 @@ class Interpreter:
             self.running = False
             raise KeyboardInterrupt("stopped from outside")
 
-    def out_of_time(self, number: int, frame: object) -> None:
+    def on_cpu_limit(self, number: int, frame: object) -> None:
         if self.running:
             raise CpuLimit(f"{self.settings['cpu_seconds']} s of processor time used")
 
-    def explain(self, reply: dict[str, Any], error: BaseException) -> None:
+    def describe_error(self, reply: dict[str, Any], error: BaseException) -> None:
         step = error.__traceback__
         while step is not None and not step.tb_frame.f_code.co_filename.startswith("<cell "):
             step = step.tb_next  # the frames of this file say nothing to the reader
@@ -695,7 +697,7 @@ class Hub:
             child = fork_into(doors, order["version"])
         except OSError as error:  # no room for one more: those that are there stay
             unborn = Zygote(_socket.socket(fileno=control))
-            unborn.tell(op="hello", error=f"fork: {error}")
+            unborn.send_message(op="hello", error=f"fork: {error}")
             unborn.control.close()
             return
         finally:
@@ -714,11 +716,11 @@ class Hub:
                 if os.fork():
                     os._exit(0)
             except OSError as error:
-                zygote.tell(op="hello", error=str(error))
+                zygote.send_message(op="hello", error=str(error))
                 os._exit(1)
             # The host reads this process's number from the kernel's label on the message, and sends the settings.
-            zygote.tell(op="hello", error=None)
-            live(zygote)
+            zygote.send_message(op="hello", error=None)
+            run_zygote(zygote)
         finally:
             os._exit(70)
 
@@ -746,7 +748,7 @@ def probe(settings: dict[str, Any]) -> None:
     if settings.get("own_user"):
         enter_user_namespace()
     rules = landlock(settings["landlock"]) if settings["landlock"] else None
-    renounce()
+    drop_capabilities()
     if rules is not None:
         kernel("syscall", 446, rules, 0)
     filter_calls(bytes.fromhex(settings["filter"]))
@@ -754,7 +756,7 @@ def probe(settings: dict[str, Any]) -> None:
     os._exit(0)
 
 
-def live(zygote: Zygote) -> None:
+def run_zygote(zygote: Zygote) -> None:
     try:
         zygote.serve()
     except Exception:
@@ -778,4 +780,4 @@ if __name__ == "__main__":
     elif sys.argv[1] == "hub":
         Hub(_socket.socket(fileno=int(sys.argv[2]))).serve()
     else:
-        live(Zygote(_socket.socket(fileno=int(sys.argv[2]))))
+        run_zygote(Zygote(_socket.socket(fileno=int(sys.argv[2]))))

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from agentfly_kit.chat import Chat
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.policy import Policy, compute_threads
+from agentfly_kit.policy import Policy, single_torch_thread
 from agentfly_kit.types import ToolCall
 
 _LESSONS = {
@@ -339,7 +339,7 @@ class Demonstrator:
     def _observation(self, text: str, after: Sequence[int]) -> tuple[int, ...]:
         if text not in self._observations:
             message = {"role": "tool", "name": "calculator", "tool_call_id": "call-0", "content": text}
-            self._observations[text] = self.chat.bridge([message], [TOOL], after=after)
+            self._observations[text] = self.chat.observation_ids([message], [TOOL], after=after)
         return self._observations[text]
 
 
@@ -365,15 +365,15 @@ def _imitate(policy: Policy, batches: Iterator[list[Demonstration]], steps: int,
     """
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     smooth = 0.0
-    with compute_threads(policy):
+    with single_torch_thread(policy):
         for step in range(steps):
             for group in optimizer.param_groups:
                 group["lr"] = lr * min(1.0, (step + 1) / 20) * (1 - 0.9 * step / steps)
             batch, lost = next(batches), 0.0
             sampled = sum(sum(d.mask) for d in batch)
             optimizer.zero_grad()
-            for part in _parted(batch, parts):
-                ids, mask = _padded(part)
+            for part in _split_batch(batch, parts):
+                ids, mask = _pad(part)
                 share = sum(sum(d.mask) for d in part) / sampled
                 loss = -policy.forward(ids, mask, torch.ones(len(ids))).logprob.mean() * share
                 loss.backward()
@@ -384,7 +384,7 @@ def _imitate(policy: Policy, batches: Iterator[list[Demonstration]], steps: int,
     return smooth
 
 
-def _parted(batch: list[Demonstration], parts: int) -> list[list[Demonstration]]:
+def _split_batch(batch: list[Demonstration], parts: int) -> list[list[Demonstration]]:
     """One part is the batch as it is."""
     if parts == 1:
         return [batch]
@@ -392,7 +392,7 @@ def _parted(batch: list[Demonstration], parts: int) -> list[list[Demonstration]]
     return [sort[i : i + size] for i in range(0, len(sort), size)]
 
 
-def _padded(demonstrations: Sequence[Demonstration]) -> tuple[Tensor, Tensor]:
+def _pad(demonstrations: Sequence[Demonstration]) -> tuple[Tensor, Tensor]:
     width = max(len(d.ids) for d in demonstrations)
     ids = torch.zeros(len(demonstrations), width, dtype=torch.int64)
     mask = torch.zeros(len(demonstrations), width, dtype=torch.bool)
@@ -437,7 +437,7 @@ def build(
     skill_steps, shy_steps: 500 and 150, where the policy's module does not say otherwise.
     out: a folder to save it in. Held-out expressions are never shown.
     """
-    _known(name)
+    _check_name(name)
     say = report or (lambda _: None)
     own = _lessons_of(name)
     words: Sequence[str] = getattr(own, "WORDS", ())
@@ -476,13 +476,13 @@ def policy(name: str = "calculator", *, value_head: bool = False) -> Policy:
 
     Raises:  SettingsError naming the policies that ship.
     """
-    _known(name)
+    _check_name(name)
     folder = importlib.resources.files("agentfly_kit._data").joinpath("policies", name)
     with importlib.resources.as_file(folder) as path:
         return Policy.load(path, value_head=value_head)
 
 
-def _known(name: str) -> None:
+def _check_name(name: str) -> None:
     if name not in NAMES:
         raise SettingsError(f"no tiny policy is called {name!r}; there is {', '.join(map(repr, NAMES))}")
 
@@ -508,7 +508,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             (given.out / f"{split}.jsonl").write_text(lines, encoding="utf-8")
         text = getattr(_lessons_of(given.name), "ORIGIN", _CALCULATOR_ORIGIN)
     else:
-        made = build(given.name, given.out, seed=given.seed, report=_tell)
+        made = build(given.name, given.out, seed=given.seed, report=_print)
         text, size = _POLICY_ORIGIN, round(made.size / 10_000) * 10
     (given.out / "ORIGIN.md").write_text(text.format(command=command, name=given.name, size=size), encoding="utf-8")
 
@@ -521,7 +521,7 @@ def _rows(name: str, seed: int) -> dict[str, list[dict[str, Any]]]:
     return {split: made(count, split, seed) for split, count in splits.items()}
 
 
-def _tell(line: str) -> None:
+def _print(line: str) -> None:
     sys.stderr.write(line + "\n")
 
 

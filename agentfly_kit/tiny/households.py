@@ -179,7 +179,7 @@ class Demonstrator:
     def _observation(self, said: str, after: Sequence[int]) -> tuple[int, ...]:
         if said not in self._observations:
             message = {"role": "tool", "name": "act", "tool_call_id": "call-0", "content": said}
-            self._observations[said] = self.chat.bridge([message], TOOLS, after=after)
+            self._observations[said] = self.chat.observation_ids([message], TOOLS, after=after)
         return self._observations[said]
 
 

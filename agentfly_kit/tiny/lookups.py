@@ -68,7 +68,7 @@ class Demonstrator:
     def _observation(self, text: str, after: Sequence[int]) -> tuple[int, ...]:
         if text not in self._observations:
             message = {"role": "tool", "name": "lookup", "tool_call_id": "call-0", "content": text}
-            self._observations[text] = self.chat.bridge([message], [TOOL], after=after)
+            self._observations[text] = self.chat.observation_ids([message], [TOOL], after=after)
         return self._observations[text]
 
 

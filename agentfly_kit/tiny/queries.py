@@ -69,7 +69,7 @@ class Demonstrator:
         for query in queries:
             action = self._call("execute", {"query": query})
             message = {"role": "tool", "name": "execute", "tool_call_id": "call-0", "content": observation(of, query)}
-            parts += [(action, True), (chat.bridge([message], TOOLS, after=action), False)]
+            parts += [(action, True), (chat.observation_ids([message], TOOLS, after=action), False)]
         end = self._call("submit", {}) if last is None else chat.encode(last + "<|im_end|>")
         return joined(*parts, (end, True))
 

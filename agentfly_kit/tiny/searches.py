@@ -87,7 +87,7 @@ class Demonstrator:
     def _observation(self, text: str, after: Sequence[int]) -> tuple[int, ...]:
         if text not in self._observations:
             message = {"role": "tool", "name": "search", "tool_call_id": "call-0", "content": text}
-            self._observations[text] = self.chat.bridge([message], self.tools, after=after)
+            self._observations[text] = self.chat.observation_ids([message], self.tools, after=after)
         return self._observations[text]
 
 

@@ -97,7 +97,7 @@ class Demonstrator:
             return
         if (name, text) not in self._observations:
             message = {"role": "tool", "name": name, "tool_call_id": "call-0", "content": text}
-            self._observations[name, text] = self.chat.bridge([message], self.tools, after=action)
+            self._observations[name, text] = self.chat.observation_ids([message], self.tools, after=action)
         self._parts.append((self._observations[name, text], False))
 
 

@@ -16,18 +16,18 @@ _VERSION = 1
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumedState:
     """What a checkpoint says beside the weights that it put in place."""
 
     steps: int
     """Iterations behind it."""
     kl_coef: float
-    ahead: Rollout | None
+    prefetched: Rollout | None
     """The next iteration's chains, where they had been sampled already."""
 
 
 def save(
-    run: Run, policy: Policy, optimizer: torch.optim.Optimizer, steps: int, kl_coef: float, ahead: Rollout | None
+    run: Run, policy: Policy, optimizer: torch.optim.Optimizer, steps: int, kl_coef: float, prefetched: Rollout | None
 ) -> None:
     """Write a checkpoint into a run's folder; it counts only when it is whole.
 
@@ -43,9 +43,9 @@ def save(
     }
     with run.new_checkpoint() as folder:
         torch.save(state, folder / "state.pt")
-        if ahead is not None:
+        if prefetched is not None:
             try:
-                ahead.save(folder / "ahead.jsonl")
+                prefetched.save(folder / "ahead.jsonl")
             except RunError as error:
                 if isinstance(error.__cause__, OSError):
                     raise
@@ -53,7 +53,7 @@ def save(
                 (folder / "ahead.jsonl").unlink(missing_ok=True)
 
 
-def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer, kl_coef: float) -> Resumed:
+def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer, kl_coef: float) -> ResumedState:
     """Put a checkpoint's weights and optimizer in place.
 
     Raises:  RunError if it is damaged, or of a newer version; it says whether there is one to fall back on.
@@ -66,23 +66,23 @@ def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Opti
             raise RunError(
                 f"{file} was written by a newer version ({state['version']} > {_VERSION}); upgrade agentfly_kit"
             )
-        ahead = checkpoint / "ahead.jsonl"
-        resumed = Resumed(
+        prefetched = checkpoint / "ahead.jsonl"
+        resumed = ResumedState(
             int(state["steps"]),
             float(state.get("kl_coef", kl_coef)),
-            Rollout.load(ahead) if ahead.exists() else None,
+            Rollout.load(prefetched) if prefetched.exists() else None,
         )
         policy.load_state(state["policy"])
         policy.version = state["policy_version"]
         optimizer.load_state_dict(state["optimizer"])
         return resumed
     except RunError as error:
-        raise RunError(f"{error}; {_instead(run, checkpoint)}") from error
+        raise RunError(f"{error}; {_recovery_hint(run, checkpoint)}") from error
     except Exception as error:
-        raise RunError(f"{file} cannot be read ({error}); {_instead(run, checkpoint)}") from error
+        raise RunError(f"{file} cannot be read ({error}); {_recovery_hint(run, checkpoint)}") from error
 
 
-def _instead(run: Run, checkpoint: Path) -> str:
+def _recovery_hint(run: Run, checkpoint: Path) -> str:
     anew = "resume=False starts the run anew"
     other = run.path / "checkpoint.before"
     if checkpoint == other or not (other / "done").exists():
@@ -91,7 +91,7 @@ def _instead(run: Run, checkpoint: Path) -> str:
 
 
 def save_reference(run: Run, reference: Policy) -> None:
-    with run.whole(run.path / "reference.pt") as file:
+    with run.atomic_write_bytes(run.path / "reference.pt") as file:
         torch.save(reference.state(), file)
 
 

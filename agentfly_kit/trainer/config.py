@@ -11,16 +11,16 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from agentfly_kit import losses
-from agentfly_kit.batch import Per, Shared, Truncated
+from agentfly_kit.batch import AdvantagePer, Shared, TruncationMode
 from agentfly_kit.budget import Budget
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.filters import Filter, of_group
+from agentfly_kit.filters import Filter, is_group_filter
 from agentfly_kit.ppo import Aggregate, Correction, LossName, aggregate_options, refuse_once
 from agentfly_kit.types import Task
 
-OUTCOME = ("grpo", "dr_grpo", "rloo")
-TURN = ("gigpo", "arpo")
-TOKEN = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+OUTCOME_ESTIMATORS = ("grpo", "dr_grpo", "rloo")
+TURN_ESTIMATORS = ("gigpo", "arpo")
+TOKEN_ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class TrainConfig:
     """Chains a task."""
     advantage: str | Callable[..., Tensor] = "grpo"
     """"grpo", "dr_grpo", "rloo", "gigpo", "arpo", "gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"; or a
-    function (rewards (N,), groups (N,)) -> (N,), or -> (N, K) for each sampled turn (`per_turn`)."""
-    advantage_per: Per = "rollout"
+    function (rewards (N,), groups (N,)) -> (N,), or -> (N, K) for each sampled turn (`turn_data`)."""
+    advantage_per: AdvantagePer = "trajectory"
     """For an estimator of outcomes: a chain of several rows is one in its group, or ("row") as many as it has rows."""
     authors: tuple[str, ...] | str | None = None
     """Whose tokens are trained, where the policy samples in the name of several roles; None is all."""
@@ -52,7 +52,7 @@ class TrainConfig:
     lr_end: float | None = 3e-5
     """Reached linearly at the last iteration; None keeps `lr`."""
     minibatch: int | None = 32
-    """Rollouts an update, each with all its rows."""
+    """Trajectories an update, each with all its rows."""
     epochs: int = 2
     loss: LossName | Callable[..., Tensor] = "ppo"
     aggregate: Aggregate = "token_mean"
@@ -83,7 +83,7 @@ class TrainConfig:
     less is seen by what the next chains earn: there is a warning when the mean reward has fallen below half of what it
     was, and not by luck (Mann and Whitney's test on the means of 16 groups or more); none with `difficulty`."""
     micro_tokens: int | None = None
-    old: Literal["auto", "engine", "recompute"] = "auto"
+    old_logprobs: Literal["auto", "engine", "recompute"] = "auto"
     """The ratio's denominator; see `ppo_step`. With `overlap`, "auto" is "engine" without a correction, and
     "recompute" with one."""
     correction: Correction | None = None
@@ -98,7 +98,7 @@ class TrainConfig:
     `filters` left nothing, until there are `tasks_per_step` with something to learn from. 0 trains on what is left."""
     autocast: Literal["bfloat16"] | None = None
     checkpointing: bool = False
-    truncated: Truncated = "score"
+    truncated: TruncationMode = "score"
     """What a chain that a limit cut is worth; see `collate`. "bootstrap" needs advantage="gae"."""
     truncated_penalty: float = 0.5
     """Taken from its reward by truncated="penalty"."""
@@ -118,8 +118,12 @@ class TrainConfig:
         for name in ("steps", "tasks_per_step", "group_size", "epochs", "checkpoint_every", "max_concurrency"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name}={getattr(self, name)}: give at least 1")
-        if not callable(self.advantage) and self.advantage not in (*OUTCOME, *TURN, *TOKEN):
-            known = ", ".join((*OUTCOME, *TURN, *TOKEN))
+        if not callable(self.advantage) and self.advantage not in (
+            *OUTCOME_ESTIMATORS,
+            *TURN_ESTIMATORS,
+            *TOKEN_ESTIMATORS,
+        ):
+            known = ", ".join((*OUTCOME_ESTIMATORS, *TURN_ESTIMATORS, *TOKEN_ESTIMATORS))
             raise SettingsError(f"advantage={self.advantage!r}: give one of {known}, or a function")
         if self.truncated == "bootstrap" and self.advantage != "gae":
             raise SettingsError(f"truncated='bootstrap' needs values, so advantage='gae'; got {self.advantage!r}")
@@ -131,7 +135,7 @@ class TrainConfig:
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise SettingsError(f"lr={self.lr}: give a positive number")
         if self.minibatch is not None and self.minibatch < 1:
-            raise SettingsError(f"minibatch={self.minibatch}: give at least 1 rollout, or None for all of them")
+            raise SettingsError(f"minibatch={self.minibatch}: give at least 1 trajectory, or None for all of them")
         for name in ("value_coef", "kl_coef", "entropy_coef"):
             if not getattr(self, name) >= 0:
                 raise SettingsError(f"{name}={getattr(self, name)}: give 0 or more")
@@ -143,14 +147,14 @@ class TrainConfig:
                 raise SettingsError(f"{name}={getattr(self, name)!r}: {wanted}")
         if self.max_kl is not None and not self.max_kl > 0:
             raise SettingsError(f"max_kl={self.max_kl}: give nats a token above 0, or None for no limit")
-        if self.old not in ("auto", "engine", "recompute"):
-            raise SettingsError(f"old={self.old!r}: give 'auto', 'engine' or 'recompute'")
+        if self.old_logprobs not in ("auto", "engine", "recompute"):
+            raise SettingsError(f"old_logprobs={self.old_logprobs!r}: give 'auto', 'engine' or 'recompute'")
         given: Any = self.filters
         if not isinstance(given, list | tuple):
             wanted = "give a list of functions, such as [af.filters.equal_rewards]"
             raise SettingsError(f"filters={given!r}: {wanted}")
         for each in self.filters:
-            of_group(each)
+            is_group_filter(each)
         if self.refill < 0 or (self.refill and not self.filters):
             raise SettingsError(
                 f"refill={self.refill} with {len(self.filters)} filters: give a number of rounds, and in filters= what "
@@ -159,11 +163,16 @@ class TrainConfig:
         how, _ = aggregate_options(self.aggregate, self.denominator)
         if self.shared == "once":
             refuse_once(self.loss, how, self.correction)
-        if self.advantage_per == "row" and self.advantage in TURN:
+        if self.advantage_per == "row" and self.advantage in TURN_ESTIMATORS:
             raise SettingsError(f"advantage_per='row' with advantage={self.advantage!r}: it sees whole chains already")
         if self.advantage_per == "row" and self.kl_in == "reward" and self.kl_coef > 0:
             raise SettingsError("advantage_per='row' with kl_in='reward': a chain pays as a whole; give kl_in='loss'")
-        for name, kind in (("loss", LossName), ("truncated", Truncated), ("shared", Shared), ("advantage_per", Per)):
+        for name, kind in (
+            ("loss", LossName),
+            ("truncated", TruncationMode),
+            ("shared", Shared),
+            ("advantage_per", AdvantagePer),
+        ):
             value = getattr(self, name)
             if not callable(value) and value not in get_args(kind):
                 raise SettingsError(f"{name}={value!r}: give one of {', '.join(map(repr, get_args(kind)))}")

@@ -12,24 +12,24 @@ from typing import Any, TypeVar
 import torch
 
 from agentfly_kit.errors import TrainingError
-from agentfly_kit.pending import ended
+from agentfly_kit.pending import wait_all
 
 T = TypeVar("T")
 
 
-async def in_thread(function: Callable[..., T], *given: Any) -> T:
+async def run_in_thread(function: Callable[..., T], *given: Any) -> T:
     """`function` in a thread. Who is cancelled meanwhile waits for its end: nothing goes on behind their back."""
     task = asyncio.ensure_future(asyncio.to_thread(function, *given))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await ended([task])
+        await wait_all([task])
         if not task.cancelled():
             task.exception()
         raise
 
 
-class Crew:
+class WorkerGroup:
     """The processes of an `accelerate.Accelerator`, or None: just this one."""
 
     def __init__(self, accelerator: Any) -> None:
@@ -38,41 +38,41 @@ class Crew:
         self.rank = 0 if accelerator is None else int(accelerator.process_index)
 
     @property
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
         return self.size == 1
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         return self.rank == 0
 
-    async def exchange(self, value: T) -> list[T]:
+    async def all_gather(self, value: T) -> list[T]:
         """What every process gave, in order of rank."""
-        if self.alone:
+        if self.is_single:
             return [value]
         parts: list[Any] = [None] * self.size
-        await in_thread(torch.distributed.all_gather_object, parts, value)
+        await run_in_thread(torch.distributed.all_gather_object, parts, value)
         return parts
 
-    async def share(self, value: T | None, error: Exception | None = None) -> list[T]:
-        """As `exchange`; where some process has an error instead, all raise it."""
-        failed = await self.exchange(None if error is None else f"{type(error).__name__}: {error}")
+    async def all_gather_or_raise(self, value: T | None, error: Exception | None = None) -> list[T]:
+        """As `all_gather`; where some process has an error instead, all raise it."""
+        failed = await self.all_gather(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
         for rank, said in enumerate(failed):
             if said is not None:
                 raise TrainingError(f"process {rank} of {self.size} failed: {said}")
-        parts: list[Any] = await self.exchange(value)
+        parts: list[Any] = await self.all_gather(value)
         return parts
 
-    async def led(self, function: Callable[..., T], *given: Any) -> T:
+    async def run_on_main(self, function: Callable[..., T], *given: Any) -> T:
         """The first process runs it, in a thread; all get its result, or its error."""
-        if self.alone:
-            return await in_thread(function, *given)
+        if self.is_single:
+            return await run_in_thread(function, *given)
         value: T | None = None
         error: Exception | None = None
-        if self.first:
+        if self.is_main:
             try:
-                value = await in_thread(function, *given)
+                value = await run_in_thread(function, *given)
             except Exception as raised:
                 error = raised
-        return (await self.share(value, error))[0]
+        return (await self.all_gather_or_raise(value, error))[0]

@@ -15,13 +15,13 @@ from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.types import Task
 
 
-def _said(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """A setting as JSON; of a function its source and what it closes over, of a partial one what was filled in too."""
     if isinstance(value, functools.partial):
         filled = [*map(repr, value.args), *(f"{k}={v!r}" for k, v in sorted(value.keywords.items()))]
-        return {"function": _said(value.func), "with": filled}
+        return {"function": _as_json(value.func), "with": filled}
     if isinstance(value, list | tuple):
-        return [_said(item) for item in value]
+        return [_as_json(item) for item in value]
     if isinstance(value, Budget):
         return dataclasses.asdict(value)
     if callable(value):
@@ -31,7 +31,8 @@ def _said(value: Any) -> Any:
     return value
 
 
-_HOOKS = ("before_chain", "before_turn", "after_observation", "when_full", "group_reward")  # after_chain only looks on
+# after_chain only looks on
+_HOOKS = ("before_chain", "before_turn", "after_observation", "on_context_full", "group_reward")
 
 
 def fingerprint(agent: Agent, tasks: Sequence[Task], config: TrainConfig, start: str) -> dict[str, Any]:
@@ -39,10 +40,10 @@ def fingerprint(agent: Agent, tasks: Sequence[Task], config: TrainConfig, start:
     digest = hashlib.blake2b(digest_size=8)
     for task in tasks:
         digest.update(repr((task.id, task.messages, sorted(task.fields.items(), key=lambda item: item[0]))).encode())
-    hooks = {name: _said(hook) for name in _HOOKS if (hook := getattr(agent, name)) is not None}
+    hooks = {name: _as_json(hook) for name in _HOOKS if (hook := getattr(agent, name)) is not None}
     return {
         "config": {
-            f.name: _said(value)
+            f.name: _as_json(value)
             for f in dataclasses.fields(config)
             # A run from before there were budgets has none.
             if (value := getattr(config, f.name)) is not None or f.name not in ("budget", "group_budget")

@@ -22,27 +22,27 @@ from typing import Any
 import torch
 
 from agentfly_kit import losses, markup, seeds
-from agentfly_kit.batch import counted
+from agentfly_kit.batch import drop_counts
 from agentfly_kit.engines.local import LocalEngine
 from agentfly_kit.errors import BatchError, EmptyBatch, RunError, SettingsError, TaskError, TrainingError
 from agentfly_kit.evaluation import Evaluation, evaluate
-from agentfly_kit.filters import reasons
-from agentfly_kit.pending import ended
+from agentfly_kit.filters import drop_reasons
+from agentfly_kit.pending import wait_all
 from agentfly_kit.policy import Policy
 from agentfly_kit.ppo import adamw, ppo_step_async
 from agentfly_kit.record import Rollout
-from agentfly_kit.rollout import Agent, RolloutRun
-from agentfly_kit.runs import Run, last_success, recent
+from agentfly_kit.rollout import Agent, RolloutHandle
+from agentfly_kit.runs import Run, last_success, recent_steps_table
 from agentfly_kit.trainer import checkpoint
 from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.crew import Crew, in_thread
-from agentfly_kit.trainer.estimate import Estimate
+from agentfly_kit.trainer.crew import WorkerGroup, run_in_thread
+from agentfly_kit.trainer.estimate import BatchBuilder
 from agentfly_kit.trainer.fall import Fall
 from agentfly_kit.trainer.identity import fingerprint
-from agentfly_kit.trainer.order import Order
+from agentfly_kit.trainer.order import TaskSampler
 from agentfly_kit.types import Stats, Task
 
-_REASONS = 16
+_MAX_REASONS = 16
 """Of a record: a filter that says something else of each chain would make a column of each."""
 
 
@@ -135,55 +135,55 @@ class TrainRun:
                 "the agent's engine samples from another policy than the one that is trained; "
                 "use agent.replace(engine=af.LocalEngine(policy))"
             )
-        self._crew = Crew(accelerator)
-        if config.refill and not self._crew.alone:
+        self._workers = WorkerGroup(accelerator)
+        if config.refill and not self._workers.is_single:
             raise SettingsError("refill= is for one process: each of several would count its own groups; give refill=0")
-        if run is None and not self._crew.alone:
+        if run is None and not self._workers.is_single:
             raise SettingsError("several processes need run=, one folder that all of them see")
-        if config.budget is not None and not self._crew.alone:
+        if config.budget is not None and not self._workers.is_single:
             raise SettingsError(
-                f"budget={config.budget} would be counted by each of {self._crew.size} processes alone; "
+                f"budget={config.budget} would be counted by each of {self._workers.size} processes alone; "
                 "give group_budget=, whose chains run in one"
             )
-        agent._check([*tasks, *eval_tasks])
+        agent._check_tasks([*tasks, *eval_tasks])
         self.agent = agent
         self.policy = policy
         self.tasks = tasks
         self.eval_tasks = eval_tasks
         self.config = config
-        self._order = Order(tasks, config.tasks_per_step, config.seed, config.difficulty)
+        self._task_sampler = TaskSampler(tasks, config.tasks_per_step, config.seed, config.difficulty)
         self._progress = progress
         self._bar: Any = None
-        self.rollout: RolloutRun | None = None
+        self.rollout: RolloutHandle | None = None
         if run is None:
             run = tempfile.mkdtemp(prefix="agentfly-run-")
             weakref.finalize(self, shutil.rmtree, run, ignore_errors=True)
             resume = False
         self.run = Run(Path(run))
-        self._fresh = not resume
-        self._key = str(self.run.path.resolve())
-        if self._fresh:
-            policy.started.pop(self._key, None)
-        start = policy.started.setdefault(self._key, policy.fingerprint())
+        self._start_over = not resume
+        self._run_key = str(self.run.path.resolve())
+        if self._start_over:
+            policy.run_fingerprints.pop(self._run_key, None)
+        start = policy.run_fingerprints.setdefault(self._run_key, policy.fingerprint())
         self.fingerprint = fingerprint(agent, tasks, config, start)
-        self.run.check(self.fingerprint, resume=not self._fresh)
+        self.run.check(self.fingerprint, resume=not self._start_over)
         self._optimizer: torch.optim.Optimizer | None = None
-        self._estimate = Estimate(policy, config)
-        self._ahead: Rollout | None = None
+        self._batch_builder = BatchBuilder(policy, config)
+        self._prefetched: Rollout | None = None
         """The next iteration's chains, sampled while the last one was updated."""
-        self._twin: Agent | None = None
+        self._prefetch_agent: Agent | None = None
         """With an engine of its own weights, which stay as they are while the policy learns."""
         self._kl_coef = config.kl_coef
         self._fall = Fall()
-        self._next = 0
+        self._next_index = 0
         self._replay: list[dict[str, float]] = []
-        self._given = 0
+        self._steps_yielded = 0
         """Steps that this handle has given out; going on with it replays none of them."""
-        self._begun = False
+        self._prepared = False
         self._stopping = False
-        self._open: asyncio.Event | None = None
+        self._unpaused: asyncio.Event | None = None
         self._paused = False
-        self._busy = False
+        self._iterating = False
 
     # --- what a view needs ---
 
@@ -193,7 +193,7 @@ class TrainRun:
 
     @property
     def records(self) -> list[dict[str, float]]:
-        return self.run.records if self._begun or not self._fresh else []
+        return self.run.records if self._prepared or not self._start_over else []
 
     @property
     def total(self) -> int:
@@ -214,15 +214,15 @@ class TrainRun:
     def pause(self) -> None:
         """Hold the chains that run, and the loop after this iteration."""
         self._paused = True
-        if self._open is not None:
-            self._open.clear()
+        if self._unpaused is not None:
+            self._unpaused.clear()
         if self.rollout is not None:
             self.rollout.pause()
 
     def resume(self) -> None:
         self._paused = False
-        if self._open is not None:
-            self._open.set()
+        if self._unpaused is not None:
+            self._unpaused.set()
         if self.rollout is not None:
             self.rollout.resume()
 
@@ -238,23 +238,23 @@ class TrainRun:
     def __repr__(self) -> str:
         done = len(self.records)
         last = last_success(self.records)
-        hint = "" if self._begun else "; write `await` before it"
+        hint = "" if self._prepared else "; write `await` before it"
         return f"<training run, {done} of {self.total} steps done{last}, in {str(self.path)!r}{hint}>"
 
     def _repr_html_(self) -> str:
-        return markup.heading(self) + recent(self.records)
+        return markup.heading(self) + recent_steps_table(self.records)
 
     # --- running ---
 
     def __await__(self) -> Generator[Any, Any, TrainRun]:
-        return self._all().__await__()
+        return self._run_to_end().__await__()
 
-    async def _all(self) -> TrainRun:
+    async def _run_to_end(self) -> TrainRun:
         async for _ in self:
             pass
         return self
 
-    def _show(self, step: TrainStep | None) -> None:
+    def _update_bar(self, step: TrainStep | None) -> None:
         """Move the bar to a step; None takes it away."""
         if step is None or not self._progress:
             if self._bar is not None:
@@ -273,96 +273,96 @@ class TrainRun:
         return self
 
     async def __anext__(self) -> TrainStep:
-        if self._busy:
+        if self._iterating:
             raise SettingsError("this run is already being awaited somewhere else; there is one loop a run")
-        self._busy = True
+        self._iterating = True
         try:
-            if not self._begun:
-                await self._begin()
+            if not self._prepared:
+                await self._prepare()
             if self._replay:
                 record = self._replay.pop(0)
-                self._given += 1
+                self._steps_yielded += 1
                 return TrainStep(int(record["step"]), record, replayed=True)
-            stopping = any(await self._crew.exchange(self._stopping))
-            if stopping or self._next >= self.config.steps:
-                self._show(None)
+            stopping = any(await self._workers.all_gather(self._stopping))
+            if stopping or self._next_index >= self.config.steps:
+                self._update_bar(None)
                 raise StopAsyncIteration
-            if self._open is not None:
-                await self._open.wait()
+            if self._unpaused is not None:
+                await self._unpaused.wait()
             try:
-                step = await self._iterate(self._next)
+                step = await self._iterate(self._next_index)
             except BaseException:
                 # The weights may be those of half an iteration: whoever goes on begins at the checkpoint.
-                self._begun = False
-                self._show(None)
+                self._prepared = False
+                self._update_bar(None)
                 raise
-            self._given += 1
-            self._show(step)
+            self._steps_yielded += 1
+            self._update_bar(step)
             return step
         finally:
-            self._busy = False
+            self._iterating = False
 
-    async def _begin(self) -> None:
-        policy, config, crew = self.policy, self.config, self._crew
-        self._open = asyncio.Event()
+    async def _prepare(self) -> None:
+        policy, config, workers = self.policy, self.config, self._workers
+        self._unpaused = asyncio.Event()
         if not self._paused:
-            self._open.set()
-        known = await crew.led(lambda: self.run.begin(self.fingerprint, resume=not self._fresh))
-        if not crew.first:
-            self.run.forget()
-        self._fresh = False
+            self._unpaused.set()
+        known = await workers.run_on_main(lambda: self.run.claim(self.fingerprint, resume=not self._start_over))
+        if not workers.is_main:
+            self.run.invalidate()
+        self._start_over = False
         self._optimizer = adamw(policy, config.lr)
-        self._ahead = None
+        self._prefetched = None
         found = self.run.checkpoint if known else None
-        if not crew.alone and len({*await crew.exchange((str(found), self.fingerprint["policy"]))}) > 1:
+        if not workers.is_single and len({*await workers.all_gather((str(found), self.fingerprint["policy"]))}) > 1:
             raise RunError(
                 f"the processes do not see one and the same run in {self.path}, or began with different weights; give "
                 "all of them one folder and one policy"
             )
         if found is not None:
             if config.kl_coef > 0:
-                self._estimate.reference = await in_thread(checkpoint.load_reference, self.run, policy)
-            resumed = await in_thread(checkpoint.load, self.run, found, policy, self._optimizer, config.kl_coef)
-            self._next, self._kl_coef, self._ahead = resumed.steps, resumed.kl_coef, resumed.ahead
+                self._batch_builder.reference = await run_in_thread(checkpoint.load_reference, self.run, policy)
+            resumed = await run_in_thread(checkpoint.load, self.run, found, policy, self._optimizer, config.kl_coef)
+            self._next_index, self._kl_coef, self._prefetched = resumed.steps, resumed.kl_coef, resumed.prefetched
         else:
             if config.kl_coef > 0:
-                self._estimate.reference = reference = policy.reference()
+                self._batch_builder.reference = reference = policy.reference()
                 if not policy.has_adapter:
-                    await crew.led(checkpoint.save_reference, self.run, reference)
+                    await workers.run_on_main(checkpoint.save_reference, self.run, reference)
             # Before the first update: whoever is interrupted in it has something to begin again from.
-            self._next = 0
-            await crew.led(self._checkpoint, 0)
-        await crew.led(self.run.truncate, self._next)
-        if not crew.first:
-            self.run.forget()
-        self._given = min(self._given, self._next)
-        self._replay = self.run.records[self._given :]
-        self._begun = True
+            self._next_index = 0
+            await workers.run_on_main(self._save_checkpoint, 0)
+        await workers.run_on_main(self.run.truncate, self._next_index)
+        if not workers.is_main:
+            self.run.invalidate()
+        self._steps_yielded = min(self._steps_yielded, self._next_index)
+        self._replay = self.run.records[self._steps_yielded :]
+        self._prepared = True
 
     async def _iterate(self, index: int) -> TrainStep:
         config = self.config
         began = time.perf_counter()
-        rollout, self._ahead = self._ahead, None
+        rollout, self._prefetched = self._prefetched, None
         if rollout is None:
-            rollout = await self._together(self._newest(index))
+            rollout = await self._gather_rollouts(self._sample_current(index))
         rolled = time.perf_counter()
-        ahead = await self._look_ahead(index + 1)
+        prefetched = await self._start_prefetch(index + 1)
         try:
             stats, rollout, lag = await self._update(index, rollout)
             updated = time.perf_counter()
-            if ahead is not None:
-                self._ahead = await self._arrived(index + 1, ahead)
+            if prefetched is not None:
+                self._prefetched = await self._finish_prefetch(index + 1, prefetched)
         finally:
-            if ahead is not None:
-                ahead.cancel()
-                await ended([ahead])
-                if not ahead.cancelled():
-                    ahead.exception()  # seen: what ended the step is what is raised
+            if prefetched is not None:
+                prefetched.cancel()
+                await wait_all([prefetched])
+                if not prefetched.cancelled():
+                    prefetched.exception()  # seen: what ended the step is what is raised
         evaluation = None
         if config.evaluate_every and ((index + 1) % config.evaluate_every == 0 or index + 1 == config.steps):
             await self.agent.engine.update(self.policy)  # what is evaluated is what this step made
             evaluation = await evaluate(self.agent, self.eval_tasks, max_concurrency=config.max_concurrency)
-        record = self._record(index, rollout, stats, evaluation)
+        record = self._make_record(index, rollout, stats, evaluation)
         if config.overlap:
             record["lag"] = lag
         if config.kl_coef > 0:
@@ -391,37 +391,37 @@ class TrainRun:
                 stacklevel=2,
             )
         try:
-            await self._crew.led(self._keep, index, rollout, record)
-            if not self._crew.first:
+            await self._workers.run_on_main(self._persist, index, rollout, record)
+            if not self._workers.is_main:
                 self.run.records.append(record)
         finally:  # who is interrupted here has the step all the same
             if record in self.run.records[-1:]:
-                self.run.tell(record)
-        self._next = index + 1
+                self.run.notify(record)
+        self._next_index = index + 1
         return TrainStep(index + 1, record, stats, rollout, evaluation)
 
     # --- sampling ---
 
     async def _sample(self, index: int, agent: Agent) -> Rollout:
         """This process's chains of an iteration, with those that are sampled in the place of filtered groups."""
-        rollout = await self._roll(agent, self._order.draw(index), index, "train")
+        rollout = await self._run_rollout(agent, self._task_sampler.sample(index), index, "train")
         for again in range(1, self.config.refill + 1):
-            left_out = reasons(rollout.trajectories, self.config.filters)
+            left_out = drop_reasons(rollout.trajectories, self.config.filters)
             full = sum(
                 any(t.reward is not None and t.id not in left_out for t in g.trajectories) for g in rollout.groups
             )
             missing = self.config.tasks_per_step - full
             if missing <= 0:
                 break
-            others = self._order.more(index, again, missing, [g.trajectories[0].task for g in rollout.groups])
+            others = self._task_sampler.refill(index, again, missing, [g.trajectories[0].task for g in rollout.groups])
             if not others:
                 break
-            more = await self._roll(agent, others, index, f"refill{again}")
+            more = await self._run_rollout(agent, others, index, f"refill{again}")
             rollout = Rollout((*rollout.groups, *more.groups), rollout.seconds + more.seconds)
         return rollout
 
-    async def _roll(self, agent: Agent, tasks: list[Task], index: int, purpose: str) -> Rollout:
-        config, crew = self.config, self._crew
+    async def _run_rollout(self, agent: Agent, tasks: list[Task], index: int, purpose: str) -> Rollout:
+        config, workers = self.config, self._workers
         self.rollout = agent.rollout(
             tasks,
             config.group_size,
@@ -430,7 +430,7 @@ class TrainRun:
             group_budget=config.group_budget,
             index=index,
             purpose=purpose,
-            share=(crew.rank, crew.size),
+            share=(workers.rank, workers.size),
         )
         if self._paused:
             self.rollout.pause()
@@ -439,27 +439,27 @@ class TrainRun:
         finally:
             self.rollout = None
 
-    async def _newest(self, index: int) -> Rollout:
+    async def _sample_current(self, index: int) -> Rollout:
         """As `_sample`, from the weights as they are now."""
         await self.agent.engine.update(self.policy)
         return await self._sample(index, self.agent)
 
-    async def _together(self, sampling: Awaitable[Rollout]) -> Rollout:
+    async def _gather_rollouts(self, sampling: Awaitable[Rollout]) -> Rollout:
         """The chains of all processes, in the order of the tasks."""
-        if self._crew.alone:
+        if self._workers.is_single:
             return await sampling
         mine, failed = None, None
         try:
             mine = await sampling
         except Exception as error:
             failed = error
-        parts = await self._crew.share(mine, failed)
-        size = self._crew.size
+        parts = await self._workers.all_gather_or_raise(mine, failed)
+        size = self._workers.size
         count = sum(len(part.groups) for part in parts)
         groups = tuple(parts[i % size].groups[i // size] for i in range(count))
         return Rollout(groups, max(part.seconds for part in parts))
 
-    async def _look_ahead(self, index: int) -> asyncio.Task[Rollout] | None:
+    async def _start_prefetch(self, index: int) -> asyncio.Task[Rollout] | None:
         """Begin to sample an iteration's chains from the weights as they are now, whatever becomes of them."""
         config = self.config
         if not config.overlap or index >= config.steps:
@@ -469,12 +469,12 @@ class TrainRun:
         if getattr(engine, "policy", None) is self.policy:  # it samples from the very weights that are about to change
             if not isinstance(engine, LocalEngine):
                 raise SettingsError(f"overlap=1 with {engine!r}, which shares the policy's weights; use LocalEngine")
-            if self._twin is None:
-                twin = await in_thread(self.policy.copy)
+            if self._prefetch_agent is None:
+                twin = await run_in_thread(self.policy.copy)
                 # Still the same agent: it knows its last run, and what it warned of.
-                self._twin = dataclasses.replace(agent, engine=LocalEngine(twin, slots=engine.slots))
-            agent = self._twin
-            await in_thread(self._copy_weights, agent.engine)
+                self._prefetch_agent = dataclasses.replace(agent, engine=LocalEngine(twin, slots=engine.slots))
+            agent = self._prefetch_agent
+            await run_in_thread(self._copy_weights, agent.engine)
         else:
             await engine.update(self.policy)
         return asyncio.create_task(self._sample(index, agent), name=f"agentfly-ahead-{index + 1}")
@@ -483,9 +483,9 @@ class TrainRun:
         engine.policy.load_state(self.policy.state())
         engine.policy.version = self.policy.version
 
-    async def _arrived(self, index: int, ahead: asyncio.Task[Rollout]) -> Rollout | None:
+    async def _finish_prefetch(self, index: int, prefetched: asyncio.Task[Rollout]) -> Rollout | None:
         try:
-            return await self._together(ahead)
+            return await self._gather_rollouts(prefetched)
         except Exception as error:  # the step that was made meanwhile is kept
             warnings.warn(
                 f"the chains of step {index + 1}, sampled ahead, failed ({type(error).__name__}: {error}); they are "
@@ -494,13 +494,13 @@ class TrainRun:
             )
             return None
 
-    async def _back(self) -> None:
+    async def _restore_checkpoint(self) -> None:
         """Put the last checkpoint's weights in place: nobody shall go on with those that diverged."""
         found = self.run.checkpoint
         assert self._optimizer is not None
         if found is not None:
             config = self.config
-            await in_thread(checkpoint.load, self.run, found, self.policy, self._optimizer, config.kl_coef)
+            await run_in_thread(checkpoint.load, self.run, found, self.policy, self._optimizer, config.kl_coef)
 
     # --- updating ---
 
@@ -508,18 +508,18 @@ class TrainRun:
         """The step's numbers, the chains with what was left out of it, and how many updates old their weights were."""
         config, policy = self.config, self.policy
         assert self._optimizer is not None
-        for group, lr in zip(self._optimizer.param_groups, self._rates(index), strict=True):
+        for group, lr in zip(self._optimizer.param_groups, self._learning_rates(index), strict=True):
             group["lr"] = lr
         try:
             try:
-                batch = await in_thread(self._estimate.batch, rollout, self._kl_coef)
+                batch = await run_in_thread(self._batch_builder.build, rollout, self._kl_coef)
             except EmptyBatch as error:
                 if not any(d.filtered for d in error.dropped):
                     raise
-                said = ", ".join(f"{n} {reason}" for reason, n in counted(error.dropped).items())
+                said = ", ".join(f"{n} {reason}" for reason, n in drop_counts(error.dropped).items())
                 warnings.warn(f"step {index + 1}: nothing was left to train on ({said}); no update", stacklevel=2)
-                return None, rollout.marked(error.dropped), 0.0
-            rollout = rollout.marked(batch.dropped)
+                return None, rollout.with_drop_reasons(error.dropped), 0.0
+            rollout = rollout.with_drop_reasons(batch.dropped)
             lag = float(policy.version - batch.versions[batch.mask].min())
             stats = await ppo_step_async(
                 policy,
@@ -537,19 +537,21 @@ class TrainRun:
                 kl_kind=config.kl_kind,
                 kl_in=config.kl_in,
                 kl_weighted=config.kl_weighted,
-                reference=self._estimate.reference,
+                reference=self._batch_builder.reference,
                 entropy_coef=config.entropy_coef,
                 epochs=config.epochs,
                 minibatch=config.minibatch,
                 micro_tokens=config.micro_tokens,
                 max_grad_norm=config.max_grad_norm,
                 target_kl=config.target_kl,
-                old="engine" if config.overlap and config.old == "auto" and config.correction is None else config.old,
+                old_logprobs="engine"
+                if config.overlap and config.old_logprobs == "auto" and config.correction is None
+                else config.old_logprobs,
                 correction=config.correction,
                 max_lag=None,  # it knows how old its chains are
                 autocast=config.autocast,
                 checkpointing=config.checkpointing,
-                accelerator=self._crew.accelerator,
+                accelerator=self._workers.accelerator,
                 seed=seeds.derive(config.seed, "update", index),
             )
             if config.max_kl is not None and stats.approx_kl > config.max_kl:
@@ -561,11 +563,11 @@ class TrainRun:
             kept = f"steps 1 to {index} are kept in {self.path}" if index else f"no step was kept in {self.path}"
             if isinstance(error, TrainingError):
                 kept += "; the policy has the weights of its last checkpoint"
-                await self._back()
+                await self._restore_checkpoint()
             raise type(error)(f"step {index + 1}: {error} ({kept})") from error
         return stats, rollout, lag
 
-    def _rates(self, index: int) -> list[float]:
+    def _learning_rates(self, index: int) -> list[float]:
         assert self._optimizer is not None
         config = self.config
         end = config.lr if config.lr_end is None else config.lr_end
@@ -574,11 +576,11 @@ class TrainRun:
         # The value head keeps its own multiple of the policy's rate.
         return [now * group.setdefault("scale", group["lr"] / config.lr) for group in self._optimizer.param_groups]
 
-    def _record(
+    def _make_record(
         self, index: int, rollout: Rollout, stats: Stats | None, evaluation: Evaluation | None
     ) -> dict[str, float]:
         record: dict[str, float] = {"step": index + 1}
-        record |= {k: v for k, v in rollout.numbers().items() if k != "seconds"}
+        record |= {k: v for k, v in rollout.summary().items() if k != "seconds"}
         keep = (
             "loss",
             "policy_loss",
@@ -600,12 +602,12 @@ class TrainRun:
             "advantage_mean",
             "reward_std",
         )
-        numbers = {"updates": 0} if stats is None else stats.numbers()
+        numbers = {"updates": 0} if stats is None else stats.scalars()
         record |= {k: numbers[k] for k in (*keep, *more) if k in numbers and math.isfinite(numbers[k])}
         record["version"] = self.policy.version
         reasons = [t.dropped for t in rollout.trajectories if t.dropped is not None]
         record["dropped"] = len(reasons)
-        record |= {f"dropped: {reason}": reasons.count(reason) for reason in sorted(set(reasons))[:_REASONS]}
+        record |= {f"dropped: {reason}": reasons.count(reason) for reason in sorted(set(reasons))[:_MAX_REASONS]}
         if evaluation is not None:
             record |= {
                 "eval_success": evaluation.success,
@@ -616,14 +618,14 @@ class TrainRun:
 
     # --- disk ---
 
-    def _keep(self, index: int, rollout: Rollout, record: dict[str, float]) -> None:
+    def _persist(self, index: int, rollout: Rollout, record: dict[str, float]) -> None:
         if self.config.save_rollouts:
             rollout.save(self.run.rollout_path(f"step-{index + 1:05d}"))
         # The line comes first: one without a checkpoint is cut off by whoever goes on, one that is missing is lost.
         self.run.write(record)
         if (index + 1) % self.config.checkpoint_every == 0 or index + 1 == self.config.steps:
-            self._checkpoint(index + 1)
+            self._save_checkpoint(index + 1)
 
-    def _checkpoint(self, steps: int) -> None:
+    def _save_checkpoint(self, steps: int) -> None:
         assert self._optimizer is not None
-        checkpoint.save(self.run, self.policy, self._optimizer, steps, self._kl_coef, self._ahead)
+        checkpoint.save(self.run, self.policy, self._optimizer, steps, self._kl_coef, self._prefetched)

@@ -20,7 +20,7 @@ from agentfly_kit.data import Tasks
 from agentfly_kit.envs.alfworld import games, official, plans
 from agentfly_kit.envs.alfworld.games import KINDS, Game, Size
 from agentfly_kit.envs.alfworld.house import NOTHING, House
-from agentfly_kit.envs.family import Family, Move, number
+from agentfly_kit.envs.family import Family, Move, int_field
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.tools import tool
 from agentfly_kit.types import Message, Task, ToolResult
@@ -154,7 +154,7 @@ def game_of(task: Task) -> Game:
     size = task.fields.get("size", "full")
     if size not in get_args(Size):
         raise SettingsError(f"task {task.id!r}: its field size={size!r}; want {' or '.join(map(repr, get_args(Size)))}")
-    return games.game(number(task, "game", family="alfworld"), size)
+    return games.game(int_field(task, "game", family="alfworld"), size)
 
 
 def rows(n: int, split: str, seed: int = 0, size: Size = "full", kinds: Sequence[str] = KINDS) -> list[dict[str, Any]]:

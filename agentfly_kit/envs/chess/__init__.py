@@ -21,7 +21,7 @@ from agentfly_kit.data import Tasks
 from agentfly_kit.envs.chess import puzzles
 from agentfly_kit.envs.chess.board import Board, Move
 from agentfly_kit.envs.chess.stockfish import Stockfish
-from agentfly_kit.envs.family import Family, told
+from agentfly_kit.envs.family import Family, tool_outputs
 from agentfly_kit.envs.family import Move as Play
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.tools import tool
@@ -61,7 +61,7 @@ class Chess:
 
     async def reset(self, task: Task, seed: int) -> str:
         fields = task.fields
-        self.board = Board.of(str(fields.get("fen")))
+        self.board = Board.from_fen(str(fields.get("fen")))
         self.line = [str(move) for move in fields.get("solution", ())]
         self.mate: int | None = fields.get("mate")
         if not self.line and self.mate is None:
@@ -195,7 +195,7 @@ def tasks_in(file: str | os.PathLike[str], n: int | None = None) -> Tasks:
 
 def _lichess(row: dict[str, str], where: str) -> dict[str, Any]:
     try:
-        board = Board.of(row["FEN"])
+        board = Board.from_fen(row["FEN"])
     except SettingsError as error:
         raise SettingsError(f"{where}: {error}") from error
     first, *line = (row["Moves"] or "").split() or [""]
@@ -222,14 +222,14 @@ def _lichess(row: dict[str, str], where: str) -> dict[str, Any]:
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Play:
     """Plays the line that is stored, and knows any mate on the board."""
-    made = len(told(messages))
+    made = len(tool_outputs(messages))
     line = task.fields["solution"]
     return ("play", {"move": line[2 * made]}) if 2 * made < len(line) else "Done."
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Play:
     """Makes any legal move of the first position, then whatever it thinks is one."""
-    moves = sorted(str(move) for move in Board.of(task.fields["fen"]).legal())
+    moves = sorted(str(move) for move in Board.from_fen(task.fields["fen"]).legal())
     return "play", {"move": rng.choice(moves)}
 
 

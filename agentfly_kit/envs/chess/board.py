@@ -73,7 +73,7 @@ class Board:
     number: int = 1
 
     @classmethod
-    def of(cls, fen: str) -> Board:
+    def from_fen(cls, fen: str) -> Board:
         """Raises SettingsError for what is no position: a wrong FEN, not one king a side, the waiting side in check."""
         parts = fen.split()
         rows = parts[0].split("/") if parts else []

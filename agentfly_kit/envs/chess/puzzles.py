@@ -18,7 +18,7 @@ from agentfly_kit.errors import SettingsError
 SIZES = {"train": 128, "test": 64}
 
 
-def drawn(rng: random.Random) -> Board | None:
+def random_position(rng: random.Random) -> Board | None:
     """A position with few pieces and white to move, or None where this draw is none."""
     cells = [""] * 64
     pieces = ["K", "k"]
@@ -39,7 +39,7 @@ def drawn(rng: random.Random) -> Board | None:
 def puzzle(rng: random.Random, mate: int) -> tuple[Board, list[Move]]:
     """A position with exactly one first move that mates in so many, and the line: its moves and the best replies."""
     while True:
-        board = drawn(rng)
+        board = random_position(rng)
         if board is None:
             continue
         mates = board.mates()

@@ -26,8 +26,8 @@ class Stockfish:
             [found], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1
         )
         try:
-            self._tell("uci", "uciok")
-            self._tell("setoption name Threads value 1\nsetoption name Hash value 16\nisready", "readyok")
+            self._command("uci", "uciok")
+            self._command("setoption name Threads value 1\nsetoption name Hash value 16\nisready", "readyok")
         except BaseException:
             self.close()
             raise
@@ -38,13 +38,13 @@ class Stockfish:
 
     def best(self, fen: str) -> str:
         """Its move, as "e2e4". Raises SandboxError if it ends."""
-        self._tell("ucinewgame\nisready", "readyok")
-        return self._tell(f"position fen {fen}\ngo depth {self.depth}", "bestmove").split()[1]
+        self._command("ucinewgame\nisready", "readyok")
+        return self._command(f"position fen {fen}\ngo depth {self.depth}", "bestmove").split()[1]
 
-    def _tell(self, said: str, until: str) -> str:
+    def _command(self, command: str, until: str) -> str:
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
-            self._process.stdin.write(said + "\n")
+            self._process.stdin.write(command + "\n")
             self._process.stdin.flush()
         except OSError as error:
             raise SandboxError("Stockfish has ended") from error

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentfly_kit.data import Tasks
-from agentfly_kit.envs.family import Family, Move, number, told
+from agentfly_kit.envs.family import Family, Move, int_field, tool_outputs
 from agentfly_kit.envs.webshop import pages
 from agentfly_kit.envs.webshop.catalogue import Catalogue, Product
 from agentfly_kit.envs.webshop.scoring import Nouns, alike, color_of, find_nouns, score
@@ -287,7 +287,7 @@ def _of_task(task: Task, given: Catalogue | None) -> Catalogue:
             f"task {task.id} has no {missing[0]!r}: make tasks with af.envs.webshop.tasks(...), and if they are of "
             "your files, give the agent options={'catalogue': yours} too"
         )
-    return Catalogue.invented(number(task, "world", family="webshop")) if given is None else given
+    return Catalogue.invented(int_field(task, "world", family="webshop")) if given is None else given
 
 
 # --- tasks ---------------------------------------------------------------------------------------
@@ -364,12 +364,12 @@ def expert_player(
     task: Task, messages: Sequence[Message], rng: random.Random, options: Mapping[str, Any] | None = None
 ) -> Move:
     """Knows which product is meant."""
-    return plan(task, options or {})[len(told(messages))]
+    return plan(task, options or {})[len(tool_outputs(messages))]
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
     """Searches for a word of the instruction, then clicks anything that it sees, or buys."""
-    seen = told(messages)
+    seen = tool_outputs(messages)
     if not seen or rng.random() < 0.1:
         return "search", {"keywords": rng.choice(str(task.messages[-1]["content"]).split())}
     texts = re.split(r" \[SEP\] |\n", seen[-1])
@@ -404,7 +404,7 @@ def tasks(
     """`n` tasks of a split, "train" or "test"; without a split, both. catalogue: yours, or the folder of its files."""
     if catalogue is None:
         return family.tasks(n, split, seed=seed)
-    family.need()
+    family.require_installed()
     of = catalogue if isinstance(catalogue, Catalogue) else _loaded(str(catalogue))
     counts = {name: len(_split(of, name, invented=False)) for name in family.splits}
     chosen = dataclasses.replace(family, rows=functools.partial(rows, catalogue=of), splits=counts)
