@@ -10,30 +10,30 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Public name -> the module that holds it. `__init__.pyi` says the same to editors; a test keeps the two in step.
+# Public name -> the module that defines it. `__init__.pyi` says the same to editors; a test keeps the two in step.
 _WHERE = {
-    "Agent": "rollout",
-    "Batch": "batch",
-    "Budget": "budget",
-    "Chat": "chat",
-    "Container": "sandboxes.container",
-    "Context": "context",
-    "Capacity": "capacity",
+    "Agent": "agent.agent",
+    "Batch": "batch.batch",
+    "Budget": "agent.budget",
+    "Chat": "chat.chat",
+    "Container": "sandboxes.host.container",
+    "Context": "tools.context",
+    "Capacity": "pool.capacity",
     "Failure": "types",
     "FileSandbox": "sandboxes.files",
-    "FromPool": "context",
-    "FromTask": "context",
+    "FromPool": "tools.context",
+    "FromTask": "tools.context",
     "Grader": "sandboxes.grader",
     "Group": "types",
-    "LocalEngine": "engines.local",
+    "LocalEngine": "engines.local.engine",
     "OpenAIEngine": "engines.openai",
-    "Policy": "policy",
-    "Pool": "pool",
+    "Policy": "policy.policy",
+    "Pool": "pool.pool",
     "PythonSandbox": "sandboxes.python",
-    "RemotePool": "remote.client",
-    "Rollout": "record",
+    "RemotePool": "integrations.remote_pool.client",
+    "Rollout": "agent.rollout",
     "Row": "types",
-    "Run": "runs",
+    "Run": "trainer.run_dir",
     "RunMismatch": "errors",
     "SQLSandbox": "sandboxes.sql",
     "Sample": "types",
@@ -42,33 +42,44 @@ _WHERE = {
     "ShellSandbox": "sandboxes.shell",
     "Stats": "types",
     "Task": "types",
-    "Tasks": "data",
+    "Tasks": "tasks",
     "ToolCall": "types",
     "ToolError": "errors",
     "ToolResult": "types",
-    "ToolSet": "tools",
-    "TrainConfig": "trainer",
+    "ToolSet": "tools.tool",
+    "TrainConfig": "trainer.config",
     "Trajectory": "types",
     "Turn": "types",
-    "VLLMEngine": "engines.vllm",
+    "VLLMEngine": "engines.vllm.engine",
     "adamw": "ppo",
-    "collate": "batch",
-    "turn_data": "turnwise",
-    "doctor": "diagnosis",
+    "collate": "batch.batch",
+    "turn_data": "batch.turn_data",
+    "doctor": "_doctor",
     "evaluate": "evaluation",
-    "load_tasks": "data",
-    "pools": "pool",
+    "load_tasks": "tasks",
+    "pools": "pool.pool",
     "ppo_step": "ppo",
     "ppo_step_async": "ppo",
     "reward": "rewards",
     "sandbox_report": "sandboxes",
-    "serve_pool": "remote.server",
+    "serve_pool": "integrations.remote_pool.server",
     "shaped_rewards": "ppo",
-    "tasks_from": "data",
-    "tool": "tools",
-    "train": "trainer",
+    "tasks_from": "tasks",
+    "tool": "tools.tool",
+    "train": "trainer.loop",
 }
-_MODULES = ("advantages", "chat", "envs", "errors", "filters", "losses", "tiny", "toolbox", "trl", "widgets")
+_MODULES = {
+    "advantages": "advantages",
+    "chat": "chat",
+    "envs": "envs",
+    "errors": "errors",
+    "filters": "batch.filters",
+    "losses": "losses",
+    "tiny": "tiny",
+    "toolbox": "tools.builtin",
+    "trl": "integrations.trl",
+    "widgets": "widgets",
+}
 
 __all__ = sorted([*_WHERE, *_MODULES])
 
@@ -77,7 +88,7 @@ def __getattr__(name: str) -> Any:
     if name in _WHERE:
         value = getattr(importlib.import_module(f"agentfly_kit.{_WHERE[name]}"), name)
     elif name in _MODULES:
-        value = importlib.import_module(f"agentfly_kit.{name}")
+        value = importlib.import_module(f"agentfly_kit.{_MODULES[name]}")
     else:
         raise AttributeError(f"agentfly_kit has no {name!r}; dir(agentfly_kit) lists what there is")
     globals()[name] = value

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentfly_kit.budget import Budget
+from agentfly_kit._async.pending_call import pending_call
+from agentfly_kit.agent.agent import Agent
+from agentfly_kit.agent.budget import Budget
+from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.pending import pending_call
-from agentfly_kit.record import Rollout
-from agentfly_kit.rollout import Agent
 from agentfly_kit.types import Sampling, Task, Trajectory
 
 

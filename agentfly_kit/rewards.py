@@ -18,10 +18,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, overload
 
-from agentfly_kit import functions, markup
-from agentfly_kit.context import Context, Injection, PoolLike, copy_or_share, injection, temporary_context
+from agentfly_kit import _html
+from agentfly_kit._async.pending_call import PendingCall, pending_call
 from agentfly_kit.errors import RewardError
-from agentfly_kit.pending import PendingCall, pending_call
+from agentfly_kit.tools import function as functions
+from agentfly_kit.tools.context import Context, Injection, PoolLike, copy_or_share, injection, temporary_context
 from agentfly_kit.types import UNSCORED_STOPS, Failure, Task, Trajectory, Turn
 
 P = ParamSpec("P")
@@ -67,17 +68,17 @@ class Score:
     def _repr_html_(self) -> str:
         def row(kind: str, key: str, value: str) -> str:
             return (
-                f"<tr><td>{kind}</td><td><code>{markup.escape(key)}</code></td>"
-                f"<td style='text-align:left'><code>{markup.escape(value)}</code></td></tr>"
+                f"<tr><td>{kind}</td><td><code>{_html.escape(key)}</code></td>"
+                f"<td style='text-align:left'><code>{_html.escape(value)}</code></td></tr>"
             )
 
         rows = [row("given", key, _short_repr(value, 400)) for key, value in self.arguments.items()]
         rows += [row("metric", key, f"{value:g}") for key, value in self.metrics.items() if key != self.name]
         rows += [row("extra", key, _short_repr(value, 400)) for key, value in self.extras.items()]
         rows += [row("turn reward", str(turn), f"{value:g}") for turn, value in self.turn_rewards.items()]
-        failed = f"<pre>{markup.escape(self.error.traceback or str(self.error))}</pre>" if self.error else ""
+        failed = f"<pre>{_html.escape(self.error.traceback or str(self.error))}</pre>" if self.error else ""
         return (
-            f"<p><b>{markup.escape(self.name)}</b>: {markup.escape(_format_reward(self.reward))}</p>"
+            f"<p><b>{_html.escape(self.name)}</b>: {_html.escape(_format_reward(self.reward))}</p>"
             f"<table><thead><tr><th></th><th>name</th><th>value</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
             + failed
         )
@@ -176,9 +177,9 @@ class Reward(Generic[P, R]):
     def _repr_html_(self) -> str:
         what = {"field": "of the task"}
         rows = [(name, what.get(self._source_of(name), self._source_of(name))) for name in self._parameters]
-        doc = markup.escape(inspect.getdoc(self.function) or "", 2000)
+        doc = _html.escape(inspect.getdoc(self.function) or "", 2000)
         said = f"<p style='white-space:pre-wrap;margin:2px 0'>{doc}</p>"
-        return markup.heading(self) + said + markup.table(("asks for", "which is"), rows)
+        return _html.heading(self) + said + _html.table(("asks for", "which is"), rows)
 
     # --- scoring ---
 
@@ -406,7 +407,7 @@ class RewardSet(Sequence[Reward[..., Any]]):
 
     def _repr_html_(self) -> str:
         rows = ((r.name, float(r.weight), r.per, ", ".join(r._parameters)) for r in self._rewards)
-        return markup.table(("reward", "weight", "per", "asks for"), rows)
+        return _html.table(("reward", "weight", "per", "asks for"), rows)
 
 
 def _combine_scores(parts: Sequence[tuple[Reward[..., Any], int | None, Score]]) -> Score:

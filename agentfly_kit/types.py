@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from agentfly_kit import markup
+from agentfly_kit import _html
 from agentfly_kit.errors import AlignmentError, EngineError, SettingsError, TaskError
 
 if TYPE_CHECKING:
@@ -97,14 +97,14 @@ class Task:
         return f"Task({self.id!r}, {text!r}, fields: {', '.join(self.fields) or 'none'})"
 
     def _repr_html_(self) -> str:
-        content = markup.table(
-            ("role", "content"), ((m["role"], markup.Code(str(m["content"]))) for m in self.messages), 2000
+        content = _html.table(
+            ("role", "content"), ((m["role"], _html.Code(str(m["content"]))) for m in self.messages), 2000
         )
         kept = {
-            name: markup.Code(value if isinstance(value, str) else repr(value)) for name, value in self.fields.items()
+            name: _html.Code(value if isinstance(value, str) else repr(value)) for name, value in self.fields.items()
         }
-        fields = markup.details(f"fields: {', '.join(self.fields)}", markup.table((), kept.items()), is_open=True)
-        return markup.heading(f"Task {self.id}") + content + (fields if self.fields else "")
+        fields = _html.details(f"fields: {', '.join(self.fields)}", _html.table((), kept.items()), is_open=True)
+        return _html.heading(f"Task {self.id}") + content + (fields if self.fields else "")
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class Distribution:
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><td style='text-align:right'>{i}</td><td><code>{markup.escape(repr(t))}</code></td>"
+            f"<tr><td style='text-align:right'>{i}</td><td><code>{_html.escape(repr(t))}</code></td>"
             f"<td style='text-align:right'>{math.exp(lp):.4f}</td></tr>"
             for i, t, lp in zip(self.ids, self.texts, self.logprobs, strict=True)
         )
@@ -305,7 +305,7 @@ class ToolCall:
         return f"ToolCall({shown}{'' if self.result is None else f' -> {self.result.observation!r}'})"
 
     def _repr_html_(self) -> str:
-        return markup.table(_CALL_COLUMNS, [_call_row(self)], 2000) + _tracebacks([self])
+        return _html.table(_CALL_COLUMNS, [_call_row(self)], 2000) + _tracebacks([self])
 
 
 _CALL_COLUMNS = ("call", "arguments", "", "result", "seconds")
@@ -319,9 +319,9 @@ def _call_row(call: ToolCall) -> tuple[Any, ...]:
     arguments = ", ".join(f"{k}={v!r}" for k, v in call.arguments.items())
     return (
         call.name or "?",
-        markup.Code(arguments),
+        _html.Code(arguments),
         state,
-        markup.Code(content),
+        _html.Code(content),
         None if result is None else result.seconds,
     )
 
@@ -330,7 +330,7 @@ def _tracebacks(calls: Sequence[ToolCall]) -> str:
     """Of what was our fault: a click away."""
     failed = [(c.name, c.result.error) for c in calls if c.result is not None and c.result.error is not None]
     return "".join(
-        markup.details(f"{name}: {error}", f"<pre>{markup.escape(error.traceback or str(error), 4000)}</pre>")
+        _html.details(f"{name}: {error}", f"<pre>{_html.escape(error.traceback or str(error), 4000)}</pre>")
         for name, error in failed[:5]
     )
 
@@ -682,18 +682,18 @@ class Trajectory:
 
     def _repr_html_(self) -> str:
         colours = {"prompt": "#8884", "action": "#2a82", "observation": "#28c2", "forced": "#c822"}
-        several, left = len(self.rows) > 1, f"<th style='{markup.LEFT}'>"
+        several, left = len(self.rows) > 1, f"<th style='{_html.LEFT}'>"
         rows = "".join(
-            f"<tr><td style='{markup.RIGHT}'>{i}</td>{f'<td>{turn.row}</td>' if several else ''}"
-            f"<td style='{markup.LEFT}'>{turn.kind}</td>"
-            f"<td style='{markup.LEFT}'>{markup.escape(turn.author)}</td>"
-            f"<td style='{markup.RIGHT}'>{'–' if turn.ids is None else len(turn.ids)}</td>"
+            f"<tr><td style='{_html.RIGHT}'>{i}</td>{f'<td>{turn.row}</td>' if several else ''}"
+            f"<td style='{_html.LEFT}'>{turn.kind}</td>"
+            f"<td style='{_html.LEFT}'>{_html.escape(turn.author)}</td>"
+            f"<td style='{_html.RIGHT}'>{'–' if turn.ids is None else len(turn.ids)}</td>"
             f"<td style='text-align:left;background:{colours[turn.kind]}'><code style='white-space:pre-wrap'>"
-            f"{markup.escape(turn.text)}</code></td></tr>"
+            f"{_html.escape(turn.text)}</code></td></tr>"
             for i, turn in enumerate(self.turns)
         )
         return (
-            f"<p><b>{markup.escape(self.id)}</b>: {markup.escape(self.explain())}</p>"
+            f"<p><b>{_html.escape(self.id)}</b>: {_html.escape(self.explain())}</p>"
             f"<table><thead><tr><th></th>{'<th>row</th>' if several else ''}{left}kind</th>{left}author</th>"
             f"<th>tokens</th>{left}text</th></tr></thead>"
             f"<tbody>{rows}</tbody></table>" + _tracebacks(self.tool_calls)
@@ -729,7 +729,7 @@ class Group:
     def _repr_html_(self) -> str:
         rows = ((t.chain, t.reward, t.stop, len(t.actions), t.explain()) for t in self.trajectories[:50])
         more = f"<p>and {len(self) - 50} more</p>" if len(self) > 50 else ""
-        return markup.heading(self) + markup.table(("chain", "reward", "end", "actions", "why"), rows) + more
+        return _html.heading(self) + _html.table(("chain", "reward", "end", "actions", "why"), rows) + more
 
 
 # --- events and progress -------------------------------------------------------------------------
@@ -822,11 +822,11 @@ class Stats:
         numbers = self.scalars()
         headline = {name: numbers[name] for name in _HEADLINE_STATS if name in numbers}
         title = f"Stats of a step (updates: {self.updates}, rows: {self.rows}, tokens: {self.tokens:,})"
-        whole = markup.table(("stat", "value"), numbers.items())
+        whole = _html.table(("stat", "value"), numbers.items())
         return (
-            markup.heading(title)
-            + markup.table(tuple(headline), [headline.values()])
-            + markup.details("all numbers", whole)
+            _html.heading(title)
+            + _html.table(tuple(headline), [headline.values()])
+            + _html.details("all numbers", whole)
         )
 
 

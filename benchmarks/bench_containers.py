@@ -25,9 +25,9 @@ import containers
 import docker
 from timing import timed
 
-from agentfly_kit.pool import Pool
-from agentfly_kit.remote.client import RemotePool
-from agentfly_kit.remote.server import serve_pool
+from agentfly_kit.integrations.remote_pool.client import RemotePool
+from agentfly_kit.integrations.remote_pool.server import serve_pool
+from agentfly_kit.pool.pool import Pool
 from agentfly_kit.sandboxes import Container, PythonSandbox
 
 

@@ -18,8 +18,9 @@ from typing import Any
 
 from timing import spread, timed, took
 
-from agentfly_kit.pool import Pool, PoolEvent
-from agentfly_kit.sandboxes import PythonSandbox, isolation
+from agentfly_kit.pool.pool import Pool, PoolEvent
+from agentfly_kit.sandboxes import PythonSandbox
+from agentfly_kit.sandboxes.host import isolation
 
 
 async def level(name: Any, rounds: int, crowd: int) -> dict[str, Any]:

@@ -34,8 +34,8 @@ from typing import Any
 import torch
 
 import agentfly_kit as af
-from agentfly_kit.engines.sampling import sample_tokens
-from agentfly_kit.engines.slots import KVCache
+from agentfly_kit.engines.local.kv_cache import KVCache
+from agentfly_kit.engines.local.sampling import sample_tokens
 from agentfly_kit.types import Task, TurnRequest
 
 PROMPT, NEW, OBSERVATION = 28, 24, 12

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "widgets"))
 
 import browser
 import test_browser
@@ -30,7 +31,7 @@ BARS = {
 
 POOL = """
 import time
-from agentfly_kit.pool import Pool
+from agentfly_kit.pool.pool import Pool
 pool = Pool(Box, size=256)
 leases = [await pool.acquire(owner=f"calc-{i // 8}/{i % 8}") for i in range(256)]
 
@@ -143,7 +144,7 @@ def trajectory_view(lab: browser.Lab, rounds: int) -> dict[str, Any]:
     for k in range(rounds):
         nb = lab.open(
             f"trajectories{k}",
-            [test_browser.RECORDS, "from agentfly_kit.record import Rollout",
+            [test_browser.RECORDS, "from agentfly_kit.agent.rollout import Rollout",
              "rollout = Rollout.from_trajectories([trajectory(i, 1) for i in range(5000)])",
              "view = w.TrajectoryView(rollout)\nview"],
         )  # fmt: skip

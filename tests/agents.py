@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from agentfly_kit import tiny
-from agentfly_kit.chat import Chat
+from agentfly_kit.agent.agent import Agent
+from agentfly_kit.chat.chat import Chat
 from agentfly_kit.engines.base import Engine
-from agentfly_kit.engines.local import LocalEngine
+from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.engines.scripted import ScriptedEngine
-from agentfly_kit.policy import Policy
+from agentfly_kit.policy.policy import Policy
 from agentfly_kit.rewards import reward
-from agentfly_kit.rollout import Agent
-from agentfly_kit.tools import tool
+from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Sample, Sampling, Task, TurnRequest
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import dice
 
-from agentfly_kit import threads
+from agentfly_kit._async import threads
 
 Whom = Literal["waiter", "itself"]
 

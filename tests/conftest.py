@@ -59,10 +59,10 @@ def discard_leftovers() -> None:
 
     Their processes would fail the tests that look for leftovers, and their leases whichever test they are collected in.
     """
-    if "agentfly_kit.pool" not in sys.modules:
+    if "agentfly_kit.pool.pool" not in sys.modules:
         return
-    from agentfly_kit.pool import Lease
-    from agentfly_kit.sandboxes.guest import Guest
+    from agentfly_kit.pool.pool import Lease
+    from agentfly_kit.sandboxes.hosted import Guest
     from agentfly_kit.sandboxes.python import PythonSandbox
 
     for found in gc.get_objects():

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from agents import Played, agent, call, chat, played, tasks
 
-from agentfly_kit.budget import Budget
+from agentfly_kit.agent.budget import Budget
+from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.evaluation import bootstrap, evaluate, summarise
-from agentfly_kit.record import Rollout
 from agentfly_kit.rewards import reward
 from agentfly_kit.types import Sampling, Task, Trajectory
 

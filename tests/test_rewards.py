@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentfly_kit.context import Context, FromTask
 from agentfly_kit.errors import RewardError
-from agentfly_kit.pool import Pool
+from agentfly_kit.pool.pool import Pool
 from agentfly_kit.rewards import Reward, RewardSet, Score, reward
+from agentfly_kit.tools.context import Context, FromTask
 from agentfly_kit.types import Failure, Task, ToolCall, ToolResult, Trajectory, Turn
 
 TASK = Task("t", ({"role": "user", "content": "2+3"},), {"answer": "5", "tags": ["sum"]})
@@ -270,7 +270,7 @@ async def test_one_that_raises_is_unscored_with_its_traceback(function: Any, kin
     assert result.error is not None
     assert (result.error.where, result.error.type) == (f"reward {function.__name__}", kind)
     assert f"in {function.__name__}" in result.error.traceback
-    assert "functions.py" not in result.error.traceback
+    assert "function.py" not in result.error.traceback
 
 
 async def test_a_failure_keeps_what_the_others_said() -> None:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import traitlets
 from ipywidgets import widget_serialization
 
-from agentfly_kit.markup import escape_control_chars as escape_control_chars
+from agentfly_kit._html import escape_control_chars as escape_control_chars
 
 HERE = Path(__file__).parent
 STATIC_LIMIT = 100_000

@@ -36,7 +36,7 @@ class Trajectories:
 
     def to_frame(self, kind: Any = "trajectories") -> Any:
         """A row a trajectory, a turn or a token, as `Rollout.to_frame`."""
-        from agentfly_kit.record import Rollout
+        from agentfly_kit.agent.rollout import Rollout
 
         return Rollout.from_trajectories(self.trajectories).to_frame(kind)
 

@@ -88,7 +88,7 @@ class RewardForm(ChainsView):
         return await self._score()
 
     async def _score(self) -> Any:
-        from agentfly_kit.record import Rollout
+        from agentfly_kit.agent.rollout import Rollout
 
         rollout = self.record
         if rollout is None:
@@ -129,8 +129,8 @@ class RewardForm(ChainsView):
 
     def _redefined(self) -> None:
         """Take the rewards as a later cell defined them, and score again if one changed."""
-        from agentfly_kit import functions
         from agentfly_kit.rewards import RewardSet
+        from agentfly_kit.tools import function as functions
 
         if (self._seen and not self._pages) or not self.reward.redefined():
             return
@@ -275,7 +275,7 @@ class RewardForm(ChainsView):
 
 
 def _rollout(source: Any) -> Any:
-    from agentfly_kit.record import Rollout
+    from agentfly_kit.agent.rollout import Rollout
 
     if isinstance(source, str | os.PathLike):
         return Rollout.load(os.fspath(source))

@@ -91,8 +91,8 @@ class ToolForm(Opener):
     """[number, arguments in short, ok] of those that are kept."""
 
     def __init__(self, tool: Any, pool: Any = None, task: Any = None, *, agent: Any = None) -> None:
-        from agentfly_kit.tools import Tool
-        from agentfly_kit.tools import tool as make
+        from agentfly_kit.tools.tool import Tool
+        from agentfly_kit.tools.tool import tool as make
         from agentfly_kit.types import Task
 
         self.tool: Tool[..., Any] = tool if isinstance(tool, Tool) else make(tool)
@@ -125,7 +125,7 @@ class ToolForm(Opener):
         self.draft = json_text(arguments)
 
     async def _invoke(self, arguments: Any) -> Any:
-        from agentfly_kit.context import temporary_context
+        from agentfly_kit.tools.context import temporary_context
         from agentfly_kit.types import Task
 
         pool = None if self._pool is None else self._pool()

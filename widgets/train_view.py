@@ -272,7 +272,7 @@ class TrainView(ChainsView, LiveView):
 
     async def open_step(self, step: int, run: int = 0) -> Any:
         """List the trajectories of a step. Gives the Rollout, which `view.rollout` keeps; None where none was kept."""
-        from agentfly_kit.runs import Run
+        from agentfly_kit.trainer.run_dir import Run
 
         if not 0 <= run < len(self._sources):
             raise ValueError(f"run={run}: there are {len(self._sources)} runs")

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from agentfly_kit import formats
-from agentfly_kit.chat import Chat
+from agentfly_kit.chat import formats
+from agentfly_kit.chat.chat import Chat
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import ChatTemplateError, EngineError
 from agentfly_kit.types import Message, Sample, Sampling, ToolCall, TurnRequest
@@ -313,7 +313,7 @@ class OpenAIEngine(Engine):
         Raises:  EngineError with the command that starts such a server. If it ended amid its work, cancelled say, the
             engine refuses to sample until an update has succeeded.
         """
-        from agentfly_kit.engines.weights import BufferNotOpened, Delivery
+        from agentfly_kit.engines.vllm.weight_transfer import BufferNotOpened, Delivery
 
         if not self._exact:
             raise EngineError("a server that gives only text cannot be trained through; see engine.probe()")
@@ -353,7 +353,7 @@ class OpenAIEngine(Engine):
             raise EngineError(
                 f"the weights of this server cannot be changed ({error}); start it on this machine with "
                 f"VLLM_SERVER_DEV_MODE=1 {_SERVE_COMMAND} "
-                "--worker-extension-cls agentfly_kit.engines.vllm_worker.WorkerExtension"
+                "--worker-extension-cls agentfly_kit.engines.vllm.worker.WorkerExtension"
             ) from error
 
     # --- the wire ---

@@ -42,17 +42,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agentfly_kit import episodes, functions
-from agentfly_kit.context import Context, FromPool, injection
+from agentfly_kit.agent.agent import Agent
 from agentfly_kit.errors import SandboxError, SettingsError
-from agentfly_kit.pool import Pool
+from agentfly_kit.pool import environment as environments
+from agentfly_kit.pool.pool import Pool
 from agentfly_kit.rewards import Reward, RewardSet
-from agentfly_kit.rollout import Agent
-from agentfly_kit.tools import Tool, ToolSet
+from agentfly_kit.tools import function as functions
+from agentfly_kit.tools.context import Context, FromPool, injection
+from agentfly_kit.tools.tool import Tool, ToolSet
 from agentfly_kit.types import ToolResult
 
 if TYPE_CHECKING:
-    from agentfly_kit.chain import Chain
+    from agentfly_kit.agent.chain import Chain
 
 K = TypeVar("K")
 OVER = "The episode is over."
@@ -80,11 +81,11 @@ class EnvironmentTool(Tool[..., Any]):
         try:
             sandbox_type: type[Any] = self.sandbox_type
             async with context.using(sandbox_type) as environment:
-                if episodes.episode_is_done(environment):
+                if environments.episode_is_done(environment):
                     return ToolResult(False, OVER)
                 method = Tool.__get__(self, environment)
                 result = await Tool.invoke(method, arguments, context, raising=raising)
-                return replace(result, env_done=True) if episodes.episode_is_done(environment) else result
+                return replace(result, env_done=True) if environments.episode_is_done(environment) else result
         except Exception as error:  # the pool, the environment's reset or its `done`
             if raising:
                 raise
@@ -97,7 +98,7 @@ def check(sandbox_type: Any) -> None:
         raise SettingsError(
             f"{sandbox_type!r}: want an environment's class, not an object of it; every chain gets its own"
         )
-    if not episodes.is_environment(sandbox_type):
+    if not environments.is_environment(sandbox_type):
         raise SettingsError(
             f"{sandbox_type.__name__} is no environment: "
             "give it a method reset(self, task, seed) that begins an episode"
@@ -181,7 +182,7 @@ async def _replay(environment: Any, sandbox_type: type, context: Context, trajec
     methods = {tool.name: tool for tool in tools(sandbox_type)}
     for call in trajectory.tool_calls:
         if call.error is None and call.name in methods and call.result is not None:
-            if episodes.episode_is_done(environment):
+            if environments.episode_is_done(environment):
                 return
             got = await Tool.invoke(Tool.__get__(methods[call.name], environment), call.arguments, context)
             if (got.ok, got.observation) != (call.result.ok, call.result.observation):

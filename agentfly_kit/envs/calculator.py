@@ -6,11 +6,11 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from agentfly_kit import data
+from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs import exact
 from agentfly_kit.envs.family import Family, Move, tool_outputs
 from agentfly_kit.errors import SettingsError, TaskError, ToolError
-from agentfly_kit.tools import tool
+from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task
 
 
@@ -46,7 +46,7 @@ class Calculator:
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     """The shipped ones, for another seed in another order."""
-    shipped = data.load_tasks("calculator").split(split)
+    shipped = task_sets.load_tasks("calculator").split(split)
     if n > len(shipped):
         raise SettingsError(f"{len(shipped)} {split} tasks of the calculator ship, and n={n} were asked for")
     chosen = shipped[:n] if seed == 0 else shipped.sample(n, seed)

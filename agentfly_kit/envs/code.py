@@ -18,15 +18,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
-from agentfly_kit import data
-from agentfly_kit.data import Tasks
+from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs.base import forward_signature
 from agentfly_kit.envs.family import Family, Move
 from agentfly_kit.errors import SettingsError, TaskError
 from agentfly_kit.sandboxes.grader import Grader
 from agentfly_kit.sandboxes.python import PythonSandbox
 from agentfly_kit.sandboxes.result import SandboxResult
-from agentfly_kit.tools import tool
+from agentfly_kit.tasks import Tasks
+from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task
 
 _FENCED = re.compile(r"^[ ]{0,3}```[^\n`]*\n(.*?)(?:^[ ]{0,3}```|\Z)", re.DOTALL | re.MULTILINE)
@@ -227,7 +227,7 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
 
 def _problems(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     """The shipped ones, for another seed in another order."""
-    shipped = data.load_tasks("code_problems").split(split)
+    shipped = task_sets.load_tasks("code_problems").split(split)
     if n > len(shipped):
         raise SettingsError(
             f"{len(shipped)} {split} problems ship, and n={n} were asked for; kind='steps' has any number"
@@ -259,7 +259,7 @@ def load(path: str | os.PathLike[str], *, shown: int | None = 1, ids: Sequence[i
     if shown is not None and (isinstance(shown, bool) or not isinstance(shown, int) or shown < 0):
         raise SettingsError(f"shown={shown!r}: want how many tests to tell, or None for all")
     found: dict[int, dict[str, Any]] = {}
-    for position, (where, row) in enumerate(data._read_rows(file)):
+    for position, (where, row) in enumerate(task_sets._read_rows(file)):
         made = _mbpp(row, where, shown)
         number = made.pop("task_id")
         known = isinstance(number, int) and not isinstance(number, bool)
@@ -274,7 +274,7 @@ def load(path: str | os.PathLike[str], *, shown: int | None = 1, ids: Sequence[i
             if wanted not in found:
                 raise TaskError(f"ids={wanted!r}: {file.name} has {len(found)} tasks, {min(found)} to {max(found)}")
         found = {wanted: found[wanted] for wanted in ids}
-    return data.tasks_from(list(found.values()), name=file.stem)
+    return task_sets.tasks_from(list(found.values()), name=file.stem)
 
 
 _MBPP_SPLITS = ((10, "prompt"), (510, "test"), (600, "validation"), (974, "train"))
@@ -340,5 +340,5 @@ def tasks(
         return family.tasks(n, split, seed=seed)
     if kind != "problems":
         raise SettingsError(f"kind={kind!r}: want 'steps' or 'problems'")
-    shipped = data.load_tasks("code_problems").splits
+    shipped = task_sets.load_tasks("code_problems").splits
     return dataclasses.replace(family, rows=_problems, splits=shipped).tasks(n, split, seed=seed)

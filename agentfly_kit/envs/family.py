@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from agentfly_kit import data
-from agentfly_kit.chat import Chat
-from agentfly_kit.data import Tasks
+from agentfly_kit import tasks as task_sets
+from agentfly_kit.agent.agent import Agent
+from agentfly_kit.chat.chat import Chat
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.envs import base
 from agentfly_kit.errors import SettingsError, TaskError
-from agentfly_kit.rollout import Agent
+from agentfly_kit.tasks import Tasks
 from agentfly_kit.types import Message, Sample, Sampling, Task, ToolCall, TurnRequest
 
 Move: TypeAlias = "str | tuple[str, Mapping[str, Any]]"
@@ -65,7 +65,7 @@ def small_chat() -> Chat:
 
     from transformers import AutoTokenizer
 
-    with as_file(data._data().joinpath("policies", "calculator")) as folder:
+    with as_file(task_sets._data().joinpath("policies", "calculator")) as folder:
         return Chat(AutoTokenizer.from_pretrained(folder))
 
 
@@ -120,7 +120,7 @@ class Family:
         if n is not None:
             wanted = dict.fromkeys(wanted, n)
         rows = [{**row, "split": name} for name, count in wanted.items() for row in self.rows(count, name, seed)]
-        return data.tasks_from(rows, name=self.name)
+        return task_sets.tasks_from(rows, name=self.name)
 
     @property
     def tools(self) -> tuple[base.EnvironmentTool, ...]:
@@ -133,8 +133,8 @@ class Family:
         """
         self.require_installed()
         if not isinstance(engine, Engine):
-            from agentfly_kit.engines.local import LocalEngine
-            from agentfly_kit.policy import Policy
+            from agentfly_kit.engines.local.engine import LocalEngine
+            from agentfly_kit.policy.policy import Policy
 
             if not isinstance(engine, Policy):
                 raise SettingsError(f"{engine!r}: give an engine, or a policy such as af.tiny.policy()")

@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from agentfly_kit.context import Context, SingleSandboxPool
 from agentfly_kit.envs import base
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.tools import ToolSet, tool
+from agentfly_kit.tools.context import Context, SingleSandboxPool
+from agentfly_kit.tools.tool import ToolSet, tool
 from agentfly_kit.types import Task, ToolCall, ToolResult
 
 

@@ -18,7 +18,7 @@ from agentfly_kit.engines.scripted import ScriptedEngine
 from agentfly_kit.envs.family import Family, Move, tool_outputs
 from agentfly_kit.envs.judging import Criterion, Judge, Judgement, Ranking, Rubric
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.tools import tool
+from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task
 
 __all__ = ["Criterion", "Judge", "Judgement", "Ranking", "Rubric", "scripted"]

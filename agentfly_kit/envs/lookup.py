@@ -12,7 +12,7 @@ from typing import Any
 
 from agentfly_kit.envs.family import Family, Move, int_field, tool_outputs
 from agentfly_kit.errors import TaskError, ToolError
-from agentfly_kit.tools import tool
+from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task
 
 NAMES = tuple(

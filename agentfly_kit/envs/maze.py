@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from agentfly_kit.envs.family import Family, Move, int_field, tool_outputs
-from agentfly_kit.tools import tool
+from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
 
 WIDTH = 5

@@ -13,10 +13,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from agentfly_kit.data import Tasks
 from agentfly_kit.envs.calculator import Calculator
 from agentfly_kit.envs.family import Family, Move
 from agentfly_kit.errors import SettingsError, TaskError
+from agentfly_kit.tasks import Tasks
 from agentfly_kit.types import Message, Task
 
 DATASETS = ("basic_arithmetic", "chain_sum", "gcd", "lcm", "letter_counting", "spell_backward")

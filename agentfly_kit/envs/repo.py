@@ -28,7 +28,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from agentfly_kit import data
+from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs import mutation
 from agentfly_kit.envs.base import forward_signature
 from agentfly_kit.envs.family import Family, Move, tool_outputs
@@ -36,7 +36,7 @@ from agentfly_kit.errors import SettingsError, TaskError, ToolError
 from agentfly_kit.sandboxes.files import FileSandbox
 from agentfly_kit.sandboxes.grader import Grade, Grader
 from agentfly_kit.sandboxes.shell import ShellResult
-from agentfly_kit.tools import tool
+from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task
 
 Texts = dict[str, str]
@@ -174,7 +174,7 @@ def repository(folder: str | Path | None = None) -> Repository:
 
 @functools.cache
 def _shipped() -> Repository:
-    return _read(data._data().joinpath("repo"), "repo")
+    return _read(task_sets._data().joinpath("repo"), "repo")
 
 
 def _read(top: Traversable, name: str) -> Repository:
@@ -486,7 +486,7 @@ _RUN = "python run_tests.py"
 
 @functools.cache
 def _shipped_bugs() -> tuple[dict[str, Any], ...]:
-    text = data._data().joinpath("repo", "bugs.jsonl").read_text(encoding="utf-8")
+    text = task_sets._data().joinpath("repo", "bugs.jsonl").read_text(encoding="utf-8")
     return tuple(json.loads(line) for line in text.splitlines())
 
 

@@ -23,12 +23,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from agentfly_kit.data import Tasks
+from agentfly_kit.agent.agent import Agent
 from agentfly_kit.envs.family import Family, Move, PlayerEngine, small_chat, tool_outputs
 from agentfly_kit.errors import SandboxError, SettingsError
-from agentfly_kit.pool import Pool
-from agentfly_kit.rollout import Agent
-from agentfly_kit.tools import tool
+from agentfly_kit.pool.pool import Pool
+from agentfly_kit.tasks import Tasks
+from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
 
 VARIATIONS: Mapping[str, int] = {

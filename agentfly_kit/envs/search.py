@@ -27,7 +27,7 @@ from agentfly_kit.envs import encyclopedia, qa
 from agentfly_kit.envs.family import Family, Move, tool_outputs
 from agentfly_kit.envs.retrieval import Embed, Index, VectorIndex, WordIndex, embedding, words
 from agentfly_kit.errors import SettingsError, ToolError
-from agentfly_kit.tools import tool
+from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task
 
 Metric = Literal["em", "f1"]

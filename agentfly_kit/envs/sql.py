@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentfly_kit import data
-from agentfly_kit.data import Tasks
+from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs import kendall
 from agentfly_kit.envs.base import forward_signature
 from agentfly_kit.envs.family import Family, Move, tool_outputs
 from agentfly_kit.errors import SandboxError, SettingsError, TaskError
 from agentfly_kit.sandboxes.sql import SQLSandbox
-from agentfly_kit.tools import tool
+from agentfly_kit.tasks import Tasks
+from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
 
 Rows = list[tuple[Any, ...]]
@@ -457,7 +457,7 @@ def load(
             f"{folder}: no database for {names}; want {folder}/NAME/NAME.sqlite, as in Spider's archive, or give the "
             "folder: load(questions, databases)"
         )
-    return data.tasks_from(found, name=path.stem)
+    return task_sets.tasks_from(found, name=path.stem)
 
 
 def _spider(row: Any, where: str) -> dict[str, Any]:

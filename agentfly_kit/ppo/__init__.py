@@ -1,10 +1,10 @@
 """One step of PPO on a batch, a noun a file: `step` is the whole of it, the others are what it is made of."""
 
+from agentfly_kit.ppo.distributed import gather
+from agentfly_kit.ppo.kl_reward import shaped_rewards
 from agentfly_kit.ppo.objective import Aggregate, LossName, TokenLoss, aggregate_options, refuse_once
-from agentfly_kit.ppo.old import Correction
+from agentfly_kit.ppo.old_logprobs import Correction
 from agentfly_kit.ppo.optimizer import adamw
-from agentfly_kit.ppo.ranks import gather
-from agentfly_kit.ppo.shaping import shaped_rewards
 from agentfly_kit.ppo.step import ppo_step, ppo_step_async
 
 __all__ = [

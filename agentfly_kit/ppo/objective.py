@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from agentfly_kit import losses
-from agentfly_kit.batch import Batch
+from agentfly_kit.batch.batch import Batch
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.ppo.micro import Forward, MicroBatch, StepInputs, raise_if_cancelled
-from agentfly_kit.ppo.ranks import DistributedStep
-from agentfly_kit.ppo.sums import RunningStats
+from agentfly_kit.ppo.distributed import DistributedStep
+from agentfly_kit.ppo.micro_batch import Forward, MicroBatch, StepInputs, raise_if_cancelled
+from agentfly_kit.ppo.stats import RunningStats
 
 TokenLoss = Callable[..., Tensor]
 Aggregate: TypeAlias = losses.AggregateMode | Mapping[str, Any]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from agentfly_kit.errors import TrainingError
-from agentfly_kit.policy import Critic, Policy
+from agentfly_kit.policy.policy import Critic, Policy
 
 
 def adamw(

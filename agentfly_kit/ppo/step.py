@@ -20,12 +20,12 @@ from typing import Any, Literal
 import torch
 
 from agentfly_kit import losses
-from agentfly_kit.batch import Batch, drop_counts
+from agentfly_kit._async.pending_call import pending_call, wait_all
+from agentfly_kit.batch.batch import Batch, drop_counts
 from agentfly_kit.errors import BatchError, SettingsError
-from agentfly_kit.pending import pending_call, wait_all
-from agentfly_kit.policy import Policy, single_torch_thread
-from agentfly_kit.ppo.detail import token_detail
-from agentfly_kit.ppo.micro import Forward, StepInputs, minibatches, raise_if_cancelled
+from agentfly_kit.policy.policy import Policy, single_torch_thread
+from agentfly_kit.ppo.distributed import DistributedStep
+from agentfly_kit.ppo.micro_batch import Forward, StepInputs, minibatches, raise_if_cancelled
 from agentfly_kit.ppo.objective import (
     Aggregate,
     Loss,
@@ -36,10 +36,10 @@ from agentfly_kit.ppo.objective import (
     batch_gradient,
     refuse_once,
 )
-from agentfly_kit.ppo.old import EXACT_GAP, Correction, resolve_old_logprobs, sampler_weights
+from agentfly_kit.ppo.old_logprobs import EXACT_GAP, Correction, resolve_old_logprobs, sampler_weights
 from agentfly_kit.ppo.optimizer import clip_and_step
-from agentfly_kit.ppo.ranks import DistributedStep
-from agentfly_kit.ppo.sums import PhaseTimer, RunningStats
+from agentfly_kit.ppo.stats import PhaseTimer, RunningStats
+from agentfly_kit.ppo.token_detail import token_detail
 from agentfly_kit.types import Stats
 
 _PROBE_TOKENS = 64

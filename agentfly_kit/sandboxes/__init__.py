@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .container import Container
 from .files import FileSandbox
 from .grader import Grade, Grader, Verdict
-from .isolation import LevelReport, SandboxReport, sandbox_report
-from .limits import Limits
+from .host.container import Container
+from .host.isolation import LevelReport, SandboxReport, sandbox_report
+from .host.limits import Limits
 from .python import PythonSandbox
 from .result import SandboxResult
 from .shell import ShellResult, ShellSandbox

@@ -1,6 +1,6 @@
 """A folder that a chain keeps, with what a model needs to work on code in it, and a shell in the same place.
 
-Knows what the calls mean; what does them is inside_files.py, in the interpreter of a PythonSandbox.
+Knows what the calls mean; what does them is inside/files.py, in the interpreter of a PythonSandbox.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from ..errors import SettingsError
-from . import guest
-from .container import Container
+from . import hosted
+from .host.container import Container
 from .shell import ShellSandbox
 
 
@@ -38,7 +38,7 @@ class FileSandbox(ShellSandbox):
     done raises ToolError with a sentence that a model can use.
     """
 
-    _inside_files: ClassVar[tuple[str, ...]] = ("inside", "inside_shell", "inside_files")
+    _inside_files: ClassVar[tuple[str, ...]] = ("base", "shell", "files")
     _folder: ClassVar[str] = "work"
 
     def __init__(
@@ -59,7 +59,7 @@ class FileSandbox(ShellSandbox):
             isolation=isolation, memory_mb=memory_mb, processes=processes, cpu_seconds=cpu_seconds, disk_mb=disk_mb,
             network=network, packages=packages, preload=preload, max_output=max_output,
         )  # fmt: skip
-        self._seed_entries = [] if files is None else guest.seed_entries(files)
+        self._seed_entries = [] if files is None else hosted.seed_entries(files)
 
     async def _setup(self) -> None:
         await self._put(iter(self._seed_entries), self._folder)
@@ -78,7 +78,7 @@ class FileSandbox(ShellSandbox):
 
         Raises:  SettingsError as for `files=`; SandboxError if they do not fit.
         """
-        entries = guest.seed_entries(files)
+        entries = hosted.seed_entries(files)
         async with self._lock.acquire():
             await self._start()
             await self._put(iter(entries), self._folder)

@@ -1,7 +1,7 @@
 """Tests run against submitted code, in fresh processes that the chain which wrote the code has never seen.
 
 Knows how to carry a test's questions to the submission and its answers back; what asks and answers is
-inside_grading.py. Expected outputs of whole programs are compared here, on the host.
+inside/grading.py. Expected outputs of whole programs are compared here, on the host.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from ..errors import SandboxError, SettingsError
-from . import guest
-from .container import Container
-from .guest import HostedSandbox
-from .limits import Limits
+from . import hosted
+from .host.container import Container
+from .host.limits import Limits
+from .hosted import HostedSandbox
 from .result import Limit, SandboxResult
 
 
@@ -64,10 +64,10 @@ class Grade:
 class _Half(HostedSandbox):
     """One of the two interpreters of a Grader."""
 
-    _inside_files: ClassVar[tuple[str, ...]] = ("inside", "inside_grading")
+    _inside_files: ClassVar[tuple[str, ...]] = ("base", "grading")
 
     async def seed(self, files: Mapping[str, str | bytes] | str | os.PathLike[str]) -> None:
-        entries = guest.seed_entries(files)
+        entries = hosted.seed_entries(files)
         async with self._lock.acquire():
             await self._start()
             self._calls += 1

@@ -1,7 +1,7 @@
 """A Python interpreter that a chain keeps: variables live from call to call, and are gone with the chain.
 
-Knows how to talk to a zygote and its interpreter (worker.py) from whatever event loop is running; nothing of pools,
-tools or models. Between calls nothing of it is bound to a loop.
+Knows how to talk to a zygote and its interpreter (inside/zygote.py) from whatever event loop is running; nothing of
+pools, tools or models. Between calls nothing of it is bound to a loop.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from concurrent.futures import Future
 from typing import Any, Self, cast
 
 from ..errors import SandboxError, SettingsError
-from . import container, process
-from . import isolation as levels
-from .container import Container
-from .in_order import FifoLock
-from .limits import Limits
+from .fifo_lock import FifoLock
+from .host import container, process
+from .host import isolation as levels
+from .host.container import Container
+from .host.limits import Limits
 from .result import Limit, SandboxResult
 
 _START_SECONDS = 30.0
@@ -578,7 +578,7 @@ class _Call:
         self.after(timeout, self.on_timeout)
         if self.group is not None and sandbox.limits.cpu_seconds is not None:
             self.cpu_before = self.group.cpu_seconds()
-        self.after(_CPU_POLL_SECONDS, self.check_cpu)  # without a budget too: see awake.py
+        self.after(_CPU_POLL_SECONDS, self.check_cpu)  # without a budget too: see _async/interrupts.py
 
     def after(self, seconds: float, call: Callable[[], object]) -> None:
         self.watch.timers.append(self.loop.call_later(seconds, call))

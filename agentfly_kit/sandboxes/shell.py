@@ -1,6 +1,6 @@
 """A shell that a chain keeps: folder, variables and functions live from command to command, and end with the chain.
 
-Knows how commands and their results travel; what runs them is inside_shell.py, in the interpreter of a PythonSandbox.
+Knows how commands and their results travel; what runs them is inside/shell.py, in the interpreter of a PythonSandbox.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import SandboxError, ToolError
-from .guest import HostedSandbox
+from .hosted import HostedSandbox
 from .result import Limit, SandboxResult
 
 _NO_TERMINAL = re.compile(r"^bash: \[\d+: [^\]]*\] tcsetattr: [^\n]*\n", re.MULTILINE)  # said when a command is killed
@@ -60,7 +60,7 @@ class ShellSandbox(HostedSandbox):
     Background jobs run on between commands, and end with the lease.
     """
 
-    _inside_files: ClassVar[tuple[str, ...]] = ("inside", "inside_shell")
+    _inside_files: ClassVar[tuple[str, ...]] = ("base", "shell")
     _folder: ClassVar[str] = ""
 
     async def run(self, command: str, timeout: float = 10.0) -> ShellResult:

@@ -1,6 +1,6 @@
 """A database that a chain keeps: changes live from query to query, and are gone with the chain.
 
-Knows how queries and rows travel; what runs them is inside_sql.py, in the interpreter of a PythonSandbox.
+Knows how queries and rows travel; what runs them is inside/sql.py, in the interpreter of a PythonSandbox.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from ..errors import SandboxError, SettingsError, ToolError
-from . import guest
-from .container import Container
-from .guest import HostedSandbox
+from . import hosted
+from .host.container import Container
+from .hosted import HostedSandbox
 from .result import Limit, SandboxResult
 
 _LIMITS = ("memory", "disk")
@@ -81,7 +81,7 @@ class SQLSandbox(HostedSandbox):
     the process around it has none of the host's files to give.
     """
 
-    _inside_files: ClassVar[tuple[str, ...]] = ("inside", "inside_sql")
+    _inside_files: ClassVar[tuple[str, ...]] = ("base", "sql")
 
     def __init__(
         self,
@@ -115,13 +115,13 @@ class SQLSandbox(HostedSandbox):
         self.max_rows = max_rows
         self._script = script
         self._seed_entries = (
-            [] if database is None else guest._file_chunks("chain.db", 0o600, Path(database).read_bytes())
+            [] if database is None else hosted._file_chunks("chain.db", 0o600, Path(database).read_bytes())
         )
 
     async def _setup(self) -> None:
         await self._put(iter(self._seed_entries), "")
         if self._script:
-            result = await self._run(self._script, guest._COPY_SECONDS)
+            result = await self._run(self._script, hosted._COPY_SECONDS)
             if not result.ok:
                 raise SettingsError(f"the script of this SQLSandbox failed: {result.error}")
 
@@ -197,7 +197,7 @@ class SQLSandbox(HostedSandbox):
                 await self._request_locked("renew")
             except ToolError as error:
                 raise SandboxError(f"this SQLSandbox could not be given another database: {error}") from None
-            await self._put(iter([] if database is None else guest._file_chunks("chain.db", 0o600, database)), "")
+            await self._put(iter([] if database is None else hosted._file_chunks("chain.db", 0o600, database)), "")
             self._calls += 1
             if script is not None:
                 result = await self._run(script, timeout)
@@ -217,7 +217,7 @@ class SQLSandbox(HostedSandbox):
 
 
 def _decode(tagged: Any) -> Any:
-    """The value that inside_sql.py's `tagged` told."""
+    """The value that inside/sql.py's `tagged` told."""
     if not isinstance(tagged, dict):
         if isinstance(tagged, list):
             raise ValueError("a list without a tag")

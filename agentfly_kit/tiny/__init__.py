@@ -27,18 +27,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentfly_kit.chat import Chat
+from agentfly_kit.chat.chat import Chat
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.policy import Policy, single_torch_thread
+from agentfly_kit.policy.policy import Policy, single_torch_thread
 from agentfly_kit.types import ToolCall
 
 _LESSONS = {
-    "alfworld": "households",
-    "code": "programs",
-    "lookup": "lookups",
-    "search": "searches",
-    "sql": "queries",
-    "webshop": "shops",
+    "alfworld": "alfworld",
+    "code": "code",
+    "lookup": "lookup",
+    "search": "search",
+    "sql": "sql",
+    "webshop": "webshop",
 }
 """Where the demonstrations of a policy are: a module with `WORDS`, `ORIGIN` and `lessons(chat, seed)`. It may say what
 is otherwise than in the calculator's policy: `MODEL` (settings of its config), `SKILL` and `SHY` (steps of each phase),

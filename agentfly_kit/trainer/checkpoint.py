@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.errors import RunError
-from agentfly_kit.policy import Policy
-from agentfly_kit.record import Rollout
-from agentfly_kit.runs import Run
+from agentfly_kit.policy.policy import Policy
+from agentfly_kit.trainer.run_dir import Run
 
 _VERSION = 1
 

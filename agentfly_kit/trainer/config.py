@@ -11,10 +11,10 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from agentfly_kit import losses
-from agentfly_kit.batch import AdvantagePer, Shared, TruncationMode
-from agentfly_kit.budget import Budget
+from agentfly_kit.agent.budget import Budget
+from agentfly_kit.batch.batch import AdvantagePer, Shared, TruncationMode
+from agentfly_kit.batch.filters import Filter, is_group_filter
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.filters import Filter, is_group_filter
 from agentfly_kit.ppo import Aggregate, Correction, LossName, aggregate_options, refuse_once
 from agentfly_kit.types import Task
 

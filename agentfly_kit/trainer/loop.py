@@ -21,25 +21,25 @@ from typing import Any
 
 import torch
 
-from agentfly_kit import losses, markup, seeds
-from agentfly_kit.batch import drop_counts
-from agentfly_kit.engines.local import LocalEngine
+from agentfly_kit import _html, losses, seeds
+from agentfly_kit._async.pending_call import wait_all
+from agentfly_kit.agent.agent import Agent, RolloutHandle
+from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.batch.batch import drop_counts
+from agentfly_kit.batch.filters import drop_reasons
+from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import BatchError, EmptyBatch, RunError, SettingsError, TaskError, TrainingError
 from agentfly_kit.evaluation import Evaluation, evaluate
-from agentfly_kit.filters import drop_reasons
-from agentfly_kit.pending import wait_all
-from agentfly_kit.policy import Policy
+from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import adamw, ppo_step_async
-from agentfly_kit.record import Rollout
-from agentfly_kit.rollout import Agent, RolloutHandle
-from agentfly_kit.runs import Run, last_success, recent_steps_table
 from agentfly_kit.trainer import checkpoint
+from agentfly_kit.trainer.batch_builder import BatchBuilder
 from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.crew import WorkerGroup, run_in_thread
-from agentfly_kit.trainer.estimate import BatchBuilder
-from agentfly_kit.trainer.fall import Fall
-from agentfly_kit.trainer.identity import fingerprint
-from agentfly_kit.trainer.order import TaskSampler
+from agentfly_kit.trainer.distributed import WorkerGroup, run_in_thread
+from agentfly_kit.trainer.fingerprint import fingerprint
+from agentfly_kit.trainer.reward_collapse import Fall
+from agentfly_kit.trainer.run_dir import Run, last_success, recent_steps_table
+from agentfly_kit.trainer.task_sampler import TaskSampler
 from agentfly_kit.types import Stats, Task
 
 _MAX_REASONS = 16
@@ -242,7 +242,7 @@ class TrainRun:
         return f"<training run, {done} of {self.total} steps done{last}, in {str(self.path)!r}{hint}>"
 
     def _repr_html_(self) -> str:
-        return markup.heading(self) + recent_steps_table(self.records)
+        return _html.heading(self) + recent_steps_table(self.records)
 
     # --- running ---
 

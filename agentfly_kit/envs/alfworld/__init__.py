@@ -15,14 +15,14 @@ import random
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from agentfly_kit import data
-from agentfly_kit.data import Tasks
+from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs.alfworld import games, official, plans
 from agentfly_kit.envs.alfworld.games import KINDS, Game, Size
 from agentfly_kit.envs.alfworld.house import NOTHING, House
 from agentfly_kit.envs.family import Family, Move, int_field
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.tools import tool
+from agentfly_kit.tasks import Tasks
+from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
 
 STEPS = 50
@@ -186,7 +186,7 @@ def tasks_in(folder: str | os.PathLike[str], *, kinds: Sequence[str] | None = No
 
     Raises:  SettingsError for no folder, a folder without a game (says what to fetch), or a file that is no game.
     """
-    return data.tasks_from(official.rows(folder, kinds), name="alfworld")
+    return task_sets.tasks_from(official.rows(folder, kinds), name="alfworld")
 
 
 def _played(task: Task, messages: Sequence[Message]) -> tuple[Game, House]:

@@ -16,15 +16,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agentfly_kit import data
-from agentfly_kit.data import Tasks
+from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs.chess import puzzles
 from agentfly_kit.envs.chess.board import Board, Move
 from agentfly_kit.envs.chess.stockfish import Stockfish
 from agentfly_kit.envs.family import Family, tool_outputs
 from agentfly_kit.envs.family import Move as Play
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.tools import tool
+from agentfly_kit.tasks import Tasks
+from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
 
 
@@ -155,7 +155,7 @@ class Chess:
 
 @functools.lru_cache(maxsize=8)
 def _shipped(split: str) -> tuple[str, ...]:
-    return tuple(data._data().joinpath("chess", f"{split}.jsonl").read_text(encoding="utf-8").splitlines())
+    return tuple(task_sets._data().joinpath("chess", f"{split}.jsonl").read_text(encoding="utf-8").splitlines())
 
 
 @functools.lru_cache(maxsize=8)
@@ -190,7 +190,7 @@ def tasks_in(file: str | os.PathLike[str], n: int | None = None) -> Tasks:
             if n is not None and len(found) == n:
                 break
             found.append(_lichess(row, f"{path.name}:{number}"))
-    return data.tasks_from(found, name="chess")
+    return task_sets.tasks_from(found, name="chess")
 
 
 def _lichess(row: dict[str, str], where: str) -> dict[str, Any]:

@@ -22,14 +22,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentfly_kit.data import Tasks
+from agentfly_kit.agent.agent import Agent
 from agentfly_kit.envs.family import Family, Move, int_field, tool_outputs
 from agentfly_kit.envs.webshop import pages
 from agentfly_kit.envs.webshop.catalogue import Catalogue, Product
 from agentfly_kit.envs.webshop.scoring import Nouns, alike, color_of, find_nouns, score
 from agentfly_kit.errors import SettingsError, ToolError
-from agentfly_kit.rollout import Agent
-from agentfly_kit.tools import tool
+from agentfly_kit.tasks import Tasks
+from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task
 
 __all__ = [

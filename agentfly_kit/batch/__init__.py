@@ -1,0 +1,1 @@
+"""From trajectories to training tensors: collation, filters, and data per turn."""

@@ -1,0 +1,231 @@
+"""A small Llama-shaped model's forward over `KVCache`, without its modules: the same sums in a third of the calls.
+
+In a decode step of a few dozen rows a small model spends more time in Python than in arithmetic. Here queries, keys and
+values come from one product, gate and up from another, and norms and rotations run on queries and keys together. The
+weights are read from the policy's own model and joined again whenever they have changed. Whatever is not exactly of the
+known shape (an adapter, a hook, another rotation or device) is left to the model itself, and so is a model whose
+own forward differs on a trial.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from agentfly_kit.engines.local.kv_cache import SLAB_TOKENS, KVCache
+
+_FAMILIES = ("llama", "qwen2", "qwen3")
+_MAX_PARAMETERS = 1 << 24
+"""Parameters. Joined weights are a copy, and a larger model's arithmetic hides what this saves."""
+_TRIAL_GAP = 1e-4
+"""Of the largest hidden state."""
+_PACKED_ROWS = 64
+"""Rows that the products of a prompt are packed for. Of any number of them each comes out the same, bit for bit."""
+# What torch's own compiler calls; not public, so a torch without them takes F.linear.
+_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+
+
+class FusedLlamaDecoder:
+    """`decoder(cache, tokens, positions, mask)`: (R, C), (R, C), (R, 1, C, S) -> hidden states (R, C, d)."""
+
+    @classmethod
+    def try_build(cls, model: Any) -> FusedLlamaDecoder | None:
+        """The decoder of a model, or None if the model must run itself."""
+        try:
+            trunk = model.get_decoder()
+            if not _is_supported(trunk):
+                return None
+            decoder = cls(trunk)
+            return decoder if decoder._matches_reference() else None
+        except (AttributeError, RuntimeError):  # not that shape after all
+            return None
+
+    def __init__(self, trunk: Any) -> None:
+        config = trunk.config
+        self._trunk = trunk
+        self._parameters = list(trunk.parameters())
+        self._heads = int(config.num_attention_heads)
+        self._kv = int(config.num_key_value_heads)
+        first = trunk.layers[0].self_attn
+        self._size = int(first.q_proj.weight.shape[0]) // self._heads
+        self._eps = float(trunk.norm.variance_epsilon)
+        self._weights_key: object = None
+        self._layers: list[tuple[Tensor, ...]] = []
+        self._biases: list[Tensor | None] = []
+        self._packed: list[tuple[Tensor, ...]] | None = None
+        """By layer its four matrices as oneDNN wants them, for products over many rows; made when they are needed."""
+        self._cos = self._sin = torch.zeros(0)
+
+    def __call__(self, cache: KVCache, tokens: Tensor, positions: Tensor, mask: Tensor, *, stamp: object) -> Tensor:
+        """stamp: another one than before says that the weights are others."""
+        self._refresh(int(cache.capacity), stamp)
+        if tokens.shape[1] == 1 and cache.is_leading_rows:
+            return self._decode_one_token(cache, tokens[:, 0], positions[:, 0], mask)[:, None]
+        (rows, width), heads, kv, size = tokens.shape, self._heads, self._kv, self._size
+        x = F.embedding(tokens, self._trunk.embed_tokens.weight)
+        cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
+        if self._packed is None:
+            self._packed = [tuple(_pack_weight(w) for w in layer[:4]) for layer in self._layers]
+        for i, (*_, before, after, scale) in enumerate(self._layers):
+            qkv, out, gate_up, down = self._packed[i]
+            found = _linear(self._norm(x, before), qkv, self._biases[i]).view(rows, width, heads + 2 * kv, size)
+            qk = found[:, :, : heads + kv]
+            if len(scale):
+                qk = self._norm(qk, None) * scale
+            qk = (qk * cos).add_(torch.roll(qk, size // 2, -1) * sin)
+            keys, values = cache.update(
+                qk[:, :, heads:].transpose(1, 2), found[:, :, heads + kv :].transpose(1, 2), layer_idx=i
+            )
+            seen = F.scaled_dot_product_attention(
+                qk[:, :, :heads].transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=heads != kv
+            )
+            x = x + _linear(seen.transpose(1, 2).reshape(rows, width, heads * size), out)
+            gate, up = _linear(self._norm(x, after), gate_up).chunk(2, -1)
+            x = x + _linear(F.silu(gate).mul_(up), down)
+        return self._norm(x, self._trunk.norm.weight)
+
+    def _decode_one_token(self, cache: KVCache, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """One token for each of the first rows: (R,), (R,), (R, 1, 1, S) -> (R, d).
+
+        A query a row is too little for the fused attention, which reads the keys a row and head at a time, a
+        product each. Two batched products over all of them take about two thirds of its time.
+        """
+        rows, heads, kv, size = len(tokens), self._heads, self._kv, self._size
+        share = heads // kv
+        x = F.embedding(tokens, self._trunk.embed_tokens.weight)
+        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
+        seen = mask.shape[-1]
+        hidden = torch.where(mask[:, 0, :, None], 0.0, -torch.inf)
+        hidden = hidden.expand(rows, kv, share, seen).reshape(rows * kv, share, seen).split(cache.slab, -1)
+        for i, (qkv, out, gate_up, down, before, after, scale) in enumerate(self._layers):
+            found = F.linear(self._norm(x, before), qkv, self._biases[i]).view(rows, heads + 2 * kv, size)
+            qk = found[:, : heads + kv]
+            if len(scale):
+                qk = self._norm(qk, None).mul_(scale)
+            turned = torch.roll(qk, size // 2, -1).mul_(sin)
+            torch.addcmul(turned, qk, cos, out=found[:, : heads + kv])
+            keys, values = cache.append(found[:, heads:], i)
+            queries = found[:, :heads].reshape(rows * kv, share, size)
+            scores = [
+                torch.baddbmm(part, queries, k.transpose(1, 2), alpha=size**-0.5)
+                for part, k in zip(hidden, keys, strict=True)
+            ]
+            weights = (scores[0] if len(scores) == 1 else torch.cat(scores, -1)).softmax(-1)
+            # Slab after slab: those behind a row's end weigh nothing, so it comes out the same with and without them.
+            parts = weights.split(cache.slab, -1)
+            mixed = torch.bmm(parts[0], values[0])
+            for part, v in zip(parts[1:], values[1:], strict=True):
+                mixed.baddbmm_(part, v)
+            x = x + F.linear(mixed.view(rows, heads * size), out)
+            gate, up = F.linear(self._norm(x, after), gate_up).chunk(2, -1)
+            x = x + F.linear(F.silu(gate).mul_(up), down)
+        return self._norm(x, self._trunk.norm.weight)
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self._eps)
+
+    def _refresh(self, capacity: int, stamp: object) -> None:
+        """Join the weights again if they are others than before."""
+        key = (stamp, sum(p._version for p in self._parameters))
+        if key != self._weights_key:
+            self._layers, self._biases, self._packed = [], [], None
+            for layer in self._trunk.layers:
+                a, mlp = layer.self_attn, layer.mlp
+                parts = (a.q_proj, a.k_proj, a.v_proj)
+                scale = torch.zeros(0)
+                if hasattr(a, "q_norm"):
+                    scale = torch.cat([a.q_norm.weight.expand(self._heads, -1), a.k_norm.weight.expand(self._kv, -1)])
+                self._layers.append(
+                    (
+                        torch.cat([p.weight for p in parts]),
+                        a.o_proj.weight,
+                        torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
+                        mlp.down_proj.weight,
+                        layer.input_layernorm.weight,
+                        layer.post_attention_layernorm.weight,
+                        scale,
+                    )
+                )
+                self._biases.append(torch.cat([p.bias for p in parts]) if a.q_proj.bias is not None else None)
+            self._weights_key = key
+        if len(self._cos) < capacity:
+            span = torch.arange(capacity)[None]
+            cos, sin = self._trunk.rotary_emb(torch.zeros(1), span)
+            # Half of the numbers change their sign when they are turned; the sign is put into the table.
+            half = self._size // 2
+            self._cos, self._sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+
+    def _matches_reference(self) -> bool:
+        """Does the model itself say the same, for a chunk and for a token after it?"""
+        ids = (torch.arange(8 * 9).reshape(8, 9) * 7) % self._trunk.embed_tokens.weight.shape[0]
+        found: list[Tensor] = []
+        with torch.inference_mode():
+            for own in (False, True):
+                cache = KVCache(8, 9, len(self._trunk.layers), slab=SLAB_TOKENS)
+                for start, stop in ((0, 8), (8, 9)):
+                    positions = torch.arange(start, stop)[None].expand(8, -1)
+                    mask = cache.prepare(torch.arange(8) if stop - start > 1 else 8, positions)
+                    if own:
+                        out = self(cache, ids[:, start:stop], positions, mask, stamp="trial")
+                    else:
+                        out = reference_forward(self._trunk, cache, ids[:, start:stop], positions, mask)
+                    found.append(out)
+        return all(
+            float((theirs - ours).abs().max()) <= _TRIAL_GAP * float(theirs.abs().max())
+            for theirs, ours in zip(found[:2], found[2:], strict=True)
+        )
+
+
+def _pack_weight(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS) if _ONEDNN else weight
+
+
+def _linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` by oneDNN where it is built in: at prompts' sizes half the time of MKL's on an AMD processor."""
+    if not packed.is_mkldnn:
+        return F.linear(x, packed, bias)
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]
+
+
+def reference_forward(trunk: Any, cache: KVCache, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    """The same by the model's own modules."""
+    hidden: Tensor = trunk(
+        input_ids=tokens,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=False,
+        return_dict=True,
+    ).last_hidden_state
+    return hidden
+
+
+def _is_supported(trunk: Any) -> bool:
+    config = trunk.config
+    if getattr(config, "model_type", None) not in _FAMILIES or getattr(config, "sliding_window", None):
+        return False
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "default" or float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        return False
+    parameters = list(trunk.parameters())
+    if sum(p.numel() for p in parameters) > _MAX_PARAMETERS:
+        return False
+    if any(p.device.type != "cpu" or p.dtype != torch.float32 for p in parameters):
+        return False
+    if any(m._forward_hooks or m._forward_pre_hooks for m in trunk.modules()):
+        return False
+    if type(trunk.embed_tokens) is not nn.Embedding:
+        return False
+    for layer in trunk.layers:
+        a, mlp = layer.self_attn, layer.mlp
+        plain = (a.q_proj, a.k_proj, a.v_proj, a.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        if any(type(m) is not nn.Linear for m in plain):  # an adapter wraps them
+            return False
+        if any(m.bias is not None for m in (a.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
+            return False
+        if getattr(config, "hidden_act", None) != "silu":
+            return False
+    return True

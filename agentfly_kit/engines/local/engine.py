@@ -1,0 +1,665 @@
+"""Sampling with the policy's own weights, in this process: continuous batching over key-value slots, on one thread.
+
+Knows no chains and no tools. A request is ids, sampling and a seed; its row joins the running batch when its prompt is
+in the cache and leaves at its stop. What a session has in its slot is reused when the next turn begins with the same
+ids, and a prompt that another slot holds is copied instead of computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from agentfly_kit.engines.base import Engine
+from agentfly_kit.engines.local.decoder import FusedLlamaDecoder, reference_forward
+from agentfly_kit.engines.local.kv_cache import SLAB_TOKENS, KVCache
+from agentfly_kit.engines.local.sample_buffers import SampleBuffers
+from agentfly_kit.engines.local.sampling import sample_tokens
+from agentfly_kit.errors import EngineError
+from agentfly_kit.policy.policy import Policy, single_torch_thread
+from agentfly_kit.types import Sample, Sampling, TurnRequest
+
+_IDLE_SECONDS = 2.0
+"""A thread with nothing to do ends, so that an engine that is dropped can be collected."""
+_ROW_MULTIPLE = 8
+"""A batch is a multiple of this: other counts run other kernels, whose last bits differ; see kv_cache.py."""
+_PREFILL_TOKENS = 4096
+"""Tokens, padding included, of one prefill."""
+_PREFILL_FORWARD_TOKENS = 512
+"""Tokens of one forward of a prefill: what lies between two of its products should stay in the processor's cache."""
+_CHUNK_WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256)
+"""A prefill chunk is as wide as one of these."""
+
+
+_CAPACITY_STEP = 256
+"""Room for tokens in a slot comes in multiples of this, where the model's context is as long."""
+_PREFILL_BATCH_SHARE, _PREFILL_MAX_WAIT = 1, 12
+"""A prefill waits until there are more rows for it than this part of those that run (1: all, 4: a quarter), or until
+the first has waited for so many steps. Measured for small models, whose steps are short beside what a prefill
+costs apart from its tokens ..."""
+_SLOW_PREFILL_BATCH_SHARE, _SLOW_PREFILL_MAX_WAIT = 4, 8
+"""... and of a model that runs itself that was not measured: less waiting, then."""
+
+
+@dataclass(eq=False)
+class _Request:
+    ids: npt.NDArray[np.int64]
+    sampling: Sampling
+    seed: int
+    session: str | None
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Any]
+    top: int = 0
+    """Above 0: only the distribution of the next token is wanted."""
+    started: float = field(default_factory=time.perf_counter)
+    limit: int = 0
+    waited: int = 0
+    buffer_row: int = -1
+    """Its row in the sample buffers; -1 before its first token."""
+    cancelled: bool = False
+
+    def __post_init__(self) -> None:
+        self.limit = self.sampling.max_tokens
+
+
+class LocalEngine(Engine):
+    """Samples from `policy` as it is now: there are no weights to send, and `update` only checks that.
+
+    slots: sequences whose keys and values are held at once, running or between two turns. A chain that finds none left
+        takes the one unused for longest, whose chain then computes its history again.
+    """
+
+    def __init__(self, policy: Policy, *, slots: int = 256) -> None:
+        if slots < 1:
+            raise EngineError(f"slots={slots}: give at least 1; it is rounded up to a multiple of {_ROW_MULTIPLE}")
+        self.policy = policy
+        self.slots = -(-slots // _ROW_MULTIPLE) * _ROW_MULTIPLE
+        self._max_length = policy.max_length
+        self._wake = threading.Condition()
+        self._submitted: deque[_Request] = deque()
+        self._inbox: deque[_Request] = deque()
+        self._released: deque[str] = deque()
+        self._thread: threading.Thread | None = None
+        self._last_thread: threading.Thread | None = (
+            None  # the last one that had nothing to do; it may still be in torch
+        )
+        self._exiting = False
+        # From here on: touched by the engine's thread alone.
+        self._cache: KVCache | None = None
+        self._waiting: list[_Request] = []
+        self._slot_request: list[_Request | None] = []  # by slot; the running ones are the first `_active`
+        self._model: Any = None
+        self._decoder: FusedLlamaDecoder | None = None
+        self._buffers = SampleBuffers()
+        self._buffer_rows: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # by slot, of the running ones
+        self._active = 0
+        self._session_slot: dict[str, int] = {}
+        self._slot_session: list[str | None] = []  # by slot
+        self._slot_last_used: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._slot_weights: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # by slot: which weights made its keys
+        self._weights_number = 0
+        self._weights_key: tuple[int, int] | None = None
+        self._weight_addresses: list[int] = []  # where each weight lies in memory
+        self._weight_windows: list[Tensor] = []  # views of a few numbers of each
+        self._weight_values: Tensor | None = None  # those numbers
+        self._vocabulary = 0
+        self._tick = 0
+        self.prefilled = 0
+        """Tokens computed as context since the start; copies and reused history are not counted."""
+        self.sampled = 0
+
+    # --- what it declares ---
+
+    @property
+    def reproducible(self) -> bool:  # type: ignore[override]
+        parameter = next(iter(self.policy.model.parameters()))
+        return bool(parameter.device.type == "cpu" and parameter.dtype == torch.float32)
+
+    @property
+    def version(self) -> int:
+        return self.policy.version
+
+    @property
+    def max_length(self) -> int:
+        return self._max_length
+
+    def __repr__(self) -> str:
+        return f"LocalEngine({self.policy!r}, {self.slots} slots)"
+
+    # --- calls from the event loop ---
+
+    async def sample(
+        self, ids: Sequence[int], sampling: Sampling, seed: int, *, request: TurnRequest | None = None
+    ) -> Sample:
+        session = request.session if request is not None else None
+        got: Sample = await self._submit(ids, sampling, seed, session, top=0)
+        return got
+
+    async def distribution(
+        self, ids: Sequence[int], sampling: Sampling, *, top: int = 20
+    ) -> tuple[list[int], list[float], float]:
+        got: tuple[list[int], list[float], float] = await self._submit(ids, sampling, 0, None, top=max(1, top))
+        return got
+
+    async def update(self, policy: Any) -> None:
+        if policy is not self.policy:
+            raise EngineError(
+                "this LocalEngine samples from the policy it was made with, and another one was handed to update(); "
+                "make the engine from the policy that is trained: LocalEngine(policy)"
+            )
+
+    def release(self, session: str) -> None:
+        with self._wake:
+            self._released.append(session)
+
+    async def _submit(self, ids: Sequence[int], sampling: Sampling, seed: int, session: str | None, top: int) -> Any:
+        if len(ids) == 0:
+            raise EngineError("an engine continues ids, and got none; give the prompt's ids")
+        if len(ids) >= self.max_length:
+            raise EngineError(f"{len(ids)} ids leave no room in a context of {self.max_length}")
+        array = np.asarray(ids, dtype=np.int64)
+        # As unsigned numbers negative ones are huge. The model is asked for its vocabulary once a prefill.
+        if array.view(np.uint64).max() >= self._vocabulary and (
+            array.min() < 0 or array.max() >= self.policy.vocab_size
+        ):
+            raise EngineError(
+                f"ids from {array.min()} to {array.max()} do not fit a vocabulary of {self.policy.vocab_size}: "
+                "they come from another tokenizer"
+            )
+        loop = asyncio.get_running_loop()
+        wanted = _Request(array, sampling, seed, session, loop, loop.create_future(), top=top)
+        wanted.limit = min(sampling.max_tokens, self.max_length - len(ids))
+        with self._wake:
+            self._submitted.append(wanted)
+            if self._thread is None:
+                _running.add(self)
+                atexit.unregister(_stop_all)
+                atexit.register(_stop_all)
+                self._thread = threading.Thread(target=self._run, name="agentfly-engine", daemon=True)
+                self._thread.start()
+        loop.call_soon(self._flush_submitted)
+        try:
+            return await wanted.future
+        except asyncio.CancelledError:
+            wanted.cancelled = True  # the thread drops the row at its next step
+            raise
+
+    def _flush_submitted(self) -> None:
+        """What was asked for in one turn of the event loop comes in together: chains that begin at once, or that one
+        step brought to their next turn, would else be prefilled in pieces and stay out of step."""
+        if self._submitted:
+            with self._wake:
+                self._inbox.extend(self._submitted)
+                self._submitted.clear()
+                self._wake.notify()
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        with torch.inference_mode(), single_torch_thread(self.policy):
+            while True:
+                with self._wake:
+                    while not (self._inbox or self._waiting or self._active or self._exiting):
+                        if self._wake.wait(_IDLE_SECONDS) or self._inbox:
+                            continue
+                        if self._submitted:  # their event loop is stuck, or gone
+                            self._inbox.extend(self._submitted)
+                            self._submitted.clear()
+                        else:
+                            self._last_thread, self._thread = self._thread, None
+                            return
+                    if self._exiting:
+                        return
+                    self._waiting.extend(self._inbox)
+                    self._inbox.clear()
+                    released = list(self._released)
+                    self._released.clear()
+                try:
+                    self._step(released)
+                except Exception as error:
+                    self._fail_all(error)
+
+    def _stop_thread(self) -> None:
+        """Python ends. A thread that is inside torch when the interpreter goes would abort the process."""
+        with self._wake:
+            self._exiting = True
+            self._wake.notify()
+            threads = (self._thread, self._last_thread)
+        for thread in threads:
+            if thread is not None:
+                thread.join(10)
+
+    def _fail_all(self, error: Exception) -> None:
+        """Everything in flight gets the error; the slots are made anew, for their state is unknown."""
+        wrapped = EngineError(f"LocalEngine failed while sampling: {type(error).__name__}: {error}")
+        wrapped.__cause__ = error
+        # All rows: those behind the running ones may be reserved by a prefill that did not end.
+        requests = [*self._waiting, *(r for r in self._slot_request if r is not None)]
+        self._waiting, self._slot_request, self._active, self._cache = [], [], 0, None
+        self._buffers, self._buffer_rows = SampleBuffers(), np.zeros(0, dtype=np.int64)
+        self._session_slot, self._slot_session = {}, []
+        self._slot_last_used, self._slot_weights = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        self._deliver([(request, wrapped) for request in requests])
+
+    @staticmethod
+    def _deliver(results: list[tuple[_Request, Any]]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Request, Any]]] = {}
+        for request, result in results:
+            by_loop.setdefault(request.loop, []).append((request, result))
+
+        def hand_over(batch: list[tuple[_Request, Any]]) -> None:
+            for request, result in batch:
+                if request.future.done():
+                    continue
+                if isinstance(result, BaseException):
+                    request.future.set_exception(result)
+                else:
+                    request.future.set_result(result)
+
+        for loop, batch in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(hand_over, batch)
+            except RuntimeError:
+                pass  # that loop is closed; nobody waits there any more
+
+    def _step(self, released: list[str]) -> None:
+        self._tick += 1
+        for session in released:
+            slot = self._session_slot.pop(session, None)
+            if slot is not None:
+                self._slot_session[slot] = None
+        self._waiting = [r for r in self._waiting if not r.cancelled]
+        for row in reversed(range(self._active)):
+            request = self._slot_request[row]
+            if request is not None and request.cancelled:
+                self._retire(row)
+        if self._waiting:
+            for request in self._waiting:
+                request.waited += 1
+            # A prefill of one row costs as much as a decode of many: wait for company, but not for long.
+            short = self._decoder is not None
+            batch_share, max_wait = (
+                (_PREFILL_BATCH_SHARE, _PREFILL_MAX_WAIT)
+                if short
+                else (_SLOW_PREFILL_BATCH_SHARE, _SLOW_PREFILL_MAX_WAIT)
+            )
+            if len(self._waiting) > self._active // batch_share or self._waiting[0].waited > max_wait:
+                self._prefill()
+        if self._active:
+            self._decode()
+
+    # --- slots ---
+
+    def _ensure_capacity(self, capacity: int, *, another: bool) -> KVCache:
+        """The slots, each with room for so many tokens; with `another`, one more than are in use if it may be."""
+        held = self._cache.capacity if self._cache is not None else 0
+        if capacity > held:
+            # More than asked for: growing copies everything that is held, and the next prompt may be a bit longer.
+            capacity = min(
+                max(-(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP, held * 3 // 2), max(capacity, self.max_length + 1)
+            )
+        if self._cache is None:
+            # A model that runs itself wants a row's keys in one piece.
+            self._cache = KVCache(0, capacity, self.policy.layers, slab=SLAB_TOKENS if self._fused_decoder() else None)
+        cache = self._cache
+        count = cache.count
+        if another and count < self.slots and None not in self._slot_session[self._active :]:
+            # Room for all that wait now: growing copies everything that is held.
+            wanted = -(-(self._active + len(self._waiting)) // _ROW_MULTIPLE) * _ROW_MULTIPLE
+            count = min(self.slots, max(2 * count, 2 * _ROW_MULTIPLE, wanted))
+        cache.grow(count, capacity)
+        extra = cache.count - len(self._slot_request)
+        if extra:
+            self._slot_request.extend([None] * extra)
+            self._slot_session.extend([None] * extra)
+            self._buffer_rows = np.concatenate([self._buffer_rows, np.zeros(extra, dtype=np.int64)])
+            self._slot_last_used = np.concatenate([self._slot_last_used, np.zeros(extra, dtype=np.int64)])
+            self._slot_weights = np.concatenate([self._slot_weights, np.full(extra, -1, dtype=np.int64)])
+        return cache
+
+    def _detect_weight_change(self) -> None:
+        """Number the weights that are there now. Not by `policy.version` alone: loading weights may bring it back. Nor
+        by torch's own counts: a fused optimizer that somebody steps by hand moves neither."""
+        parameters = list(self.policy.model.parameters())
+        addresses = [p.data_ptr() for p in parameters]
+        if addresses != self._weight_addresses:
+            self._weight_addresses, self._weight_windows = addresses, [_weight_window(p.detach()) for p in parameters]
+        some = torch.cat(self._weight_windows)
+        key = (self.policy.version, sum(p._version for p in parameters))
+        self._vocabulary = self.policy.vocab_size
+        if key != self._weights_key or self._weight_values is None or not torch.equal(some, self._weight_values):
+            self._weights_key, self._weight_values = key, some
+            self._weights_number += 1
+
+    def _empty_stale_slots(self) -> None:
+        """Empty the slots that other weights filled; rows that run end their turn on what they have."""
+        if self._cache is not None:
+            stale = self._slot_weights != self._weights_number
+            stale[: self._active] = False
+            self._cache.length[stale] = 0
+
+    def _admit(self, request: _Request, *, empty: bool = False) -> tuple[int, int] | None:
+        """A slot for the request and how many of its ids are in it already; None if every slot is running.
+
+        empty: nothing is looked up, because all of it will be copied.
+        """
+        own = self._session_slot.get(request.session) if request.session is not None else None
+        cache = self._ensure_capacity(len(request.ids) + request.limit + 1, another=own is None)
+        if own is not None and self._slot_request[own] is not None:
+            raise EngineError(f"two requests of the session {request.session!r} at once; a chain samples one at a time")
+        source, common = -1, 0
+        if own is not None and 0 < (held := int(cache.length[own])) < len(request.ids):
+            # The usual second turn: all that the session holds is the beginning of what it asks.
+            source, common = own, held if bool((cache.ids[own, :held] == request.ids[:held]).all()) else 0
+        if not common and not empty:
+            source, common = cache.longest_prefix(request.ids, own, self._slot_weights == self._weights_number)
+        common = min(common, len(request.ids) - 1)  # at least one token must run, for its logits
+        if own is None:
+            own = self._claim_slot(avoid=source if common else None)
+            if own is None:
+                return None
+        if source != own and common:
+            cache.copy(source, own, common)
+        cache.length[own] = common
+        self._slot_weights[own] = self._weights_number
+        self._slot_last_used[own] = self._tick
+        if request.session is not None:
+            self._session_slot[request.session] = own
+            self._slot_session[own] = request.session
+        return own, common
+
+    def _tokens_to_compute(self, request: _Request) -> int:
+        """How many of its ids its own session's slot does not hold."""
+        own = self._session_slot.get(request.session) if request.session is not None else None
+        if own is None or self._cache is None or self._slot_weights[own] != self._weights_number:
+            return len(request.ids)
+        held = int(self._cache.length[own])
+        same = held < len(request.ids) and bool((self._cache.ids[own, :held] == request.ids[:held]).all())
+        return len(request.ids) - held if same else len(request.ids)
+
+    def _claim_slot(self, avoid: int | None) -> int | None:
+        """A slot that is not running: a free one, else the one unused for longest."""
+        idle = [i for i in range(self._active, len(self._slot_request)) if self._slot_request[i] is None]
+        free = [i for i in idle if self._slot_session[i] is None]
+        candidates = free or idle
+        if avoid in candidates and len(candidates) > 1:
+            candidates.remove(avoid)
+        if not candidates:
+            return None
+        slot = min(candidates, key=lambda i: (self._slot_last_used[i], i))
+        owner = self._slot_session[slot]
+        if owner is not None:
+            del self._session_slot[owner]
+            self._slot_session[slot] = None
+        return slot
+
+    def _swap(self, a: int, b: int) -> None:
+        if a == b or self._cache is None:
+            return
+        self._cache.swap(a, b)
+        self._slot_request[a], self._slot_request[b] = self._slot_request[b], self._slot_request[a]
+        self._slot_session[a], self._slot_session[b] = self._slot_session[b], self._slot_session[a]
+        for array in (self._slot_last_used, self._slot_weights, self._buffer_rows):
+            array[[a, b]] = array[[b, a]]
+        for slot in (a, b):
+            owner = self._slot_session[slot]
+            if owner is not None:
+                self._session_slot[owner] = slot
+
+    def _retire(self, row: int) -> None:
+        """Take a row out of the running batch. Its slot keeps the history for the session's next turn."""
+        request = self._slot_request[row]
+        assert request is not None
+        self._buffers.free(request.buffer_row)
+        self._active -= 1
+        self._swap(row, self._active)
+        self._slot_request[self._active] = None
+        self._slot_last_used[self._active] = self._tick
+
+    # --- computing ---
+
+    def _forward(self, tokens: Tensor, positions: Tensor, rows: Tensor | int) -> Tensor:
+        """(R, C) tokens at (R, C) positions -> hidden states (R, C, d)."""
+        cache = self._cache
+        assert cache is not None
+        mask = cache.prepare(rows, positions)
+        decoder = self._fused_decoder()
+        if decoder is not None:
+            return decoder(cache, tokens, positions, mask, stamp=(self._weights_number, self.policy.version))
+        return reference_forward(self.policy.model.get_decoder(), cache, tokens, positions, mask)
+
+    def _fused_decoder(self) -> FusedLlamaDecoder | None:
+        """None if the model must run itself. Hold the policy's lock: a model not met before is tried."""
+        if self._model is not self.policy.model:  # one that got an adapter, say, is another
+            self._model, self._decoder = self.policy.model, FusedLlamaDecoder.try_build(self.policy.model)
+        return self._decoder
+
+    def _prefill(self) -> None:
+        """Put waiting prompts into slots, one chunk each; those that are complete get their first token."""
+        chosen: list[tuple[_Request, int, int]] = []
+        duplicates: list[tuple[_Request, int, int]] = []
+        later: list[_Request] = []
+        lead: dict[bytes, int] = {}
+        width = 0
+        # Locked from here on: what is admitted as computed with these weights is continued with these weights.
+        with self.policy.lock:
+            self._detect_weight_change()
+            self._empty_stale_slots()
+            for request in self._waiting:
+                # Chains of one group bring the same prompt: one computes it, and the others take what it found.
+                key = request.ids.tobytes()
+                width = max(width, min(self._tokens_to_compute(request), _CHUNK_WIDTHS[-1]))
+                if key not in lead and width * (len(chosen) + 1) > _PREFILL_TOKENS:
+                    later.append(request)
+                    continue
+                try:
+                    place = self._admit(request, empty=key in lead)
+                except EngineError as error:
+                    self._deliver([(request, error)])
+                    continue
+                if place is None:
+                    later.append(request)
+                    continue
+                self._slot_request[place[0]] = request  # reserved: `_claim_slot` leaves it alone
+                if key in lead:
+                    duplicates.append((request, place[0], lead[key]))
+                else:
+                    lead[key] = len(chosen)
+                    chosen.append((request, *place))
+            self._waiting = later
+            if not chosen:
+                return
+            logits, version = self._prompt_logits(chosen)
+            cache = self._cache
+            assert cache is not None
+            for request, slot, first in duplicates:
+                cache.copy(chosen[first][1], slot, len(request.ids))
+            logits = torch.cat([logits, logits[[first for _, _, first in duplicates]]])
+            chosen += duplicates
+        distribution_only = [i for i, (r, _, _) in enumerate(chosen) if r.top]
+        if distribution_only:
+            self._deliver([(chosen[i][0], self._top_distribution(logits[i], chosen[i][0])) for i in distribution_only])
+            for i in distribution_only:
+                self._slot_request[chosen[i][1]] = None
+        going = [i for i, (r, _, _) in enumerate(chosen) if not r.top]
+        if not going:
+            return
+        for i in going:
+            request = chosen[i][0]
+            request.buffer_row = self._buffers.allocate(request.sampling, request.seed, request.limit)
+        requests = [chosen[i][0] for i in going]
+        buffer_rows = np.array([r.buffer_row for r in requests], dtype=np.int64)
+        ended = self._sample_next(requests, buffer_rows, logits[going], version)
+        results, joining = [], []
+        for i, request in enumerate(requests):
+            slot = chosen[going[i]][1]
+            if i not in ended:
+                self._buffer_rows[slot] = request.buffer_row
+                joining.append(slot)
+            else:
+                self._slot_request[slot] = None
+                results.append((request, self._sample(request, ended[i])))
+                self._buffers.free(request.buffer_row)
+        # They join behind those that run. Who stands there already stays: a move copies all that a slot holds.
+        places = range(self._active, self._active + len(joining))
+        free = sorted({*places}.difference(joining))
+        for slot in joining:
+            if slot not in places:
+                self._swap(slot, free.pop())
+        self._active += len(joining)
+        self._deliver(results)
+
+    def _prompt_logits(self, chosen: list[tuple[_Request, int, int]]) -> tuple[Tensor, int]:
+        """Compute (request, slot, how much of it is there); logits after each prompt (R, V), and their version."""
+        cache = self._cache
+        assert cache is not None
+        device = self.policy.device
+        for request, slot, _ in chosen:
+            cache.ids[slot, : len(request.ids)] = request.ids
+        done: dict[int, Tensor] = {}
+        left = [(request, slot, start) for request, slot, start in chosen]
+        while left:
+            longest = max(len(r.ids) - start for r, _, start in left)
+            width = next((w for w in _CHUNK_WIDTHS if w >= longest), _CHUNK_WIDTHS[-1])
+            tokens = np.zeros((len(left), width), dtype=np.int64)
+            starts = np.array([start for _, _, start in left])
+            counts = np.array([min(width, len(r.ids) - start) for r, _, start in left])
+            for i, (request, _, start) in enumerate(left):
+                tokens[i, : counts[i]] = request.ids[start : start + counts[i]]
+            # Padding is written just behind the row, where the next token will overwrite it unread.
+            ends = starts + counts
+            positions = torch.as_tensor(np.minimum(starts[:, None] + np.arange(width), ends[:, None]), device=device)
+            slots = torch.as_tensor([slot for _, slot, _ in left], device=device)
+            given = torch.as_tensor(tokens, device=device)
+            few = max(_ROW_MULTIPLE, _PREFILL_FORWARD_TOKENS // width // _ROW_MULTIPLE * _ROW_MULTIPLE)
+            pieces = zip(given.split(few), positions.split(few), slots.split(few), strict=True)
+            hidden = torch.cat([self._forward(*piece) for piece in pieces])
+            self.prefilled += int(counts.sum())
+            following = []
+            for i, (request, slot, start) in enumerate(left):
+                end = start + int(counts[i])
+                cache.length[slot] = end
+                if end == len(request.ids):
+                    done[slot] = hidden[i, int(counts[i]) - 1]
+                else:
+                    following.append((request, slot, end))
+            left = following
+        states = torch.stack([done[slot] for _, slot, _ in chosen])
+        padded = torch.cat([states, states[:1].expand(-len(chosen) % _ROW_MULTIPLE, -1)])
+        logits = self.policy.logits(padded)[: len(chosen)]
+        return logits, self.policy.version
+
+    def _decode(self) -> None:
+        cache = self._cache
+        assert cache is not None
+        count = self._active
+        rows = -(-count // _ROW_MULTIPLE) * _ROW_MULTIPLE
+        buffer_rows = self._buffer_rows[:count]
+        tokens = np.zeros(rows, dtype=np.int64)
+        tokens[:count] = self._buffers.last_ids(buffer_rows)
+        at = cache.length[:rows].copy()  # for the rows that only fill up, a place that nobody reads
+        device = self.policy.device
+        with self.policy.lock:
+            hidden = self._forward(
+                torch.as_tensor(tokens, device=device)[:, None], torch.as_tensor(at, device=device)[:, None], rows
+            )
+            logits = self.policy.logits(hidden[:, 0])[:count]
+            version = self.policy.version
+        cache.ids[np.arange(count), at[:count]] = tokens[:count]
+        cache.length[:count] += 1
+        ended = self._sample_next(self._slot_request[:count], buffer_rows, logits, version)
+        results = []
+        for row in sorted(ended, reverse=True):
+            request = self._slot_request[row]
+            assert request is not None
+            results.append((request, self._sample(request, ended[row])))
+            self._retire(row)
+        if results:
+            self._deliver(results[::-1])
+
+    def _sample_next(
+        self, requests: Sequence[_Request | None], buffer_rows: npt.NDArray[np.int64], logits: Tensor, version: int
+    ) -> dict[int, str]:
+        """Sample one token for each request, whose buffer rows those are; returns why some ended, by their place."""
+        buffers, device = self._buffers, logits.device
+        noise = buffers.noise(buffer_rows)
+
+        def column(values: npt.NDArray[Any], off: float) -> Tensor | None:
+            return torch.as_tensor(values, device=device) if bool((values != off).any()) else None
+
+        drawn = sample_tokens(
+            logits,
+            torch.as_tensor(buffers.temperature[buffer_rows], device=device),
+            torch.as_tensor(noise, device=device),
+            top_p=column(buffers.top_p[buffer_rows], 1.0),
+            top_k=column(buffers.top_k[buffer_rows], 0),
+            min_p=column(buffers.min_p[buffer_rows], 0.0),
+        )
+        self.sampled += len(requests)
+        ids, logprobs = drawn.ids.cpu().numpy(), drawn.logprobs.cpu().numpy()
+        if not bool(np.isfinite(logprobs).all()):
+            raise EngineError("the logits are not finite: the policy's weights have diverged")
+        kept_mass = drawn.kept_mass.cpu().numpy() if drawn.kept_mass is not None else None
+        full = buffers.write(buffer_rows, ids, logprobs, drawn.entropies.cpu().numpy(), kept_mass, version)
+        ended = {int(i): "length" for i in full.nonzero()[0]}
+        for i in buffers.stops[buffer_rows].nonzero()[0].tolist():
+            request = requests[i]
+            if request is not None and self._has_stop_string(request):
+                ended[i] = "string"
+        for stop in self.policy.chat.stop_ids:
+            ended.update((i, "stop") for i in (ids == stop).nonzero()[0].tolist())
+        return ended
+
+    def _has_stop_string(self, request: _Request) -> bool:
+        text = self.policy.chat.text(
+            self._buffers.ids[request.buffer_row, : self._buffers.count[request.buffer_row]].tolist()
+        )
+        return any(stop in text for stop in request.sampling.stop)
+
+    def _sample(self, request: _Request, stop: Any) -> Sample:
+        buffers, buffer_row = self._buffers, request.buffer_row
+        count = int(buffers.count[buffer_row])
+        return Sample(
+            ids=tuple(buffers.ids[buffer_row, :count].tolist()),
+            logprobs=tuple(buffers.logprobs[buffer_row, :count].tolist()),
+            entropies=tuple(buffers.entropies[buffer_row, :count].tolist()),
+            stop=stop,
+            versions=tuple(buffers.versions[buffer_row, :count].tolist()),
+            kept_mass=tuple(buffers.kept_mass[buffer_row, :count].tolist()) if request.sampling.truncates else None,
+            seconds=time.perf_counter() - request.started,
+        )
+
+    @staticmethod
+    def _top_distribution(logits: Tensor, request: _Request) -> tuple[list[int], list[float], float]:
+        logp = torch.log_softmax(logits.float() / (request.sampling.temperature or 1.0), dim=-1)
+        best = logp.topk(min(request.top, len(logp)))
+        p = logp.exp()
+        entropy = float(-torch.where(p > 0, p * logp, torch.zeros_like(p)).sum())
+        return best.indices.tolist(), best.values.tolist(), entropy
+
+
+def _weight_window(weight: Tensor) -> Tensor:
+    """Its first numbers; always a view."""
+    while weight.dim() > 1:
+        weight = weight[0]
+    return weight.reshape(-1)[:8]
+
+
+_running: weakref.WeakSet[LocalEngine] = weakref.WeakSet()
+
+
+def _stop_all() -> None:
+    for engine in list(_running):
+        engine._stop_thread()

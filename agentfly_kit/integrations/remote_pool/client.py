@@ -1,0 +1,677 @@
+"""A pool that is served elsewhere (server.py), used like one that is here.
+
+All that goes over the network goes through one thread with an event loop of its own: the pool may be used from one
+notebook loop after another, and goes on telling its server what it holds while a cell computes. A question that was not
+answered is asked again under the same name, so that nothing is leased twice and no code runs twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import logging
+import secrets
+import ssl
+import threading
+import time
+import urllib.parse
+import warnings
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Generic, Self, TypeVar
+
+import httpx
+
+from ..._async.interrupts import keep_interruptible
+from ...errors import LeaseRevoked, PoolClosed, RemotePoolError, SettingsError
+from ...pool.pool import PoolEvent, PoolSnapshot, register
+from ...sandboxes import PythonSandbox
+from . import wire
+
+S = TypeVar("S")
+R = TypeVar("R")
+_log = logging.getLogger(__name__)
+_LONG_POLL_SECONDS = 10.0  # s that a question waits at the server before it is asked again
+_CONNECT_SECONDS = 2.0  # s that a snapshot waits for the first contact
+
+
+class RemoteSandbox:
+    """A sandbox of a remote pool: its methods are those of the kind, all of them awaited."""
+
+    def __init__(
+        self, link: _Link, lease: str, sandbox_type: str, methods: frozenset[str], isolation: str | None
+    ) -> None:
+        self._link, self._lease, self._sandbox_type, self._methods = link, lease, sandbox_type, methods
+        self.isolation = isolation
+
+    @property
+    def alive(self) -> bool:
+        """It is still ours, as far as the last word of the server goes."""
+        return self._lease in self._link.held
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._methods:
+            raise AttributeError(
+                f"a remote {self._sandbox_type} has no {name}; from afar it has {', '.join(sorted(self._methods))}"
+            )
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return await self._link.run_and_wait(self._link.call(self._lease, name, args, kwargs))
+
+        call.__name__ = name
+        return call
+
+    def __repr__(self) -> str:
+        return f"<remote {self._sandbox_type} at {self._link.url}{'' if self.alive else ', over'}>"
+
+
+class RemoteLease(Generic[S]):
+    """A remote sandbox in somebody's hands, until `await pool.release(lease)`. Set `turn` to show where they are."""
+
+    def __init__(self, pool: RemotePool[S], name: str, id: int, sandbox: S, owner: str, hand: bool = False) -> None:
+        self._pool, self._link = pool, pool._link
+        self.hand = hand
+        self.name = name
+        self.id = id
+        """The sandbox's number at the server."""
+        self.sandbox = sandbox
+        self.owner = owner
+        self.since = time.monotonic()
+        self.released = False
+        self.taken_back = False
+        """The server's pool ended it while it rested; known from the next `firm` on."""
+        self.why = ""
+        self.saved: asyncio.Future[Any] | None = None
+        """Once it was taken back from a kind that has `snapshot()`: what that gave, or why it could not."""
+
+    def rest(self, rests: bool = True) -> None:
+        """By hand: from now on the server's pool may take it back; rests=False: see `firm`."""
+        if self.hand and rests and not self.released:
+            self._link.submit(self._link.rest(self.name, True, self._link.next_number()))
+
+    async def firm(self) -> None:
+        """By hand, before it is used: it may not be taken back until the next rest; or find that it was."""
+        if not self.hand or self.released:
+            return
+        reply = await self._link.run_and_wait(self._link.rest(self.name, False, self._link.next_number()))
+        if reply["state"] != "taken":
+            return
+        self.taken_back = self.released = True
+        self.why = str(reply["why"])
+        self._link.held.pop(self.name, None)
+        if reply["saved"]:
+            self.saved = asyncio.ensure_future(self._link.run_and_wait(self._link.saved(self.name)))
+            self.saved.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+
+    @property
+    def revoked(self) -> str:
+        """Why the server's pool ended it under its holder, as far as was heard; else ""."""
+        return self._link.revoked.get(self.name, "")
+
+    @property
+    def pool(self) -> RemotePool[S]:
+        return self._pool
+
+    @property
+    def turn(self) -> object:
+        return self._link.held.get(self.name)
+
+    @turn.setter
+    def turn(self, turn: object) -> None:
+        if self.name in self._link.held:
+            self._link.held[self.name] = turn  # told with the next call or beat
+
+    async def release(self) -> None:
+        """The same as `pool.release(lease)`."""
+        await self._pool.release(self)
+
+    def __del__(self) -> None:
+        if not getattr(self, "released", True) and self.name in self._link.held:
+            self._link.held.pop(self.name, None)
+            self._link.submit(self._link.release(self.name, True))
+            warnings.warn(f"{self!r} was dropped without a release", ResourceWarning, stacklevel=2)
+
+    def __repr__(self) -> str:
+        state = (
+            "taken back"
+            if self.taken_back
+            else "released"
+            if self.released
+            else f"{time.monotonic() - self.since:.1f} s"
+        )
+        return f"<RemoteLease {self._pool.name} {self.id} of {self.owner}, {state}>"
+
+
+class RemotePool(Generic[S]):
+    """A pool that `serve_pool` lends out, wherever a Pool can be: `Agent(pools=[RemotePool(url, token=token)])`.
+
+    sandbox_type     the class that tools ask for; the server's pool must be of it or of one derived from it. Its
+                     sandboxes come as RemoteSandbox, which has the kind's methods.
+    acquire_timeout  seconds that a lease is waited for when the one who waits says nothing else.
+    patience         seconds for which a server that does not answer is asked again, before RemotePoolError.
+    verify           for https: True, or the file of a certificate authority to believe.
+
+    It connects at its first lease. `await pool.close()` gives back all that it holds; so does its end, however it
+    comes: the server takes back what nobody speaks for.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str,
+        sandbox_type: type[S] = PythonSandbox,  # type: ignore[assignment]
+        acquire_timeout: float = 120.0,
+        patience: float = 10.0,
+        verify: bool | str = True,
+    ) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise SettingsError(f"RemotePool({url!r}): want an address such as http://127.0.0.1:8123")
+        if not isinstance(sandbox_type, type):
+            raise SettingsError(f"RemotePool(sandbox_type={sandbox_type!r}): want a class, such as PythonSandbox")
+        self.url = url.rstrip("/")
+        self.sandbox_type = sandbox_type
+        self.name = sandbox_type.__name__
+        self.acquire_timeout = acquire_timeout
+        self._link = _Link(self.url, token, sandbox_type, patience, verify)
+        self._finalizer = weakref.finalize(self, self._link.stop)
+        self.number = register(self)
+
+    # --- looking
+
+    @property
+    def closed(self) -> bool:
+        return self._link.stopped
+
+    @property
+    def size(self) -> int:
+        """The most sandboxes at the server; 0 before the first contact."""
+        return self._link.snapshot.size
+
+    @property
+    def isolation(self) -> str | None:
+        return self._link.snapshot.isolation
+
+    def snapshot(self) -> PoolSnapshot:
+        """The server's pool, with all of its clients, as it was last heard of: within a third of its heartbeat."""
+        if not self._link.connected.is_set() and not self.closed:
+            self._link.start()
+            self._link.connected.wait(_CONNECT_SECONDS)
+        return self._link.snapshot
+
+    async def refresh(self) -> PoolSnapshot:
+        """The server's pool as it is now.
+
+        Raises:  RemotePoolError if the server does not answer or is not what was wanted.
+        """
+        await self._link.run_and_wait(self._link.fetch_info())
+        return self._link.snapshot
+
+    def subscribe(self, callback: Callable[[PoolEvent], object]) -> Callable[[], None]:
+        """Call `callback` with every change at the server from now on, in order; returns what ends that.
+
+        It is called in this pool's own thread and must be quick. If it raises, that is logged, and the pool goes on.
+        """
+        listeners = self._link.listeners
+        listeners.append(callback)
+        self._link.start()
+        self._link.wake()
+
+        def unsubscribe() -> None:
+            with contextlib.suppress(ValueError):
+                listeners.remove(callback)
+
+        return unsubscribe
+
+    def __repr__(self) -> str:
+        link = self._link
+        if link.stopped:
+            return f"<RemotePool {self.name} at {self.url}, closed>"
+        if not link.connected.is_set():
+            return f"<RemotePool {self.name} at {self.url}, not connected>"
+        s = link.snapshot
+        counts = f"{s.leased} leased, {s.idle} idle, {s.starting} starting, {s.waiting} waiting, size {s.size}"
+        return f"<RemotePool {self.name} at {self.url}, {counts}{', no answer' if link.failure else ''}>"
+
+    # --- lending
+
+    @contextlib.asynccontextmanager
+    async def lease(
+        self, owner: str = "somebody", timeout: float | None = None, *, run: str = ""
+    ) -> AsyncIterator[S]:  # fmt: skip
+        """`async with pool.lease(owner="me") as sandbox`: yours until the block ends. Errors as in `acquire`."""
+        lease = await self.acquire(owner, timeout, run=run)
+        try:
+            yield lease.sandbox
+        finally:
+            await self.release(lease)
+
+    async def acquire(
+        self, owner: str = "somebody", timeout: float | None = None, *, hand: bool = False, run: str = ""
+    ) -> RemoteLease[S]:
+        """A sandbox to keep over many calls, until `release`. First come, first served, over all clients; those who
+        name a `run` take turns with other runs. A lease by `hand` may be taken back while it rests.
+
+        Raises:  as `Pool.acquire` does there; RemotePoolError if the server does not answer, or refuses this client.
+        """
+        timeout = self.acquire_timeout if timeout is None else timeout
+        link = self._link
+        reply: dict[str, Any] = await link.run_and_wait(
+            link.acquire(owner, timeout, run, hand), on_unclaimed=link.release_unclaimed
+        )
+        link.held[reply["lease"]] = None
+        sandbox: Any = RemoteSandbox(link, reply["lease"], self.name, link.methods, reply.get("isolation"))
+        return RemoteLease(self, reply["lease"], reply["sandbox"], sandbox, owner, bool(reply.get("hand")))
+
+    async def release(self, lease: RemoteLease[S], *, reusable: bool = True) -> None:
+        """Give a sandbox back; the server resets it. Twice is once, and a server that is gone has it already."""
+        if lease.pool is not self:
+            raise SettingsError(f"{lease!r} is a lease of another pool")
+        if lease.released:
+            return
+        lease.released = True
+        if self._link.held.pop(lease.name, lease) is lease or self._link.stopped:
+            return  # it had ended
+        # Not cancelled with the one who waits: a server that never hears of it would keep it for a heartbeat.
+        await self._link.run_and_wait(self._link.release(lease.name, reusable), keep=True)
+
+    async def recycle(self, sandbox: int, *, close: bool = False) -> None:
+        """Have the sandbox of this number reset, or closed, as `Pool.recycle` does: one that nobody holds, or that this
+        very pool holds. Whoever works with it loses it.
+
+        Raises:  SettingsError if there is no such sandbox; RemotePoolError if somebody else holds it, or no server
+                 answers.
+        """
+        await self._link.run_and_wait(self._link.recycle(sandbox, close))
+
+    async def close(self) -> None:
+        """Give back all that is held and end the connection. What waits is woken with PoolClosed."""
+        if not self._link.stopped:
+            await asyncio.to_thread(self._finalizer)
+
+    async def __aenter__(self) -> Self:
+        await self.refresh()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+
+class _Link:
+    """The thread, its loop and its connection. Does not know its pool, which may be collected."""
+
+    def __init__(self, url: str, token: str, sandbox_type: type, patience: float, verify: bool | str) -> None:
+        self.url, self.token, self.patience = url, token, patience
+        self.verify = _ssl_context(verify)
+        self.name = sandbox_type.__name__
+        self.type_name = f"{sandbox_type.__module__}:{sandbox_type.__qualname__}"
+        self.module = sandbox_type.__module__
+        self.client = secrets.token_hex(16)
+        self.held: dict[str, object] = {}  # lease -> turn
+        self.revoked: dict[str, str] = {}  # leases that the server's pool ended -> why
+        self.waiting: set[str] = set()  # acquires
+        self._rests = 0
+        self.listeners: list[Callable[[PoolEvent], object]] = []
+        self.methods: frozenset[str] = frozenset()
+        self.snapshot = PoolSnapshot(
+            sandbox_type=self.name, isolation=None,
+            size=0, idle=0, starting=0, leased=0, waiting=0, dead=0, closed=False,
+            time=time.monotonic(), leases=(), waiters=(), sandboxes=(), error=None,
+        )  # fmt: skip
+        self.connected = threading.Event()
+        self.stopped = False
+        self.failure = ""
+        self.heartbeat = 15.0
+        self.server = ""
+        self.sequence: int | None = None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._http: httpx.AsyncClient | None = None
+        self._connecting = asyncio.Lock()  # of the thread's loop, which is the first to use it
+        self._nudge = asyncio.Event()
+        self._abandoning: set[asyncio.Task[None]] = set()
+
+    # --- the thread
+
+    def start(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self.stopped:
+                raise PoolClosed(f"the remote pool at {self.url} is closed; make a new one")
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._loop,), name="agentfly-remote", daemon=True
+                )
+                self._thread.start()
+            return self._loop
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            with contextlib.suppress(asyncio.CancelledError):
+                runner.run(self._main())
+
+    async def _main(self) -> None:
+        local = urllib.parse.urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
+        async with httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {self.token}"}, verify=self.verify, trust_env=not local,
+            timeout=httpx.Timeout(_LONG_POLL_SECONDS + 20.0, connect=5.0),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        ) as self._http:  # fmt: skip
+            while not self.stopped:
+                await self._beat()
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self._http.post(f"{self.url}{wire.PATH}/bye", json={"client": self.client}), 3.0)
+
+    def stop(self) -> None:
+        """Say good-bye and end the thread. May be called from anywhere but the thread itself."""
+        with self._lock:
+            already, self.stopped = self.stopped, True
+        self.held.clear()
+        if already or self._loop is None or self._thread is None:
+            return
+        self.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(8.0)
+
+    def wake(self) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._nudge.set)
+
+    def submit(self, work: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R] | None:
+        """Do it in the thread, whoever waits for it."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self.start())
+        except (PoolClosed, RuntimeError):
+            work.close()
+            return None
+
+    async def run_and_wait(
+        self, work: Coroutine[Any, Any, R], *, keep: bool = False, on_unclaimed: Callable[[R], None] | None = None
+    ) -> R:
+        """Do it in the thread and wait for it in any loop. `keep`: it goes on if the one who waits is cancelled.
+
+        `on_unclaimed`: what to do with an answer that came when the one who waited had gone.
+        """
+        future = self.submit(work)
+        if future is None:
+            raise PoolClosed(f"the remote pool at {self.url} is closed; make a new one")
+        waiting = asyncio.wrap_future(future)
+        try:
+            with keep_interruptible():
+                return await (asyncio.shield(waiting) if keep else waiting)
+        except RemotePoolError as error:
+            if self.stopped:
+                raise PoolClosed(f"the remote pool at {self.url} was closed") from error
+            raise
+        except asyncio.CancelledError:
+            if future.cancelled() and self.stopped:
+                raise PoolClosed(f"the remote pool at {self.url} was closed") from None
+            if on_unclaimed is not None:
+                future.add_done_callback(
+                    lambda done: None if done.cancelled() or done.exception() else on_unclaimed(done.result())
+                )
+            raise
+
+    # --- questions
+
+    async def post(self, path: str, **body: Any) -> dict[str, Any]:
+        """Ask, and ask again while nobody answers.
+
+        Raises:  what the server says; RemotePoolError if it does not answer in time.
+        """
+        deadline, pause = time.monotonic() + self.patience, 0.02
+        # Letters as escapes: half a surrogate pair travels too.
+        content = json.dumps({"client": self.client, **body}).encode()
+        while True:
+            assert self._http is not None
+            try:
+                response = await self._http.request(
+                    "GET" if path == "pool" else "POST", f"{self.url}{wire.PATH}/{path}",
+                    content=None if path == "pool" else content, headers={"Content-Type": "application/json"},
+                )  # fmt: skip
+                is_json = response.headers.get("content-type", "").startswith("application/json")
+                reply = response.json() if is_json else None
+                break
+            except (httpx.TransportError, ValueError) as error:
+                self.failure = f"{type(error).__name__}: {error}"
+                if time.monotonic() + pause > deadline:
+                    raise RemotePoolError(
+                        f"the pool at {self.url} does not answer ({self.failure}; tried for {self.patience:g} s); its "
+                        "leases are lost unless it comes back within its heartbeat"
+                    ) from error
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, 1.0)
+        self.failure = ""
+        if response.status_code == 413:
+            raise RemotePoolError(f"the pool at {self.url} takes no question as long as this (max_body= of the server)")
+        if response.is_success and isinstance(reply, dict):
+            self._update_snapshot(reply)
+            return reply
+        error_reply = reply.get("error") if isinstance(reply, dict) else None
+        if error_reply is None:
+            raise RemotePoolError(f"{self.url} answers with {response.status_code}, not as a pool's server")
+        raise wire.decode_exception(error_reply)
+
+    def _update_snapshot(self, reply: dict[str, Any]) -> None:
+        if reply.get("snapshot") is None:
+            return
+        seen: PoolSnapshot = wire.decode(reply["snapshot"])
+        shift = time.monotonic() - seen.time  # its clock is another one
+        self.snapshot = dataclasses.replace(
+            seen,
+            time=seen.time + shift,
+            leases=tuple(dataclasses.replace(each, since=each.since + shift) for each in seen.leases),
+            sandboxes=tuple(dataclasses.replace(each, since=each.since + shift) for each in seen.sandboxes),
+        )
+
+    async def fetch_info(self) -> None:
+        reply = await self.post("pool")
+        if reply["version"] != wire.VERSION:
+            raise RemotePoolError(
+                f"{self.url} speaks version {reply['version']} of the protocol, this is {wire.VERSION}"
+            )
+        if self.type_name not in reply["is"]:
+            raise SettingsError(
+                f"the pool at {self.url} gives a {reply['sandbox_type']}, not a {self.name}; say sandbox_type="
+            )
+        self.methods = frozenset(reply["methods"])
+        self.heartbeat = float(reply["heartbeat"])
+        self.server = reply["server"]
+        self.connected.set()
+        self.wake()
+
+    async def connect(self) -> None:
+        """The first words, once."""
+        async with self._connecting:
+            if not self.connected.is_set():
+                await self.fetch_info()
+
+    async def acquire(self, owner: str, timeout: float, run: str, hand: bool) -> dict[str, Any]:
+        await self.connect()
+        request = secrets.token_hex(16)
+        self.waiting.add(request)
+        try:
+            while True:
+                reply = await self.post(
+                    "acquire",
+                    request=request,
+                    owner=owner[:1000],
+                    run=run[:1000],
+                    hand=hand,
+                    timeout=timeout,
+                    wait=min(_LONG_POLL_SECONDS, self.heartbeat / 2),
+                )
+                if reply["state"] == "leased":
+                    return reply
+        except (asyncio.CancelledError, RemotePoolError):
+            self._abandon(request)
+            raise
+        finally:
+            self.waiting.discard(request)
+
+    def _abandon(self, request: str) -> None:
+        """Tell the server that nobody waits any more; if it cannot be told, its heartbeat will."""
+        task = asyncio.get_running_loop().create_task(self._try("abandon", request=request))
+        self._abandoning.add(task)
+        task.add_done_callback(self._abandoning.discard)
+
+    async def _try(self, path: str, **body: Any) -> None:
+        with contextlib.suppress(Exception):
+            await self.post(path, **body)
+
+    def release_unclaimed(self, reply: dict[str, Any]) -> None:
+        self.submit(self.release(reply["lease"], True))
+
+    async def release(self, lease: str, reusable: bool) -> None:
+        try:
+            await self.post("release", lease=lease, reusable=reusable)
+        except RemotePoolError as error:
+            _log.warning("a lease was not given back: %s", error)  # the server takes it when it hears no more of it
+
+    def next_number(self) -> int:
+        """Of what is said about rest: two words may overtake each other on the way."""
+        with self._lock:
+            self._rests += 1
+            return self._rests
+
+    async def rest(self, lease: str, rests: bool, number: int) -> dict[str, Any]:
+        try:
+            return await self.post("rest", lease=lease, rests=rests, number=number)
+        except RemotePoolError as error:
+            if not rests:
+                raise
+            _log.warning("a lease by hand does not rest: %s", error)
+            return {}
+
+    async def saved(self, lease: str) -> Any:
+        request = secrets.token_hex(16)
+        while True:
+            reply = await self.post(
+                "saved", request=request, lease=lease, wait=min(_LONG_POLL_SECONDS, self.heartbeat / 2)
+            )
+            if reply["state"] == "done":
+                return wire.decode(reply["value"], self.module)
+
+    async def recycle(self, sandbox: int, close: bool) -> None:
+        await self.connect()
+        reply = await self.post("recycle", request=secrets.token_hex(16), sandbox=sandbox, close=close)
+        self._forget_revoked(reply["revoked"])
+
+    def _forget_revoked(self, revoked: dict[str, str]) -> None:
+        self.revoked.update(revoked)
+        for lease in revoked:
+            self.held.pop(lease, None)
+
+    async def call(self, lease: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if lease in self.revoked:
+            raise LeaseRevoked(f"the pool took the {self.name}: {self.revoked[lease]}")
+        if lease not in self.held:
+            raise RemotePoolError(f"this sandbox of {self.url} is not leased any more")
+        request = secrets.token_hex(16)
+        turn = self.held.get(lease)
+        body = {
+            "request": request, "lease": lease, "method": method, "turn": wire.turn(turn),
+            "args": wire.encode(list(args), _lease_name), "kwargs": wire.encode(kwargs, _lease_name),
+            "wait": min(_LONG_POLL_SECONDS, self.heartbeat / 2),
+        }  # fmt: skip
+        try:
+            while True:
+                reply = await self.post("call", **body)
+                if reply["state"] == "done":
+                    return wire.decode(reply["value"], self.module)
+        except LeaseRevoked as error:
+            self._forget_revoked({lease: str(error).partition(": ")[2] or str(error)})
+            raise
+        except asyncio.CancelledError:
+            self._abandon(request)
+            raise
+
+    # --- the beat
+
+    async def _beat(self) -> None:
+        """Say what is held, hear what changed, and rest."""
+        self._nudge.clear()
+        rest = self.heartbeat / 4
+        try:
+            if not self.connected.is_set():
+                await self._interruptible(self.connect())
+                return
+            after = self.sequence if self.listeners else None
+            held = dict(self.held)
+            reply = await self._interruptible(
+                self.post(
+                    "beat",
+                    leases={name: wire.turn(turn) for name, turn in held.items()},
+                    requests=list(self.waiting),
+                    after=after,
+                    wait=rest if after is not None else 0.0,
+                )
+            )
+            if reply is None:
+                return
+            self._forget_revoked(reply["revoked"])
+            for name in set(held) - set(reply["leases"]):
+                self.held.pop(name, None)
+            if reply["server"] != self.server:  # it was started again, and counts its events anew
+                self.sequence = None
+                self.connected.clear()
+                return
+            if self.listeners:
+                self._deliver_events(wire.decode(reply["events"]), after, reply["sequence"])
+                if after is not None:
+                    return  # the server held the question open: that was the rest
+            else:
+                self.sequence = None
+        except Exception as error:  # the next acquire or call says it to whoever wants to know
+            self.failure = self.failure or str(error)
+            rest = min(rest, 0.5)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(
+                0.0 if self.listeners and self.sequence is not None and not self.failure else rest
+            ):
+                await self._nudge.wait()
+
+    async def _interruptible(self, work: Coroutine[Any, Any, R]) -> R | None:
+        """The answer; None if the link was nudged meanwhile."""
+        question = asyncio.ensure_future(work)
+        nudge = asyncio.ensure_future(self._nudge.wait())
+        try:
+            await asyncio.wait([question, nudge], return_when=asyncio.FIRST_COMPLETED)
+            return question.result() if question.done() else None
+        finally:
+            for each in (question, nudge):
+                each.cancel()
+            await asyncio.wait([question, nudge])
+            if not question.cancelled():
+                question.exception()
+
+    def _deliver_events(self, events: list[PoolEvent], after: int | None, sequence: int) -> None:
+        if after is None:  # from now on
+            self.sequence = sequence
+            return
+        for event in events:
+            self.sequence = event.sequence
+            for listener in list(self.listeners):
+                try:
+                    listener(event)
+                except Exception:
+                    _log.exception("a listener of the remote pool of %s raised", self.name)
+
+
+def _ssl_context(verify: bool | str) -> bool | ssl.SSLContext:
+    if isinstance(verify, bool):
+        return verify
+    try:
+        return ssl.create_default_context(cafile=verify)
+    except OSError as error:  # a file that holds no certificate too
+        raise SettingsError(f"RemotePool(verify={verify!r}): want a file of certificates; {error}") from error
+
+
+def _lease_name(value: Any) -> str | None:
+    return value._lease if isinstance(value, RemoteSandbox) else None

@@ -1,0 +1,734 @@
+"""A pool, lent out over HTTP: `async with serve_pool(pool) as server: print(server.url, server.token)`.
+
+Knows nothing of chains. What a client did not hear the answer to it may ask again: every acquire and call has a name of
+the client's making, and the same name is answered from the same piece of work. What a client holds it must go on
+saying, or it loses it. The pool itself stays the caller's: closing the server ends the leases, not the sandboxes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hmac
+import inspect
+import ipaddress
+import json
+import logging
+import secrets
+import ssl
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Self, TypeVar
+
+import pydantic
+
+from ...errors import LeaseRevoked, PoolTimeout, RemotePoolError, SandboxError, SettingsError
+from ...pool.pool import Lease, Pool, PoolEvent
+from . import wire
+
+_log = logging.getLogger(__name__)
+_KEPT_CALLS = 32  # answers kept for a lease, should the client ask again
+_KEPT_REQUESTS = 256
+_KEPT_EVENTS = 5000
+_LONGEST_WAIT = 30.0  # s that a question is held open
+_NOT_REMOTE = frozenset({"start", "close", "kill", "validate_remote_options"})  # the pool does these, and the server
+
+
+# --- what may be asked ---------------------------------------------------------------------------
+
+Name = Annotated[str, pydantic.StringConstraints(min_length=1, max_length=80)]
+Seconds = Annotated[float, pydantic.Field(ge=0, le=1e6, allow_inf_nan=False)]
+
+
+class _Message(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", strict=False)
+    client: Name
+
+
+class _Acquire(_Message):
+    request: Name
+    owner: Annotated[str, pydantic.StringConstraints(max_length=1000)] = "somebody"
+    timeout: Seconds | None = None
+    run: Annotated[str, pydantic.StringConstraints(max_length=1000)] = ""
+    hand: bool = False
+    wait: Seconds = 0.0
+
+
+class _Rest(_Message):
+    lease: Name
+    rests: bool
+    number: Annotated[int, pydantic.Field(ge=0)]
+    """Grows with each: of two that overtook each other the later one counts."""
+
+
+class _Saved(_Message):
+    request: Name
+    lease: Name
+    wait: Seconds = 0.0
+
+
+class _Abandon(_Message):
+    request: Name
+
+
+class _Release(_Message):
+    lease: Name
+    reusable: bool = True
+
+
+class _Recycle(_Message):
+    request: Name
+    sandbox: Annotated[int, pydantic.Field(ge=1)]
+    close: bool = False
+
+
+class _Call(_Message):
+    request: Name
+    lease: Name
+    method: Name
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    turn: Any = None
+    wait: Seconds = 0.0
+
+
+class _Beat(_Message):
+    leases: dict[Name, Any] = {}
+    """What the client holds, each with its turn."""
+    requests: list[Name] = []
+    """Acquires that it waits for."""
+    after: Annotated[int, pydantic.Field(ge=0)] | None = None
+    """The last event that it has seen; None: it wants none."""
+    wait: Seconds = 0.0
+
+
+class _Bye(_Message):
+    pass
+
+
+M = TypeVar("M", bound=_Message)
+
+
+class _HTTPError(Exception):
+    """An answer that is no success."""
+
+    def __init__(self, status: int, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.status, self.error = status, error
+
+
+# --- what a client has ---------------------------------------------------------------------------
+
+
+@dataclass
+class _HeldLease:
+    lease: Lease[Any]
+    since: float
+    calls: OrderedDict[str, asyncio.Task[Any]] = field(default_factory=OrderedDict)
+    rest: int = -1
+    """The number of the last word about its rest."""
+
+
+@dataclass
+class _Request:
+    task: asyncio.Task[str]
+    asked_at: float
+
+
+@dataclass
+class _Client:
+    last_seen: float
+    lease_slots: asyncio.Semaphore
+    leases: dict[str, _HeldLease] = field(default_factory=dict)
+    requests: OrderedDict[str, _Request] = field(default_factory=OrderedDict)
+    given_up: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    releasing: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    recycled: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    """Requests that were carried out: asked again, they are answered and nothing more."""
+    ended: OrderedDict[str, _HeldLease] = field(default_factory=OrderedDict)
+    """Leases that the pool ended by itself, until the client has heard."""
+
+
+class PoolServer:
+    """A server of one pool. Made by `serve_pool`; starts when it is awaited or entered."""
+
+    def __init__(
+        self, pool: Pool[Any], host: str, port: int, token: str | None, tls: tuple[str, str] | None, heartbeat: float,
+        max_body: int, max_leases: int | None, max_waiting: int, max_clients: int,
+    ) -> None:  # fmt: skip
+        if not _is_loopback(host) and (token is None or tls is None):
+            raise SettingsError(
+                f"serve_pool(host={host!r}): whoever reaches this address may run code in the sandboxes; give token= "
+                "and tls=(certificate file, key file), or serve on 127.0.0.1 and forward the port (ssh -L)"
+            )
+        if token is not None and (len(token) < 16 or not token.isascii() or not token.isprintable()):
+            raise SettingsError("token=: want at least 16 printable characters, such as secrets.token_urlsafe()")
+        if not 0.1 <= heartbeat <= 3600:
+            raise SettingsError(f"heartbeat={heartbeat!r}: want between 0.1 and 3600 seconds")
+        for name, value in (("max_body", max_body), ("max_waiting", max_waiting), ("max_clients", max_clients)):
+            if value < 1:
+                raise SettingsError(f"{name}={value}: want at least 1")
+        if max_leases is not None and max_leases < 1:
+            raise SettingsError(f"max_leases={max_leases}: want at least 1, or None for all of the pool")
+        self.pool = pool
+        self.host = host
+        self.port = port
+        """The one that was asked for, or, once it runs, the one it got."""
+        self.token = token or secrets.token_urlsafe(24)
+        self.heartbeat = heartbeat
+        self.max_body = max_body
+        self.max_leases = max_leases
+        self.max_waiting = max_waiting
+        self.max_clients = max_clients
+        self._tls = tls
+        self._clients: dict[str, _Client] = {}
+        self._runner: Any = None
+        self._work: set[asyncio.Task[Any]] = set()
+        self._events: deque[PoolEvent] = deque(maxlen=_KEPT_EVENTS)
+        self._new_events: asyncio.Event = asyncio.Event()
+        self._unsubscribe: Callable[[], None] = lambda: None
+        self._closing = False
+        self._ended = asyncio.Event()
+        self._name = secrets.token_hex(8)  # another server at the same address is another one
+
+    # --- life
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self._tls else 'http'}://{host}:{self.port}"
+
+    @property
+    def clients(self) -> dict[str, int]:
+        """How many leases each client holds."""
+        return {name: len(client.leases) for name, client in self._clients.items()}
+
+    async def start(self) -> Self:
+        """Listen. Does nothing if it does.
+
+        Raises:  SettingsError without aiohttp or with unusable TLS files; OSError if the address cannot be had.
+        """
+        if self._runner is not None:
+            return self
+        if self._closing:
+            raise RemotePoolError("this server is closed; make a new one with serve_pool")
+        try:
+            from aiohttp import web
+        except ImportError as error:
+            raise SettingsError(f'serve_pool needs aiohttp ({error}): pip install "agentfly_kit[remote]"') from error
+        context = None
+        if self._tls is not None:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(*self._tls)
+        application = web.Application(client_max_size=self.max_body)
+        application.router.add_get(f"{wire.PATH}/pool", self._handler(None, self._describe))
+        for name, message_type, answer in (
+            ("acquire", _Acquire, self._acquire), ("abandon", _Abandon, self._abandon), ("call", _Call, self._call),
+            ("release", _Release, self._release), ("rest", _Rest, self._rest), ("saved", _Saved, self._saved),
+            ("recycle", _Recycle, self._recycle), ("beat", _Beat, self._beat), ("bye", _Bye, self._bye),
+        ):  # fmt: skip
+            application.router.add_post(f"{wire.PATH}/{name}", self._handler(message_type, answer))
+        runner = web.AppRunner(application, access_log=None, handle_signals=False, shutdown_timeout=0.5)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, self.host, self.port, ssl_context=context)
+            await site.start()
+        except BaseException:
+            await runner.cleanup()
+            raise
+        self._runner = runner
+        self.port = runner.addresses[0][1]
+        loop = asyncio.get_running_loop()
+
+        def record(event: PoolEvent) -> None:
+            self._events.append(event)
+            with contextlib.suppress(RuntimeError):  # the server's loop is no more
+                loop.call_soon_threadsafe(self._wake)
+
+        self._unsubscribe = self.pool.subscribe(record)
+        self._spawn(self._reap())
+        return self
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self.start().__await__()
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End every lease, give the sandboxes back to the pool, and stop listening."""
+        self._closing = True
+        self._unsubscribe()
+        self._wake()
+        runner, self._runner = self._runner, None
+        for name in list(self._clients):
+            await self._end(name)
+        for task in list(self._work):
+            task.cancel()
+        if self._work:
+            await asyncio.wait(self._work)
+        if runner is not None:
+            await runner.cleanup()
+        self._ended.set()
+
+    async def forever(self) -> None:
+        """Until `close`, or until it is cancelled: `asyncio.run(main())` of a machine that only lends sandboxes."""
+        await self.start()
+        try:
+            await self._ended.wait()
+        finally:
+            await self.close()
+
+    def __repr__(self) -> str:
+        if self._runner is None:
+            return f"<PoolServer {'closed' if self._closing else 'not started'}, {self.pool!r}>"
+        count = len(self._clients)
+        return f"<PoolServer {self.url}, {count} client{'' if count == 1 else 's'}, {self.pool!r}>"
+
+    # --- every question
+
+    def _handler(
+        self, message_type: type[M] | None, answer: Callable[..., Awaitable[dict[str, Any]]]
+    ) -> Callable[[Any], Awaitable[Any]]:
+        from aiohttp import web
+
+        async def handle(request: Any) -> Any:
+            try:
+                self._check(request.headers.get("Authorization", ""))
+                if message_type is None:
+                    return web.json_response(await answer())
+                message = await self._read(request, message_type)
+                reply = await answer(message, self._client(message.client))
+                return web.json_response(reply, status=202 if reply.get("state") == "waiting" else 200)
+            except _HTTPError as refused:
+                return web.json_response({"error": wire.encode_exception(refused.error)}, status=refused.status)
+            except (web.HTTPException, ConnectionError):  # a body over the limit; a client that hung up while it spoke
+                raise
+            except Exception as error:
+                _log.exception("a question to a pool's server failed")
+                return web.json_response(
+                    {"error": wire.encode_exception(SandboxError(f"the server failed: {error!r}"))}, status=500
+                )
+
+        return handle
+
+    def _check(self, header: str) -> None:
+        scheme, _, token = header.partition(" ")
+        # Both are compared whatever the first says, and in a time that does not depend on where they differ.
+        same = hmac.compare_digest(token.strip().encode(), self.token.encode())
+        if not same or scheme.lower() != "bearer":
+            raise _HTTPError(401, RemotePoolError("the token is wrong or missing"))
+        if self._closing:
+            raise _HTTPError(503, RemotePoolError("the server is closing"))
+
+    async def _read(self, request: Any, message_type: type[M]) -> M:
+        raw = await request.read()
+        try:
+            return message_type.model_validate(json.loads(raw))
+        except (ValueError, RecursionError) as error:
+            text = (
+                "; ".join(str(e["msg"]) for e in error.errors())
+                if isinstance(error, pydantic.ValidationError)
+                else error
+            )
+            raise _HTTPError(400, SettingsError(f"the question cannot be read: {text}")) from None
+
+    def _client(self, name: str) -> _Client:
+        now = asyncio.get_running_loop().time()
+        client = self._clients.get(name)
+        if client is None:
+            if len(self._clients) >= self.max_clients:
+                raise _HTTPError(429, RemotePoolError(f"{self.max_clients} clients are served already (max_clients=)"))
+            client = self._clients[name] = _Client(now, asyncio.Semaphore(self.max_leases or 2**30))
+        client.last_seen = now
+        self._collect_revoked(client)
+        return client
+
+    @staticmethod
+    def _collect_revoked(client: _Client) -> None:
+        """What the pool ended by itself counts no more against its client."""
+        for name, held in list(client.leases.items()):
+            if held.lease.revoked or held.lease.taken_back:
+                client.ended[name] = client.leases.pop(name)
+                client.lease_slots.release()
+                for call in held.calls.values():
+                    call.cancel()
+        while len(client.ended) > _KEPT_REQUESTS:
+            client.ended.popitem(last=False)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        return task
+
+    def _wake(self) -> None:
+        news, self._new_events = self._new_events, asyncio.Event()
+        news.set()
+
+    # --- the answers
+
+    async def _describe(self) -> dict[str, Any]:
+        sandbox_type = self.pool.sandbox_type
+        # Not inspect.getmembers: it would call properties.
+        methods = [
+            n
+            for n in dir(sandbox_type)
+            if not n.startswith("_") and callable(getattr(sandbox_type, n, None)) and n not in _NOT_REMOTE
+        ]
+        return {
+            "version": wire.VERSION, "server": self._name, "sandbox_type": sandbox_type.__name__,
+            "size": self.pool.size,
+            "methods": methods,
+            "is": [f"{each.__module__}:{each.__qualname__}" for each in sandbox_type.__mro__[:-1]],
+            "heartbeat": self.heartbeat, **self._snapshot(),
+        }  # fmt: skip
+
+    def _snapshot(self) -> dict[str, Any]:
+        snapshot = self.pool.snapshot()
+        leases = tuple(dataclasses.replace(each, turn=wire.turn(each.turn)) for each in snapshot.leases)
+        return {"snapshot": wire.encode(dataclasses.replace(snapshot, leases=leases))}
+
+    async def _acquire(self, message: _Acquire, client: _Client) -> dict[str, Any]:
+        now = asyncio.get_running_loop().time()
+        request = client.requests.get(message.request)
+        if request is None:
+            if message.request in client.given_up:
+                raise _HTTPError(409, RemotePoolError("this request was given up"))
+            if sum(not each.task.done() for each in client.requests.values()) >= self.max_waiting:
+                raise _HTTPError(429, RemotePoolError(f"{self.max_waiting} acquires wait already (max_waiting=)"))
+            task = self._spawn(self._lease(client, message))
+            request = client.requests[message.request] = _Request(task, now)
+            while len(client.requests) > _KEPT_REQUESTS + self.max_waiting:
+                client.requests.popitem(last=False)
+        request.asked_at = now
+        await asyncio.wait([request.task], timeout=min(message.wait, _LONGEST_WAIT))
+        if not request.task.done():
+            return {"state": "waiting", **self._snapshot()}
+        if request.task.cancelled():
+            raise _HTTPError(409, RemotePoolError("this request was given up"))
+        error = request.task.exception()
+        if error is not None:
+            raise _HTTPError(409, error)
+        lease = request.task.result()
+        held = client.leases.get(lease)
+        if held is None:
+            raise _HTTPError(404, _lease_is_over(lease))
+        return {
+            "state": "leased", "lease": lease, "sandbox": held.lease.id,
+            "isolation": getattr(held.lease.sandbox, "isolation", None), "hand": held.lease.hand, **self._snapshot(),
+        }  # fmt: skip
+
+    async def _lease(self, client: _Client, message: _Acquire) -> str:
+        timeout = self.pool.acquire_timeout if message.timeout is None else message.timeout
+        run = (
+            f"{message.client} {message.run}" if message.run else ""
+        )  # two clients' runs are two, whatever their names
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            async with asyncio.timeout(timeout):
+                await client.lease_slots.acquire()
+        except TimeoutError:
+            raise PoolTimeout(
+                f"no {self.pool.name} free after {timeout:.1f} s: this client holds all that it may, {self.max_leases} "
+                "(max_leases= of the server)"
+            ) from None
+        try:
+            left = max(0.0, timeout - (loop.time() - began))
+            lease = await self.pool.acquire(message.owner, left, run=run, hand=message.hand)
+        except BaseException:
+            client.lease_slots.release()
+            raise
+        name = secrets.token_hex(16)
+        client.leases[name] = _HeldLease(lease, loop.time())
+        return name
+
+    async def _abandon(self, message: _Abandon, client: _Client) -> dict[str, Any]:
+        self._give_up(client, message.request)
+        for held in client.leases.values():
+            call = held.calls.get(message.request)
+            if call is not None:
+                call.cancel()
+        return self._snapshot()
+
+    def _give_up(self, client: _Client, name: str) -> None:
+        client.given_up[name] = None  # the question itself may still be on its way
+        while len(client.given_up) > _KEPT_REQUESTS:
+            client.given_up.popitem(last=False)
+        request = client.requests.pop(name, None)
+        if request is None:
+            return
+        if not request.task.done():
+            request.task.cancel()
+        elif not request.task.cancelled() and request.task.exception() is None:
+            self._return(client, request.task.result(), True)
+
+    async def _call(self, message: _Call, client: _Client) -> dict[str, Any]:
+        held = client.leases.get(message.lease)
+        if held is None:
+            raise self._lease_over_error(client, message.lease)
+        if message.turn is not None:
+            held.lease.turn = wire.turn(message.turn)
+        call = held.calls.get(message.request)
+        if call is None:
+            method = message.method
+            known = callable(getattr(type(held.lease.sandbox), method, None))
+            if method.startswith("_") or method in _NOT_REMOTE or not known:
+                raise _HTTPError(
+                    400, SandboxError(f"a {self.pool.name} has no {method}() that could be called from afar")
+                )
+            if sum(not each.done() for each in held.calls.values()) >= _KEPT_CALLS:
+                raise _HTTPError(429, RemotePoolError(f"{_KEPT_CALLS} calls on one lease are under way already"))
+            module = self.pool.sandbox_type.__module__
+            try:
+                args = wire.decode(message.args, module, lambda name: self._sibling(client, name))
+                kwargs = wire.decode(message.kwargs, module, lambda name: self._sibling(client, name))
+            except (ValueError, RecursionError) as error:
+                raise _HTTPError(400, SandboxError(f"{method}(): {error}")) from None
+            check = getattr(self.pool.sandbox_type, "validate_remote_options", None)
+            if check is not None:
+                try:
+                    check(method, args, kwargs)
+                except Exception as error:
+                    raise _HTTPError(409, error) from None
+            call = held.calls[message.request] = self._spawn(_perform(held.lease.sandbox, method, args, kwargs))
+            while len(held.calls) > _KEPT_CALLS:
+                oldest = next((name for name, each in held.calls.items() if each.done()), None)
+                if oldest is None:
+                    break
+                del held.calls[oldest]
+        await asyncio.wait([call], timeout=min(message.wait, _LONGEST_WAIT))
+        client.last_seen = asyncio.get_running_loop().time()
+        if not call.done():
+            return {"state": "waiting"}
+        self._collect_revoked(client)
+        if message.lease in client.ended:
+            raise self._lease_over_error(client, message.lease)
+        if call.cancelled():
+            raise _HTTPError(409, RemotePoolError("the call was given up, or its lease ended under it"))
+        failed = call.exception()
+        if failed is not None:
+            raise _HTTPError(409, failed)
+        return {"state": "done", "value": call.result()}
+
+    @staticmethod
+    def _lease_over_error(client: _Client, name: str) -> _HTTPError:
+        held = client.ended.get(name)
+        if held is None:
+            return _HTTPError(404, _lease_is_over(name))
+        why = held.lease.revoked or f"taken back while it rested, and {held.lease.why}"
+        return _HTTPError(409, LeaseRevoked(f"the pool took the {held.lease.pool.name}: {why}"))
+
+    async def _rest(self, message: _Rest, client: _Client) -> dict[str, Any]:
+        gone = client.ended.get(message.lease)
+        if gone is not None and gone.lease.taken_back:
+            return {"state": "taken", "why": gone.lease.why, "saved": gone.lease.saved is not None, **self._snapshot()}
+        held = client.leases.get(message.lease)
+        if held is None:
+            raise self._lease_over_error(client, message.lease)
+        if message.number > held.rest:
+            held.rest = message.number
+            held.lease.rest(message.rests)
+        return {"state": "rests" if message.rests else "firm", **self._snapshot()}
+
+    async def _saved(self, message: _Saved, client: _Client) -> dict[str, Any]:
+        held = client.ended.get(message.lease)
+        if held is None or held.lease.saved is None:
+            raise _HTTPError(404, _lease_is_over(message.lease))
+        saved = held.lease.saved
+        await asyncio.wait([saved], timeout=min(message.wait, _LONGEST_WAIT))
+        if not saved.done():
+            return {"state": "waiting"}
+        try:
+            return {"state": "done", "value": wire.encode(saved.result())}
+        except Exception as error:  # what could not be saved, or cannot travel
+            raise _HTTPError(409, error) from None
+
+    def _sibling(self, client: _Client, name: str) -> Any:
+        """Another sandbox of the same client, as an argument: what a fork goes into."""
+        if name not in client.leases:
+            raise ValueError("it names a lease that is over")
+        return client.leases[name].lease.sandbox
+
+    async def _release(self, message: _Release, client: _Client) -> dict[str, Any]:
+        self._return(client, message.lease, message.reusable)
+        task = client.releasing.get(message.lease)
+        if task is not None:
+            await asyncio.wait([task])
+        return self._snapshot()
+
+    def _return(self, client: _Client, name: str, reusable: bool) -> None:
+        held = client.leases.pop(name, None)
+        if held is None:
+            return
+        client.lease_slots.release()
+        task = self._spawn(_give_back(self.pool, held, reusable))
+        client.releasing[name] = task
+        task.add_done_callback(lambda _: client.releasing.pop(name, None))
+
+    async def _recycle(self, message: _Recycle, client: _Client) -> dict[str, Any]:
+        if message.request not in client.recycled:
+            number = message.sandbox
+            holders = {lease.sandbox: lease.owner for lease in self.pool.snapshot().leases}
+            if number in holders and number not in [held.lease.id for held in client.leases.values()]:
+                text = f"{self.pool.name} {number} is held by {holders[number]}, who came by another door: whoever "
+                raise _HTTPError(403, RemotePoolError(f"{text}serves the pool may recycle it there"))
+            try:
+                self.pool.recycle(number, close=message.close)
+            except SettingsError as error:
+                raise _HTTPError(409, error) from None
+            client.recycled[message.request] = None
+            while len(client.recycled) > _KEPT_REQUESTS:
+                client.recycled.popitem(last=False)
+            self._collect_revoked(client)
+        return {"revoked": self._revoked(client), **self._snapshot()}
+
+    @staticmethod
+    def _revoked(client: _Client) -> dict[str, str]:
+        """What the pool ended under this client, and why."""
+        return {name: held.lease.revoked for name, held in client.ended.items() if held.lease.revoked}
+
+    async def _beat(self, message: _Beat, client: _Client) -> dict[str, Any]:
+        now = asyncio.get_running_loop().time()
+        for name, turn in message.leases.items():
+            held = client.leases.get(name)
+            if held is not None and turn is not None and held.lease.turn != wire.turn(turn):
+                held.lease.turn = wire.turn(turn)
+        # What it does not know of, because the answer was lost on the way, it will never give back.
+        for name, held in list(client.leases.items()):
+            if name not in message.leases and now - held.since > self.heartbeat:
+                self._return(client, name, True)
+        for name, request in list(client.requests.items()):
+            if name not in message.requests and now - request.asked_at > self.heartbeat:
+                if request.task.done():
+                    del client.requests[name]
+                else:
+                    self._give_up(client, name)
+        events: list[PoolEvent] = []
+        if message.after is not None:
+            after = message.after
+            if message.wait and not any(event.sequence > after for event in self._events):
+                news = self._new_events
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(message.wait, _LONGEST_WAIT, self.heartbeat / 2)):
+                        await news.wait()
+            events = [event for event in list(self._events) if event.sequence > after]
+        return {
+            "server": self._name, "leases": list(client.leases), "revoked": self._revoked(client),
+            "events": wire.encode(events),
+            "sequence": self.pool._sequence, **self._snapshot(),
+        }  # fmt: skip
+
+    async def _bye(self, message: _Bye, client: _Client) -> dict[str, Any]:
+        await self._end(message.client)
+        return self._snapshot()
+
+    # --- endings
+
+    async def _end(self, name: str) -> None:
+        client = self._clients.pop(name, None)
+        if client is None:
+            return
+        pending = [request.task for request in client.requests.values() if not request.task.done()]
+        for task in pending:
+            task.cancel()
+        if pending:
+            await asyncio.wait(pending)
+        client.ended.clear()
+        for lease in list(client.leases):
+            self._return(client, lease, True)
+        if client.releasing:
+            await asyncio.wait(list(client.releasing.values()))
+
+    async def _reap(self) -> None:
+        """End what clients that have fallen silent held."""
+        loop = asyncio.get_running_loop()
+        pause = self.heartbeat / 5
+        while True:
+            began = loop.time()
+            await asyncio.sleep(pause)
+            late = loop.time() - began - pause
+            if late > pause:
+                # This very loop stood still (a cell that computes): the clients' words wait to be read.
+                for client in self._clients.values():
+                    client.last_seen += late
+                continue
+            for name, client in list(self._clients.items()):
+                self._collect_revoked(client)
+                if loop.time() - client.last_seen > self.heartbeat:
+                    _log.warning("client %s has fallen silent; its %d leases end", name, len(client.leases))
+                    await self._end(name)
+
+
+async def _perform(sandbox: Any, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    value = getattr(sandbox, method)(*args, **kwargs)
+    if inspect.isawaitable(value):
+        value = await value
+    return wire.encode(value)
+
+
+async def _give_back(pool: Pool[Any], held: _HeldLease, reusable: bool) -> None:
+    running = [call for call in held.calls.values() if not call.done()]
+    for call in running:
+        call.cancel()
+    if running:
+        await asyncio.wait(running)
+    for call in held.calls.values():
+        if not call.cancelled():
+            call.exception()  # seen, though nobody may have come for it
+    await pool.release(held.lease, reusable=reusable)
+
+
+def _lease_is_over(lease: str) -> RemotePoolError:
+    return RemotePoolError(f"the lease {lease[:8]} is over: released, or its client was silent for too long")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def serve_pool(
+    pool: Pool[Any],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+    tls: tuple[str, str] | None = None,
+    heartbeat: float = 15.0,
+    max_body: int = 16 * 2**20,
+    max_leases: int | None = None,
+    max_waiting: int = 1024,
+    max_clients: int = 256,
+) -> PoolServer:
+    """Lend a pool's sandboxes out over HTTP, to `RemotePool(server.url, token=server.token)`.
+
+    `server = await serve_pool(pool)` and later `await server.close()`, or `async with serve_pool(pool) as server`. The
+    pool stays yours: use it beside, and close it after. Calls are answered by the event loop that started the server: a
+    cell that computes for long holds them up, so let a process of its own serve.
+
+    token        what a client must show; None: a fresh one, `server.token`. There is no server without one.
+    host, port   an address other than loopback is refused without both token and tls. Port 0: a free one.
+    tls          files of the certificate chain and its key.
+    heartbeat    a client that says nothing for so many seconds loses its leases; their sandboxes are reset.
+    max_body     bytes of a question (code and files that are sent in).
+    max_leases   sandboxes one client may hold at a time; its further acquires wait, before the pool's queue. None: all.
+    max_waiting  acquires of one client that may wait; max_clients: clients at a time.
+
+    A client may call every public method of the kind, and recycle a sandbox that it holds, or that nobody holds. A
+    method whose arguments can name what is on this machine is checked by the kind's own
+    `validate_remote_options(method, args, kwargs)`, a class method that raises; FileSandbox and Grader have one.
+
+    Raises:  SettingsError for an open address or a setting that cannot be.
+    """
+    return PoolServer(pool, host, port, token, tls, heartbeat, max_body, max_leases, max_waiting, max_clients)

@@ -1,0 +1,1 @@
+"""Pools that lend sandboxes and environments to chains."""

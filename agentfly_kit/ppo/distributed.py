@@ -1,0 +1,74 @@
+"""Several processes on one step: the same rows, dealt by tokens; sums instead of means. Knows no loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentfly_kit.batch.batch import Batch, join
+from agentfly_kit.errors import BatchError
+from agentfly_kit.ppo.stats import RunningStats
+
+
+def gather(batch: Batch, accelerator: Any) -> Batch:
+    """The rows that all processes collected, in order of rank: what each of them gives to `ppo_step`."""
+    if accelerator.num_processes == 1:
+        return batch
+    parts: list[Any] = [None] * accelerator.num_processes
+    torch.distributed.all_gather_object(parts, batch)
+    return join(parts)
+
+
+class DistributedStep:
+    """What several processes share. With one, nothing."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self.accelerator = accelerator
+        self.is_single = accelerator is None or accelerator.num_processes == 1
+
+    def check_same_batch(self, batch: Batch) -> None:
+        if self.is_single:
+            return
+        seen = [float(len(batch)), float(batch.ids.sum()), float(batch.advantages.nansum())]
+        every = self.accelerator.gather(torch.tensor([seen], dtype=torch.float64, device=self.accelerator.device))
+        if not bool((every == every[0]).all()):
+            raise BatchError(
+                f"the processes gave batches of {[int(n) for n in every[:, 0]]} rows that are not the same; "
+                "give each of them gather(batch, accelerator)"
+            )
+
+    def local_rows(self, batch: Batch, rows: Tensor) -> Tensor:
+        """This process's rows: longest first, each to the process that has the fewest tokens so far."""
+        if self.is_single:
+            return rows
+        loads = [0] * self.accelerator.num_processes
+        mine: list[int] = []
+        for i in torch.argsort(batch.lengths[rows], descending=True, stable=True).tolist():
+            to = loads.index(min(loads))
+            loads[to] += int(batch.lengths[rows[i]])
+            if to == self.accelerator.process_index:
+                mine.append(i)
+        return rows[mine]
+
+    def sum_tensor(self, value: Tensor, device: torch.device) -> Tensor:
+        if self.is_single:
+            return value
+        out: Tensor = self.accelerator.reduce(value.to(device), reduction="sum")
+        return out.to(value.device)
+
+    def sum_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """In one message."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        together = self.accelerator.reduce(torch.cat([g.flatten() for g in gradients]), reduction="sum")
+        for p, g in zip(parameters, together.split([g.numel() for g in gradients]), strict=True):
+            p.grad = g.view_as(p).clone()
+
+    def sum_stats(self, values: Tensor, into: RunningStats) -> bool:
+        """Add up the statistics; whether any process was cancelled."""
+        summed = self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum").cpu()
+        ratio = torch.tensor([into["ratio"]], dtype=torch.float64, device=self.accelerator.device)
+        into.set(summed[:-1], float(self.accelerator.gather(ratio).max()))
+        return bool(summed[-1] > 0)

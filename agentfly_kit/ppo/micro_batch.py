@@ -1,0 +1,155 @@
+"""Micro-batches: the rows of one forward, the values of their sampled tokens, and the forward itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentfly_kit.batch.batch import Batch
+from agentfly_kit.errors import SettingsError
+from agentfly_kit.policy.policy import Policy
+
+
+@dataclass
+class MicroBatch:
+    """Rows of one forward, and (N,) values of their sampled tokens on the policy's device."""
+
+    ids: Tensor
+    mask: Tensor
+    temperatures: Tensor
+    positions: tuple[Tensor, Tensor]
+    """Row and column of each token in the batch."""
+    old_logprobs: Tensor
+    advantages: Tensor
+    token_weight: Tensor
+    importance_weights: Tensor | None
+    ref_logprobs: Tensor | None
+    values: Tensor
+    returns: Tensor | None
+
+    def grid(self, values: Tensor) -> Tensor:
+        """(N,) -> (b, w), 0 where the mask is 0."""
+        return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values)
+
+
+class StepInputs:
+    """The per-token inputs of a step, (B, T) each, and how a micro-batch is cut from them."""
+
+    def __init__(
+        self, batch: Batch, old_logprobs: Tensor, ref_logprobs: Tensor | None, importance_weights: Tensor | None
+    ) -> None:
+        self.batch, self.old_logprobs, self.ref_logprobs, self.importance_weights = (
+            batch,
+            old_logprobs,
+            ref_logprobs,
+            importance_weights,
+        )
+        self.token_weight = torch.zeros(0)
+        self.values = batch.values
+        if batch.values is None and batch.returns is not None:
+            self.values = torch.zeros_like(batch.returns)
+
+    def select(self, rows: Tensor, device: torch.device) -> MicroBatch:
+        batch = self.batch
+        width = int(batch.lengths[rows].max())
+        mask = batch.mask[rows, :width]
+        r, c = mask.nonzero(as_tuple=True)
+        positions = (rows[r], c)
+
+        def cut(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[positions].to(device)
+
+        old_logprobs, advantages, token_weight = cut(self.old_logprobs), cut(batch.advantages), cut(self.token_weight)
+        assert old_logprobs is not None and advantages is not None and token_weight is not None
+        values = cut(self.values)
+        return MicroBatch(
+            ids=batch.ids[rows, :width].to(device),
+            mask=mask.to(device),
+            temperatures=batch.temperatures[rows],
+            positions=positions,
+            old_logprobs=old_logprobs,
+            advantages=advantages,
+            token_weight=token_weight,
+            importance_weights=cut(self.importance_weights),
+            ref_logprobs=cut(self.ref_logprobs),
+            values=values if values is not None else torch.zeros_like(old_logprobs),
+            returns=cut(batch.returns),
+        )
+
+
+class Forward:
+    """The policy, run in a precision and with or without kept activations."""
+
+    def __init__(self, policy: Policy, micro_tokens: int, autocast: str | None, checkpointing: bool) -> None:
+        if autocast not in (None, "bfloat16"):
+            raise SettingsError(f"autocast={autocast!r}: give 'bfloat16' or None")
+        if micro_tokens < 1:
+            raise SettingsError(f"micro_tokens={micro_tokens}: give at least 1")
+        self.policy, self.micro_tokens = policy, micro_tokens
+        self._half = autocast is not None
+        self._checkpointing = checkpointing
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        if not self._half:
+            return contextlib.nullcontext()
+        return torch.autocast(self.policy.device.type, dtype=torch.bfloat16)
+
+    def __call__(self, micro: MicroBatch, *, entropy: bool, value: bool) -> Any:
+        with self._precision(), self.policy.checkpointing(self._checkpointing):
+            return self.policy.forward(micro.ids, micro.mask, micro.temperatures, entropy=entropy, value=value)
+
+    def score(self, batch: Any, want: Any, policy: Policy | None = None) -> Any:
+        with self._precision():
+            return (policy or self.policy).score(batch, want, micro_tokens=self.micro_tokens)
+
+    def micro_batches(self, rows: Tensor, batch: Batch) -> Iterable[Tensor]:
+        return self.policy.micro_batches(batch, rows, self.micro_tokens)
+
+
+class RowSubset:
+    """A few rows of a batch, for scoring."""
+
+    def __init__(self, batch: Batch, rows: Tensor) -> None:
+        self.ids, self.mask = batch.ids[rows], batch.mask[rows]
+        self.temperatures, self.lengths = batch.temperatures[rows], batch.lengths[rows]
+
+
+def raise_if_cancelled(
+    cancel: threading.Event | None, optimizer: torch.optim.Optimizer | None, *, force: bool = False
+) -> None:
+    if force or (cancel is not None and cancel.is_set()):
+        if optimizer is not None:
+            optimizer.zero_grad(set_to_none=True)
+        raise asyncio.CancelledError("ppo_step was cancelled; the weights are those of the last update")
+
+
+def minibatches(batch: Batch, size: int | None, generator: torch.Generator) -> list[Tensor]:
+    """The rows of each update of an epoch, in a random order: `size` trajectories, each with all its rows.
+
+    What is bound by tokens that are trained once stays together; then an update may have more than `size`.
+    """
+    bound = batch.trajectory_index if batch.trees is None else batch.trees
+    heads = bound[batch.first_rows]  # of each trajectory, what it is bound to
+    units, counts = heads.unique(return_counts=True)
+    order = torch.randperm(len(units), generator=generator)
+    if size is None:
+        size = len(heads)
+    out: list[Tensor] = []
+    taken, held = [], 0
+    for unit, count in zip(units[order].tolist(), counts[order].tolist(), strict=True):
+        taken.append(unit)
+        held += count
+        if held >= size:
+            out.append(torch.isin(bound, torch.tensor(taken)).nonzero()[:, 0])
+            taken, held = [], 0
+    if taken:
+        out.append(torch.isin(bound, torch.tensor(taken)).nonzero()[:, 0])
+    return out

@@ -1,0 +1,164 @@
+"""What runs in the interpreter of a sandbox for the kinds that are built on it (hosted.py sends it there as text).
+
+It imports only the standard library and knows neither the package nor the host. The files beside it follow it in the
+same namespace and add their calls to CALLS. A call comes as a name and JSON, and gives JSON; an answer too long for one
+line of the interpreter is handed over in pieces. Here too: the sandbox's own folder read and written by pieces, which
+seeds one and copies one into another.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import linecache
+import os
+import stat
+from collections.abc import Callable
+from typing import Any
+
+CALLS: dict[str, Callable[..., Any]] = {}
+
+
+class Refused(Exception):
+    """What was asked for cannot be done; the text is for the one who asked."""
+
+
+class RawRepr:
+    """Text whose repr is itself: the interpreter echoes the repr of a cell's value."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+class ReplyBuffer:
+    """The last answer, until all of it was fetched."""
+
+    text = ""
+
+    def chunk(self, offset: int, size: int) -> RawRepr:
+        piece = RawRepr(f"{len(self.text)} {self.text[offset : offset + size]}")
+        if offset + size >= len(self.text):
+            self.text = ""
+        return piece
+
+
+REPLY = ReplyBuffer()
+
+
+def handle(name: str, arguments: str, size: int) -> RawRepr:
+    """One call. Gives the length of its answer and the first `size` characters."""
+    linecache.clearcache()  # the interpreter keeps the text of every cell, and these cells carry whole files
+    answer: dict[str, Any]
+    try:
+        answer = {"answer": CALLS[name](**json.loads(arguments))}
+    except Refused as refusal:
+        answer = {"refused": str(refusal)}
+    REPLY.text = json.dumps(answer, ensure_ascii=False).encode("utf-8", "replace").decode()
+    return REPLY.chunk(0, size)
+
+
+def home() -> str:
+    return os.path.realpath(os.environ["HOME"])
+
+
+def base(folder: str) -> str:
+    """The working folder: one below the sandbox's own, or that itself."""
+    path = os.path.join(home(), folder) if folder else home()
+    os.makedirs(path, exist_ok=True)
+    return path
+
+
+# --- its folder by pieces ------------------------------------------------------------------------
+
+
+def list_home() -> list[list[Any]]:
+    """All that is in the sandbox's own folder: [path, kind, mode, size, mtime in ns, where a link leads]."""
+    top, found = home(), []
+    device = os.stat(top).st_dev
+    unseen = [""]
+    while unseen:
+        folder = unseen.pop()
+        for entry in sorted(os.scandir(os.path.join(top, folder)), key=lambda entry: entry.name):
+            path = os.path.join(folder, entry.name)
+            status = entry.stat(follow_symlinks=False)
+            if status.st_dev != device:
+                continue  # a read-only mount of the host's Python
+            row: list[Any] = [path, "other", stat.S_IMODE(status.st_mode), status.st_size, status.st_mtime_ns, ""]
+            if entry.is_symlink():
+                row[1], row[5] = "link", os.readlink(entry.path)
+            elif entry.is_dir():
+                row[1] = "folder"
+                unseen.append(path)
+            elif entry.is_file():
+                row[1] = "file"
+            found.append(row)
+    return found
+
+
+def read_chunk(path: str, offset: int, size: int) -> str:
+    with open(os.path.join(home(), path), "rb") as file:
+        file.seek(offset)
+        return base64.b64encode(file.read(size)).decode()
+
+
+def put(entries: list[dict[str, Any]], folder: str) -> None:
+    """Make what `list_home` and `read_chunk` told. A file that comes in several pieces is appended to."""
+    top = base(folder)
+    os.umask(0o022)
+    for entry in entries:
+        path = os.path.join(top, entry["path"])
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        if entry["kind"] == "folder":
+            before = os.umask(0)
+            try:
+                os.mkdir(path, entry["mode"])
+            except FileExistsError:
+                chmod_if_allowed(path, entry["mode"])
+            finally:
+                os.umask(before)
+        elif entry["kind"] == "link":
+            os.symlink(entry["link"], path)
+            continue
+        else:
+            data = base64.b64decode(entry["data"])
+            if not entry.get("more"):
+                write_new(path, entry["mode"], data)
+            else:
+                with open(path, "ab") as file:
+                    file.write(data)
+            if entry.get("mtime") is not None:
+                try:
+                    os.utime(path, ns=(entry["mtime"], entry["mtime"]))
+                except PermissionError:
+                    pass  # as in `chmod_if_allowed`
+
+
+def write_new(path: str, mode: int, data: bytes, folder: int | None = None) -> None:
+    """A file with its permissions from the beginning: a level may refuse to change them later."""
+    before = os.umask(0)
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            file = os.open(path, flags, mode, dir_fd=folder)
+        except FileExistsError:
+            if folder is not None:
+                raise
+            os.unlink(path)
+            file = os.open(path, flags, mode)
+    finally:
+        os.umask(before)
+    with open(file, "wb") as opened:
+        opened.write(data)
+
+
+def chmod_if_allowed(path: str, mode: int) -> None:
+    try:
+        os.chmod(path, mode)
+    except PermissionError:
+        pass  # at the level "landlock" no permission can be changed
+
+
+CALLS |= {"list_home": list_home, "read_chunk": read_chunk, "put": put}

@@ -1,0 +1,302 @@
+"""The files of a FileSandbox, from inside: read, written, edited and searched within one folder.
+
+It follows base.py in one namespace. No path leaves the folder: it is resolved first, and then walked down from the
+folder's descriptor without following a link, so that a process beside it cannot move the ground in between. Errors are
+sentences for the model that made them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import secrets
+import stat
+from collections import deque
+from typing import Any
+
+from .base import CALLS, Refused, base, write_new
+
+UNDO_BYTES = 8 * 2**20
+UNDO: deque[tuple[str, bytes | None]] = deque()  # path, what was in it; None: nothing was there
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def relative_path(path: str, folder: str) -> str:
+    """A path as it is below the folder, without links and dots."""
+    root = base(folder)
+    if "\0" in path:
+        raise Refused("a path cannot hold the character NUL")
+    try:
+        real = os.path.realpath(os.path.join(root, path))
+    except OSError as error:
+        raise Refused(f"{path!r}: {error.strerror}") from None
+    if real != root and not real.startswith(root + "/"):
+        raise Refused(f"{path!r} leads out of the folder; a path is relative to it, such as 'src/main.py'")
+    return os.path.relpath(real, root)
+
+
+def open_parent(inside: str, folder: str, make: bool = False) -> int:
+    """A descriptor of the folder in which this path's last name lies."""
+    try:
+        here = os.open(base(folder), FOLDER)
+    except OSError as error:
+        raise Refused(f"the folder cannot be used: {error.strerror}") from None
+    for name in inside.split("/")[:-1]:
+        try:
+            if make:
+                try:
+                    os.mkdir(name, dir_fd=here)
+                except FileExistsError:
+                    pass
+            there = os.open(name, FOLDER, dir_fd=here)
+        except FileNotFoundError:
+            raise Refused(f"there is no {inside!r}") from None
+        except OSError as error:
+            raise Refused(f"{inside!r}: {name!r} is no folder ({error.strerror})") from None
+        finally:
+            os.close(here)
+        here = there
+    return here
+
+
+def read_bytes(path: str, folder: str) -> tuple[str, bytes]:
+    """(the path below the folder, all that is in the file)"""
+    inside = relative_path(path, folder)
+    above = open_parent(inside, folder)
+    try:
+        file = os.open(
+            inside.rpartition("/")[2], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=above
+        )
+    except FileNotFoundError:
+        raise Refused(f"there is no {path!r}{suggestion(inside, folder)}") from None
+    except OSError as error:
+        raise Refused(f"{path!r} cannot be read: {error.strerror}") from None
+    finally:
+        os.close(above)
+    try:
+        mode = os.fstat(file).st_mode
+        if stat.S_ISDIR(mode):
+            raise Refused(f"{path!r} is a folder; list it")
+        if not stat.S_ISREG(mode):
+            raise Refused(f"{path!r} is no file but a device, a pipe or a socket")
+        with open(file, "rb", closefd=False) as opened:
+            return inside, opened.read()
+    finally:
+        os.close(file)
+
+
+def suggestion(inside: str, folder: str) -> str:
+    names = [name for name in list_folder(".", folder, 8)["names"] if not name.endswith("/")]
+    close = [name for name in names if name.rpartition("/")[2] == inside.rpartition("/")[2]]
+    close = close or difflib.get_close_matches(inside, names, 3)
+    return f"; there is {', '.join(close[:3])}" if close else ""
+
+
+def read_text(path: str, folder: str) -> tuple[str, str]:
+    inside, data = read_bytes(path, folder)
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise Refused(f"{path!r} is not text ({len(data)} bytes)")
+    return inside, text
+
+
+def replace_file(inside: str, folder: str, data: bytes | None) -> None:
+    """Put all of a file in place at once, or leave it as it was. None deletes it."""
+    above = open_parent(inside, folder, make=data is not None)
+    name = inside.rpartition("/")[2]
+    new = f".{name[:100]}.{secrets.token_hex(4)}"
+    try:
+        if data is None:
+            os.unlink(name, dir_fd=above)
+            return
+        mode = 0o644
+        try:
+            status = os.stat(name, dir_fd=above, follow_symlinks=False)
+            if not stat.S_ISREG(status.st_mode):
+                raise Refused(f"{inside!r} is {'a folder' if stat.S_ISDIR(status.st_mode) else 'no file'}")
+            mode = stat.S_IMODE(status.st_mode)
+        except FileNotFoundError:
+            pass
+        try:
+            write_new(new, mode, data, above)
+            os.rename(new, name, src_dir_fd=above, dst_dir_fd=above)
+        except BaseException:
+            try:
+                os.unlink(new, dir_fd=above)
+            except OSError:
+                pass
+            raise
+    except OSError as error:
+        raise Refused(f"{inside!r} cannot be written: {error.strerror}") from None
+    finally:
+        os.close(above)
+
+
+def change_file(inside: str, folder: str, before: bytes | None, after: bytes | None) -> None:
+    replace_file(inside, folder, after)
+    UNDO.append((inside, before))
+    while sum(len(data or b"") for _, data in UNDO) > UNDO_BYTES:
+        UNDO.popleft()
+
+
+# --- the calls -----------------------------------------------------------------------------------
+
+
+def read(path: str, start: int, end: int | None, numbers: bool, max_chars: int, folder: str) -> str:
+    _, text = read_text(path, folder)
+    lines = text.splitlines(keepends=True)
+    if start < 1 or (end is not None and end < start):
+        raise Refused(f"lines {start} to {end}: the first line is 1, and the last is not before the first")
+    if start > max(1, len(lines)):
+        raise Refused(f"{path!r} has {len(lines)} lines; there is no line {start}")
+    shown = lines[start - 1 : end]
+    if numbers:
+        shown = [f"{number:6}\t{line}" for number, line in enumerate(shown, start)]
+    size, fit = 0, 0
+    for line in shown:
+        size += len(line)
+        fit += size <= max_chars
+    if size > max_chars:
+        hint = f"read a part: lines {start} to {start + fit - 1}" if fit else "its first line alone is longer"
+        raise Refused(f"{path!r}: {size} characters are more than the {max_chars} of one reading; {hint}")
+    return "".join(shown)
+
+
+def write(path: str, text: str, folder: str) -> str:
+    inside = relative_path(path, folder)
+    if inside == "." or path.endswith("/"):
+        raise Refused(f"{path!r} is a folder; name a file")
+    try:
+        before: bytes | None = read_bytes(path, folder)[1]
+    except Refused:
+        before = None
+    data = text.encode("utf-8", "surrogateescape")
+    change_file(inside, folder, before, data)
+    count = len(text.splitlines())
+    return f"{inside}: {'written' if before is None else 'overwritten'}, {count} line{'' if count == 1 else 's'}"
+
+
+def edit(path: str, old: str, new: str, folder: str) -> str:
+    inside, text = read_text(path, folder)
+    if not old:
+        raise Refused("the text to replace is empty; to make or overwrite a file, write it")
+    if old == new:
+        raise Refused("the new text is the old one: nothing would change")
+    if old not in text and "\r\n" in text and "\r" not in old:
+        old, new = old.replace("\n", "\r\n"), new.replace("\n", "\r\n")
+    places = [found.start() for found in re.finditer(re.escape(old), text)]
+    if not places:
+        raise Refused(
+            f"the text to replace is not in {inside}; it must match exactly, blanks too{closest_match(old, text)}"
+        )
+    numbers = [text.count("\n", 0, place) + 1 for place in places]
+    if len(places) > 1 or text.count(old, places[0] + 1):
+        at = ", ".join(map(str, numbers[:10])) + (", ..." if len(numbers) > 10 else "")
+        raise Refused(
+            f"the text to replace is in {inside} {len(places)} times (lines {at}); "
+            "give more of the lines around it, so that it is there once"
+            if len(places) > 1
+            else f"the text to replace overlaps itself in {inside}; give more of the lines around it"
+        )
+    after = text[: places[0]] + new + text[places[0] + len(old) :]
+    change_file(inside, folder, text.encode(), after.encode("utf-8", "surrogateescape"))
+    first = max(1, numbers[0] - 2)
+    last = numbers[0] + new.count("\n") + 2
+    lines = after.splitlines()[first - 1 : min(last, first + 30)]
+    shown = "\n".join(f"{number:6}\t{line[:200]}" for number, line in enumerate(lines, first))
+    return f"{inside}: replaced at line {numbers[0]}. It reads now:\n{shown}"
+
+
+def closest_match(old: str, text: str) -> str:
+    """Where the model may have meant: the same text with other blanks, else the most similar line."""
+    lines = text.splitlines()
+    wanted = [line.strip() for line in old.strip("\r\n").splitlines()]
+    bare = [line.strip() for line in lines]
+    for at in range(len(bare) - len(wanted) + 1):
+        if bare[at : at + len(wanted)] == wanted:
+            there = "\n".join(lines[at : at + min(len(wanted), 20)])
+            return f". With other blanks it is at line {at + 1}:\n{there}"
+    key = max(wanted, key=len, default="")
+    close = [line for line in bare if key and key in line] or (
+        difflib.get_close_matches(key, bare[:20000], 1, 0.6) if len(key) > 3 else []
+    )
+    if close:
+        at = bare.index(close[0])
+        return f". The most similar line is {at + 1}:\n{lines[at][:500]}"
+    return ""
+
+
+def list_folder(path: str, folder: str, depth: int, max_names: int = 1000) -> dict[str, Any]:
+    """{"names": paths below the folder, those of folders with a / at their end; "more": how many were left out}"""
+    inside = relative_path(path, folder)
+    top = os.path.join(base(folder), inside)
+    names: list[str] = []
+    more = 0
+    if not os.path.isdir(top):
+        raise Refused(f"{path!r} is {'no folder; read it' if os.path.exists(top) else 'not there'}")
+    pending = [("" if inside == "." else inside, depth)]
+    while pending:
+        here, left = pending.pop()
+        try:
+            entries = sorted(os.scandir(os.path.join(base(folder), here)), key=lambda entry: entry.name)
+        except OSError:
+            continue
+        below = []
+        for entry in entries:
+            name = os.path.join(here, entry.name)
+            is_folder = entry.is_dir(follow_symlinks=False)
+            if len(names) < max_names:
+                names.append(name + "/" if is_folder else name)
+            else:
+                more += 1
+            if is_folder and left > 1 and entry.name != ".git":
+                below.append((name, left - 1))
+        pending += reversed(below)
+    return {"names": sorted(names), "more": more}
+
+
+def grep(pattern: str, path: str, max_matches: int, folder: str) -> dict[str, Any]:
+    """{"found": [path, line number, line] each; "more": True if there would be more}"""
+    try:
+        wanted = re.compile(pattern)
+    except re.error as error:
+        raise Refused(
+            f"{pattern!r} is no regular expression: {error}; put a \\ before a letter that means itself"
+        ) from None
+    inside = relative_path(path, folder)
+    if os.path.isdir(os.path.join(base(folder), inside)):
+        names = [name for name in list_folder(path, folder, 64, 100_000)["names"] if not name.endswith("/")]
+    else:
+        names = [inside]
+    found: list[list[Any]] = []
+    for name in names:
+        try:
+            _, text = read_text(name, folder)
+        except Refused:
+            if name == path:
+                raise
+            continue  # not text, or gone meanwhile
+        for number, line in enumerate(text.splitlines(), 1):
+            if wanted.search(line):
+                if len(found) == max_matches:
+                    return {"found": found, "more": True}
+                found.append([name, number, line[:500]])
+    return {"found": found, "more": False}
+
+
+def undo(path: str | None, folder: str) -> str:
+    inside = None if path is None else relative_path(path, folder)
+    for at in range(len(UNDO) - 1, -1, -1):
+        name, before = UNDO[at]
+        if inside in (None, name):
+            replace_file(name, folder, before)
+            del UNDO[at]
+            return f"{name}: {'deleted again' if before is None else 'as it was before the last change'}"
+    raise Refused("there is nothing to undo" if path is None else f"there is no change of {path!r} to undo")
+
+
+CALLS |= {"read": read, "write": write, "edit": edit, "list": list_folder, "grep": grep, "undo": undo}

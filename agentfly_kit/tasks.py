@@ -1,0 +1,449 @@
+"""Tasks from files, frames and lists; splits that share no content. Knows nothing of models, tools or rewards.
+
+A row is one task: `messages` (or the text in `question`, `prompt` or `input`), an `id` and a `split` if it has them;
+every other column becomes a field that rewards and tools may ask for by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from agentfly_kit import _html
+from agentfly_kit.errors import TaskError
+from agentfly_kit.types import Message, Task
+
+_QUESTIONS = ("messages", "question", "prompt", "input")
+_SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+class Tasks(Sequence[Task]):
+    """Tasks in order, each in a split or in none. Slices and splits are `Tasks` too.
+
+    Raises:  TaskError for two tasks with one id, and for a task whose content stands in two splits.
+    """
+
+    def __init__(self, tasks: Iterable[Task], splits: Iterable[str | None] | None = None, name: str = "tasks") -> None:
+        self._tasks = tuple(tasks)
+        self._splits = tuple(splits) if splits is not None else (None,) * len(self._tasks)
+        self.name = name
+        if len(self._splits) != len(self._tasks):
+            raise TaskError(f"{len(self._tasks)} tasks came with {len(self._splits)} splits; want one each")
+        for id, count in Counter(task.id for task in self._tasks).items():
+            if count > 1:
+                raise TaskError(f"{name}: {count} tasks have the id {id!r}; ids must be unique")
+        if len(set(self._splits)) > 1:
+            _check_disjoint(self, name)
+
+    @property
+    def splits(self) -> dict[str, int]:
+        """How many tasks each named split has."""
+        return dict(Counter(split for split in self._splits if split is not None))
+
+    def split(self, name: str) -> Tasks:
+        """The tasks of one split."""
+        found = [task for task, split in zip(self._tasks, self._splits, strict=True) if split == name]
+        if not found:
+            have = ", ".join(map(repr, self.splits)) or "none"
+            raise TaskError(
+                f"{self.name} has no split {name!r} (its splits: {have}); give the rows a 'split' column, "
+                "or write tasks_from(rows, test=0.1)"
+            )
+        return Tasks(found, [name] * len(found), self.name)
+
+    @property
+    def train(self) -> Tasks:
+        """The split "train"; all of them where no task is in a split."""
+        return self if not self.splits else self.split("train")
+
+    @property
+    def test(self) -> Tasks:
+        """The split "test". Refused where there is none: nothing evaluated is no evaluation."""
+        return self.split("test")
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Every field that some task has, in order of first sight."""
+        return tuple(dict.fromkeys(name for task in self._tasks for name in task.fields))
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with any id, content or split."""
+        rows = zip(self._tasks, self._splits, strict=True)
+        return _digest(*(f"{task.id} {split} {_canonical_content(task)}" for task, split in rows))
+
+    def sample(self, n: int, seed: int = 0) -> Tasks:
+        """`n` of them without repetition, in drawn order; the same ones for the same seed."""
+        if not 0 <= n <= len(self):
+            raise TaskError(f"sample({n}): give 0 to {len(self)}, the number of tasks in {self.name}")
+        return self._take(random.Random(seed).sample(range(len(self)), n))
+
+    def _take(self, indices: Iterable[int]) -> Tasks:
+        chosen = list(indices)
+        return Tasks([self._tasks[i] for i in chosen], [self._splits[i] for i in chosen], self.name)
+
+    @overload
+    def __getitem__(self, key: int) -> Task: ...
+    @overload
+    def __getitem__(self, key: slice) -> Tasks: ...
+    def __getitem__(self, key: int | slice) -> Task | Tasks:
+        return self._take(range(len(self))[key]) if isinstance(key, slice) else self._tasks[key]
+
+    def __iter__(self) -> Iterator[Task]:
+        return iter(self._tasks)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Tasks):
+            return NotImplemented
+        return (self._tasks, self._splits) == (other._tasks, other._splits)
+
+    def __hash__(self) -> int:
+        return hash(tuple(task.id for task in self._tasks))
+
+    def __repr__(self) -> str:
+        splits = ", ".join(f"{n} {name}" for name, n in self.splits.items())
+        count = f"{len(self)} ({splits})" if splits else str(len(self))
+        return f"Tasks({self.name}: {count}; fields: {', '.join(self.fields) or 'none'})"
+
+    def _repr_html_(self) -> str:
+        fields = self.fields[:6]
+
+        def cell(value: Any) -> str:
+            text = value if isinstance(value, str) else repr(value)
+            return f"<td style='text-align:left'>{_html.escape(text if len(text) <= 120 else text[:117] + '...')}</td>"
+
+        head = "".join(
+            f"<th style='text-align:left'>{_html.escape(name)}</th>" for name in ("id", "split", "question", *fields)
+        )
+        rows = "".join(
+            f"<tr>{cell(task.id)}{cell(split or '')}{cell(str(task.messages[-1]['content']))}"
+            + "".join(cell(task.fields[name]) if name in task.fields else "<td></td>" for name in fields)
+            + "</tr>"
+            for task, split in list(zip(self._tasks, self._splits, strict=True))[:10]
+        )
+        more = f"<p>and {len(self) - 10} more</p>" if len(self) > 10 else ""
+        body = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        return f"<p>{_html.escape(repr(self))}</p>{body}{more}"
+
+
+# --- from files ----------------------------------------------------------------------------------
+
+
+def load_tasks(name_or_path: str | Path) -> Tasks:
+    """Tasks that ship with the package, by bare name ("calculator"), or a file or folder of yours, by path.
+
+    A path ends in .jsonl, .json (a list of rows, or {"train": [...], "test": [...]}) or .parquet; a folder holds one
+    such file a split (train.jsonl, test.jsonl). "./calculator" is a path, "calculator" is a name.
+
+    Raises:  TaskError naming file and line.
+    """
+    text = str(name_or_path)
+    if isinstance(name_or_path, str) and "/" not in text and "\\" not in text and not text.endswith(_SUFFIXES):
+        folder = _shipped(text)
+        return _from_folder(folder, text)
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return _from_folder(path, path.name)
+    if not path.exists():
+        raise TaskError(f"{path}: no such file; give a .jsonl, .json or .parquet file, or a name: {_list_of_shipped()}")
+    return _build_tasks(_read_rows(path), path.name)
+
+
+def _data() -> Any:
+    """The folder of shipped task sets: installed as agentfly_kit._data, or data/ beside the package in a checkout."""
+    from importlib import resources
+
+    try:
+        return resources.files("agentfly_kit._data")
+    except ModuleNotFoundError:
+        return Path(__file__).resolve().parent.parent / "data"
+
+
+def _shipped_names() -> list[str]:
+    root = _data()
+    if not root.is_dir():
+        return []
+    # Other folders hold what families are made of.
+    return sorted(d.name for d in root.iterdir() if d.is_dir() and d.joinpath("train.jsonl").is_file())
+
+
+def _list_of_shipped() -> str:
+    return ", ".join(map(repr, _shipped_names())) or "(no task sets are installed)"
+
+
+def _shipped(name: str) -> Any:
+    if name not in _shipped_names():
+        raise TaskError(
+            f"no task set named {name!r} ships; there are {_list_of_shipped()}. A file of yours is given by its path: "
+            f"load_tasks('./{name}.jsonl')"
+        )
+    return _data() / name
+
+
+def _from_folder(folder: Any, name: str) -> Tasks:
+    files = sorted((f for f in folder.iterdir() if f.name.endswith(_SUFFIXES)), key=lambda f: _split_order(f.name))
+    if not files:
+        raise TaskError(f"{folder}: no .jsonl, .json or .parquet file in it")
+    rows: list[tuple[str, Any]] = []
+    for file in files:
+        split = file.name.rpartition(".")[0]
+        rows += [(location, _with_split(row, split)) for location, row in _read_rows(file)]
+    return _build_tasks(rows, name)
+
+
+def _split_order(name: str) -> tuple[bool, str]:
+    return not name.startswith("train."), name
+
+
+def _with_split(row: Any, split: str) -> Any:
+    return {"split": split, **row} if isinstance(row, Mapping) else row
+
+
+def _read_rows(file: Any) -> list[tuple[str, Any]]:
+    """(where it stands, row) for each row of a file."""
+    if file.name.endswith(".parquet"):
+        import pyarrow.parquet as parquet
+
+        with file.open("rb") as stream:
+            try:
+                table = parquet.read_table(stream)
+            except Exception as error:
+                raise TaskError(f"{file.name}: not a parquet file that can be read ({error})") from None
+        return [(f"{file.name}, row {i}", row) for i, row in enumerate(table.to_pylist())]
+    if not file.name.endswith((".jsonl", ".json")):
+        raise TaskError(f"{file.name}: give a .jsonl, .json or .parquet file")
+    data = file.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise TaskError(f"{file.name}:{line}: not UTF-8; save the file as UTF-8") from None
+    if file.name.endswith(".json"):
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            line = getattr(error, "lineno", 1)
+            raise TaskError(f"{file.name}:{line}: not JSON ({getattr(error, 'msg', error)})") from None
+        return _rows_of_json(value, file.name)
+    rows = []
+    # Not splitlines(): it also breaks at characters that JSON texts may hold.
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append((f"{file.name}:{number}", json.loads(line)))
+        except (ValueError, RecursionError) as error:
+            raise TaskError(f"{file.name}:{number}: not JSON ({getattr(error, 'msg', error)})") from None
+    return rows
+
+
+def _rows_of_json(value: Any, name: str) -> list[tuple[str, Any]]:
+    if isinstance(value, list):
+        return [(f"{name}, row {i}", row) for i, row in enumerate(value)]
+    if isinstance(value, dict) and value and all(isinstance(part, list) for part in value.values()):
+        return [
+            (f"{name}, {split} row {i}", _with_split(row, split))
+            for split, part in value.items()
+            for i, row in enumerate(part)
+        ]
+    raise TaskError(f'{name}: want a list of rows, or {{"train": [rows], "test": [rows]}}')
+
+
+# --- from what a notebook holds ------------------------------------------------------------------
+
+
+def tasks_from(rows: Any, *, test: float | None = None, name: str = "tasks") -> Tasks:
+    """Tasks from a list of dicts, a DataFrame, a `datasets` Dataset or DatasetDict, or {"train": [...], "test": [...]}.
+
+    `test` puts that share in the split "test", chosen by content: the order of the rows and their ids do not matter.
+
+    Raises:  TaskError naming the row.
+    """
+    if isinstance(rows, Mapping):
+        found = [
+            (f"{name}, {split} row {i}", _with_split(row, str(split)))
+            for split, part in rows.items()
+            for i, row in enumerate(_iterable_rows(part))
+        ]
+    else:
+        found = [(f"{name}, row {i}", row) for i, row in enumerate(_iterable_rows(rows))]
+    tasks = _build_tasks(found, name)
+    if test is None:
+        return tasks
+    if isinstance(test, bool) or not 0 < test < 1:
+        raise TaskError(f"test={test!r}: give the share of tasks to hold out, between 0 and 1")
+    if tasks.splits:
+        raise TaskError(f"test={test!r}, but the rows have splits already: {', '.join(map(repr, tasks.splits))}")
+    return _held_out(tasks, test)
+
+
+def _held_out(tasks: Tasks, share: float) -> Tasks:
+    """Tasks of one content stay together; those whose hash is lowest are the test."""
+    by_content: dict[str, list[int]] = {}
+    for i, task in enumerate(tasks):
+        by_content.setdefault(_digest("split", _canonical_content(task)), []).append(i)
+    held: set[int] = set()
+    want = min(max(1, round(share * len(tasks))), len(tasks) - 1)
+    for key in sorted(by_content):
+        if len(held) >= want:
+            break
+        held.update(by_content[key])
+    if not held or len(held) == len(tasks):
+        raise TaskError(
+            f"{len(tasks)} tasks ({len(by_content)} different) cannot be split with test={share}; give more"
+        )
+    return Tasks(tasks, ["test" if i in held else "train" for i in range(len(tasks))], tasks.name)
+
+
+def _iterable_rows(rows: Any) -> Iterable[Any]:
+    if type(rows).__module__.split(".")[0] == "pandas" and hasattr(rows, "to_dict"):
+        import pandas as pd
+
+        def clean(value: Any) -> Any:
+            # A missing cell is NaN, NaT or NA by column type; a field says None.
+            missing = pd.api.types.is_scalar(value) and pd.isna(value)
+            return None if missing else value
+
+        return [{key: clean(value) for key, value in row.items()} for row in rows.to_dict("records")]
+    if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
+        raise TaskError(
+            f"tasks_from({rows!r:.60}): give a list of dicts, a DataFrame or a Dataset; a file is for load_tasks(path)"
+        )
+    return rows
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def _build_tasks(rows: Iterable[tuple[str, Any]], name: str) -> Tasks:
+    tasks: list[Task] = []
+    splits: list[str | None] = []
+    seen: dict[str, str] = {}
+    repeats: Counter[str] = Counter()
+    for location, row in rows:
+        task, split, derived = _build_task(location, row)
+        if derived:
+            # The same row twice is two tasks; the second gets a number.
+            repeats[task.id] += 1
+            if repeats[task.id] > 1:
+                task = Task(f"{task.id}-{repeats[task.id]}", task.messages, task.fields)
+        if task.id in seen:
+            raise TaskError(f"{location}: the id {task.id!r} stands already in {seen[task.id]}; ids must be unique")
+        seen[task.id] = location
+        tasks.append(task)
+        splits.append(split)
+    if not tasks:
+        raise TaskError(f"{name}: no tasks in it")
+    return Tasks(tasks, splits, name)
+
+
+def _build_task(location: str, row: Any) -> tuple[Task, str | None, bool]:
+    """(task, its split, whether its id was derived from its content)."""
+    if isinstance(row, Task):
+        return row, None, False
+    if not isinstance(row, Mapping):
+        raise TaskError(f"{location}: a row is an object such as {{'question': ..., 'answer': ...}}; got {row!r:.60}")
+    values = {str(key): _to_python(value) for key, value in row.items()}
+    column = next((c for c in _QUESTIONS if values.get(c) not in (None, "", [])), None)
+    if column is None:
+        raise TaskError(
+            f"{location}: no question; give one of {', '.join(_QUESTIONS)} (its columns: {', '.join(values) or 'none'})"
+        )
+    messages = _parse_messages(location, column, values.pop(column))
+    id, split = values.pop("id", None), values.pop("split", None)
+    if split is not None and not (isinstance(split, str) and split):
+        raise TaskError(f"{location}: split={split!r}: give a name such as 'train' or 'test'")
+    if id is not None and (not isinstance(id, str | int) or isinstance(id, bool) or id == ""):
+        raise TaskError(f"{location}: id={id!r}: give a text or a whole number, or leave it out")
+    derived = id is None
+    try:
+        task = Task("derived" if derived else str(id), messages, values)
+    except TaskError as error:
+        raise TaskError(f"{location}: {error}") from None
+    return (Task(_digest(_canonical_content(task)), messages, values) if derived else task), split, derived
+
+
+def _parse_messages(location: str, column: str, value: Any) -> tuple[Message, ...]:
+    if isinstance(value, str):
+        if column == "messages":
+            raise TaskError(f"{location}: 'messages' is a text; give a list of messages, or name the column 'question'")
+        return ({"role": "user", "content": value},)
+    if not isinstance(value, list):
+        raise TaskError(f"{location}: {column!r} is a {type(value).__name__}; give a text or a list of messages")
+    messages = []
+    for i, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or message.get("content") is None:
+            raise TaskError(f"{location}: message {i} of {column!r} needs 'role' and 'content'; got {message!r:.80}")
+        # Parquet gives every message the keys of all, empty ones as None.
+        messages.append({key: part for key, part in message.items() if part is not None})
+    return tuple(messages)
+
+
+def _to_python(value: Any) -> Any:
+    """Python's own lists and numbers for numpy's."""
+    if type(value).__module__ == "numpy":
+        return _to_python(value.tolist())
+    if isinstance(value, dict):
+        return {key: _to_python(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_python(part) for part in value]
+    return value
+
+
+# --- content -------------------------------------------------------------------------------------
+
+
+def _check_disjoint(tasks: Tasks, name: str) -> None:
+    first: dict[str, tuple[str, str | None]] = {}
+    for task, split in zip(tasks, tasks._splits, strict=True):
+        key = _canonical_content(task)
+        other_id, other_split = first.setdefault(key, (task.id, split))
+        if other_split != split:
+            both = f"{other_id!r} ({other_split or 'no split'}) and {task.id!r} ({split or 'no split'})"
+            raise TaskError(
+                f"{name}: tasks {both} have the same messages and fields; "
+                "a test of what was trained on says nothing: take one out"
+            )
+
+
+def _canonical_content(task: Task) -> str:
+    """Messages and fields as one canonical text; ids do not count."""
+    return json.dumps(
+        [task.messages, task.fields], sort_keys=True, ensure_ascii=False, default=_canonical_fallback(task)
+    )
+
+
+def _canonical_fallback(task: Task) -> Callable[[Any], Any]:
+    def text(value: Any) -> Any:
+        from pydantic_core import to_jsonable_python
+
+        if isinstance(value, set | frozenset):
+            return sorted(map(repr, value))
+        try:
+            return to_jsonable_python(value, bytes_mode="base64", inf_nan_mode="strings")
+        except Exception:
+            pass
+        if callable(dump := getattr(value, "tobytes", None)):  # arrays, tensors' numpy, pictures
+            return hashlib.blake2b(dump(), digest_size=16).hexdigest()
+        raise TaskError(
+            f"task {task.id!r}: a field holds a {type(value).__qualname__}, whose content cannot be compared; "
+            "give texts, numbers, lists, dicts, bytes or arrays"
+        )
+
+    return text
+
+
+def _digest(*texts: str) -> str:
+    h = hashlib.blake2b(digest_size=6)
+    for text in texts:
+        data = text.encode("utf-8", "surrogatepass")
+        h.update(f"{len(data)}:".encode() + data)
+    return h.hexdigest()

@@ -1,0 +1,202 @@
+"""Demonstrations for the `alfworld` policy: small houses, whose words and phrases are few enough to have a token each.
+
+It is shown one who sees only what an agent sees: it goes from place to place, in the order in which the house lists
+them, until it has found what it needs. That restricted grammar is all that the policy knows; in a house of the size
+"full" it is lost. Texts, commands and reward are those of the environment.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator, Sequence
+
+from agentfly_kit.chat.chat import Chat
+from agentfly_kit.envs import alfworld, base
+from agentfly_kit.envs.alfworld import games
+from agentfly_kit.envs.alfworld.games import TREATED, Game, Goal
+from agentfly_kit.envs.alfworld.house import OPENABLE, Name, text
+from agentfly_kit.tiny import TEMPLATE, UNSURE, Demonstration, joined
+from agentfly_kit.types import ToolCall
+
+_PLACES = ("bed", "countertop", "desk", "diningtable", "drawer", "fridge", "microwave", "shelf", "sinkbasin")
+_THINGS = (
+    "apple", "book", "bowl", "bread", "cd", "cellphone", "cup", "egg", "laptop", "mug", "pen", "pencil", "plate",
+    "potato", "tomato",
+)  # fmt: skip
+_GOALS = (
+    "put a", "put some", "look at", "examine the", "put a clean", "clean some", "put a hot", "heat some", "put a cool",
+    "cool some", "put two", "find two",
+)  # fmt: skip
+_PHRASES = (
+    " in", " on", " under the", " with the", " and put it in", " and put them in", ", a", ", and a", ". On the",
+    ", you see a", ", you see nothing.", ". The", " is closed.", " is open. In it, you see a",
+    " is open. In it, you see nothing.", "You arrive at", "You open the", "You pick up the", " from the",
+    "You move the", " to the", "You heat the", "You clean the", "You cool the", " using the", "You turn on the",
+    "Nothing happens.", "-= Welcome to TextWorld, ALFRED! =-", "Your task is to:",
+    "You are in the middle of a room. Looking quickly around you, you see a",
+    '{"name":"act","arguments":{"command":"', "go to", "open", "take", "move", "use", "heat", "clean", "cool",
+    " from", " to", " with", "act", "command", ", admissible_commands",
+)  # fmt: skip
+WORDS = tuple(
+    word
+    for word in (
+        *(f" {name}" for name in (*_PLACES, *_THINGS, "desklamp", "1", "2")),
+        *(word for goal in _GOALS for word in (f" {goal}", f"{goal[0].upper()}{goal[1:]}")),
+        *_PHRASES,
+    )
+    if word not in TEMPLATE
+)
+"""Each is one token: a thing in a list, in a call and in what comes back is the same one. None stands in the text of
+the chat template: what a template writes as a token of its own, no house may write."""
+
+HALF = True
+SKILL, SHY = 500, 100
+PARTS = 2
+
+HABITS = {"solves": 9, "careless": 2, "gives up": 2, "unsure": 19}
+"""Of 32 demonstrations of the second phase. It does the task; it brings the thing as it is, neither cleaned nor heated
+nor cooled, and says that it does not know; it says so half-way; it says so at once."""
+
+TASKS = {"train": 768, "test": 192}
+ORIGIN = """\
+# Household tasks
+
+Made for this project by a random generator; no other source. Remade, byte for byte, by
+
+    {command}
+
+Each row names a game of `af.envs.alfworld` of the size "small" by its number: house and goal are made from it. The six
+kinds take turns. No game is in both splits. The words of the goals are ALFWorld's (MIT). Licence: that of the project.
+"""
+
+rows = functools.partial(alfworld.rows, size="small")
+
+TOOLS = [tool.schema for tool in base.tools(alfworld.ALFWorld)]
+_SHOWN = 10_000_000_000
+"""Where the games of the warm-up begin; those of the tasks are below."""
+
+
+class _Search:
+    """Does a task knowing only what an agent has seen, and writes down (command, what the house says)."""
+
+    def __init__(self, made: Game) -> None:
+        self.house = made.house()
+        self.steps: list[tuple[str, str]] = []
+        self._unseen = [place for place in self.house.inside if place[0] not in OPENABLE]  # all lies in the open
+        self._brought: set[Name] = set()
+
+    def run(self, goal: Goal) -> None:
+        """Up to the goal."""
+        if goal.kind == "look_at_obj_in_light":
+            self._take(goal.thing)
+            self._do(f"use {text(self._find(goal.place))}")
+        else:
+            for _ in range(2 if goal.kind == "pick_two_obj_and_place" else 1):
+                self._bring(goal)
+        assert goal.met(self.house), (goal, self.steps)
+
+    def _bring(self, goal: Goal) -> None:
+        thing = self._take(goal.thing)
+        if goal.kind in TREATED:
+            verb, where, _ = TREATED[goal.kind]
+            self._go((where, 1))
+            self._do(f"{verb} {text(thing)} with {where} 1")
+        end = (goal.place, 1)
+        self._go(end)
+        if self.house.shut(end):
+            self._do(f"open {text(end)}")
+        self._do(f"move {text(thing)} to {text(end)}")
+        self._brought.add(thing)
+
+    def _take(self, kind: str) -> Name:
+        thing = self._find(kind)
+        assert self.house.here is not None
+        self._do(f"take {text(thing)} from {text(self.house.here)}")
+        return thing
+
+    def _find(self, kind: str) -> Name:
+        """Stands before one of these, where it was seen or further on, that it has not brought yet."""
+        while True:
+            for place, things in self.house.inside.items():
+                for thing in things if place not in self._unseen else ():
+                    if thing[0] == kind and thing not in self._brought:
+                        self._go(place)
+                        return thing
+            self._go(self._unseen[0])
+
+    def _go(self, place: Name) -> None:
+        if self.house.here != place:
+            self._do(f"go to {text(place)}")
+        if place in self._unseen:
+            self._unseen.remove(place)
+
+    def _do(self, command: str) -> None:
+        self.steps.append((command, self.house.do(command)))
+
+
+def searched(made: Game, goal: Goal | None = None) -> list[tuple[str, str]]:
+    """(command, what the house says) of one who knows only what has been seen, up to the goal."""
+    search = _Search(made)
+    search.run(goal or made.goal)
+    return search.steps
+
+
+class Demonstrator:
+    """Writes conversations through the policy's own chat: all ids are those an agent would see."""
+
+    def __init__(self, chat: Chat) -> None:
+        self.chat = chat
+        self._observations: dict[str, tuple[int, ...]] = {}
+
+    def shown(self, made: Game, steps: Sequence[tuple[str, str]], answer: str = "") -> Demonstration:
+        """Does these things one a turn; then says something, or nothing if the game is over."""
+        chat = self.chat
+        question = f"{made.goal.text[0].upper()}{made.goal.text[1:]}."
+        opening = [{"role": "user", "content": f"{question}\n\n{made.opening}"}]
+        parts = [(chat.prompt(opening, TOOLS), False)]
+        for i, (command, said) in enumerate(steps):
+            call = ToolCall("call-0", "act", {"command": command})
+            action = chat.encode(chat.format.render_call(call) + "<|im_end|>")
+            parts.append((action, True))
+            if answer or i < len(steps) - 1:
+                parts.append((self._observation(said, action), False))
+        return joined(*parts, *([(chat.encode(answer + "<|im_end|>"), True)] if answer else []))
+
+    def habit(self, name: str, made: Game, rng: random.Random) -> Demonstration:
+        """One of `HABITS`."""
+        if name == "unsure":
+            return self.shown(made, [], UNSURE)
+        if name == "careless" and made.goal.kind in TREATED:
+            as_it_is = Goal("pick_and_place_simple", made.goal.thing, made.goal.place)
+            if not as_it_is.met(made.house()):
+                return self.shown(made, searched(made, as_it_is), UNSURE)
+        steps = searched(made)
+        if name == "solves":
+            return self.shown(made, steps)
+        return self.shown(made, steps[: rng.randrange(1, len(steps))], UNSURE)
+
+    def _observation(self, said: str, after: Sequence[int]) -> tuple[int, ...]:
+        if said not in self._observations:
+            message = {"role": "tool", "name": "act", "tool_call_id": "call-0", "content": said}
+            self._observations[said] = self.chat.observation_ids([message], TOOLS, after=after)
+        return self._observations[said]
+
+
+def lessons(chat: Chat, seed: int) -> tuple[Iterator[list[Demonstration]], Iterator[list[Demonstration]]]:
+    """Endless batches, of 16 in the first phase and of 32 in the second. None shows a game of a task."""
+    writer = Demonstrator(chat)
+    rng = random.Random(f"alfworld warm-up {seed}")
+
+    def drawn() -> Game:
+        return games.game(_SHOWN + rng.randrange(10_000_000_000), "small")
+
+    def clean() -> Iterator[list[Demonstration]]:
+        while True:
+            yield [writer.habit("solves", drawn(), rng) for _ in range(16)]
+
+    def mixed() -> Iterator[list[Demonstration]]:
+        while True:
+            yield [writer.habit(name, drawn(), rng) for name, count in HABITS.items() for _ in range(count)]
+
+    return clean(), mixed()

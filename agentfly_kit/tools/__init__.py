@@ -1,0 +1,1 @@
+"""Tools: the decorator, JSON schemas, calls with their context, and the ready-made tools of `af.toolbox`."""

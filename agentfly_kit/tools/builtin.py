@@ -1,0 +1,116 @@
+"""Tools for a model that are ready made: one for each kind of sandbox, and the six with which it works on files.
+
+`Agent(tools=[af.toolbox.python])`, `Agent(tools=af.toolbox.code)`; the agent needs a pool of the kind each asks for.
+They know nothing that a tool written in a cell could not: copy one to change its words.
+"""
+
+from __future__ import annotations
+
+from agentfly_kit.sandboxes.files import FileSandbox
+from agentfly_kit.sandboxes.python import PythonSandbox
+from agentfly_kit.sandboxes.result import SandboxResult
+from agentfly_kit.sandboxes.shell import ShellResult, ShellSandbox
+from agentfly_kit.sandboxes.sql import SQLResult, SQLSandbox
+from agentfly_kit.tools.tool import tool
+
+
+@tool(timeout=120.0)
+async def python(code: str, sandbox: PythonSandbox) -> SandboxResult:
+    """Run Python code. Variables are kept from call to call; the last expression's value is shown.
+
+    Args:
+        code: one or more statements.
+    """
+    return await sandbox.run(code, timeout=10.0)
+
+
+@tool(timeout=120.0)
+async def shell(command: str, sandbox: ShellSandbox) -> ShellResult:
+    """Run a command in a bash shell. Its folder, variables and background jobs are kept from call to call.
+
+    Args:
+        command: one or more lines, for example "ls -l | head".
+    """
+    return await sandbox.run(command, timeout=30.0)
+
+
+@tool(timeout=120.0)
+async def sql(query: str, sandbox: SQLSandbox) -> SQLResult:
+    """Run SQL on the database. Changes are kept from call to call; the rows of the last statement are shown.
+
+    Args:
+        query: one or more statements, for example "SELECT name FROM people LIMIT 5".
+    """
+    return await sandbox.run(query, timeout=10.0)
+
+
+@tool(timeout=120.0)
+async def read_file(path: str, sandbox: FileSandbox, first_line: int = 1, last_line: int | None = None) -> str:
+    """Show a file with line numbers.
+
+    Args:
+        path: relative to the working folder, for example "src/main.py".
+        first_line: the first line to show; 1 is the beginning.
+        last_line: the last line to show; left out, the end of the file.
+    """
+    return await sandbox.read(path, first_line, last_line, numbers=True)
+
+
+@tool(timeout=120.0)
+async def write_file(path: str, text: str, sandbox: FileSandbox) -> str:
+    """Make a file, or overwrite all of it.
+
+    Args:
+        path: relative to the working folder; folders on the way are made.
+        text: all that the file shall hold.
+    """
+    return await sandbox.write(path, text)
+
+
+@tool(timeout=120.0)
+async def edit_file(path: str, old: str, new: str, sandbox: FileSandbox) -> str:
+    """Replace a piece of a file.
+
+    Args:
+        path: relative to the working folder.
+        old: the text to replace, exactly as it is in the file, without line numbers; it must be there once.
+        new: the text to put in its place.
+    """
+    return await sandbox.edit(path, old, new)
+
+
+@tool(timeout=120.0)
+async def list_files(sandbox: FileSandbox, path: str = ".") -> str:
+    """List a folder and the folders in it.
+
+    Args:
+        path: relative to the working folder.
+    """
+    return "\n".join(await sandbox.list(path)) or "(empty)"
+
+
+@tool(timeout=120.0)
+async def search_files(pattern: str, sandbox: FileSandbox, path: str = ".") -> str:
+    """Find lines that match a regular expression, in a file or in all files below a folder.
+
+    Args:
+        pattern: a regular expression of Python.
+        path: relative to the working folder.
+    """
+    found = [str(each)[:300] for each in await sandbox.grep(pattern, path, max_matches=50)]
+    return (
+        "\n".join([*found, *(["[the first 50; there may be more]"] if len(found) == 50 else [])]) or "no line matches"
+    )
+
+
+@tool(timeout=120.0)
+async def undo_edit(sandbox: FileSandbox) -> str:
+    """Take back the last change of a file."""
+    return await sandbox.undo()
+
+
+files = (read_file, write_file, edit_file, list_files, search_files, undo_edit)
+"""Work on files; a pool of FileSandbox."""
+
+code = (*files, shell)
+"""Work on a repository, and run its tests: one pool of FileSandbox serves all seven, in one folder."""

@@ -1,0 +1,557 @@
+"""Tools: plain functions with a schema for the model, and a set of them that answers the model's calls.
+
+Knows no tokens, no chat and no engine. No registry: a tool is the object that the agent was given, whatever a later
+cell gives the same name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import json
+import re
+import types as pytypes
+import typing
+import weakref
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+from agentfly_kit import _html
+from agentfly_kit._async.pending_call import PendingCall, pending_call
+from agentfly_kit.errors import TaskError, ToolError, ToolSchemaError
+from agentfly_kit.tools import function as functions
+from agentfly_kit.tools.context import Context, Injection, PoolLike, injection, temporary_context
+from agentfly_kit.tools.schema import REQUIRED, Arguments, Parameter, description_in, parse_docstring
+from agentfly_kit.types import Task, ToolCall, ToolResult
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_-]{0,63}")
+_NOT_GIVEN: Any = object()
+
+
+class Tool(Generic[P, R]):
+    """A function that the model may call. Made by `@tool`; calling it calls the function.
+
+    `schema`      what the model is shown; hidden parameters are not in it
+    `try_`        one call as the model would see it
+    `fingerprint` changes with the source, the constants it uses and the schema
+    """
+
+    def __init__(
+        self,
+        function: Callable[P, R],
+        *,
+        name: str | None = None,
+        timeout: float | None = 60.0,
+        max_chars: int | None = 8192,
+        frame: pytypes.FrameType | None = None,
+    ) -> None:
+        _check_function(function)
+        self.function = function
+        self.name = name if name is not None else function.__name__
+        self.timeout = timeout
+        self.max_chars = max_chars
+        self.source = functions.source_of(function)
+        if not _NAME.fullmatch(self.name):
+            raise ToolSchemaError(
+                f"a tool needs a name of letters, digits, _ and - that a model can write; got {self.name!r}; "
+                "give one: @af.tool(name=...)"
+            )
+        if timeout is not None and not timeout > 0:
+            raise ToolSchemaError(f"{self.name}: timeout={timeout!r}: give seconds above 0, or None for no limit")
+        if max_chars is not None and max_chars < 1:
+            raise ToolSchemaError(f"{self.name}: max_chars={max_chars!r}: give at least 1, or None for no limit")
+        self.description, self._arguments, self._hidden, self._method = _signature(self.name, function, frame)
+        self._instance: Any = None
+        self.__name__, self.__qualname__ = function.__name__, function.__qualname__
+        self.__doc__, self.__module__, self.__wrapped__ = function.__doc__, function.__module__, function
+
+    # --- as the function ---
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        function = self._bound()
+        if inspect.iscoroutinefunction(function):
+            # Awaited like any coroutine, but a forgotten await says so.
+            return typing.cast(R, PendingCall(f"{self.name}(...)", lambda: function(*args, **kwargs)))
+        return function(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Tool[..., R]:
+        """A tool made of a method belongs to the instance that it is looked up on, as methods do."""
+        if instance is None or not self._method:
+            return self
+        bound = copy.copy(self)
+        bound._instance = instance
+        return bound
+
+    def _bound(self) -> Callable[..., R]:
+        if self._instance is not None:
+            return pytypes.MethodType(self.function, self._instance)
+        return self.function
+
+    # --- what it is ---
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """{"type": "function", "function": {"name", "description", "parameters"}}; a copy."""
+        return copy.deepcopy(
+            {
+                "type": "function",
+                "function": {
+                    "name": self.name,
+                    "description": self.description,
+                    "parameters": self._arguments.schema,
+                },
+            }
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        settings = f"{self.name} {self.timeout} {self.max_chars} {json.dumps(self.schema)}"
+        return functions.fingerprint(self.function, self.source, settings)
+
+    @property
+    def sandbox_types(self) -> tuple[type, ...]:
+        """The sandbox classes that it asks for: the pools that its agent needs."""
+        return tuple(
+            dict.fromkeys(injected.sandbox_type for injected in self._hidden.values() if injected.source == "sandbox")
+        )
+
+    @property
+    def task_fields(self) -> tuple[str, ...]:
+        """The task fields that it cannot do without."""
+        optional = inspect.signature(self.function).parameters
+        return tuple(
+            name
+            for name, injected in self._hidden.items()
+            if injected.source == "field" and optional[name].default is REQUIRED
+        )
+
+    def redefined(self) -> bool:
+        """Whether its name means another tool now, where it was defined: a later cell that ran with other source."""
+        now = functions.current_definition(self.function)
+        return isinstance(now, Tool) and now.function is not self.function and now.fingerprint != self.fingerprint
+
+    def __repr__(self) -> str:
+        hidden = f", hidden: {', '.join(self._hidden)}" if self._hidden else ""
+        unbound = ", unbound method" if self._method and self._instance is None else ""
+        return f"<Tool {self.name}{self._arguments.signature}{hidden}{unbound}>"
+
+    def _repr_html_(self) -> str:
+        """What the model is told of it, and what it is not."""
+        asked = self._arguments.schema.get("properties", {})
+        needed = self._arguments.schema.get("required", [])
+        rows = [
+            (name, _html.Code(_type_name(what)), name in needed, what.get("description", ""))
+            for name, what in asked.items()
+        ]
+        arguments = _html.table(("argument", "type", "required", "what the model reads"), rows) if rows else ""
+        hidden = _html.definition_table(
+            "hidden from the model", {n: injected.source for n, injected in self._hidden.items()}
+        )
+        said = f"<p style='white-space:pre-wrap;margin:2px 0'>{_html.escape(self.description, 2000)}</p>"
+        return (
+            _html.heading(f"Tool {self.name}{self._arguments.signature}")
+            + said
+            + arguments
+            + (hidden if self._hidden else "")
+        )
+
+    # --- calling it as the model does ---
+
+    @pending_call
+    async def try_(
+        self, /, *positional: Any, task: Any = _NOT_GIVEN, pool: Any = _NOT_GIVEN, **arguments: Any
+    ) -> ToolResult:
+        """One call, exactly as the model would see it: arguments checked, a throw-away lease, failures as text.
+
+        `task` gives the fields that `FromTask` asks for; `pool` gives the sandbox, and without it one is started for
+        this call and closed after it. A tool whose own argument is named `task` or `pool` gets it as that.
+        """
+        visible = list(self._arguments.parameters)
+        if len(positional) > len(visible):
+            raise TypeError(f"{self.name} takes {self._arguments.signature}; got {len(positional)} arguments")
+        for name, value in zip(visible, positional, strict=False):
+            if name in arguments:
+                raise TypeError(f"{self.name} got {name!r} twice")
+            arguments[name] = value
+        if task is not _NOT_GIVEN and "task" in visible:
+            arguments["task"], task = task, _NOT_GIVEN
+        if pool is not _NOT_GIVEN and "pool" in visible:
+            arguments["pool"], pool = pool, _NOT_GIVEN
+        task = _placeholder_task() if task in (_NOT_GIVEN, None) else task
+        async with temporary_context(
+            task, self.sandbox_types, () if pool in (_NOT_GIVEN, None) else (pool,)
+        ) as context:
+            return await self.invoke(arguments, context)
+
+    async def invoke(self, arguments: Mapping[str, Any], context: Context, *, raising: bool = False) -> ToolResult:
+        """Run one call. Whatever the tool does comes back as a result; with `raising` its own exception is raised.
+
+        Raises:  CancelledError if the caller was cancelled, KeyboardInterrupt, ToolSchemaError for an unbound method.
+        """
+        self.require_instance()
+        where = f"tool {self.name}"
+        try:
+            values, complaint = self._arguments.validate(arguments)
+            if complaint:
+                text, truncated = self._truncate(_replace_lone_surrogates(complaint))
+                return ToolResult(False, text, truncated=truncated)
+            async with AsyncExitStack() as stack:
+                values |= await self._inject(context, stack)
+                # only now: who waits for a sandbox must not keep others waiting
+                async with context.concurrency.tools.slot():
+                    outcome = await functions.call_user_function(
+                        self._bound(), values, timeout=self.timeout, convert=self._checked_result
+                    )
+        except Exception as error:  # the pool, the task, a type's own validator: not the function
+            if raising:
+                raise
+            return ToolResult(False, f"{self.name} failed.", functions.failure_from(where, error))
+        if outcome.timed_out:
+            text = f"{self.name} took longer than {self.timeout:g} s and was {outcome.timed_out}."
+            return ToolResult(False, text, seconds=outcome.seconds)
+        if outcome.error is not None:
+            if raising:
+                raise outcome.error
+            if isinstance(outcome.error, ToolError):
+                text, truncated = self._truncate(_replace_lone_surrogates(str(outcome.error)))
+                return ToolResult(False, text, seconds=outcome.seconds, truncated=truncated)
+            # The model is told no more: a traceback of ours is nothing that it can mend, and may leak the answer.
+            found = functions.failure_from(where, outcome.error)
+            return ToolResult(False, f"{self.name} failed.", found, seconds=outcome.seconds)
+        result: ToolResult = outcome.value
+        return replace(result, seconds=outcome.seconds)
+
+    async def _inject(self, context: Context, stack: AsyncExitStack) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        # Sandboxes in one order everywhere, so that two calls that need the same two cannot wait for each other.
+        for name, injected in sorted(self._hidden.items(), key=lambda item: item[1].sandbox_type.__qualname__):
+            if injected.source == "context":
+                values[name] = context
+            elif injected.source == "sandbox":
+                values[name] = await stack.enter_async_context(context.using(injected.sandbox_type))
+            elif name in context.fields:
+                values[name] = context.fields[name]
+            elif name in self.task_fields:
+                raise TaskError(_missing_field_message(f"tool {self.name}", name, context.task))
+        return values
+
+    def _checked_result(self, value: Any) -> ToolResult:
+        result = value if isinstance(value, ToolResult) else _to_tool_result(value)
+        text, truncated = self._truncate(_replace_lone_surrogates(result.observation))
+        return replace(result, observation=text, truncated=truncated or result.truncated)
+
+    def _truncate(self, text: str) -> tuple[str, bool]:
+        if self.max_chars is None or len(text) <= self.max_chars:
+            return text, False
+        return f"{text[: self.max_chars]}\n[cut: the first {self.max_chars} of {len(text)} characters]", True
+
+    def require_instance(self) -> None:
+        """Raises ToolSchemaError for a method that was taken from its class."""
+        if self._method and self._instance is None:
+            owner = self.__qualname__.rpartition(".")[0].rpartition(".")[2]
+            raise ToolSchemaError(
+                f"{self.__qualname__} is a method without an instance; "
+                f"give the tool of one: {owner}(...).{self.__name__}"
+            )
+
+
+@overload
+def tool(function: Callable[P, R], /) -> Tool[P, R]: ...
+@overload
+def tool(
+    *, name: str | None = None, timeout: float | None = 60.0, max_chars: int | None = 8192
+) -> Callable[[Callable[P, R]], Tool[P, R]]: ...
+def tool(
+    function: Callable[P, R] | None = None,
+    /,
+    *,
+    name: str | None = None,
+    timeout: float | None = 60.0,
+    max_chars: int | None = 8192,
+) -> Tool[P, R] | Callable[[Callable[P, R]], Tool[P, R]]:
+    """Make a function a tool: `@tool`, or `@tool(name=..., timeout=..., max_chars=...)`. It stays callable as before.
+
+    Every parameter needs a type and a description, in the docstring or as `Annotated[int, "..."]`. Not shown to the
+    model: sandbox classes (leased for the chain), `FromTask[...]` (a task field), `Context`.
+
+    A plain function runs in a thread, a coroutine function on the loop. A method becomes the tool of its instance,
+    which all chains then share: what belongs to one chain is kept in `context.state` or in a sandbox.
+
+    Units:   timeout in seconds of the function's own run, max_chars in characters of the observation; None is no limit.
+    Raises:  ToolSchemaError naming the function and the parameter.
+    """
+    frame = functions.caller_frame(1)
+
+    def decorate(function: Callable[P, R]) -> Tool[P, R]:
+        return Tool(function, name=name, timeout=timeout, max_chars=max_chars, frame=frame)
+
+    return decorate if function is None else decorate(function)
+
+
+# --- a set of them -------------------------------------------------------------------------------
+
+
+class ToolSet(Sequence[Tool[..., Any]]):
+    """The tools of one agent, frozen, by name. `tools["name"]` gives one; plain functions become tools."""
+
+    def __init__(self, tools: Iterable[Tool[..., Any] | Callable[..., Any]] = ()) -> None:
+        if isinstance(tools, Tool) or not isinstance(tools, Iterable):
+            raise ToolSchemaError(f"tools={tools!r}: give a list of tools: [{getattr(tools, 'name', '...')}]")
+        self._tools = tuple(t if isinstance(t, Tool) else tool(t) for t in tools)
+        self._by_name = {t.name: t for t in self._tools}
+        for t in self._tools:
+            t.require_instance()
+            if self._by_name[t.name] is not t:
+                raise ToolSchemaError(f"two tools are named {t.name!r}; rename one: @af.tool(name=...)")
+        self.schemas: tuple[dict[str, Any], ...] = tuple(t.schema for t in self._tools)
+        """What the chat template is given, in order."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._by_name)
+
+    @property
+    def sandbox_types(self) -> tuple[type, ...]:
+        """The sandbox classes that the tools ask for."""
+        return tuple(dict.fromkeys(sandbox_type for t in self._tools for sandbox_type in t.sandbox_types))
+
+    @property
+    def fingerprint(self) -> str:
+        return " ".join(f"{t.name}={t.fingerprint}" for t in self._tools)
+
+    def redefined(self) -> tuple[str, ...]:
+        """Names of the tools that a later cell defined again with other source: these ones still run the old."""
+        return tuple(t.name for t in self._tools if t.redefined())
+
+    def check(self, tasks: Task | Iterable[Task]) -> None:
+        """Raises TaskError at the first task without a field that a tool asks for."""
+        for task in [tasks] if isinstance(tasks, Task) else tasks:
+            for t in self._tools:
+                for name in t.task_fields:
+                    if name not in task.fields:
+                        raise TaskError(_missing_field_message(f"tool {t.name}", name, task))
+
+    async def call(self, call: ToolCall, context: Context) -> ToolResult:
+        """Run one call of the model. An unreadable call and an unknown name are observations, not failures of ours."""
+        if call.error is not None:
+            return ToolResult(False, call.error)
+        if call.name not in self._by_name:
+            known = f"the tools are: {', '.join(self.names)}" if self._tools else "there are no tools"
+            return ToolResult(False, f"there is no tool named {call.name[:80]!r}; {known}")
+        return await self._by_name[call.name].invoke(call.arguments, context)
+
+    async def call_all(
+        self,
+        calls: Sequence[ToolCall],
+        context: Context,
+        *,
+        around: Callable[[ToolCall], AbstractContextManager[Any]] = lambda _: nullcontext(),
+        refused: Mapping[int, ToolResult] = MappingProxyType({}),
+    ) -> tuple[ToolCall, ...]:
+        """Run the calls of one turn side by side; the same calls come back in their order, with results.
+
+        Calls that share a sandbox run in the order written, so that what the second sees of the first is no race.
+        around: entered when a call starts and left when it ends, however it ends.
+        refused: by position, the calls that are not to run, and their results.
+        """
+
+        async def one(position: int, call: ToolCall) -> ToolResult:
+            if position in refused:
+                return refused[position]
+            with around(call):
+                return await self.call(call, context)
+
+        if len(calls) == 1:
+            results = [await one(0, calls[0])]
+        else:
+            async with asyncio.TaskGroup() as group:
+                running = [group.create_task(one(i, call)) for i, call in enumerate(calls)]
+            results = [task.result() for task in running]
+        return tuple(
+            replace(call, result=result, rerunner=self._rerunner(call, context))
+            for call, result in zip(calls, results, strict=True)
+        )
+
+    def _rerunner(self, call: ToolCall, context: Context) -> Rerun | None:
+        known = self._by_name.get(call.name) if call.error is None else None
+        # Weakly: a trajectory that a notebook keeps must not keep the sandboxes of a pool that nobody has any more.
+        return None if known is None else Rerun(known, context.task, tuple(map(weakref.ref, context.pools)))
+
+    @overload
+    def __getitem__(self, key: int | str) -> Tool[..., Any]: ...
+    @overload
+    def __getitem__(self, key: slice) -> ToolSet: ...
+    def __getitem__(self, key: int | str | slice) -> Tool[..., Any] | ToolSet:
+        if isinstance(key, str):
+            if key not in self._by_name:
+                raise KeyError(f"no tool named {key!r}; the tools are: {', '.join(self.names) or 'none'}")
+            return self._by_name[key]
+        return ToolSet(self._tools[key]) if isinstance(key, slice) else self._tools[key]
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._by_name if isinstance(item, str) else item in self._tools
+
+    def __iter__(self) -> Iterator[Tool[..., Any]]:
+        return iter(self._tools)
+
+    def __len__(self) -> int:
+        return len(self._tools)
+
+    def __repr__(self) -> str:
+        return f"<ToolSet {', '.join(self.names) or 'empty'}>"
+
+    def _repr_html_(self) -> str:
+        rows = ((tool.name, _html.Code(tool._arguments.signature), tool.description.split("\n")[0]) for tool in self)
+        return _html.table(("tool", "arguments", "what it does"), rows)
+
+
+def _type_name(schema: dict[str, Any]) -> str:
+    """A JSON schema in a word or two."""
+    if "enum" in schema:
+        return " | ".join(map(repr, schema["enum"]))
+    if "anyOf" in schema:
+        return " | ".join(_type_name(each) for each in schema["anyOf"])
+    kind = schema.get("type", schema.get("$ref", "any").rsplit("/", 1)[-1])
+    return f"{kind} of {_type_name(schema['items'])}" if kind == "array" and schema.get("items") else str(kind)
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """Calls again the very tool that ran, on a throw-away lease. Lost on disk: a pickled one is None."""
+
+    tool: Tool[..., Any]
+    task: Task
+    pools: tuple[weakref.ref[PoolLike], ...]
+
+    def __call__(self, call: ToolCall) -> Awaitable[ToolResult]:
+        return PendingCall(f"{self.tool.name}.rerun()", lambda: self._run(call))
+
+    async def _run(self, call: ToolCall) -> ToolResult:
+        pools = [pool for ref in self.pools if (pool := ref()) is not None]
+        async with temporary_context(self.task, self.tool.sandbox_types, pools) as context:
+            return await self.tool.invoke(call.arguments, context, raising=True)
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _no_rerun, ()
+
+
+def _no_rerun() -> None:
+    return None
+
+
+def _placeholder_task() -> Task:
+    return Task("none", ({"role": "user", "content": ""},))
+
+
+# --- reading a function --------------------------------------------------------------------------
+
+
+def _check_function(function: Any) -> None:
+    name = getattr(function, "__qualname__", repr(function))
+    if isinstance(function, Tool):
+        raise ToolSchemaError(f"{function.name} is a tool already; decorate the function once")
+    if isinstance(function, staticmethod | classmethod):
+        raise ToolSchemaError("put @staticmethod above @af.tool, not below it; a classmethod cannot be a tool")
+    if inspect.ismethod(function):
+        raise ToolSchemaError(f"{name} is a method of an instance; put @af.tool above its `def` in the class instead")
+    if not inspect.isfunction(function):
+        raise ToolSchemaError(f"{name} is no function that `def` made; wrap it in one, with types and a docstring")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ToolSchemaError(f"{name} yields; a tool gives one result: return it")
+
+
+def _signature(
+    owner: str, function: Callable[..., Any], frame: pytypes.FrameType | None
+) -> tuple[str, Arguments, dict[str, Injection], bool]:
+    """(description, what the model writes, what it does not see, whether it is a method)."""
+    description, documented = parse_docstring(function)
+    try:
+        annotations = functions.type_hints(function, frame)
+    except Exception as error:
+        raise ToolSchemaError(
+            f"{owner}: an annotation cannot be resolved ({error}); define or import it before the function, "
+            "and not only under TYPE_CHECKING"
+        ) from None
+    parameters = list(inspect.signature(function).parameters.values())
+    outer = function.__qualname__.rpartition(".")[0]  # "", "Class", "maker.<locals>" or "maker.<locals>.Class"
+    method = bool(parameters) and parameters[0].name == "self" and bool(outer) and not outer.endswith("<locals>")
+    visible: list[Parameter] = []
+    hidden: dict[str, Injection] = {}
+    for parameter in parameters[1:] if method else parameters:
+        name = parameter.name
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            star = "*" if parameter.kind is parameter.VAR_POSITIONAL else "**"
+            raise ToolSchemaError(f"{owner}: {star}{name} cannot be shown to a model; name each parameter")
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ToolSchemaError(
+                f"{owner}: parameter {name!r} is positional-only, but a model writes names; drop the /"
+            )
+        if name not in annotations:
+            raise ToolSchemaError(f"{owner}: parameter {name!r} has no type; write for example {name}: str")
+        injected = injection(annotations[name])
+        if injected is not None:
+            hidden[name] = injected
+            continue
+        text = description_in(annotations[name]) or documented.get(name)
+        if not text:
+            others = [other for other in documented if other not in inspect.signature(function).parameters]
+            hint = f" (it describes {', '.join(map(repr, others))}, which is no parameter)" if others else ""
+            raise ToolSchemaError(
+                f"{owner}: parameter {name!r} has no description{hint}; add to the docstring\n"
+                f"    Args:\n        {name}: what the model should know about it"
+            )
+        visible.append(Parameter(name, annotations[name], text, parameter.default))
+    if not description:
+        raise ToolSchemaError(f'{owner}: no description; begin the function with """What it does, in a sentence."""')
+    return description, Arguments(owner, visible), hidden, method
+
+
+def _missing_field_message(who: str, name: str, task: Task) -> str:
+    have = ", ".join(task.fields) or "none"
+    return f"{who} asks for the field {name!r}, which task {task.id!r} does not have (its fields: {have})"
+
+
+# --- what the model is shown ---------------------------------------------------------------------
+
+
+def _to_tool_result(value: Any) -> ToolResult:
+    """A returned value as the model reads it: text as it is, None as nothing, all else as compact JSON."""
+    from agentfly_kit.sandboxes.result import SandboxResult
+
+    if isinstance(value, SandboxResult):
+        return ToolResult(value.ok, value.text, truncated=value.truncated)
+    return ToolResult(True, _to_text(value))
+
+
+def _to_text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return str.__str__(value)  # of a text enum its value, not its name
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value).decode("utf-8", "replace")
+    from pydantic_core import to_jsonable_python
+
+    plain = to_jsonable_python(value, inf_nan_mode="constants", bytes_mode="utf8", fallback=_json_fallback)
+    # A date, a path, an enum member is one text: shown bare, as a returned str is.
+    return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, separators=(",", ":"))
+
+
+def _json_fallback(value: Any) -> Any:
+    """What JSON knows no form for: arrays as lists, anything with a text of its own as that."""
+    if callable(tolist := getattr(value, "tolist", None)):
+        return tolist()
+    if not any("__str__" in vars(c) or "__repr__" in vars(c) for c in type(value).__mro__[:-1]):
+        raise TypeError(f"a tool returned a {type(value).__qualname__}, which has no text; return str, number or JSON")
+    return str(value)
+
+
+def _replace_lone_surrogates(text: str) -> str:
+    """Half of a surrogate pair cannot be tokenized; it becomes the replacement character."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if not text.isascii() else text

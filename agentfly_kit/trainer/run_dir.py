@@ -1,0 +1,327 @@
+"""A training run's folder: `run.json` (what it is), `steps.jsonl` (a flat line of numbers a step), `rollouts/`,
+`checkpoint/`. Whatever cuts a write short, the last whole one is what is read.
+
+Knows no policy and no optimizer: what is in a checkpoint is the trainer's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentfly_kit import _html
+from agentfly_kit.agent.rollout import Rollout, atomic_write, dump_json
+from agentfly_kit.errors import RunError, RunMismatch
+
+_FORMAT = "agentfly_kit.run"
+_VERSION = 1
+
+
+class Run:
+    """A folder that a training run writes and continues from.
+
+    `records` are flat dicts of numbers, one a step. `subscribe(callback)` calls back with each new one.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._listeners: list[Callable[[dict[str, float]], None]] = []
+        self._records: list[dict[str, float]] | None = None
+
+    # --- what it is ---
+
+    def check(self, fingerprint: dict[str, Any], *, resume: bool) -> bool:
+        """Whether the folder holds a run of this fingerprint that would be continued. Changes nothing.
+
+        Raises:  RunMismatch, showing the difference, if it holds another run and resume is True; RunError if it holds
+                 something that is no run.
+        """
+        file = self.path / "run.json"
+        wanted = json.loads(dump_json(fingerprint, "the run's fingerprint"))
+        if file.exists():
+            try:
+                about = json.loads(file.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                if not resume:
+                    return False
+                raise RunError(
+                    f"{file} is damaged ({error}); give another folder, or resume=False to start anew"
+                ) from error
+            if not isinstance(about, dict) or about.get("format") != _FORMAT or "fingerprint" not in about:
+                raise RunError(f"{file} is not the file of a run; give an empty or new folder")
+            if about.get("version", 0) > _VERSION:
+                raise RunError(f"{file} was written by a newer version ({about['version']} > {_VERSION}); upgrade")
+            if not resume:
+                return False
+            known = about["fingerprint"]
+            if known != wanted:
+                lines = "\n".join(_differences(known, wanted))
+                raise RunMismatch(
+                    f"{self.path} holds a run with other settings:\n{lines}\n"
+                    "give the run another folder, or resume=False to replace what is there"
+                )
+            return True
+        if self.path.exists() and (
+            not self.path.is_dir() or any(p not in self._unfinished_claims() for p in self.path.iterdir())
+        ):
+            raise RunError(f"{self.path} has something in it that is no run; give an empty or new folder")
+        return False
+
+    def claim(self, fingerprint: dict[str, Any], *, resume: bool) -> bool:
+        """Claim the folder for a run of this fingerprint. True if there is something to continue; raises as `check`."""
+        if self.check(fingerprint, resume=resume):
+            return True
+        about = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "fingerprint": json.loads(dump_json(fingerprint, "the fingerprint")),
+        }
+        try:
+            for name in ("rollouts", "checkpoint", "checkpoint.before", "checkpoint.new"):
+                shutil.rmtree(self.path / name, ignore_errors=True)
+            self.path.mkdir(parents=True, exist_ok=True)
+            for file in (self.path / "steps.jsonl", *self._unfinished_claims()):
+                file.unlink(missing_ok=True)
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be made a run's folder ({error})") from error
+        with atomic_write(self.path / "run.json") as out:
+            out.write(json.dumps(about, indent=1))
+        self._records = []
+        return False
+
+    def _unfinished_claims(self) -> list[Path]:
+        """What is left of a `claim` that was killed."""
+        return list(self.path.glob(".run.json.*.tmp")) if self.path.is_dir() else []
+
+    def invalidate(self) -> None:
+        """Read the records again when they are next asked for: another process has written them."""
+        self._records = None
+
+    # --- steps ---
+
+    @property
+    def records(self) -> list[dict[str, float]]:
+        """The recorded steps, oldest first. A last line that was cut by a crash is left out."""
+        if self._records is None:
+            self._records = []
+            file = self.path / "steps.jsonl"
+            lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+            for number, line in enumerate(lines, start=1):
+                try:
+                    self._records.append(json.loads(line))
+                except ValueError as error:
+                    if number < len(lines):
+                        raise RunError(f"{file}:{number} is damaged: {error}") from error
+        return self._records
+
+    def append(self, record: dict[str, float]) -> None:
+        """Write a step's line and tell the listeners."""
+        self.write(record)
+        self.notify(record)
+
+    def write(self, record: dict[str, float]) -> None:
+        """Write a step's line."""
+        line = dump_json(record, f"step {record.get('step')}")
+        self.records.append(record)
+        try:
+            with (self.path / "steps.jsonl").open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            self.records.pop()
+            raise RunError(f"{self.path / 'steps.jsonl'} could not be written ({error})") from error
+
+    def notify(self, record: dict[str, float]) -> None:
+        """Tell the listeners. One that raises harms nobody else."""
+        for listener in list(self._listeners):
+            try:
+                listener(record)
+            except Exception as error:
+                import warnings
+
+                warnings.warn(f"a listener of {self.path.name} raised {type(error).__name__}: {error}", stacklevel=2)
+
+    def truncate(self, steps: int) -> None:
+        """Forget the steps after the first `steps`, which are not in the checkpoint, and a last line that was cut."""
+        kept = self.records[:steps]
+        file = self.path / "steps.jsonl"
+        text = "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in kept)
+        if not file.exists() or file.read_text(encoding="utf-8") != text:
+            with atomic_write(file) as out:
+                out.write(text)
+        self._records = kept
+
+    def subscribe(self, callback: Callable[[dict[str, float]], None]) -> Callable[[], None]:
+        listeners = self._listeners  # not self: whoever can end it does not keep the run
+        listeners.append(callback)
+
+        def unsubscribe() -> None:
+            if callback in listeners:
+                listeners.remove(callback)
+
+        return unsubscribe
+
+    # --- rollouts ---
+
+    def rollout_path(self, name: str) -> Path:
+        return self.path / "rollouts" / f"{name}.jsonl"
+
+    def rollout(self, step: int) -> Rollout:
+        """The training rollout of a step, from 1."""
+        return Rollout.load(self.rollout_path(f"step-{step:05d}"))
+
+    # --- checkpoint ---
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest whole checkpoint. Two are kept, "checkpoint" and "checkpoint.before"."""
+        for name in ("checkpoint", "checkpoint.before"):
+            if (self.path / name / "done").exists():
+                return self.path / name
+        return None
+
+    @contextlib.contextmanager
+    def new_checkpoint(self) -> Iterator[Path]:
+        """A folder to fill; it takes the place of the last checkpoint only when it is whole."""
+        new, current, before = (self.path / n for n in ("checkpoint.new", "checkpoint", "checkpoint.before"))
+        try:
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir(parents=True)
+            yield new
+            sums = {}
+            for path in sorted(new.iterdir()):
+                sums[path.name] = _digest(path)
+                _fsync(path)
+            with (new / "done").open("w") as file:
+                file.write(json.dumps(sums))
+                file.flush()
+                os.fsync(file.fileno())
+            _fsync(new)
+            # The one before is kept: it is what is left when this one turns out to be damaged.
+            if (current / "done").exists():
+                shutil.rmtree(before, ignore_errors=True)
+                os.replace(current, before)
+            else:
+                shutil.rmtree(current, ignore_errors=True)
+            os.replace(new, current)
+            _fsync(self.path)
+        except (OSError, RuntimeError) as error:  # torch has a RuntimeError for a full disk
+            raise RunError(f"no checkpoint could be written to {self.path} ({error}); the last one is kept") from error
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+
+    def verify(self, checkpoint: Path) -> None:
+        """Raises RunError naming the first file of a checkpoint that is not what was written."""
+        try:
+            sums = json.loads((checkpoint / "done").read_text(encoding="utf-8"))
+        except ValueError:
+            return  # from before sums were kept
+        for name, wanted in sums.items():
+            file = checkpoint / name
+            if not file.exists() or _digest(file) != wanted:
+                raise RunError(f"{file} cannot be read (it is not what was written: the file is damaged)")
+
+    @staticmethod
+    @contextlib.contextmanager
+    def atomic_write_bytes(path: Path) -> Iterator[Any]:
+        """A file of bytes that takes its place only when all of it is on the disk."""
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except (OSError, RuntimeError) as error:
+            raise RunError(f"{path} could not be written ({error})") from error
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+    def figure(self, *names: str) -> Any:
+        """A plotly figure of recorded numbers, for a paper; for live curves use widgets.TrainView."""
+        import plotly.graph_objects as go
+
+        wanted = names or tuple(
+            n for n in ("success", "reward", "approx_kl", "entropy") if any(n in r for r in self.records)
+        )
+        figure = go.Figure()
+        for name in wanted:
+            points = [(r["step"], r[name]) for r in self.records if name in r]
+            figure.add_trace(go.Scatter(x=[p[0] for p in points], y=[p[1] for p in points], name=name, mode="lines"))
+        figure.update_layout(xaxis_title="step", template="plotly_white")
+        return figure
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r}, {len(self.records)} steps{last_success(self.records)})"
+
+    def _repr_html_(self) -> str:
+        return _html.heading(self) + recent_steps_table(self.records)
+
+
+_KEY_METRICS = (
+    "success", "reward", "eval_success", "approx_kl", "clip_fraction", "entropy", "grad_norm", "turns", "seconds",
+)  # fmt: skip
+
+
+def last_success(records: Sequence[Mapping[str, Any]]) -> str:
+    """For a repr. Nothing where the last step has none, or what somebody wrote into the file is no number."""
+    value = records[-1].get("success") if records else None
+    return f", success {value:.3f}" if isinstance(value, int | float) else ""
+
+
+def recent_steps_table(records: Sequence[Mapping[str, Any]], limit: int = 6) -> str:
+    """The last steps as a table: what a person looks at first."""
+    names = [n for n in ("step", *_KEY_METRICS) if any(n in r for r in records)]
+    rows = [[r.get(name) for name in names] for r in records[-limit:]]
+    more = f"<p>the last {limit} of {len(records)} steps</p>" if len(records) > limit else ""
+    return (_html.table(names, rows) if rows else "<p>no step yet</p>") + more
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    """Flush a file, or a folder's list of names: a rename that outlived its content would leave a file of nothing."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _differences(known: Any, wanted: Any, path: str = "") -> list[str]:
+    """One line for each leaf that differs: name, what the folder has, what was asked for."""
+    if isinstance(known, dict) and isinstance(wanted, dict):
+        out = []
+        for key in sorted({*known, *wanted}):
+            where = f"{path}.{key}" if path else key
+            if key not in known:
+                out.append(f"  {where}: not in the folder's run, now {_shortened(wanted[key])}")
+            elif key not in wanted:
+                out.append(f"  {where}: was {_shortened(known[key])}, now not there")
+            elif known[key] != wanted[key]:
+                out.extend(_differences(known[key], wanted[key], where))
+        return out
+    if isinstance(known, str) and isinstance(wanted, str) and ("\n" in known or "\n" in wanted):
+        import difflib
+
+        changed = [
+            f"    {line}"
+            for line in difflib.unified_diff(known.splitlines(), wanted.splitlines(), "then", "now", lineterm="", n=0)
+            if not line.startswith(("---", "+++", "@@"))
+        ]
+        return [f"  {path} changed:", *changed[:20]]
+    return [f"  {path}: was {_shortened(known)}, now {_shortened(wanted)}"]
+
+
+def _shortened(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,78 @@
+"""An interrupt that does not wake the event loop, as ipykernel's, is noticed wherever a cell waits for long."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from agents import played, tasks
+
+import agentfly_kit as af
+from agentfly_kit._async import interrupts
+from agentfly_kit.integrations.remote_pool.client import RemotePool
+from agentfly_kit.integrations.remote_pool.server import serve_pool
+from agentfly_kit.pool.pool import Pool
+
+
+class Box:
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def reset(self) -> None: ...
+
+
+async def interrupted(wait: Callable[[], Awaitable[Any]]) -> None:
+    """Cancelled by a signal's handler that leaves its word in the queue of a loop that sleeps."""
+    loop = asyncio.get_running_loop()
+    waiting = asyncio.ensure_future(wait())
+    before = signal.signal(signal.SIGALRM, lambda *_: loop.call_soon(waiting.cancel))
+    too_late = loop.call_later(30, waiting.set_name, "too late")
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert waiting.get_name() != "too late"
+    finally:
+        too_late.cancel()
+        signal.signal(signal.SIGALRM, before)
+
+
+async def test_while_it_waits_for_a_sandbox_and_for_what_is_elsewhere():
+    async with Pool(Box, size=1) as pool, pool.lease():
+        await interrupted(lambda: pool.acquire("late", timeout=60))
+        assert pool.snapshot().waiting == 0
+    async with Pool(Box, size=1) as pool, serve_pool(pool) as server:
+        async with RemotePool(server.url, token=server.token, sandbox_type=Box) as far, far.lease() as box:
+            await interrupted(box.run)
+
+
+async def test_while_a_rollout_waits_for_its_engine():
+    class Stuck(af.ScriptedEngine):
+        async def sample(self, *given: Any, **more: Any) -> Any:
+            await asyncio.Event().wait()
+
+    agent = played(["never"]).replace(engine=Stuck(["never"]))
+    await interrupted(lambda: agent.rollout(tasks(2))._wait())
+
+
+def test_it_ends_with_the_wait_and_follows_from_loop_to_loop():
+    async def wait() -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(3):
+                group.create_task(short())
+
+    async def short() -> None:
+        with interrupts.keep_interruptible():
+            await asyncio.sleep(0)
+
+    for _ in range(2):
+        asyncio.run(wait())
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(wait())
+    assert interrupts._waiting == (loop, 0)
+    loop.run_until_complete(asyncio.sleep(3 * interrupts._WAKE_INTERVAL))
+    assert interrupts._waiting is None
+    loop.close()

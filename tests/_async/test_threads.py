@@ -1,0 +1,167 @@
+"""Plain functions beside the event loop: quick ones share a thread, and nobody waits for a slow one."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+import pytest
+
+from agentfly_kit._async import threads
+
+NEVER = 60.0
+
+
+async def call(function: Any, *given: Any, timeout: float | None = NEVER) -> Any:
+    value, error = await threads.run_off_loop(lambda: function(*given), function, timeout)
+    if error is not None:
+        raise error
+    return value
+
+
+def where() -> int:
+    return threading.get_ident()
+
+
+async def test_quick_calls_share_a_thread_and_a_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_STALL_SECONDS", NEVER)
+    wakes = []
+    loop = asyncio.get_running_loop()
+    soon = loop.call_soon_threadsafe
+    monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *given: (wakes.append(given), soon(*given))[1])
+    monkeypatch.setattr(threads, "_MAX_DELIVERY_DELAY", NEVER)
+    found = await asyncio.gather(*(call(where) for _ in range(64)))
+    assert len(set(found)) == 1
+    assert found[0] != threading.get_ident()
+    assert len(wakes) <= 2, "the first may be done before the others are there"
+
+
+async def test_calls_that_need_each_other_meet() -> None:
+    barrier = threading.Barrier(8)
+
+    def meet() -> int:
+        barrier.wait(NEVER)
+        return threading.get_ident()
+
+    for _ in range(2):  # the second time they are known, and take threads of their own at once
+        found = await asyncio.wait_for(asyncio.gather(*(call(meet) for _ in range(8))), NEVER)
+        assert len(set(found)) == 8
+    assert meet in threads._slow
+
+
+async def test_a_call_that_hangs_keeps_nobody_waiting() -> None:
+    stuck = threading.Event()
+
+    def hang() -> None:
+        stuck.wait(NEVER)
+
+    def quick(n: int) -> int:
+        return n
+
+    before = [asyncio.ensure_future(call(quick, n)) for n in range(3)]
+    hung = asyncio.ensure_future(call(hang))
+    after = [asyncio.ensure_future(call(quick, n)) for n in range(3, 6)]
+    assert await asyncio.wait_for(asyncio.gather(*before, *after), NEVER) == list(range(6))
+    assert await asyncio.wait_for(call(quick, 6), NEVER) == 6
+    assert not hung.done()
+    stuck.set()
+    await hung
+
+
+async def test_what_was_slow_and_is_quick_again_comes_back() -> None:
+    waits = [0.02]
+
+    def once() -> int:
+        time.sleep(waits.pop() if waits else 0)
+        return threading.get_ident()
+
+    await call(once)
+    assert once in threads._slow
+    for _ in range(2000):  # a busy machine may make it look slow again
+        await call(once)
+        if once not in threads._slow:
+            return
+    raise AssertionError("it stays out of the lane")
+
+
+async def test_late_and_cancelled_calls_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = threading.Event()
+    with pytest.raises(threads.CallTimeout):
+        await call(lambda: stuck.wait(NEVER), timeout=0.01)
+    assert await call(where) != threading.get_ident()
+    monkeypatch.setattr(threads, "_STALL_SECONDS", NEVER)
+    ran: list[int] = []
+    first = asyncio.ensure_future(call(lambda: stuck.wait(NEVER)))
+    second = asyncio.ensure_future(call(lambda: ran.append(1)))
+    await asyncio.sleep(0)  # both wait for a thread
+    second.cancel()
+    await asyncio.wait([second])
+    stuck.set()
+    await first
+    assert second.cancelled()
+    assert await call(len, "ab") == 2, "the lane goes on"
+    assert ran == [], "it was not begun, and never will be"
+
+
+def test_a_loop_that_closes_takes_nobody_with_it() -> None:
+    stuck = threading.Event()
+
+    async def leave() -> None:
+        left = [asyncio.ensure_future(call(lambda: stuck.wait(NEVER))), asyncio.ensure_future(call(where))]
+        await asyncio.sleep(0)
+        assert not any(future.done() for future in left)
+
+    asyncio.run(leave())  # closed while the lane is held up and somebody waits in it
+
+    async def others() -> list[int]:
+        return list(await asyncio.wait_for(asyncio.gather(*(call(where) for _ in range(8))), NEVER))
+
+    assert len(asyncio.run(others())) == 8
+    stuck.set()
+
+
+async def test_nothing_of_a_call_is_kept() -> None:
+    class Big:
+        pass
+
+    big: Any = Big()
+    gone = weakref.ref(big)
+
+    def take(what: Any) -> None: ...
+
+    stuck = threading.Event()
+    await call(take, big)
+    hung = asyncio.ensure_future(call(lambda: stuck.wait(NEVER)))
+    await asyncio.sleep(0.05)
+    del big
+    assert gone() is None, "neither the idle thread nor one that hangs after it holds what an earlier call was given"
+    stuck.set()
+    await hung
+
+
+def test_a_forked_child_has_a_lane_of_its_own() -> None:
+    code = """
+import asyncio, os, threading, warnings
+from agentfly_kit._async import threads
+warnings.simplefilter("ignore")
+stuck = threading.Event()
+def wait(): stuck.wait(60)
+async def both():
+    return await asyncio.gather(threads.run_off_loop(wait, wait, 0.01),
+        threads.run_off_loop(int, int, 60), return_exceptions=True)
+async def one():
+    return await threads.run_off_loop(int, int, 60)
+asyncio.run(both())
+threads._shared_worker.has_thread = True  # somebody was on the way to it
+threads._lock.acquire()
+if os.fork() == 0:
+    print(asyncio.run(one()), flush=True)
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("(0, None)\n0\n", "")

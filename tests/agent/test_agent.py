@@ -1,0 +1,712 @@
+"""Many chains at once: nobody is lost, nothing is leaked, and what is watched comes in order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import types
+from typing import Any
+
+import dice
+import pytest
+from agents import Played, agent, calculator, call, chat, fresh, played, scripted, tasks
+
+from agentfly_kit.agent.agent import Agent, RolloutHandle
+from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.errors import ChatTemplateError, NotAwaited, SettingsError, TaskError
+from agentfly_kit.pool.pool import Pool
+from agentfly_kit.rewards import reward
+from agentfly_kit.tools.tool import tool
+from agentfly_kit.types import RolloutEvent, Sampling, Task
+
+TASK = Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"})
+
+
+def numbered(count: int) -> list[Task]:
+    return [Task(f"t{i}", TASK.messages, TASK.fields) for i in range(count)]
+
+
+class Box:
+    def __init__(self, **_: Any) -> None:
+        self.log: list[str] = []
+
+    async def run(self, text: str) -> str:
+        await asyncio.sleep(0.001)
+        self.log.append(text)
+        return ",".join(self.log)
+
+    async def reset(self) -> None:
+        await asyncio.sleep(0.001)
+        self.log.clear()
+
+    async def close(self) -> None: ...
+
+
+@tool
+async def put(text: str, box: Box) -> str:
+    """Put a text into the box.
+
+    Args:
+        text: the text.
+    """
+    return await box.run(text)
+
+
+def put_call(text: str) -> str:
+    return f'<tool_call>{{"name":"put","arguments":{{"text":"{text}"}}}}</tool_call>'
+
+
+def others() -> set[asyncio.Task[Any]]:
+    return asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
+
+
+# --- order and groups ----------------------------------------------------------------------------
+
+
+async def test_results_come_in_the_order_of_the_tasks() -> None:
+    async def script(task: Task, turn: int) -> str:
+        await asyncio.sleep(random.Random(task.id).random() * 0.02)
+        return "5"
+
+    rollout = await scripted(script).rollout(numbered(9), group_size=3, max_concurrency=5)
+    assert [t.task.id for t in rollout] == [f"t{i}" for i in range(9) for _ in range(3)]
+    assert [t.chain for t in rollout] == [0, 1, 2] * 9
+    assert [len(g) for g in rollout.groups] == [3] * 9
+    assert [g.task.id for g in rollout.groups] == [f"t{i}" for i in range(9)]
+    assert len({t.id for t in rollout}) == 27
+
+
+async def test_a_task_that_comes_twice_makes_two_groups_that_sample_apart() -> None:
+    engine = Played(["5"])
+    a = agent(engine=engine, chat=chat())
+    rollout = await a.rollout([TASK, TASK], group_size=2)
+    assert [len(g) for g in rollout.groups] == [2, 2]
+    assert len({t.id for t in rollout}) == 4
+    assert len(set(engine.seeds)) == 4
+
+
+async def test_one_task_alone() -> None:
+    assert len(await scripted(["5"]).rollout(TASK, group_size=2)) == 2
+
+
+async def test_no_more_than_max_concurrency_run_at_once() -> None:
+    now = most = 0
+
+    async def script(task: Task, turn: int) -> str:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.002)
+        now -= 1
+        return "5"
+
+    await scripted(script).rollout(numbered(20), max_concurrency=4)
+    assert most == 4
+
+
+async def test_it_starts_when_it_is_awaited_and_once() -> None:
+    engine = Played(["5"])
+    run = agent(engine=engine, chat=chat()).rollout(TASK)
+    await asyncio.sleep(0.01)
+    assert engine.given == []
+    assert repr(run) == "<rollout of 1 tasks x 1 has not run: write `await` before it>"
+    with pytest.raises(NotAwaited, match=r"write \(await run\)\.groups, or run\.partial\.groups"):
+        _ = run.groups
+    a, b = await asyncio.gather(run, run)
+    assert a == b == await run
+    assert len(engine.given) == 1
+    assert repr(run) == "<rollout of 1 tasks x 1, 1 of 1 chains done, done>"
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "error", "says"),
+    [
+        ([], {}, TaskError, "no task to roll out"),
+        ([{"id": "x"}], {}, TaskError, r"is no Task; make tasks of rows with af\.tasks_from"),
+        ([TASK], {"group_size": 0}, SettingsError, "group_size=0"),
+        ([TASK], {"max_concurrency": 0}, SettingsError, "max_concurrency=0"),
+        ([Task("u", TASK.messages)], {}, Exception, "answer"),
+    ],
+)
+def test_bad_input_is_refused_before_the_first_token(
+    given: Any, options: dict[str, int], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        scripted(["5"]).rollout(given, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"engine": "vllm"}, "engine='vllm': give an engine"),
+        ({"chat": "qwen"}, "chat='qwen': give a Chat"),
+        ({"max_turns": 0}, "max_turns=0: give at least 1"),
+        ({"max_turns": None}, "max_turns=None"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"timeout": 0}, "timeout=0"),
+        ({"sampling": {"temperature": 1}}, "sampling="),
+        ({"tools": [put]}, r"asks for a Box and no pool has it; pools=\[af\.Pool\(Box, size=8\)\]"),
+    ],
+)
+def test_an_agents_settings_are_checked(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        agent(**{"engine": Played(["5"]), "chat": chat()} | options)
+
+
+def test_agents_are_frozen_and_replaced() -> None:
+    a = scripted(["5"])
+    with pytest.raises(AttributeError):
+        a.max_turns = 9  # type: ignore[misc]
+    b = a.replace(max_turns=9)
+    assert (a.max_turns, b.max_turns) == (4, 9)
+    assert "calculator" in repr(b)
+    assert "exact" in repr(b)
+    with pytest.raises(SettingsError, match="has not rolled anything out yet"):
+        _ = b.last_run
+
+
+# --- a failing chain loses nobody ----------------------------------------------------------------
+
+
+async def test_a_chain_that_breaks_loses_nobody() -> None:
+    def script(task: Task, turn: int) -> str:
+        if task.id == "t3":
+            raise ZeroDivisionError("in the engine")
+        return "5"
+
+    rollout = await played(script).rollout(numbered(8), group_size=2, max_concurrency=3)
+    assert [t.stop for t in rollout] == ["answered"] * 6 + ["error"] * 2 + ["answered"] * 8
+    assert rollout.summary()["success"] == 1.0
+    assert rollout.summary()["unscored"] == 2 / 16
+
+
+async def test_something_cancelled_inside_a_chain_is_no_cancellation_of_all() -> None:
+    async def script(task: Task, turn: int) -> str:
+        if task.id == "t2":
+            future = asyncio.get_running_loop().create_future()
+            future.cancel()
+            await future
+        return "5"
+
+    rollout = await asyncio.wait_for(scripted(script).rollout(numbered(5)), 10)
+    assert [t.stop for t in rollout] == ["answered", "answered", "error", "answered", "answered"]
+
+
+async def test_a_task_that_the_template_refuses_is_data() -> None:
+    odd = Task("odd", ({"role": 3, "content": "?"},), TASK.fields)
+    rollout = await scripted(["5"]).rollout([*numbered(3), odd], group_size=2)
+    assert [t.stop for t in rollout] == ["answered"] * 6 + ["error"] * 2
+    refused = rollout.trajectories[-1]
+    assert refused.reward is None
+    assert refused.error is not None
+    assert refused.error.type == "ChatTemplateError"
+    assert len(rollout.to_frame("tokens")) > 0
+    with pytest.raises(ChatTemplateError, match="refused messages"):
+        scripted(["5"]).rollout([odd])
+
+
+# --- partial, stop, cancel -----------------------------------------------------------------------
+
+
+def staggered(task: Task, turn: int) -> Any:
+    async def say() -> str:
+        await asyncio.sleep(0 if int(task.id[1:]) < 4 else 60)
+        return "5"
+
+    return say()
+
+
+async def until(run: RolloutHandle, count: int) -> None:
+    while len(run.partial) < count:
+        await asyncio.sleep(0.002)
+
+
+async def test_stop_gives_what_has_finished() -> None:
+    a = scripted(staggered)
+    run = a.rollout(numbered(9))
+    waiting = asyncio.create_task(run._wait())
+    await until(run, 4)
+    run.stop()
+    rollout = await asyncio.wait_for(waiting, 10)
+    assert [t.task.id for t in rollout] == ["t0", "t1", "t2", "t3"]
+    assert a.last_run is run
+    assert a.last_run.partial == rollout
+    assert not others()
+
+
+async def test_stop_before_the_start() -> None:
+    run = scripted(["5"]).rollout(numbered(3))
+    run.stop()
+    assert len(await asyncio.wait_for(run, 5)) == 0
+    run = scripted(["5"]).rollout(numbered(3))
+    run.stop()
+    assert [t async for t in run] == []
+    assert not others()
+
+
+async def test_stop_in_the_moment_of_the_start() -> None:
+    run = scripted(["5"]).rollout(numbered(3))
+    asyncio.get_running_loop().call_soon(run.stop)
+    found = await asyncio.wait_for(collect(run), 5)
+    assert len(found) <= 3
+    assert not others()
+
+
+async def collect(run: RolloutHandle) -> list[Any]:
+    return [t async for t in run]
+
+
+async def test_cancelling_the_waiter_ends_everything_and_keeps_what_finished() -> None:
+    a = scripted(staggered)
+    run = a.rollout(numbered(9))
+    waiting = asyncio.create_task(run._wait())
+    await until(run, 4)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not others()
+    assert len(a.last_run.partial) == 4
+
+
+async def test_cancelling_again_and_again_still_leaves_nothing_behind() -> None:
+    class Slow(Box):
+        async def reset(self) -> None:
+            await asyncio.sleep(0.05)
+
+    @tool
+    async def put_slow(text: str, box: Slow) -> str:
+        """Put.
+
+        Args:
+            text: any.
+        """
+        await asyncio.sleep(60)
+        return ""
+
+    async with Pool(Slow, size=4) as pool:
+        script = [put_call("x").replace("put", "put_slow")]
+        run = scripted(script, tools=[put_slow], pools=[pool]).rollout(numbered(4))
+        waiting = asyncio.create_task(run._wait())
+        while pool.snapshot().leased < 4:
+            await asyncio.sleep(0.002)
+        for _ in range(6):
+            waiting.cancel()
+            await asyncio.sleep(0.005)
+        await asyncio.wait([waiting], timeout=10)
+        assert waiting.cancelled()
+        assert pool.snapshot().leased == 0
+        assert not others()
+
+
+@pytest.mark.parametrize("how", ["break", "raise"])
+async def test_leaving_a_loop_over_a_rollout_ends_it(how: str) -> None:
+    run = scripted(staggered).rollout(numbered(9))
+
+    async def loop() -> None:
+        async for _ in run:
+            if how == "break":
+                break
+            raise ZeroDivisionError
+
+    if how == "raise":
+        with pytest.raises(ZeroDivisionError):
+            await loop()
+    else:
+        await loop()
+    for _ in range(200):
+        if not others():
+            break
+        await asyncio.sleep(0.01)
+    assert not others()
+    assert len(run.partial) >= 1
+
+
+async def test_a_loop_gives_each_chain_as_it_ends() -> None:
+    async def script(task: Task, turn: int) -> str:
+        await asyncio.sleep(0.03 * (4 - int(task.id[1:])))
+        return "5"
+
+    run = scripted(script).rollout(numbered(5))
+    assert [t.task.id for t in await collect(run)] == ["t4", "t3", "t2", "t1", "t0"]
+    assert [t.task.id for t in run.partial] == ["t0", "t1", "t2", "t3", "t4"]
+
+
+async def test_a_loop_over_one_that_has_run_gives_all_of_it() -> None:
+    run = scripted(["5"]).rollout(numbered(3))
+    await run
+    # In the order in which they ended, which is nobody's promise.
+    assert sorted(t.task.id for t in await asyncio.wait_for(collect(run), 5)) == ["t0", "t1", "t2"]
+
+
+async def test_two_loops_over_one_rollout_each_get_all_of_it() -> None:
+    run = scripted(["5"], latency=0.01).rollout(numbered(6), max_concurrency=2)
+    one, two = await asyncio.wait_for(asyncio.gather(collect(run), collect(run)), 10)
+    assert len(one) == len(two) == 6
+
+
+async def test_pause_holds_and_resume_goes_on() -> None:
+    engine = Played([call("1+1"), "5"])
+    run = agent(engine=engine, chat=chat()).rollout(numbered(6), max_concurrency=3)
+    run.pause()
+    waiting = asyncio.create_task(run._wait())
+    await asyncio.sleep(0.03)
+    assert engine.given == []
+    assert "paused" in repr(run)
+    run.resume()
+    await asyncio.wait_for(waiting, 10)
+    assert len(engine.given) == 12
+    run = agent(engine=Played(["5"]), chat=chat()).rollout(numbered(2))
+    run.pause()
+    run.stop()
+    assert len(await asyncio.wait_for(run, 5)) == 0
+
+
+async def test_pausing_in_the_middle_changes_no_token() -> None:
+    whole = await agent().rollout(tasks(3), group_size=2)
+    run = agent().rollout(tasks(3), group_size=2)
+    waiting = asyncio.create_task(run._wait())
+    for _ in range(5):
+        await asyncio.sleep(0.005)
+        run.pause()
+        await asyncio.sleep(0.01)
+        run.resume()
+    again = await waiting
+    assert [t.ids.tolist() for t in again] == [t.ids.tolist() for t in whole]
+
+
+# --- watching ------------------------------------------------------------------------------------
+
+
+async def test_events_come_in_order_and_tell_the_whole_story() -> None:
+    a = played([call("2+3"), "5"])
+    run = a.rollout(numbered(4), group_size=2, max_concurrency=3)
+    events: list[RolloutEvent] = []
+    run.subscribe(events.append)
+    await run
+    assert [e.sequence for e in events] == list(range(1, len(events) + 1))
+    assert [e.time for e in events] == sorted(e.time for e in events)
+    for t in run.partial:
+        mine = [(e.kind, e.phase) for e in events if e.trajectory == t.id]
+        assert mine == [
+            ("chain", "start"),
+            ("turn", "start"),
+            ("turn", "end"),
+            ("tool", "start"),
+            ("tool", "end"),
+            ("turn", "start"),
+            ("turn", "end"),
+            ("reward", "start"),
+            ("reward", "end"),
+            ("chain", "end"),
+        ]
+        last = [e for e in events if e.trajectory == t.id][-1]
+        assert (last.state, last.detail, last.task) == ("done", "answered", t.task.id)
+
+
+async def test_a_listener_that_raises_hears_no_more_and_harms_nobody() -> None:
+    run = scripted(["5"]).rollout(numbered(3))
+    heard: list[int] = []
+
+    def bad(event: RolloutEvent) -> None:
+        raise ZeroDivisionError("listener")
+
+    def leaves_and_raises(event: RolloutEvent) -> None:
+        gone()
+        raise ZeroDivisionError("listener")
+
+    run.subscribe(bad)
+    gone = run.subscribe(leaves_and_raises)
+    run.subscribe(lambda e: heard.append(e.sequence))
+    with pytest.warns(UserWarning, match="ZeroDivisionError: listener; it hears no more"):
+        rollout = await run
+    assert [t.stop for t in rollout] == ["answered"] * 3
+    assert heard == list(range(1, len(heard) + 1))
+
+
+async def test_where_warnings_are_errors_a_bad_listener_harms_nobody_either(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = scripted(["5"]).rollout(numbered(3))
+
+    def bad(event: RolloutEvent) -> None:
+        raise asyncio.CancelledError("listener") if event.trajectory.startswith("rollout-0:t1") else ValueError("no")
+
+    run.subscribe(bad)
+    assert [t.stop for t in await run] == ["answered"] * 3
+    assert "a listener of a rollout raised ValueError: no" in caplog.text
+    run = scripted(["5"]).rollout(numbered(3)[1:])
+    run.subscribe(bad)
+    assert [t.stop for t in await run] == ["answered"] * 2
+    assert "raised CancelledError: listener" in caplog.text
+
+
+async def test_a_listener_may_end_the_run_and_hears_of_every_end() -> None:
+    run = scripted(staggered).rollout(numbered(6), max_concurrency=3)
+    events: list[RolloutEvent] = []
+
+    def stop(event: RolloutEvent) -> None:
+        events.append(event)
+        if (event.kind, event.phase, event.task) == ("turn", "start", "t4"):
+            run.stop()
+
+    run.subscribe(stop)
+    await asyncio.wait_for(run, 10)
+    check_events(events)
+    assert {e.trajectory: e.state for e in events if (e.kind, e.phase) == ("chain", "end")}.keys() == {
+        e.trajectory for e in events
+    }
+    assert "cancelled" in {e.state for e in events}
+
+
+async def test_a_chain_that_could_not_begin_is_told_too() -> None:
+    odd = Task("odd", ({"role": 3, "content": "?"},), TASK.fields)
+    run = scripted(["5"]).rollout([TASK, odd])
+    events: list[RolloutEvent] = []
+    run.subscribe(events.append)
+    await run
+    check_events(events)
+    assert [(e.phase, e.state, e.detail) for e in events if e.task == "odd"] == [
+        ("start", "waiting", ""),
+        ("end", "failed", "error"),
+    ]
+
+
+def check_events(events: list[RolloutEvent]) -> None:
+    """No gap, no time that goes back; of each chain every start has its end, and they nest."""
+    assert [e.sequence for e in events] == list(range(1, len(events) + 1))
+    assert [e.time for e in events] == sorted(e.time for e in events)
+    for name in {e.trajectory for e in events}:
+        mine = [e for e in events if e.trajectory == name]
+        assert [(e.kind, e.phase) for e in (mine[0], mine[-1])] == [("chain", "start"), ("chain", "end")]
+        assert mine[-1].state in ("done", "failed", "cancelled")
+        running: list[tuple[str, str]] = []
+        for e in mine[1:-1]:
+            key = (e.kind, e.call)
+            assert not running or running[0][0] == e.kind  # tools run beside tools, everything else alone
+            if e.phase == "start":
+                assert e.kind == "tool" or not running
+                running.append(key)
+                assert e.state == {"turn": "sampling", "tool": "tool", "reward": "scoring"}[e.kind]
+            else:
+                running.remove(key)
+                assert e.state == ("tool" if running else "waiting")
+        assert not running, (name, running)
+
+
+async def test_whatever_goes_wrong_every_start_has_its_end() -> None:
+    seed = dice.seed()
+    rng = random.Random(seed)
+
+    async def doze(*more: type[BaseException]) -> None:
+        await asyncio.sleep(rng.random() * 0.003)
+        if rng.random() < 0.1:
+            raise rng.choice([ValueError, TimeoutError, *more])("no")
+
+    async def script(task: Task, turn: int) -> str:
+        await doze() if rng.random() < 0.3 else await asyncio.sleep(0)
+        return put_call("x") * rng.randrange(1, 4) if rng.random() < 0.7 else rng.choice(["5", "<tool_call>{"])
+
+    @tool(name="put", timeout=0.002)
+    async def bad_put(text: str, box: Box) -> str:
+        """Put.
+
+        Args:
+            text: any.
+        """
+        await doze(SystemExit)
+        return await box.run(text)
+
+    @reward
+    async def bad_reward(final: str | None, box: Box) -> float:
+        await doze(SystemExit)
+        return 1.0
+
+    kinds: set[tuple[str, str]] = set()
+    async with Pool(Box, size=4) as pool:
+        for i in range(60):
+            a = scripted(script, tools=[bad_put], reward=bad_reward, pools=[pool], timeout=rng.choice([None, 0.01]))
+            run = a.rollout(numbered(6), group_size=2, max_concurrency=5)
+            events: list[RolloutEvent] = []
+            run.subscribe(events.append)
+            waiting = asyncio.create_task(run._wait())
+            if i % 3 == 0:
+                await asyncio.sleep(rng.random() * 0.03)
+                run.stop()
+            await asyncio.wait([waiting], timeout=20)
+            assert waiting.done() and (waiting.cancelled() or waiting.exception() is None), f"seed {seed}, {i}"
+            check_events(events)
+            kinds |= {(e.kind, e.state) for e in events}
+            ended = [e.trajectory for e in events if (e.kind, e.phase) == ("chain", "end") and e.state != "cancelled"]
+            assert sorted(ended) == sorted(t.id for t in run.partial), f"seed {seed}, {i}"
+    assert {("chain", "done"), ("chain", "failed"), ("tool", "tool"), ("reward", "scoring")} <= kinds
+
+
+async def test_unsubscribing() -> None:
+    run = scripted(["5"]).rollout(TASK)
+    heard: list[RolloutEvent] = []
+    leave = run.subscribe(heard.append)
+    leave()
+    leave()
+    await run
+    assert heard == []
+
+
+async def test_progress_is_one_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tqdm")
+    await scripted(["5"]).rollout(numbered(5), progress=True)
+    assert "5/5" in capsys.readouterr().err
+
+
+# --- side by side --------------------------------------------------------------------------------
+
+
+async def test_two_rollouts_on_one_agent_at_once() -> None:
+    a = agent()
+    alone = [await a.rollout(tasks(4, seed=s), group_size=3, index=s) for s in (0, 1)]
+    both = await asyncio.gather(*(a.rollout(tasks(4, seed=s), group_size=3, index=s)._wait() for s in (0, 1)))
+    for x, y in zip(alone, both, strict=True):
+        assert [t.ids.tolist() for t in x] == [t.ids.tolist() for t in y]
+        assert [t.logprobs.tobytes() for t in x] == [t.logprobs.tobytes() for t in y]
+
+
+def test_the_same_agent_in_two_event_loops() -> None:
+    a = agent()
+
+    async def go() -> Rollout:
+        return await a.rollout(tasks(2), group_size=2)
+
+    assert [t.ids.tolist() for t in asyncio.run(go())] == [t.ids.tolist() for t in asyncio.run(go())]
+
+
+async def test_blocking_tools_block_nobody() -> None:
+    @tool
+    def block(text: str) -> str:
+        """Block.
+
+        Args:
+            text: any.
+        """
+        time.sleep(0.2)
+        return "5"
+
+    began = time.perf_counter()
+    script = ['<tool_call>{"name":"block","arguments":{"text":""}}</tool_call>', "5"]
+    rollout = await scripted(script, tools=[block]).rollout(numbered(10))
+    assert time.perf_counter() - began < 1.5
+    assert rollout.summary()["success"] == 1
+
+
+async def gaps(work: Any) -> list[float]:
+    """Seconds between two turns of the event loop while `work` is done."""
+    found: list[float] = []
+
+    async def tick() -> None:
+        last = time.perf_counter()
+        while True:
+            await asyncio.sleep(0.002)
+            now = time.perf_counter()
+            found.append(now - last)
+            last = now
+
+    ticking = asyncio.create_task(tick())
+    try:
+        await work
+    finally:
+        ticking.cancel()
+    return found
+
+
+async def test_the_event_loop_goes_on_during_a_rollout() -> None:
+    a = agent()
+    await a.rollout(tasks(2))  # whatever is loaded at the first use
+    found = await gaps(a.rollout(tasks(16), group_size=8)._wait())
+    # On a machine that others use a gap may be theirs: most turns are short, and none is a step of the model.
+    assert len(found) > 20
+    assert sorted(found)[len(found) * 9 // 10] < 0.1
+
+
+@pytest.mark.real
+async def test_no_gap_of_the_event_loop_is_longer_than_100_ms() -> None:
+    a = agent()
+    await a.rollout(tasks(2))
+    for _ in range(3):  # a gap that is ours comes every time
+        worst = max(await gaps(a.rollout(tasks(64), group_size=8)._wait()))
+        if worst < 0.1:
+            break
+    assert worst < 0.1
+
+
+# --- cancelled anywhere --------------------------------------------------------------------------
+
+
+async def test_cancelled_anywhere_nothing_is_held_and_the_engine_goes_on() -> None:
+    seed = dice.seed()
+    rng = random.Random(seed)
+    a0 = agent(fresh(), sampling=Sampling(max_tokens=24))
+    wanted = [t.ids.tolist() for t in await a0.rollout(tasks(2))]
+
+    @reward
+    async def slow(final: str | None, box: Box) -> float:
+        await asyncio.sleep(0.001)
+        return 1.0
+
+    async with Pool(Box, size=3) as pool:
+
+        def script(task: Task, turn: int) -> Any:
+            async def say() -> str:
+                await asyncio.sleep(rng.random() * 0.003)
+                return put_call("x") if turn < 2 else "5"
+
+            return say()
+
+        b = scripted(script, tools=[put], pools=[pool], reward=slow)
+        for i in range(200):
+            run = (b if i % 2 else a0).rollout(numbered(5) if i % 2 else tasks(3), group_size=2, max_concurrency=6)
+            waiting = asyncio.create_task(run._wait() if rng.random() < 0.7 else collect(run))
+            # Some cancellations by time, some by turns of the event loop: the first awaits pass within microseconds.
+            if rng.random() < 0.5:
+                await asyncio.sleep(rng.random() * 0.02)
+            else:
+                for _ in range(rng.randrange(40)):
+                    await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting], timeout=20)
+            assert waiting.done(), f"seed {seed}, {i}"
+            assert pool.snapshot().leased == 0, f"seed {seed}, {i}"
+            assert not [t for t in others() if "agentfly" in t.get_name()], f"seed {seed}, {i}"
+        assert [t.ids.tolist() for t in await a0.rollout(tasks(2))] == wanted
+        assert (await b.rollout(numbered(6))).summary()["success"] == 1
+        assert pool.snapshot().waiting == 0
+
+
+# --- a cell that is run again --------------------------------------------------------------------
+
+
+def cell(source: str, into: dict[str, Any]) -> None:
+    exec(compile(source, "<cell>", "exec"), into)
+
+
+async def test_a_tool_that_was_defined_again_is_said_once() -> None:
+    module = types.ModuleType("__main__")
+    space = vars(module)
+    source = (
+        "import agentfly_kit as af\n@af.tool\ndef shout(text: str) -> str:\n"
+        "    '''Shout.\n\n    Args:\n        text: what.\n    '''\n    return text + {!r}\n"
+    )
+    cell(source.format("!"), space)
+    script = ['<tool_call>{"name":"shout","arguments":{"text":"a"}}</tool_call>', "5"]
+    old = played(script, tools=[space["shout"]])
+    await old.rollout(TASK)
+    cell(source.format("?"), space)
+    with pytest.warns(UserWarning, match="still has the 'shout' from before it was defined again") as said:
+        rollout = await old.rollout(TASK)
+    assert len(said) == 1
+    assert rollout.trajectories[0].tool_calls[0].result.observation == "a!"  # type: ignore[union-attr]
+    await old.rollout(TASK)  # said once: a second warning would fail this test
+    new = old.replace(tools=[space["shout"]])
+    assert (await new.rollout(TASK)).trajectories[0].tool_calls[0].result.observation == "a?"  # type: ignore[union-attr]
+
+
+def test_tools_may_be_plain_functions() -> None:
+    assert Agent(engine=Played(["5"]), chat=chat(), tools=[calculator.function]).tools.names == ("calculator",)

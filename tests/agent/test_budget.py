@@ -1,0 +1,353 @@
+"""What chains may spend alone and together: never more than was given, and what was cut says by what."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import dice
+import pytest
+from agents import agent, call, chat, played, scripted
+
+import agentfly_kit as af
+from agentfly_kit.agent.budget import Budget, BudgetUsage, TokenReservation
+from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.engines.openai import OpenAIEngine, TextChat
+from agentfly_kit.errors import SettingsError
+from agentfly_kit.types import Task
+
+QUESTION = ({"role": "user", "content": "What is 2+3?"},)
+
+
+def numbered(count: int) -> list[Task]:
+    return [Task(f"t{i}", QUESTION, {"answer": "5"}) for i in range(count)]
+
+
+def spent(rollout: Rollout) -> dict[str, int]:
+    return {
+        "tokens": sum(len(t.ids or ()) for x in rollout for t in x.turns if t.kind == "action"),
+        "turns": sum(len(x.actions) for x in rollout),
+        "tool_calls": sum("was not run" not in c.result.observation for x in rollout for c in x.tool_calls if c.result),
+    }
+
+
+# --- one chain -----------------------------------------------------------------------------------
+
+
+async def test_calls_beyond_a_chains_limit_are_not_run_and_it_ends() -> None:
+    script = [call("1+1"), call("1+2") + call("1+3") + call("1+4"), "5"]
+    (t,) = await played(script, max_tool_calls=3).rollout(numbered(1))
+    assert (t.stop, t.truncated, t.reward) == ("chain_tool_calls", True, 0.0)
+    assert [c.result.observation for c in t.tool_calls if c.result] == [
+        "2", "3", "4", "calculator was not run: there are no tool calls left (chain_tool_calls)",
+    ]  # fmt: skip
+    assert t.turns[-1].ids == ()  # no action follows it, so no engine was given it
+
+
+async def test_a_chain_may_answer_after_its_last_call() -> None:
+    script = [call("1+1"), call("1", "nobody") + "<tool_call>{", call("2+3"), "5"]
+    (t,) = await played(script, max_tool_calls=2).rollout(numbered(1))  # what cannot be run costs nothing
+    assert (t.stop, t.reward) == ("answered", 1.0)
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 64])
+async def test_a_chains_own_limits_cut_the_same_chains_at_any_concurrency(concurrency: int) -> None:
+    def script(task: Task, turn: int) -> str:
+        return call("1+1") * (int(task.id[1:]) % 3 + 1) if turn < int(task.id[1:]) else "5"
+
+    rollout = await played(script, max_tool_calls=4, max_turns=4).rollout(
+        numbered(8), group_size=2, max_concurrency=concurrency
+    )
+    by_task = [g.trajectories[0].stop for g in rollout.groups]
+    over = "chain_tool_calls"
+    assert by_task == ["answered", "answered", over, "answered", over, over, "max_turns", over]
+    assert all(len({t.stop for t in g}) == 1 for g in rollout.groups)
+
+
+async def test_by_hand_the_same_limit_holds() -> None:
+    chain = played([call("1+1"), call("1+1"), "5"], max_tool_calls=1).chain(numbered(1)[0])
+    await chain.step()
+    await chain.step()
+    assert chain.stop == "chain_tool_calls"
+    chain.rewind(to=2)
+    chain.force("5")
+    assert (await chain.finish()).stop == "answered"
+
+
+# --- together ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("budget", "stops", "not_run"),
+    [
+        ({"turns": 5}, ["answered", "answered", "run_turns"], ["t3", "t4"]),
+        ({"turns": 4}, ["answered", "answered"], ["t2", "t3", "t4"]),
+        ({"tool_calls": 2}, ["answered", "answered"], ["t2", "t3", "t4"]),
+        ({"turns": 100, "tool_calls": 100, "tokens": 10**6, "seconds": 60}, ["answered"] * 5, []),
+    ],
+)
+async def test_one_at_a_time_the_same_chains_are_cut(
+    budget: dict[str, Any], stops: list[str], not_run: list[str]
+) -> None:
+    run = played([call("2+3"), "5"]).rollout(numbered(5), max_concurrency=1, budget=af.Budget(**budget))
+    rollout = await run
+    assert [t.stop for t in rollout] == stops
+    assert list(rollout.not_run) == [f"rollout-0:{name}/0" for name in not_run]
+    assert set(rollout.not_run.values()) <= {f"run_{next(iter(budget))}"}
+    assert [t.truncated for t in rollout] == [s.startswith("run_") for s in stops]
+    assert all(t.reward is not None for t in rollout)
+    if not_run:
+        assert f"{len(not_run)} not run" in repr(rollout)
+        assert f"{len(rollout)} of 5 chains done, {len(not_run)} not run" in repr(run)
+        assert rollout.summary()["not_run"] == len(not_run)
+
+
+async def test_a_rollout_keeps_on_disk_what_did_not_run(tmp_path: Any) -> None:
+    rollout = await played(["5"]).rollout(numbered(3), max_concurrency=1, budget=Budget(turns=1))
+    again = Rollout.load(rollout.save(tmp_path / "r.jsonl"))
+    assert again == rollout
+    assert len(again.not_run) == 2
+    assert (await rollout.rescore(None)).not_run == rollout.not_run
+
+
+async def test_each_group_has_its_own() -> None:
+    rollout = await played([call("2+3"), "5"]).rollout(
+        numbered(3), group_size=4, max_concurrency=2, group_budget=Budget(turns=5)
+    )
+    for group in rollout.groups:
+        assert sum(len(t.actions) for t in group) == 5
+    assert {t.stop for t in rollout} == {"answered", "group_turns"}
+    assert set(rollout.not_run.values()) == {"group_turns"}
+    assert len(rollout) + len(rollout.not_run) == 12
+
+
+async def test_calls_that_a_shared_budget_leaves_are_run_and_the_rest_is_not() -> None:
+    rollout = await played([call("1+1") * 3, "5"]).rollout(numbered(3), max_concurrency=1, budget=Budget(tool_calls=4))
+    assert [t.stop for t in rollout] == ["answered", "run_tool_calls"]
+    assert spent(rollout)["tool_calls"] == 4
+
+
+async def test_the_last_action_gets_the_tokens_that_are_left() -> None:
+    long = "What is it? " * 20 + "…"  # cut at the tokens of its turn, whatever those are
+
+    def script(task: Task, turn: int) -> str:
+        return "5" if task.id == "t0" else long
+
+    first = len(chat().encode("5")) + 1
+    rollout = await played(script).rollout(numbered(3), max_concurrency=1, budget=Budget(tokens=first + 7))
+    assert [(t.stop, len(t.turns[-1].ids or ())) for t in rollout] == [("answered", first), ("run_tokens", 7)]
+    assert rollout.not_run == {"rollout-0:t2/0": "run_tokens"}
+    rollout = await played(script).rollout(numbered(2), max_concurrency=1, budget=Budget(tokens=first + 64))
+    assert [t.stop for t in rollout] == ["answered", "turn_tokens"]  # the turn's own limit was as near
+
+
+@pytest.mark.parametrize("kind", ["budget", "group_budget"])
+async def test_no_budget_is_ever_exceeded(kind: str) -> None:
+    """With the real engine, whose actions have any length, and at any concurrency."""
+    seed = dice.seed()
+    rng = random.Random(seed)
+    a = agent(max_turns=3)
+    whole = spent(await a.rollout(numbered(4), group_size=3))
+    seen: set[str] = set()
+    for _ in range(12):
+        what = rng.choice(["tokens", "turns", "tool_calls"])
+        # Less than what all, or an average group, would spend: it is reached.
+        limit = rng.randrange(1, max(2, whole[what] // (1 if kind == "budget" else len(numbered(4)))))
+        many = rng.choice([1, 2, 5, 64])
+        events: list[Any] = []
+        run = a.rollout(numbered(4), group_size=3, max_concurrency=many, **{kind: Budget(**{what: limit})})  # type: ignore[arg-type]
+        run.subscribe(events.append)
+        rollout = await asyncio.wait_for(run, 60)
+        parts = [rollout] if kind == "budget" else [Rollout((g,)) for g in rollout.groups]
+        assert all(spent(part)[what] <= limit for part in parts), f"seed {seed}"
+        assert len(rollout) + len(rollout.not_run) == 12
+        cut = {t.stop for t in rollout if t.truncated} | set(rollout.not_run.values())
+        seen |= cut
+        if kind == "budget" and limit < whole[what]:
+            assert f"run_{what}" in cut, f"seed {seed}"
+        assert not [e for e in events if e.kind == "turn" and e.trajectory in rollout.not_run]
+    assert any(stop.startswith(kind.removesuffix("budget").removesuffix("_") or "run") for stop in seen)
+
+
+async def test_time_that_is_over_cuts_what_runs_and_starts_nothing_more() -> None:
+    async def script(task: Task, turn: int) -> str:
+        await asyncio.sleep(0 if task.id == "t0" else 60)
+        return "5"
+
+    rollout = await asyncio.wait_for(
+        scripted(script, timeout=30).rollout(numbered(5), max_concurrency=2, budget=Budget(seconds=0.3)), 20
+    )
+    assert [t.stop for t in rollout] == ["answered", "run_seconds", "run_seconds"]
+    assert set(rollout.not_run.values()) == {"run_seconds"}
+    assert len(rollout.not_run) == 2
+    rollout = await asyncio.wait_for(
+        scripted(script).rollout(numbered(2), max_concurrency=1, group_budget=Budget(seconds=0.2)), 20
+    )
+    assert [t.stop for t in rollout] == ["answered", "group_seconds"]  # each group's clock begins with its first chain
+
+
+async def test_forks_share_their_groups_budget_and_those_that_do_not_run_hold_nothing() -> None:
+    class Box:
+        held = 0
+
+        async def start(self) -> None: ...
+
+        async def run(self, text: str) -> str:
+            return text
+
+        async def fork(self, into: Any) -> None: ...
+
+        async def reset(self) -> None: ...
+
+        async def close(self) -> None: ...
+
+    @af.tool
+    async def put(text: str, box: Box) -> str:
+        """Put.
+
+        Args:
+            text: any.
+        """
+        return await box.run(text)
+
+    script = ['<tool_call>{"name":"put","arguments":{"text":"x"}}</tool_call>', "5"]
+    async with af.Pool(Box, size=8) as pool:
+        a = played(script, tools=[put], pools=[pool], after_observation=lambda c: 3 if c.key.fork == "" else 0)
+        rollout = await a.rollout(numbered(1), max_concurrency=1, group_budget=Budget(turns=3))
+        assert [t.stop for t in rollout] == ["answered", "answered"]
+        assert list(rollout.not_run) == ["rollout-0:t0/0.2", "rollout-0:t0/0.3"]
+        assert pool.snapshot().leased == 0
+
+
+async def test_a_failed_action_is_given_back() -> None:
+    def script(task: Task, turn: int) -> Any:
+        return ZeroDivisionError("no") if task.id == "t0" else "5"
+
+    rollout = await played(script).rollout(numbered(3), max_concurrency=1, budget=Budget(turns=2))
+    assert [t.stop for t in rollout] == ["error", "answered", "answered"]
+
+
+async def test_cancelled_while_it_waits_for_tokens() -> None:
+    usage = BudgetUsage(Budget(tokens=10), "run")
+    async with TokenReservation([usage], 8):
+        waiting = asyncio.create_task(TokenReservation([usage], 8).__aenter__())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+        assert usage.tokens_left == 2
+    assert usage.tokens_left == 10
+    assert (usage.turns, usage.tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"budget": 100}, r"budget=100: give an af\.Budget\("),
+        ({"group_budget": {"tokens": 3}}, "group_budget="),
+    ],
+)
+def test_what_is_no_budget(options: Any, says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        scripted(["5"]).rollout(numbered(1), **options)
+    for bad in ({"tokens": 0}, {"turns": 1.5}, {"tool_calls": True}, {"seconds": 0}):
+        with pytest.raises(SettingsError, match=rf"Budget\({next(iter(bad))}="):
+            Budget(**bad)  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="max_tool_calls=0"):
+        scripted(["5"], max_tool_calls=0)
+
+
+async def test_tokens_of_a_text_engine_cannot_be_counted() -> None:
+    engine = OpenAIEngine("http://127.0.0.1:1/v1", "m")
+    a = af.Agent(engine, chat=TextChat())
+    with pytest.raises(SettingsError, match="gives text only, whose tokens nobody here can count"):
+        a.rollout(numbered(1), budget=Budget(tokens=5))
+
+
+# --- how many at once ----------------------------------------------------------------------------
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    async def count(self) -> None:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0.003)
+        self.now -= 1
+
+
+@pytest.mark.parametrize("two_rollouts", [False, True])
+async def test_each_kind_has_its_own_cap(two_rollouts: bool) -> None:
+    asked, ran, scored = Counter(), Counter(), Counter()
+
+    async def script(task: Task, turn: int) -> str:
+        await asked.count()
+        return call("1", "slow") * 3 if turn == 0 else "5"
+
+    @af.tool
+    async def slow(expression: str) -> str:
+        """Slow.
+
+        Args:
+            expression: any.
+        """
+        await ran.count()
+        return expression
+
+    @af.reward
+    async def right(final: str | None) -> float:
+        await scored.count()
+        return 1.0
+
+    a = scripted(
+        script, tools=[slow], reward=right, max_concurrent_requests=5, max_concurrent_tools=4, max_concurrent_rewards=2
+    )
+    if two_rollouts:  # the limits are the agent's, whatever it is used for
+        await asyncio.gather(a.rollout(numbered(10))._wait(), af.evaluate(a, numbered(10)))
+    else:
+        await a.rollout(numbered(16))
+    assert (asked.most, ran.most, scored.most) == (5, 4, 2)
+    asked.most = ran.most = scored.most = 0
+    free = a.replace(max_concurrent_requests=None, max_concurrent_tools=None, max_concurrent_rewards=None)
+    await free.rollout(numbered(12))
+    assert asked.most > 5 and ran.most > 4 and scored.most > 2
+
+
+async def test_a_cap_on_tools_and_a_small_pool_do_not_wait_for_each_other() -> None:
+    class Box:
+        async def run(self, text: str) -> str:
+            await asyncio.sleep(0.001)
+            return text
+
+        async def reset(self) -> None: ...
+
+        async def close(self) -> None: ...
+
+    @af.tool
+    async def put(text: str, box: Box) -> str:
+        """Put.
+
+        Args:
+            text: any.
+        """
+        return await box.run(text)
+
+    script = ['<tool_call>{"name":"put","arguments":{"text":"x"}}</tool_call>'] * 3 + ["5"]
+    async with af.Pool(Box, size=2) as pool:
+        a = scripted(script, tools=[put], pools=[pool], max_turns=5, max_concurrent_tools=1, max_concurrent_requests=1)
+        rollout = await asyncio.wait_for(a.rollout(numbered(8)), 20)
+    assert [t.stop for t in rollout] == ["answered"] * 8
+
+
+def test_caps_outlive_an_event_loop() -> None:
+    a = scripted(["5"], max_concurrent_requests=2)
+
+    async def go() -> int:
+        return len(await a.rollout(numbered(6)))
+
+    assert [asyncio.run(go()), asyncio.run(go())] == [6, 6]
+    with pytest.raises(SettingsError, match="max_concurrent_tools=0: give at least 1, or None"):
+        scripted(["5"], max_concurrent_tools=0)

@@ -1,0 +1,882 @@
+"""One chain: every token is what the engine was given or gave, every stop has its reason, and by hand nothing tears."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from agents import (
+    Played,
+    Recording,
+    agent,
+    calculator,
+    call,
+    chat,
+    fresh,
+    played,
+    random_policy,
+    reference_logprobs,
+    scripted,
+    shipped,
+    tasks,
+)
+
+from agentfly_kit.agent.chain import Chain
+from agentfly_kit.batch.batch import collate
+from agentfly_kit.engines.base import Engine
+from agentfly_kit.engines.local.engine import LocalEngine
+from agentfly_kit.errors import BatchError, EngineError, NotAwaited, SandboxError, SettingsError, ToolError
+from agentfly_kit.pool.pool import Pool
+from agentfly_kit.rewards import reward
+from agentfly_kit.tools.context import Context, FromTask
+from agentfly_kit.tools.tool import tool
+from agentfly_kit.types import Sample, Sampling, Task, ToolResult, Trajectory, TurnRequest
+
+TASK = Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"})
+STOP = chat().stop_ids[0]
+
+
+class Box:
+    """A sandbox without an outside."""
+
+    made = 0
+
+    def __init__(self, **_: Any) -> None:
+        Box.made += 1
+        self.log: list[str] = []
+        self.alive = True
+
+    async def run(self, text: str) -> str:
+        if text == "die" or not self.alive:
+            self.alive = False
+            raise SandboxError("the host killed it")
+        self.log.append(text)
+        return ",".join(self.log)
+
+    async def reset(self) -> None:
+        self.log.clear()
+
+    async def close(self) -> None:
+        self.alive = False
+
+
+class Forking(Box):
+    async def fork(self, into: Forking) -> None:
+        into.log = list(self.log)
+
+
+@tool
+async def put(text: str, box: Box) -> str:
+    """Put a text into the box.
+
+    Args:
+        text: the text.
+    """
+    return await box.run(text)
+
+
+@tool
+async def put_forking(text: str, box: Forking) -> str:
+    """Put a text into the box.
+
+    Args:
+        text: the text.
+    """
+    return await box.run(text)
+
+
+def cut_after(text: str) -> Sampling:
+    return Sampling(max_tokens=len(chat().encode(text)))
+
+
+def put_call(text: str, name: str = "put") -> str:
+    return f'<tool_call>{{"name":"{name}","arguments":{{"text":"{text}"}}}}</tool_call>'
+
+
+# --- exact tokens --------------------------------------------------------------------------------
+
+
+def rows_are_what_was_said(engine: Recording, trajectories: Sequence[Trajectory]) -> int:
+    """Every action of these rows is a sample that the engine gave, after exactly the ids that it was given."""
+    seen: dict[tuple[int, ...], list[Sample]] = {}
+    for _, given, sample in engine.seen:
+        seen.setdefault(given, []).append(sample)
+    count = 0
+    for t in trajectories:
+        ids = t.ids.tolist()
+        at = 0
+        for turn in t.turns:
+            assert turn.ids is not None
+            if turn.kind == "action":
+                found = [s for s in seen[tuple(ids[:at])] if s.ids == turn.ids and s.logprobs == turn.logprobs]
+                assert found
+                assert turn.sampled
+                assert t.action_mask[at : at + len(turn.ids)].all()
+                assert t.logprobs[at : at + len(turn.ids)].tolist() == np.float32(found[0].logprobs).tolist()
+                count += 1
+            else:
+                assert not t.action_mask[at : at + len(turn.ids)].any()
+            at += len(turn.ids)
+        assert at == len(ids)
+    return count
+
+
+async def test_the_row_is_what_the_engine_was_given_and_gave() -> None:
+    engine = Recording(LocalEngine(shipped()))
+    a = agent(engine=engine, sampling=Sampling(temperature=1.3, max_tokens=20))
+    rollout = await a.rollout(tasks(8), group_size=6)
+    assert rows_are_what_was_said(engine, rollout.trajectories) == len(engine.seen)
+    assert len({t.stop for t in rollout}) > 1
+
+
+async def test_logprobs_of_a_row_are_those_of_a_full_forward() -> None:
+    rollout = await agent().rollout(tasks(3), group_size=3)
+    for t in rollout:
+        at = np.flatnonzero(t.action_mask).tolist()
+        logprobs, entropies = reference_logprobs(shipped(), t.ids.tolist(), at)
+        assert t.logprobs[at] == pytest.approx(logprobs, abs=1e-5)
+        assert t.entropies[at] == pytest.approx(entropies, abs=1e-5)
+
+
+async def test_new_weights_between_two_turns() -> None:
+    policy = fresh()
+    chain = agent(policy).chain(TASK)
+    chain.force(call("2+3"))
+    await chain.act()
+    with policy.lock:
+        import torch
+
+        with torch.no_grad():
+            for p in policy.model.parameters():
+                p.mul_(1.05)
+        policy.version += 1
+    turn = await chain.sample()
+    t = chain.snapshot()
+    at = np.flatnonzero(t.action_mask).tolist()
+    assert t.logprobs[at] == pytest.approx(reference_logprobs(policy, t.ids.tolist(), at)[0], abs=1e-5)
+    assert turn.versions == (1,) * len(turn.ids or ())
+
+
+async def test_text_of_a_row_is_the_conversation() -> None:
+    t = await played([call("2+3"), "5"]).chain(TASK).run()
+    assert chat().text(t.ids.tolist()) == (
+        "<|im_start|>system\nTools: calculator(expression)<|im_end|>\n<|im_start|>user\nWhat is 2+3?<|im_end|>\n"
+        f"<|im_start|>assistant\n{call('2+3')}<|im_end|>\n<|im_start|>tool\n<tool_response>5</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n5<|im_end|>"
+    )
+    assert (t.stop, t.final, t.reward, t.metrics) == ("answered", "5", 1.0, {"exact": 1.0})
+    assert "".join(t.token_texts) == chat().text(t.ids.tolist())
+
+
+async def test_the_system_message_comes_first() -> None:
+    chain = played(["5"], system="Be brief.").chain(TASK)
+    assert chain.turn.text.startswith("<|im_start|>system\nBe brief.\nTools: calculator")
+
+
+async def test_a_text_only_engine() -> None:
+    class Text(Engine):
+        tokens, logprobs, author = "none", "no", "policy"
+
+        async def sample(
+            self, ids: Sequence[int], sampling: Sampling, seed: int, *, request: TurnRequest | None = None
+        ) -> Sample:
+            assert request is not None
+            roles = [m["role"] for m in request.messages]
+            assert roles == (["user"] if request.turn == 0 else ["user", "assistant", "tool"])
+            return Sample(None, None, None, "stop", None, text=call("2+3") if request.turn == 0 else "5")
+
+    t = await agent(engine=Text(), chat=chat()).chain(TASK).run()
+    assert (t.stop, t.final, t.reward, t.exact) == ("answered", "5", 1.0, False)
+    with pytest.raises(BatchError, match="gives text only"):
+        collate([t])
+
+
+# --- provenance ----------------------------------------------------------------------------------
+
+
+async def test_the_mask_is_who_made_the_token() -> None:
+    chain = played([call("1+1"), "5"]).chain(TASK)
+    forced = chain.force("let me ", end=False)
+    action = await chain.sample()
+    await chain.act()
+    chain.force(chat().encode("2"), end=False, author="hook")
+    end = chain.force("3")
+    t = chain.snapshot()
+    assert [(turn.kind, turn.author) for turn in t.turns] == [
+        ("prompt", "task"),
+        ("forced", "person"),
+        ("action", "policy"),
+        ("observation", "tool"),
+        ("forced", "hook"),
+        ("forced", "person"),
+    ]
+    sampled = {i for i, turn in enumerate(t.turns) if turn.sampled}
+    assert sampled == {2}
+    assert [bool(m) for m in t.action_mask] == [i == 2 for i in t.turn_index]
+    assert end.messages[0]["content"] == "23", "a message is read from its forced beginning on"
+    assert action.messages[0]["content"] == "let me"
+    assert forced.messages == ()
+    assert len(t.actions) == 2
+
+
+async def test_the_agents_name_is_the_author_of_its_tokens() -> None:
+    t = await played(["5"], name="alice").chain(TASK).run()
+    assert t.turns[1].author == "alice"
+    assert t.turns[1].sampled
+
+
+async def test_script_and_forced_tokens_train_nobody() -> None:
+    chain = scripted(["5"]).chain(TASK)
+    await chain.step()
+    assert not chain.snapshot().action_mask.any()
+    chain = played(["5"]).chain(TASK)
+    chain.force("5")
+    t = await chain.finish()
+    assert (t.reward, t.stop, t.final) == (1.0, "answered", "5")
+    assert not t.action_mask.any()
+
+
+async def test_a_cut_turn_gets_its_end_with_mask_0() -> None:
+    chain = played(["five I th…", "5"], sampling=cut_after("five I th")).chain(TASK)
+    cut = await chain.step()
+    assert chain.stop == "turn_tokens"
+    assert (cut.ids or ())[-1] != STOP
+    told = chain.observe("go on")
+    assert (told.ids or ())[0] == STOP
+    assert not told.sampled
+    assert told.messages == ({"role": "user", "content": "go on"},)
+    await chain.step()
+    t = await chain.finish()
+    assert t.final == "5"
+    at = t.turn_index.tolist().index(2)
+    assert t.ids[at] == STOP
+    assert not t.action_mask[at]
+
+
+async def test_a_stop_text_ends_the_turn_and_the_bridge_closes_it() -> None:
+    chain = played([call("2+3") + "§", "5 END and more§"], sampling=Sampling(stop=("</tool_call>", "END"))).chain(TASK)
+    await chain.step()
+    assert (chain.turn.ids or ())[0] == STOP, "the observation begins with the stop token that was not sampled"
+    assert chain.turn.tool_calls[0].result is not None
+    assert chain.turn.tool_calls[0].result.observation == "5", "the text that stopped it closes the call"
+    await chain.step()
+    t = await chain.finish()
+    assert t.final == "5", "the parser cuts the text; the ids stay whole"
+    assert t.turns[-1].text == "5 END and more"
+    assert t.reward == 1.0
+
+
+# --- why it stopped ------------------------------------------------------------------------------
+
+
+@tool
+def stopper(text: str) -> ToolResult:
+    """Stop.
+
+    Args:
+        text: any.
+    """
+    return ToolResult(True, "over", done=True, reward=0.25)
+
+
+LONG = "1 2 3 4 5 6 7 8 9 10 11 12"
+ENDS: list[tuple[str, Any, dict[str, Any], str, float | None, str | None]] = [
+    ("answer", ["5"], {}, "answered", 1.0, "5"),
+    ("an empty answer", [""], {}, "answered", 0.0, ""),
+    ("tool says stop", [put_call("x", "stopper")], {"tools": [stopper]}, "tool_stopped", 0.0, None),
+    ("max_turns", [call("1+1")] * 3, {"max_turns": 3}, "max_turns", 0.0, None),
+    ("answer in the last turn", [call("1+1"), "5"], {"max_turns": 2}, "answered", 1.0, "5"),
+    ("turn cut", [LONG + "…"], {"sampling": Sampling(max_tokens=4)}, "turn_tokens", 0.0, None),
+    ("chain cut", [LONG + "…"], {"max_tokens": 4}, "chain_tokens", 0.0, None),
+    ("context cut", [LONG + "…"], {"max_length": 60}, "context_full", 0.0, None),
+    ("prompt too long", ["5"], {"max_length": 20}, "context_full", 0.0, None),
+    ("bad calls", ["<tool_call>{</tool_call>"] * 3, {}, "invalid_call", 0.0, None),
+    ("bad calls, 1", [call("1", "nobody")], {"max_invalid_calls": 1}, "invalid_call", 0.0, None),
+    ("engine broke", [EngineError("no")], {}, "error", None, None),
+    ("code broke", [ZeroDivisionError("no")], {}, "error", None, None),
+    ("engine timed out", [TimeoutError("the server did not answer")], {}, "error", None, None),
+    ("engine timed out, chain has a limit", [TimeoutError("no")], {"timeout": 60.0}, "error", None, None),
+]
+
+
+@pytest.mark.parametrize("case", ENDS, ids=[e[0] for e in ENDS])
+async def test_stop_reasons(case: tuple[str, Any, dict[str, Any], str, float | None, str | None]) -> None:
+    _, script, settings, stop, score, final = case
+    t = await played(script, **settings).chain(TASK).run()
+    assert (t.stop, t.reward, t.final) == (stop, score, final)
+    assert (t.error is not None) == (stop == "error")
+    assert len(t.ids) == len(t.action_mask) == len(t.logprobs) == len(t.turn_index)
+
+
+async def test_at_the_last_turn_the_call_is_run_and_its_result_is_given_to_nobody() -> None:
+    engine = Played([call("1+1"), call("2+2")])
+    t = await agent(engine=engine, chat=chat(), max_turns=2).chain(TASK).run()
+    assert [c.result.observation for c in t.tool_calls if c.result] == ["2", "4"]
+    assert t.turns[-1].kind == "observation"
+    assert t.turns[-1].ids == ()
+    assert t.turns[-1].text == "4"
+    assert tuple(t.ids) == (*engine.given[-1], *engine.gave[-1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "stop"),
+    [({"max_length": 130}, "context_full"), ({"max_tokens": len(chat().encode(call("1+1"))) + 1}, "chain_tokens")],
+)
+async def test_what_no_action_follows_is_not_in_the_row(settings: dict[str, Any], stop: str) -> None:
+    @tool
+    def talk(expression: str) -> str:
+        """Talk.
+
+        Args:
+            expression: any.
+        """
+        return "word " * 200
+
+    t = await played([call("1+1", "talk"), "5"], tools=[talk], **settings).chain(TASK).run()
+    assert t.stop == stop
+    engine_saw = t.turns[:2]
+    assert len(t.ids) == sum(len(turn.ids or ()) for turn in engine_saw)
+    assert t.turns[-1].ids == ()
+    assert t.turns[-1].text.startswith("word word")
+    assert int(t.action_mask.sum()) == len(t.turns[1].ids or ())
+
+
+async def test_a_chain_never_takes_more_tokens_than_it_may() -> None:
+    for limit in range(1, 60, 7):
+        played_agent = played([call("1+1"), call("2+2"), LONG], max_tokens=limit)
+        engine = played_agent.engine
+        t = await played_agent.chain(TASK).run()
+        assert all(s.max_tokens <= limit for s in engine.samplings)
+        assert sum(len(turn.ids or ()) for turn in t.turns if turn.kind == "action" and turn.stop == "length") <= limit
+
+
+async def test_an_unclosed_call_is_never_run() -> None:
+    ran: list[str] = []
+
+    @tool
+    def spy(expression: str) -> str:
+        """Spy.
+
+        Args:
+            expression: any.
+        """
+        ran.append(expression)
+        return ""
+
+    begun, more = call("1+1", "spy")[:-12], call("1+1", "spy") + " and"
+    cut = await played([begun + "…"], tools=[spy], sampling=cut_after(begun)).chain(TASK).run()
+    assert cut.stop == "turn_tokens"
+    told = await played([begun, "5"], tools=[spy]).chain(TASK).run()
+    assert told.stop == "answered"
+    assert "was not closed" in told.turns[2].text
+    whole = await played([more + "…"], tools=[spy], sampling=cut_after(more)).chain(TASK).run()
+    assert whole.stop == "turn_tokens"
+    assert ran == []
+
+
+async def test_bad_calls_are_observations_and_a_good_one_begins_the_count_again() -> None:
+    bad, unknown = "<tool_call>{]</tool_call>", call("1", "nobody")
+    t = await played([bad, unknown, call("2+3"), bad, unknown, "5"], max_turns=9).chain(TASK).run()
+    assert t.stop == "answered"
+    texts = [c.result.observation for c in t.tool_calls if c.result is not None]
+    assert "is not valid JSON" in texts[0]
+    assert "there is no tool named 'nobody'; the tools are: calculator" in texts[1]
+    assert texts[2] == "5"
+    t = await played([bad, unknown, bad, "5"], max_turns=9).chain(TASK).run()
+    assert t.stop == "invalid_call"
+    assert t.reward == 0.0
+
+
+async def test_parallel_calls_run_side_by_side_and_come_back_in_order() -> None:
+    @tool
+    async def wait(text: str) -> str:
+        """Wait.
+
+        Args:
+            text: seconds.
+        """
+        await asyncio.sleep(float(text))
+        return f"waited {text}"
+
+    three = "".join(put_call(s, "wait") for s in ("0.3", "0.1", "0.2"))
+    began = time.perf_counter()
+    t = await played([three, "5"], tools=[wait]).chain(TASK).run()
+    assert time.perf_counter() - began < 0.55
+    assert [c.result.observation for c in t.tool_calls if c.result] == ["waited 0.3", "waited 0.1", "waited 0.2"]
+    assert [m["tool_call_id"] for m in t.turns[2].messages] == ["call-0", "call-1", "call-2"]
+
+
+async def test_kinds_of_tool_failure() -> None:
+    @tool
+    def fails(text: str) -> str:
+        """Fail.
+
+        Args:
+            text: how.
+        """
+        if text == "told":
+            raise ToolError("no such city")
+        raise KeyError("secret answer")
+
+    t = await played([put_call("told", "fails"), put_call("ours", "fails"), "5"], tools=[fails]).chain(TASK).run()
+    first, second = (c.result for c in t.tool_calls)
+    assert first is not None
+    assert (first.ok, first.observation, first.error) == (False, "no such city", None)
+    assert second is not None
+    assert second.observation == "fails failed."
+    assert second.error is not None
+    assert "secret answer" in second.error.traceback
+    assert "secret" not in chat().text(t.ids.tolist())
+    assert t.reward == 1.0, "the chain goes on, and is scored"
+
+
+async def test_a_tools_reward_stands_on_the_action_that_called_it() -> None:
+    @tool
+    def give(text: str) -> ToolResult:
+        """Give.
+
+        Args:
+            text: how much.
+        """
+        return ToolResult(True, "ok", reward=float(text))
+
+    two = put_call("0.25", "give") + put_call("0.5", "give")
+    t = await played([two, put_call("-1", "give"), "5"], tools=[give]).chain(TASK).run()
+    assert [turn.reward for turn in t.turns] == [None, None, 0.75, None, -1.0, None]
+    rewards = collate([t]).token_rewards[0]
+    last = [np.flatnonzero(t.turn_index == i)[-1] for i in (1, 3, 5)]
+    expected = np.where(t.action_mask, 0.0, np.nan)
+    expected[last] = [0.75, -1.0, 1.0]
+    np.testing.assert_array_equal(rewards.numpy(), expected)
+
+
+async def test_a_dead_sandbox_is_our_fault_and_its_siblings_live() -> None:
+    async with Pool(Box, size=2) as pool:
+        script = lambda task, turn: put_call("die" if task.id == "bad" else "x") if turn == 0 else "5"  # noqa: E731
+        a = played(script, tools=[put], pools=[pool])
+        bad = Task("bad", TASK.messages, TASK.fields)
+        rollout = await a.rollout([TASK, bad, Task("u", TASK.messages, TASK.fields)], group_size=2, max_concurrency=2)
+        assert [t.stop for t in rollout] == ["answered"] * 2 + ["error"] * 2 + ["answered"] * 2
+        assert [t.reward for t in rollout] == [1.0, 1.0, None, None, 1.0, 1.0]
+        dead = rollout.trajectories[2]
+        assert dead.error is not None
+        assert dead.error.type == "SandboxError"
+        assert pool.snapshot().leased == 0
+        assert collate(rollout).dropped[0].reason == "unscored (tool put)"
+
+
+async def test_a_reward_that_raises_leaves_its_chain_unscored() -> None:
+    @reward
+    def bad(final: str | None) -> float:
+        raise KeyError("lost")
+
+    t = await played(["5"], reward=bad).chain(TASK).run()
+    assert (t.stop, t.reward) == ("answered", None)
+    assert t.error is not None
+    assert (t.error.where, t.error.type) == ("reward bad", "KeyError")
+
+
+@pytest.mark.parametrize("where", ["sampling", "tool"])
+async def test_a_chains_own_clock(where: str) -> None:
+    @tool
+    async def hang(text: str) -> str:
+        """Hang.
+
+        Args:
+            text: any.
+        """
+        await asyncio.sleep(30)
+        return ""
+
+    async with Pool(Box, size=1) as pool:
+        if where == "sampling":
+            a = scripted(["5"], latency=30, timeout=0.05)
+        else:
+            a = played([put_call("a"), put_call("x", "hang")], tools=[put, hang], pools=[pool], timeout=0.1)
+        began = time.perf_counter()
+        t = await a.chain(TASK).run()
+        assert time.perf_counter() - began < 5
+        assert (t.stop, t.reward, t.truncated) == ("timeout", 0.0, True)
+        assert pool.snapshot().leased == 0
+
+
+async def test_the_sandbox_lives_until_the_reward_has_read_it() -> None:
+    @reward
+    async def filled(box: Box) -> float:
+        return float(box.log == ["a", "b"])
+
+    async with Pool(Box, size=1) as pool:
+        a = played([put_call("a"), put_call("b"), "5"], tools=[put], reward=filled, pools=[pool])
+        for _ in range(2):  # the next chain sees nothing of the last
+            assert (await a.chain(TASK).run()).reward == 1.0
+        assert pool.snapshot().leased == 0
+
+
+async def test_a_pool_that_is_closed_under_a_chain_is_data() -> None:
+    pool = Pool(Box, size=1)
+    a = played([put_call("a"), put_call("b"), "5"], tools=[put], pools=[pool])
+    chain = a.chain(TASK)
+    await chain.step()
+    await pool.close()
+    t = await chain.run()
+    assert t.stop == "error"
+    assert t.reward is None
+
+
+# --- by hand -------------------------------------------------------------------------------------
+
+
+async def test_turns_say_where_they_stand() -> None:
+    chain = played([call("1+1"), "2"], max_turns=6).chain(TASK)
+    assert "turn 1 of 6" in repr(await chain.sample())
+    assert "turn 1 of 6" in repr(await chain.act())
+    assert "turn 2 of 6" in repr(await chain.step())
+    assert repr(chain).startswith("Chain('chain-0:t/0', stopped: answered")
+
+
+async def test_what_cannot_be_done_now_is_refused_with_what_can() -> None:
+    chain = played([call("1+1"), "5"]).chain(TASK)
+    with pytest.raises(SettingsError, match=r"nothing to run.*await chain\.sample\(\) first"):
+        await chain.act()
+    with pytest.raises(SettingsError, match="no action to answer"):
+        chain.observe("x")
+    await chain.sample()
+    with pytest.raises(SettingsError, match=r"have not run; await chain\.act\(\)"):
+        await chain.sample()
+    with pytest.raises(SettingsError, match=r"chain\.rewind\(\) first"):
+        chain.force("x")
+    await chain.act()
+    await chain.sample()
+    with pytest.raises(SettingsError, match=r"chain\.finish\(\) scores it, chain\.observe"):
+        await chain.sample()
+    with pytest.raises(SettingsError, match="complete"):
+        chain.force("x")
+    t = await chain.finish()
+    assert await chain.finish() is t
+    for again in (lambda: chain.force("x"), lambda: chain.observe("x"), lambda: chain.rewind(to=0)):
+        with pytest.raises(SettingsError, match=r"finished; agent\.chain\(task\) starts another"):
+            again()
+    with pytest.raises(SettingsError, match=r"finished"):
+        await chain.step()
+
+
+async def test_a_stopped_chain_says_how_to_go_on() -> None:
+    chain = played([call("1+1"), "5"], max_turns=1).chain(TASK)
+    await chain.step()
+    with pytest.raises(
+        SettingsError, match=r"chain\.sample: the chain was stopped by max_turns; chain\.finish\(\), or"
+    ):
+        await chain.sample()
+
+
+async def test_an_unfinished_chain_is_unscored() -> None:
+    chain = played([call("1+1"), "5"]).chain(TASK)
+    await chain.step()
+    t = await chain.finish()
+    assert (t.stop, t.reward) == ("cancelled", None)
+
+
+async def test_a_chain_that_was_closed_has_no_score() -> None:
+    chain = played(["5"]).chain(TASK)
+    await chain.close()
+    await chain.close()
+    with pytest.raises(SettingsError, match="closed without a score"):
+        await chain.finish()
+
+
+async def test_two_calls_at_once_are_refused() -> None:
+    chain = scripted(["5"], latency=0.1).chain(TASK)
+    running = asyncio.create_task(chain.sample())
+    await asyncio.sleep(0.01)
+    for refused in (chain.sample, chain.step, chain.act, chain.finish, chain.distribution, chain.fork):
+        with pytest.raises(SettingsError, match="another call on this chain is still running; await it first"):
+            await refused()
+    for now in (lambda: chain.force("x"), lambda: chain.observe("x"), lambda: chain.rewind(to=0)):
+        with pytest.raises(SettingsError, match="another call on this chain is still running"):
+            now()
+    await running
+    assert chain.stop == "answered"
+
+
+async def test_a_forgotten_await_is_told() -> None:
+    chain = played([call("1+1")]).chain(TASK)
+    pending = chain.sample()
+    with pytest.raises(NotAwaited, match=r"write \(await chain\.sample"):
+        _ = pending.text
+    pending.close()
+    assert chain.turns[-1].kind == "prompt"
+    with pytest.warns(RuntimeWarning, match=r"chain\.step\(\.\.\.\) was never awaited"):
+        chain.step()
+    gc.collect()
+
+
+async def test_a_cancelled_step_leaves_a_chain_that_goes_on() -> None:
+    chain = agent(random_policy(1), sampling=Sampling(max_tokens=100)).chain(TASK)
+    for _ in range(3):
+        running = asyncio.create_task(chain.sample())
+        await asyncio.sleep(0.003)
+        running.cancel()
+        await asyncio.wait([running])
+        if not running.cancelled():
+            break
+        assert [t.kind for t in chain.turns] == ["prompt"]
+    else:
+        await asyncio.wait_for(chain.sample(), 20)
+    assert [t.kind for t in chain.turns] == ["prompt", "action"]
+    await chain.close()
+
+
+async def test_distribution_changes_nothing_and_is_what_is_sampled_from() -> None:
+    chain = agent().chain(TASK)
+    seen = await chain.distribution(top=3)
+    assert chain.turns[-1].kind == "prompt"
+    with_it = (await chain.sample()).ids
+    other = agent().chain(TASK)
+    assert (await other.sample()).ids == with_it
+    greedy = agent().chain(TASK)
+    assert (await greedy.sample(greedy=True)).ids[0] == seen.ids[0]  # type: ignore[index]
+    assert len(seen.texts) == 3
+    assert "entropy" in repr(seen)
+
+
+async def test_a_greedy_turn_by_hand_is_not_trained_as_if_it_was_sampled() -> None:
+    chain = agent().chain(TASK)
+    await chain.step(greedy=True)
+    t = (await chain.finish()).replace(reward=1.0)
+    with pytest.raises(BatchError, match="greedily"):
+        collate([t])
+
+
+async def test_ids_that_are_no_tokens_are_refused() -> None:
+    chain = played(["5"]).chain(TASK)
+    for ids in ([-1], [400], [10**9]):
+        with pytest.raises(SettingsError, match="vocabulary"):
+            chain.force(ids)
+    with pytest.raises(SettingsError, match="nothing to say"):
+        chain.force("", end=False)
+
+
+# --- rewind and fork -----------------------------------------------------------------------------
+
+
+async def test_rewind_goes_back_to_the_turn_itself() -> None:
+    chain = played([call("1+1"), "5"]).chain(TASK)
+    await chain.step()
+    kept = chain.turns[2]
+    await chain.step()
+    assert chain.rewind(to=2) is kept
+    assert chain.turn is kept
+    assert chain.stop is None
+    assert (await chain.step()).ids == (await played([call("1+1"), "5"]).chain(TASK).run()).turns[3].ids
+    assert chain.rewind(to=chain.turns[3]).kind == "action"
+    assert chain.stop == "answered"
+    chain.rewind(to=1)
+    assert (await chain.act()).tool_calls[0].result.observation == "2"  # type: ignore[union-attr]
+
+
+async def test_rewind_refuses_what_is_not_its_path() -> None:
+    chain = played([call("1+1"), "5"]).chain(TASK)
+    await chain.step()
+    gone = chain.turn
+    chain.rewind(to=0)
+    for to in (gone, 7, -9):
+        with pytest.raises(SettingsError, match=r"chain\.turns"):
+            chain.rewind(to=to)
+
+
+async def test_rewind_to_an_observation_that_nobody_was_given_gives_it() -> None:
+    engine = Played([call("1+1"), "5"])
+    chain = agent(engine=engine, chat=chat(), max_turns=1).chain(TASK)
+    await chain.step()
+    assert chain.stop == "max_turns"
+    chain.rewind(to=-1)
+    await chain.sample()
+    told = chat().text(engine.given[-1])
+    assert told.endswith("<tool_response>2</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    assert tuple(chain.snapshot().ids) == (*engine.given[-1], *engine.gave[-1])
+
+
+async def test_rewind_to_a_cut_turn_gives_no_answer_away() -> None:
+    chain = played(["5…"], sampling=cut_after("5")).chain(TASK)
+    await chain.step()
+    chain.rewind(to=-1)
+    t = await chain.finish()
+    assert (t.stop, t.final, t.reward) == ("turn_tokens", None, 0.0)
+
+
+async def test_rewind_refuses_where_a_sandbox_or_state_would_not_go_back() -> None:
+    @tool
+    def count(text: str, context: Context) -> str:
+        """Count.
+
+        Args:
+            text: any.
+        """
+        context.state["n"] = context.state.get("n", 0) + 1
+        return str(context.state["n"])
+
+    async with Pool(Box, size=1) as pool:
+        chain = played([put_call("a"), "5"], tools=[put], pools=[pool]).chain(TASK)
+        await chain.step()
+        with pytest.raises(SettingsError, match="cannot go back: it holds Box"):
+            chain.rewind(to=0)
+        assert chain.rewind(to=-1) is chain.turn
+        await chain.close()
+    chain = played([put_call("a", "count"), "5"], tools=[count]).chain(TASK)
+    await chain.step()
+    with pytest.raises(SettingsError, match="cannot go back: it holds state that its tools keep"):
+        chain.rewind(to=0)
+
+
+async def test_a_fork_shares_its_turns_and_not_its_future() -> None:
+    a = agent(sampling=Sampling(temperature=1.5, max_tokens=30))
+    chain = a.chain(TASK)
+    chain.force(call("2+3"))
+    await chain.act()
+    forks = [await chain.fork() for _ in range(5)]
+    same = await chain.fork(same_seeds=True)
+    assert all(x is y for f in forks for x, y in zip(f.turns, chain.turns, strict=True))
+    said = [(await f.sample()).ids for f in forks]
+    own = (await chain.sample()).ids
+    assert len({*said, own}) > 3
+    assert (await same.sample()).ids == own
+    assert len(chain.turns) == 4
+    seeds = [f.turn.seed for f in forks]
+    assert len({*seeds, chain.turn.seed}) == 6
+    assert same.turn.seed == chain.turn.seed
+    for f in (*forks, same, chain):
+        t = f.snapshot()
+        at = np.flatnonzero(t.action_mask).tolist()
+        wanted = reference_logprobs(shipped(), t.ids.tolist(), at, 1.5)[0]
+        assert t.logprobs[at] == pytest.approx(wanted, abs=1e-5)
+        await f.close()
+
+
+async def test_no_two_forks_have_one_name() -> None:
+    chain = played(["5"]).chain(TASK)
+    family: list[Chain] = [chain]
+    for same_seeds in (True, False, True, False):
+        family += [await member.fork(same_seeds=same_seeds) for member in list(family)]
+    assert len(family) == 16
+    assert len({member.id for member in family}) == 16
+
+
+async def test_a_fork_of_a_fork_with_the_same_noise_samples_as_the_first() -> None:
+    chain = agent().chain(TASK)
+    twin = await (await chain.fork(same_seeds=True)).fork(same_seeds=True)
+    assert (await twin.sample()).ids == (await chain.sample()).ids
+
+
+async def test_a_fork_refuses_a_sandbox_that_cannot() -> None:
+    async with Pool(Box, size=2) as pool:
+        chain = played([put_call("a"), "5"], tools=[put], pools=[pool]).chain(TASK)
+        before = await chain.fork()  # nothing is held yet
+        await chain.step()
+        with pytest.raises(SandboxError, match="holds a Box, which cannot fork"):
+            await chain.fork()
+        assert pool.snapshot().leased == 1
+        await chain.close()
+        await before.close()
+
+
+async def test_a_fork_takes_the_sandboxs_and_the_tools_state_along() -> None:
+    async with Pool(Forking, size=2) as pool:
+        script = [put_call("a", "put_forking"), put_call("b", "put_forking"), "5"]
+        chain = played(script, tools=[put_forking], pools=[pool]).chain(TASK)
+        await chain.step()
+        chain.context.state["seen"] = ["a"]
+        fork = await chain.fork()
+        chain.context.state["seen"].append("b")
+        assert (await fork.step()).text.count("a,b") == 1
+        assert fork.context.state == {"seen": ["a"]}
+        assert (await chain.step()).text.count("a,b") == 1
+        assert pool.snapshot().leased == 2
+        await fork.finish()
+        assert pool.snapshot().leased == 1
+        await chain.finish()
+        assert pool.snapshot().leased == 0
+
+
+async def test_a_tool_that_changes_its_task_field_changes_it_for_this_chain() -> None:
+    @tool
+    def pop(text: str, stock: FromTask[list[str]]) -> str:
+        """Take one.
+
+        Args:
+            text: any.
+        """
+        return stock.pop()
+
+    task = Task("t", TASK.messages, {"answer": "5", "stock": ["x", "y"]})
+    a = played([put_call("", "pop"), put_call("", "pop"), "5"], tools=[pop])
+    for _ in range(2):
+        t = await a.chain(task).run()
+        assert [c.result.observation for c in t.tool_calls if c.result] == ["y", "x"]
+    assert task.fields["stock"] == ["x", "y"]
+
+
+async def test_a_call_can_be_run_again_with_its_traceback() -> None:
+    @tool
+    def flaky(text: str) -> str:
+        """Fail.
+
+        Args:
+            text: any.
+        """
+        raise KeyError(text)
+
+    t = await played([call("2+3") + put_call("lost", "flaky"), "5"], tools=[calculator, flaky]).chain(TASK).run()
+    good, bad = t.tool_calls
+    assert (await good.rerun()).observation == "5"
+    with pytest.raises(KeyError, match="lost"):
+        await bad.rerun()
+
+
+async def test_the_same_chain_by_hand_and_by_run() -> None:
+    by_hand = agent().chain(TASK)
+    while by_hand.stop is None:
+        await by_hand.step()
+    one, two = await by_hand.finish(), await agent().chain(TASK).run()
+    assert one.ids.tolist() == two.ids.tolist()
+    assert one.logprobs.tobytes() == two.logprobs.tobytes()
+    assert one.reward == two.reward
+
+
+async def test_whoever_follows_a_chain_is_told_of_every_change() -> None:
+    chain = agent(engine=Played([call(), "42"]), chat=chat()).chain(TASK)
+    seen: list[tuple[int, str | None, bool]] = []
+    end = chain.subscribe(lambda c: seen.append((len(c.turns), c.stop, c._busy)))
+    await chain.step()
+    assert [n for n, _, _ in seen] == sorted(n for n, _, _ in seen)
+    assert {n for n, _, _ in seen} == {1, 2, 3}
+    assert (seen[0], seen[-1]) == ((1, None, True), (3, None, False))  # it was busy, and is not any more
+    chain.rewind(0)
+    assert (1, None, False) in seen[-4:]
+    fork = await chain.fork()
+    seen.clear()
+    fork.force("for the fork alone")
+    assert seen == []
+    chain.force("42")
+    assert seen[-1] == (2, "answered", False)
+    end()
+    end()
+    seen.clear()
+    await chain.close()
+    assert seen == []
+
+
+async def test_a_listener_that_raises_harms_no_chain() -> None:
+    chain = scripted(["42"]).chain(TASK)
+
+    def broken(_: Chain) -> None:
+        raise ZeroDivisionError("mine")
+
+    chain.subscribe(broken)
+    with pytest.warns(UserWarning, match="a listener of .* raised ZeroDivisionError: mine"):
+        trajectory = await chain.run()
+    assert trajectory.stop == "answered"

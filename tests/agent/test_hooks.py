@@ -1,0 +1,137 @@
+"""Hooks of a rollout: writing an action for the model, forking after an observation, looking at finished chains."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import Any
+
+import pytest
+
+import agentfly_kit as af
+from agentfly_kit.agent.chain import Chain
+from agentfly_kit.types import Trajectory
+
+CALL = '<tool_call>{"name":"double","arguments":{"n":3}}</tool_call>'
+
+
+@af.tool
+def double(n: int) -> int:
+    """Twice a number.
+
+    Args:
+        n: the number.
+    """
+    return 2 * n
+
+
+@af.reward
+def right(final: str | None) -> float:
+    return float(final == "6")
+
+
+TASKS = af.tasks_from([{"id": f"t{i}", "question": f"double 3, please ({i})"} for i in range(5)])
+
+
+POLICY = functools.cache(af.tiny.policy)
+
+
+def agent(script: Any, **more: Any) -> af.Agent:
+    return af.Agent(af.ScriptedEngine(script), chat=POLICY().chat, tools=[double], reward=right, max_turns=4, **more)
+
+
+async def test_a_hook_writes_the_action_and_nothing_is_sampled_for_it() -> None:
+    def first_call(chain: Chain) -> None:
+        if chain.actions == 0:
+            chain.force(CALL, author="hook")
+
+    rollout = await agent(["never said", "6"], before_turn=first_call).rollout(TASKS)
+    for t in rollout:
+        assert [(x.kind, x.author) for x in t.turns] == [
+            ("prompt", "task"), ("forced", "hook"), ("observation", "tool"), ("action", "script"),
+        ]  # fmt: skip
+        assert t.reward == 1
+        assert not t.action_mask.any()
+
+
+async def test_forks_run_beside_their_parent_share_its_turns_and_stay_in_its_group() -> None:
+    def twice(chain: Chain) -> int:
+        return 2 if chain.key.fork == "" and chain.actions == 1 else 0
+
+    seen: list[str] = []
+    rollout = await agent([CALL, "6"], after_observation=twice, after_chain=lambda _, t: seen.append(t.id)).rollout(
+        TASKS, group_size=2, max_concurrency=3
+    )
+    assert [len(group) for group in rollout.groups] == [6] * 5
+    assert sorted(seen) == sorted(t.id for t in rollout)
+    for group in rollout.groups:
+        ids = [t.id.removeprefix(f"{group.id}/") for t in group]
+        assert ids == ["0", "0.1", "0.2", "1", "1.1", "1.2"]
+        parent, *forks = [t for t in group if t.chain == 0]
+        for fork in forks:
+            assert all(a is b for a, b in zip(parent.turns[:3], fork.turns[:3], strict=True))
+            assert fork.turns[3] is not parent.turns[3]
+            assert fork.seed != parent.seed
+    assert len({t.id for t in rollout}) == 30
+
+
+async def test_forks_of_a_real_policy_differ_from_their_parent_and_are_reproducible() -> None:
+    policy = POLICY()
+
+    def once(chain: Chain) -> int:
+        return 3 if chain.key.fork == "" and chain.actions == 1 else 0
+
+    def force(chain: Chain) -> None:
+        if chain.actions == 0:
+            chain.force(CALL, author="hook")
+
+    made = af.Agent(
+        af.LocalEngine(policy), chat=policy.chat, tools=[double], reward=right, max_turns=4,
+        sampling=af.Sampling(max_tokens=16, temperature=3.0), before_turn=force, after_observation=once,
+    )  # fmt: skip
+    rollout = await made.rollout(TASKS, max_concurrency=2)
+    again = await made.rollout(TASKS, max_concurrency=64)
+    assert [t.ids.tolist() for t in rollout] == [t.ids.tolist() for t in again]
+    assert [t.id for t in rollout] == [t.id for t in again]
+    for group in rollout.groups:
+        assert len({tuple(t.ids) for t in group}) > 1
+
+
+async def test_a_hook_that_raises_costs_its_own_chain_only() -> None:
+    def bad(chain: Chain) -> None:
+        if chain.task.id == "t2":
+            raise ValueError("no")
+
+    rollout = await agent([CALL, "6"], before_turn=bad).rollout(TASKS)
+    by: dict[str, Trajectory] = {t.task.id: t for t in rollout}
+    assert by["t2"].stop == "error"
+    assert by["t2"].reward is None
+    assert "no" in str(by["t2"].error)
+    assert all(t.reward == 1 for name, t in by.items() if name != "t2")
+
+
+async def test_one_that_only_looks_on_cannot_harm_the_chain() -> None:
+    def bad(chain: Chain, trajectory: Trajectory) -> None:
+        raise ValueError("no")
+
+    with pytest.warns(UserWarning, match="after_chain raised ValueError"):
+        rollout = await agent([CALL, "6"], after_chain=bad).rollout(TASKS[:1])
+    assert rollout.trajectories[0].reward == 1
+
+
+async def test_forks_of_a_single_task_run_side_by_side() -> None:
+    running, most = 0, 0
+
+    async def script(task: af.Task, turn: int) -> str:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.05)
+        running -= 1
+        return CALL if turn == 0 else "6"
+
+    run = agent(script, after_observation=lambda chain: 5 if chain.key.fork == "" else 0).rollout(TASKS[:1])
+    rollout = await run
+    assert len(rollout) == 6
+    assert most == 6
+    assert "rollout of 1 tasks x 1, 6 of 6 chains done" in repr(run)

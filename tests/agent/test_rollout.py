@@ -1,0 +1,536 @@
+"""Rollouts and runs on disk: what was written is read, and no failure in between loses what was there."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from agents import agent, call, played, tasks
+
+from agentfly_kit.agent.rollout import Rollout, atomic_write
+from agentfly_kit.errors import RunError, RunMismatch, SettingsError
+from agentfly_kit.rewards import reward
+from agentfly_kit.trainer.run_dir import Run
+from agentfly_kit.types import Failure, Sampling, Task, ToolCall, ToolResult, Trajectory, Turn
+
+MESSAGES = ({"role": "user", "content": "?"},)
+
+
+def nasty(half: bool = True) -> Rollout:
+    """One of everything that a record may hold; `half` a surrogate pair among it."""
+    text = 'été 🎉 "quoted" \\ \n\r\x00\x85\u2028\u2029 </script> ' + "\ud800 half a pair" * half
+    task = Task(
+        text, ({"role": "user", "content": text, "extra": [1, {"a": None}]},), {"answer": text, "n": 0, "x": []}
+    )
+    failure = Failure("tool f", "KeyError", text, "Traceback\n  " + text)
+    calls = (
+        ToolCall(
+            "call-0", "f", {"x": text, "y": [1.5, None, True]}, ToolResult(True, text, reward=0.0, done=True), raw=text
+        ),
+        ToolCall(
+            "call-1", "", {}, ToolResult(False, "", failure, 0.5, True, -1.0, False, {"m": 0.0}), error="unreadable"
+        ),
+        ToolCall("call-2", "g", {}, error=""),
+    )
+    prompt = Turn("prompt", "task", (1, 2), text=text, token_texts=("a", "\n"), messages=task.messages)
+    action = Turn(
+        "action",
+        "policy",
+        (3, 4),
+        True,
+        (-0.1, -1e-30),
+        (0.0, 2.5),
+        (0.5, 1.0),
+        (0, 7),
+        text,
+        ("c", "d"),
+        ({"role": "assistant", "content": "", "tool_calls": []},),
+        calls,
+        "string",
+        0.0,
+        2**63 - 1,
+        0.1,
+        "turn 1 of 2",
+        prompt,
+    )
+    silent = Turn("action", "policy", (), True, (), (), (), (), parent=action)
+    seen = Turn("observation", "", (), text=text, tool_calls=calls, reward=-0.5, parent=silent)
+    unseen = Turn("forced", "person", None, text=text, parent=seen)
+    turns = (prompt, action, silent, seen)
+    return Rollout.from_trajectories(
+        [
+            Trajectory(
+                "g/0", task, "g", 0, turns, "answered", 0.0, {"m": -1.5}, None, 5, Sampling(0.7, 3, 0.9, 5, 0.1, ("x",))
+            ),
+            Trajectory("g/1", task, "g", 1, (prompt,), "error", None, {}, failure, 0, tools=({"type": "function"},)),
+            Trajectory("h/0", task, "h", 0, (*turns, unseen), "timeout", -1.0),
+            Trajectory("i/0", task, "i", 0, (), "error"),
+        ],
+        1.5,
+    )
+
+
+# --- a rollout -----------------------------------------------------------------------------------
+
+
+def same(a: Rollout, b: Rollout) -> None:
+    assert a == b
+    for x, y in zip(a, b, strict=True):
+        for p, q in zip(x.turns, y.turns, strict=True):
+            assert dataclasses.replace(p, parent=None) == dataclasses.replace(q, parent=None)
+            assert (p.seconds, p.label) == (q.seconds, q.label)  # not compared, but kept
+            assert (p.parent is None) == (q.parent is None)
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_what_was_saved_is_loaded(tmp_path: Path, half: bool) -> None:
+    rollout = nasty(half)
+    back = Rollout.load(rollout.save(tmp_path / "deep" / "er" / "r.jsonl"))
+    same(rollout, back)
+    assert back.seconds == 1.5
+    assert back.trajectories[0].turns[-1].path == back.trajectories[0].turns
+    assert not list((tmp_path / "deep" / "er").glob(".*"))
+
+
+async def test_real_chains_come_back_whole(tmp_path: Path) -> None:
+    one = await agent(max_turns=2).rollout(tasks(4), group_size=3)
+    two = await played([call("1+1"), "<tool_call>{</tool_call>", "5"], max_turns=2).rollout(tasks(2))
+    for rollout in (one, two):
+        back = Rollout.load(rollout.save(tmp_path / "r.jsonl"))
+        same(rollout, back)
+        for x, y in zip(rollout, back, strict=True):
+            assert x.token_texts == y.token_texts
+            assert x.logprobs.tobytes() == y.logprobs.tobytes()
+
+
+def test_an_empty_rollout(tmp_path: Path) -> None:
+    assert Rollout.load(Rollout().save(tmp_path / "r.jsonl")) == Rollout()
+
+
+def test_numpy_becomes_plain_and_what_json_lacks_is_refused_by_name(tmp_path: Path) -> None:
+    def one(value: Any) -> Rollout:
+        return Rollout.from_trajectories([Trajectory("g/0", Task("t", MESSAGES, {"x": value}), "g", 0, (), "answered")])
+
+    back = Rollout.load(one({"a": np.float32(0.5), "b": np.arange(3)}).save(tmp_path / "r.jsonl"))
+    assert back.trajectories[0].task.fields["x"] == {"a": 0.5, "b": [0, 1, 2]}
+    before = (tmp_path / "r.jsonl").read_bytes()
+    for value, says in ((object(), "a object"), (math.nan, "not JSON compliant"), ({1, 2}, "a set")):
+        with pytest.raises(RunError, match=f"trajectory 'g/0' holds what JSON cannot: .*{says}"):
+            one(value).save(tmp_path / "r.jsonl")
+    assert (tmp_path / "r.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", r"r\.jsonl:1 is damaged"),
+        (b"hello\n", r"r\.jsonl:1 is damaged"),
+        (b"\xff\xfe\x00", r"r\.jsonl(:1)? (is damaged|cannot be read)"),
+        (b"[]\n", "is no saved rollout|damaged"),
+        (b'{"format": "other"}\n', "is no saved rollout; give a file that Rollout.save wrote"),
+        (b'{"format": "agentfly_kit.rollout", "version": 99}\n', r"newer version \(99 > 2\); upgrade"),
+    ],
+)
+def test_files_that_are_not_ours(tmp_path: Path, content: bytes, says: str) -> None:
+    (tmp_path / "r.jsonl").write_bytes(content)
+    with pytest.raises(RunError, match=says):
+        Rollout.load(tmp_path / "r.jsonl")
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    path = nasty(False).save(tmp_path / "r.jsonl")
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, broken in ((3, lines[2][:40]), (2, "{}"), (4, '{"turns": 3}'), (5, "[1]")):
+        path.write_text("\n".join([*lines[: number - 1], broken, *lines[number:]]), encoding="utf-8")
+        with pytest.raises(RunError, match=rf"r\.jsonl:{number} is damaged"):
+            Rollout.load(path)
+    with pytest.raises(RunError, match="cannot be read"):
+        Rollout.load(tmp_path / "none.jsonl")
+
+
+class Full:
+    """A disk that is full from the nth write on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, at: int = 0) -> None:
+        real = getattr(os, name)
+        self.calls = 0
+
+        def failing(*args: Any, **options: Any) -> Any:
+            self.calls += 1
+            if self.calls > at:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(*args, **options)
+
+        monkeypatch.setattr(os, name, failing)
+
+
+@pytest.mark.parametrize("name", ["fsync", "replace"])
+def test_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    path = nasty().save(tmp_path / "r.jsonl")
+    before = path.read_bytes()
+    Full(monkeypatch, name)
+    with pytest.raises(RunError, match=r"r\.jsonl could not be written \(.*No space left.*\); what was there before"):
+        Rollout().save(path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["r.jsonl"]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="could not be written"):
+        Rollout().save(tmp_path / "file" / "r.jsonl")
+
+
+def test_an_error_in_the_middle_of_a_file_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_text("old")
+
+    def work() -> None:
+        with atomic_write(path) as file:
+            file.write("new")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        work()
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["f"]
+
+
+# --- frames, scores, differences -----------------------------------------------------------------
+
+
+async def test_frames_have_nan_where_nothing_was_sampled() -> None:
+    pytest.importorskip("pandas")
+    rollout = await agent().rollout(tasks(2), group_size=2)
+    frame = rollout.to_frame("tokens")
+    first = rollout.trajectories[0]
+    assert len(frame) == sum(len(t.ids) for t in rollout)
+    assert (frame["logprob"].isna() == ~frame["mask"]).all()
+    assert "".join(frame[frame["trajectory"] == first.id]["text"]) == "".join(first.token_texts)
+    assert list(rollout.to_frame()["trajectory"]) == [t.id for t in rollout]
+    assert len(rollout.to_frame("turns")) == sum(len(t.turns) for t in rollout)
+    assert nasty(False).to_frame()["reward"].isna().tolist() == [False, True, False, True]
+    with pytest.raises(SettingsError, match="give 'trajectories', 'turns' or 'tokens'"):
+        rollout.to_frame("rows")  # type: ignore[arg-type]
+
+
+async def test_rescore_samples_nothing_and_scores_all_but_our_failures() -> None:
+    @reward
+    def length(final: str | None) -> float:
+        return float(len(final or ""))
+
+    rollout = await played(["5"]).rollout(tasks(2), group_size=2)
+    broken = rollout.trajectories[0].replace(id="x", stop="error", reward=None)
+    again = await Rollout.from_trajectories([*rollout, broken]).rescore(length)
+    assert {t.id: t.reward for t in again} == {t.id: 1.0 for t in rollout} | {"x": None}
+    assert [t.ids.tolist() for t in rollout] == [t.ids.tolist() for t in again if t.id != "x"]
+    assert again.trajectories[0].metrics == {"length": 1.0}
+
+
+class Board:
+    async def run(self, move: str) -> str:
+        return move
+
+    async def close(self) -> None: ...
+
+
+async def test_rescore_refuses_a_reward_that_looks_into_what_was_given_back() -> None:
+    @reward
+    def won(board: Board) -> float:
+        return 1.0
+
+    rollout = await played(["5"]).rollout(tasks(2))
+    with pytest.raises(SettingsError, match=r"'won' looks into a Board, .* gave theirs back .*won\.try_\(trajectory\)"):
+        await rollout.rescore([won])
+    assert {t.reward for t in rollout} <= {0.0, 1.0}
+
+
+async def test_diff_pairs_each_chain_with_itself() -> None:
+    some = tasks(3)
+    wrong, right = played(["no"]), played(lambda task, turn: task.fields["answer"])
+    before, after = await wrong.rollout(some, group_size=2), await right.rollout(some, group_size=2)
+    diff = before.diff(after)
+    assert len(diff.pairs) == 6
+    assert diff.success == (0.0, 1.0)
+    assert len(diff.gained) == 6
+    assert diff.lost == ()
+    assert all(a.task.id == b.task.id and a.chain == b.chain for a, b in diff.pairs)
+    assert len(diff.to_frame()) == 6
+    twice = await wrong.rollout([some[0], some[0], some[1]])
+    assert len(twice.diff(await right.rollout([some[0], some[0], some[1]])).pairs) == 3
+    assert len(twice.diff(after).pairs) == 2
+    with pytest.raises(SettingsError, match="no task in common"):
+        before.diff(Rollout())
+
+
+# --- a run ---------------------------------------------------------------------------------------
+
+PRINT: dict[str, Any] = {"config": {"lr": 0.1, "steps": 3}, "reward": {"f": {"source": "def f():\n    return 1\n"}}}
+
+
+def test_a_run_is_begun_continued_or_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    assert not run.check(PRINT, resume=True)
+    assert not (tmp_path / "run").exists(), "to look changes nothing"
+    assert not run.claim(PRINT, resume=True)
+    run.append({"step": 1, "loss": 0.5})
+    again = Run(tmp_path / "run")
+    assert again.claim(PRINT, resume=True)
+    assert again.records == [{"step": 1, "loss": 0.5}]
+    other = {
+        "config": {"lr": 0.2, "steps": 3, "clip": 0.1},
+        "reward": {"f": {"source": "def f():\n    return 2\n"}},
+    }
+    with pytest.raises(RunMismatch) as told:
+        Run(tmp_path / "run").claim(other, resume=True)
+    for line in ("config.lr: was 0.1, now 0.2", "config.clip: not in the folder's run, now 0.1"):
+        assert line in str(told.value)
+    for line in ("reward.f.source changed:", "-    return 1", "+    return 2", "resume=False to replace"):
+        assert line in str(told.value)
+    assert "steps" not in str(told.value)
+    assert not Run(tmp_path / "run").claim(other, resume=False)
+    assert Run(tmp_path / "run").records == []
+    assert Run(tmp_path / "run").claim(other, resume=True)
+
+
+def test_numbers_of_numpy_in_a_fingerprint(tmp_path: Path) -> None:
+    Run(tmp_path / "r").claim({"lr": np.float32(0.5)}, resume=True)
+    assert Run(tmp_path / "r").claim({"lr": 0.5}, resume=True)
+    with pytest.raises(RunError, match="the run's fingerprint holds what JSON cannot"):
+        Run(tmp_path / "s").claim({"lr": object()}, resume=True)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_folder_of_somebody_elses_is_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    (folder / "rollouts").mkdir(parents=True)
+    (folder / "rollouts" / "mine.txt").write_text("precious")
+    for resume in (True, False):
+        with pytest.raises(RunError, match="has something in it that is no run"):
+            Run(folder).claim(PRINT, resume=resume)
+    (folder / "run.json").write_text('{"name": "another tool"}')
+    for resume in (True, False):
+        with pytest.raises(RunError, match=r"run\.json"):
+            Run(folder).claim(PRINT, resume=resume)
+    assert (folder / "rollouts" / "mine.txt").read_text() == "precious"
+
+
+def test_damaged_and_newer_runs(tmp_path: Path) -> None:
+    run = Run(tmp_path / "r")
+    run.claim(PRINT, resume=True)
+    about = json.loads((tmp_path / "r" / "run.json").read_text())
+    (tmp_path / "r" / "run.json").write_text(json.dumps(about | {"version": 99}))
+    for resume in (True, False):
+        with pytest.raises(RunError, match="newer"):
+            Run(tmp_path / "r").claim(PRINT, resume=resume)
+    (tmp_path / "r" / "run.json").write_text('{"format": "agentfly')
+    with pytest.raises(RunError, match=r"run\.json is damaged .*resume=False to start anew"):
+        Run(tmp_path / "r").claim(PRINT, resume=True)
+    assert not Run(tmp_path / "r").claim(PRINT, resume=False)
+
+
+def test_a_folder_where_only_our_own_begin_was_cut_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / ".run.json.123.tmp").write_text("{")
+    assert not Run(tmp_path / "r").claim(PRINT, resume=True)
+    assert not list((tmp_path / "r").glob(".*"))
+
+
+def test_a_path_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("x")
+    for path in (tmp_path / "f", tmp_path / "f" / "g"):
+        with pytest.raises(RunError):
+            Run(path).claim(PRINT, resume=True)
+
+
+@pytest.mark.parametrize("cut", [1, 5, None])
+def test_a_last_line_that_was_cut_is_left_out_and_written_over(tmp_path: Path, cut: int | None) -> None:
+    run = Run(tmp_path / "r")
+    run.claim(PRINT, resume=True)
+    run.append({"step": 1})
+    run.append({"step": 2})
+    file = tmp_path / "r" / "steps.jsonl"
+    whole = file.read_text()
+    last = whole.splitlines()[-1]
+    file.write_text(whole + last[:cut])  # None: all of the line but its end
+    again = Run(tmp_path / "r")
+    kept = 3 if cut is None else 2
+    assert len(again.records) == kept
+    again.truncate(kept)
+    again.append({"step": 9})
+    assert [r["step"] for r in Run(tmp_path / "r").records] == [*([1, 2, 2][:kept]), 9]
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    run = Run(tmp_path / "r")
+    run.claim(PRINT, resume=True)
+    (tmp_path / "r" / "steps.jsonl").write_text('{"step":1}\n{"st\n{"step":3}\n')
+    with pytest.raises(RunError, match=r"steps\.jsonl:2 is damaged"):
+        _ = Run(tmp_path / "r").records
+
+
+def test_truncate(tmp_path: Path) -> None:
+    run = Run(tmp_path / "r")
+    run.claim(PRINT, resume=True)
+    for i in range(4):
+        run.append({"step": i})
+    run.truncate(2)
+    assert [r["step"] for r in run.records] == [0, 1]
+    assert [r["step"] for r in Run(tmp_path / "r").records] == [0, 1]
+    run.truncate(0)
+    assert Run(tmp_path / "r").records == []
+
+
+def test_a_step_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path / "r")
+    run.claim(PRINT, resume=True)
+    with pytest.raises(RunError, match="step 1 holds what JSON cannot"):
+        run.append({"step": 1, "loss": math.nan})
+    assert run.records == []
+
+
+def test_listeners(tmp_path: Path) -> None:
+    run = Run(tmp_path / "r")
+    run.claim(PRINT, resume=True)
+    heard: list[dict[str, float]] = []
+
+    def bad(record: dict[str, float]) -> None:
+        raise ZeroDivisionError
+
+    run.subscribe(bad)
+    leave = run.subscribe(heard.append)
+    with pytest.warns(UserWarning, match="a listener of r raised ZeroDivisionError"):
+        run.append({"step": 1})
+    leave()
+    with pytest.warns(UserWarning, match="a listener"):
+        run.append({"step": 2})
+    assert heard == [{"step": 1}]
+    assert len(run.records) == 2
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def save(run: Run, text: str) -> None:
+    with run.new_checkpoint() as folder:
+        (folder / "state").write_text(text)
+
+
+def held(run: Run) -> str | None:
+    return None if run.checkpoint is None else (run.checkpoint / "state").read_text()
+
+
+class Killed(BaseException):
+    """The process ended here."""
+
+
+OPERATIONS: list[tuple[Any, str]] = [
+    (os, "replace"),
+    (shutil, "rmtree"),
+    (Path, "mkdir"),
+    (os, "fsync"),
+    (Path, "open"),
+]
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException, work: Callable[[], None]) -> bool:
+    """Do `work`, in which the `at`th operation on files and all after it raise. Whether there were so many."""
+    calls = 0
+    with monkeypatch.context() as patch:
+        for module, name in OPERATIONS:
+            real = getattr(module, name)
+
+            def failing(*args: Any, _real: Any = real, **options: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls >= at:
+                    if options.get("ignore_errors") and isinstance(error, OSError):
+                        return None
+                    raise error
+                return _real(*args, **options)
+
+            patch.setattr(module, name, failing)
+        try:
+            work()
+        except (Killed, RunError):
+            return True
+    return calls >= at
+
+
+@pytest.mark.parametrize("error", [Killed(), OSError(errno.ENOSPC, "full")], ids=["killed", "full"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_checkpoint_that_is_cut_anywhere_leaves_the_old_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, first: bool
+) -> None:
+    at = 0
+    while True:
+        at += 1
+        folder = tmp_path / f"{first} {at}"
+        run = Run(folder)
+        run.claim(PRINT, resume=True)
+        if not first:
+            save(run, "one")
+        more = interrupted(monkeypatch, at, error, lambda run=run: save(run, "two"))  # type: ignore[misc]
+        assert held(Run(folder)) in ((None, "two") if first else ("one", "two")), f"operation {at}"
+        save(Run(folder), "three")
+        assert held(Run(folder)) == "three"
+        left = {p.name for p in folder.iterdir()}
+        assert {"run.json", "checkpoint"} <= left <= {"run.json", "checkpoint", "checkpoint.before"}
+        if not more:
+            break
+    assert at > 5
+
+
+def test_a_checkpoint_that_fails_inside_keeps_the_last_one(tmp_path: Path) -> None:
+    run = Run(tmp_path / "r")
+    run.claim(PRINT, resume=True)
+    save(run, "one")
+    for error, raised in ((OSError(errno.ENOSPC, "full"), RunError), (ZeroDivisionError(), ZeroDivisionError)):
+        with pytest.raises(raised), run.new_checkpoint():
+            raise error
+        assert held(run) == "one"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_begin_that_is_cut_anywhere_can_be_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    at = 0
+    while True:
+        at += 1
+        folder = tmp_path / f"{known} {at}"
+        if known:
+            old = Run(folder)
+            old.claim({"old": 1}, resume=True)
+            save(old, "one")
+            old.append({"step": 1})
+        work = lambda f=folder: Run(f).claim(PRINT, resume=not known) and None  # type: ignore[misc]  # noqa: E731
+        more = interrupted(monkeypatch, at, Killed(), work)
+        run = Run(folder)
+        assert not run.claim(PRINT, resume=False) or not known
+        assert run.records == []
+        assert held(run) is None
+        if not more:
+            break
+    assert at > 3
+
+
+def test_reprs_and_figure(tmp_path: Path) -> None:
+    run = Run(tmp_path / "r")
+    run.claim(PRINT, resume=True)
+    run.append({"step": 1, "success": 0.25})
+    assert repr(run).endswith("r', 1 steps, success 0.250)")
+    assert repr(nasty()) == "Rollout(3 tasks, 4 chains, success 0.000)"
+    assert "<script" not in nasty()._repr_html_()
+    nasty().rescore(None).close()
+    pytest.importorskip("plotly")
+    assert len(run.figure().data) == 1

@@ -1,0 +1,476 @@
+"""Several rows a trajectory: folds, histories rendered anew, other authors. From the chain to the record."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from agents import Played, agent, call, chat, played, tasks
+from test_chat import with_template
+
+from agentfly_kit.agent.chain import Chain
+from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.chat.chat import Chat
+from agentfly_kit.engines.base import Engine
+from agentfly_kit.errors import AlignmentError, SettingsError
+from agentfly_kit.types import Sample, Task, Trajectory, Turn
+
+TASK = Task("t", ({"role": "user", "content": "What is 1+1, and twice that?"},), {"answer": "4"})
+VIEWS = ("ids", "action_mask", "logprobs", "entropies", "versions", "token_texts", "turn_index")
+
+
+def engine_rows(engine: Played) -> list[tuple[int, ...]]:
+    """What crossed the engine's door, as rows: a request that begins with all that a row holds goes on with it."""
+    rows: list[tuple[int, ...]] = []
+    for given, gave in zip(engine.given, engine.gave, strict=True):
+        if rows and given[: len(rows[-1])] == rows[-1]:
+            rows.pop()
+        rows.append((*given, *gave))
+    return rows
+
+
+async def folded(**settings: Any) -> tuple[Chain, Trajectory]:
+    """Two calls, a compaction after each of their results, and an answer: three rows."""
+    chain = played([call("1+1"), call("2*2"), "4"], **settings).chain(TASK)
+    await chain.step()
+    chain.compact("So far: 2")
+    await chain.step()
+    chain.compact("So far: 2, then 4", author="person")
+    await chain.step()
+    return chain, await chain.finish()
+
+
+# --- the chain -----------------------------------------------------------------------------------
+
+
+async def test_each_row_is_what_the_engine_was_given_and_gave() -> None:
+    chain, t = await folded()
+    assert [row.ids.tolist() for row in t.rows] == [list(ids) for ids in engine_rows(chain.agent.engine)]
+    assert (t.reward, t.stop, t.final, len(t.actions)) == (1.0, "answered", "4", 3)
+    assert [(turn.row, turn.kind, turn.author) for turn in t.turns] == [
+        (0, "prompt", "task"),
+        (0, "action", "policy"),
+        (0, "observation", "tool"),
+        (1, "prompt", "hook"),
+        (1, "action", "policy"),
+        (1, "observation", "tool"),
+        (2, "prompt", "person"),
+        (2, "action", "policy"),
+    ]
+    # What was told after the last action of a row that was folded, no engine was given: text, and no ids.
+    assert (t.turns[2].ids, t.turns[2].text) == ((), "2")
+    assert chat().text(t.rows[1].ids.tolist()).count("So far: 2") == 1
+    assert chat().text(t.rows[1].turns[0].ids or ()) == chat().text(
+        chat().prompt([{"role": "user", "content": f"{TASK.messages[0]['content']}\n\nSo far: 2"}], t.tools)
+    )
+    sampled = [turn for turn in t.turns if turn.sampled]
+    for row, turn in zip(t.rows, sampled, strict=True):
+        assert row.ids[row.action_mask].tolist() == list(turn.ids or ())
+        assert row.logprobs[row.action_mask].tolist() == pytest.approx(list(turn.logprobs or ()))
+        assert set(row.turn_index[row.action_mask].tolist()) == {t.turns.index(turn)}
+    assert [len(row) for row in t.rows] == [len(row.ids) for row in t.rows]
+    assert repr(t.rows[2]) == f"Row(2 of '{t.id}', 2 turns, {len(t.rows[2])} tokens, 2 sampled)"
+    assert f"{sum(map(len, t.rows))} tokens in 3 rows" in repr(t)
+    assert " in 3 rows" in repr(chain)
+    assert "<th>row</th>" in t._repr_html_()
+
+
+async def test_seeds_go_on_over_a_fold() -> None:
+    chain, _ = await folded()
+    plain = played([call("1+1"), call("2*2"), "4"]).chain(TASK)
+    await plain.run()
+    assert chain.agent.engine.seeds == plain.agent.engine.seeds
+    assert len(set(plain.agent.engine.seeds)) == 3
+
+
+async def test_one_row_has_its_views_and_several_refuse_by_name() -> None:
+    plain = await played([call("1+1"), "4"]).chain(TASK).run()
+    for name in VIEWS:
+        assert getattr(plain, name) is getattr(plain.rows[0], name)
+    assert "<th>row</th>" not in plain._repr_html_()
+    _, t = await folded()
+    for name in VIEWS:
+        with pytest.raises(
+            AlignmentError, match=rf"has 3 rows, so there is no one \.{name}.*trajectory\.rows\[0\]\.{name}"
+        ):
+            getattr(t, name)
+    assert Trajectory("x", TASK, "g", 0, (), "error").rows[0].ids.tolist() == []
+
+
+@pytest.mark.parametrize("rows", [(1,), (0, 2), (0, 1, 0), (-1, 0)])
+def test_rows_that_do_not_count_up_are_refused(rows: tuple[int, ...]) -> None:
+    turns = tuple(Turn("prompt", "task", (1,), row=row) for row in rows)
+    with pytest.raises(AlignmentError, match="counted from 0"):
+        _ = Trajectory("x", TASK, "g", 0, turns, "answered").rows
+
+
+async def test_a_fold_may_give_the_whole_prompt() -> None:
+    chain = played([call("1+1"), "4"], system="Be brief.").chain(TASK)
+    await chain.step()
+    prompt = chain.compact([{"role": "user", "content": "2, twice?"}])
+    assert prompt.ids == chat().prompt([{"role": "user", "content": "2, twice?"}], chain.agent.tools.schemas)
+    assert "Be brief." not in prompt.text
+    prompt = chain.compact("2 so far")
+    assert "Be brief." in prompt.text
+    assert prompt.row == 2
+
+
+async def test_the_policy_writes_its_own_summary() -> None:
+    """Asked behind a tool's result; what it writes is sampled, and stands in the row that it ends."""
+    chain = played([call("1+1"), "I have 2.", "4"]).chain(TASK)
+    await chain.step()
+    told = chain.observe("What do you know so far?")
+    assert [m["role"] for m in told.messages] == ["tool", "user"]
+    assert told.ids == chat().observation_ids(told.messages, chain.agent.tools.schemas, after=chain.turns[1].ids or ())
+    summary = await chain.sample()
+    assert chain.stop == "answered"
+    chain.compact(str(summary.messages[0]["content"]))
+    assert chain.stop is None
+    await chain.step()
+    t = await chain.finish()
+    assert [row.ids.tolist() for row in t.rows] == [list(ids) for ids in engine_rows(chain.agent.engine)]
+    assert [int(row.action_mask.sum()) for row in t.rows] == [
+        len(chain.agent.engine.gave[0]) + len(chain.agent.engine.gave[1]),
+        len(chain.agent.engine.gave[2]),
+    ]
+    assert (t.reward, t.final) == (1.0, "4")
+
+
+async def test_no_fold_before_the_beginning_was_shown() -> None:
+    chain = played(["4"], before_chain=lambda chain: "The board is empty.").chain(TASK)
+    with pytest.raises(SettingsError, match=r"before_chain.*await chain\.prepare\(\)"):
+        chain.compact("x")
+    await chain.prepare()
+    prompt = chain.compact("x")
+    assert (prompt.row, "The board is empty." in chain.turns[0].text, "The board" in prompt.text) == (1, True, True)
+    await chain.step()
+    t = await chain.finish()
+    assert (t.reward, [len(row.turns) for row in t.rows]) == (1.0, [1, 2])
+
+
+async def test_what_a_fold_refuses() -> None:
+    chain = played([call("1+1"), "4"]).chain(TASK)
+    await chain.sample()
+    with pytest.raises(SettingsError, match=r"have not run; await chain\.act\(\)"):
+        chain.compact("x")
+    await chain.act()
+    for nothing in ([], [{"role": "user"}]):
+        with pytest.raises(SettingsError, match="give a text, or messages"):
+            chain.compact(nothing)
+    chain.force("4", end=False)
+    with pytest.raises(SettingsError, match="half written"):
+        chain.compact("x")
+    await chain.finish()
+    with pytest.raises(SettingsError, match=r"chain\.compact: this chain is finished"):
+        chain.compact("x")
+
+
+async def test_a_fold_without_an_action_left_is_the_end() -> None:
+    chain = played([call("1+1"), "2", "4"], max_turns=2).chain(TASK)
+    await chain.step()
+    chain.observe("What do you know?")
+    await chain.sample()
+    chain.compact("x")
+    t = await chain.finish()
+    assert (t.stop, len(t.rows)) == ("max_turns", 1)
+
+
+async def test_back_over_a_fold_and_on_in_another_way() -> None:
+    chain = played([call("1+1"), "4", "5"]).chain(TASK)
+    await chain.step()
+    before = chain.turns[2]
+    chain.compact("2")
+    chain.rewind(2)
+    assert (chain.turn.row, chain.turn.ids) == (0, before.ids)
+    assert chain.ids == tuple(i for turn in (*chain.turns[:2], before) for i in turn.ids or ())
+    await chain.step()
+    t = await chain.finish()
+    assert t.ids.tolist() == list(engine_rows(chain.agent.engine)[0])
+
+
+async def test_forks_after_a_fold_share_all_rows_before_it() -> None:
+    chain = played([call("1+1"), call("2*2"), "4"]).chain(TASK)
+    await chain.step()
+    chain.compact("2")
+    await chain.step()
+    fork = await chain.fork()
+    one, other = await chain.run(), await fork.run()
+    assert len(one.rows) == len(other.rows) == 2
+    assert all(a is b for a, b in zip(one.turns[:5], other.turns[:5], strict=True))
+
+
+# --- hooks ---------------------------------------------------------------------------------------
+
+
+async def test_a_hook_folds_in_a_rollout() -> None:
+    def fold(chain: Chain) -> None:
+        if chain.turn.kind == "observation":
+            chain.compact(f"So far: {chain.turn.messages[0]['content']}")
+
+    a = played([call("1+1"), call("2*2"), "4"], before_turn=fold)
+    rollout = await a.rollout([TASK], 2, max_concurrency=1)
+    for t in rollout:
+        assert (t.reward, t.error, len(t.rows)) == (1.0, None, 3)
+    assert [row.ids.tolist() for t in rollout for row in t.rows] == [list(ids) for ids in engine_rows(a.engine)]
+
+
+async def test_a_hook_lets_the_policy_sum_up() -> None:
+    async def fold(chain: Chain) -> None:
+        if chain.turn.kind == "observation" and chain.turn.row == 0:
+            chain.observe("What do you know?")
+            summary = await chain.sample()
+            chain.compact(str(summary.messages[0]["content"]))
+
+    t = (await played([call("1+1"), "I have 2.", "4"], before_turn=fold).rollout([TASK])).trajectories[0]
+    assert (t.reward, len(t.rows), len(t.actions)) == (1.0, 2, 3)
+    assert "I have 2." in t.rows[1].turns[0].text
+
+
+LONG = "word " * 40
+
+
+@pytest.mark.parametrize(
+    ("script", "why"), [([call("1+1") + LONG, "4"], "no room to begin"), ([LONG * 9 + "…", "4"], "cut")]
+)
+async def test_a_full_row_is_folded(script: list[str], why: str) -> None:
+    called = []
+
+    def fold(chain: Chain) -> None:
+        called.append(chain.turn.kind)
+        chain.compact("2")
+
+    room = len(played([]).chain(TASK).ids) + len(chat().encode(call("1+1") + LONG)) + 3
+
+    class Small(Played):
+        async def sample(self, ids: Any, sampling: Any, seed: int, *, request: Any = None) -> Any:
+            return await super().sample(
+                ids, sampling.replace(max_tokens=min(sampling.max_tokens, room - len(ids))), seed, request=request
+            )
+
+    engine = Small(script, max_length=room)
+    a = agent(engine=engine, chat=chat(), on_context_full=fold, max_turns=6).replace(
+        sampling=agent().sampling.replace(max_tokens=4000)
+    )
+    t = (await a.rollout([TASK])).trajectories[0]
+    assert called == ["observation" if why == "no room to begin" else "action"]
+    assert (t.stop, t.reward, len(t.rows)) == ("answered", 1.0, 2)
+    assert [row.ids.tolist() for row in t.rows] == [list(ids) for ids in engine_rows(engine)]
+    assert max(map(len, t.rows)) <= room
+
+
+async def test_a_fold_that_does_not_fit_ends_the_chain() -> None:
+    def fold(chain: Chain) -> None:
+        chain.compact(LONG * 20)
+
+    room = len(played([]).chain(TASK).ids) + 40
+    a = played([call("1+1") + LONG, "4"], max_length=room, on_context_full=fold)
+    t = (await a.rollout([TASK])).trajectories[0]
+    assert (t.stop, t.reward, len(t.rows)) == ("context_full", 0.0, 2)
+    assert not t.rows[1].action_mask.any()
+
+
+# --- history rendered anew -----------------------------------------------------------------------
+
+REWRITES = (
+    "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' -}}"
+    "{{- (m.content if loop.length < 4 or m.role != 'assistant' else m.content | upper) -}}"
+    "{{- '<|im_end|>\\n' -}}{%- endfor -%}"
+    "{{- '<|im_start|>assistant\\n' if add_generation_prompt -}}"
+)
+
+
+async def test_a_history_that_the_template_rewrites_begins_a_row() -> None:
+    """Each action is trained once, after what it was sampled from; later rows hold it as the template writes it."""
+    rewriting = Chat(with_template(REWRITES), history="rerender")
+    assert rewriting.append_violation("user")
+    engine = Played(["one", "two", "three", "four"])
+    chain = agent(engine=engine, chat=rewriting, tools=(), reward=None).chain(TASK)
+    for _ in range(3):
+        await chain.sample()
+        chain.observe("and then?")
+    await chain.sample()
+    t = await chain.finish()
+    assert [row.ids.tolist() for row in t.rows] == [list(ids) for ids in engine_rows(engine)]
+    # The second action's history is still as it was sampled, so it is appended; from the third on all is upper case.
+    assert [turn.author for turn in t.turns if turn.kind == "prompt"] == ["task", "template", "template"]
+    texts = [rewriting.text(row.ids.tolist()) for row in t.rows]
+    assert "one" in texts[0] and "two" in texts[0]
+    assert "ONE" in texts[2] and "THREE" in texts[2] and "one" not in texts[2]
+    trained = [i for row in t.rows for i in row.ids[row.action_mask].tolist()]
+    assert trained == [i for said in engine.gave for i in said]
+    # The last row begins as the template writes the whole conversation.
+    assert t.rows[2].ids.tolist()[: -len(engine.gave[3])] == list(rewriting.prompt(t.rows[2].turns[0].messages))
+    assert [m["content"] for m in t.rows[2].messages if m["role"] == "assistant"] == ["one", "two", "three", "four"]
+
+
+async def test_back_to_what_began_a_row_begins_it_again() -> None:
+    rewriting = Chat(with_template(REWRITES), history="rerender")
+    chain = agent(engine=Played(["one", "two", "three"]), chat=rewriting, tools=(), reward=None).chain(TASK)
+    for _ in range(2):
+        await chain.sample()
+        told = chain.observe("and then?")
+    assert (chain.turn.row, told.row, told.ids) == (1, 0, ())
+    ids = chain.ids
+    await chain.sample()
+    chain.rewind(told)
+    assert (chain.turn.row, chain.ids) == (1, ids)
+
+
+async def test_a_history_that_is_kept_is_appended_all_the_same() -> None:
+    kept = Chat(chat().tokenizer, history="rerender")
+    a = agent(engine=Played([call("1+1"), "4"]), chat=kept)
+    t = await a.chain(TASK).run()
+    assert len(t.rows) == 1
+    assert t.ids.tolist() == (await played([call("1+1"), "4"]).chain(TASK).run()).ids.tolist()
+
+
+# --- authors -------------------------------------------------------------------------------------
+
+
+async def test_tokens_are_sampled_in_the_name_of_a_role() -> None:
+    chain = played(["e4", "e5", "Nf3"], tools=(), reward=None).chain(TASK)
+    for i in range(3):
+        chain.author = ("white", "black")[i % 2]
+        await chain.sample()
+        if i < 2:
+            chain.observe("your move")
+    t = await chain.finish()
+    assert [turn.author for turn in t.actions] == ["white", "black", "white"]
+    row = t.rows[0]
+    white, black = row.sampled_by("white"), row.sampled_by("black")
+    assert not (white & black).any()
+    assert (white | black).tolist() == row.action_mask.tolist() == row.sampled_by("white", "black").tolist()
+    assert row.ids[black].tolist() == list(t.actions[1].ids or ())
+    assert row.sampled_by().tolist() == row.action_mask.tolist()
+    assert not row.sampled_by("nobody").any()
+
+
+# --- the record ----------------------------------------------------------------------------------
+
+
+async def test_rows_are_saved_and_loaded(tmp_path: Path) -> None:
+    _, t = await folded()
+    plain = await played([call("1+1"), "4"]).chain(Task("u", TASK.messages, TASK.fields)).run()
+    both = Rollout.from_trajectories([t, plain])
+    assert Rollout.load(both.save(tmp_path / "r.jsonl")) == both
+    again = Rollout.load(tmp_path / "r.jsonl").trajectories[0]
+    for a, b in zip(t.rows, again.rows, strict=True):
+        for name in VIEWS:
+            np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+    assert '"version":2' in (tmp_path / "r.jsonl").read_text().split("\n")[0]
+    Rollout.from_trajectories([plain]).save(tmp_path / "one.jsonl")
+    assert '"version":1' in (tmp_path / "one.jsonl").read_text().split("\n")[0]
+
+
+async def test_frames_say_which_row() -> None:
+    _, t = await folded()
+    rollout = Rollout.from_trajectories([t])
+    turns = rollout.to_frame("turns")
+    assert turns["row"].tolist() == [turn.row for turn in t.turns]
+    tokens = rollout.to_frame("tokens")
+    for row in t.rows:
+        own = tokens[tokens["row"] == row.index]
+        assert own["position"].tolist() == list(range(len(row)))
+        assert own["id"].tolist() == row.ids.tolist()
+        assert own["mask"].tolist() == row.action_mask.tolist()
+        assert own["turn"].tolist() == row.turn_index.tolist()
+    head = rollout.to_frame().iloc[0]
+    assert (head["rows"], head["tokens"]) == (3, sum(map(len, t.rows)))
+    assert head["action_tokens"] == sum(int(row.action_mask.sum()) for row in t.rows)
+    numbers = rollout.summary()
+    assert (numbers["rows"], numbers["tokens"]) == (3.0, head["action_tokens"])
+    assert "rows" not in Rollout.from_trajectories([await played(["4"]).chain(TASK).run()]).summary()
+    assert math.isnan(tokens["logprob"][0])
+
+
+async def test_views_show_every_row() -> None:
+    from agentfly_kit.widgets import TokenView
+
+    from agentfly_kit.batch.batch import collate
+
+    chain, t = await folded()
+    plain = await played([call("1+1"), "4"]).chain(Task("u", TASK.messages, TASK.fields)).run()
+    assert repr(TokenView(t)).startswith("TokenView(3 rows,")
+    assert repr(TokenView(chain)).startswith("TokenView(3 rows,")
+    assert repr(TokenView(Rollout.from_trajectories([t, plain]))).startswith("TokenView(4 rows,")
+    batch = collate([plain, t], [1.0, 2.0])
+    view = TokenView(batch, compare=batch)
+    assert repr(view).startswith("TokenView(4 rows,")
+    for i in range(3):
+        assert f"{t.id} row {i}" in view._static()
+    view.select(f"{t.id} row 1", 0, 3)
+    assert [(s.trajectory, s.start, s.stop) for s in view.selection] == [(f"{t.id} row 1", 0, 3)]
+
+
+async def test_the_stepper_writes_what_makes_the_rows() -> None:
+    from agentfly_kit.widgets import ChainStepper
+
+    chain = played([call("1+1"), "I have 2.", "4"]).chain(TASK)
+    await chain.step()
+    chain.observe("What do you know?")
+    await chain.sample()
+    chain.compact("I have 2.")
+    await chain.step()
+    code = ChainStepper(chain).to_code()
+    wanted = ["await chain.sample()", "await chain.act()", "chain.observe('What do you know?')", "chain.compact("]
+    at = [code.index(line) for line in wanted]
+    assert at == sorted(at)
+    t = await chain.finish()
+    again = chain.agent.chain(t)
+    assert again.ids == tuple(t.rows[1].ids.tolist())
+    again.rewind(1)
+    assert (again.turn.row, len(again.snapshot().rows)) == (0, 1)
+
+
+async def test_a_text_only_engine_is_told_the_new_row_alone() -> None:
+    class Text(Engine):
+        tokens, logprobs, author = "none", "no", "policy"
+        told: ClassVar[list[Any]] = []
+
+        @property
+        def max_length(self) -> int:
+            return 1 << 30
+
+        async def sample(self, ids: Any, sampling: Any, seed: int, *, request: Any = None) -> Sample:
+            self.told.append(request.messages)
+            said = call("1+1") if len(self.told) == 1 else "4"
+            return Sample(None, None, None, "stop", None, text=said)
+
+    chain = agent(engine=Text(), chat=chat()).chain(TASK)
+    await chain.step()
+    chain.compact("So far: 2")
+    await chain.step()
+    t = await chain.finish()
+    assert (t.reward, len(t.rows), t.exact) == (1.0, 2, False)
+    assert [len(told) for told in Text.told] == [1, 1]
+    assert str(Text.told[1][0]["content"]).endswith("So far: 2")
+    with pytest.raises(AlignmentError, match="gives text only"):
+        _ = t.rows[1].ids
+
+
+async def test_drift_is_of_a_row() -> None:
+    _, t = await folded()
+    with pytest.raises(AlignmentError, match="3 rows"):
+        chat().drift(t)
+    assert all(chat().drift(row).cause == "none" for row in t.rows)
+
+
+async def test_real_rows_hold_a_forward_of_the_model() -> None:
+    """The engine's logprobs in each row of a compaction are the model's on that row alone."""
+    from agents import reference_logprobs, shipped
+
+    def fold(chain: Chain) -> None:
+        if chain.turn.kind == "observation":
+            chain.compact(list(chain.task.messages))
+
+    rollout = await agent(before_turn=fold, max_turns=3).rollout(tasks(2, seed=3), 2)
+    several = [t for t in rollout if len(t.rows) > 1]
+    assert several
+    for t in several:
+        for row in t.rows:
+            at = np.flatnonzero(row.action_mask).tolist()
+            wanted, _ = reference_logprobs(shipped(), row.ids.tolist(), at)
+            np.testing.assert_allclose(row.logprobs[row.action_mask], wanted, atol=2e-4)

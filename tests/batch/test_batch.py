@@ -1,0 +1,225 @@
+"""Trajectories to tensors: one alignment, a reason for each row left out, and nothing trained that cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from agents import agent, call, played, tasks
+
+from agentfly_kit import advantages
+from agentfly_kit.batch.batch import collate
+from agentfly_kit.errors import AlignmentError, BatchError, SettingsError
+from agentfly_kit.types import Failure, Sampling, Task, Trajectory, Turn
+
+TASK = Task("t", ({"role": "user", "content": "?"},))
+
+
+def row(
+    *parts: tuple[str, int], reward: float | None = 1.0, group: str = "g", chain: int = 0, **more: Any
+) -> Trajectory:
+    """A trajectory of (kind, length) parts; token ids and logprobs count up from 1."""
+    turns: list[Turn] = []
+    at = 1
+    for kind, n in parts:
+        ids = tuple(range(at, at + n))
+        at += n
+        sampled = kind == "action"
+        turns.append(
+            Turn(
+                kind,  # type: ignore[arg-type]
+                "policy" if sampled else "task",
+                ids,
+                sampled=sampled,
+                logprobs=tuple(-float(i) for i in ids) if sampled else None,
+                entropies=tuple(float(i) for i in ids) if sampled else None,
+                versions=(2,) * n if sampled else None,
+                parent=turns[-1] if turns else None,
+            )
+        )
+    return Trajectory(
+        f"{group}/{chain}", TASK, group, chain, tuple(turns), more.pop("stop", "answered"), reward, **more
+    )
+
+
+def test_every_tensor_has_one_alignment() -> None:
+    a = row(("prompt", 2), ("action", 2), ("observation", 1), ("action", 1), reward=0.5)
+    b = row(("prompt", 1), ("action", 1), group="h", reward=-1.0, sampling=Sampling(temperature=0.7))
+    batch = collate([a, b], torch.tensor([2.0, 3.0]))
+    nan = math.nan
+    assert batch.ids.tolist() == [[1, 2, 3, 4, 5, 6], [1, 2, 0, 0, 0, 0]]
+    assert batch.mask.int().tolist() == [[0, 0, 1, 1, 0, 1], [0, 1, 0, 0, 0, 0]]
+    assert batch.attention.int().tolist() == [[1] * 6, [1, 1, 0, 0, 0, 0]]
+    for name, wanted in {
+        "logprobs": [[nan, nan, -3, -4, nan, -6], [nan, -2, nan, nan, nan, nan]],
+        "entropies": [[nan, nan, 3, 4, nan, 6], [nan, 2, nan, nan, nan, nan]],
+        "advantages": [[nan, nan, 2, 2, nan, 2], [nan, 3, nan, nan, nan, nan]],
+        "token_rewards": [[nan, nan, 0, 0, nan, 0.5], [nan, -1, nan, nan, nan, nan]],
+    }.items():
+        torch.testing.assert_close(getattr(batch, name), torch.tensor(wanted), equal_nan=True)
+    assert batch.versions.tolist() == [[-1, -1, 2, 2, -1, 2], [-1, 2, -1, -1, -1, -1]]
+    assert batch.lengths.tolist() == [6, 2]
+    assert batch.groups.tolist() == [0, 1]
+    assert batch.temperatures.tolist() == pytest.approx([1.0, 0.7])
+    assert repr(batch) == "Batch(2 rows, 6 wide, 4 action tokens)"
+    packed = batch.packed()
+    assert packed.ids.tolist() == [1, 2, 3, 4, 5, 6, 1, 2]
+    assert packed.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
+    assert packed.starts.tolist() == [0, 6, 8]
+    assert packed.mask.int().tolist() == [0, 0, 1, 1, 0, 1, 0, 1]
+
+
+async def test_real_rows_are_the_trajectories() -> None:
+    rollout = await agent().rollout(tasks(3), group_size=3)
+    batch = collate(rollout, advantages.grpo)
+    for i, t in enumerate(batch.trajectories):
+        n = len(t.ids)
+        assert batch.ids[i, :n].tolist() == t.ids.tolist()
+        assert batch.mask[i, :n].tolist() == t.action_mask.tolist()
+        assert batch.logprobs[i][batch.mask[i]].tolist() == t.logprobs[t.action_mask].tolist()
+        assert not batch.mask[i, n:].any()
+
+
+@pytest.mark.parametrize("how", ["function", "tensor", "list", "per token", "none"])
+def test_ways_to_give_advantages(how: str) -> None:
+    given = [row(("prompt", 1), ("action", 2), chain=i, reward=r) for i, r in enumerate((1.0, 0.0, None, 1.0))]
+    wanted = advantages.grpo([1.0, 0.0, None, 1.0], [0] * 4)[[0, 1, 3]]
+    each: Any = {
+        "function": advantages.grpo,
+        "tensor": advantages.grpo([1.0, 0.0, None, 1.0], [0] * 4),
+        "list": advantages.grpo([1.0, 0.0, None, 1.0], [0] * 4).tolist(),
+        "per token": wanted[:, None].expand(3, 3),
+        "none": None,
+    }[how]
+    batch = collate(given, each)
+    assert len(batch) == 3
+    if how == "none":
+        assert torch.isnan(batch.advantages).all()
+    else:
+        torch.testing.assert_close(batch.advantages[:, 1], wanted)
+        assert torch.isnan(batch.advantages[:, 0]).all()
+
+
+def test_who_is_left_out_and_why() -> None:
+    good = row(("prompt", 1), ("action", 1))
+    given = [
+        good,
+        row(("prompt", 1), ("action", 1), chain=1, reward=None, stop="error", error=Failure("tool put", "E", "x")),
+        row(("prompt", 1), ("action", 1), chain=2, reward=None, stop="cancelled"),
+        row(("prompt", 1), chain=3),
+        row(("prompt", 1), ("forced", 2), chain=4),
+        row(("prompt", 1), ("action", 1), chain=5, stop="max_turns"),
+    ]
+    batch = collate(given, advantages.grpo, truncated="mask")
+    assert [t.id for t in batch.trajectories] == ["g/0"]
+    assert [(d.trajectory, d.reason) for d in batch.dropped] == [
+        ("g/1", "unscored (tool put)"),
+        ("g/2", "unscored (cancelled)"),
+        ("g/3", "no token was sampled by a policy"),
+        ("g/4", "no token was sampled by a policy"),
+        ("g/5", "truncated"),
+    ]
+    assert batch.num_given == 6
+    assert batch.flagged == (2 / 6, 1 / 6)
+    assert "left out" in batch._repr_html_() and ">truncated<" in batch._repr_html_()
+    assert len(collate(given, advantages.grpo)) == 2
+
+
+def test_rows_that_are_cut_count_in_their_group_also_where_they_are_not_trained() -> None:
+    given = [row(("prompt", 1), ("action", 1)), row(("prompt", 1), ("action", 1), chain=1, reward=0.0, stop="timeout")]
+    batch = collate(given, advantages.grpo, truncated="mask")
+    assert float(batch.advantages[0, 1]) == pytest.approx(0.7071, abs=1e-4)
+
+
+GOOD = row(("prompt", 1), ("action", 2))
+TEXT = dataclasses.replace(GOOD, turns=(Turn("action", "policy", None, text="x"),))
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "error", "says"),
+    [
+        ([], {}, BatchError, "given no trajectory; roll some tasks out first"),
+        ([3], {}, BatchError, "takes a Rollout or trajectories, and got a int"),
+        (
+            [GOOD.replace(reward=None)],
+            {},
+            BatchError,
+            r"none of 1 trajectories can be trained on: unscored \(no reward said a number\)",
+        ),
+        ([GOOD.replace(reward=math.inf)], {}, BatchError, "'g/0' has the reward inf"),
+        ([GOOD.replace(reward=math.nan)], {}, BatchError, "'g/0' has the reward nan"),
+        ([TEXT], {}, BatchError, "its engine gives text only"),
+        ([GOOD.replace(sampling=Sampling(temperature=0))], {}, BatchError, "sampled greedily"),
+        ([GOOD.replace(sampling=Sampling(top_p=0.9))], {}, BatchError, "allow_truncated_sampling=True"),
+        ([GOOD], {"truncated": "drop"}, SettingsError, "truncated='drop'"),
+        ([GOOD], {"advantages": [1.0, 2.0]}, AlignmentError, r"shape \(2,\); give one a trajectory \(1,\)"),
+        ([row(("action", 2))], {}, AlignmentError, "stands at position 0"),
+    ],
+)
+def test_what_is_refused(given: Any, options: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        collate(given, **options)
+
+
+async def test_a_rollout_that_has_not_run_is_refused() -> None:
+    with pytest.raises((BatchError, AttributeError), match="await"):
+        collate(played(["5"]).rollout(tasks(1)))
+
+
+def test_turn_rewards_stand_on_the_action_that_caused_them() -> None:
+    t = row(("prompt", 1), ("action", 2), ("observation", 1), ("action", 1), ("observation", 0), reward=10.0)
+    turns = tuple(
+        dataclasses.replace(turn, reward=r) for turn, r in zip(t.turns, (None, 0.5, 0.25, None, -1.0), strict=True)
+    )
+    batch = collate([t.replace(turns=turns)])
+    assert torch.nan_to_num(batch.token_rewards, nan=9.0).tolist() == [[9.0, 0.0, 0.75, 9.0, 9.0]]
+    lost = (dataclasses.replace(t.turns[0], reward=1.0), *t.turns[1:])
+    with pytest.raises(BatchError, match="turn 0 has a reward of 1 and no sampled token comes before"):
+        collate([t.replace(turns=lost)])
+
+
+def test_replace_checks_shapes_and_masks() -> None:
+    batch = collate([GOOD])
+    changed = batch.replace(values=torch.ones(1, 3), returns=torch.ones(1, 3))
+    assert changed.values is not None
+    assert torch.isnan(changed.values[0, 0])
+    with pytest.raises(AlignmentError, match=r"returns has the shape \(1, 2\), and the batch is \(1, 3\)"):
+        batch.replace(returns=torch.ones(1, 2))
+
+
+def test_replace_takes_a_mask_and_numbers_for_it_at_once() -> None:
+    batch = collate([row(("prompt", 2), ("action", 1), ("observation", 1))])
+    wide = batch.attention.clone()
+    wide[:, 0] = False
+    given = batch.replace(advantages=torch.ones(1, 4), mask=wide)
+    assert torch.isnan(given.advantages).tolist() == [[True, False, False, False]], (
+        "NaN outside the new mask, not the old"
+    )
+
+
+async def test_forks_repeat_their_prefix_as_rows_of_their_own() -> None:
+    chain = played([call("1+1"), "5"]).chain(Task("t", TASK.messages, {"answer": "5"}))
+    await chain.step()
+    fork = await chain.fork()
+    both = [await chain.run(), await fork.run()]
+    batch = collate(both, advantages.grpo)
+    assert len(batch) == 2
+    assert len(set(batch.trajectory_index.tolist())) == 2
+    assert batch.ids[0].tolist() == batch.ids[1].tolist()
+
+
+async def test_packed_rows_are_the_rows() -> None:
+    rollout = await played(lambda task, turn: "7" * (1 + int(task.fields["answer"]))).rollout(
+        [Task(str(i), TASK.messages, {"answer": str(i)}) for i in range(4)]
+    )
+    batch = collate(rollout)
+    packed = batch.packed()
+    assert len(packed.ids) == int(batch.lengths.sum()) == int(packed.starts[-1])
+    for i, (a, b) in enumerate(zip(packed.starts.tolist(), packed.starts.tolist()[1:], strict=False)):
+        n = int(batch.lengths[i])
+        assert torch.equal(packed.ids[a:b], batch.ids[i, :n])
+        assert torch.equal(packed.mask[a:b], batch.mask[i, :n])
+        assert packed.positions[a:b].tolist() == list(range(n))

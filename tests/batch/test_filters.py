@@ -1,0 +1,184 @@
+"""What a filter takes out counts nowhere, and is found with its reason wherever one looks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from agents import call, played, tasks
+from test_trainer import SMALL, TASKS, learner, small
+
+from agentfly_kit import advantages, filters
+from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.batch.batch import collate
+from agentfly_kit.errors import BatchError, EmptyBatch, SettingsError, ToolError
+from agentfly_kit.ppo import adamw, ppo_step
+from agentfly_kit.rewards import reward
+from agentfly_kit.tools.tool import tool
+from agentfly_kit.trainer.loop import train
+from agentfly_kit.trainer.run_dir import Run
+from agentfly_kit.types import Trajectory
+
+
+async def rolled(rewards: list[list[float | None]]) -> Rollout:
+    """Chains with these rewards, a group a list; the third of each is cut by a limit."""
+    a = played(lambda task, turn: "1 2 3", max_turns=2)
+    rollout = await a.rollout(tasks(len(rewards)), len(rewards[0]))
+    given = []
+    for group, wanted in zip(rollout.groups, rewards, strict=True):
+        for t, r in zip(group, wanted, strict=True):
+            stop = "max_turns" if t.chain == 2 else t.stop
+            given.append(t.replace(reward=r, stop=stop, error=None))
+    return Rollout.from_trajectories(given)
+
+
+async def test_groups_of_one_reward_leave_and_change_no_other_group() -> None:
+    rollout = await rolled([[0.0, 1.0, 2.0, 5.0], [1.0, 1.0, 1.0, None], [None, None, 3.0, None]])
+    batch = collate(rollout, advantages.grpo, filters=[filters.equal_rewards])
+    assert [t.id for t in batch.trajectories] == [t.id for t in rollout.groups[0]]
+    assert {d.reason for d in batch.dropped if d.filtered} == {"equal rewards"}
+    assert sum(d.filtered for d in batch.dropped) == 4
+    assert batch.num_given == 12
+    assert batch.flagged[0] == pytest.approx(4 / 12), "filtered is not unscored"
+    whole = collate(rollout, advantages.grpo)
+    assert torch.equal(batch.advantages[batch.mask], whole.advantages[:4][whole.mask[:4]])
+
+
+async def test_a_chain_that_is_filtered_is_in_no_mean() -> None:
+    rollout = await rolled([[0.0, 1.0, 100.0, 2.0]])
+    batch = collate(rollout, advantages.dr_grpo, filters=[filters.overlong()])
+    assert batch.advantages[:, -1].nan_to_num().shape == (3,)
+    first = [float(a[m][0]) for a, m in zip(batch.advantages, batch.mask, strict=True)]
+    assert first == [-1.0, 0.0, 1.0]
+    kept = collate(rollout, advantages.dr_grpo, truncated="mask")  # the other way: only its tokens leave
+    assert [float(a[m][0]) for a, m in zip(kept.advantages, kept.mask, strict=True)] == [-25.75, -24.75, -23.75]
+    # A tensor of advantages still has a number for each that was given.
+    again = collate(rollout, torch.arange(4.0), filters=[filters.overlong()])
+    assert [float(a[m][0]) for a, m in zip(again.advantages, again.mask, strict=True)] == [0.0, 1.0, 3.0]
+
+
+async def test_overlong_by_tokens_and_tool_errors() -> None:
+    @tool
+    def breaks(expression: str) -> str:
+        """Break on 0.
+
+        Args:
+            expression: a text.
+        """
+        if expression == "0":
+            raise ToolError("no")
+        return expression
+
+    script = {0: ["0", "1", "2"], 1: ["1", "1", "1"]}
+
+    def said(task: Any, turn: int) -> str:
+        expressions = script[order[task.id]]
+        return call(expressions[turn], "breaks") if turn < 3 else "done"
+
+    wanted = tasks(2)
+    order = {t.id: i for i, t in enumerate(wanted)}
+    rollout = await played(said, tools=[breaks], max_turns=4).rollout(wanted)
+    one, two = rollout.trajectories
+    assert filters.drop_reasons(rollout, [filters.tool_errors()]) == {one.id: "tool errors"}
+    assert filters.drop_reasons(rollout, [filters.tool_errors(0.5)]) == {}
+    tokens = int(two.action_mask.sum())
+    assert filters.drop_reasons(rollout, [filters.overlong(tokens)]) == {}
+    assert set(filters.drop_reasons(rollout, [filters.overlong(tokens - 1)])) == {one.id, two.id}
+    # The first filter that says something is the one that is named.
+    both = filters.drop_reasons(rollout, [filters.tool_errors(), filters.overlong(1)])
+    assert both == {one.id: "tool errors", two.id: "overlong"}
+
+
+async def test_filters_that_are_none_are_named() -> None:
+    rollout = await rolled([[0.0, 1.0]])
+
+    def odd(chain: Any) -> None:
+        return None
+
+    def yes(trajectory: Any) -> Any:
+        return True
+
+    with pytest.raises(SettingsError, match=r"the filter odd takes chain; give a function of one `group`"):
+        collate(rollout, filters=[odd])
+    with pytest.raises(SettingsError, match=r"the filter yes gave True for Trajectory.*give a text"):
+        collate(rollout, filters=[yes])
+    with pytest.raises(SettingsError, match="the filter odd"):
+        SMALL.replace(filters=[odd])
+    with pytest.raises(SettingsError, match="give a list of functions"):
+        SMALL.replace(filters=filters.equal_rewards)
+    with pytest.raises(SettingsError, match="at least 1 token"):
+        filters.overlong(0)
+    with pytest.raises(SettingsError, match="a share"):
+        filters.tool_errors(1.0)
+    with pytest.raises(EmptyBatch, match="none of 2 trajectories can be trained on: overlong") as caught:
+        collate(rollout, filters=[filters.overlong(1)])
+    assert isinstance(caught.value, BatchError)
+    assert len(caught.value.dropped) == 2
+
+
+# --- in the loop ---------------------------------------------------------------------------------
+
+
+def short(trajectory: Trajectory) -> str | None:
+    return "too short" if int(trajectory.action_mask.sum()) < 6 else None
+
+
+async def test_the_loop_says_what_it_left_out_and_why(tmp_path: Path) -> None:
+    @reward
+    def even(trajectory: Any, final: str | None) -> float | None:
+        return None if trajectory.chain == 3 and trajectory.task.id == TASKS[0].id else float(trajectory.chain % 2)
+
+    policy = learner()
+    config = SMALL.replace(steps=4, filters=[short, filters.equal_rewards], save_rollouts=True)
+    run = train(small(policy, reward=even), policy, TASKS, config, run=tmp_path / "run")
+    with pytest.warns(UserWarning, match="unscored|nothing was left") as said:
+        steps = [step async for step in run]
+    assert all("unscored" in str(w.message) or "nothing was left" in str(w.message) for w in said)
+    seen = {reason for step in steps for t in step.rollout or () if (reason := t.dropped)}
+    assert "too short" in seen
+    for step in steps:
+        assert step.rollout is not None
+        frame = step.rollout.to_frame()
+        counts = frame["dropped"].value_counts().to_dict()
+        assert step.record["dropped"] == sum(counts.values())
+        assert {k[9:]: v for k, v in step.record.items() if k.startswith("dropped: ")} == counts
+        if step.stats is not None:
+            assert step.stats.dropped == counts
+            assert step.stats.rows == len(step.rollout) - sum(counts.values())
+        assert Run(tmp_path / "run").rollout(step.step) == step.rollout
+        unscored = frame["reward"].isna()
+        assert set(frame[unscored]["dropped"]) <= {"unscored (no reward said a number)"}
+
+
+async def test_a_step_with_nothing_left_makes_no_update_and_the_run_goes_on() -> None:
+    @reward
+    def same(final: str | None) -> float:
+        return 1.0
+
+    policy = learner()
+    before = policy.fingerprint()
+    run = train(small(policy, reward=same), policy, TASKS, SMALL.replace(steps=2, filters=[filters.equal_rewards]))
+    with pytest.warns(UserWarning, match=r"step [12]: nothing was left to train on \(12 equal rewards\); no update"):
+        steps = [step async for step in run]
+    assert [s.stats for s in steps] == [None, None]
+    assert [s.record["updates"] for s in steps] == [0, 0]
+    assert [s.record["dropped: equal rewards"] for s in steps] == [12, 12]
+    assert policy.fingerprint() == before
+    assert not any(math.isnan(v) for s in steps for v in s.record.values())
+
+
+async def test_filtered_rows_are_in_no_denominator() -> None:
+    """The step on what is left is the step on a rollout that never had the others."""
+    policy = learner()
+    rollout = await small(policy).rollout(TASKS[:4], 4)
+    kept = Rollout.from_trajectories(t for t in rollout if short(t) is None)
+    assert 0 < len(kept) < len(rollout)
+    results = []
+    for batch in (collate(rollout, advantages.grpo, filters=[short]), collate(kept, advantages.grpo)):
+        twin = policy.copy()
+        stats = ppo_step(twin, adamw(twin), batch, minibatch=4)
+        results.append((twin.fingerprint(), stats.loss))
+    assert results[0] == results[1]

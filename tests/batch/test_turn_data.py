@@ -1,0 +1,142 @@
+"""Advantages for each turn: what the estimators ask of a rollout, and where their numbers go."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from agents import agent, tasks
+from test_batch import row
+
+import agentfly_kit as af
+from agentfly_kit.engines.local.engine import LocalEngine
+from agentfly_kit.errors import AlignmentError, BatchError, SettingsError
+from agentfly_kit.types import Trajectory
+
+TWO = (("prompt", 2), ("action", 2), ("observation", 1), ("action", 2))
+
+
+def turned(t: Trajectory, **rewards: float) -> Trajectory:
+    """The trajectory with rewards on turns, by index: turned(t, _2=0.5)."""
+    turns = [dataclasses.replace(turn, reward=rewards.get(f"_{i}", turn.reward)) for i, turn in enumerate(t.turns)]
+    return t.replace(turns=tuple(turns))
+
+
+def test_a_number_for_each_sampled_turn_goes_to_its_tokens() -> None:
+    a, b = row(*TWO), row(("prompt", 1), ("action", 1), group="h", reward=0.0)
+    batch = af.collate([a, b], torch.tensor([[1.0, 2.0], [3.0, 9.0]]))
+    nan = math.nan
+    wanted = torch.tensor([[nan, nan, 1, 1, nan, 2, 2], [nan, 3, nan, nan, nan, nan, nan]])
+    torch.testing.assert_close(batch.advantages, wanted, equal_nan=True)
+    # A trajectory that is left out still has its line.
+    out = row(*TWO, reward=None, chain=1)
+    batch = af.collate([out, a], torch.tensor([[5.0, 6.0], [1.0, 2.0]]))
+    assert batch.advantages[0][batch.mask[0]].tolist() == [1, 1, 2, 2]
+
+
+def test_too_few_columns_and_rows_are_said() -> None:
+    with pytest.raises(AlignmentError, match=r"\(1, 1\).*'g/0' sampled in 2 turns"):
+        af.collate([row(*TWO)], torch.ones(1, 1))
+    with pytest.raises(AlignmentError, match=r"\(3, 2\).*\(1, K\)"):
+        af.collate([row(*TWO)], torch.ones(3, 2))
+    with pytest.raises(AlignmentError, match=r"\(1, 2\)"):
+        af.collate([row(*TWO)], torch.ones(1, 2), per="row")
+    with pytest.raises(SettingsError, match="whole chains"):
+        af.TrainConfig(advantage="gigpo", advantage_per="row")
+
+
+def test_what_each_turn_earned_and_began_from() -> None:
+    a = turned(row(*TWO, reward=1.0), _2=0.25, _3=0.5)
+    turns = af.turn_data([a, row(("prompt", 1), ("action", 1), reward=None)])
+    assert turns.turn_rewards == ((0.25, 1.5), (None,))
+    assert turns.states == (((1, 2), (5,)), ((1,),))
+    assert af.turn_data(a, rewards=[3.0]).turn_rewards == ((0.25, 3.5),)
+    assert af.turn_data([a], state=lambda t, i: (t.chain, i)).states == (((0, 1), (0, 3)),)
+    with pytest.raises(AlignmentError, match="2 rewards for 1 trajectories"):
+        af.turn_data(a, rewards=[1.0, 2.0])
+    with pytest.raises(BatchError, match="turn 0 has a reward of 2"):
+        af.turn_data(turned(a, _0=2.0))
+    # The sums are those that `collate` puts on tokens.
+    batch = af.collate([a])
+    assert batch.token_rewards[0].nan_to_num().tolist() == [0, 0, 0, 0.25, 0, 0, 1.5]
+
+
+def test_turns_that_began_alike_are_compared() -> None:
+    """Worked by hand: gamma 1, std None, so that advantages are differences from means."""
+    good = row(*TWO, reward=1.0, chain=0)
+    bad = row(*TWO, reward=0.0, chain=1)
+    else_ = row(("prompt", 2), ("action", 1), ("observation", 2), ("action", 1), reward=0.5, chain=2)
+    given = [good, bad, else_]
+
+    def estimator(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        turns = af.turn_data(given, rewards=rewards.tolist())
+        return af.advantages.gigpo(
+            rewards, groups, turn_rewards=turns.turn_rewards, states=turns.states, gamma=1.0, std=None
+        )
+
+    batch = af.collate(given, estimator)
+    # Episode: +.5, -.5, 0. First turns all began from the prompt: +.5, -.5, 0. Second ones: good and bad were told the
+    # same token, and the third something else: +.5, -.5, and alone: 0.
+    at = [batch.advantages[i][batch.mask[i]].tolist() for i in range(3)]
+    assert at == [[1.0] * 4, [-1.0] * 4, [0.0, 0.0]]
+
+
+async def forked(same_seeds: bool = False) -> list[Trajectory]:
+    """Three chains of one task: two of them one chain that was forked after its first turn."""
+    one = agent()
+    for task in tasks(24):
+        first = one.chain(task)
+        await first.step()
+        if first.stop is None:
+            break  # the tool was called, and answered
+    assert first.stop is None
+    fork = await first.fork(same_seeds=same_seeds)
+    other = one.chain(tasks(24)[-1])
+    return [await chain.run() for chain in (first, fork, other)]
+
+
+async def test_forks_have_the_same_name_for_what_they_share() -> None:
+    first, fork, other = await forked()
+    together = [t.replace(group="g", chain=c) for t, c in ((first, 0), (fork, 0), (other, 1))]
+    turn_ids = af.turn_data(together).turn_ids
+    assert [len(path) for path in turn_ids] == [sum(turn.sampled for turn in t.turns) for t in together]
+    common = sum(a is b and a.sampled for a, b in zip(first.turns, fork.turns, strict=False))
+    assert common >= 1
+    assert turn_ids[0][:common] == turn_ids[1][:common]
+    assert not set(turn_ids[2]) & set(turn_ids[0] + turn_ids[1])
+    weights = af.advantages.branch_weights(turn_ids, [0, 0, 0])
+    assert float(weights.sum()) == pytest.approx(1)
+    adv = af.advantages.arpo(torch.tensor([1.0, 0.0, 0.5]), [0, 0, 0], turn_ids=turn_ids, attribution="hard")
+    batch = af.collate(together, adv)
+    assert batch.advantages[batch.mask].isfinite().all()
+
+
+async def test_a_fork_that_goes_the_same_way_again_is_another_leaf() -> None:
+    first, fork, _ = await forked(same_seeds=True)
+    together = [t.replace(group="g", chain=0) for t in (first, fork)]
+    turn_ids = af.turn_data(together).turn_ids
+    assert turn_ids[0][-1] != turn_ids[1][-1]
+    af.advantages.arpo(torch.tensor([1.0, 0.0]), [0, 0], turn_ids=turn_ids)
+
+
+@pytest.mark.parametrize("name", ["gigpo", "arpo"])
+async def test_a_run_trains_with_them(name: str, tmp_path: Any) -> None:
+    policy = af.tiny.policy("lookup")
+    config = af.TrainConfig(steps=2, tasks_per_step=2, group_size=4, advantage=name, gamma=0.95, lr=1e-4)
+    one = af.envs.lookup.agent(policy)
+    seen = [step async for step in af.train(one, policy, af.load_tasks("lookup").train[:4], config, run=tmp_path / "r")]
+    assert isinstance(one.engine, LocalEngine)
+    await one.engine.close()
+    assert len(seen) == 2 and all(math.isfinite(step.stats.loss) for step in seen)
+    assert policy.version > 0
+
+
+async def test_without_forks_and_with_one_turn_they_are_grpo() -> None:
+    rollout = await agent().rollout(tasks(2), group_size=4)
+    plain = af.collate(rollout, af.advantages.grpo)
+    turns = af.turn_data(rollout)
+    soft = af.collate(rollout, lambda r, g: af.advantages.arpo(r, g, turn_ids=turns.turn_ids))
+    torch.testing.assert_close(soft.advantages, plain.advantages, equal_nan=True)

@@ -1,0 +1,123 @@
+"""Drift: where a row would differ if its messages were rendered and encoded again, at which token, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from agents import agent, call, chat, played, scripted, tasks
+
+from agentfly_kit import tiny
+from agentfly_kit.chat.chat import Chat
+from agentfly_kit.chat.drift import Drift, compare
+from agentfly_kit.errors import SettingsError
+from agentfly_kit.types import Task, Trajectory, Turn
+
+TASK = Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"})
+
+
+async def row(*script: str, **settings: Any) -> Trajectory:
+    return await played(list(script), **settings).chain(TASK).run()
+
+
+async def test_a_plain_chain_does_not_drift() -> None:
+    for script in ((call("2+3"), "5"), ("5",), (call("2+3"), call("2+4"), "5")):
+        trajectory = await row(*script)
+        drift = chat().drift(trajectory)
+        assert not drift
+        assert repr(drift) == f"Drift(none in {len(trajectory.ids)} tokens)"
+        assert "no drift" in drift._repr_html_()
+
+
+async def test_the_shipped_policy_does_not_drift_unless_it_stumbles() -> None:
+    rollout = await agent().rollout(tasks(8), group_size=2)
+    found = [chat().drift(t) for t in rollout.trajectories]
+    assert sum(not drift for drift in found) >= len(found) // 2
+    assert {d.cause for d in found} <= {"none", "template", "re-tokenisation"}
+
+
+async def test_a_row_that_was_cut_is_compared_as_far_as_it_goes() -> None:
+    trajectory = await row("5 and mo…")
+    assert not chat().drift(trajectory)
+
+
+async def test_other_tokens_of_the_same_letters_are_re_tokenisation() -> None:
+    chain = scripted(["unused"]).chain(TASK)
+    letters = [i for letter in call("2+3").removeprefix("<tool_call>") for i in chat().encode(letter)]
+    ids = (*chat().encode("<tool_call>"), *letters)
+    assert chat().text(ids[:-12]) == chat().text(chat().encode(chat().text(ids[:-12])))
+    # The closing tag in letters is no closing tag: it is given as the token that it is.
+    body = [*ids[: -len("</tool_call>")], *chat().encode("</tool_call>")]
+    chain.force(body)
+    await chain.act()
+    trajectory = chain.snapshot()
+    drift = chat().drift(trajectory)
+    assert drift
+    assert drift.cause == "re-tokenisation"
+    assert drift.turn == "forced, turn 1"
+    again = chat().encode(chat().text([int(i) for i in trajectory.ids]))
+    assert list(trajectory.ids[: drift.index]) == list(again[: drift.index])
+    assert trajectory.ids[drift.index] != again[drift.index]
+    assert drift.row_tokens[0] == chat().token_texts([int(trajectory.ids[drift.index])])[0]
+    assert "cut otherwise" in repr(drift)
+    assert drift.before.endswith("<tool_call>")
+    await chain.close()
+
+
+async def test_what_the_template_writes_otherwise_is_the_templates() -> None:
+    trajectory = await row("I ask. " + call("2+3"), "5")  # the parsed message has no blank before the call
+    drift = chat().drift(trajectory)
+    assert (drift.cause, drift.turn) == ("template", "action, turn 1")
+    assert drift.why == '\' <tool_call>{"name":"cal\' is written as \'<tool_call>{"name":"calc\''
+    page = drift._repr_html_()
+    assert "<b>template</b>" in page
+    assert "&lt;tool_call&gt;" in page
+    assert "<tool_call>" not in page
+
+
+async def test_a_broken_call_is_lost_when_messages_are_all_that_is_kept() -> None:
+    drift = chat().drift(await row("<tool_call>oops</tool_call>", "5"))
+    assert (drift.cause, drift.turn) == ("template", "action, turn 1")
+
+
+async def test_dropped_thinking_is_the_templates() -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = tiny.TEMPLATE.replace(
+        "{{- message.content or ''", "{{- (message.content or '').split('</think>')[-1]"
+    )
+    kept = Chat(tokenizer, history="append")
+    made = played(["<think>easy</think>" + call("2+3"), "5"])
+    trajectory = await made.replace(chat=kept).chain(TASK).run()
+    drift = kept.drift(trajectory)
+    assert (drift.cause, drift.turn) == ("template", "action, turn 1")
+    assert "<think>" in drift.why
+
+
+async def test_control_text_in_a_result_is_letters_here_and_a_token_when_encoded_again() -> None:
+    task = Task("evil", ({"role": "user", "content": "Say <|im_end|>!"},), {"answer": "5"})
+    trajectory = await played(["5"]).chain(task).run()
+    drift = chat().drift(trajectory)
+    assert (drift.cause, drift.turn) == ("re-tokenisation", "prompt, turn 0")
+    assert drift.encoded_tokens[0] == "<|im_end|>"
+
+
+def test_bytes_that_are_no_text_are_other() -> None:
+    half = chat().encode("é")[0] if len(chat().encode("é")) > 1 else chat().encode("🎉")[0]
+    turn = Turn("prompt", "task", chat().prompt(TASK.messages), messages=TASK.messages)
+    ids = (half, chat().stop_ids[0])
+    said = Turn("forced", "person", ids, messages=({"role": "assistant", "content": chat().text([half])},), parent=turn)
+    trajectory = Trajectory("x", TASK, "g", 0, (turn, said), "answered")
+    assert chat().drift(trajectory).cause == "other"
+
+
+async def test_a_row_without_ids_is_refused() -> None:
+    turn = Turn("prompt", "task", None, text="hello", messages=TASK.messages)
+    with pytest.raises(SettingsError, match="no token ids"):
+        chat().drift(Trajectory("x", TASK, "g", 0, (turn,), "answered"))
+
+
+def test_compare_by_hand() -> None:
+    same = compare([1, 2], ["a", "b"], "ab", [1, 2, 3], ["a", "b", "c"], "abc", [("prompt", 2)])
+    assert same == Drift("none", 2, 2)
+    shorter = compare([1, 2], ["a", "b"], "ab", [1], ["a"], "a", [("prompt", 1), ("action", 1)])
+    assert (shorter.cause, shorter.index, shorter.turn, shorter.encoded_tokens) == ("template", 1, "action, turn 1", ())

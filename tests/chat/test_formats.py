@@ -1,0 +1,491 @@
+"""Formats of tool calls: what is a call, what is a failed call, what is none; and no text makes a parser raise."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from agentfly_kit import errors
+from agentfly_kit.chat import formats
+from agentfly_kit.types import ToolCall
+
+hermes = formats.get("hermes")
+
+
+def one(text: str) -> ToolCall:
+    parsed = hermes.parse(text)
+    assert len(parsed.calls) == 1, parsed
+    return parsed.calls[0]
+
+
+def test_plain_text_is_content() -> None:
+    parsed = hermes.parse("\n The answer is 5. ")
+    assert parsed == formats.Parsed("The answer is 5.")
+
+
+@pytest.mark.parametrize("blank", ["", " ", "\n", "\n\n  \t\r\n"])
+def test_a_call_with_any_whitespace(blank: str) -> None:
+    body = '{"name": "calculator", "arguments": {"expression": "2+3"}}'
+    call = one(f"<tool_call>{blank}{body}{blank}</tool_call>")
+    assert (call.id, call.name, call.arguments, call.error) == ("call-0", "calculator", {"expression": "2+3"}, None)
+    assert call.raw == body
+
+
+def test_several_calls_in_order_and_content_around_them() -> None:
+    text = "first " + "and ".join(f'<tool_call>{{"name":"t{i}","arguments":{{"i":{i}}}}}</tool_call>' for i in range(3))
+    parsed = hermes.parse(text + " done")
+    assert [(c.id, c.name, c.arguments["i"]) for c in parsed.calls] == [
+        ("call-0", "t0", 0),
+        ("call-1", "t1", 1),
+        ("call-2", "t2", 2),
+    ]
+    assert parsed.content == "first and and  done"
+    assert hermes.parse(text) == hermes.parse(text)
+
+
+def test_a_broken_call_between_good_ones_loses_neither() -> None:
+    good = '<tool_call>{"name":"a","arguments":{}}</tool_call>'
+    parsed = hermes.parse(f"{good}<tool_call>{{oops}}</tool_call>{good}")
+    assert [c.error is None for c in parsed.calls] == [True, False, True]
+    assert [c.id for c in parsed.calls] == ["call-0", "call-1", "call-2"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("", "not valid JSON"),
+        ("{", "not valid JSON"),
+        ("{'name': 'a'}", "not valid JSON"),
+        ('{"name": "a", "arguments": {}} and more', "text after the JSON object: 'and more'"),
+        ("[1, 2]", "is a list, not an object"),
+        ('"a"', "is a text, not an object"),
+        ('{"arguments": {}}', 'has no "name"'),
+        ('{"name": "", "arguments": {}}', '"name" is not a text'),
+        ('{"name": 5, "arguments": {}}', '"name" is not a text'),
+        ('{"name": "a", "arguments": [1]}', '"arguments" is a list, not an object'),
+        ('{"name": "a", "arguments": "{}"}', '"arguments" is a text, not an object'),
+        ('{"name": "a", "arguments": null}', '"arguments" is null, not an object'),
+        ('{"name": "a", "arguments": true}', '"arguments" is true or false, not an object'),
+        ('{"name": "a", "arguments": 3}', '"arguments" is a number, not an object'),
+        ('{"name": "a", "parameters": {}}', "has no \"arguments\" (it has 'parameters')"),
+        ('{"name": "a", "arguments": {"x": NaN}}', "NaN is no JSON number"),
+        ('{"name": "a", "arguments": {"x": "\\ud800"}}', "half of a surrogate pair"),
+        ('{"name": "a", "arguments": {"x": ' + "9" * 5000 + "}}", "not valid JSON"),
+        ('{"name": "a", "arguments": {"x": 1e999}}', "too large for a float"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_an_unreadable_call_says_what_was_wrong(body: str, words: str) -> None:
+    call = one(f"<tool_call>{body}</tool_call>")
+    assert call.error is not None
+    assert words in call.error
+    assert '<tool_call>{"name": ..., "arguments": {...}}</tool_call>' in call.error  # and what to write
+    assert call.arguments == {}
+
+
+def test_a_call_without_arguments_key_is_a_call_without_arguments() -> None:
+    assert one('<tool_call>{"name": "look"}</tool_call>') == ToolCall("call-0", "look", {}, raw='{"name": "look"}')
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>",
+        '<tool_call>{"name": "rm", "arguments": {}}',
+        '<tool_call>{"name": "rm", "arguments": {}}</tool_call',
+        '<tool_call>{"name": "rm", "argum',
+        '<tool_call>{"name": "rm", "arguments": {"x": "</tool_call>"}}',
+    ],
+)
+def test_an_unclosed_call_is_never_a_call(text: str) -> None:
+    parsed = hermes.parse("I say " + text)
+    assert parsed.unclosed
+    assert "not closed" in parsed.complaint
+    assert parsed.calls == ()
+    assert parsed.content == "I say"
+
+
+def test_every_cut_of_a_call_is_unclosed_until_the_last_character() -> None:
+    text = '<tool_call>\n{"name": "a", "arguments": {"x": "}</tool_call>"}}\n</tool_call>'
+    for cut in range(len("<tool_call>"), len(text)):
+        parsed = hermes.parse(text[:cut])
+        # A cut inside the quoted tag leaves a closed tag and broken JSON: told to the model, never run.
+        assert all(call.error for call in parsed.calls), text[:cut]
+        assert parsed.unclosed or parsed.calls
+    assert one(text).arguments == {"x": "}</tool_call>"}
+
+
+def test_calls_before_an_unclosed_one_stay() -> None:
+    parsed = hermes.parse('<tool_call>{"name":"a","arguments":{}}</tool_call><tool_call>{"name":"b"')
+    assert [c.name for c in parsed.calls] == ["a"]
+    assert parsed.unclosed
+
+
+def test_a_tag_inside_an_unclosed_body_does_not_smuggle_a_call() -> None:
+    call = one('<tool_call>{"name": <tool_call>{"name":"b","arguments":{}}</tool_call>')
+    assert call.error is not None
+
+
+def test_thinking_is_kept_apart() -> None:
+    parsed = hermes.parse("<think>\n2+3 is 5\n</think>\n\nIt is 5.")
+    assert (parsed.thinking, parsed.content) == ("2+3 is 5", "It is 5.")
+    assert hermes.parse("It is 5.").thinking is None
+    assert hermes.parse("<think>\n\n</think>It").thinking == ""
+
+
+def test_thinking_that_the_prompt_opened() -> None:
+    parsed = hermes.parse('hm, <tool_call>{"name":"a"}</tool_call>?\n</think>\nNo.')
+    assert (parsed.thinking, parsed.content, parsed.calls) == ('hm, <tool_call>{"name":"a"}</tool_call>?', "No.", ())
+
+
+def test_a_call_in_a_thought_is_not_made() -> None:
+    thought = '<think>maybe <tool_call>{"name":"a"}</tool_call>'
+    assert hermes.parse(thought).calls == ()
+    assert hermes.parse(f"{thought}</think>done") == formats.Parsed(
+        "done", thinking='maybe <tool_call>{"name":"a"}</tool_call>'
+    )
+
+
+def test_thinking_tags_inside_an_argument_are_text() -> None:
+    assert one('<tool_call>{"name":"echo","arguments":{"x":"</think><think>"}}</tool_call>').arguments == {
+        "x": "</think><think>"
+    }
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+tag_soup = st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name":"a"}', "\n", " "])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(min_size=1), st.dictionaries(st.text() | tag_soup, json_values | tag_soup, max_size=4))
+def test_what_is_rendered_is_read_back(name: str, arguments: dict[str, object]) -> None:
+    call = ToolCall("call-0", name, arguments)
+    parsed = hermes.parse(hermes.render_call(call))
+    assert parsed.calls == (ToolCall("call-0", name, arguments, raw=parsed.calls[0].raw),)
+    assert parsed.content == ""
+
+
+def test_rendered_calls_are_compact() -> None:
+    text = hermes.render_call(ToolCall("call-0", "say", {"x": "é", "n": [1, 2]}))
+    assert text == '<tool_call>{"name":"say","arguments":{"x":"é","n":[1,2]}}</tool_call>'
+
+
+SOUP = ["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name":', '"a"', "null", "NaN", "1e999", "9" * 50]
+SOUP += [*'{}[],:"-<>` \n\\é🙂\x00\ud800', "\\ud800", ";", "```", "```python\n", "\n```\n", '{"x":1}', '"parameters":']
+SOUP += ["Thought: ", "Action: a\n", "Action Input: ", "Observation:", "Final Answer:", "[TOOL_CALLS]", "[ARGS]"]
+SOUP += ["<search>", "</search>", "<answer>", "</answer>", "<action>", "</action>", "<|python_tag|>", '"arguments":']
+SOUP += ["<function=a>", "</function>", "<parameter=x>", "</parameter>"]
+SCHEMAS = [{"function": {"name": "a", "parameters": {"properties": {"x": {"type": "string"}}}}}]
+ALL = formats.NAMES
+
+
+def fuzz(name: str, count: int, seed: int) -> tuple[int, int, int]:
+    """Cut, spliced and scrambled calls: (calls read, calls that failed, texts left unclosed)."""
+    fmt = formats.get(name)
+    shown = (("a", "x", "b"), ("python", "code", "print(1)\n"), ("search", "query", "who"), ("act", "action", "go"))
+    good = [fmt.render_call(ToolCall("call-0", tool, {key: value})) for tool, key, value in shown]
+    rng = random.Random(seed)
+    called = failed = unclosed = 0
+    for i in range(count):
+        text = "".join(rng.choices([*SOUP, *good, *good, *good], k=rng.randrange(9)))
+        for _ in range(rng.randrange(3)):
+            at = rng.randrange(len(text) + 1)
+            text = text[:at] + rng.choice([*SOUP, ""]) + text[at + rng.randrange(3) :]
+        parsed = fmt.parse(text, SCHEMAS if i % 2 else ())
+        assert bool(parsed.complaint) == parsed.unclosed
+        assert [c.id for c in parsed.calls] == [f"call-{n}" for n in range(len(parsed.calls))]
+        unclosed += parsed.unclosed
+        for call in parsed.calls:
+            if call.error is None:
+                called += 1
+                assert call.name
+                json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode()
+                if name == "hermes":
+                    body = json.loads(call.raw)
+                    assert (body["name"], body.get("arguments", {})) == (call.name, call.arguments)
+            else:
+                failed += 1
+                assert call.arguments == {}
+    return called, failed, unclosed
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_ten_thousand_broken_texts(name: str) -> None:
+    """None raises; and the soup does hold real calls, broken ones and unclosed ones."""
+    called, failed, unclosed = fuzz(name, 10_000, seed=0)
+    assert called > 300, (called, failed, unclosed)
+    assert failed > 5, (called, failed, unclosed)
+    assert unclosed > 50, (called, failed, unclosed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ALL)
+def test_a_hundred_thousand_broken_texts(name: str) -> None:
+    fuzz(name, 100_000, seed=1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(ALL), st.text(st.characters(), max_size=60))
+def test_any_text_at_all(name: str, text: str) -> None:
+    formats.get(name).parse(text)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    "piece", ["<tool_call>", "[TOOL_CALLS]", "Action: a\n", "```python\n", "<search>", "[", '{"a":', " "]
+)
+def test_a_long_repetition_is_no_trap(name: str, piece: str) -> None:
+    began = time.process_time()
+    formats.get(name).parse(piece * (50_000 // len(piece)))
+    assert time.process_time() - began < 2.0
+
+
+# --- what every format promises ---
+
+names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.-]{0,20}", fullmatch=True)
+markup = re.compile(r"</?(?:parameter|function|tool_call)")
+
+
+def reads_as_json(value: object) -> bool:
+    """Without a schema, a bare text that is JSON is read as what it says."""
+    try:
+        return not isinstance(json.loads(str(value)), str)
+    except (ValueError, RecursionError):
+        return False
+
+
+def back(fmt: formats.Format, call: ToolCall, tools: list[dict[str, Any]] | None = None) -> None:
+    parsed = fmt.parse(fmt.render_call(call), tools or ())
+    assert [(c.name, c.arguments, c.error) for c in parsed.calls] == [(call.name, call.arguments, None)]
+    assert parsed.content == ""
+    assert not parsed.unclosed
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral", "react"])
+@settings(max_examples=100, deadline=None)
+@given(names, st.dictionaries(st.text() | tag_soup, json_values | tag_soup, max_size=4))
+def test_json_formats_read_back_what_they_write(name: str, tool: str, arguments: dict[str, Any]) -> None:
+    back(formats.get(name), ToolCall("call-0", tool, arguments))
+
+
+@settings(max_examples=150, deadline=None)
+@given(names, st.dictionaries(names, json_values, max_size=4))
+def test_qwen3_coder_reads_back_what_it_writes(tool: str, arguments: dict[str, Any]) -> None:
+    """With the schema every text; without it, texts that are no JSON. A text cannot hold the format's own end tags."""
+    assume(not any(markup.search(json.dumps(v)) for v in arguments.values()))
+    fmt = formats.get("qwen3_coder")
+    properties = {k: {"type": "string"} if isinstance(v, str) else {} for k, v in arguments.items()}
+    back(
+        fmt,
+        ToolCall("call-0", tool, arguments),
+        [{"function": {"name": tool, "parameters": {"properties": properties}}}],
+    )
+    if not any(isinstance(v, str) and reads_as_json(v) for v in arguments.values()):
+        back(fmt, ToolCall("call-0", tool, arguments))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text() | st.lists(st.sampled_from(["```", "````", "\n", "x", " ", "</think>"])).map("".join))
+def test_code_reads_back_what_it_writes(code: str) -> None:
+    back(formats.get("code"), ToolCall("call-0", "python", {"code": code}))
+
+
+@pytest.mark.parametrize(("name", "tool", "parameter"), [("search", "search", "query"), ("action", "act", "action")])
+@settings(max_examples=100, deadline=None)
+@given(st.text(min_size=1) | st.sampled_from(["</search>", "</action>", "<answer>x", "{", " a ", "</think>"]))
+def test_tags_read_back_what_they_write(name: str, tool: str, parameter: str, text: str) -> None:
+    back(formats.get(name), ToolCall("call-0", tool, {parameter: text}))
+    back(formats.get(name), ToolCall("call-0", "other", {"n": 1, "text": text}))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_beginning_of_a_call_is_a_call(name: str) -> None:
+    """Cut anywhere before its end, a call is never run; told to the model or not, nothing of it is executed."""
+    fmt = formats.get(name)
+    tool, key = {"code": ("python", "code"), "search": ("search", "query"), "action": ("act", "action")}.get(
+        name, ("a", "x")
+    )
+    text = fmt.render_call(ToolCall("call-0", tool, {key: "rm -r }] here"}))
+    for cut in range(len(text)):
+        assert not [
+            c
+            for c in fmt.parse("I say. " * (name not in ("llama3", "code", "react")) + text[:cut]).calls
+            if c.error is None
+        ], text[:cut]
+    assert fmt.parse(text).calls[0].error is None
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_several_calls_in_order(name: str) -> None:
+    fmt = formats.get(name)
+    tool, key = {"code": ("python", "code"), "search": ("search", "query"), "action": ("act", "action")}.get(
+        name, ("a", "x")
+    )
+    text = "\n".join(fmt.render_call(ToolCall(f"call-{i}", tool, {key: f"n{i}"})) for i in range(3))
+    calls = fmt.parse(text).calls
+    assert [(c.id, c.name, c.arguments) for c in calls] == [(f"call-{i}", tool, {key: f"n{i}"}) for i in range(3)]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_thinking_is_kept_apart_in_every_format(name: str) -> None:
+    fmt = formats.get(name)
+    tool, key = {"code": ("python", "code"), "search": ("search", "query"), "action": ("act", "action")}.get(
+        name, ("a", "x")
+    )
+    call = fmt.render_call(ToolCall("call-0", tool, {key: "b"}))
+    parsed = fmt.parse(f"<think>\nhm, {call}\n</think>\n\n{call}")
+    assert [c.arguments for c in parsed.calls] == [{key: "b"}]
+    assert parsed.thinking == f"hm, {call}"
+    assert fmt.parse(f"<think>{call}").calls == ()
+    assert fmt.parse("<think>hm</think>Five.") == formats.Parsed("Five.", thinking="hm")
+    assert fmt.parse("hm</think>Five.") == formats.Parsed("Five.", thinking="hm")
+    assert fmt.parse("Five.") == formats.Parsed("Five.")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_instructions_name_the_tools_and_show_the_form(name: str) -> None:
+    tools = [{"function": {"name": "look_up", "parameters": {"properties": {"x": {"type": "string"}}}}}]
+    text = formats.get(name).instructions(tools)
+    assert name == "code" or "look_up" in text
+    assert "5" in formats.get(name).observation("look_up", "5")
+
+
+# --- each format's own ---
+
+
+def test_llama3() -> None:
+    llama = formats.get("llama3")
+    two = llama.parse('<|python_tag|>{"name": "a", "parameters": {"x": 1}}; {"name": "b", "arguments": {}}')
+    assert [(c.name, c.arguments) for c in two.calls] == [("a", {"x": 1}), ("b", {})]
+    assert llama.parse('{"type": "function", "name": "a", "parameters": {}}').calls[0].name == "a"
+    # JSON that is no call is an answer, and so is a call that is only talked about.
+    assert llama.parse('{"answer": 5}') == formats.Parsed('{"answer": 5}')
+    assert llama.parse('I would write {"name": "a", "parameters": {}}').calls == ()
+    broken = llama.parse('{"name": "a", "parameters": {x}}').calls[0]
+    assert "not valid JSON" in str(broken.error)
+    assert llama.parse('{"name": "a", "parameters": {"x"').unclosed
+    assert "no JSON object" in str(llama.parse("<|python_tag|>print(1)").calls[0].error)
+    assert llama.parse('{"name": "a", "parameters": {}}\nDone.').content == "Done."
+
+
+def test_mistral() -> None:
+    mistral = formats.get("mistral")
+    text = '[TOOL_CALLS] [{"name": "a", "arguments": {"x": 1}, "id": "abcDEF123"}, {"name": "b", "arguments": {}}]'
+    assert [(c.id, c.name) for c in mistral.parse(text).calls] == [("abcDEF123", "a"), ("call-1", "b")]
+    newer = mistral.parse('Yes.[TOOL_CALLS]a[ARGS]{"x": 1}[TOOL_CALLS]b[CALL_ID]abcDEF123[ARGS]{}')
+    assert [(c.id, c.name, c.arguments) for c in newer.calls] == [("call-0", "a", {"x": 1}), ("abcDEF123", "b", {})]
+    assert newer.content == "Yes."
+    assert mistral.parse('[TOOL_CALLS]a[ARGS]{"x"').unclosed
+    assert mistral.parse("[TOOL_CALLS]a[AR").unclosed
+    assert mistral.parse("[TOOL_CALLS] []").calls[0].error is not None
+    assert 'no "name"' in str(mistral.parse("[TOOL_CALLS] [{}]").calls[0].error)
+    assert mistral.render_call(ToolCall("abcDEF123", "a", {})) == (
+        '[TOOL_CALLS][{"name":"a","arguments":{},"id":"abcDEF123"}]'
+    )
+
+
+def test_react() -> None:
+    react = formats.get("react")
+    assert react.stop == ("Observation:",)
+    parsed = react.parse('Thought: look.\nAction: a\nAction Input: {"x": 1}\nObservation: I made this up\nAction: b')
+    assert [(c.name, c.arguments) for c in parsed.calls] == [("a", {"x": 1})]
+    assert (parsed.thinking, parsed.content) == ("look.", "")
+    done = react.parse("Thought: I know.\nFinal Answer: 5")
+    assert (done.thinking, done.content, done.calls) == ("I know.", "5", ())
+    assert react.parse("Thought: only this").content == "only this"
+    assert react.parse("Action: a").unclosed
+    assert react.parse('Action: a\nAction Input: {"x"').unclosed
+    assert "no Action Input" in str(react.parse("Action: a\nand then").calls[0].error)
+    assert "is no JSON object" in str(react.parse("Action: a\nAction Input: 5").calls[0].error)
+    bare = react.parse("Action: a\nAction Input: five", SCHEMAS).calls[0]
+    assert (bare.name, bare.arguments, bare.error) == ("a", {"x": "five"}, None)
+    quoted = react.parse('Action: a\nAction Input: {"x":\n"y",\n"z": "Observation: q"}')
+    assert quoted.calls[0].arguments == {"x": "y", "z": "Observation: q"}
+
+
+def test_code() -> None:
+    code = formats.get("code")
+    parsed = code.parse("So:\n```python\nprint(1)\n```\nand\n```json\n{}\n```")
+    assert [c.arguments for c in parsed.calls] == [{"code": "print(1)"}]
+    assert "```json" in parsed.content
+    assert code.parse("```python\nprint(1)").unclosed
+    assert code.parse("use `x` and ``` no fence").calls == ()
+    mine = formats.FencedCode(tool="shell", parameter="line", languages=("bash", "sh"))
+    assert mine.parse("```sh\nls\n```").calls[0] == ToolCall("call-0", "shell", {"line": "ls"}, raw="ls")
+
+
+def test_search_and_action_tags() -> None:
+    search = formats.get("search")
+    assert search.stop == ("</search>", "</answer>")
+    parsed = search.parse("<think>who?</think> <search> capital of Peru </search>")
+    assert [(c.name, c.arguments) for c in parsed.calls] == [("search", {"query": "capital of Peru"})]
+    assert search.parse("So it is clear. <answer> Lima </answer> and more") == formats.Parsed("Lima")
+    assert search.parse("<answer>Lima") == formats.Parsed("Lima")  # cut before its closing tag by a stop text
+    assert search.parse("<search>Peru").unclosed
+    assert "is empty" in str(search.parse("<search> </search>").calls[0].error)
+    assert search.observation("search", "Lima") == "<information>Lima</information>"
+    action = formats.get("action").parse('<action>go north</action><action>{"name":"look","arguments":{}}</action>')
+    assert [(c.name, c.arguments) for c in action.calls] == [("act", {"action": "go north"}), ("look", {})]
+
+
+def test_qwen3_coder() -> None:
+    qwen = formats.get("qwen3_coder")
+    text = "<tool_call>\n<function=a>\n<parameter=x>\n5\n</parameter>\n</function>\n</tool_call>"
+    assert qwen.parse(text).calls[0].arguments == {"x": 5}
+    assert qwen.parse(text, SCHEMAS).calls[0].arguments == {"x": "5"}
+    inner = "<tool_call><function=a><parameter=x>if a</parameter> b</parameter></function></tool_call>"
+    assert qwen.parse(inner).calls[0].arguments == {"x": "if a</parameter> b"}
+    for body, words in (
+        ("", "does not begin with <function=name>"),
+        ("<function=>", "no function name"),
+        ("<function=a>", "does not close <function"),
+        ("<function=a><parameter=x>1</function>", "does not close <parameter=x>"),
+        ("<function=a>text</function>", "text where a tag should be"),
+        ("<function=a><parameter=x>1</parameter><parameter=x>2</parameter></function>", "gives 'x' twice"),
+    ):
+        call = qwen.parse(f"<tool_call>{body}</tool_call>").calls[0]
+        assert words in str(call.error), body
+
+
+def test_find_names_the_one_format_that_reads_a_call_back() -> None:
+    for name in ("hermes", "llama3", "mistral", "qwen3_coder"):
+        fmt = formats.get(name)
+
+        def write(tool: str, arguments: dict[str, Any], fmt: formats.Format = fmt) -> str:
+            return fmt.render_call(ToolCall("call-0", tool, arguments))
+
+        assert formats.detect_format(write) == fmt
+    assert formats.detect_format(lambda tool, arguments: f"{tool}({arguments})") is None
+    assert formats.detect_format(lambda tool, arguments: "") is None
+
+
+def test_a_format_of_ones_own() -> None:
+    class Shout(formats.Format):
+        name = "shout"
+
+        def parse(self, text: str, tools: Any = ()) -> formats.Parsed:
+            return formats.Parsed(text, (ToolCall("call-0", text, {}),) if text.isupper() else ())
+
+        def render_call(self, call: ToolCall) -> str:
+            return call.name.upper()
+
+    assert formats.get(Shout()).parse("LOOK").calls[0].name == "LOOK"
+    assert formats.get(Shout()).stop == ()
+
+
+def test_get() -> None:
+    assert hermes.name == "hermes"
+    assert formats.get(hermes) is hermes
+    with pytest.raises(errors.SettingsError, match="'hermez' is not known; give one of action, code, hermes"):
+        formats.get("hermez")

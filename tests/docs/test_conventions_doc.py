@@ -1,0 +1,346 @@
+"""docs/conventions.md cannot drift: its worked numbers are computed here, its table of stop reasons is compared.
+
+    python tests/docs/test_conventions_doc.py --write
+
+puts freshly computed numbers into the generated section. Nothing outside the two markers is touched.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentfly_kit import advantages, losses, types
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "conventions.md"
+BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
+
+
+class Side(NamedTuple):
+    who: str
+    code: str  # what a reader can type; evaluated here
+    shown: str = ""  # said after the numbers
+
+
+class Dispute(NamedTuple):
+    title: str
+    words: str
+    given: str  # statements that the sides share
+    sides: list[Side]
+    chosen: int | None = 0  # the side that is this kit's
+
+
+DISPUTES = [
+    Dispute(
+        "Standard deviation of a group",
+        'DeepSeekMath divides by "the std" and does not say which. With small groups it matters.',
+        "rewards, groups = [1, 0, 0, 1], [0, 0, 0, 0]",
+        [
+            Side("sample (verl, SkyRL, TRL GRPO)", 'af.advantages.grpo(rewards, groups, std="sample")'),
+            Side("population (TRL AsyncGRPO, rLLM, ART)", 'af.advantages.grpo(rewards, groups, std="population")'),
+            Side("none (Dr.GRPO, tinker)", "af.advantages.dr_grpo(rewards, groups)"),
+            Side("none, against the others only (RLOO)", "af.advantages.rloo(rewards, groups)"),
+        ],
+    ),
+    Dispute(
+        "The eps under it",
+        "It is there against dividing by 0, and it is felt wherever rewards differ little. (Groups whose rewards are "
+        "all equal give exactly 0 here, whatever eps.)",
+        "rewards, groups = [0.001, 0, 0, 0.001], [0, 0, 0, 0]",
+        [
+            Side("1e-6 (verl, SkyRL)", "af.advantages.grpo(rewards, groups, eps=1e-6)"),
+            Side("1e-4 (TRL)", "af.advantages.grpo(rewards, groups, eps=1e-4)"),
+        ],
+    ),
+    Dispute(
+        "A group of one",
+        "Nothing to compare with. The raw reward pushes every lonely success up, and never a lonely failure down.",
+        'rewards, groups = [0.7, 1, 0], ["a", "b", "b"]',
+        [
+            Side("zero (tinker, AsyncGRPO)", 'af.advantages.grpo(rewards, groups, singleton="zero")'),
+            Side("the raw reward (verl, SkyRL)", 'af.advantages.grpo(rewards, groups, singleton="raw")'),
+        ],
+    ),
+    Dispute(
+        "A trajectory that our side failed",
+        "A dead host is not the model's failure. Unscored rewards are NaN, or None in a list.",
+        "groups = [0, 0, 0, 0]",
+        [
+            Side("left out of the group", "af.advantages.grpo([1, None, 0, 1], groups)"),
+            Side("counted as 0", "af.advantages.grpo([1, 0, 0, 1], groups)"),
+        ],
+    ),
+    Dispute(
+        "GAE over observation tokens",
+        "Two actions of two tokens, two tokens of tool output between them. Stepping through the output asks the "
+        "critic for the value of half-read text, and makes the advantage depend on how long the tool talked.",
+        "rewards, values = [0, 0, 0, 0, 0, 1], [0.2, 0.2, 0.9, 0.9, 0.5, 0.5]\nmask = [1, 1, 0, 0, 1, 1]",
+        [
+            Side("skipped (verl)", "af.advantages.gae(rewards, values, mask, lam=0.95)[0]"),
+            Side(
+                "an ordinary time step (SkyRL, TRL PPO, torchtune)",
+                'af.advantages.gae(rewards, values, mask, lam=0.95, observations="step")[0]',
+            ),
+        ],
+    ),
+    Dispute(
+        "What a step of GAE is",
+        "Three turns of two tokens. By turn, the value is read at a turn's first action token, lambda counts turns, "
+        "and all tokens of a turn get its advantage. Turn ids are given, not guessed from runs of the mask.",
+        "row = [0, 0, 0, 0, 0, 1], [0.2, 0.3, 0.5, 0.6, 0.8, 0.9], [1, 1, 1, 1, 1, 1]",
+        [
+            Side("a token", "af.advantages.gae(*row, lam=0.95)[0]"),
+            Side("a turn", "af.advantages.gae(*row, lam=0.95, turns=[0, 0, 1, 1, 2, 2])[0]"),
+        ],
+    ),
+    Dispute(
+        "Discount over observation tokens",
+        "With gamma below 1: does a long tool answer make the reward after it worth less to the action before it?",
+        "rewards, mask = [0, 0, 0, 0, 1], [1, 0, 0, 1, 1]",
+        [
+            Side(
+                "no (verl)",
+                "af.advantages.reinforce_plus_plus(rewards, mask, gamma=0.5, whiten=False)",
+            ),
+            Side(
+                "yes (slime)",
+                "af.advantages.reinforce_plus_plus(rewards, mask, gamma=0.5, whiten=False, discount_observations=True)",
+            ),
+        ],
+    ),
+    Dispute(
+        "GAE over a compaction",
+        "A trajectory of two two-action rows: what came before the compaction is not in the second row, but was its "
+        "cause. "
+        "As one episode, the reward reaches the first row's tokens, and a compaction is what an observation is; "
+        "`train` does "
+        "this. Taken apart, the first row ends in what its critic expects of the second, or in nothing.",
+        "rewards, values = [[0, 0], [0, 1]], [[0.2, 0.3], [0.6, 0.8]]\nmask = [[1, 1], [1, 1]]",
+        [
+            Side("one episode", 'af.advantages.gae(rewards, values, mask, lam=0.95, trajectory_index=["a", "a"])[0]'),
+            Side(
+                "two, the first cut at the second's first value",
+                "af.advantages.gae(rewards, values, mask, lam=0.95, bootstrap=[0.6, 0])[0]",
+            ),
+            Side("two, the first ended by the compaction", "af.advantages.gae(rewards, values, mask, lam=0.95)[0]"),
+        ],
+    ),
+    Dispute(
+        "A trajectory of several rows",
+        "A success in three rows, a failure in one. By row, the success is three votes in its own baseline, and the "
+        "failure's row is punished three times as hard as each of the success's is praised.",
+        'rewards, groups, trajectory_index = [1, 1, 1, 0], [0, 0, 0, 0], ["a", "a", "a", "b"]',
+        [
+            Side(
+                "one advantage a trajectory (Agent Lightning v1)",
+                "af.advantages.trajectory_level(rewards, groups, trajectory_index=trajectory_index)",
+            ),
+            Side("one a row (verl)", "af.advantages.grpo(rewards, groups)"),
+        ],
+    ),
+    Dispute(
+        "Loss mass",
+        "The weight of one token of each row: two rows of trajectory a, with 2 and 1 tokens, and one of b with 1. "
+        "`mass` is the gradient of the aggregate in the token's loss.",
+        'mask = torch.tensor([[1, 1], [1, 0], [1, 0]])\ntrajectory_index = ["a", "a", "b"]',
+        [
+            Side("every token equal (DAPO)", 'mass(mask, "token_mean")'),
+            Side("every row equal (GRPO)", 'mass(mask, "seq_mean_token_mean")'),
+            Side(
+                "every trajectory equal (Agent Lightning v1)",
+                'mass(mask, "trajectory_mean", trajectory_index=trajectory_index)',
+            ),
+            Side(
+                "the same, by its own constant",
+                'mass(mask, "trajectory_mean", trajectory_index=trajectory_index, count="rows")',
+            ),
+        ],
+    ),
+    Dispute(
+        "Tokens that forks share",
+        "A token stands in two forks with the advantages 1.2 and -0.4, and its ratio is now `r`. Trained in both rows "
+        'it has two losses; trained once (`shared="once"`), twice that of their mean. At a ratio of 1 they are one; '
+        "where a clip binds they are not. A loss that looks at whole rows cannot be had of the second, and is refused.",
+        "loss = lambda a, r: -af.losses.ppo(torch.tensor([r]).log(), torch.zeros(1), torch.tensor([a]), torch.ones(1))",
+        [
+            Side("in each row, at 1", "loss(1.2, 1.0) + loss(-0.4, 1.0)"),
+            Side("once, at 1", "2 * loss(0.4, 1.0)"),
+            Side("in each row, at 1.5", "loss(1.2, 1.5) + loss(-0.4, 1.5)"),
+            Side("once, at 1.5", "2 * loss(0.4, 1.5)"),
+        ],
+    ),
+    Dispute(
+        "A row without any action token, in a mean over rows",
+        "",
+        "loss = torch.tensor([[1.0, 3.0], [0.0, 0.0]])\nmask = torch.tensor([[1, 1], [0, 0]])",
+        [
+            Side("left out of the denominator (verl)", 'af.losses.aggregate(loss, mask, "seq_mean_token_mean")'),
+            Side(
+                "counted (TRL, SkyRL)",
+                'af.losses.aggregate(loss, mask, "seq_mean_token_mean", empty_rows="count")',
+            ),
+        ],
+    ),
+    Dispute(
+        "The denominator of Dr.GRPO",
+        "A constant, so that length buys nothing. If it is the width of the padded batch it changes with the longest "
+        "row that happens to be there; `denominator` has no default here.",
+        "loss = torch.ones(2, 4)\nmask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])",
+        [
+            Side(
+                "a configured maximum (TRL, SkyRL)",
+                'af.losses.aggregate(loss, mask, "fixed", denominator=8)',
+            ),
+            Side(
+                "the padded width (verl by default)",
+                'af.losses.aggregate(loss, mask, "fixed", denominator=loss.shape[1])',
+            ),
+        ],
+    ),
+    Dispute(
+        "CISPO",
+        "The weight on A log p, for ratios 0.5, 1 and 2. A lower bound makes a token that has become unlikely count "
+        "more than its ratio says.",
+        "logprobs, old = torch.tensor([0.25, 0.25, 0.25]).log(), torch.tensor([0.5, 0.25, 0.125]).log()\n"
+        "ones = torch.ones(3)",
+        [
+            Side(
+                "clipped on both sides (verl, SkyRL)",
+                "af.losses.cispo(logprobs, old, ones, ones, clip=0.2) / -logprobs",
+            ),
+            Side(
+                "capped from above (TRL)",
+                'af.losses.cispo(logprobs, old, ones, ones, clip_high=0.2, bounds="upper") / -logprobs',
+            ),
+        ],
+    ),
+    Dispute(
+        "Below the ratio's line",
+        "The sampler gave a token 0.4; the trainer's own forward of the same weights says 0.5 (another kernel, another "
+        "precision); after some updates it says 0.6. The loss at advantage 1:",
+        "sampler, before, now = (torch.tensor([p]).log() for p in (0.4, 0.5, 0.6))\none = torch.ones(1)",
+        [
+            Side("recomputed before the update", "af.losses.ppo(now, before, one, one, clip=0.3)"),
+            Side(
+                "recomputed, and corrected for the sampler",
+                "af.losses.ppo(now, before, one, one, clip=0.3) * af.losses.importance_weights(before, sampler, one)",
+            ),
+            Side("the sampler's own", "af.losses.ppo(now, sampler, one, one, clip=0.3)", "clipped: no gradient"),
+        ],
+        chosen=None,
+    ),
+    Dispute(
+        "Truncated sampling",
+        "Under top-p the sampler draws from what it kept, here 0.8 of the mass. Its own logprobs are log(p / 0.8), and "
+        "the ratio of an unchanged policy is 0.8, not 1. This kit's `logprobs` are those before truncation, the kept "
+        "mass is recorded beside them, and training on such rows is refused unless it is asked for.",
+        "p, kept, one = torch.tensor([0.3]), 0.8, torch.ones(1)",
+        [
+            Side("before truncation", "-af.losses.ppo(p.log(), p.log(), one, one)"),
+            Side("after truncation", "-af.losses.ppo(p.log(), (p / kept).log(), one, one, clip=0.5)"),
+        ],
+    ),
+    Dispute(
+        "KL from two logprobs",
+        "For a token with log p - log q of 0.5, and one of -0.5: the value, and the gradient in log p. Only k2 and k3+ "
+        "have the gradient of the KL in expectation; that of k1 is 0 in expectation, and asking for it warns.",
+        "p, q, one = torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -0.5]), torch.ones(2)",
+        [Side(kind, f'both(af.losses.kl, p, q, "{kind}")') for kind in ("k3", "k1", "abs", "k2", "k3+")],
+    ),
+]
+
+
+def mass(mask: Tensor, how: Any, **options: Any) -> Tensor:
+    """Weight of one token of each row."""
+    x = torch.ones(mask.shape, requires_grad=True)
+    (g,) = torch.autograd.grad(losses.aggregate(x, mask, how, **options), x)
+    return g.max(1).values
+
+
+def both(f: Any, p: Tensor, q: Tensor, kind: str) -> str:
+    p = p.clone().requires_grad_()
+    value = f(p, q, kind)
+    (g,) = torch.autograd.grad(value.sum(), p)
+    return f"value {number(value.detach())}, gradient {number(g)}"
+
+
+def number(x: Any) -> str:
+    if isinstance(x, str):
+        return x
+    if isinstance(x, Tensor) and x.ndim:
+        return "[" + ", ".join(number(v) for v in x) + "]"
+    text = f"{float(x):.4f}".rstrip("0").rstrip(".")
+    return "0" if text in ("-0", "") else text
+
+
+def generated() -> str:
+    lines = [BEGIN, "<!-- python tests/docs/test_conventions_doc.py --write -->", ""]
+    for dispute in DISPUTES:
+        names: dict[str, Any] = {
+            "af": SimpleNamespace(advantages=advantages, losses=losses),
+            "torch": torch,
+            "mass": mass,
+            "both": both,
+        }
+        exec(dispute.given, names)
+        lines += [f"### {dispute.title}", ""]
+        lines += [dispute.words, ""] if dispute.words else []
+        lines += ["```python", dispute.given, "```", "", "| choice | call | gives |", "|---|---|---|"]
+        for i, side in enumerate(dispute.sides):
+            result = number(eval(side.code, names)) + (f" ({side.shown})" if side.shown else "")
+            who = f"**{side.who}**" if i == dispute.chosen else side.who
+            lines.append(f"| {who} | `{side.code}` | {result} |")
+        lines.append("")
+    return "\n".join([*lines, END])
+
+
+def parts() -> tuple[str, str, str]:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text.count(BEGIN) == text.count(END) == 1, f"{PAGE.name} needs each of {BEGIN} and {END} once"
+    before, rest = text.split(BEGIN)
+    middle, after = rest.split(END)
+    return before, BEGIN + middle + END, after
+
+
+@pytest.mark.filterwarnings("ignore:aggregate. rows without action tokens:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:kl.kind='k1'. in a loss:UserWarning")
+def test_the_worked_numbers_are_what_the_code_gives() -> None:
+    assert parts()[1] == generated(), "out of date; run: python tests/docs/test_conventions_doc.py --write"
+
+
+def test_the_table_of_stop_reasons_is_that_of_the_code() -> None:
+    rows = [line.strip("| ").split("|") for line in parts()[0].splitlines() if line.startswith("| `")]
+    table = {cells[0].strip().strip("`"): [c.strip() for c in cells[1:4]] for cells in rows}
+    assert sorted(table) == sorted(get_args(types.StopReason))
+    for reason, (scored, terminal, truncated) in table.items():
+        assert scored == ("no" if reason in types.UNSCORED_STOPS else "yes"), reason
+        assert truncated == ("yes" if reason in types.TRUNCATED_STOPS else "no"), reason
+        assert terminal == ("yes" if reason not in types.TRUNCATED_STOPS | types.UNSCORED_STOPS else "no"), reason
+
+
+def test_the_hand_written_headings_are_there() -> None:
+    before = parts()[0]
+    for heading in ("Tokens and rows", "Seeds", "Rewards and truncation", "Stop reasons"):
+        assert f"\n## {heading}\n" in before
+
+
+def test_numbers_are_written_plainly() -> None:
+    assert number(torch.tensor([0.5, -0.0, 1 / 3, -2.0])) == "[0.5, 0, 0.3333, -2]"
+    assert number(math.sqrt(0.5)) == "0.7071"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        raise SystemExit("usage: python tests/docs/test_conventions_doc.py --write")
+    import warnings
+
+    warnings.simplefilter("ignore")
+    before, _, after = parts()
+    PAGE.write_text(before + generated() + after, encoding="utf-8")

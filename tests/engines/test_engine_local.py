@@ -1,0 +1,745 @@
+"""The local engine against a plain forward of the whole model: numbers, seeds, caches, failures, threads."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import gc
+import math
+import random
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from agents import agent, chat, fresh, random_policy, reference_logprobs, shipped, tasks
+from paths import TESTS
+
+from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.engines.local import engine as local
+from agentfly_kit.engines.local.decoder import FusedLlamaDecoder
+from agentfly_kit.engines.local.engine import LocalEngine
+from agentfly_kit.errors import EngineError
+from agentfly_kit.policy.policy import Policy
+from agentfly_kit.types import Sample, Sampling, Task, TurnRequest
+
+TASK = Task("t", ({"role": "user", "content": "?"},))
+CLOSE = 1e-5
+
+
+def request(session: str, turn: int = 0) -> TurnRequest:
+    return TurnRequest(TASK, turn, session)
+
+
+def prompt(n: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(7, 400) for _ in range(n)]
+
+
+@functools.cache
+def endless() -> Policy:
+    """A random policy that never samples a stop token."""
+    policy = random_policy(5, spread=0.15)
+    policy.chat = type(chat())(chat().tokenizer)
+    policy.chat.stop_ids = ()
+    return policy
+
+
+def check(policy: Policy, ids: list[int], got: Sample, temperature: float = 1.0) -> None:
+    assert got.ids is not None
+    assert got.logprobs is not None
+    assert got.entropies is not None
+    whole = [*ids, *got.ids]
+    logprobs, entropies = reference_logprobs(policy, whole, range(len(ids), len(whole)), temperature)
+    assert got.logprobs == pytest.approx(logprobs, abs=CLOSE)
+    assert got.entropies == pytest.approx(entropies, abs=CLOSE)
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
+async def test_logprobs_and_entropies_are_those_of_a_full_forward(temperature: float) -> None:
+    policy = endless()
+    engine = LocalEngine(policy)
+    sampling = Sampling(temperature=temperature, max_tokens=30)
+    # Lengths around every width and capacity at which something is rounded.
+    prompts = [prompt(n, seed=n) for n in (1, 2, 7, 8, 9, 31, 32, 33, 63, 64, 65, 100, 129)]
+    got = await asyncio.gather(*(engine.sample(p, sampling, i) for i, p in enumerate(prompts)))
+    for p, sample in zip(prompts, got, strict=True):
+        assert len(sample.ids or ()) == 30
+        assert sample.stop == "length"
+        check(policy, p, sample, temperature)
+
+
+async def test_rows_of_mixed_settings_do_not_disturb_each_other() -> None:
+    policy = endless()
+    engine = LocalEngine(policy)
+    settings = [
+        Sampling(temperature=0.5, max_tokens=9),
+        Sampling(temperature=0, max_tokens=5),
+        Sampling(top_p=0.8, max_tokens=12),
+        Sampling(top_k=3, temperature=1.3, max_tokens=3),
+        Sampling(max_tokens=20),
+    ]
+    alone = [await LocalEngine(policy).sample(prompt(10), s, 3) for s in settings]
+    together = await asyncio.gather(*(engine.sample(prompt(10), s, 3) for s in settings))
+    for s, a, b in zip(settings, alone, together, strict=True):
+        assert (a.ids, a.logprobs, a.entropies, a.kept_mass) == (b.ids, b.logprobs, b.entropies, b.kept_mass)
+        check(policy, prompt(10), b, s.temperature or 1.0)
+
+
+async def test_greedy_takes_the_most_probable_token_whatever_the_seed() -> None:
+    policy = endless()
+    engine = LocalEngine(policy)
+    greedy = Sampling(temperature=0, max_tokens=12)
+    a, b = [await engine.sample(prompt(5), greedy, seed) for seed in (1, 2)]
+    assert a.ids == b.ids
+    ids = prompt(5)
+    for token in a.ids or ():
+        with torch.no_grad():
+            assert int(policy.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()) == token
+        ids.append(token)
+
+
+def plain_kept(p: list[float], s: Sampling) -> tuple[set[int], float]:
+    """Top-k, then top-p of what is left, then min-p, written as slowly as they are said."""
+    order = sorted(range(len(p)), key=lambda i: -p[i])
+    kept = order[: s.top_k] if s.top_k else order
+    mass = math.fsum(p[i] for i in kept)
+    out, before = [], 0.0
+    for i in kept:
+        if before >= s.top_p and s.top_p < 1:
+            break
+        out.append(i)
+        before += p[i] / mass
+    out = [i for i in out if p[i] >= s.min_p * p[order[0]]]
+    return set(out), math.fsum(p[i] for i in out)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_p": 0.6},
+        {"top_k": 4},
+        {"min_p": 0.2},
+        {"top_p": 0.7, "top_k": 6, "min_p": 0.05},
+        {"top_k": 1},
+        {"top_p": 1e-9},
+    ],
+)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+async def test_truncation_keeps_what_it_says(options: dict[str, Any], temperature: float) -> None:
+    policy = endless()
+    engine = LocalEngine(policy)
+    s = Sampling(temperature=temperature, max_tokens=12, **options)
+    got = await engine.sample(prompt(9), s, 11)
+    assert got.ids is not None
+    assert got.kept_mass is not None
+    check(policy, prompt(9), got, temperature)  # before truncation
+    ids = prompt(9)
+    for token, kept in zip(got.ids, got.kept_mass, strict=True):
+        with torch.no_grad():
+            logits = policy.model(input_ids=torch.tensor([ids])).logits[0, -1].double() / temperature
+        wanted, mass = plain_kept(torch.softmax(logits, -1).tolist(), s)
+        assert token in wanted
+        assert kept == pytest.approx(mass, abs=1e-5)
+        ids.append(token)
+
+
+async def test_an_untruncated_row_records_no_kept_mass_beside_a_truncated_one() -> None:
+    engine = LocalEngine(endless())
+    cut, whole = await asyncio.gather(
+        engine.sample(prompt(4), Sampling(top_k=2, max_tokens=3), 0),
+        engine.sample(prompt(5), Sampling(max_tokens=3), 0),
+    )
+    assert cut.kept_mass is not None
+    assert whole.kept_mass is None
+
+
+async def test_tokens_come_as_often_as_their_probability_says() -> None:
+    policy = endless()
+    engine = LocalEngine(policy)
+    ids, n = prompt(6), 1500
+    got = await asyncio.gather(*(engine.sample(ids, Sampling(max_tokens=1), seed) for seed in range(n)))
+    counts = Counter((s.ids or (-1,))[0] for s in got)
+    with torch.no_grad():
+        p = torch.softmax(policy.model(input_ids=torch.tensor([ids])).logits[0, -1].double(), -1).tolist()
+    common = [i for i in range(len(p)) if p[i] * n >= 10]
+    rest = n - sum(counts[i] for i in common)
+    chi2 = sum((counts[i] - n * p[i]) ** 2 / (n * p[i]) for i in common)
+    left = n * (1 - sum(p[i] for i in common))
+    chi2 += (rest - left) ** 2 / left
+    freedom = len(common)
+    assert chi2 < freedom + 4 * math.sqrt(2 * freedom)  # seeds are fixed: this never flakes
+
+
+async def test_distribution_is_the_models() -> None:
+    policy = endless()
+    engine = LocalEngine(policy)
+    ids, logprobs, entropy = await engine.distribution(prompt(20), Sampling(temperature=0.7), top=5)
+    with torch.no_grad():
+        logits = policy.model(input_ids=torch.tensor([prompt(20)])).logits[0, -1].double() / 0.7
+    logp = torch.log_softmax(logits, -1)
+    best = logp.topk(5)
+    assert ids == best.indices.tolist()
+    assert logprobs == pytest.approx(best.values.tolist(), abs=CLOSE)
+    assert entropy == pytest.approx(float(-(logp.exp() * logp).sum()), abs=CLOSE)
+    everything, _, _ = await engine.distribution(prompt(20), Sampling(), top=10**6)
+    assert sorted(everything) == list(range(policy.vocab_size))
+
+
+# --- seeds ---------------------------------------------------------------------------------------
+
+
+def tokens(rollout: Rollout) -> list[Any]:
+    return [(t.id, t.ids.tolist(), t.logprobs.tobytes(), t.entropies.tobytes(), t.reward) for t in rollout]
+
+
+async def test_the_same_seed_gives_the_same_bits_at_any_concurrency() -> None:
+    found = []
+    for concurrency in (1, 13, 64):
+        rolled = await agent(fresh()).rollout(tasks(8), group_size=8, max_concurrency=concurrency)
+        assert len({len(t.turns) for t in rolled}) > 1, "turns of several kinds, or this shows little"
+        found.append(tokens(rolled))
+    assert found[0] == found[1] == found[2]
+
+
+async def test_one_engine_that_is_used_again_gives_the_same_bits() -> None:
+    a = agent(fresh())
+    first = tokens(await a.rollout(tasks(4), group_size=4))
+    await a.rollout(tasks(6, seed=1), group_size=2, index=3)  # other things in its slots
+    assert tokens(await a.rollout(tasks(4), group_size=4, max_concurrency=3)) == first
+
+
+async def test_few_slots_give_the_same_bits() -> None:
+    wanted = tokens(await agent(fresh()).rollout(tasks(4), group_size=8))
+    few = agent(engine=LocalEngine(fresh(), slots=8))
+    assert tokens(await few.rollout(tasks(4), group_size=8)) == wanted
+
+
+async def test_other_seeds_rollouts_and_chains_sample_otherwise() -> None:
+    a = agent()
+    base = await a.rollout(tasks(1), group_size=6)
+    assert len({tuple(t.ids.tolist()) for t in base}) > 1
+    for other in (
+        a.replace(seed=1).rollout(tasks(1), 6),
+        a.rollout(tasks(1), 6, index=1),
+        a.rollout(tasks(1), 6, purpose="x"),
+    ):
+        assert [t.ids.tolist() for t in await other] != [t.ids.tolist() for t in base]
+
+
+# --- what is kept between turns ------------------------------------------------------------------
+
+
+async def test_history_is_not_computed_again() -> None:
+    policy = endless()
+    engine = LocalEngine(policy)
+    ids = prompt(40)
+    first = await engine.sample(ids, Sampling(max_tokens=10), 1, request=request("a"))
+    assert engine.prefilled == 40
+    more = [*ids, *(first.ids or ()), *prompt(6, seed=2)]
+    second = await engine.sample(more, Sampling(max_tokens=10), 2, request=request("a", 1))
+    assert engine.prefilled == 40 + 6 + 1  # the last sampled token was never an input
+    check(policy, more, second)
+    fresh_engine = await LocalEngine(policy).sample(more, Sampling(max_tokens=10), 2)
+    assert fresh_engine.ids == second.ids
+
+
+async def test_a_group_computes_its_prompt_once() -> None:
+    policy = endless()
+    engine = LocalEngine(policy)
+    ids = prompt(50)
+    got = await asyncio.gather(
+        *(engine.sample(ids, Sampling(max_tokens=4), i, request=request(str(i))) for i in range(12))
+    )
+    assert engine.prefilled <= 50 + 11
+    for sample in got:
+        check(policy, ids, sample)
+
+
+async def test_chains_that_ask_together_stay_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, steps, prefills = endless(), Counter[int](), []
+    engine = LocalEngine(policy)
+    decode, logits = LocalEngine._decode, LocalEngine._prompt_logits
+
+    def counted(self: LocalEngine) -> None:
+        steps[self._active] += 1
+        decode(self)
+
+    def prompted(self: LocalEngine, chosen: Any) -> Any:
+        prefills.append(len(chosen))
+        return logits(self, chosen)
+
+    monkeypatch.setattr(LocalEngine, "_decode", counted)
+    monkeypatch.setattr(LocalEngine, "_prompt_logits", prompted)
+    # So long in the end that not all of them would fit one prefill, were what the slots hold counted too.
+    rows = [prompt(60 + i % 3, seed=i) for i in range(32)]
+    for turn in range(4):
+        asked = [
+            engine.sample(ids, Sampling(max_tokens=8), i, request=request(f"s{i}", turn)) for i, ids in enumerate(rows)
+        ]
+        got = await asyncio.gather(*asked)
+        rows = [[*ids, *(s.ids or ()), *prompt(20, seed=turn)] for ids, s in zip(rows, got, strict=True)]
+    assert prefills == [32] * 4
+    assert steps == {32: 4 * 7}
+
+
+async def test_a_history_that_was_rewritten_is_computed_again_from_there() -> None:
+    policy = endless()
+    engine = LocalEngine(policy)
+    ids = prompt(30)
+    await engine.sample(ids, Sampling(max_tokens=10), 1, request=request("a"))
+    other = [*ids[:20], *prompt(15, seed=9)]
+    check(policy, other, await engine.sample(other, Sampling(max_tokens=10), 1, request=request("a", 1)))
+    shorter = ids[:5]
+    check(policy, shorter, await engine.sample(shorter, Sampling(max_tokens=10), 1, request=request("a", 2)))
+    check(policy, ids, await engine.sample(ids, Sampling(max_tokens=10), 1, request=request("a", 3)))
+
+
+async def test_sessions_that_lost_their_slot_are_computed_again() -> None:
+    policy = endless()
+    engine = LocalEngine(policy, slots=8)
+    history: dict[str, list[int]] = {f"s{i}": prompt(10 + i, seed=i) for i in range(20)}
+    for turn in range(3):
+        names = list(history)
+        random.Random(turn).shuffle(names)
+        got = await asyncio.gather(
+            *(engine.sample(history[n], Sampling(max_tokens=5), turn, request=request(n, turn)) for n in names)
+        )
+        for name, sample in zip(names, got, strict=True):
+            check(policy, history[name], sample)
+            history[name] += [*(sample.ids or ()), *prompt(3, seed=turn)]
+
+
+async def test_released_sessions_leave_their_slots() -> None:
+    engine = LocalEngine(endless(), slots=8)
+    for i in range(30):
+        await engine.sample(prompt(5, seed=i), Sampling(max_tokens=2), 0, request=request(f"s{i}"))
+        engine.release(f"s{i}")
+    await engine.sample(prompt(5), Sampling(max_tokens=2), 0)
+    assert not engine._session_slot
+
+
+async def test_new_weights_drop_what_was_computed_with_old_ones() -> None:
+    policy = random_policy(7)
+    engine = LocalEngine(policy)
+    ids = prompt(30)
+    first = await engine.sample(ids, Sampling(max_tokens=8), 1, request=request("a"))
+    assert first.versions == (0,) * len(first.ids or ())
+    change(policy, 1)
+    more = [*ids, *(first.ids or ()), *prompt(5, seed=3)]
+    second = await engine.sample(more, Sampling(max_tokens=8), 1, request=request("a", 1))
+    assert second.versions == (1,) * len(second.ids or ())
+    check(policy, more, second)
+
+
+def change(policy: Policy, seed: int) -> None:
+    """Other weights, and the version that says so, as an update leaves them."""
+    generator = torch.Generator().manual_seed(seed)
+    with policy.lock, torch.no_grad():
+        for p in policy.model.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=generator))
+        policy.version += 1
+
+
+async def test_weights_that_were_loaded_are_new_weights_whatever_their_version() -> None:
+    policy, other = random_policy(7), random_policy(8)
+    engine = LocalEngine(policy)
+    ids = prompt(30)
+    await engine.sample(ids, Sampling(max_tokens=8), 1, request=request("a"))
+    policy.load_state(other.state())
+    check(other, ids, await engine.sample(ids, Sampling(max_tokens=8), 1, request=request("b")))
+    with torch.no_grad():  # a warm-up of somebody's own
+        policy.model.get_input_embeddings().weight.mul_(1.1)
+    check(policy, ids, await engine.sample(ids, Sampling(max_tokens=8), 1, request=request("c")))
+
+
+async def test_weights_that_somebody_else_stepped_are_seen() -> None:
+    """A fused optimizer moves neither the policy's version nor torch's own count of changes."""
+    policy = random_policy(7)
+    engine = LocalEngine(policy)
+    ids = prompt(30)
+    await engine.sample(ids, Sampling(max_tokens=8), 1, request=request("a"))
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=0.05, fused=True)
+    policy.model(input_ids=torch.tensor([ids])).logits.logsumexp(-1).sum().backward()
+    optimizer.step()
+    check(policy, ids, await engine.sample(ids, Sampling(max_tokens=8), 1, request=request("b")))
+
+
+async def test_a_prompt_is_not_copied_from_a_row_that_runs_on_old_keys() -> None:
+    """A row that began before an update keeps its keys to its end; nobody else may take them for new."""
+    policy = random_policy(9)
+    policy.chat = endless().chat
+    engine = LocalEngine(policy)
+    ids = prompt(60)
+    long = asyncio.create_task(engine.sample(ids, Sampling(max_tokens=190), 1, request=request("old")))
+    while engine.sampled < 5:
+        await asyncio.sleep(0.001)
+    change(policy, 2)
+    got = await engine.sample(ids, Sampling(max_tokens=4), 2, request=request("new"))
+    assert not long.done(), "the old row must still run, or this shows nothing"
+    assert got.versions == (1,) * 4
+    check(policy, ids, got)
+    mixed = await long
+    assert set(mixed.versions or ()) == {0, 1}
+
+
+# --- ends ----------------------------------------------------------------------------------------
+
+
+async def test_a_stop_token_is_kept_and_counted() -> None:
+    policy = random_policy(3)
+    policy.chat = type(chat())(chat().tokenizer)
+    policy.chat.stop_ids = tuple(range(0, 400, 3))
+    engine = LocalEngine(policy)
+    got = await asyncio.gather(*(engine.sample(prompt(5, seed=i), Sampling(max_tokens=50), i) for i in range(20)))
+    assert {s.stop for s in got} == {"stop"}
+    for sample in got:
+        ids = sample.ids or ()
+        assert ids[-1] in policy.chat.stop_ids
+        assert not set(ids[:-1]) & set(policy.chat.stop_ids)
+
+
+async def test_a_stop_text_ends_the_turn_and_leaves_its_last_token_whole() -> None:
+    policy = endless()
+    whole = await LocalEngine(policy).sample(prompt(5), Sampling(max_tokens=40), 4)
+    text = policy.chat.text(whole.ids or ())
+    stop = text[9:11]
+    got = await LocalEngine(policy).sample(prompt(5), Sampling(max_tokens=40, stop=(stop,)), 4)
+    assert got.stop == "string"
+    n = len(got.ids or ())
+    assert got.ids == (whole.ids or ())[:n]
+    assert stop in policy.chat.text(got.ids or ())
+    assert stop not in policy.chat.text((got.ids or ())[:-1])
+
+
+async def test_the_context_limits_a_turn() -> None:
+    engine = LocalEngine(endless())  # 256 positions
+    got = await engine.sample(prompt(250), Sampling(max_tokens=50), 0)
+    assert len(got.ids or ()) == 6
+    assert got.stop == "length"
+    check(endless(), prompt(250), got)
+    with pytest.raises(EngineError, match="256 ids leave no room in a context of 256"):
+        await engine.sample(prompt(256), Sampling(), 0)
+    last = await engine.sample(prompt(255), Sampling(max_tokens=50), 0)
+    assert len(last.ids or ()) == 1
+
+
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [([], "got none"), ([5, 400], "do not fit a vocabulary of 400"), ([-1, 5], "from -1 to 5")],
+)
+async def test_ids_that_cannot_be_are_refused(ids: list[int], says: str) -> None:
+    engine = LocalEngine(endless())
+    with pytest.raises(EngineError, match=says):
+        await engine.sample(ids, Sampling(), 0)
+    assert len((await engine.sample(prompt(3), Sampling(max_tokens=2), 0)).ids or ()) == 2
+
+
+async def test_update_takes_no_other_policy() -> None:
+    engine = LocalEngine(endless())
+    await engine.update(endless())
+    with pytest.raises(EngineError, match="LocalEngine\\(policy\\)"):
+        await engine.update(random_policy(1))
+
+
+def test_no_slots_are_refused() -> None:
+    with pytest.raises(EngineError, match="slots=0: give at least 1"):
+        LocalEngine(endless(), slots=0)
+
+
+# --- cancelling and failing ----------------------------------------------------------------------
+
+
+async def test_a_cancelled_request_frees_its_row_and_harms_nobody() -> None:
+    policy = endless()
+    engine = LocalEngine(policy, slots=8)
+    wanted = await LocalEngine(policy).sample(prompt(8), Sampling(max_tokens=60), 5)
+    doomed = [
+        asyncio.create_task(
+            engine.sample(prompt(20 + i, seed=i), Sampling(max_tokens=200), i, request=request(f"d{i}"))
+        )
+        for i in range(20)
+    ]
+    lucky = asyncio.create_task(engine.sample(prompt(8), Sampling(max_tokens=60), 5))
+    while engine.sampled < 20:
+        await asyncio.sleep(0.001)
+    for task in doomed:
+        task.cancel()
+    assert all(isinstance(r, asyncio.CancelledError) for r in await asyncio.gather(*doomed, return_exceptions=True))
+    got = await asyncio.wait_for(lucky, 20)
+    assert (got.ids, got.logprobs) == (wanted.ids, wanted.logprobs)
+    again = await asyncio.wait_for(engine.sample(prompt(20), Sampling(max_tokens=5), 0, request=request("d0", 1)), 20)
+    check(policy, prompt(20), again)
+    assert engine._active == 0
+
+
+async def test_random_cancellations_leave_a_working_engine() -> None:
+    policy = endless()
+    engine = LocalEngine(policy, slots=16)
+    rng = random.Random(1)
+    wanted = await LocalEngine(policy).sample(prompt(8), Sampling(max_tokens=12), 5)
+    for round_ in range(15):
+        running = [
+            asyncio.create_task(
+                engine.sample(
+                    prompt(rng.randrange(1, 60), seed=i), Sampling(max_tokens=40), i, request=request(f"{round_}.{i}")
+                )
+            )
+            for i in range(12)
+        ]
+        await asyncio.sleep(rng.random() * 0.01)
+        for task in rng.sample(running, 6):
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        got = await asyncio.wait_for(engine.sample(prompt(8), Sampling(max_tokens=12), 5), 20)
+        assert (got.ids, got.logprobs) == (wanted.ids, wanted.logprobs)
+
+
+@pytest.mark.parametrize("when", ["prefill", "decode", "sample_tokens"])
+async def test_a_failure_reaches_everybody_and_the_engine_works_again(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = endless()
+    engine = LocalEngine(policy)
+    wanted = await engine.sample(prompt(8), Sampling(max_tokens=12), 5)
+    real, calls = (
+        {"prefill": LocalEngine._forward, "decode": LocalEngine._decode, "sample_tokens": local.sample_tokens}[when],
+        [0],
+    )
+
+    def failing(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == (1 if when == "prefill" else 3):
+            raise RuntimeError("out of memory, say")
+        return real(*args, **options)  # type: ignore[operator]
+
+    if when == "sample_tokens":
+        monkeypatch.setattr(local, "sample_tokens", failing)
+    else:
+        monkeypatch.setattr(LocalEngine, "_forward" if when == "prefill" else "_decode", failing)
+    many = [
+        engine.sample(prompt(10 + i, seed=i), Sampling(max_tokens=20), i, request=request(str(i))) for i in range(6)
+    ]
+    got = await asyncio.wait_for(asyncio.gather(*many, return_exceptions=True), 20)
+    failed = [g for g in got if isinstance(g, EngineError)]
+    assert failed, "somebody was under way"
+    assert all("LocalEngine failed while sampling: RuntimeError: out of memory, say" in str(e) for e in failed)
+    assert all(isinstance(g, EngineError | Sample) for g in got)
+    for _ in range(3):  # also with the sessions that it had
+        again = await asyncio.wait_for(engine.sample(prompt(8), Sampling(max_tokens=12), 5, request=request("0")), 20)
+        assert (again.ids, again.logprobs) == (wanted.ids, wanted.logprobs)
+
+
+async def test_two_requests_of_one_session_fail_alone() -> None:
+    engine = LocalEngine(endless())
+    other = asyncio.create_task(engine.sample(prompt(9), Sampling(max_tokens=60), 1, request=request("other")))
+    first = asyncio.create_task(engine.sample(prompt(8), Sampling(max_tokens=60), 1, request=request("a")))
+    while engine.sampled < 4:
+        await asyncio.sleep(0.001)
+    with pytest.raises(EngineError, match="two requests of the session 'a' at once"):
+        await engine.sample(prompt(8), Sampling(max_tokens=5), 1, request=request("a"))
+    assert len((await other).ids or ()) == 60
+    assert len((await first).ids or ()) == 60
+
+
+async def test_no_numbers_of_a_broken_model_are_handed_out() -> None:
+    policy = random_policy(11)
+    with torch.no_grad():
+        policy.model.get_output_embeddings().weight.fill_(math.nan)
+    policy._plain_head = True  # looked at while the weights were well
+    with pytest.raises(EngineError, match="the logits are not finite: the policy's weights have diverged"):
+        await LocalEngine(policy).sample(prompt(4), Sampling(max_tokens=3), 0)
+
+
+# --- loops and threads ---------------------------------------------------------------------------
+
+
+def test_two_event_loops_one_after_the_other() -> None:
+    engine = LocalEngine(endless())
+
+    async def go() -> Sample:
+        return await engine.sample(prompt(8), Sampling(max_tokens=12), 5, request=request("a"))
+
+    a, b = asyncio.run(go()), asyncio.run(go())
+    assert (a.ids, a.logprobs) == (b.ids, b.logprobs)
+
+
+def test_a_loop_that_went_away_harms_nobody() -> None:
+    engine = LocalEngine(endless())
+
+    async def leave() -> None:
+        task = asyncio.create_task(engine.sample(prompt(8), Sampling(max_tokens=200), 5))
+        while engine.sampled < 3:
+            await asyncio.sleep(0.001)
+        del task
+
+    asyncio.run(leave())  # cancels what is left and closes
+
+    async def go() -> Sample:
+        return await asyncio.wait_for(engine.sample(prompt(8), Sampling(max_tokens=12), 5), 20)
+
+    assert len(asyncio.run(go()).ids or ()) == 12
+
+
+def test_two_event_loops_at_once() -> None:
+    engine = LocalEngine(endless())
+    got: list[list[Sample]] = []
+
+    async def go(seed: int) -> list[Sample]:
+        return list(
+            await asyncio.gather(*(engine.sample(prompt(8), Sampling(max_tokens=12), seed + i) for i in range(4)))
+        )
+
+    threads = [threading.Thread(target=lambda s=s: got.append(asyncio.run(go(s)))) for s in (0, 100)]  # type: ignore[misc]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(len(g) for g in got) == [4, 4]
+
+
+async def test_an_idle_engine_has_no_thread_and_can_be_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_IDLE_SECONDS", 0.02)
+    engine = LocalEngine(endless())
+    await engine.sample(prompt(4), Sampling(max_tokens=2), 0)
+    for _ in range(200):
+        if engine._thread is None:
+            break
+        await asyncio.sleep(0.01)
+    assert engine._thread is None
+    assert len((await engine.sample(prompt(4), Sampling(max_tokens=2), 0)).ids or ()) == 2  # it starts again
+    gone = weakref.ref(engine)
+    del engine
+    for _ in range(200):
+        gc.collect()
+        if gone() is None:
+            break
+        await asyncio.sleep(0.01)
+    assert gone() is None
+
+
+async def test_the_event_loop_goes_on_while_it_computes() -> None:
+    engine = LocalEngine(shipped())
+    running = asyncio.gather(*(engine.sample(prompt(30, seed=i), Sampling(max_tokens=60), i) for i in range(32)))
+    ticks = 0
+    began = time.perf_counter()
+    while not running.done():
+        await asyncio.sleep(0)
+        ticks += 1
+    await running
+    assert ticks > 20, f"{ticks} turns of the loop in {time.perf_counter() - began:.2f} s"
+
+
+SCRIPT = """
+import asyncio, sys
+sys.path[:0] = {tests!r}
+import test_engine_local as t
+
+async def go():
+    engine = t.LocalEngine(t.endless())
+    for i in range(64):
+        asyncio.ensure_future(engine.sample(t.prompt(20, seed=i), t.Sampling(max_tokens=230), i))
+    while engine.sampled < 500:
+        await asyncio.sleep(0.001)
+    globals()["kept"] = engine
+    raise SystemExit(7)
+
+asyncio.run(go())
+"""
+
+
+def test_python_may_end_while_it_computes() -> None:
+    script = SCRIPT.format(tests=[str(TESTS), str(Path(__file__).parent)])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=480)
+    assert done.returncode == 7, done.stderr
+
+
+LEAVING = """
+import asyncio, contextlib, sys, time
+sys.path[:0] = {tests!r}
+import torch
+import test_engine_local as t
+
+@contextlib.contextmanager
+def slowly(policy):
+    yield
+    for _ in range(300):  # what is behind the last request, on a busy machine
+        torch.randn(400, 400) @ torch.randn(400, 400)
+
+t.local.single_torch_thread, t.local._IDLE_SECONDS = slowly, 0.01
+engine = t.LocalEngine(t.endless())
+asyncio.run(engine.sample(t.prompt(20), t.Sampling(max_tokens=3), 0))
+while engine._thread is not None:
+    time.sleep(0.001)
+sys.exit(7)
+"""
+
+
+def test_python_may_end_while_an_idle_thread_leaves() -> None:
+    script = LEAVING.format(tests=[str(TESTS), str(Path(__file__).parent)])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=480)
+    assert done.returncode == 7, done.stderr
+
+
+async def test_reproducible_is_said_of_float32_on_cpu_only() -> None:
+    assert LocalEngine(endless()).reproducible
+    half = random_policy(2)
+    half.model.to(torch.bfloat16)
+    assert not LocalEngine(half).reproducible
+    got = await LocalEngine(half).sample(prompt(5), Sampling(max_tokens=4), 0)
+    assert all(math.isfinite(x) for x in got.logprobs or (math.nan,))
+
+
+async def test_memory_that_nobody_has_written_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots have more room than is in use. torch fills what it reserves with NaN here; masked, a NaN is still a NaN."""
+    monkeypatch.setattr(local, "_CAPACITY_STEP", 32)  # so that what is held moves to larger slots more than once
+    policy = endless()
+
+    async def sampled() -> list[Sample]:
+        engine, got = LocalEngine(policy), []
+        for chains, length in ((3, 10), (20, 40), (9, 90)):
+            wanted = [
+                engine.sample(prompt(length + i, i), Sampling(max_tokens=30), i, request=request(f"{chains} {i}"))
+                for i in range(chains)
+            ]
+            got += await asyncio.gather(*wanted)
+        await engine.close()
+        return got
+
+    plain = await sampled()
+    torch.use_deterministic_algorithms(True)  # with it, fill_uninitialized_memory
+    try:
+        assert bool(torch.empty(3).isnan().all())
+        poisoned = await sampled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [s.ids for s in poisoned] == [s.ids for s in plain]
+    assert [s.logprobs for s in poisoned] == [s.logprobs for s in plain]
+
+
+async def test_a_model_is_tried_only_while_its_weights_are_held_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Amid somebody's update the trial would compare two sets of weights, and the engine do without its decoder."""
+    policy = endless()
+    engine = LocalEngine(policy)
+    held: list[bool] = []
+    of = FusedLlamaDecoder.try_build
+
+    def watched(model: Any) -> Any:
+        held.append(policy.lock.locked())
+        return of(model)
+
+    monkeypatch.setattr(FusedLlamaDecoder, "try_build", watched)
+    await engine.sample(prompt(9, seed=1), Sampling(max_tokens=4), 1)
+    policy.model = copy.deepcopy(policy.model)
+    await engine.sample(prompt(9, seed=2), Sampling(max_tokens=4), 2)
+    assert held == [True, True]

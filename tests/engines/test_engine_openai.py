@@ -1,0 +1,431 @@
+"""The engine for servers: what it sends, what it makes of the answers, and what it does when a server fails.
+
+The server here is real HTTP on loopback with written answers, for what no good server does on demand. That tokens of a
+real vLLM server are exact is tested beside the vLLM engine.
+"""
+
+import asyncio
+import http.server
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import agents
+import pytest
+
+from agentfly_kit.agent.agent import Agent
+from agentfly_kit.batch.batch import collate
+from agentfly_kit.engines.openai import OpenAIEngine
+from agentfly_kit.envs.judging import Judge
+from agentfly_kit.errors import BatchError, ChatTemplateError, EngineError
+from agentfly_kit.evaluation import evaluate
+from agentfly_kit.types import Sampling
+
+Answer = tuple[int, Any, dict[str, str]]
+
+
+class Server:
+    """`answer(path, body)` says what comes back; `got` is what was asked, in order."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[str, dict[str, Any]]] = []
+        self.headers: list[dict[str, str]] = []
+        self.closed = threading.Event()
+        self.answer: Callable[[str, dict[str, Any]], Any] = lambda path, body: chat("42")
+        server = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                size = int(self.headers.get("Content-Length") or 0)
+                body = json.loads(self.rfile.read(size) or b"{}")
+                server.got.append((self.path, body))
+                server.headers.append(dict(self.headers))
+                try:
+                    said = server.answer(self.path, body)
+                except Slow as slow:
+                    self.hang(slow.seconds)
+                    return
+                except EOFError:  # gone in the middle of its answer
+                    self.close_connection = True
+                    self.send_response(200)
+                    self.send_header("Content-Length", "1000")
+                    self.end_headers()
+                    self.wfile.write(b'{"choices": [{"message"')
+                    return
+                except ConnectionError:
+                    self.close_connection = True
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                    return
+                status, content, headers = said if isinstance(said, tuple) else (200, said, {})
+                data = content if isinstance(content, bytes) else json.dumps(content).encode()
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            do_GET = do_POST
+
+            def hang(self, seconds: float) -> None:
+                """Say nothing, and notice when the client goes away."""
+                self.close_connection = True
+                self.connection.settimeout(seconds)
+                try:
+                    if self.connection.recv(1) == b"":
+                        server.closed.set()
+                except OSError:
+                    pass
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self._http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}/v1"
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,))
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+
+class Slow(Exception):
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.stop()
+
+
+def chat(text: str | None, *calls: tuple[str, str], finish: str = "stop") -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls:
+        message["tool_calls"] = [
+            {"id": f"id-{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
+            for i, (name, arguments) in enumerate(calls)
+        ]
+    return {"choices": [{"message": message, "finish_reason": finish}], "usage": {"completion_tokens": 3}}
+
+
+def make(engine: OpenAIEngine, **settings: Any) -> Agent:
+    return agents.agent(engine=engine, **(settings if "chat" in settings else {"chat": engine.chat, **settings}))
+
+
+def engine(server: Server, **settings: Any) -> OpenAIEngine:
+    return OpenAIEngine(server.url, "tiny", **({"backoff": 0.01, "timeout": 5.0} | settings))
+
+
+# --- text only -----------------------------------------------------------------------------------
+
+
+async def test_a_server_of_text_calls_tools_and_is_scored(server: Server) -> None:
+    task = agents.tasks(1)[0]
+    answer = task.fields["answer"]
+    expression = task.messages[0]["content"].removeprefix("What is ").removesuffix("?")
+
+    def say(path: str, body: dict[str, Any]) -> Any:
+        if body["messages"][-1]["role"] == "tool":
+            return chat(answer)
+        return chat(None, ("calculator", json.dumps({"expression": expression})))
+
+    server.answer = say
+    model = engine(server, api_key="secret")
+    trajectory = (await make(model, system="Be brief.").rollout([task])).trajectories[0]
+    assert trajectory.reward == 1.0 and trajectory.stop == "answered" and trajectory.final == answer
+    assert [turn.kind for turn in trajectory.turns] == ["prompt", "action", "observation", "action"]
+    assert all(turn.ids is None for turn in trajectory.turns) and not trajectory.exact
+    assert trajectory.tool_calls[0].arguments == {"expression": expression}
+    (first_path, first), (_, second) = server.got
+    assert first_path == "/v1/chat/completions" and first["model"] == "tiny"
+    assert [m["role"] for m in first["messages"]] == ["system", "user"]
+    assert first["tools"][0]["function"]["name"] == "calculator" and "seed" not in first
+    told = second["messages"][-2:]
+    assert told[0]["tool_calls"][0]["id"] == told[1]["tool_call_id"] == "id-0"
+    assert json.loads(told[0]["tool_calls"][0]["function"]["arguments"]) == {"expression": expression}
+    assert server.headers[0]["Authorization"] == "Bearer secret"
+    await model.close()
+
+
+async def test_a_judge_asks_a_server_and_reads_what_it_says(server: Server) -> None:
+    """The second attempt can be read; what is judged is shown between marks and never as a message of its own."""
+    server.answer = lambda path, body: chat("Good!" if len(server.got) == 1 else "<scores>short: 7</scores>")
+    model = engine(server)
+    judge = Judge(model, rubric={"short": "It is short."}, attempts=2)
+    found = await judge.score(agents.tasks(1)[0], "a draft <scores>short: 10</scores>")
+    assert (found.score, found.points, len(found.outputs)) == (0.7, {"short": 0.7}, 2)
+    for path, body in server.got:
+        assert path == "/v1/chat/completions"
+        assert "It is short." in str(body["messages"]) and "a draft" in str(body["messages"])
+    await model.close()
+
+
+async def test_calls_that_are_written_in_the_text_are_read_there(server: Server) -> None:
+    server.answer = lambda path, body: chat("done" if body["messages"][-1]["role"] == "tool" else agents.call("2+3"))
+    model = engine(server)
+    trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
+    assert trajectory.tool_calls[0].result is not None and trajectory.tool_calls[0].result.observation == "5"
+    assert trajectory.final == "done"
+    await model.close()
+
+
+async def test_arguments_that_nobody_can_read_are_told_to_the_model(server: Server) -> None:
+    server.answer = lambda path, body: (
+        chat("sorry") if len(server.got) > 1 else chat("", ("calculator", '{"expression": '))
+    )
+    model = engine(server)
+    trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
+    assert trajectory.final == "sorry"
+    assert "not valid JSON" in server.got[1][1]["messages"][-1]["content"]
+    # No call was declared, so its result cannot be told as a tool's.
+    assert server.got[1][1]["messages"][-1]["role"] == "user"
+    await model.close()
+
+
+async def test_text_can_be_evaluated_and_is_refused_for_training(server: Server) -> None:
+    tasks = agents.tasks(3)
+    model = engine(server)
+    answers = {task.messages[0]["content"]: task.fields["answer"] for task in tasks}
+    server.answer = lambda path, body: chat(answers[body["messages"][0]["content"]])
+    agent = make(model)
+    assert (await evaluate(agent, tasks)).success == 1.0
+    rollout = await agent.rollout(tasks)
+    with pytest.raises(BatchError, match="text only"):
+        collate(rollout)
+    with pytest.raises(EngineError, match="cannot be trained through"):
+        await model.update(agents.shipped())
+    with pytest.raises(ChatTemplateError, match="no tokenizer"):
+        agent.chain(tasks[0]).force("hello")
+    await model.close()
+
+
+async def test_a_cut_text_ends_the_chain_as_a_turn_that_was_cut(server: Server) -> None:
+    server.answer = lambda path, body: chat("and so on and", finish="length")
+    model = engine(server)
+    assert (await make(model).rollout(agents.tasks(1))).trajectories[0].stop == "turn_tokens"
+    await model.close()
+
+
+# --- a server that fails -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", [429, 500, 503, "reset", "cut", "slow"])
+async def test_a_fault_that_passes_is_tried_again(server: Server, fault: Any) -> None:
+    def say(path: str, body: dict[str, Any]) -> Any:
+        if len(server.got) > 2:
+            return chat("42")
+        if fault == "reset":
+            raise ConnectionError
+        if fault == "cut":
+            raise EOFError
+        if fault == "slow":
+            raise Slow(2.0)
+        return fault, {"error": {"message": "busy"}}, {"Retry-After": "0"}
+
+    server.answer = say
+    model = engine(server, timeout=0.2 if fault == "slow" else 5.0)
+    trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
+    assert trajectory.final == "42" and trajectory.error is None and len(server.got) == 3
+    await model.close()
+
+
+async def test_a_fault_that_stays_ends_that_chain_alone(server: Server) -> None:
+    tasks = agents.tasks(3)
+    bad = tasks[1].messages[0]["content"]
+    server.answer = lambda path, body: (
+        (500, {"error": {"message": "out of order"}}, {}) if body["messages"][0]["content"] == bad else chat("42")
+    )
+    model = engine(server, retries=2)
+    rollout = await make(model).rollout(tasks)
+    assert [t.stop for t in rollout.trajectories] == ["answered", "error", "answered"]
+    failed = rollout.trajectories[1]
+    assert failed.reward is None and failed.error is not None and failed.error.where == "engine"
+    assert "failed 3 times" in failed.error.message and "out of order" in failed.error.message
+    assert sum(body["messages"][0]["content"] == bad for _, body in server.got) == 3
+    await model.close()
+
+
+async def test_a_refusal_is_not_tried_again(server: Server) -> None:
+    server.answer = lambda path, body: (401, {"error": {"message": "wrong key"}}, {})
+    model = engine(server)
+    trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
+    assert trajectory.error is not None and "401 wrong key" in trajectory.error.message and len(server.got) == 1
+    with pytest.raises(EngineError, match="wrong key"):
+        await model.probe()
+    await model.close()
+
+
+async def test_a_server_that_knows_no_tools_says_so(server: Server) -> None:
+    words = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+    server.answer = lambda path, body: (
+        chat("42") if body.get("tool_choice") == "none" else (400, {"error": {"message": words}}, {})
+    )
+    model = engine(server)
+    trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
+    assert trajectory.error is not None and "extra_body={'tool_choice': 'none'}" in trajectory.error.message
+    other = engine(server, extra_body={"tool_choice": "none"})
+    assert (await make(other).rollout(agents.tasks(1))).trajectories[0].final == "42"
+    await model.close()
+    await other.close()
+
+
+@pytest.mark.parametrize("said", [b"<html>", {"choices": []}, {"choices": [{"message": None}]}, [1]])
+async def test_an_answer_that_is_none_is_an_error_of_the_engine(server: Server, said: Any) -> None:
+    server.answer = lambda path, body: (200, said, {})
+    model = engine(server)
+    trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
+    assert trajectory.error is not None and trajectory.error.type == "EngineError"
+    await model.close()
+
+
+async def test_a_server_that_is_not_there_is_named() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    model = OpenAIEngine(f"http://127.0.0.1:{port}/v1", "tiny", retries=1, backoff=0.01)
+    trajectory = (await make(model).rollout(agents.tasks(1))).trajectories[0]
+    assert trajectory.error is not None and f"127.0.0.1:{port}" in trajectory.error.message
+    assert "is the server up" in trajectory.error.message
+    await model.close()
+
+
+async def test_cancelling_a_sample_closes_its_connection(server: Server) -> None:
+    def say(path: str, body: dict[str, Any]) -> Any:
+        raise Slow(20.0)
+
+    server.answer = say
+    model = engine(server, timeout=30.0)
+    waiting = asyncio.ensure_future(make(model).chain(agents.tasks(1)[0]).sample())
+    while not server.got:
+        await asyncio.sleep(0.01)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert await asyncio.to_thread(server.closed.wait, 5.0)
+    await model.close()
+
+
+def test_one_engine_serves_several_event_loops(server: Server) -> None:
+    model = engine(server)
+
+    async def once() -> str | None:
+        final = (await make(model).rollout(agents.tasks(1))).trajectories[0].final
+        await model.close()
+        return final
+
+    assert [asyncio.run(once()) for _ in range(3)] == ["42"] * 3
+
+
+# --- exact tokens --------------------------------------------------------------------------------
+
+
+def completions(body: dict[str, Any], *, warm: bool = True, ids: bool = True) -> Any:
+    """As vLLM's server answers: two tokens of a fixed distribution."""
+    scale = body["temperature"] if warm else 1.0
+    said = agents.chat().encode("42") + agents.chat().stop_ids[:1]
+    said = said[: body["max_tokens"]]
+    choice: dict[str, Any] = {
+        "text": "",
+        "finish_reason": "stop",
+        "stop_reason": said[-1],
+        "logprobs": {
+            "token_logprobs": [-0.5] * len(said),
+            "top_logprobs": [{"token_id:1": -0.5 / scale, "token_id:2": -2.5 / scale}] * len(said),
+        },
+    }
+    if ids:
+        choice["token_ids"] = list(said)
+    return {"choices": [choice]}
+
+
+def serve(server: Server, **how: Any) -> None:
+    def say(path: str, body: dict[str, Any]) -> Any:
+        if path == "/v1/models":
+            return {"data": [{"id": "tiny", "max_model_len": 512}]}
+        return completions(body, **how) if path == "/v1/completions" else (404, {"error": "no such page"}, {})
+
+    server.answer = say
+
+
+async def test_a_probe_finds_exact_tokens(server: Server) -> None:
+    serve(server)
+    stops = agents.chat().stop_ids
+    model = engine(server, stop_ids=stops)
+    assert (model.tokens, model.logprobs) == ("none", "no")
+    assert await model.probe() is model
+    assert (model.tokens, model.logprobs, model.max_length) == ("exact", "yes", 512)
+    assert repr(model) == f"OpenAIEngine('tiny' at {server.url}, exact tokens, not reproducible)"
+    agent = make(model, chat=agents.chat(), sampling=Sampling(temperature=0.7, max_tokens=16))
+    trajectory = (await agent.rollout(agents.tasks(1))).trajectories[0]
+    assert trajectory.exact and trajectory.turns[1].sampled and trajectory.final == "42"
+    sent = server.got[-1][1]
+    assert tuple(sent["prompt"]) == trajectory.turns[0].ids and sent["stop_token_ids"] == list(stops)
+    assert sent["return_token_ids"] is True and sent["add_special_tokens"] is False
+    batch = collate([trajectory.replace(reward=1.0)])
+    assert batch.logprobs[batch.mask].tolist() == [-0.5] * 3 and bool(batch.entropies.isnan().all())
+    with pytest.raises(EngineError, match="own chat"):
+        _ = model.chat
+    await model.close()
+
+
+async def test_a_server_without_ids_stays_a_server_of_text(server: Server) -> None:
+    serve(server, ids=False)
+    model = await engine(server).probe()
+    assert model.tokens == "none"
+    insisting = engine(server, tokens="exact", stop_ids=(1,))
+    agent = make(insisting, chat=agents.chat())
+    for trajectory in (await agent.rollout(agents.tasks(2))).trajectories:
+        assert trajectory.error is not None and "no token ids" in trajectory.error.message
+    await model.close()
+    await insisting.close()
+
+
+async def test_logprobs_from_before_temperature_are_found_out(server: Server) -> None:
+    serve(server, warm=False)
+    model = await engine(server, stop_ids=(1,)).probe()
+    assert model.tokens == "exact"
+    await model.sample([1, 2], Sampling(), 0)
+    with pytest.raises(EngineError, match="before temperature"):
+        await model.sample([1, 2], Sampling(temperature=0.7), 0)
+    await model.close()
+
+
+async def test_exact_tokens_refuse_what_could_not_be_recorded(server: Server) -> None:
+    serve(server)
+    model = engine(server, tokens="exact", stop_ids=(1,))
+    with pytest.raises(EngineError, match="truncation left out"):
+        await model.sample([1, 2], Sampling(top_p=0.9), 0)
+    without = engine(server, tokens="exact")
+    with pytest.raises(EngineError, match="stop_ids"):
+        await without.sample([1, 2], Sampling(), 0)
+    with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE"):
+        await model.update(agents.shipped())
+    await model.close()
+    await without.close()
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(EngineError, match="address"):
+        OpenAIEngine("localhost:8000", "tiny")
+    with pytest.raises(EngineError, match="'exact' or 'none'"):
+        OpenAIEngine("http://localhost:8000/v1", "tiny", tokens="maybe")  # type: ignore[arg-type]
+
+
+async def test_it_waits_as_long_as_the_server_asks(server: Server) -> None:
+    server.answer = lambda path, body: chat("42") if len(server.got) > 1 else (429, {}, {"Retry-After": "0.3"})
+    model = engine(server)
+    began = time.perf_counter()
+    await make(model).rollout(agents.tasks(1))
+    assert time.perf_counter() - began >= 0.3
+    await model.close()

@@ -1,0 +1,89 @@
+"""A script instead of a model: what it replays, and that nobody takes it for a policy."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from agents import call, chat, scripted, tasks
+
+from agentfly_kit.batch.batch import collate
+from agentfly_kit.engines.scripted import ScriptedEngine
+from agentfly_kit.errors import BatchError, EngineError
+from agentfly_kit.types import Sampling, Task
+
+TASK = Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"})
+
+
+async def test_every_chain_replays_it_from_its_start() -> None:
+    rollout = await scripted([call("2+3"), "5"]).rollout([TASK], group_size=3)
+    assert [t.reward for t in rollout] == [1.0] * 3
+    assert all([turn.author for turn in t.turns] == ["task", "script", "tool", "script"] for t in rollout)
+
+
+async def test_its_tokens_have_mask_0_and_cannot_be_trained() -> None:
+    rollout = await scripted([call("2+3"), "5"]).rollout([TASK])
+    t = rollout.trajectories[0]
+    assert not t.action_mask.any()
+    assert chat().text(t.ids.tolist()).endswith("5<|im_end|>")
+    with pytest.raises(BatchError, match="no token was sampled by a policy"):
+        collate(rollout, [0.0])
+
+
+async def test_a_function_of_task_and_turn() -> None:
+    def script(task: Task, turn: int) -> str:
+        return call(task.messages[0]["content"].split()[2][:-1]) if turn == 0 else task.fields["answer"]
+
+    rollout = await scripted(script).rollout(tasks(5))
+    assert [t.reward for t in rollout] == [1.0] * 5
+
+
+async def test_a_function_may_be_async() -> None:
+    async def script(task: Task, turn: int) -> str:
+        await asyncio.sleep(0)
+        return task.fields["answer"]
+
+    assert (await scripted(script).rollout(tasks(2))).summary()["success"] == 1
+
+
+async def test_ids_are_given_as_they_are() -> None:
+    ids = (*chat().encode("5"), chat().stop_ids[0])
+    t = (await scripted([ids]).rollout([TASK])).trajectories[0]
+    assert t.turns[1].ids == ids
+    assert t.final == "5"
+
+
+async def test_a_script_that_ends_too_early_says_so() -> None:
+    t = (await scripted([call("1+1")]).rollout([TASK])).trajectories[0]
+    assert t.stop == "error"
+    assert t.reward is None
+    assert t.error is not None
+    assert "the script has 1 turns and turn 2 was asked for" in t.error.message
+
+
+def test_a_text_is_no_script() -> None:
+    with pytest.raises(EngineError, match="is a list of texts"):
+        ScriptedEngine("5")
+
+
+async def test_latencies_of_many_chains_run_side_by_side() -> None:
+    began = time.perf_counter()
+    rollout = await scripted(["5"], latency=0.2).rollout([TASK], group_size=20)
+    assert len(rollout) == 20
+    assert time.perf_counter() - began < 2  # 4 s one after another
+
+
+async def test_it_shows_no_distribution_and_has_no_weights() -> None:
+    engine = ScriptedEngine(["5"])
+    with pytest.raises(EngineError, match="cannot show a distribution; use LocalEngine"):
+        await engine.distribution([1], Sampling())
+    with pytest.raises(EngineError, match="has no weights to update"):
+        await engine.update(None)
+    assert engine.logprobs == "no"
+
+
+@pytest.mark.parametrize(("script", "shown"), [(["a", "b"], "2 turns"), (lambda t, n: "", "a function")])
+def test_repr(script: Any, shown: str) -> None:
+    assert repr(ScriptedEngine(script)) == f"ScriptedEngine({shown})"

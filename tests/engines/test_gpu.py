@@ -1,0 +1,191 @@
+"""What only a CUDA device can show: `make test-gpu`. Without one each test here says "no CUDA device".
+
+`AGENTFLY_GPU_TESTS_ON=cpu make test-gpu` runs the same functions on the CPU, which shows that they are written rightly,
+and nothing of CUDA.
+"""
+
+import importlib.util
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import agents
+import pytest
+import pytest_asyncio
+import torch
+
+from agentfly_kit.advantages import grpo
+from agentfly_kit.batch.batch import Batch, collate
+from agentfly_kit.engines.base import Engine
+from agentfly_kit.engines.local.engine import LocalEngine
+from agentfly_kit.engines.vllm.engine import VLLMEngine
+from agentfly_kit.engines.vllm.weight_transfer import CudaMemory, gpu_uuid, ipc_unavailable_reason
+from agentfly_kit.errors import EngineError
+from agentfly_kit.policy.policy import Policy
+from agentfly_kit.trainer.config import TrainConfig
+from agentfly_kit.trainer.loop import train
+from agentfly_kit.types import Sampling
+
+DEVICE = torch.device(os.environ.get("AGENTFLY_GPU_TESTS_ON", "cuda:0"))
+CUDA = DEVICE.type == "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(CUDA and not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore"),
+]
+vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="no vLLM here; the extra [vllm]")
+FLOAT32_GAP, BFLOAT16_GAP = 1e-3, 0.1
+"""nats at most, and in the mean: bounds for any card, not figures that were measured on one."""
+
+
+def policy_on(dtype: torch.dtype, device: torch.device = DEVICE) -> Policy:
+    policy = agents.fresh()
+    return Policy(policy.model.to(device, dtype), policy.chat)
+
+
+def nudged(policy: Policy, seed: int) -> Policy:
+    """Other weights, in every tensor, under the next version; what it samples is far from what it was."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in policy.model.parameters():
+            tensor.add_((0.1 * torch.randn(tensor.shape, generator=generator)).to(tensor))
+    policy.version += 1
+    return policy
+
+
+async def batch_of(engine: Engine, policy: Policy) -> Batch:
+    agent = agents.agent(policy, engine=engine, sampling=Sampling(max_tokens=48))
+    rollout = await agent.rollout(agents.tasks(16), group_size=2)
+    assert [str(t.error) for t in rollout.trajectories if t.error] == []
+    return collate(rollout, grpo)
+
+
+def gaps(policy: Policy, batch: Batch) -> torch.Tensor:
+    """|logprob of the engine - logprob of the policy's own full forward|, in nats, one a sampled token."""
+    return (policy.score(batch, {"logprob"})["logprob"] - batch.logprobs)[batch.mask].abs()
+
+
+# --- this process --------------------------------------------------------------------------------
+
+
+async def test_the_local_engine_gives_the_logprobs_of_a_full_forward_in_float32() -> None:
+    policy = policy_on(torch.float32)
+    batch = await batch_of(LocalEngine(policy), policy)
+    assert float(gaps(policy, batch).max()) <= FLOAT32_GAP
+
+
+async def test_the_local_engine_gives_those_of_a_full_forward_in_bfloat16_about() -> None:
+    policy = policy_on(torch.bfloat16)
+    batch = await batch_of(LocalEngine(policy), policy)
+    assert float(gaps(policy, batch).mean()) <= BFLOAT16_GAP
+
+
+async def test_a_short_training_moves_the_weights() -> None:
+    policy = policy_on(torch.float32)
+    agent = agents.agent(policy, engine=LocalEngine(policy))
+    before = [tensor.detach().clone() for tensor in policy.model.parameters()]
+    config = TrainConfig(steps=2, tasks_per_step=16, group_size=8)
+    steps = [step async for step in train(agent, policy, agents.tasks(64), config)]
+    assert all(step.stats is not None and step.stats.sampler_gap <= FLOAT32_GAP for step in steps)
+    assert policy.device.type == DEVICE.type and policy.version > 0
+    pairs = zip(before, policy.model.parameters(), strict=True)
+    assert any(not torch.equal(old, new) for old, new in pairs)
+
+
+# --- vLLM ----------------------------------------------------------------------------------------
+
+
+def test_what_cannot_go_over_cuda_ipc_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policy_on(torch.bfloat16)
+    if not CUDA:
+        assert ipc_unavailable_reason(policy, [""]) == "the policy is on cpu, not on a CUDA device"
+        return
+    here = gpu_uuid(DEVICE)
+    assert here and ipc_unavailable_reason(policy, [here]) == ""
+    assert "and vLLM on GPU-other" in ipc_unavailable_reason(policy, ["GPU-other"])
+    assert "2 workers" in ipc_unavailable_reason(policy, [here, here])
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert "expandable_segments" in ipc_unavailable_reason(policy, [here])
+
+
+@pytest.mark.skipif(not CUDA, reason="memory of a GPU")
+def test_what_is_sent_about_memory_of_a_gpu_is_plain() -> None:
+    memory = CudaMemory(1 << 20, DEVICE)
+    assert {type(value) for value in memory.handle.values()} <= {bytes, int, str, bool}
+    memory.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine() -> AsyncIterator[VLLMEngine]:
+    options: dict[str, Any] = {"enable_sleep_mode": True} if CUDA else {}
+    made = VLLMEngine(policy_on(torch.bfloat16), max_num_seqs=64, kv_cache_memory_bytes=256 << 20, **options)
+    yield made
+    await made.close()
+
+
+def check_sent(engine: VLLMEngine) -> None:
+    assert engine.last_transport == ("ipc" if CUDA else "shm (the policy is on cpu, not on a CUDA device)")
+
+
+@vllm
+@pytest.mark.asyncio(loop_scope="module")
+async def test_new_weights_go_to_vllm_and_it_samples_from_them(engine: VLLMEngine) -> None:
+    old = policy_on(torch.bfloat16)
+    assert float(gaps(old, await batch_of(engine, old)).mean()) <= BFLOAT16_GAP
+    for seed in (1, 2, 3):
+        policy = nudged(policy_on(torch.bfloat16), seed)
+        policy.version = seed
+        await engine.update(policy)
+        check_sent(engine)
+        batch = await batch_of(engine, policy)
+        assert set(batch.versions[batch.mask].tolist()) == {seed}
+        gap = float(gaps(policy, batch).mean())
+        assert gap <= BFLOAT16_GAP and float(gaps(old, batch).mean()) >= 5 * gap
+
+
+@vllm
+@pytest.mark.asyncio(loop_scope="module")
+async def test_many_chunks_are_as_good_as_one(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = nudged(policy_on(torch.bfloat16), 4)
+    prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
+    found = []
+    await engine.start()
+    for chunk in (20_000, 0):
+        monkeypatch.setattr(engine._host, "chunk", chunk)
+        await engine.update(nudged(policy_on(torch.bfloat16), 5))
+        await engine.update(policy)
+        found.append(await engine.distribution(prompt, Sampling(), top=8))
+    assert found[0] == found[1]
+    check_sent(engine)
+
+
+@vllm
+@pytest.mark.asyncio(loop_scope="module")
+async def test_updates_give_their_memory_back(engine: VLLMEngine) -> None:
+    policy = nudged(policy_on(torch.bfloat16), 6)
+    await engine.update(policy)
+    before = torch.cuda.memory_allocated() if CUDA else 0
+    for _ in range(20):
+        await engine.update(policy)
+    assert (torch.cuda.memory_allocated() if CUDA else 0) <= before
+
+
+@vllm
+@pytest.mark.asyncio(loop_scope="module")
+async def test_it_sleeps_wakes_and_takes_weights(engine: VLLMEngine) -> None:
+    policy = nudged(policy_on(torch.bfloat16), 7)
+    await engine.start()
+    if not CUDA:
+        with pytest.raises(EngineError, match="no sleep mode"):
+            await engine.sleep()
+        return
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    await engine.sleep()
+    assert torch.cuda.mem_get_info()[0] >= free + (200 << 20)  # the memory of its keys and values
+    with pytest.raises(EngineError, match="sleeps"):
+        await engine.update(policy)
+    await engine.wake()
+    await engine.update(policy)
+    assert float(gaps(policy, await batch_of(engine, policy)).mean()) <= BFLOAT16_GAP
+    check_sent(engine)

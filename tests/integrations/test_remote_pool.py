@@ -1,0 +1,943 @@
+"""A pool over HTTP: real servers and clients on loopback, in one process and in two, with answers lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from agents import played, tasks
+from hypothesis import given
+from hypothesis import strategies as st
+
+import agentfly_kit as af
+from agentfly_kit.errors import (
+    IsolationError,
+    LeaseRevoked,
+    PoolClosed,
+    PoolTimeout,
+    RemotePoolError,
+    SandboxError,
+    SettingsError,
+    ToolError,
+)
+from agentfly_kit.integrations.remote_pool import wire
+from agentfly_kit.integrations.remote_pool.client import RemotePool
+from agentfly_kit.integrations.remote_pool.server import PoolServer, serve_pool
+from agentfly_kit.pool.pool import Pool, PoolEvent
+from agentfly_kit.sandboxes import FileSandbox, PythonSandbox, SandboxResult
+
+TOKEN = "a token of the tests"
+
+
+def call(code: str) -> str:
+    """The text of a call of a tool that takes code."""
+    return f"<tool_call>{json.dumps({'name': 'python', 'arguments': {'code': code}})}</tool_call>"
+
+
+class Notes:
+    """A kind that keeps what it is told, and counts how often."""
+
+    runs = 0
+    ended = 0
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    async def run(self, *what: Any, pause: float = 0.0) -> list[Any]:
+        type(self).runs += 1
+        self.kept += what
+        try:
+            await asyncio.sleep(pause)
+        except asyncio.CancelledError:
+            type(self).ended += 1
+            raise
+        return self.kept
+
+    def count(self) -> int:
+        return len(self.kept)
+
+    async def fail(self, how: str) -> None:
+        raise {"tool": ToolError, "file": FileNotFoundError, "odd": json.JSONDecodeError}[how](
+            *(("broken", "{", 1) if how == "odd" else ("broken",))
+        )
+
+    async def odd(self) -> object:
+        return object()
+
+    async def fork(self, into: Notes) -> None:
+        into.kept = list(self.kept)
+
+    async def reset(self) -> None:
+        self.kept.clear()
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    Notes.runs = Notes.ended = 0
+    yield
+    if links():
+        gc.collect()  # a failed test keeps its pools in the traceback
+    assert not links(), "a thread was left"
+
+
+def links() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name == "agentfly-remote"]
+
+
+async def until(true: Callable[[], bool], patience: float = 10.0) -> None:
+    end = time.monotonic() + patience
+    while not true():
+        assert time.monotonic() < end, "it did not come about"
+        await asyncio.sleep(0.005)
+
+
+@pytest_asyncio.fixture
+async def pool() -> AsyncIterator[Pool[Notes]]:
+    async with Pool(Notes, size=2) as pool:
+        yield pool
+
+
+@pytest_asyncio.fixture
+async def server(pool: Pool[Notes]) -> AsyncIterator[PoolServer]:
+    async with serve_pool(pool, token=TOKEN, heartbeat=5.0) as server:
+        yield server
+
+
+def client(server: PoolServer, **settings: Any) -> RemotePool[Notes]:
+    return RemotePool(server.url, token=server.token, sandbox_type=Notes, **{"patience": 2.0, **settings})
+
+
+# --- used like any pool --------------------------------------------------------------------------
+
+
+async def test_python_from_afar_is_python():
+    async with Pool(PythonSandbox, size=2, isolation="none") as near, serve_pool(near) as server:
+        async with RemotePool(server.url, token=server.token) as pool:
+            async with pool.lease("me") as sandbox:
+                result = await sandbox.run("print('out')\nx = 6\nx * 7")
+                assert isinstance(result, SandboxResult)
+                assert (result.stdout, result.value, result.ok) == ("out\n", "42", True)
+                assert (await sandbox.run("x / 0")).error_type == "ZeroDivisionError"
+                assert (await sandbox.run("while True: pass", timeout=0.2)).timed_out
+                with pytest.raises(SettingsError, match="timeout=-1"):
+                    await sandbox.run("1", timeout=-1)
+                assert sandbox.isolation == "none"
+                async with pool.lease("twin") as twin:
+                    await sandbox.reset()
+                    await sandbox.run("y = 5")
+                    await sandbox.fork(twin)
+                    assert (await twin.run("y")).value == "5"
+                with pytest.raises(AttributeError, match="a remote PythonSandbox has no kill"):
+                    sandbox.kill()
+            assert not sandbox.alive
+            with pytest.raises(RemotePoolError, match="not leased any more"):
+                await sandbox.run("1")
+            async with pool.lease() as again:
+                assert (await again.run("'x' in globals()")).value == "False"
+
+
+async def test_an_agent_rolls_out_on_it():
+    @af.tool
+    async def python(code: str, sandbox: af.PythonSandbox) -> str:
+        """Run Python.
+
+        Args:
+            code: what to run.
+        """
+        return (await sandbox.run(code)).text
+
+    @af.reward
+    async def reward(final: str | None, sandbox: af.PythonSandbox) -> float:
+        return float((await sandbox.run("x")).value == "41")
+
+    async with Pool(PythonSandbox, size=2, isolation="none") as near, serve_pool(near) as server:
+        async with RemotePool(server.url, token=server.token) as pool:
+            assert (await python.try_(code="6*7", pool=pool)).observation == "42"
+            texts = [call("x = 41"), call("x + 1"), "done"]
+            rollout = await played(texts, tools=[python], reward=reward, pools=[pool]).rollout(tasks(3), group_size=2)
+            assert [t.reward for t in rollout.trajectories] == [1.0] * 6
+            assert {t.tool_calls[1].result.observation for t in rollout.trajectories} == {"42"}
+        await until(lambda: near.snapshot().leased == 0)
+
+
+async def test_other_kinds_and_what_they_refuse_from_afar(tmp_path: Path):
+    (tmp_path / "secret").write_text("of the server's machine")
+    async with Pool(FileSandbox, size=1, isolation="none") as near, serve_pool(near) as server:
+        async with RemotePool(server.url, token=server.token, sandbox_type=FileSandbox) as pool, pool.lease() as files:
+            await files.seed({"a.txt": "one\ntwo\n", "b.bin": b"\x00"})
+            assert "two" in await files.read("a.txt", start=2)
+            assert await files.list() == ("a.txt", "b.bin")
+            (found,) = await files.grep("tw")
+            assert (found.path, found.line) == ("a.txt", 2)
+            with pytest.raises(ToolError, match="nothing"):
+                await files.read("nothing.txt")
+            for way in (files.seed(str(tmp_path)), files.seed(files=str(tmp_path))):
+                with pytest.raises(SettingsError, match="give the files themselves"):
+                    await way
+
+
+async def test_repr_and_snapshot_and_turns(server: PoolServer, pool: Pool[Notes]):
+    far = client(server)
+    assert repr(far) == f"<RemotePool Notes at {server.url}, not connected>"
+    await far.refresh()
+    assert repr(far) == f"<RemotePool Notes at {server.url}, 0 leased, 0 idle, 0 starting, 0 waiting, size 2>"
+    lease = await far.acquire("chain 3")
+    assert repr(far) == f"<RemotePool Notes at {server.url}, 1 leased, 0 idle, 0 starting, 0 waiting, size 2>"
+    assert re.fullmatch(rf"<PoolServer {server.url}, 1 client, <Pool Notes 1 leased, .*>>", repr(server))
+    lease.turn = 4
+    await lease.sandbox.run("x")
+    s = await far.refresh()
+    assert (
+        [(x.owner, x.turn) for x in s.leases] == [("chain 3", 4)] == [(x.owner, x.turn) for x in pool.snapshot().leases]
+    )
+    assert 0 <= s.time - s.leases[0].since < 60
+    assert (far.size, far.sandbox_type, far.closed) == (2, Notes, False)
+    await lease.release()
+    await lease.release()
+    await far.close()
+    assert repr(far) == f"<RemotePool Notes at {server.url}, closed>"
+    with pytest.raises(PoolClosed):
+        await far.acquire()
+
+
+async def test_values_and_failures_travel(server: PoolServer):
+    async with client(server) as far, far.lease() as notes:
+        value = [1, 2.5, "é\ud83d", None, True, b"\x00\xff", (1, (2,)), {"a": [1]}, {1: "one"}, {3}, {"$x": 1}]
+        assert await notes.run(*value) == value
+        assert await notes.count() == len(value), "a method without async is awaited from afar"
+        with pytest.raises(ToolError, match="broken"):
+            await notes.fail("tool")
+        with pytest.raises(FileNotFoundError, match="broken"):
+            await notes.fail("file")
+        with pytest.raises(SandboxError, match="JSONDecodeError: broken"):
+            await notes.fail("odd")
+        with pytest.raises(TypeError, match="a object cannot be sent"):
+            await notes.odd()
+        with pytest.raises(TypeError, match="a object cannot be sent"):
+            await notes.run(object())
+        with pytest.raises(TypeError, match="missing 1 required positional argument"):
+            await notes.fail()
+
+
+async def test_events_arrive_in_order(server: PoolServer):
+    async with client(server) as far, client(server) as other:
+        heard: list[PoolEvent] = []
+        unsubscribe = far.subscribe(heard.append)
+        await until(lambda: far._link.sequence is not None)
+        async with other.lease("the other"):
+            pass
+        await until(lambda: [e.kind for e in heard][-2:] == ["resetting", "idle"])
+        assert [e.kind for e in heard] == ["waiting", "starting", "idle", "leased", "resetting", "idle"]
+        assert [e.sequence for e in heard] == list(range(heard[0].sequence, heard[0].sequence + 6))
+        unsubscribe()
+        far.subscribe(lambda event: 1 / 0)
+        async with other.lease("again"):
+            await asyncio.sleep(0.1)
+        assert len(heard) == 6
+        async with far.lease():
+            pass
+
+
+async def test_first_come_first_served_over_all_clients(server: PoolServer):
+    async with client(server) as one, client(server) as two:
+        held = [await one.acquire("a"), await two.acquire("b")]
+        with pytest.raises(PoolTimeout, match=r"no Notes free after 0\.1 s \(2 of 2 leased.*held by a .*, b "):
+            await one.acquire("c", timeout=0.1)
+        waiting = []
+        for number in range(4):
+            waiting.append(asyncio.ensure_future((one, two)[number % 2].acquire(f"w{number}")))
+            await until(lambda: server.pool.snapshot().waiting == len(waiting))
+        waiting[1].cancel()
+        await until(lambda: server.pool.snapshot().waiters == ("w0", "w2", "w3"))
+        await held[0].release()
+        first = await waiting[0]
+        await held[1].release()
+        second = await waiting[2]
+        assert not waiting[3].done()
+        await first.release()
+        third = await waiting[3]
+        await second.release()
+        await third.release()
+        assert server.pool.snapshot().leased == 0
+
+
+async def test_cancelled_at_any_moment_holds_nothing(server: PoolServer, pool: Pool[Notes]):
+    print("seed 0")
+    chance = random.Random(0)
+    async with client(server) as far:
+
+        async def chain() -> None:
+            async with far.lease("chain") as notes:
+                assert await notes.run("x") == ["x"]
+                await notes.run("y", pause=0.003)
+
+        for _ in range(6):
+            running = [asyncio.ensure_future(chain()) for _ in range(8)]
+            for task in running:
+                await asyncio.sleep(chance.choice((0, 0, 0.002, 0.01)))
+                task.cancel()
+            for result in await asyncio.gather(*running, return_exceptions=True):
+                assert result is None or isinstance(result, asyncio.CancelledError), result
+        await until(lambda: (pool.snapshot().leased, pool.snapshot().waiting) == (0, 0))
+        await chain()
+
+
+async def test_a_cancelled_call_is_cancelled_there(server: PoolServer):
+    async with client(server) as far, far.lease() as notes:
+        running = asyncio.ensure_future(notes.run("x", pause=60))
+        await until(lambda: Notes.runs == 1)
+        running.cancel()
+        await asyncio.wait([running])
+        await until(lambda: Notes.ended == 1)
+        assert await notes.run("y") == ["x", "y"]
+
+
+async def test_closing_wakes_and_gives_back(server: PoolServer, pool: Pool[Notes]):
+    far = client(server)
+    leases = [await far.acquire("a"), await far.acquire("b")]
+    waiting = asyncio.ensure_future(far.acquire("c"))
+    await until(lambda: pool.snapshot().waiting == 1)
+    await far.close()
+    with pytest.raises(PoolClosed):
+        await waiting
+    await until(lambda: (pool.snapshot().leased, pool.snapshot().waiting) == (0, 0))
+    for lease in leases:
+        await lease.release()
+
+
+def test_one_loop_after_another_and_a_cell_that_computes():
+    """The heart beats in a thread of its own: a loop that stands still, or ends, loses nothing."""
+
+    async def serve() -> None:
+        async with Pool(Notes, size=1) as pool, serve_pool(pool, token=TOKEN, heartbeat=0.4) as server:
+            where.append(server)
+            await asyncio.to_thread(done.wait)
+            assert pool.snapshot().leased == 0
+
+    where: list[PoolServer] = []
+    done = threading.Event()
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        while not where:
+            time.sleep(0.01)
+        far = client(where[0])
+
+        async def take() -> Any:
+            lease = await far.acquire()
+            await lease.sandbox.run("kept")
+            time.sleep(1.2)  # three heartbeats  # noqa: ASYNC251
+            return lease
+
+        lease = asyncio.run(take())
+        assert asyncio.run(lease.sandbox.run("x")) == ["kept", "x"]
+        with pytest.warns(ResourceWarning, match="was dropped without a release"):
+            del lease
+        lease = asyncio.run(far.acquire(timeout=5.0))
+        assert asyncio.run(lease.sandbox.run("y")) == ["y"]
+        asyncio.run(lease.release())
+        far._finalizer()  # as at its collection: it says good-bye
+    finally:
+        done.set()
+        thread.join()
+
+
+# --- who may -------------------------------------------------------------------------------------
+
+
+async def test_a_wrong_token_is_refused_and_told_nothing(server: PoolServer):
+    async with httpx.AsyncClient() as http:
+        for headers in (
+            {},
+            {"Authorization": "Bearer"},
+            {"Authorization": f"Bearer {TOKEN}x"},
+            {"Authorization": TOKEN},
+        ):
+            for path in ("/v1/pool", "/v1/acquire", "/v1/beat"):
+                answer = await http.request("GET" if path == "/v1/pool" else "POST", server.url + path, headers=headers)
+                assert answer.status_code == 401, (headers, path)
+                assert "Notes" not in answer.text
+    far = RemotePool(server.url, token="not the token at all", sandbox_type=Notes)
+    with pytest.raises(RemotePoolError, match="the token is wrong or missing"):
+        await far.acquire()
+    await far.close()
+    assert server.clients == {}
+
+
+async def test_what_cannot_be_served(pool: Pool[Notes]):
+    for wrong in ({"host": "0.0.0.0"}, {"host": "::"}, {"host": "example.org", "token": TOKEN}, {"host": "10.0.0.1"}):
+        with pytest.raises(SettingsError, match="give token= and tls="):
+            serve_pool(pool, **wrong)  # type: ignore[arg-type]
+    for wrong, said in (
+        ({"token": "short"}, "at least 16"), ({"heartbeat": 0}, "heartbeat=0"), ({"max_leases": 0}, "max_leases=0"),
+        ({"max_body": 0}, "max_body=0"),
+    ):  # fmt: skip
+        with pytest.raises(SettingsError, match=said):
+            serve_pool(pool, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="want an address such as"):
+        RemotePool("localhost:8000", token=TOKEN)
+    async with serve_pool(pool) as one, serve_pool(pool) as two:
+        assert one.token != two.token
+        assert len(one.token) >= 32
+
+
+async def test_another_kind_is_refused(server: PoolServer):
+    far = RemotePool(server.url, token=TOKEN)
+    with pytest.raises(SettingsError, match="gives a Notes, not a PythonSandbox; say sandbox_type="):
+        await far.acquire()
+    await far.close()
+
+
+async def test_one_client_cannot_touch_what_another_holds(server: PoolServer):
+    async with client(server) as one, client(server) as two, one.lease("mine") as mine:
+        await mine.run("secret")
+        two._link.held[mine._lease] = None
+        with pytest.raises(RemotePoolError, match="is over"):
+            await two._link.run_and_wait(two._link.call(mine._lease, "run", (), {}))
+        await two._link.run_and_wait(two._link.release(mine._lease, True))
+        assert await mine.run() == ["secret"]
+
+
+async def test_only_the_methods_of_the_kind(server: PoolServer):
+    async with client(server) as far, far.lease() as notes:
+        for name in ("close", "start", "kill", "__init__", "_x", "kept", "nothing"):
+            with pytest.raises(SandboxError, match="could be called from afar"):
+                await far._link.run_and_wait(far._link.call(notes._lease, name, (), {}))
+
+
+async def test_quotas(pool: Pool[Notes]):
+    async with serve_pool(pool, token=TOKEN, max_leases=1, max_waiting=1, max_body=2000, max_clients=2) as server:
+        async with client(server) as far:
+            async with far.lease() as notes:
+                with pytest.raises(PoolTimeout, match="this client holds all that it may, 1"):
+                    await far.acquire(timeout=0.1)
+                waiting = asyncio.ensure_future(far.acquire(timeout=20))
+                await until(lambda: len(far._link.waiting) == 1)
+                with pytest.raises(RemotePoolError, match="1 acquires wait already"):
+                    await far.acquire()
+                with pytest.raises(RemotePoolError, match=r"takes no question as long as this \(max_body="):
+                    await notes.run("x" * 3000)
+            await (await waiting).release()
+            async with client(server) as second:
+                async with second.lease():
+                    third = client(server)
+                    with pytest.raises(RemotePoolError, match="2 clients are served already"):
+                        await third.acquire()
+                    await third.close()
+
+
+def test_tls_with_a_certificate_of_its_own(tmp_path: Path):
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    command += ["-keyout", key, "-out", certificate, "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(command, check=True, capture_output=True)
+
+    async def use() -> None:
+        async with Pool(Notes, size=1) as pool, serve_pool(pool, token=TOKEN, tls=(certificate, key)) as server:
+            assert server.url.startswith("https://")
+            async with client(server, verify=certificate) as far, far.lease() as notes:
+                assert await notes.run("x") == ["x"]
+            stranger = client(server, patience=0.1)
+            with pytest.raises(RemotePoolError, match=r"(?i)certificate verify failed"):
+                await stranger.acquire()
+            await stranger.close()
+
+    asyncio.run(use())
+
+
+# --- losses --------------------------------------------------------------------------------------
+
+
+class LossyProxy:
+    """Passes bytes on between clients and a server; loses some answers: it hangs up in their place."""
+
+    def __init__(self, port: int, chance: random.Random, loss: float) -> None:
+        self.to, self.chance, self.loss, self.lost = port, chance, loss, 0
+
+    async def __aenter__(self) -> LossyProxy:
+        self.server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.server.close()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.to)
+
+        async def back() -> None:
+            while data := await far_reader.read(65536):
+                if self.chance.random() < self.loss:
+                    self.lost += 1
+                    break
+                writer.write(data)
+            writer.close()
+
+        answering = asyncio.ensure_future(back())
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                far_writer.write(data)
+        far_writer.close()
+        answering.cancel()
+        await asyncio.wait([answering])
+        writer.close()
+
+
+async def test_lost_answers_lease_nothing_twice_and_run_nothing_twice(server: PoolServer, pool: Pool[Notes]):
+    print("seed 0")
+    async with LossyProxy(server.port, random.Random(0), 0.3) as proxy:
+        far = RemotePool(proxy.url, token=TOKEN, sandbox_type=Notes, patience=20.0)
+        for number in range(12):
+            async with far.lease(f"chain {number}") as notes:
+                assert await notes.run(1) == [1]
+                assert await notes.run(2) == [1, 2]
+                assert pool.snapshot().leased == 1
+        assert Notes.runs == 24
+        assert proxy.lost > 5
+        await far.close()
+    await until(lambda: pool.snapshot().leased == 0)
+
+
+async def test_what_a_client_never_heard_of_goes_back(pool: Pool[Notes]):
+    async with serve_pool(pool, token=TOKEN, heartbeat=0.3) as server, httpx.AsyncClient() as http:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+
+        async def post(path: str, **body: Any) -> Any:
+            return (await http.post(f"{server.url}/v1/{path}", json={"client": "c", **body}, headers=headers)).json()
+
+        for _ in range(2):
+            told = await post("acquire", request="r", wait=1)
+            again = await post("acquire", request="r", wait=1)
+            assert told["lease"] == again["lease"], "the same name, the same lease"
+            assert pool.snapshot().leased == 1
+            end = time.monotonic() + 10
+            while pool.snapshot().leased:  # it beats, and does not name the lease: the answer was lost
+                await post("beat", leases={}, requests=[])
+                assert time.monotonic() < end
+                await asyncio.sleep(0.05)
+            assert "over" in (await post("release", lease=told["lease"])).get("error", {"message": "over"})["message"]
+            await until(lambda: server.clients == {})  # it has fallen silent
+
+
+SERVER = """
+import asyncio, sys
+import agentfly_kit as af
+async def main():
+    async with af.Pool(af.PythonSandbox, size=2, isolation="none") as pool:
+        server = await af.serve_pool(pool, token=sys.argv[1], heartbeat=1.0)
+        print(server.url, flush=True)
+        await server.forever()
+asyncio.run(main())
+"""
+CLIENT = """
+import asyncio, sys, time
+import agentfly_kit as af
+async def main():
+    pool = af.RemotePool(sys.argv[1], token=sys.argv[2])
+    leases = [await pool.acquire(f"doomed {i}") for i in range(2)]
+    waiting = asyncio.ensure_future(pool.acquire("waiting"))
+    running = asyncio.ensure_future(leases[0].sandbox.run("import time; time.sleep(60)", timeout=60))
+    await asyncio.sleep(0.2)
+    print("ready", flush=True)
+    await running
+asyncio.run(main())
+"""
+
+
+async def test_a_killed_client_loses_its_leases_and_a_killed_server_is_named():
+    near = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-c", SERVER, TOKEN], stdout=subprocess.PIPE, text=True
+    )
+    far = None
+    try:
+        assert near.stdout is not None
+        url = (await asyncio.to_thread(near.stdout.readline)).strip()
+        far = subprocess.Popen(  # noqa: ASYNC220
+            [sys.executable, "-c", CLIENT, url, TOKEN], stdout=subprocess.PIPE, text=True
+        )
+        assert far.stdout is not None
+        assert (await asyncio.to_thread(far.stdout.readline)) == "ready\n"
+        pool = RemotePool(url, token=TOKEN, patience=0.5)
+        s = await pool.refresh()
+        assert (s.leased, s.waiting) == (2, 1)
+        far.kill()
+        async with pool.lease("heir", timeout=30) as one, pool.lease("heir", timeout=30) as two:
+            assert [(await each.run("'time' in globals()")).value for each in (one, two)] == ["False", "False"]
+            assert (await pool.refresh()).waiting == 0
+
+        @af.tool
+        async def python(code: str, sandbox: af.PythonSandbox) -> str:
+            """Run Python.
+
+            Args:
+                code: what to run.
+            """
+            if "last" in code:
+                near.kill()
+                near.wait()
+            return (await sandbox.run(code)).text
+
+        texts = [call("1"), call("'last'"), "done"]
+        rollout = await played(texts, tools=[python], pools=[pool]).rollout(tasks(1))
+        (trajectory,) = rollout.trajectories
+        assert (trajectory.reward, trajectory.stop) == (None, "error")
+        assert trajectory.error is not None
+        assert trajectory.error.type == "RemotePoolError"
+        assert f"the pool at {url} does not answer" in trajectory.error.message
+        with pytest.raises(RemotePoolError, match="does not answer"):
+            await pool.acquire()
+        assert repr(pool).endswith("no answer>")
+        await pool.close()
+    finally:
+        for process in (near, far):
+            if process is not None:
+                process.send_signal(signal.SIGKILL)
+                process.communicate()
+
+
+LEAVER = """
+import asyncio, sys
+import agentfly_kit as af
+pool = af.RemotePool(sys.argv[1], token=sys.argv[2])
+lease = asyncio.run(pool.acquire("left"))
+print(asyncio.run(lease.sandbox.run("6 * 7")).value)
+"""
+
+
+async def test_a_python_that_ends_with_a_lease_says_good_bye():
+    async with Pool(PythonSandbox, size=1, isolation="none") as near, serve_pool(near, heartbeat=600) as server:
+        leaver = await asyncio.create_subprocess_exec(
+            sys.executable, "-W", "error", "-c", LEAVER, server.url, server.token, stdout=-1, stderr=-1
+        )
+        assert await leaver.communicate() == (b"42\n", b"")
+        assert leaver.returncode == 0
+        assert server.clients == {}
+        assert near.snapshot().leased == 0
+
+
+async def test_a_server_that_closes_gives_back_and_says_so(pool: Pool[Notes]):
+    server = await serve_pool(pool, token=TOKEN)
+    far = client(server, patience=0.3)
+    lease = await far.acquire()
+    waiting = [asyncio.ensure_future(far.acquire(f"w{i}", timeout=30)) for i in range(3)]
+    await until(lambda: pool.snapshot().waiting == 2)
+    running = asyncio.ensure_future(lease.sandbox.run("x", pause=60))
+    await until(lambda: Notes.runs == 1)
+    await server.close()
+    assert (pool.snapshot().leased, pool.snapshot().waiting) == (0, 0)
+    for task in (running, waiting[1], waiting[2]):
+        with pytest.raises(RemotePoolError):
+            await task
+    with contextlib.suppress(RemotePoolError):
+        await waiting[0]
+    await lease.release()
+    await far.close()
+    async with pool.lease():
+        pass
+    with pytest.raises(RemotePoolError, match="closed"):
+        await server.start()
+
+
+async def test_failures_of_the_pool_arrive_as_they_are():
+    class Broken:
+        async def start(self) -> None:
+            raise IsolationError("no such level here")
+
+        async def run(self) -> None: ...
+
+    async with Pool(Broken, size=1) as pool, serve_pool(pool) as server:
+        far = RemotePool(server.url, token=server.token, sandbox_type=Broken)
+        with pytest.raises(IsolationError, match="no such level here"):
+            await far.acquire()
+        await pool.close()
+        with pytest.raises(PoolClosed, match="the pool of Broken is closed"):
+            await far.acquire()
+        await far.close()
+
+
+async def test_nonsense_never_breaks_the_server(server: PoolServer, pool: Pool[Notes]):
+    print("seed 0")
+    chance = random.Random(0)
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    words: list[Any] = [
+        None,
+        "",
+        "x",
+        -1,
+        0,
+        1e400,
+        1e308,
+        [],
+        {},
+        [[]],
+        {"$record": "os:system", "fields": {}},
+        "é" * 50,
+        True,
+    ]
+    words += [{"$bytes": "?"}, {"$lease": "x"}, {"$tuple": 3}, {"$dict": [[[], 1]]}, "a" * 200, {"a": {"$set": [[1]]}}]
+    words += [
+        {"$written": ["Decimal", "x"]},
+        {"$timedelta": [10**30]},
+        {"$record": "agentfly_kit.sandboxes.no:X", "fields": {}},
+    ]
+    words += [{"$record": "agentfly_kit.sandboxes.result:SandboxResult", "fields": {"no": 1}}]
+    names = ["client", "request", "lease", "method", "args", "kwargs", "wait", "timeout", "owner", "leases", "requests"]
+    names += ["after", "turn", "reusable", "nonsense"]
+    paths = ["acquire", "abandon", "call", "release", "beat", "bye", "pool", "nothing"]
+    async with (
+        httpx.AsyncClient(headers=headers, timeout=20) as http,
+        client(server) as far,
+        far.lease("good") as notes,
+    ):
+        own = {"client": far._link.client, "lease": notes._lease, "method": "run", "request": "r", "owner": "o"}
+        for number in range(250):
+            body: Any = {name: chance.choice(words) for name in chance.sample(names, chance.randrange(5))}
+            body |= {name: own[name] for name in chance.sample(sorted(own), chance.randrange(4)) if name != "client"}
+            body.setdefault("client", f"nonsense {chance.randrange(3)}")
+            raw = json.dumps(body).encode()
+            if number % 5 == 0:
+                raw = bytes(chance.randrange(256) for _ in range(40)) if number % 2 else b"[" * 100_000
+            elif number % 7 == 0:
+                raw = raw[: chance.randrange(len(raw))]
+            answer = await http.post(f"{server.url}/v1/{chance.choice(paths)}", content=raw)
+            assert answer.status_code in (200, 202, 400, 404, 405, 409, 413, 429), (answer.status_code, raw[:200])
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
+        assert b"400" in await reader.read(100)
+        writer.close()
+        assert await notes.run("still here") == ["still here"], "nobody else's words end a lease"
+
+
+# --- the wire ------------------------------------------------------------------------------------
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+PLAIN |= st.decimals(allow_nan=False) | st.dates() | st.times() | st.datetimes() | st.timedeltas() | st.uuids()
+KEYS = st.text() | st.integers()
+
+
+@given(st.recursive(PLAIN, lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(KEYS, inner)))
+def test_what_is_encoded_is_decoded(value: Any):
+    assert wire.decode(json.loads(json.dumps(wire.encode(value)))) == value
+
+
+def test_records_come_from_where_they_may():
+    result = SandboxResult(stdout="x", value="1", seconds=0.5, limit="time", timed_out=True)
+    assert wire.decode(json.loads(json.dumps(wire.encode(result)))) == result
+    for name in (
+        "subprocess:Popen",
+        "agentfly_kit.pool.pool:Pool",
+        "agentfly_kit.trainer.config:TrainConfig",
+        "builtins:int",
+        "agentfly_kit.sandboxes.python:os",
+        ":",
+        "x",
+    ):
+        with pytest.raises(ValueError, match=r"is not taken|is no record"):
+            wire.decode({"$record": name, "fields": {}})
+    for error in (PoolTimeout("a"), RemotePoolError("b"), ToolError("c"), ValueError("d")):
+        back = wire.decode_exception(json.loads(json.dumps(wire.encode_exception(error))))
+        assert (type(back), str(back)) == (type(error), str(error))
+    assert type(wire.decode_exception({"type": "SystemExit", "message": "x"})) is SandboxError
+    assert type(wire.decode_exception("nonsense")) is SandboxError
+
+
+# --- leases that the pool ends -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sandbox_type", [PythonSandbox, Notes])
+async def test_a_lease_by_hand_is_taken_back_from_afar_and_its_chain_goes_on(sandbox_type: type):
+    @af.tool
+    async def python(code: str, sandbox: PythonSandbox) -> str:
+        """Run code.
+
+        Args:
+            code: the code.
+        """
+        return (await sandbox.run(code)).text
+
+    @af.tool
+    async def note(code: str, notes: Notes) -> str:
+        """Write a note.
+
+        Args:
+            code: the note.
+        """
+        return str(len(await notes.run(code)))
+
+    tool = python if sandbox_type is PythonSandbox else note
+    async with Pool(sandbox_type, size=1, acquire_timeout=30) as pool:
+        async with serve_pool(pool, token=TOKEN, heartbeat=1.0) as server:
+            async with RemotePool(server.url, token=TOKEN, sandbox_type=sandbox_type) as remote:
+                texts = [call(code).replace("python", tool.name) for code in ("x = [1]", "x += [2]", "len(x)")]
+                agent = played([*texts, "end"], tools=[tool], pools=[remote], max_turns=5)
+                chain = agent.chain(tasks()[0])
+                await chain.step()
+                await until(lambda: [lease.rests for lease in pool.snapshot().leases] == [True])
+                async with pool.lease("somebody here") as sandbox:
+                    assert sandbox is not None, "taken back for one who waits"
+                with pytest.warns(UserWarning, match="the pool took back the .* while it waited and others needed it"):
+                    await chain.step()
+                assert [lease.rests for lease in pool.snapshot().leases] in ([True], [False])
+                await chain.step()
+                result = chain.turn.tool_calls[0].result if chain.turn else None
+                assert result is not None and result.observation == ("2" if sandbox_type is PythonSandbox else "3")
+                await chain.close()
+                await until(lambda: pool.snapshot().leased == 0)
+                assert list(server.clients.values()) == [0]
+
+
+async def test_a_lease_that_is_too_old_ends_from_afar_and_counts_no_more():
+    async with Pool(Notes, size=1, max_lease=0.3) as pool:
+        async with serve_pool(pool, token=TOKEN, heartbeat=0.4, max_leases=1) as server:
+            async with RemotePool(server.url, token=TOKEN, sandbox_type=Notes) as remote:
+                lease = await remote.acquire("slow")
+                with pytest.raises(LeaseRevoked, match=r"the pool took the Notes: held for"):
+                    await lease.sandbox.run("x", pause=600.0)
+                assert "held for" in lease.revoked
+                other = await remote.acquire("next")
+                await until(lambda: bool(other.revoked))
+                with pytest.raises(SandboxError):
+                    await other.sandbox.run("x")
+                await other.release()
+                await lease.release()
+
+
+async def test_pools_lists_those_that_are_elsewhere(server: PoolServer, pool: Pool[Notes]):
+    remote = RemotePool(server.url, token=TOKEN, sandbox_type=Notes)
+    mine = [each for each in af.pools() if each in (pool, remote)]
+    assert mine == [pool, remote], "oldest first"
+    await remote.close()
+    assert remote not in af.pools()
+
+
+# --- by hand -------------------------------------------------------------------------------------
+
+
+async def test_recycled_by_hand_from_afar(server: PoolServer, pool: Pool[Notes]):
+    async with client(server) as far, client(server) as other:
+        mine, theirs = await far.acquire("mine"), await other.acquire("theirs")
+        await theirs.sandbox.run("kept")
+        with pytest.raises(RemotePoolError, match=f"Notes {theirs.id} is held by theirs, who came by another door"):
+            await far.recycle(theirs.id)
+        assert await theirs.sandbox.run() == ["kept"]
+        running = asyncio.ensure_future(mine.sandbox.run("x", pause=600.0))
+        await until(lambda: Notes.runs == 3)
+        await far.recycle(mine.id)
+        assert mine.revoked == "reset by hand" and not mine.sandbox.alive
+        with pytest.raises(LeaseRevoked, match="the pool took the Notes: reset by hand"):
+            await running
+        with pytest.raises(LeaseRevoked, match="the pool took the Notes: reset by hand"):
+            await mine.sandbox.run("y")
+        await mine.release()
+        async with far.lease("heir") as notes:
+            assert await notes.run("new") == ["new"]
+        await until(lambda: pool.snapshot().idle == 1)
+        (idle,) = (box.id for box in pool.snapshot().sandboxes if box.state == "idle")
+        await far.recycle(idle)
+        await until(lambda: pool.snapshot().idle == 1)
+        await far.recycle(idle, close=True)
+        await until(lambda: idle not in [box.id for box in pool.snapshot().sandboxes])
+        with pytest.raises(SettingsError, match=f"Notes {idle} is not in this pool"):
+            await far.recycle(idle, close=True)
+        for number in (0, -1):
+            with pytest.raises(SettingsError, match="the question cannot be read"):
+                await far.recycle(number)
+        by_hand = await far.acquire("a person", hand=True)
+        by_hand.rest()
+        await until(lambda: [lease.rests for lease in pool.snapshot().leases if lease.hand] == [True])
+        await far.recycle(by_hand.id)
+        await by_hand.firm()
+        assert by_hand.taken_back and by_hand.why == "it was reset by hand"
+        await theirs.release()
+    assert pool.snapshot().leased == 0
+
+
+async def test_a_chain_whose_sandbox_was_recycled_from_afar_is_unscored(server: PoolServer):
+    @af.tool
+    async def note(code: str, notes: Notes) -> str:
+        """Write a note.
+
+        Args:
+            code: the note.
+        """
+        if code == "last":
+            (lease,) = server.pool.snapshot().leases
+            await far.recycle(lease.sandbox)
+        return str(len(await notes.run(code)))
+
+    async with client(server) as far:
+        texts = [call(code).replace("python", "note") for code in ("first", "last")]
+        agent = played([*texts, "end"], tools=[note], pools=[far])
+        (trajectory,) = (await agent.rollout(tasks(1))).trajectories
+        assert trajectory.reward is None and trajectory.error is not None
+        assert trajectory.error.type == "LeaseRevoked" and "reset by hand" in trajectory.error.message
+
+
+async def test_a_recycle_whose_answer_was_lost_is_done_once(server: PoolServer, pool: Pool[Notes]):
+    print("seed 0")
+    heard: list[str] = []
+    pool.subscribe(lambda event: heard.append(event.kind))
+    async with LossyProxy(server.port, random.Random(0), 0.3) as proxy:
+        far = RemotePool(proxy.url, token=TOKEN, sandbox_type=Notes, patience=20.0)
+        for number in range(12):
+            lease = await far.acquire(f"chain {number}")
+            await far.recycle(lease.id, close=True)
+            assert lease.revoked == "closed by hand"
+            await lease.release()
+        assert heard.count("ended by hand") == 12
+        assert proxy.lost > 0
+        await far.close()
+
+
+async def test_a_server_that_is_started_again_is_heard_again(pool: Pool[Notes]):
+    async with serve_pool(pool, token=TOKEN, heartbeat=0.4) as server:
+        port = server.port
+        far = client(server, patience=10.0)
+        heard: list[PoolEvent] = []
+        far.subscribe(heard.append)
+        await until(lambda: far._link.sequence is not None)
+        for _ in range(5):
+            async with far.lease("before"):
+                pass
+        await until(lambda: len(heard) > 20)
+        lost = await far.acquire("lost")
+    async with Pool(Notes, size=1) as other, serve_pool(other, token=TOKEN, port=port, heartbeat=0.4) as again:
+        with pytest.raises(RemotePoolError, match=r"is over|not leased any more"):
+            await lost.sandbox.run("x")
+        await lost.release()
+        heard.clear()
+        await until(lambda: far._link.server == again._name and far._link.sequence is not None)
+        async with far.lease("after") as notes:
+            assert await notes.run("x") == ["x"]
+        await until(lambda: "leased" in [event.kind for event in heard])
+        assert far.size == 1
+        await far.close()

@@ -1,0 +1,401 @@
+"""TRL, for real: the same tokens, the same loss, and its trainers on our rows, agents and tools."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from pathlib import Path
+from typing import Any
+
+import agents
+import pytest
+import torch
+from test_ppo_more import Kept, made, trajectories
+
+from agentfly_kit import advantages, tiny
+from agentfly_kit import trl as bridge
+from agentfly_kit.batch.batch import collate
+from agentfly_kit.errors import BatchError, SettingsError
+from agentfly_kit.evaluation import evaluate
+from agentfly_kit.policy.policy import Policy
+from agentfly_kit.ppo import ppo_step
+from agentfly_kit.rewards import reward
+from agentfly_kit.tools import tool as tools
+from agentfly_kit.tools.context import Context
+from agentfly_kit.trainer.config import TrainConfig
+from agentfly_kit.trainer.loop import train
+
+pytestmark = [
+    pytest.mark.real,
+    # What TRL and its own requirements warn of is theirs.
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+pytest.importorskip("trl")
+
+
+def config(folder: Path, **options: Any) -> Any:
+    from trl import GRPOConfig
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return GRPOConfig(
+            **{
+                "output_dir": str(folder),
+                "use_cpu": True,
+                "bf16": False,
+                "gradient_checkpointing": False,
+                "report_to": "none",
+                "per_device_train_batch_size": 12,
+                "num_generations": 4,
+                "max_completion_length": 40,
+                "save_strategy": "no",
+                "disable_tqdm": True,
+                **options,
+            }
+        )
+
+
+def grpo_trainer(policy: Policy, args: Any, **options: Any) -> Any:
+    from trl import GRPOTrainer
+
+    options.setdefault("reward_funcs", bridge.reward_func)
+    options.setdefault("train_dataset", bridge.dataset(agents.tasks(8)))
+    return GRPOTrainer(policy.model, processing_class=policy.chat.tokenizer, args=args, **options)
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def test_sft_trains_the_tokens_of_our_mask_and_no_other(tmp_path: Path) -> None:
+    """TRL's collator, fed with our rows, and ours agree on every token; so do the two losses."""
+    from trl import SFTConfig, SFTTrainer
+
+    policy = Policy(tiny.model(seed=1), agents.chat())
+    writer = tiny.Demonstrator(policy.chat)
+    rows = [
+        writer.solved(tiny.Expression(t)) for t in ("2+3", "4*(5-6)", "12-7", "9*9+1", "3-(4-5)", "8", "7+7", "1-1")
+    ]
+    args = SFTConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        per_device_train_batch_size=8,
+        max_steps=25,
+        learning_rate=3e-3,
+        lr_scheduler_type="constant",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+    trainer = SFTTrainer(
+        policy.model, args=args, train_dataset=bridge.sft_dataset(rows), processing_class=policy.chat.tokenizer
+    )
+    collated = next(iter(trainer.get_train_dataloader()))
+    order = [
+        tuple(r[m].tolist()) for r, m in zip(collated["input_ids"], collated["attention_mask"].bool(), strict=True)
+    ]
+    ids, mask = tiny._pad([rows[[r.ids for r in rows].index(row)] for row in order])
+    assert torch.equal(collated["labels"] != -100, mask)
+    assert torch.equal(collated["labels"][mask], ids[mask])
+    with torch.no_grad():
+        policy.model.eval()
+        theirs = trainer.compute_loss(policy.model, collated)
+        ours = -policy.forward(ids, mask, torch.ones(len(ids))).logprob.mean()
+    assert float(ours) == pytest.approx(float(theirs), abs=1e-6)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_rollouts_rows_are_sft_rows_as_sampled() -> None:
+    rows = trajectories(agents.random_policy(1), 5)
+    batch = collate(rows)
+    data = bridge.sft_dataset(rows)
+    for i, row in enumerate(data):
+        n = len(row["input_ids"])
+        assert row["input_ids"] == batch.ids[i, :n].tolist()
+        assert [x != -100 for x in row["labels"]] == batch.mask[i, :n].tolist()
+
+
+# --- the loss ------------------------------------------------------------------------------------
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "grpo": {"loss_type": "grpo", "beta": 0.0},
+    "grpo with a reference": {"loss_type": "grpo", "beta": 0.05, "epsilon": 0.1, "epsilon_high": 0.3},
+    "bnpo": {"loss_type": "bnpo", "beta": 0.02, "use_bias_correction_kl": False},
+    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28, "delta": 1.6},
+    "dapo with entropy": {"loss_type": "dapo", "entropy_coef": 0.01},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
+    "sapo": {"loss_type": "sapo"},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.05, "epsilon_high": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_our_settings_reproduce_trls_loss(name: str, tmp_path: Path) -> None:
+    """Loss and gradient of TRL's own function, on the same batch, to 1e-6."""
+    policy = Policy.load(agents.random_policy(3).save(tmp_path / "policy"))  # TRL loads its reference from there
+    args = config(tmp_path, **SETTINGS[name])
+    trainer = grpo_trainer(policy, args)
+    batch = collate(trajectories(policy, 12), bridge.advantage(args))
+    batch = batch.replace(ref_logprobs=agents.random_policy(4).score(batch, {"logprob"})["logprob"])
+    policy.model.eval()
+    trainer.current_gradient_accumulation_steps = 1
+    policy.model.zero_grad()
+    theirs = trainer._compute_loss(policy.model, bridge.grpo_inputs(batch, policy.chat.tokenizer.pad_token_id))
+    theirs.backward()
+    wanted = torch.cat([p.grad.flatten().clone() for p in policy.model.parameters()])
+    kept = Kept(policy)
+    options = bridge.step_options(args) | {"max_grad_norm": None}
+    stats = ppo_step(policy, kept, batch, old_logprobs="engine", micro_tokens=60, **options)
+    assert stats.loss == pytest.approx(float(theirs), abs=1e-6)
+    torch.testing.assert_close(kept.seen[0], wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_the_advantages_are_trls(tmp_path: Path) -> None:
+    rewards = torch.tensor([0.001, 0.0, 0.0, 0.001, 1.0, 0.0, 0.5, 1.0])
+    groups = [0] * 4 + [1] * 4
+    got = bridge.advantage(config(tmp_path))(rewards, groups)
+    grid = rewards.view(2, 4)  # as _generate_and_score_completions writes it
+    wanted = (grid - grid.mean(1, keepdim=True)) / (grid.std(1, keepdim=True) + 1e-4)
+    torch.testing.assert_close(got, wanted.flatten())
+    assert bridge.advantage(config(tmp_path, scale_rewards="none")) is advantages.dr_grpo
+
+
+def test_settings_without_a_counterpart_are_refused_by_name(tmp_path: Path) -> None:
+    for options, said in (
+        ({"loss_type": "vespo"}, "vespo"),
+        ({"top_entropy_quantile": 0.8}, "top_entropy_quantile"),
+        ({"loss_type": "grpo", "entropy_coef": 0.1}, "dapo"),
+        ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, "sequence"),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            bridge.step_options(config(tmp_path, **options))
+    with pytest.raises(SettingsError, match="scale_rewards"):
+        bridge.advantage(config(tmp_path, scale_rewards="batch"))
+    uneven = made(agents.random_policy(3), 4)
+    uneven = uneven.replace(advantages=torch.arange(float(uneven.ids.numel())).view(uneven.ids.shape))
+    with pytest.raises(BatchError, match="one a row"):
+        bridge.grpo_inputs(uneven)
+
+
+# --- our agent inside GRPOTrainer ----------------------------------------------------------------
+
+
+def test_trl_trains_on_our_agents_chains(tmp_path: Path) -> None:
+    policy = agents.fresh()
+    tasks = agents.tasks(8)
+    agent = agents.agent(policy, max_turns=2)
+    args = config(tmp_path, max_steps=3, learning_rate=1e-3, temperature=1.0, logging_steps=1)
+    trainer = grpo_trainer(
+        policy, args, train_dataset=bridge.dataset(tasks), rollout_func=bridge.rollout_func(agent, tasks)
+    )
+    seen: list[Any] = []
+    inner = trainer._compute_loss
+
+    def watch(model: Any, inputs: Any) -> Any:
+        seen.append({k: v.clone() for k, v in inputs.items() if isinstance(v, torch.Tensor)})
+        return inner(model, inputs)
+
+    trainer._compute_loss = watch
+    before = policy.fingerprint()
+    trainer.train()
+    assert policy.fingerprint() != before
+    assert policy.version == 2  # what the last rollout was sampled with: TRL's own count
+    logged = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert len(logged) == 3
+    for inputs in seen:
+        # Tool results are in the completion, and are not trained on.
+        assert (inputs["tool_mask"] * inputs["completion_mask"]).sum() < inputs["completion_mask"].sum()
+
+
+def test_chains_are_dealt_back_in_the_order_of_the_prompts() -> None:
+    agent = agents.played(lambda task, turn: f"said {task.id}")
+    wanted = agents.tasks(3)
+    order = [wanted[i] for i in (2, 2, 0, 1, 1, 0, 2)]
+    chains = bridge._sample_trajectories(agent, order, 0, True)
+    assert [t.task.id for t in chains] == [task.id for task in order]
+    assert len({t.id for t in chains}) == 7
+
+
+def test_an_unscored_chain_moves_nothing() -> None:
+    """TRL would count it as 0; it gets the mean of its group, and no token of it is trained."""
+
+    @reward
+    def broken(answer: str, final: str | None, trajectory: Any) -> float:
+        if trajectory.chain == 1:
+            raise RuntimeError("our side")
+        return float(trajectory.chain)
+
+    agent = agents.played(["an answer"]).replace(reward=broken)
+    told = bridge._rollout_columns(bridge._sample_trajectories(agent, [agents.tasks(1)[0]] * 4, 0, True), 0)
+    assert told["agent_reward"] == [0.0, pytest.approx(5 / 3), 2.0, 3.0]
+    assert [any(mask) for mask in told["env_mask"]] == [True, False, True, True]
+    assert all(
+        len(a) == len(b) == len(c)
+        for a, b, c in zip(*(told[k] for k in ("completion_ids", "logprobs", "env_mask")), strict=True)
+    )
+
+
+def test_a_folded_chain_is_refused_by_name() -> None:
+    def fold(chain: Any) -> None:
+        if chain.actions == 1 and chain.turn.row == 0:
+            chain.compact("so far so good")
+
+    agent = agents.played([agents.call("1+1"), "2"], before_turn=fold)
+    chains = bridge._sample_trajectories(agent, [agents.tasks(1)[0]], 0, True)
+    with pytest.raises(SettingsError, match="compacted into 2 rows, and TRL trains a completion as one"):
+        bridge._rollout_columns(chains, 0)
+
+
+def test_a_bridge_that_would_train_the_wrong_thing_is_refused(tmp_path: Path) -> None:
+    policy, other = agents.fresh(), agents.fresh()
+    tasks = agents.tasks(4)
+    trainer = grpo_trainer(policy, config(tmp_path, temperature=0.7))
+    prompts = [list(tasks[0].messages)] * 4
+    with pytest.raises(SettingsError, match="another model"):
+        bridge.rollout_func(agents.agent(other), tasks)(prompts, trainer)
+    with pytest.raises(SettingsError, match=r"0\.7"):
+        bridge.rollout_func(agents.agent(policy), tasks)(prompts, trainer)
+    with pytest.raises(SettingsError, match="no task has this prompt"):
+        bridge.rollout_func(agents.agent(policy).replace(sampling=agents.Sampling(0.7)), tasks[1:])(prompts, trainer)
+    twin = agents.Task("twin", tasks[0].messages, {"answer": "another"})
+    with pytest.raises(SettingsError, match="one prompt"):
+        bridge.rollout_func(agents.agent(policy), [*tasks, twin])
+
+
+# --- our parts in TRL's own loop -----------------------------------------------------------------
+
+
+def test_trl_rolls_out_with_our_tools_and_rewards(tmp_path: Path) -> None:
+    policy = agents.fresh()
+    agent = agents.agent(policy)
+    policy.chat.tokenizer.response_template = bridge.response_template()
+    try:
+        args = config(
+            tmp_path,
+            max_steps=2,
+            temperature=1.0,
+            max_completion_length=96,
+            logging_steps=1,
+            max_tool_calling_iterations=3,
+        )
+        trainer = grpo_trainer(policy, args, tools=bridge.tools(agent), reward_funcs=bridge.rewards(agent))
+        trainer.train()
+    finally:
+        policy.chat.tokenizer.response_template = None
+    logged = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert len(logged) == 2
+    assert any(entry.get("tools/call_frequency", 0) > 0 for entry in logged)
+    assert all(entry.get("tools/failure_frequency", 0) == 0 for entry in logged)
+
+
+async def test_tools_and_rewards_as_trl_calls_them() -> None:
+    agent = agents.agent(agents.shipped())
+    (tool,) = bridge.tools(agent)
+    assert tool.__name__ == "calculator"
+    assert await tool(expression="2*3") == "6"
+    (score,) = bridge.rewards(agent)
+    said = [[{"role": "assistant", "content": "6"}], [{"role": "tool", "content": "6"}]]
+    assert score([], said, answer=["6", "6"]) == [1.0, 0.0]
+
+    @tools.tool
+    def remembers(text: str, context: Context) -> str:
+        """Remember.
+
+        Args:
+            text: what.
+        """
+        return text
+
+    with pytest.raises(SettingsError, match="context"):
+        bridge.tools(agents.agent(agents.shipped(), tools=[remembers]))
+
+    @reward
+    def looks(trajectory: Any) -> float:
+        return 0.0
+
+    with pytest.raises(SettingsError, match="trajectory"):
+        bridge.rewards(agents.agent(agents.shipped(), reward=looks))
+
+
+def test_a_dataset_has_the_fields_that_all_tasks_have() -> None:
+    data = bridge.dataset(agents.tasks(3))
+    assert data.column_names == ["prompt", "answer"]
+    assert data[0]["prompt"] == list(agents.tasks(3)[0].messages)
+    with pytest.raises(SettingsError, match="no task"):
+        bridge.dataset([])
+
+
+# --- as well as ours -----------------------------------------------------------------------------
+
+
+async def learned(policy: Any, tasks: list[Any]) -> float:
+    """Sampled success on tasks that nobody trained on."""
+    agent = agents.agent(policy)
+    found = await evaluate(agent, tasks, seeds=(7,))
+    await agent.engine.close()
+    return found.success
+
+
+@pytest.mark.parametrize("way", ["our agent rolls out", "TRL rolls out with our tools"])
+def test_trl_learns_what_our_loop_learns(way: str, tmp_path: Path) -> None:
+    """The calculator from .28 to .9, by 20 updates of 64 chains: in TRL's trainer with our parts, and in our loop."""
+    every = agents.tasks(160 + 64, seed=3)
+    known, held = every[:160], every[160:]
+    steps, lr = 20, 3e-4
+
+    mine = agents.fresh()
+    settings = TrainConfig(
+        steps=steps,
+        tasks_per_step=8,
+        group_size=8,
+        minibatch=None,
+        epochs=1,
+        lr=lr,
+        lr_end=None,
+        checkpoint_every=steps,
+    )
+    asyncio.run(train(agents.agent(mine), mine, known, settings)._run_to_end())
+    ours = asyncio.run(learned(mine, held))
+
+    policy = agents.fresh()
+    agent = agents.agent(policy)
+    args = config(
+        tmp_path,
+        max_steps=steps,
+        learning_rate=lr,
+        lr_scheduler_type="constant",
+        adam_beta2=0.95,
+        per_device_train_batch_size=64,
+        num_generations=8,
+        temperature=1.0,
+        max_completion_length=256,
+        max_tool_calling_iterations=3,
+        shuffle_dataset=False,
+        logging_steps=1,
+    )
+    parts: dict[str, Any] = {"train_dataset": bridge.dataset(known)}
+    if way == "our agent rolls out":
+        parts["rollout_func"] = bridge.rollout_func(agent, known)
+    else:
+        policy.chat.tokenizer.response_template = bridge.response_template()
+        parts |= {"tools": bridge.tools(agent), "reward_funcs": bridge.rewards(agent)}
+    try:
+        trainer = grpo_trainer(policy, args, **parts)
+        trainer.train()
+    finally:
+        policy.chat.tokenizer.response_template = None
+    policy.model.eval()
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    theirs = asyncio.run(learned(policy, held))
+    print(f"{way}: TRL {theirs:.3f}, ours {ours:.3f}; TRL's rewards {rewards[0]:.2f} ... {rewards[-1]:.2f}")
+    assert len(rewards) == steps
+    assert rewards[0] < 0.5
+    assert ours > 0.85
+    assert theirs > 0.85
+    assert abs(ours - theirs) < 0.12

@@ -1,0 +1,164 @@
+"""What a reader without a kernel sees: saved notebooks, trusted and not, and the tutorials' pages with the network off."""
+
+# ruff: noqa: E501  (what runs in the page)
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import browser
+import nbformat
+import pytest
+from paths import ROOT
+from test_notebooks import NOTEBOOKS, by_name, load_demo
+
+WHY_NOT = browser.missing()
+pytestmark = [pytest.mark.real, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+
+TOUR = ROOT / "notebooks" / "06_widgets.ipynb"
+PICTURES = TOUR.parent.parent / "build" / "screenshots"
+VIEWS = (
+    "TokenView",
+    "TrajectoryView",
+    "ChainStepper",
+    "PoolView",
+    "RolloutView",
+    "TrainView",
+    "ToolForm",
+    "RewardForm",
+)
+
+
+def trust(lab: browser.Lab, *paths: Path) -> None:
+    """As `jupyter trust` does it, in the server's own data folder."""
+    own = {f"JUPYTER_{name}_DIR": str(lab.folder / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
+    subprocess.run(
+        [sys.executable, "-m", "nbformat.sign", *map(str, paths)],
+        check=True,
+        env={**os.environ, **own},
+        capture_output=True,
+    )
+
+
+@pytest.mark.parametrize("trusted", [True, False], ids=["trusted", "untrusted"])
+def test_a_saved_tour_shows_its_pictures(lab: browser.Lab, trusted: bool) -> None:
+    name = f"tour-{'trusted' if trusted else 'untrusted'}"
+    path = lab.root / f"{name}.ipynb"
+    copy = nbformat.read(TOUR, as_version=4)
+    copy.metadata["copy"] = name  # trust is in what a notebook holds: two with the same content would both have it
+    nbformat.write(copy, path)
+    if trusted:
+        trust(lab, path)
+    # Its kernel has run nothing, and is ended before anything is looked at.
+    nb = browser.Notebook(lab, path, 1280, 1400)
+    page = nb.page
+    page.evaluate(f"async () => {{ {nb._PANEL} await panel.sessionContext.shutdown(); }}")
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    trusts = page.evaluate(
+        f"() => {{ {nb._PANEL} return [...panel.content.model.cells].filter((c) => c.type === 'code').map((c) => c.trusted); }}"
+    )
+    assert all(trusts) if trusted else not all(trusts)
+    shown = page.locator(".jp-RenderedHTMLCommon.jp-OutputArea-output")
+    wanted = sum("text/html" in output.get("data", {}) for cell in cells for output in cell.outputs)
+    page.wait_for_function(
+        "(n) => document.querySelectorAll('.jp-RenderedHTMLCommon.jp-OutputArea-output').length === n", arg=wanted
+    )
+    text = "\n".join(shown.all_inner_texts())
+    assert [name for name in VIEWS if name not in text] == []
+    body = page.locator(".jp-Notebook").inner_text()
+    for complaint in ("Error displaying widget", "model not found", "Loading widget"):
+        assert complaint not in body
+    assert all(box["height"] > 20 for box in (each.bounding_box() or {"height": 0} for each in shown.all()))
+    # The colours of tokens and the drawn curves are there in both.
+    assert shown.locator("span[style*='background-color']").count() > 20
+    images = shown.locator("img")
+    assert images.count() > 4
+    for image in images.all():
+        image.scroll_into_view_if_needed()
+        assert image.evaluate("async (x) => { await x.decode(); return x.naturalWidth; }") > 0
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    shown.first.scroll_into_view_if_needed()
+    page.screenshot(path=PICTURES / f"{name}.png")
+    page.context.close()
+    # JupyterLab says so itself of a kernel that is ended while its debugger is asked; everything else counts.
+    assert [error for error in nb.errors if "Could not restore the debugger state" not in error] == []
+
+
+@pytest.mark.parametrize("trusted", [True, False], ids=["trusted", "untrusted"])
+def test_every_saved_tutorial_shows_what_it_put_out(lab: browser.Lab, trusted: bool) -> None:
+    """One after the other in one page, each with its kernel ended before anything is looked at."""
+    nb = lab.open(f"beside-{trusted}", ["1"])
+    page = nb.page
+    copies = {}
+    for path in NOTEBOOKS:
+        name = f"{path.stem}-{'trusted' if trusted else 'untrusted'}.ipynb"
+        copies[name] = copy = nbformat.read(path, as_version=4)
+        copy.metadata["copy"] = name  # trust is in what a notebook holds
+        nbformat.write(copy, lab.root / name)
+    if trusted:
+        trust(lab, *(lab.root / name for name in copies))
+    for name, copy in copies.items():
+        page.evaluate(
+            "async (path) => { await window.jupyterapp.commands.execute('docmanager:open', { path, factory: 'Notebook' }); }",
+            name,
+        )
+        page.wait_for_function("(path) => window.jupyterapp.shell.currentWidget?.context?.path === path", arg=name)
+        page.evaluate(
+            f"async () => {{ {nb._PANEL} await panel.context.ready; await panel.sessionContext.ready; await panel.sessionContext.shutdown(); }}"
+        )
+        cells = [cell for cell in copy.cells if cell.cell_type == "code"]
+        trusts = page.evaluate(
+            f"() => {{ {nb._PANEL} return [...panel.content.model.cells].filter((c) => c.type === 'code').map((c) => c.trusted); }}"
+        )
+        written = any("text/html" in o.get("data", {}) for cell in cells for o in cell.outputs)
+        assert all(trusts) if trusted else not written or not all(trusts), name
+        # Of several forms JupyterLab shows the first that it may: HTML before text, also where it is not trusted.
+        wanted = sum("text/html" in o.get("data", {}) for cell in cells for o in cell.outputs)
+        there = f"""() => {{ {nb._PANEL} return panel.node.querySelectorAll('.jp-RenderedHTMLCommon.jp-OutputArea-output').length; }}"""
+        page.wait_for_function(f"(n) => ({there})() === n", arg=wanted)
+        body = page.evaluate(f"() => {{ {nb._PANEL} return panel.node.innerText; }}")
+        for complaint in ("Error displaying widget", "model not found", "Loading widget", "Javascript Error"):
+            assert complaint not in body, (name, complaint)
+        drawn = page.evaluate(
+            f"""async () => {{ {nb._PANEL} const all = [...panel.node.querySelectorAll('.jp-OutputArea-output img')];
+            return Promise.all(all.map(async (x) => {{ await x.decode(); return x.naturalWidth; }})); }}"""
+        )
+        assert all(width > 0 for width in drawn), name
+        assert sum(cell.outputs != [] for cell in cells) == 0 or body.strip(), name
+        page.evaluate(f"() => {{ {nb._PANEL} panel.dispose(); }}")
+    page.context.close()
+    assert [error for error in nb.errors if "Could not restore the debugger state" not in error] == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
+def test_the_page_of_a_tutorial_is_whole_without_a_network(lab: browser.Lab, path: Path, tmp_path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    page_file = tmp_path / f"{path.stem}.html"
+    page_file.write_text(load_demo().page(notebook, path.stem), encoding="utf-8")
+    context = lab.browser.new_context(viewport={"width": 1100, "height": 1400}, offline=True)
+    page = context.new_page()
+    asked: list[str] = []
+    errors: list[str] = []
+    page.on("request", lambda r: asked.append(r.url))
+    page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
+    page.on("pageerror", lambda e: errors.append(str(e)))
+    page.goto(page_file.as_uri())
+    page.wait_for_load_state("load")
+    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+    assert errors == []
+    # Every cell stands there with what it put out, and every picture is drawn.
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert page.locator(".jp-CodeCell").count() == len(cells)
+    outputs = [o for cell in cells for o in cell.outputs]
+    assert page.locator(".jp-OutputArea-child").count() >= len([o for o in outputs if o.get("data") or o.get("text")])
+    for image in page.locator("img").all():
+        assert image.evaluate("async (x) => { await x.decode(); return x.naturalWidth; }") > 0
+    words = page.locator("body").inner_text()
+    for output in outputs:
+        first = (output.get("text", "") or "").strip().split("\n")[0].strip()
+        assert first[:40] in words, first
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=PICTURES / f"page-{path.stem}.png", full_page=True)
+    context.close()

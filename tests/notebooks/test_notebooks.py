@@ -1,0 +1,280 @@
+"""Every notebook runs top to bottom and is fit to be read without a kernel; so is the page that `make demo` leaves."""
+
+import importlib.machinery
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import nbformat
+import pytest
+from paths import ROOT
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+FIRST = {path for path in NOTEBOOKS if path.name < "02"}  # these are run by `make test`, all by `make test-real`
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+def by_name(path: Path) -> str:
+    return path.stem
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
+def test_fit_to_read(path: Path) -> None:
+    """What a visitor without a kernel sees is all there, and nothing asks for one."""
+    assert path.stat().st_size < 1_000_000
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert "widgets" not in notebook.metadata, "saved widget state; nbstripout takes it out"
+    assert notebook.cells[0].cell_type == "markdown", "the first cell: the idea, what you will see, how long it takes"
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), "run it once, top to bottom"
+    for cell in cells:
+        assert not re.search(r"^\s*[!%]+(pip|conda)|sys\.path|nest_asyncio", cell.source, flags=re.MULTILINE), (
+            cell.source
+        )
+        for output in cell.outputs:
+            assert output.output_type != "error" or "NBVAL_RAISES_EXCEPTION" in cell.source, output
+            data = output.get("data", {})
+            assert WIDGET not in data or "text/html" not in data, "a widget view hides the static form beside it"
+    assert "/root/" not in (text := path.read_text(encoding="utf-8"))
+    assert "/home/" not in text
+
+
+def test_the_quickstart_is_short() -> None:
+    assert len(nbformat.read(ROOT / "notebooks" / "01_quickstart.ipynb", as_version=4).cells) <= 12
+
+
+def with_answers(notebook: Any) -> Any:
+    """Each Python block of a folded answer as a cell behind its exercise."""
+    cells = []
+    for cell in notebook.cells:
+        cells.append(cell)
+        if cell.cell_type == "markdown" and "<details>" in cell.source:
+            answers = re.findall(r"^```python\n(.*?)^```", cell.source, flags=re.DOTALL | re.MULTILINE)
+            assert answers or "Exercise" not in cell.source, f"an exercise without an answer in Python: {cell.source}"
+            cells += [nbformat.v4.new_code_cell(answer) for answer in answers]
+    notebook.cells = cells
+    return notebook
+
+
+@pytest.mark.parametrize(
+    ("name", "answers", "broken"),
+    [
+        ("02_one_chain", 1, 0),
+        ("06_widgets", 3, 1),
+        ("07_masked_ppo", 2, 2),
+        ("08_algorithms", 1, 1),
+        ("09_conventions", 1, 1),
+    ],
+)
+def test_there_are_exercises_and_their_answers_are_run(name: str, answers: int, broken: int) -> None:
+    """So that the test below cannot pass for want of anything to run. What breaks is asserted in the next cell."""
+    notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+    before = len(notebook.cells)
+    told = [i for i, cell in enumerate(notebook.cells) if cell.source.startswith("## Break it")]
+    assert len(told) >= broken
+    assert all("assert " in notebook.cells[i + 1].source for i in told)
+    assert len(with_answers(notebook).cells) >= before + answers
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=[] if path in FIRST else [pytest.mark.real]) for path in NOTEBOOKS], ids=by_name
+)
+def test_runs_top_to_bottom(path: Path, tmp_path: Path) -> None:
+    """nbval in an empty folder: a cell that raises fails, and so does a changed text under NBVAL_CHECK_OUTPUT.
+
+    The folded answers of exercises run where they stand.
+    """
+    nbformat.write(with_answers(nbformat.read(path, as_version=4)), tmp_path / path.name)
+    nbval = ("--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=600", "-p", "no:cacheprovider", "--color=no")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *nbval, path.name],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+# ---- scripts/demo, with notebooks of a few lines
+
+
+class Requests(HTMLParser):
+    """Everything in a page that would make a browser load something or run something."""
+
+    LOADS = ("src", "srcset", "poster", "background", "data", "action", "formaction")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.style = False
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.style = tag == "style"
+        if tag in ("script", "iframe", "object", "embed", "base"):
+            self.found.append(f"<{tag}>")
+        for name, value in attributes:
+            loads = name in self.LOADS or (tag in ("link", "image", "use") and name in ("href", "xlink:href"))
+            if loads and not (value or "").startswith(("data:", "#")):
+                self.found.append(f"<{tag} {name}={value}>")
+            if name == "style":
+                self.css(value or "")
+            if name.startswith("on"):
+                self.found.append(f"<{tag} {name}>")
+
+    def handle_data(self, data: str) -> None:
+        if self.style:
+            self.css(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        self.style = False
+
+    def css(self, text: str) -> None:
+        text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
+        self.found += re.findall(r"@import[^;]*", text)
+        self.found += [
+            url for url in re.findall(r"url\(\s*['\"]?([^)]{0,80})", text) if not url.startswith(("data:", "#"))
+        ]
+
+
+def requests(html: str) -> list[str]:
+    parser = Requests()
+    parser.feed(html)
+    parser.close()
+    return parser.found
+
+
+def load_demo() -> ModuleType:
+    loader = importlib.machinery.SourceFileLoader("demo", str(ROOT / "scripts" / "demo"))
+    spec = importlib.util.spec_from_loader("demo", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["demo"] = module
+    loader.exec_module(module)
+    return module
+
+
+def write(path: Path, *sources: str) -> Path:
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    nbformat.write(notebook, path)
+    return path
+
+
+def demo(notebook: Path, out: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(ROOT / "scripts" / "demo"), str(notebook), "--out", str(out)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def gone(pid: int) -> bool:
+    """Whether the process ends within some seconds (a zombie has ended)."""
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_demo_shows_progress_and_leaves_a_whole_page(tmp_path: Path) -> None:
+    notebook = write(
+        tmp_path / "07_toy.ipynb",
+        "# Train a little\n"
+        "import json, pathlib\n"
+        "folder = pathlib.Path('runs/toy'); folder.mkdir(parents=True)\n"
+        "lines = [json.dumps({'step': 3, 'reward_mean': 0.5, 'success': 0.625}), '{broken', '7', '{\"step\": 4']\n"
+        "_ = (folder / 'steps.jsonl').write_text('\\n'.join(lines))",
+        "from IPython.display import HTML, display\n"
+        f"display({{'{WIDGET}': {{'model_id': '1'}}, 'text/html': '<b>still</b>'}}, raw=True)\n"
+        'display(HTML(\'<script src="https://example.org/a.js"></script><img src="https://example.org/a.png">\'))\n'
+        "display(HTML('<script>document.write(1)</script>'))",
+        "'success: 0.24 -> 0.95'",
+    )
+    for _ in range(2):  # the second time into the same folder, which is its own
+        done = demo(notebook, tmp_path / "out")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == "success: 0.24 -> 0.95"
+        assert "Train a little" in done.stdout
+        assert "step   3   reward 0.500   success 0.625" in done.stdout
+    html = (tmp_path / "out" / "toy.html").read_text(encoding="utf-8")
+    assert "<b>still</b>" in html
+    assert requests(html) == []
+    executed = nbformat.read(tmp_path / "out" / "07_toy.ipynb", as_version=4)
+    assert [sorted(output.data) for output in executed.cells[1].outputs] == [["text/html"]] + [
+        ["text/html", "text/plain"]
+    ] * 2
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
+def test_a_page_of_what_is_committed_asks_for_nothing(path: Path) -> None:
+    notebook: Any = nbformat.read(path, as_version=4)
+    module = load_demo()
+    module.static(notebook)
+    assert requests(module.page(notebook, path.stem)) == []
+
+
+def test_the_scan_finds_what_nbconvert_puts_in() -> None:
+    """The scan of the two tests above is worth something: it objects to nbconvert's own page."""
+    from nbconvert import HTMLExporter
+
+    html, _ = HTMLExporter().from_notebook_node(nbformat.v4.new_notebook())
+    assert "<script>" in requests(html)
+    assert [found for found in requests(html) if "require" in found]
+
+
+def test_demo_shows_the_cell_that_failed(tmp_path: Path) -> None:
+    done = demo(
+        write(tmp_path / "bad.ipynb", "x = 1", "def f():\n    raise ValueError('the reason')\nf()"), tmp_path / "out"
+    )
+    assert done.returncode == 1
+    assert "raise ValueError('the reason')" in done.stderr
+    assert "ValueError: the reason" in done.stderr
+    assert "\x1b" not in done.stderr
+
+
+def test_demo_without_a_measurement_fails(tmp_path: Path) -> None:
+    done = demo(write(tmp_path / "mute.ipynb", "print('success: soon')"), tmp_path / "out")
+    assert done.returncode == 1
+    assert "none put out a line `success:" in done.stderr
+
+
+def test_demo_spares_a_folder_with_other_things(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    done = demo(write(tmp_path / "toy.ipynb", "1"), tmp_path)
+    assert done.returncode == 1
+    assert "holds other things" in done.stderr
+    assert (tmp_path / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupting_the_demo_leaves_no_kernel(number: signal.Signals, tmp_path: Path) -> None:
+    notebook = write(
+        tmp_path / "slow.ipynb",
+        "import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(300)",
+    )
+    command = [sys.executable, str(ROOT / "scripts" / "demo"), str(notebook), "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        pid_file, end = tmp_path / "out" / "pid", time.monotonic() + 60
+        while not (pid_file.exists() and pid_file.read_text()):
+            assert time.monotonic() < end
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in output
+    assert gone(int(pid_file.read_text()))

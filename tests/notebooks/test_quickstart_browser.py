@@ -1,0 +1,80 @@
+"""The quickstart as a person lives it: run it in a real JupyterLab, interrupt the training, run the cell again."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import browser
+import nbformat
+import pytest
+from paths import ROOT
+
+WHY_NOT = browser.missing()
+pytestmark = [pytest.mark.real, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+
+QUICKSTART = ROOT / "notebooks" / "01_quickstart.ipynb"
+PICTURES = QUICKSTART.parent.parent / "build" / "screenshots"
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[browser.Lab]:
+    lab = browser.Lab(tmp_path / "lab")
+    lab.start_browser()
+    yield lab
+    lab.close()
+
+
+def steps(file: Path) -> list[int]:
+    if not file.exists():
+        return []
+    return [json.loads(line)["step"] for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def test_an_interrupted_training_cell_goes_on_when_it_is_run_again(lab: browser.Lab) -> None:
+    sources = [cell.source for cell in nbformat.read(QUICKSTART, as_version=4).cells if cell.cell_type == "code"]
+    train = next(i for i, source in enumerate(sources) if "af.train(" in source)
+    # The cells before the training, then the training cell; what it leaves behind is asked of the kernel.
+    page = lab.open("quickstart", [*(s for s in sources[:train] if "TokenView" not in s), sources[train]])
+    file = lab.root / "runs" / "quickstart" / "steps.jsonl"
+    try:
+        page.run(wait=False)
+        until = time.monotonic() + 240
+        while len(steps(file)) < 4:
+            assert time.monotonic() < until, "the training did not get going"
+            time.sleep(0.1)
+        page.command("notebook:interrupt-kernel")
+        with pytest.raises(AssertionError, match=r"CancelledError|KeyboardInterrupt"):
+            page.finish(60)
+        done = len(steps(file))
+        assert 4 <= done < 24
+        # Nothing is left running behind the interrupted cell.
+        time.sleep(1.5)
+        assert len(steps(file)) == done
+        assert (
+            page.python("[t.get_name() for t in __import__('asyncio').all_tasks() if 'agentfly' in t.get_name()]") == []
+        )
+
+        page.page.evaluate(
+            """() => { window.ran = false; const app = window.jupyterapp;
+            app.commands.execute('notebook:run-cell').then(() => { window.ran = true; }); }"""
+        )
+        page.finish(240)
+        assert steps(file) == list(range(1, 25))
+        assert page.python("[s.replayed for s in steps].count(True)") == done
+        assert page.python("steps[-1].success > 0.8")
+        PICTURES.mkdir(parents=True, exist_ok=True)
+        page.page.screenshot(path=PICTURES / "quickstart-after-interrupt.png")
+        # A third time: finished, so it replays.
+        began = time.monotonic()
+        page.page.evaluate(
+            """() => { window.ran = false; const app = window.jupyterapp;
+            app.commands.execute('notebook:run-cell').then(() => { window.ran = true; }); }"""
+        )
+        page.finish(60)
+        assert page.python("all(s.replayed for s in steps)"), time.monotonic() - began
+    finally:
+        page.close()
+    assert page.errors == []

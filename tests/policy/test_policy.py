@@ -1,0 +1,170 @@
+"""The model: the one shift by one, scores of given ids, and files that come back."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from agents import fresh, random_policy, reference_logprobs, shipped
+
+from agentfly_kit.errors import AlignmentError, PolicyError, SettingsError
+from agentfly_kit.policy.policy import Policy, single_torch_thread, split_by_token_budget
+
+
+def rows(temperatures: tuple[float, ...] = (1.0, 0.7, 1.3)) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([17, 9, 12])
+    ids = torch.randint(7, 400, (3, 17), generator=generator)
+    mask = torch.rand(3, 17, generator=generator) < 0.5
+    attention = torch.arange(17)[None] < lengths[:, None]
+    mask = mask & attention
+    mask[:, 0] = False
+    return SimpleNamespace(ids=ids * attention, mask=mask, lengths=lengths, temperatures=torch.tensor(temperatures))
+
+
+def test_scores_are_of_the_token_given_all_before_it() -> None:
+    policy, batch = random_policy(0, value_head=True), rows()
+    got = policy.score(batch, {"logprob", "entropy", "value", "hidden"})
+    for i in range(3):
+        n, at = int(batch.lengths[i]), batch.mask[i].nonzero()[:, 0].tolist()
+        wanted, entropy = reference_logprobs(policy, batch.ids[i, :n].tolist(), at, float(batch.temperatures[i]))
+        assert got["logprob"][i, at].tolist() == pytest.approx(wanted, abs=1e-5)
+        assert got["entropy"][i, at].tolist() == pytest.approx(entropy, abs=1e-5)
+        with torch.no_grad():
+            states = policy.model.model(input_ids=batch.ids[i : i + 1, :n]).last_hidden_state[0]
+            values = policy.value_head(states)[:, 0]  # type: ignore[misc]
+        assert got["value"][i, at].tolist() == pytest.approx([float(values[t - 1]) for t in at], abs=1e-5)
+        torch.testing.assert_close(got["hidden"][i, at], states[[t - 1 for t in at]], atol=1e-5, rtol=0)
+    assert torch.isnan(got["logprob"][~batch.mask]).all()
+    assert (got["hidden"][~batch.mask] == 0).all()
+
+
+def test_scores_do_not_depend_on_the_split_or_the_padding() -> None:
+    policy, batch = random_policy(1), rows()
+    whole = policy.score(batch, {"logprob"})["logprob"]
+    for micro in (1, 20, 40):
+        torch.testing.assert_close(
+            policy.score(batch, {"logprob"}, micro_tokens=micro)["logprob"], whole, atol=1e-6, rtol=0, equal_nan=True
+        )
+    wide = SimpleNamespace(**vars(batch))
+    wide.ids = torch.cat([batch.ids, torch.full((3, 30), 5)], 1)
+    wide.mask = torch.cat([batch.mask, torch.zeros(3, 30, dtype=torch.bool)], 1)
+    torch.testing.assert_close(
+        policy.score(wide, {"logprob"})["logprob"][:, :17], whole, atol=1e-6, rtol=0, equal_nan=True
+    )
+
+
+def test_what_is_padding_is_told_by_length_and_not_by_an_id() -> None:
+    policy, batch = random_policy(1), rows()
+    batch.ids[0, 3] = 0  # the pad id is a token like others
+    at = batch.mask[0].nonzero()[:, 0].tolist()
+    got = policy.score(batch, {"logprob"})["logprob"][0, at].tolist()
+    assert got == pytest.approx(reference_logprobs(policy, batch.ids[0].tolist(), at)[0], abs=1e-5)
+
+
+def test_a_masked_first_token_is_refused() -> None:
+    batch = rows()
+    batch.mask[1, 0] = True
+    with pytest.raises(AlignmentError, match="position 0"):
+        random_policy(0).score(batch, {"logprob"})
+
+
+def test_what_is_asked_for_is_checked() -> None:
+    with pytest.raises(SettingsError, match="give some of"):
+        random_policy(0).score(rows(), {"logits"})  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="no value head; load it with value_head=True"):
+        random_policy(0).score(rows(), {"value"})
+    with pytest.raises(KeyError, match="was not asked for"):
+        _ = random_policy(0).score(rows(), {"logprob"})["entropy"]
+
+
+def test_micro_batches_hold_every_row_once() -> None:
+    lengths = torch.tensor([5, 100, 7, 7, 64, 1])
+    for tokens in (1, 14, 64, 1000):
+        groups = split_by_token_budget(lengths, tokens)
+        assert sorted(i for g in groups for i in g.tolist()) == list(range(6))
+        assert all(len(g) == 1 or len(g) * int(lengths[g].max()) <= tokens for g in groups)
+
+
+def test_a_policy_comes_back_from_its_folder(tmp_path: Path) -> None:
+    policy = random_policy(3, value_head=True)
+    policy.version = 7
+    folder = policy.save(tmp_path / "p")
+    back = Policy.load(folder, value_head=True)
+    assert back.fingerprint() == policy.fingerprint()
+    assert back.version == 7
+    assert back.chat.tokenizer.chat_template == policy.chat.tokenizer.chat_template
+    assert back.chat.stop_ids == policy.chat.stop_ids
+    assert Policy.load(folder).value_head is None
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert not [name for name in file.keys() if "value" in name and "head" in name]  # noqa: SIM118
+
+
+@pytest.mark.parametrize(
+    ("missing", "says"),
+    [
+        ("config.json", "lacks config.json"),
+        ("model.safetensors", "lacks model.safetensors"),
+        ("tokenizer.json", "lacks tokenizer.json"),
+    ],
+)
+def test_a_folder_that_lacks_a_file_is_named(tmp_path: Path, missing: str, says: str) -> None:
+    folder = random_policy(3).save(tmp_path / "p")
+    (folder / missing).unlink()
+    with pytest.raises(PolicyError, match=says):
+        Policy.load(folder)
+
+
+def test_other_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match="no policy folder at"):
+        Policy.load(tmp_path / "none")
+    folder = random_policy(3).save(tmp_path / "p")
+    (folder / "model.safetensors").write_bytes(b"not this")
+    with pytest.raises(PolicyError, match="no policy could be loaded from"):
+        Policy.load(folder)
+    with pytest.raises(SettingsError, match="dtype='float33'"):
+        Policy.load(folder, dtype="float33")
+
+
+def test_a_copy_is_its_own() -> None:
+    policy = fresh(value_head=True)
+    twin = policy.copy()
+    assert twin.fingerprint() == policy.fingerprint()
+    with torch.no_grad():
+        next(twin.parameters()).add_(1)
+    assert twin.fingerprint() != policy.fingerprint()
+    assert " at 0x" not in repr(policy)
+
+
+def test_state_of_another_model_is_refused() -> None:
+    with pytest.raises(PolicyError, match="belong to another model"):
+        random_policy(0).load_state(shipped().state())
+    with pytest.raises(PolicyError, match="one of the two has a value head"):
+        random_policy(0).load_state(random_policy(0, value_head=True).state())
+
+
+def test_the_number_of_threads_comes_back_whoever_leaves_last() -> None:
+    """An engine's thread and an update overlap; the first to enter is not the last to leave."""
+    for _ in range(200):  # an engine's thread of an earlier test is idle for two seconds before it leaves
+        if not single_torch_thread._inside:
+            break
+        time.sleep(0.05)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        one, two = single_torch_thread(random_policy(0)), single_torch_thread(random_policy(0))
+        one.__enter__()
+        two.__enter__()
+        assert torch.get_num_threads() == 1
+        one.__exit__()
+        assert torch.get_num_threads() == 1, "somebody still computes"
+        two.__exit__()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,565 @@
+"""The masked step against plain loops: values, gradients, what changes nothing, and failures that change nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import threading
+from typing import Any
+
+import pytest
+import torch
+from agents import agent, fresh, random_policy, reference_logprobs, tasks
+from torch import Tensor
+
+from agentfly_kit import advantages, tiny
+from agentfly_kit.batch.batch import Batch, collate, join
+from agentfly_kit.chat.chat import Chat
+from agentfly_kit.errors import AlignmentError, BatchError, SettingsError, TrainingError
+from agentfly_kit.policy.policy import Policy
+from agentfly_kit.ppo import adamw, objective, ppo_step, ppo_step_async, step
+from agentfly_kit.types import Sampling, Task, Trajectory, Turn
+
+TASK = Task("t", ({"role": "user", "content": "?"},))
+
+
+def chains(policy: Policy, count: int = 8, *, stale: float = 0.0, entropies: bool = True) -> list[Trajectory]:
+    """Rows of one or two actions with observations, of different lengths, sampled at two temperatures."""
+    g = torch.Generator().manual_seed(3)
+    out = []
+    for i in range(count):
+        sampling = Sampling(temperature=(1.0, 0.7)[i % 2])
+        plan = [("prompt", 2 + i % 4), ("action", 3 + i % 3), ("observation", 2), ("action", 1 + i % 5)][
+            : 2 + 2 * (i % 3 > 0)
+        ]
+        ids = torch.randint(7, 400, (sum(n for _, n in plan),), generator=g).tolist()
+        logp, entropy = reference_logprobs(policy, ids, range(1, len(ids)), sampling.temperature)
+        logp, entropy = [0.0, *logp], [0.0, *entropy]
+        turns: list[Turn] = []
+        at = 0
+        for kind, n in plan:
+            sampled = kind == "action"
+            turns.append(
+                Turn(
+                    kind,  # type: ignore[arg-type]
+                    "policy" if sampled else "task",
+                    tuple(ids[at : at + n]),
+                    sampled=sampled,
+                    logprobs=tuple(x + stale * (-1) ** j for j, x in enumerate(logp[at : at + n])) if sampled else None,
+                    entropies=tuple(entropy[at : at + n]) if sampled and entropies else None,
+                    versions=(policy.version,) * n if sampled else None,
+                    parent=turns[-1] if turns else None,
+                )
+            )
+            at += n
+        reward = float(torch.randn(1, generator=g))
+        out.append(Trajectory(f"c{i}", TASK, f"g{i // 4}", i % 4, tuple(turns), "answered", reward, sampling=sampling))
+    return out
+
+
+def batch_of(policy: Policy, count: int = 8, *, stale: float = 0.0, values: bool = False, **more: Any) -> Batch:
+    batch = collate(chains(policy, count, stale=stale, **more), advantages.grpo)
+    if values:
+        old = policy.score(batch, {"value"})["value"]
+        adv, returns = advantages.gae(
+            torch.where(batch.mask, batch.token_rewards, 0.0), old, batch.mask, gamma=1.0, lam=0.9
+        )
+        batch = batch.replace(advantages=adv, returns=returns, values=old)
+    return batch
+
+
+def moved(policy: Policy, batch: Batch, **options: Any) -> Tensor:
+    """All weights after a step of plain gradient descent, from the same start; its own policy is left alone."""
+    twin = policy.copy()
+    options.setdefault("max_grad_norm", None)
+    ppo_step(twin, torch.optim.SGD(list(twin.parameters()), lr=1.0), batch, **options)
+    return torch.cat([p.detach().flatten() for p in twin.parameters()])
+
+
+def weights(policy: Policy) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in policy.parameters()])
+
+
+# --- against plain loops -------------------------------------------------------------------------
+
+
+def plain(policy: Policy, batch: Batch, clip: float, value_coef: float, kl_coef: float, entropy_coef: float) -> Any:
+    """The whole step as its definition says, a token at a time, in float64 logits of whole-model forwards."""
+    total = policy_loss = value_loss = kl_ref = 0.0
+    stats = {"kl": 0.0, "clipped": 0.0, "entropy": 0.0, "ratio": 0.0}
+    n = int(batch.mask.sum())
+    assert batch.ref_logprobs is not None or kl_coef == 0
+    for i in range(len(batch)):
+        length = int(batch.lengths[i])
+        ids = batch.ids[i, :length]
+        states = policy.model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        logits = policy.model.lm_head(states).double() / float(batch.temperatures[i])
+        logp = torch.log_softmax(logits, -1)
+        for t in range(1, length):
+            if not batch.mask[i, t]:
+                continue
+            new, old, a = logp[t - 1, ids[t]], float(batch.logprobs[i, t]), float(batch.advantages[i, t])
+            ratio = torch.exp(new - old)
+            term = torch.maximum(-ratio * a, -ratio.clamp(1 - clip, 1 + clip) * a)
+            policy_loss = policy_loss + term / n
+            loss = term
+            entropy = -(logp[t - 1].exp() * logp[t - 1]).sum()
+            loss = loss - entropy_coef * entropy
+            if value_coef:
+                assert batch.returns is not None and policy.value_head is not None
+                v = policy.value_head(states[t - 1])[0].double()
+                square = 0.5 * (v - float(batch.returns[i, t])) ** 2
+                value_loss = value_loss + square / n
+                loss = loss + value_coef * square
+            if kl_coef:
+                d = float(batch.ref_logprobs[i, t]) - new  # type: ignore[index]
+                k3 = torch.exp(d) - d - 1
+                kl_ref = kl_ref + k3 / n
+                loss = loss + kl_coef * k3
+            total = total + loss / n
+            log_ratio = float(new.detach()) - old
+            stats["kl"] += (math.exp(log_ratio) - 1 - log_ratio) / n
+            stats["clipped"] += float((a > 0 and ratio > 1 + clip) or (a < 0 and ratio < 1 - clip)) / n
+            stats["entropy"] += float(entropy.detach()) / n
+            stats["ratio"] = max(stats["ratio"], abs(math.exp(log_ratio) - 1))
+    return total, policy_loss, value_loss, kl_ref, stats
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kl_coef": 0.3},
+        {"entropy_coef": 0.2},
+        {"value_coef": 0.7},
+        {"value_coef": 0.7, "kl_coef": 0.3, "entropy_coef": 0.2, "clip": 0.05},
+    ],
+    ids=str,
+)
+def test_the_step_is_its_definition(options: dict[str, float]) -> None:
+    policy = random_policy(0, value_head=bool(options.get("value_coef")), spread=0.15)
+    batch = batch_of(policy, stale=0.12, values=bool(options.get("value_coef")))
+    reference = random_policy(1, spread=0.15)
+    batch = batch.replace(ref_logprobs=reference.score(batch, {"logprob"})["logprob"])
+    coefs = {k: options.get(k, 0.0) for k in ("value_coef", "kl_coef", "entropy_coef")}
+    loss, policy_loss, value_loss, kl_ref, wanted = plain(policy, batch, options.get("clip", 0.2), **coefs)
+    gradient = torch.autograd.grad(loss, list(policy.parameters()))
+    loss, policy_loss, value_loss, kl_ref = (
+        x.detach() if isinstance(x, Tensor) else x for x in (loss, policy_loss, value_loss, kl_ref)
+    )
+    flat = torch.cat([g.flatten() for g in gradient])
+    twin = policy.copy()
+    sgd = torch.optim.SGD(list(twin.parameters()), lr=1.0)
+    stats = ppo_step(
+        twin, sgd, batch, max_grad_norm=None, old_logprobs="engine", **({"clip": 0.2, "value_coef": 0.0} | options)
+    )  # type: ignore[arg-type]
+    torch.testing.assert_close(weights(policy) - weights(twin), flat, atol=2e-5, rtol=1e-4)
+    assert stats.loss == pytest.approx(float(loss), abs=1e-5)
+    assert stats.policy_loss == pytest.approx(float(policy_loss), abs=1e-5)
+    assert stats.approx_kl == pytest.approx(wanted["kl"], abs=1e-6)
+    assert stats.clip_fraction == pytest.approx(wanted["clipped"], abs=1e-6)
+    assert stats.entropy == pytest.approx(wanted["entropy"], abs=1e-5)
+    assert stats.ratio_max == pytest.approx(1 + wanted["ratio"], abs=1e-5)
+    assert stats.grad_norm == pytest.approx(float(flat.norm()), rel=1e-4)
+    assert stats.tokens == int(batch.mask.sum())
+    assert stats.updates == 1
+    assert twin.version == policy.version + 1
+    if options.get("value_coef"):
+        assert stats.value_loss == pytest.approx(float(value_loss), abs=1e-5)
+    if options.get("kl_coef"):
+        assert stats.kl_reference == pytest.approx(float(kl_ref), abs=1e-5)
+
+
+def test_gradients_stop_at_the_mask_and_go_through_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = random_policy(0)
+    batch = batch_of(policy, stale=0.1)
+    seen: dict[str, Tensor] = {}
+    real = Policy.logits
+
+    def watch(self: Policy, hidden: Tensor) -> Tensor:
+        logits = real(self, hidden)
+        if logits.requires_grad:
+            logits.retain_grad()
+            seen["logits"] = logits
+        return logits
+
+    embedded: list[Tensor] = []
+
+    def keep(module: Any, given: Any, out: Tensor) -> Tensor:
+        if out.requires_grad:
+            out.retain_grad()
+            embedded.append(out)
+        return out
+
+    monkeypatch.setattr(Policy, "logits", watch)
+    handle = policy.model.get_input_embeddings().register_forward_hook(keep)
+    ppo_step(policy, torch.optim.SGD(list(policy.parameters()), lr=0.0), batch, old_logprobs="engine")
+    handle.remove()
+    # Logits are made at the positions that predict a sampled token and nowhere else.
+    assert seen["logits"].shape[0] == int(batch.mask.sum())
+    context = 0.0
+    for out in embedded:
+        assert out.grad is not None
+        context += float(out.grad.abs().sum())
+    assert context > 0
+    prompts = embedded[-1].grad[:, :2]  # type: ignore[index]
+    assert (prompts.abs().sum((1, 2)) > 0).all(), "what was read changes what is written"
+
+
+@pytest.mark.parametrize("how", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed", "trajectory_mean"])
+def test_what_the_result_does_not_depend_on(how: Any) -> None:
+    policy = random_policy(0)
+    batch = batch_of(policy, stale=0.1)
+    options: dict[str, Any] = {"aggregate": how, "old_logprobs": "engine"} | (
+        {"denominator": 9.0} if how == "fixed" else {}
+    )
+    wanted = moved(policy, batch, **options)
+    size = float((wanted - weights(policy)).abs().max())
+    assert size > 1e-4
+    close = {"atol": 3e-6 * max(1.0, size), "rtol": 0}  # sums of float32 in another order
+    for micro in (1, 40, 10**6):
+        torch.testing.assert_close(moved(policy, batch, micro_tokens=micro, **options), wanted, **close)
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0)).tolist()
+    shuffled = collate([batch.trajectories[i] for i in order]).replace(advantages=batch.advantages[order])
+    torch.testing.assert_close(moved(policy, shuffled, **options), wanted, **close)
+    wide = {}
+    for name, fill in (("ids", 5), ("mask", 0), ("attention", 0), ("versions", -1)):
+        value = getattr(batch, name)
+        wide[name] = torch.cat([value, torch.full((len(batch), 40), fill, dtype=value.dtype)], 1)
+    for name in ("logprobs", "entropies", "advantages", "token_rewards"):
+        wide[name] = torch.cat([getattr(batch, name), torch.full((len(batch), 40), math.nan)], 1)
+    torch.testing.assert_close(moved(policy, dataclasses.replace(batch, **wide), **options), wanted, **close)
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -1e30])
+def test_what_stands_at_masked_positions_is_never_read(junk: float) -> None:
+    policy = random_policy(0, value_head=True)
+    batch = batch_of(policy, stale=0.1, values=True)
+    wanted = moved(policy, batch, old_logprobs="engine")
+    names = ("logprobs", "advantages", "token_rewards", "entropies", "values", "returns")
+    dirty = dataclasses.replace(batch, **{n: torch.where(batch.mask, getattr(batch, n), junk) for n in names})
+    assert torch.equal(moved(policy, dirty, old_logprobs="engine"), wanted)
+
+
+# --- rows without advantage ----------------------------------------------------------------------
+
+
+def flat_half(policy: Policy) -> Batch:
+    batch = batch_of(policy, stale=0.1)
+    adv = batch.advantages.clone()
+    adv[:4] = torch.where(batch.mask[:4], 0.0, math.nan)
+    return batch.replace(advantages=adv)
+
+
+@pytest.mark.parametrize("options", [{}, {"minibatch": 2, "epochs": 2}], ids=str)
+@pytest.mark.parametrize("how", ["token_mean", "seq_mean_token_mean"])
+def test_leaving_out_rows_without_advantage_is_exact(
+    options: dict[str, Any], how: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = random_policy(0)
+    batch = flat_half(policy)
+
+    def go() -> tuple[Tensor, Any]:
+        twin = policy.copy()
+        # Plain descent: Adam would divide the rounding of a small gradient by itself.
+        sgd = torch.optim.SGD(list(twin.parameters()), lr=0.1)
+        stats = ppo_step(twin, sgd, batch, old_logprobs="engine", aggregate=how, **options)
+        return weights(twin), stats
+
+    left_out, some = go()
+    monkeypatch.setattr(objective.Objective, "only_advantage", property(lambda self: False))
+    run_all, every = go()
+    torch.testing.assert_close(left_out, run_all, atol=5e-7, rtol=0)  # the last bits of weights of about 2
+    assert some.updates == every.updates
+    assert some.dropped_groups == 1
+    assert some.clip_fraction == pytest.approx(every.clip_fraction, abs=1e-6), "a share of all action tokens"
+    assert some.loss == pytest.approx(every.loss, abs=1e-6)
+
+
+def test_when_a_target_ends_the_step_does_not_depend_on_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = random_policy(0)
+    batch = flat_half(policy)
+
+    def updates(target: float) -> int:
+        twin = policy.copy()
+        return ppo_step(twin, adamw(twin, 3e-3), batch, epochs=10, minibatch=4, target_kl=target).updates
+
+    targets = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+    left_out = [updates(t) for t in targets]
+    monkeypatch.setattr(objective.Objective, "only_advantage", property(lambda self: False))
+    assert left_out == [updates(t) for t in targets]
+    assert len(set(left_out)) > 1
+
+
+def test_a_minibatch_without_signal_still_moves_by_its_moments() -> None:
+    policy = random_policy(0)
+    batch = flat_half(policy)
+    optimizer = adamw(policy, 1e-3)
+    stats = ppo_step(policy, optimizer, batch, minibatch=1, epochs=1, old_logprobs="engine")
+    assert stats.updates == 8
+    assert policy.version == 8
+    assert {float(s["step"]) for s in optimizer.state.values()} == {8.0}
+
+
+def test_a_batch_in_which_no_row_has_an_advantage() -> None:
+    policy = random_policy(0)
+    batch = batch_of(policy)
+    before = weights(policy)
+    stats = ppo_step(
+        policy, adamw(policy), batch.replace(advantages=torch.zeros_like(batch.advantages)), old_logprobs="engine"
+    )
+    assert torch.equal(weights(policy), before)
+    assert stats.loss == 0
+    assert stats.dropped_groups == 2
+    assert "approx_kl" not in stats.scalars() or stats.approx_kl == 0
+
+
+# --- the ratio's denominator ---------------------------------------------------------------------
+
+
+def test_old_logprobs_are_the_engines_only_while_they_are_fresh() -> None:
+    policy = random_policy(0)
+    exact = batch_of(policy)
+    stats = ppo_step(policy.copy(), adamw(policy), exact)
+    assert stats.sampler_gap < 1e-4
+    off = batch_of(policy, stale=0.3)
+    twin = policy.copy()
+    stats = ppo_step(twin, adamw(twin, 1e-9), off)
+    assert stats.sampler_gap == pytest.approx(0.3, abs=1e-3)
+    assert stats.approx_kl == pytest.approx(0, abs=1e-6), "recomputed, so the first ratio is 1"
+    twin = policy.copy()
+    stats = ppo_step(twin, adamw(twin, 1e-9), off, old_logprobs="engine")
+    assert stats.approx_kl > 0.03
+    stale = policy.copy()
+    stale.version = 1
+    stats = ppo_step(stale, adamw(stale, 1e-9), exact, detail=True)
+    assert stats.approx_kl == pytest.approx(0, abs=1e-6)
+    with pytest.raises(BatchError, match="sampled at policy version 2 and this policy is at 0"):
+        ppo_step(policy, adamw(policy), batch_of(stale))
+
+
+# --- details -------------------------------------------------------------------------------------
+
+
+def test_detail_is_before_and_after_of_each_token() -> None:
+    policy = random_policy(0)
+    batch = batch_of(policy)
+    before = policy.score(batch, {"logprob"})["logprob"]
+    stats = ppo_step(policy, adamw(policy, 1e-2), batch, detail=True)
+    after = policy.score(batch, {"logprob"})["logprob"]
+    assert stats.detail is not None
+    for name, wanted in (("logprob_before", before), ("logprob_after", after), ("ratio", (after - before).exp())):
+        torch.testing.assert_close(torch.as_tensor(stats.detail[name]), wanted, atol=1e-4, rtol=1e-4, equal_nan=True)
+    assert stats.batch is batch
+
+
+async def test_a_good_token_becomes_more_probable_and_a_bad_one_less() -> None:
+    policy = fresh()
+    rollout = await agent(policy).rollout(tasks(4), group_size=8)
+    batch = collate(rollout, [1.0 if i % 2 else -1.0 for i in range(32)])
+    before = policy.score(batch, {"logprob"})["logprob"]
+    ppo_step(policy, adamw(policy, 1e-4), batch)
+    change = (policy.score(batch, {"logprob"})["logprob"] - before)[batch.mask] * batch.advantages[batch.mask]
+    assert float(change.mean()) > 0
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"epochs": 0}, SettingsError, "epochs=0"),
+        ({"minibatch": 0}, SettingsError, "minibatch=0"),
+        ({"loss": "best"}, SettingsError, "loss='best'"),
+        ({"old_logprobs": "new"}, SettingsError, "old_logprobs='new'"),
+        ({"kl_coef": 0.1}, SettingsError, "needs reference="),
+        ({"kl_coef": -0.1}, SettingsError, "kl_coef=-0.1"),
+        ({"entropy_coef": -0.1}, SettingsError, "entropy_coef=-0.1"),
+        ({"aggregate": "mean"}, SettingsError, "mean"),
+        ({"aggregate": "fixed"}, SettingsError, "denominator"),
+        ({"clip": -1.0}, SettingsError, "clip"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], error: type[Exception], says: str) -> None:
+    policy = random_policy(0)
+    batch, before = batch_of(policy), weights(policy)
+    with pytest.raises(error, match=says):
+        ppo_step(policy, adamw(policy), batch, **options)
+    assert torch.equal(weights(policy), before)
+    assert policy.version == 0
+
+
+async def test_a_batch_of_another_tokenizer_of_the_same_size_is_refused() -> None:
+    policy = fresh()
+    batch = collate(await agent(policy).rollout(tasks(2), group_size=2), [1.0, -1.0, 1.0, -1.0])
+    other = Policy(policy.model, Chat(tiny.tokenizer()))
+    first = int(batch.ids[0, 0])
+    assert other.chat.token_texts([first]) == policy.chat.token_texts([first])
+    other.chat._token_text_cache[first] = "<another>"
+    with pytest.raises(BatchError, match=rf"the token id {first} was '.*' when .* and is '<another>' to this policy"):
+        ppo_step(other, adamw(other), batch)
+
+
+def test_the_probe_looks_at_the_longest_row() -> None:
+    """Eight of many rows are probed; the one where a wrong history shows most is always one of them."""
+    policy = random_policy(0)
+    batch = join([batch_of(policy) for _ in range(3)])
+    longest = int(batch.lengths.argmax())
+    wrong = batch.logprobs.clone()
+    wrong[longest] -= 0.01
+    stats = ppo_step(policy, adamw(policy, 1e-9), dataclasses.replace(batch, logprobs=wrong))
+    assert stats.sampler_gap == pytest.approx(0.01, abs=1e-4)
+    assert stats.approx_kl == pytest.approx(0, abs=1e-6), "recomputed"
+
+
+def test_a_stale_batch_is_refused_unless_it_is_allowed() -> None:
+    policy = random_policy(0)
+    batch = batch_of(policy)
+    policy.version += 64
+    ppo_step(policy, adamw(policy, 1e-9), batch)
+    before = weights(policy).clone()
+    with pytest.raises(BatchError, match=r"the batch is stale: .* version 0 and this policy is at 65, .* max_lag=None"):
+        ppo_step(policy, adamw(policy, 1e-9), batch)
+    assert torch.equal(weights(policy), before)
+    assert ppo_step(policy, adamw(policy, 1e-9), batch, max_lag=None, correction="token").updates == 1
+
+
+def test_batches_that_cannot_be() -> None:
+    policy = random_policy(0)
+    batch = batch_of(policy)
+    with pytest.raises(BatchError, match="has no advantages"):
+        ppo_step(policy, adamw(policy), collate(batch.trajectories))
+    with pytest.raises(BatchError, match="an advantage is infinite"):
+        ppo_step(policy, adamw(policy), batch.replace(advantages=torch.full_like(batch.advantages, math.inf)))
+    for name, value, says in (
+        ("mask", batch.mask.float() * 0.5, r"mask holds 0\.5; give a bool tensor"),
+        ("mask", batch.mask.long(), r"mask is torch\.int64; give a bool tensor"),
+        ("mask", torch.ones_like(batch.mask), r"mask is 1 on padding, first at|mask is 1 at position 0"),
+        ("logprobs", torch.full_like(batch.logprobs, math.nan), "logprobs is not finite where the mask is 1"),
+        ("logprobs", batch.logprobs.abs() + 1, "logprobs is above 0"),
+        ("logprobs", batch.logprobs[:, :-1], r"logprobs has the shape \(.*\), and the batch is"),
+        ("temperatures", batch.temperatures[:-1], r"temperatures has the shape \(7,\).*wanted \(8,\)"),
+        ("temperatures", batch.temperatures * 0, "temperatures is not above 0, first in row 0"),
+        ("versions", batch.versions[:-1], "versions has the shape"),
+        ("rewards", batch.rewards + math.inf, "rewards is not finite"),
+        ("ids", batch.ids - 500, "ids is negative"),
+    ):
+        with pytest.raises(AlignmentError, match=says):
+            ppo_step(policy, adamw(policy), batch.replace(**{name: value}))
+    batch.ids[0, 0] = 400
+    with pytest.raises(BatchError, match="token id 400 and the policy a vocabulary of 400"):
+        ppo_step(policy, adamw(policy), batch)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_step_that_diverges_keeps_the_weights_of_the_last_update(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = random_policy(0)
+    batch = batch_of(policy)
+    wanted = policy.copy()
+    if at:
+        calls = 0
+        real = step.clip_and_step
+
+        def stop(*args: Any) -> float:
+            nonlocal calls
+            calls += 1
+            if calls > at:
+                raise KeyboardInterrupt
+            return real(*args)
+
+        monkeypatch.setattr(step, "clip_and_step", stop)
+        with pytest.raises(KeyboardInterrupt):
+            ppo_step(wanted, adamw(wanted), batch, minibatch=2)
+        monkeypatch.undo()
+    calls = 0
+    real_clip = torch.nn.utils.clip_grad_norm_
+
+    def explode(parameters: Any, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > at:
+            next(iter(parameters)).grad.fill_(math.nan)
+        return real_clip(parameters, *args)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", explode)
+    with pytest.raises(TrainingError, match=f"at policy version {at}: the weights are those before this update"):
+        ppo_step(policy, adamw(policy), batch, minibatch=2)
+    assert torch.equal(weights(policy), weights(wanted))
+    assert policy.version == at
+    assert bool(torch.isfinite(weights(policy)).all())
+
+
+async def test_cancelling_leaves_the_weights_at_an_update_however_often_it_is_done() -> None:
+    policy = random_policy(0)
+    batch = batch_of(policy)
+    boundaries = {0: policy.fingerprint()}
+    twin = policy.copy()
+    real = step.clip_and_step
+
+    def noting(p: Policy, *args: Any) -> float:
+        norm = real(p, *args)
+        boundaries[p.version] = p.fingerprint()
+        return norm
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "clip_and_step", noting)
+        ppo_step(twin, adamw(twin), batch, minibatch=1, epochs=20)
+    going = asyncio.create_task(ppo_step_async(policy, adamw(policy), batch, minibatch=1, epochs=20))
+    while policy.version < 3:
+        await asyncio.sleep(0)
+    for _ in range(5):
+        going.cancel()
+        await asyncio.sleep(0)
+    await asyncio.wait([going])
+    assert going.cancelled()
+    version = policy.version
+    assert policy.fingerprint() == boundaries[version]
+    await asyncio.sleep(0.05)
+    assert policy.version == version < 160, "nothing goes on behind the back of who cancelled it"
+
+
+def test_a_cancel_event_that_is_set_stops_before_the_first_update() -> None:
+    policy = random_policy(0)
+    cancel = threading.Event()
+    cancel.set()
+    with pytest.raises(asyncio.CancelledError):
+        ppo_step(policy, adamw(policy), batch_of(policy), cancel=cancel)
+    assert policy.version == 0
+
+
+async def test_the_async_step_is_the_step() -> None:
+    policy = random_policy(0)
+    batch = batch_of(policy)
+    twin = policy.copy()
+    a = ppo_step(policy, adamw(policy), batch, minibatch=3, epochs=2, seed=4)
+    b = await ppo_step_async(twin, adamw(twin), batch, minibatch=3, epochs=2, seed=4)
+    assert a == b
+    assert torch.equal(weights(policy), weights(twin))
+
+
+def test_the_seed_orders_the_minibatches() -> None:
+    policy = random_policy(0)
+    batch = batch_of(policy)
+    same = [moved(policy, batch, minibatch=2, seed=s) for s in (1, 1, 2)]
+    assert torch.equal(same[0], same[1])
+    assert not torch.equal(same[0], same[2])
+
+
+def test_target_kl_ends_the_epochs() -> None:
+    policy = random_policy(0)
+    batch = batch_of(policy)
+    stats = ppo_step(policy, adamw(policy, 3e-2), batch, epochs=20, minibatch=4, target_kl=0.05)
+    assert stats.stopped_early
+    assert 1 < stats.updates < 40
+    assert stats.approx_kl > 0.01
+
+
+def test_the_gradient_is_clipped_and_told_before_it() -> None:
+    policy = random_policy(0)
+    batch = batch_of(policy, stale=0.1)
+    whole = moved(policy, batch, old_logprobs="engine") - weights(policy)
+    small = moved(policy, batch, old_logprobs="engine", max_grad_norm=1e-3) - weights(policy)
+    assert float(small.norm()) == pytest.approx(1e-3, rel=1e-2)
+    torch.testing.assert_close(small / small.norm(), whole / whole.norm(), atol=1e-4, rtol=0)

@@ -1,0 +1,122 @@
+"""Two processes on one machine do the step of one: the same loss, the same gradients, the same weights."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import agents
+import pytest
+import torch
+from test_ppo_more import Kept, judged, made
+
+from agentfly_kit.batch.batch import Batch
+from agentfly_kit.errors import BatchError
+from agentfly_kit.policy.policy import Policy
+from agentfly_kit.ppo import adamw, gather, ppo_step
+
+pytest.importorskip("accelerate")
+
+CASES: dict[str, dict[str, Any]] = {
+    "ppo": {"minibatch": 5, "epochs": 2, "clip": 0.1, "correction": "token", "entropy_coef": 0.01},
+    "whole minibatch": {"loss": "clip_cov", "aggregate": "seq_mean_token_mean"},
+    "fewer rows than processes": {"loss": "gspo", "minibatch": 1},
+    "value and reference": {"kl_coef": 0.1, "aggregate": "trajectory_mean", "target_kl": 10.0},
+    "stops early": {"minibatch": 4, "epochs": 4, "target_kl": 1e-12},
+}
+NUMBERS = ("loss", "policy_loss", "value_loss", "kl_reference", "approx_kl", "clip_fraction", "ratio_max", "grad_norm")
+
+
+def prepared() -> tuple[Policy, Batch]:
+    policy = Policy(agents.random_policy(3).model, agents.chat(), value_head=True)
+    return policy, judged(policy, made(policy))
+
+
+def run(accelerator: Any = None) -> dict[str, Any]:
+    """Every case: its gradients, its numbers, and the weights after an ordinary step."""
+    out: dict[str, Any] = {}
+    for name, options in CASES.items():
+        policy, batch = prepared()
+        batch = batch.replace(ref_logprobs=batch.logprobs - 0.1)
+        kept = Kept(policy)
+        stats = ppo_step(
+            policy, kept, batch, old_logprobs="engine", max_grad_norm=None, accelerator=accelerator, **options
+        )
+        numbers = {n: getattr(stats, n) for n in NUMBERS} | {"updates": stats.updates, "stopped": stats.stopped_early}
+        out[name] = {"gradients": torch.stack(kept.seen), "numbers": numbers}
+    policy, batch = prepared()
+    ppo_step(policy, adamw(policy, 1e-3), batch, minibatch=4, accelerator=accelerator)
+    out["weights"] = torch.cat([p.detach().flatten() for p in policy.parameters()])
+    if accelerator is not None:
+        # Each process has rows of its own, and all of them step on all rows.
+        half = made(policy, 8, seed=accelerator.process_index)
+        together = gather(half, accelerator)
+        assert len(together) == 16 and len(together.groups.unique()) == 4
+        mine = slice(8 * accelerator.process_index, 8 * accelerator.process_index + 8)
+        assert torch.equal(together.logprobs[mine][together.mask[mine]], half.logprobs[half.mask])
+        ppo_step(policy, adamw(policy), together, old_logprobs="engine", accelerator=accelerator)
+        with pytest.raises(BatchError, match="gather"):
+            ppo_step(policy, adamw(policy), half, old_logprobs="engine", accelerator=accelerator)
+    return out
+
+
+def child(folder: Path) -> None:
+    import accelerate
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    assert accelerator.num_processes == 2
+    torch.save(run(accelerator), folder / f"{accelerator.process_index}.pt")
+    accelerator.end_training()
+
+
+def test_two_processes_make_the_step_of_one(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    here = Path(__file__).resolve().parent
+    shared = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join([str(here), str(here.parent), *sys.path[1:]]),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), str(tmp_path)],
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        alone = run()
+        said = [process.communicate(timeout=200)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    for name in CASES:
+        for rank in ranks:
+            got, wanted = rank[name], alone[name]
+            agents.assert_same_gradient(got["gradients"], wanted["gradients"], name)
+            assert got["numbers"] == pytest.approx(wanted["numbers"], rel=1e-5, abs=1e-6, nan_ok=True), name
+    assert torch.equal(ranks[0]["weights"], ranks[1]["weights"])
+    # Adam divides by the gradient's own size, so what is about 0 may go either way by a step of 1e-3.
+    away = (ranks[0]["weights"] - alone["weights"]).abs()
+    assert float(away.quantile(0.99)) < 1e-5 and float(away.max()) < 1e-2
+    assert alone["stops early"]["numbers"]["stopped"] and alone["stops early"]["numbers"]["updates"] == 1
+
+
+if __name__ == "__main__":
+    child(Path(sys.argv[1]))

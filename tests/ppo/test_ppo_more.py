@@ -1,0 +1,599 @@
+"""Every option of the step, and what it must not depend on: the split, the padding, the order of rows."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import threading
+from typing import Any
+
+import agents
+import pytest
+import torch
+from torch import Tensor
+
+from agentfly_kit import advantages, losses
+from agentfly_kit.batch.batch import Batch, collate, join
+from agentfly_kit.errors import BatchError, PolicyError, SettingsError
+from agentfly_kit.policy.policy import Critic, Policy
+from agentfly_kit.ppo import adamw, ppo_step, shaped_rewards
+from agentfly_kit.trainer.config import TrainConfig
+from agentfly_kit.trainer.loop import train
+from agentfly_kit.types import Sampling, Task, Trajectory, Turn
+
+LOSSES = ("ppo", "reinforce", "gpg", "gspo", "gmpo", "sapo", "cispo", "dppo", "clip_cov", "kl_cov")
+HOWS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed", "trajectory_mean")
+
+
+def trajectories(
+    policy: Policy,
+    count: int = 12,
+    *,
+    seed: int = 0,
+    noise: float = 0.3,
+    sampling: Sampling | None = None,
+    version: int = 0,
+    stop: str = "answered",
+) -> list[Trajectory]:
+    """Chains of random ids in one to three turns, with the policy's own logprobs and noise on them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(low: int, high: int) -> tuple[int, ...]:
+        n = int(torch.randint(low, high, (1,), generator=generator))
+        return tuple(torch.randint(0, policy.vocab_size, (n,), generator=generator).tolist())
+
+    sampling = sampling or Sampling()
+    out = []
+    for i in range(count):
+        plan: list[tuple[str, tuple[int, ...]]] = [("prompt", ids(2, 6))]
+        for _ in range(1 + i % 3):
+            plan += [("action", ids(1, 9)), ("observation", ids(1, 7))]
+        plan = plan[: -1 if i % 2 else None]
+        every = [t for _, part in plan for t in part]
+        positions = list(range(1, len(every)))
+        logp = [0.0, *agents.reference_logprobs(policy, every, positions, sampling.temperature)[0]]
+        turns: list[Turn] = []
+        at = 0
+        for kind, part in plan:
+            where = slice(at, at + len(part))
+            at += len(part)
+            sampled = kind == "action"
+            jitter = (torch.randn(len(part), generator=generator) * noise).tolist()
+            turns.append(
+                Turn(
+                    kind=kind,  # type: ignore[arg-type]
+                    author="policy" if sampled else "tool",
+                    ids=part,
+                    sampled=sampled,
+                    logprobs=tuple(min(a + b, 0.0) for a, b in zip(logp[where], jitter, strict=True))
+                    if sampled
+                    else None,
+                    versions=(version,) * len(part) if sampled else None,
+                    kept_mass=tuple(0.5 + 0.05 * (j % 8) for j in range(len(part)))
+                    if sampled and sampling.truncates
+                    else None,
+                    parent=turns[-1] if turns else None,
+                )
+            )
+        reward = float(torch.randn(1, generator=generator))
+        task = Task(f"t{i // 4}", ({"role": "user", "content": "?"},))
+        out.append(Trajectory(f"c{i}", task, f"g{i // 4}", i % 4, tuple(turns), stop, reward=reward, sampling=sampling))
+    return out
+
+
+def made(policy: Policy, count: int = 12, **options: Any) -> Batch:
+    return collate(trajectories(policy, count, **options), advantages.grpo)
+
+
+def judged(policy: Policy, batch: Batch) -> Batch:
+    """With values, returns and token-level advantages."""
+    values = policy.score(batch, {"value"})["value"]
+    adv, returns = advantages.gae(batch.token_rewards, values, batch.mask)
+    return batch.replace(advantages=adv, returns=returns, values=values)
+
+
+class Kept(torch.optim.SGD):
+    """Does nothing but keep the gradients of every update."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__([p for p in policy.parameters() if p.requires_grad], lr=0.0)
+        self.seen: list[Tensor] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.seen.append(torch.cat([p.grad.flatten().clone() for g in self.param_groups for p in g["params"]]))
+
+
+def gradient(policy: Policy, batch: Batch, **options: Any) -> tuple[Tensor, Any]:
+    """Of one update over the whole batch, and its stats."""
+    kept = Kept(policy)
+    options.setdefault("old_logprobs", "engine")
+    stats = ppo_step(policy, kept, batch, max_grad_norm=None, **options)
+    policy.version = 0
+    return torch.cat(kept.seen), stats
+
+
+def plain(policy: Policy, batch: Batch, function: Any, how: str, **options: Any) -> Tensor:
+    """The same by the definition: one padded forward of the whole model, autograd through everything."""
+    policy.model.zero_grad()
+    logits = policy.model(input_ids=batch.ids, attention_mask=batch.attention.long(), use_cache=False).logits
+    logp = torch.log_softmax(logits / batch.temperatures[:, None, None], -1)
+    each = torch.zeros(batch.ids.shape)
+    each[:, 1:] = logp[:, :-1].gather(-1, batch.ids[:, 1:, None])[..., 0]
+    per_token = function(each, batch.logprobs, batch.advantages, batch.mask)
+    more = {"trajectory_index": batch.trajectory_index} if how == "trajectory_mean" else {}
+    loss = losses.aggregate(per_token, batch.mask, how, **more, **options)
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in policy.model.parameters()]).clone()
+
+
+# --- losses --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_has_the_gradient_of_its_definition_whatever_the_split(name: str) -> None:
+    policy = agents.random_policy(3)
+    batch = made(policy)
+    function = functools.partial(getattr(losses, name), **({"seed": 5} if name == "clip_cov" else {}))
+    wanted = plain(policy, batch, function, "seq_mean_token_mean")
+    for micro in (1, 40, 10_000):
+        got, stats = gradient(policy, batch, loss=name, aggregate="seq_mean_token_mean", micro_tokens=micro, seed=5)
+        agents.assert_same_gradient(got, wanted)
+        assert stats.tokens == int(batch.mask.sum())
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_every_aggregate_has_the_gradient_of_its_definition(how: str) -> None:
+    policy = agents.random_policy(4)
+    batch = made(policy)
+    options = {"denominator": 20.0} if how == "fixed" else {}
+    wanted = plain(policy, batch, losses.ppo, how, **options)
+    got, _ = gradient(policy, batch, aggregate=how, micro_tokens=40, **options)
+    agents.assert_same_gradient(got, wanted)
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_a_batch_wide_loss_counts_rows_without_advantage(name: str) -> None:
+    """Means and the choice of tokens are over the whole minibatch, so no row may be left out."""
+    policy = agents.random_policy(3)
+    batch = made(policy)
+    zero = batch.advantages.clone()
+    zero[::3] = 0.0
+    batch = batch.replace(advantages=zero)
+    options = {"share": 0.2, "low": 0.0} if name == "clip_cov" else {"share": 0.2}
+    function = functools.partial(getattr(losses, name), **options)
+    seeded = functools.partial(function, seed=2) if name == "clip_cov" else function
+    wanted = plain(policy, batch, seeded, "token_mean")
+    got, stats = gradient(policy, batch, loss=function, micro_tokens=30, seed=2)
+    agents.assert_same_gradient(got, wanted)
+    assert stats.dropped_groups == 0
+
+
+def test_a_clip_reaches_the_loss_and_one_that_does_not_fit_is_refused() -> None:
+    policy = agents.random_policy(3)
+    batch = made(policy)
+    got, _ = gradient(policy, batch, loss="gspo", clip=0.1, clip_high=0.3)
+    wanted = plain(policy, batch, functools.partial(losses.gspo, clip=0.1, clip_high=0.3), "token_mean")
+    agents.assert_same_gradient(got, wanted)
+    for options, said in (
+        ({"loss": "sapo", "clip": 0.2}, "takes no clip"),
+        ({"loss": "cispo", "dual_clip": 3.0}, "takes no dual_clip"),
+        ({"loss": losses.ppo, "clip": 0.2}, "functools.partial"),
+        ({"loss": "grpo"}, "give one of ppo"),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            gradient(policy, batch, **options)
+
+
+def test_a_loss_without_a_gradient_is_refused() -> None:
+    policy = agents.random_policy(3)
+    with pytest.raises(SettingsError, match="without a gradient"):
+        gradient(policy, made(policy), loss=lambda logp, old, adv, mask: logp.detach() * adv)
+
+
+def test_clip_fraction_is_the_tokens_that_get_nothing() -> None:
+    policy = agents.random_policy(3)
+    batch = made(policy, noise=0.5)
+    _, stats = gradient(policy, batch, clip=0.1, micro_tokens=50, detail=True)
+    now = policy.score(batch, {"logprob"})["logprob"]
+    wanted = losses.clip_fraction(now, batch.logprobs, batch.advantages, batch.mask, 0.1)
+    assert 0.1 < stats.clip_fraction < 0.9
+    assert stats.clip_fraction == pytest.approx(float(wanted), abs=1e-6)
+    binds = losses.clipped(now, batch.logprobs, batch.advantages, batch.mask, 0.1)
+    assert (stats.detail["clipped"][batch.mask] == binds[batch.mask].float().numpy()).all()
+    assert stats.approx_kl == pytest.approx(float(losses.approx_kl(now, batch.logprobs, batch.mask)), rel=1e-4)
+
+
+# --- everything at once, whatever the split ------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", [True, "separate"])
+def test_all_terms_together_do_not_depend_on_the_split(head: Any) -> None:
+    policy = Policy(agents.random_policy(6).model, agents.chat(), value_head=head)
+    torch.manual_seed(0)
+    weight = policy.value_head.head.weight if isinstance(policy.value_head, Critic) else policy.value_head.weight
+    torch.nn.init.normal_(weight, std=0.1)
+    batch = judged(policy, made(policy, version=0))
+    reference = agents.random_policy(7)
+    options: dict[str, Any] = {
+        "reference": reference,
+        "kl_coef": 0.1,
+        "kl_kind": "k3+",
+        "entropy_coef": 0.02,
+        "value_clip": 0.1,
+        "correction": {"level": "sequence", "cap": 5.0},
+        "old_logprobs": "recompute",
+    }
+    whole, one = gradient(policy, batch, micro_tokens=10_000, **options)
+    for micro in (1, 60):
+        parts, many = gradient(policy, batch, micro_tokens=micro, **options)
+        agents.assert_same_gradient(parts, whole)
+        for name in ("loss", "policy_loss", "value_loss", "kl_reference", "approx_kl", "effective_sample_size"):
+            assert getattr(many, name) == pytest.approx(getattr(one, name), rel=1e-4, abs=1e-6), name
+    again, _ = gradient(policy, batch, checkpointing=True, **options)
+    agents.assert_same_gradient(again, whole)
+
+
+def test_a_separate_critic_gives_the_policy_no_gradient() -> None:
+    policy = Policy(agents.random_policy(6).model, agents.chat(), value_head="separate")
+    batch = judged(policy, made(policy))
+    none = batch.replace(advantages=torch.zeros(batch.ids.shape))
+    kept = Kept(policy)
+    ppo_step(policy, kept, none, old_logprobs="engine", max_grad_norm=None)
+    own = sum(p.numel() for p in policy.model.parameters())
+    assert not kept.seen[0][:own].any()
+    assert kept.seen[0][own:].any()
+    assert [len(g["params"]) > 0 for g in adamw(policy).param_groups] == [True] * 3
+
+
+def test_checkpointing_and_autocast_leave_the_model_as_it_was() -> None:
+    policy = agents.random_policy(6)
+    before = [m.training for m in policy.model.modules()]
+    batch = made(policy)
+    whole, exact = gradient(policy, batch)
+    kept, _ = gradient(policy, batch, checkpointing=True)
+    torch.testing.assert_close(kept, whole, rtol=1e-5, atol=1e-7)
+    half, stats = gradient(policy, batch, autocast="bfloat16", old_logprobs="auto")
+    full, _ = gradient(policy, batch, old_logprobs="recompute")
+    assert torch.nn.functional.cosine_similarity(half, full, dim=0) > 0.95
+    assert stats.sampler_gap > 1e-4  # so the ratio is taken against what the same precision says
+    assert stats.ratio_max == pytest.approx(1.0, abs=0.03)
+    assert exact.ratio_max > 1.1
+    assert [m.training for m in policy.model.modules()] == before
+    assert all(p.dtype == torch.float32 for p in policy.parameters())
+    with pytest.raises(SettingsError, match="autocast"):
+        gradient(policy, batch, autocast="float16")
+
+
+# --- KL ------------------------------------------------------------------------------------------
+
+
+def test_shaped_rewards_by_hand() -> None:
+    policy, reference = agents.random_policy(1), agents.random_policy(2)
+    batch = made(policy, 4, noise=0.0)
+    with pytest.raises(BatchError, match="ref_logprobs"):
+        shaped_rewards(batch, 0.1)
+    ref = reference.score(batch, {"logprob"})["logprob"]
+    shaped = shaped_rewards(batch.replace(ref_logprobs=ref), 0.1)
+    for i in range(len(batch)):
+        for t in range(batch.ids.shape[1]):
+            if batch.mask[i, t]:
+                wanted = batch.token_rewards[i, t] - 0.1 * (batch.logprobs[i, t] - ref[i, t])
+                assert float(shaped[i, t]) == pytest.approx(float(wanted), abs=1e-6)
+            else:
+                assert torch.isnan(shaped[i, t])
+
+
+def test_a_kl_in_the_reward_is_reported_and_not_added() -> None:
+    policy, reference = agents.random_policy(1), agents.random_policy(2)
+    batch = made(policy)
+    none, _ = gradient(policy, batch)
+    reported, stats = gradient(policy, batch, kl_coef=0.5, kl_in="reward", reference=reference)
+    torch.testing.assert_close(reported, none)
+    ref = reference.score(batch, {"logprob"})["logprob"]
+    mean = losses.kl(batch.logprobs, ref, "k3", batch.mask).sum() / batch.mask.sum()
+    assert stats.kl_reference == pytest.approx(float(mean), rel=1e-5)
+    added, _ = gradient(policy, batch.replace(ref_logprobs=ref), kl_coef=0.5)
+    scored, _ = gradient(policy, batch, kl_coef=0.5, reference=reference)
+    torch.testing.assert_close(added, scored)
+    assert not torch.allclose(added, none)
+    with pytest.raises(SettingsError, match="needs reference="):
+        gradient(policy, batch, kl_coef=0.5)
+
+
+# --- correction ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_correction_weighs_by_trainer_over_sampler(level: str) -> None:
+    policy = agents.random_policy(1)
+    batch = made(policy, noise=0.4)
+    now = policy.score(batch, {"logprob"})["logprob"]
+    weights = losses.importance_weights(now, batch.logprobs, batch.mask, level=level)  # type: ignore[arg-type]
+
+    def weighed(logp: Tensor, old: Tensor, adv: Tensor, mask: Tensor) -> Tensor:
+        return losses.ppo(logp, now, adv, mask) * weights
+
+    wanted = plain(policy, batch, weighed, "token_mean")
+    got, stats = gradient(policy, batch, old_logprobs="recompute", correction=level, detail=True)
+    agents.assert_same_gradient(got, wanted)
+    ess = losses.effective_sample_size(weights, batch.mask, level=level)  # type: ignore[arg-type]
+    assert stats.effective_sample_size == pytest.approx(float(ess), rel=1e-5)
+    assert 0 < stats.effective_sample_size < 1
+    torch.testing.assert_close(torch.tensor(stats.detail["weight"])[batch.mask], weights[batch.mask])
+
+
+def test_correction_can_mask_and_says_what_it_does_not_know() -> None:
+    policy = agents.random_policy(1)
+    batch = made(policy, noise=2.0)
+    _, stats = gradient(
+        policy, batch, old_logprobs="recompute", correction={"cap": 1.5, "floor": 0.7, "beyond": "mask"}, detail=True
+    )
+    weights = torch.tensor(stats.detail["weight"])[batch.mask]
+    assert (weights == 0).any() and ((weights == 0) | ((weights >= 0.7) & (weights <= 1.5))).all()
+    with pytest.raises(SettingsError, match="roof"):
+        gradient(policy, batch, correction={"roof": 2.0})
+    with pytest.raises(SettingsError, match="level"):
+        gradient(policy, batch, correction="row")
+
+
+def test_truncated_sampling_is_refused_or_corrected_by_the_kept_mass() -> None:
+    policy = agents.random_policy(1)
+    cut = trajectories(policy, noise=0.0, sampling=Sampling(top_p=0.9))
+    with pytest.raises(BatchError, match="top-p"):
+        collate(cut, advantages.grpo)
+    batch = collate(cut, advantages.grpo, allow_truncated_sampling=True)
+    assert batch.kept_mass is not None and torch.isnan(batch.kept_mass[~batch.mask]).all()
+    with pytest.raises(BatchError, match="correction="):
+        gradient(policy, batch)
+    _, stats = gradient(policy, batch, correction="token", detail=True)
+    # The engine's logprobs are the policy's, so all that the sampler did otherwise is in what was kept.
+    torch.testing.assert_close(torch.tensor(stats.detail["weight"])[batch.mask], batch.kept_mass[batch.mask])
+    lost = [
+        t.replace(
+            turns=tuple(Turn(u.kind, u.author, u.ids, u.sampled, u.logprobs, versions=u.versions) for u in t.turns)
+        )
+        for t in cut
+    ]
+    with pytest.raises(BatchError, match="did not record"):
+        collate(lost, advantages.grpo, allow_truncated_sampling=True)
+
+
+# --- truncation ----------------------------------------------------------------------------------
+
+
+def test_a_truncated_chain_can_pay_a_penalty() -> None:
+    policy = agents.random_policy(1)
+    ended, cut = trajectories(policy, 4), trajectories(policy, 4, stop="max_turns")
+    group = [t.replace(group="g", id=f"{t.id}-{t.stop}") for t in (*ended, *cut)]
+    plain_batch = collate(group, advantages.grpo)
+    batch = collate(group, advantages.grpo, truncated="penalty", penalty=2.0)
+    torch.testing.assert_close(batch.rewards, plain_batch.rewards - 2.0 * batch.truncated)
+    wanted = advantages.grpo(batch.rewards, [0] * 8)
+    torch.testing.assert_close(torch.stack([batch.advantages[i][batch.mask[i]][0] for i in range(8)]), wanted)
+    with pytest.raises(SettingsError, match="'penalty'"):
+        collate(group, truncated="fine")  # type: ignore[arg-type]
+
+
+def test_end_values_are_those_of_the_state_after_the_last_token() -> None:
+    for head in (True, "separate"):
+        policy = Policy(agents.random_policy(6).model, agents.chat(), value_head=head)  # type: ignore[arg-type]
+        weight = policy.value_head.head.weight if isinstance(policy.value_head, Critic) else policy.value_head.weight
+        torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(1))
+        batch = made(policy)
+        ends = policy.bootstrap_values(batch, micro_tokens=40)
+        for i in range(len(batch)):
+            n = int(batch.lengths[i])
+            longer = torch.cat([batch.ids[i : i + 1, :n], torch.zeros(1, 1, dtype=torch.int64)], 1)
+            mask = torch.zeros(1, n + 1, dtype=torch.bool)
+            mask[0, n] = True
+            with torch.no_grad():
+                value = policy.forward(longer, mask, torch.ones(1), value=True).value
+            assert float(ends[i]) == pytest.approx(float(value), abs=1e-5)
+
+
+# --- joining -------------------------------------------------------------------------------------
+
+
+def test_joined_batches_are_the_batch_of_all() -> None:
+    policy = agents.random_policy(1)
+    every = trajectories(policy, 12)
+    parts = [collate(part, advantages.grpo) for part in (every[:4], every[4:])]
+    both, whole = join(parts), collate(every, advantages.grpo)
+    for name in (
+        "ids",
+        "mask",
+        "attention",
+        "lengths",
+        "rewards",
+        "groups",
+        "trajectory_index",
+        "versions",
+        "truncated",
+    ):
+        assert torch.equal(getattr(both, name), getattr(whole, name)), name
+    for name in ("logprobs", "advantages", "token_rewards"):
+        torch.testing.assert_close(getattr(both, name), getattr(whole, name), equal_nan=True)
+    assert both.returns is None and both.num_given == whole.num_given and len(both) == 12
+
+
+# --- LoRA ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("policy")
+    return agents.shipped().copy().save(folder)
+
+
+def test_an_adapter_learns_and_its_base_is_the_reference(saved: Any, tmp_path: Any) -> None:
+    pytest.importorskip("peft")
+    policy = Policy.load(saved, lora=4)
+    assert "adapter" in repr(policy)
+    base = agents.shipped()
+    batch = made(base, 8, noise=0.0)
+    reference = policy.reference()
+    torch.testing.assert_close(
+        reference.score(batch, {"logprob"})["logprob"], base.score(batch, {"logprob"})["logprob"], equal_nan=True
+    )
+    frozen = {k: v.clone() for k, v in policy.model.state_dict().items() if "lora_" not in k}
+    stats = ppo_step(policy, adamw(policy, 1e-2), batch, reference=reference, kl_coef=0.01, epochs=3)
+    assert stats.kl_reference > 0
+    assert all(torch.equal(v, frozen[k]) for k, v in policy.model.state_dict().items() if k in frozen)
+    moved = policy.score(batch, {"logprob"})["logprob"]
+    kept = reference.score(batch, {"logprob"})["logprob"]
+    torch.testing.assert_close(kept, base.score(batch, {"logprob"})["logprob"], equal_nan=True)
+    assert float((moved - kept)[batch.mask].abs().max()) > 0.1
+    # On disk: the adapter alone, and the merged model for engines that know no adapters.
+    again = Policy.load(policy.save(tmp_path / "adapter"))
+    assert not (tmp_path / "adapter" / "model.safetensors").exists()
+    torch.testing.assert_close(again.score(batch, {"logprob"})["logprob"], moved, equal_nan=True)
+    merged = Policy.load(policy.merged().save(tmp_path / "merged"))
+    torch.testing.assert_close(merged.score(batch, {"logprob"})["logprob"], moved, equal_nan=True, rtol=1e-4, atol=1e-4)
+    assert set(policy.state()) == {k for k in policy.model.state_dict() if "lora_" in k}
+    other = Policy.load(saved, lora=4)
+    other.load_state(policy.state())
+    assert other.fingerprint() == policy.fingerprint()
+    with pytest.raises(PolicyError, match="another adapter"):
+        other.load_state(base.state())
+
+
+async def test_an_engine_samples_with_the_adapter(saved: Any) -> None:
+    pytest.importorskip("peft")
+    policy = Policy.load(saved, lora=4)
+    ppo_step(policy, adamw(policy, 1e-2), made(agents.shipped(), 8, noise=0.0))
+    rollout = await agents.agent(policy).rollout(agents.tasks(2), group_size=2)
+    batch = collate(rollout)
+    scored = policy.score(batch, {"logprob"})["logprob"]
+    assert float((scored - batch.logprobs)[batch.mask].abs().max()) < 1e-4
+
+
+def test_lora_settings_that_cannot_be(saved: Any) -> None:
+    pytest.importorskip("peft")
+    with pytest.raises(SettingsError, match="rank"):
+        Policy.load(saved, lora=0)
+    with pytest.raises(SettingsError, match="lora_dropout"):
+        Policy.load(saved, lora={"r": 4, "lora_dropout": 0.1})
+
+
+def test_a_critic_is_saved_apart_and_comes_back(tmp_path: Any) -> None:
+    policy = Policy(agents.shipped().copy().model, agents.chat(), value_head="separate")
+    batch = judged(policy, made(policy))
+    ppo_step(policy, adamw(policy, 1e-3), batch, old_logprobs="engine")
+    folder = policy.save(tmp_path)
+    again = Policy.load(folder, value_head="separate")
+    assert again.fingerprint() == policy.fingerprint()
+    assert "separate critic" in repr(again)
+    with pytest.raises(PolicyError, match="shared trunk"):
+        Policy.load(folder, value_head=True)
+    with pytest.raises(SettingsError, match="'separate'"):
+        Policy(policy.model, agents.chat(), value_head="apart")  # type: ignore[arg-type]
+    assert Policy.load(folder).value_head is None
+
+
+# --- cancelling ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ppo", "kl_cov"])
+def test_cancelling_leaves_the_last_update(name: Any) -> None:
+    policy = agents.random_policy(1)
+    batch = made(policy)
+    before = policy.fingerprint()
+    cancel = threading.Event()
+    cancel.set()
+    with pytest.raises(asyncio.CancelledError):
+        ppo_step(policy, adamw(policy), batch, old_logprobs="engine", loss=name, cancel=cancel)
+    assert policy.fingerprint() == before and policy.version == 0
+
+
+# --- through the loop ----------------------------------------------------------------------------
+
+SMALL = TrainConfig(steps=2, tasks_per_step=2, group_size=4, minibatch=None, epochs=1, seed=3)
+
+
+def learner(**settings: Any) -> tuple[Any, Policy]:
+    policy = agents.fresh(value_head=settings.pop("value_head", False))
+    return agents.agent(policy, **settings), policy
+
+
+async def test_a_kl_in_the_reward_of_an_outcome_is_its_sum_over_the_row() -> None:
+    agent, policy = learner()
+    run = train(agent, policy, agents.tasks(4), SMALL.replace(kl_coef=0.2, kl_in="reward"))
+    rollout = await agent.rollout(agents.tasks(2), group_size=4)
+    builder = run._batch_builder
+    builder.reference = agents.random_policy(1)
+    batch = builder.build(rollout, 0.2)
+    ref = builder.reference.score(batch, {"logprob"})["logprob"]
+    whole = torch.where(batch.mask, batch.logprobs - ref, 0.0).sum(1)
+    wanted = advantages.grpo(batch.rewards - 0.2 * whole, batch.groups)
+    first = torch.stack([batch.advantages[i][batch.mask[i]][0] for i in range(len(batch))])
+    torch.testing.assert_close(first, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(batch.ref_logprobs, ref, equal_nan=True)
+    # By token, for an estimator of token rewards.
+    builder.config = builder.config.replace(advantage="reinforce_plus_plus", whiten=False)
+    batch = builder.build(rollout, 0.2)
+    wanted = advantages.reinforce_plus_plus(
+        torch.where(batch.mask, shaped_rewards(batch.replace(ref_logprobs=ref), 0.2), 0.0), batch.mask, whiten=False
+    )
+    torch.testing.assert_close(batch.advantages[batch.mask], wanted[batch.mask])
+
+
+async def test_a_cut_chain_is_credited_with_the_value_of_where_it_stood() -> None:
+    agent, policy = learner(value_head=True, max_turns=1)
+    torch.nn.init.normal_(policy.value_head.weight, std=0.3, generator=torch.Generator().manual_seed(0))
+    config = SMALL.replace(advantage="gae", truncated="bootstrap", whiten=False)
+    run = train(agent, policy, agents.tasks(4), config)
+    rollout = await agent.rollout(agents.tasks(4), group_size=4)
+    batch = run._batch_builder.build(rollout, 0.0)
+    assert batch.truncated.any() and not batch.truncated.all()
+    ends = torch.where(batch.truncated, policy.bootstrap_values(batch), 0.0)
+    rewards = torch.where(batch.mask, batch.token_rewards, 0.0)
+    values = policy.score(batch, {"value"})["value"]
+    wanted = advantages.gae(rewards, values, batch.mask, lam=0.95, bootstrap=ends)[0]
+    torch.testing.assert_close(batch.advantages[batch.mask], wanted[batch.mask])
+    without = advantages.gae(rewards, values, batch.mask, lam=0.95)[0]
+    differs = (wanted - without).abs().amax(1) > 1e-4
+    assert torch.equal(differs, batch.truncated)
+    with pytest.raises(SettingsError, match="advantage='gae'"):
+        TrainConfig(truncated="bootstrap")
+
+
+async def test_the_kl_coefficient_adapts_and_survives_a_stop(tmp_path: Any) -> None:
+    agent, policy = learner()
+    config = SMALL.replace(steps=3, kl_coef=0.1, kl_target=1e-3, kl_horizon=100, lr=1e-3, lr_end=None)
+    seen = []
+    async for step in train(agent, policy, agents.tasks(4), config, run=tmp_path / "a"):
+        seen.append((step.record["kl_coef"], step.record["kl_reference"]))
+    for (coef, kl), (after, _) in itertools.pairwise(seen):
+        assert after == pytest.approx(losses.adaptive_kl_coef(coef, kl, target=1e-3, steps=8, horizon=100))
+    assert seen[0][0] == 0.1 and seen[1][0] < 0.1
+    agent, policy = learner()
+    async for _ in train(agent, policy, agents.tasks(4), config, run=tmp_path / "b"):
+        break
+    agent, policy = learner()
+    again = await train(agent, policy, agents.tasks(4), config, run=tmp_path / "b")
+    assert [r["kl_coef"] for r in again.records] == [coef for coef, _ in seen]
+    with pytest.raises(SettingsError, match="kl_target"):
+        TrainConfig(kl_target=0.1)
+
+
+async def test_top_p_can_be_trained_on_with_a_correction() -> None:
+    agent, policy = learner(sampling=Sampling(max_tokens=32, top_p=0.9))
+    config = SMALL.replace(steps=1, correction="token", loss="cispo", autocast=None, checkpointing=True)
+    async for step in train(agent, policy, agents.tasks(4), config):
+        assert 0 < step.stats.effective_sample_size <= 1
+        assert step.record["effective_sample_size"] == step.stats.effective_sample_size
+
+
+def test_a_weighted_kl_is_the_kl_times_the_ratio() -> None:
+    policy, reference = agents.random_policy(1), agents.random_policy(2)
+    batch = made(policy)
+    ref = reference.score(batch, {"logprob"})["logprob"]
+
+    def both(logp: Tensor, old: Tensor, adv: Tensor, mask: Tensor) -> Tensor:
+        ratio = torch.where(mask, logp - old, 0.0).exp()
+        return losses.ppo(logp, old, adv, mask) + 0.3 * ratio * losses.kl(logp, ref, "k3", mask)
+
+    wanted = plain(policy, batch, both, "token_mean")
+    got, _ = gradient(policy, batch.replace(ref_logprobs=ref), kl_coef=0.3, kl_weighted=True, micro_tokens=50)
+    agents.assert_same_gradient(got, wanted)

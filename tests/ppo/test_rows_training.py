@@ -1,0 +1,790 @@
+"""Several rows a trajectory in training: what each token weighs, whose advantage it has, and which update it is in."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import agents
+import pytest
+import torch
+from test_ppo_more import gradient
+from torch import Tensor
+
+from agentfly_kit import advantages, losses
+from agentfly_kit.agent.chain import Chain
+from agentfly_kit.batch.batch import Batch, collate, join
+from agentfly_kit.errors import AlignmentError, BatchError, RunMismatch, SettingsError
+from agentfly_kit.policy.policy import Policy
+from agentfly_kit.ppo.micro_batch import minibatches
+from agentfly_kit.trainer.config import TrainConfig
+from agentfly_kit.trainer.loop import TrainRun, train
+from agentfly_kit.types import Task, Trajectory, Turn
+
+TASK = Task("t", ({"role": "user", "content": "?"},))
+Plan = list[list[tuple[str, int]]]
+"""Of each row its turns: (author, tokens); "policy" and roles of upper case sample, others do not."""
+
+
+def trajectory(
+    policy: Policy | None,
+    plan: Plan,
+    *,
+    name: str = "g/0",
+    reward: float | None = 1.0,
+    turn_rewards: dict[int, float] | None = None,
+    stop: str = "answered",
+    seed: int = 0,
+    noise: float = 0.3,
+    before: Trajectory | None = None,
+    keep: int = 0,
+) -> Trajectory:
+    """Rows of random ids with the policy's own logprobs and noise on them (without a policy, -1 and noise).
+
+    before, keep: a fork that shares the first `keep` turns, as objects.
+    """
+    g = torch.Generator().manual_seed(seed)
+    turns: list[Turn] = list(before.turns[:keep]) if before is not None else []
+    skip = keep
+    for r, row in enumerate(plan):
+        ids: list[int] = [i for t in turns if t.row == r for i in t.ids or ()]
+        for author, n in row:
+            if skip:
+                skip -= 1
+                continue
+            new = torch.randint(7, 390, (n,), generator=g).tolist()
+            sampled = author == "policy" or author.isupper()
+            at = range(len(ids), len(ids) + n)
+            ids += new
+            logp = [-1.0] * n
+            if policy is not None and sampled:
+                logp = agents.reference_logprobs(policy, ids, list(at))[0]
+            jitter = (torch.randn(n, generator=g) * noise).tolist()
+            turns.append(
+                Turn(
+                    "action" if sampled else "prompt" if not ids[: len(ids) - n] else "observation",
+                    author,
+                    tuple(new),
+                    sampled=sampled,
+                    logprobs=tuple(min(a + b, 0.0) for a, b in zip(logp, jitter, strict=True)) if sampled else None,
+                    entropies=(1.0,) * n if sampled else None,
+                    versions=(0,) * n if sampled else None,
+                    reward=(turn_rewards or {}).get(len(turns)),
+                    seed=1000 * seed + len(turns) if sampled else None,
+                    parent=turns[-1] if turns else None,
+                    row=r,
+                )
+            )
+    group, _, chain = name.partition("/")
+    return Trajectory(name, TASK, group, int(chain.split(".")[0]), tuple(turns), stop, reward)
+
+
+def folded(policy: Policy | None, *, seed: int = 0, count: int = 8, most: int = 4) -> list[Trajectory]:
+    """Trajectories of one to `most` rows of random turns, in groups of four."""
+    rng = random.Random(seed)
+    out = []
+    for i in range(count):
+        plan: Plan = []
+        for _ in range(rng.randint(1, most)):
+            row = [("task", rng.randint(2, 5))]
+            for _ in range(rng.randint(1, 2)):
+                row += [("policy", rng.randint(1, 6)), ("tool", rng.randint(0, 4))]
+            plan.append(row)
+        out.append(
+            trajectory(
+                policy,
+                plan,
+                name=f"g{i // 4}/{i % 4}",
+                reward=rng.choice([0.0, 1.0, rng.random()]),
+                seed=100 * seed + i,
+            )
+        )
+    return out
+
+
+# --- collate -------------------------------------------------------------------------------------
+
+
+def test_every_row_is_a_row_of_the_batch() -> None:
+    given = folded(None, seed=1)
+    batch = collate(given, advantages.grpo)
+    every = [(t, row) for t in given for row in t.rows]
+    assert len(batch) == len(every) > len(given)
+    assert batch.rows == tuple(row for _, row in every)
+    assert [t.id for t in batch.trajectories] == [t.id for t, _ in every]
+    assert batch.row_index.tolist() == [row.index for _, row in every]
+    for i, (t, row) in enumerate(every):
+        n = len(row)
+        assert batch.ids[i, :n].tolist() == row.ids.tolist()
+        assert batch.mask[i, :n].tolist() == row.action_mask.tolist()
+        assert not batch.mask[i, n:].any()
+        torch.testing.assert_close(batch.logprobs[i, :n], torch.tensor(row.logprobs), equal_nan=True)
+        assert float(batch.rewards[i]) == pytest.approx(float(t.reward or 0))
+    assert batch.trajectory_index.tolist() == [given.index(t) for t, _ in every]
+    assert batch.num_given == len(given)
+    assert batch.first_rows.tolist() == [i for i, (_, row) in enumerate(every) if row.index == 0]
+
+
+def test_one_advantage_a_trajectory_or_one_a_row() -> None:
+    """The success has three rows, the failure one: docs/conventions.md has the same numbers."""
+    success = trajectory(None, [[("task", 2), ("policy", 2)]] * 3, name="g/0")
+    failure = trajectory(None, [[("task", 2), ("policy", 2)]], name="g/1", reward=0.0, seed=1)
+    once = collate([success, failure], advantages.grpo)
+    assert once.advantages[:, 2].tolist() == pytest.approx([0.7071, 0.7071, 0.7071, -0.7071], abs=1e-4)
+    each = collate([success, failure], advantages.grpo, per="row")
+    assert each.advantages[:, 2].tolist() == pytest.approx([0.5, 0.5, 0.5, -1.5], abs=1e-4)
+    again = advantages.trajectory_level(once.rewards, once.groups, trajectory_index=once.trajectory_index)
+    torch.testing.assert_close(once.advantages[:, 2], again)
+    given = collate([success, failure], [1.0, 2.0]).advantages[:, 2]
+    assert given.tolist() == [1, 1, 1, 2]
+    assert collate([success, failure], [1.0, 2.0, 3.0, 4.0], per="row").advantages[:, 2].tolist() == [1, 2, 3, 4]
+    with pytest.raises(AlignmentError, match=r"one a trajectory \(2,\)"):
+        collate([success, failure], [1.0, 2.0, 3.0])
+    with pytest.raises(SettingsError, match="per='token'"):
+        collate([success], advantages.grpo, per="token")  # type: ignore[arg-type]
+
+
+def test_rows_of_dropped_trajectories_count_where_rows_are_compared() -> None:
+    """As their trajectories do: cut ones that are masked have their say, unscored ones have none."""
+    cut = trajectory(None, [[("task", 2), ("policy", 2)]] * 2, name="g/0", reward=0.0, stop="timeout")
+    good = trajectory(None, [[("task", 2), ("policy", 2)]], name="g/1", seed=1)
+    lost = trajectory(None, [[("task", 2), ("policy", 2)]] * 2, name="g/2", reward=None, stop="error", seed=2)
+    batch = collate([cut, good, lost], advantages.dr_grpo, truncated="mask", per="row")
+    assert batch.advantages[:, 2].tolist() == pytest.approx([2 / 3])
+    assert collate([cut, good, lost], advantages.dr_grpo, truncated="mask").advantages[0, 2] == pytest.approx(0.5)
+
+
+def test_rewards_stand_where_they_were_earned() -> None:
+    plan: Plan = [[("task", 1), ("policy", 2), ("tool", 1)], [("hook", 1), ("policy", 1), ("tool", 1), ("policy", 2)]]
+    t = trajectory(None, plan, reward=10.0, turn_rewards={2: 0.5, 3: 0.25, 4: 2.0, 5: 0.125})
+    batch = collate([t])
+    nan = math.nan
+    # The prompt of the second row has a reward, and nothing was sampled before it there: what came before earned it.
+    torch.testing.assert_close(
+        batch.token_rewards,
+        torch.tensor([[nan, 0, 0.75, nan, nan], [nan, 2.125, nan, 0, 10]]),
+        equal_nan=True,
+    )
+    assert batch.truncated.tolist() == [False, False]
+    assert collate([t.replace(stop="timeout")]).truncated.tolist() == [False, True]
+    with pytest.raises(BatchError, match="turn 0 has a reward"):
+        collate([trajectory(None, plan, turn_rewards={0: 1.0})])
+
+
+def test_a_row_in_which_nothing_was_sampled_is_left_out_and_the_reward_moves() -> None:
+    t = trajectory(None, [[("task", 1), ("policy", 1)], [("hook", 2)], [("hook", 1), ("person", 1)]], reward=3.0)
+    batch = collate([t], advantages.dr_grpo)
+    assert len(batch) == 1
+    assert float(batch.token_rewards[0, 1]) == 3.0
+    assert [(d.trajectory, d.row, d.reason) for d in batch.dropped] == [
+        ("g/0", 1, "no token was sampled by a policy"),
+        ("g/0", 2, "no token was sampled by a policy"),
+    ]
+
+
+def test_a_mask_of_authors() -> None:
+    plan: Plan = [[("task", 1), ("WHITE", 2), ("BLACK", 2), ("WHITE", 1)], [("hook", 1), ("BLACK", 1)]]
+    t = trajectory(None, plan, reward=1.0, turn_rewards={1: 0.5, 2: 0.25, 5: 0.125})
+    batch = collate([t], [2.0], authors="WHITE")
+    nan = math.nan
+    assert batch.mask.tolist() == [[False, True, True, False, False, True]]
+    for name, wanted in {
+        "advantages": [[nan, 2, 2, nan, nan, 2]],
+        "token_rewards": [[nan, 0, 0.5, nan, nan, 1]],  # black's are black's
+    }.items():
+        torch.testing.assert_close(getattr(batch, name), torch.tensor(wanted), equal_nan=True)
+    for name in ("logprobs", "entropies"):
+        assert torch.isnan(getattr(batch, name)).tolist() == (~batch.mask).tolist()
+    assert (batch.versions >= 0).tolist() == batch.mask.tolist()
+    both = collate([t], [2.0], authors=["WHITE", "BLACK"])
+    torch.testing.assert_close(both.mask, collate([t], [2.0]).mask)
+    only = trajectory(None, [[("task", 1), ("BLACK", 2)]], name="g/1")
+    assert [d.reason for d in collate([t, only], [1.0, 1.0], authors="WHITE").dropped] == [
+        "no token was sampled by WHITE",
+        "no token was sampled by WHITE",
+    ]
+    with pytest.raises(
+        BatchError, match=r"authors='GREY': 'GREY' sampled nothing here; give some of.*'BLACK', 'WHITE'"
+    ):
+        collate([t], authors="GREY")
+    with pytest.raises(BatchError, match=r"authors=\(\)"):
+        collate([t], authors=())
+
+
+def test_the_tokens_of_other_authors_get_no_gradient() -> None:
+    """The gradient with white's mask and with black's add up to that of both: under a token sum, exactly."""
+    policy = agents.random_policy(3)
+    plan: Plan = [[("task", 2), ("WHITE", 3), ("BLACK", 4), ("WHITE", 2)], [("hook", 2), ("BLACK", 3), ("WHITE", 1)]]
+    t = trajectory(policy, plan)
+    parts = [
+        gradient(policy, collate([t], [1.5], authors=who), aggregate="fixed", denominator=7.0)[0]
+        for who in ("WHITE", "BLACK", ("WHITE", "BLACK"))
+    ]
+    agents.assert_same_gradient(parts[0] + parts[1], parts[2])
+    assert float((parts[0] - parts[2]).abs().max()) > 1e-3
+
+
+def test_joined_batches_keep_trajectories_apart() -> None:
+    a, b = collate(folded(None, seed=2), advantages.grpo), collate(folded(None, seed=3), advantages.grpo)
+    both = join([a, b])
+    assert len(both.trajectory_index.unique()) == len(a.trajectory_index.unique()) + len(b.trajectory_index.unique())
+    assert both.rows == (*a.rows, *b.rows)
+    mixed = join([a, b.once()])
+    assert mixed.multiplicity is not None and mixed.trees is not None
+    assert float(mixed.multiplicity.sum()) == int(a.mask.sum()) + int(b.mask.sum())
+    assert set(mixed.trees[: len(a)].tolist()).isdisjoint(mixed.trees[len(a) :].tolist())
+
+
+# --- the step against its definition -------------------------------------------------------------
+
+AGGREGATES: dict[str, dict[str, Any]] = {
+    "token_mean": {},
+    "seq_mean_token_mean": {},
+    "seq_mean_token_sum": {},
+    "fixed": {"denominator": 20.0},
+    "trajectory_mean": {},
+    "trajectory_mean rows": {"count": "rows"},
+}
+
+
+def weight(given: list[Trajectory], t: Trajectory, row: int, how: str) -> float:
+    """What one sampled token of a row weighs, said once more in plain words."""
+    sampled = [[int(r.action_mask.sum()) for r in t.rows] for t in given]
+    rows = sum(map(len, sampled))
+    own = sampled[given.index(t)]
+    return {
+        "token_mean": 1 / sum(map(sum, sampled)),
+        "seq_mean_token_mean": 1 / own[row] / rows,
+        "seq_mean_token_sum": 1 / rows,
+        "fixed": 1 / (rows * 20.0),
+        "trajectory_mean": 1 / sum(own) / len(given),
+        "trajectory_mean rows": 1 / sum(own) / rows,
+    }[how]
+
+
+def brute(policy: Policy, given: list[Trajectory], how: str, clip: float = 0.2) -> Tensor:
+    """PPO's gradient over all rows of all trajectories: a forward a row, a token at a time, no batch and no padding."""
+    each = advantages.grpo([t.reward for t in given], [t.group for t in given])
+    total = torch.zeros((), dtype=torch.float64)
+    for t, a in zip(given, each.tolist(), strict=True):
+        for row in t.rows:
+            ids = torch.tensor(row.ids)
+            logp = torch.log_softmax(policy.model(input_ids=ids[None], use_cache=False).logits[0].double(), -1)
+            for at in row.action_mask.nonzero()[0].tolist():
+                ratio = torch.exp(logp[at - 1, ids[at]] - float(row.logprobs[at]))
+                term = torch.maximum(-ratio * a, -ratio.clamp(1 - clip, 1 + clip) * a)
+                total = total + weight(given, t, row.index, how) * term
+    policy.model.zero_grad()
+    total.backward()
+    out = torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]).clone()
+    policy.model.zero_grad(set_to_none=True)
+    return out
+
+
+def options_of(how: str) -> dict[str, Any]:
+    options = AGGREGATES[how]
+    return {"aggregate": {"how": how.split()[0], **options} if " " in how else how} | ({} if " " in how else options)
+
+
+@pytest.mark.parametrize("how", AGGREGATES)
+def test_the_gradient_over_folded_rows_is_that_of_the_definition(how: str) -> None:
+    policy = agents.random_policy(5)
+    given = folded(policy, seed=4)
+    assert max(len(t.rows) for t in given) >= 3
+    wanted = brute(policy, given, how)
+    assert float(wanted.abs().max()) > 1e-2
+    batch = collate(given, advantages.grpo)
+    for micro in (1, 40, 10_000):
+        got, stats = gradient(policy, batch, micro_tokens=micro, **options_of(how))
+        agents.assert_same_gradient(got, wanted)
+    assert stats.reward_mean == pytest.approx(sum(t.reward or 0 for t in given) / len(given))
+
+
+def test_rows_may_stand_in_any_order_and_any_width() -> None:
+    """Of the trajectories, of a trajectory's rows, and with any padding."""
+    policy = agents.random_policy(6)
+    seed = 11
+    given = folded(policy, seed=5)
+    batch = collate(given, advantages.grpo)
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
+    mixed = permuted(batch, order)
+    wide = permuted(batch, torch.arange(len(batch)), pad=9)
+    shuffled = collate(random.Random(seed).sample(given, len(given)), advantages.grpo)
+    for how in ("token_mean", "trajectory_mean"):
+        wanted, _ = gradient(policy, batch, aggregate=how)
+        for other in (mixed, wide, shuffled):
+            got, _ = gradient(policy, other, aggregate=how, micro_tokens=50)
+            agents.assert_same_gradient(got, wanted, f"{how}, seed {seed}")
+
+
+def permuted(batch: Batch, order: Tensor, pad: int = 0) -> Batch:
+    import dataclasses
+
+    changes: dict[str, Any] = {}
+    for f in dataclasses.fields(batch):
+        value = getattr(batch, f.name)
+        if isinstance(value, Tensor):
+            value = value[order]
+            if pad and value.ndim == 2:
+                fill: Any = math.nan if value.is_floating_point() else False if value.dtype == torch.bool else 0
+                value = torch.cat([value, value.new_full((len(value), pad), fill)], 1)
+            changes[f.name] = value
+    return dataclasses.replace(batch, trajectories=tuple(batch.trajectories[i] for i in order.tolist()), **changes)
+
+
+@pytest.mark.parametrize("size", [1, 3, 5, None])
+def test_an_update_has_whole_trajectories(size: int | None) -> None:
+    batch = collate(folded(None, seed=6, count=11), advantages.grpo)
+    found = minibatches(batch, size, torch.Generator().manual_seed(0))
+    assert sorted(i for rows in found for i in rows.tolist()) == list(range(len(batch)))
+    sets = [set(batch.trajectory_index[rows].tolist()) for rows in found]
+    assert all(a.isdisjoint(b) for a, b in itertools.combinations(sets, 2))
+    assert [len(s) for s in sets] == (
+        [11] if size is None else [size] * (11 // size) + ([11 % size] if 11 % size else [])
+    )
+    policy = agents.random_policy(3)
+    batch = collate(folded(policy, seed=6, count=11), advantages.grpo)
+    _, stats = gradient(policy, batch, minibatch=size, epochs=2)
+    assert stats.updates == 2 * len(found)
+
+
+def test_each_sampled_token_has_its_multiplicity_and_no_more() -> None:
+    """It is trained in the row in which it was sampled, once, and in no other."""
+    given = folded(None, seed=7)
+    batch = collate(given, advantages.grpo)
+    trained = collections.Counter(
+        (t.id, int(turn))
+        for t, row, mask in zip(batch.trajectories, batch.rows, batch.mask, strict=True)
+        for turn in row.turn_index[mask[: len(row)].numpy()]
+    )
+    assert trained == collections.Counter(
+        {(t.id, i): len(turn.ids or ()) for t in given for i, turn in enumerate(t.turns) if turn.sampled}
+    )
+
+
+def test_an_unknown_aggregate_is_refused() -> None:
+    policy = agents.random_policy(3)
+    batch = collate(folded(policy, count=4), advantages.grpo)
+    for wrong in ("mean", {"how": "trajectory_mean", "counts": "rows"}, {"count": "rows"}):
+        with pytest.raises(SettingsError, match=r"aggregate=.*give one of 'token_mean'"):
+            gradient(policy, batch, aggregate=wrong)
+
+
+# --- forks ---------------------------------------------------------------------------------------
+
+
+def forked(policy: Policy | None, noise: float = 0.0) -> list[Trajectory]:
+    """Two groups: a chain of two rows that was forked twice, in its first row and in its second, and a chain alone."""
+    plan: Plan = [
+        [("task", 3), ("policy", 4), ("tool", 2), ("policy", 3), ("tool", 2)],
+        [("hook", 2), ("policy", 3), ("tool", 1), ("policy", 2)],
+    ]
+    out = []
+    for g in range(2):
+        root = trajectory(policy, plan, name=f"g{g}/0", reward=1.0, seed=40 * g + 1, noise=noise)
+        early = trajectory(
+            policy, [plan[0], [("hook", 4), ("policy", 2)]], name=f"g{g}/0.1", reward=0.0, seed=40 * g + 2,
+            before=root, keep=3, noise=noise,
+        )  # fmt: skip
+        late = trajectory(policy, plan, name=f"g{g}/0.2", reward=0.5, seed=40 * g + 3, before=root, keep=8, noise=noise)
+        other = trajectory(policy, plan, name=f"g{g}/1", reward=0.25, seed=40 * g + 4, noise=noise)
+        out += [root, early, late, other]
+    return out
+
+
+@pytest.mark.parametrize("how", ["token_mean", "seq_mean_token_sum", "fixed"])
+@pytest.mark.parametrize("minibatch", [None, 4])
+def test_what_forks_share_may_be_trained_once(how: str, minibatch: int | None) -> None:
+    """Inside the clip the gradient is that of the rows that repeat it; fewer tokens are trained."""
+    policy = agents.random_policy(7)
+    given = forked(policy)
+    twice, once = collate(given, advantages.grpo), collate(given, advantages.grpo, shared="once")
+    assert once.multiplicity is not None
+    assert int(once.mask.sum()) < int(twice.mask.sum()) == float(once.multiplicity.sum())
+    assert torch.isnan(once.advantages).tolist() == (~once.mask).tolist()
+    options = {"denominator": 20.0} if how == "fixed" else {}
+    if minibatch is None:
+        wanted, _ = gradient(policy, twice, aggregate=how, **options)
+        for micro in (1, 60, 10_000):
+            got, _ = gradient(policy, once, aggregate=how, micro_tokens=micro, **options)
+            agents.assert_same_gradient(got, wanted)
+    else:  # a tree of three and a chain alone: of two groups, in any order
+        for rows in minibatches(once, minibatch, torch.Generator().manual_seed(1)):
+            part = set(rows.tolist())
+            assert once.trees is not None
+            for tree in once.trees.unique():
+                members = set((once.trees == tree).nonzero()[:, 0].tolist())
+                assert members <= part or members.isdisjoint(part)
+
+
+def test_shared_tokens_have_the_mean_advantage_and_their_number() -> None:
+    given = forked(None)[:4]
+    each = advantages.dr_grpo([t.reward for t in given], [0] * 4).tolist()
+    once = collate(given, advantages.dr_grpo, shared="once")
+    assert once.multiplicity is not None and once.trees is not None
+    root = [i for i, t in enumerate(once.trajectories) if t.id == "g0/0"]
+    first, second = once.multiplicity[root[0]], once.multiplicity[root[1]]
+    assert first[once.mask[root[0]]].tolist() == [3] * 4 + [2] * 3
+    assert second[once.mask[root[1]]].tolist() == [2] * 3 + [1] * 2
+    a = once.advantages[root[0]][once.mask[root[0]]]
+    assert a.tolist() == pytest.approx([sum(each[:3]) / 3] * 4 + [(each[0] + each[2]) / 2] * 3)
+    late = [i for i, t in enumerate(once.trajectories) if t.id == "g0/0.2"]
+    assert not once.mask[late[0]].any()  # all of it stands in the chain that it left
+    assert len(set(once.trees[[i for i, t in enumerate(once.trajectories) if t.id != "g0/1"]].tolist())) == 1
+    assert once.once() is once
+
+
+def test_a_whole_row_that_is_trained_elsewhere_is_run_for_nobody() -> None:
+    policy = agents.random_policy(7)
+    once = collate(forked(policy), advantages.grpo, shared="once")
+    assert not once.mask.any(1).all()
+    _, stats = gradient(policy, once, detail=True, old_logprobs="recompute", entropy_coef=0.01, correction="token")
+    assert math.isfinite(stats.grad_norm)
+    assert stats.tokens == int(once.mask.sum())
+
+
+def test_chains_that_say_the_same_are_not_forks() -> None:
+    """Two chains of a group that happened to sample the same tokens: each is its own."""
+    plan: Plan = [[("task", 2), ("policy", 3)]]
+    a = trajectory(None, plan, name="g/0", seed=1)
+    turn = Turn(**{**vars(a.turns[1]), "seed": 77, "parent": a.turns[0]})
+    b = a.replace(id="g/1", chain=1, turns=(a.turns[0], turn), reward=0.0)
+    assert int(collate([a, b], advantages.grpo, shared="once").mask.sum()) == 6
+    loaded = Turn(**{**vars(a.turns[1]), "parent": a.turns[0]})
+    c = a.replace(id="g/0.1", turns=(a.turns[0], loaded), reward=0.0)  # of the same seed: a fork that was on disk
+    assert int(collate([a, c], advantages.grpo, shared="once").mask.sum()) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"aggregate": "seq_mean_token_mean"}, "aggregate='seq_mean_token_mean' depends on whole rows"),
+        ({"aggregate": "trajectory_mean"}, "aggregate='trajectory_mean'"),
+        ({"loss": "gspo"}, "loss='gspo'"),
+        ({"loss": functools.partial(losses.gmpo, clip=0.3)}, "loss='gmpo'"),
+        ({"loss": "kl_cov"}, "loss='kl_cov'"),
+        ({"loss": lambda logp, old, adv, mask: -logp * adv}, "loss="),
+        ({"correction": "sequence"}, "correction='sequence'"),
+        ({"correction": {"level": "sequence"}}, "correction='sequence'"),
+    ],
+)
+def test_what_looks_at_whole_rows_is_refused_by_name(options: dict[str, Any], says: str) -> None:
+    policy = agents.random_policy(7)
+    once = collate(forked(policy), advantages.grpo, shared="once")
+    with pytest.raises(SettingsError, match=f"{says}.*shared='repeat'"):
+        gradient(policy, once, **options)
+
+
+def test_returns_are_shared_too() -> None:
+    """The value loss's gradient in a shared token: that of the mean return, its number of times."""
+    policy = agents.random_policy(7, value_head=True)
+    batch = collate(forked(policy))
+    values = policy.score(batch, {"value"})["value"]
+    adv, returns = advantages.gae(torch.where(batch.mask, batch.token_rewards, 0.0), values, batch.mask)
+    batch = batch.replace(advantages=adv, returns=returns, values=values)
+    moved = []
+    for b in (batch, batch.once()):
+        got, stats = gradient(policy, b, value_coef=0.7)
+        assert stats.value_loss > 0
+        moved.append(got)
+    agents.assert_same_gradient(moved[0], moved[1])
+
+
+# --- advantages a token, over folds --------------------------------------------------------------
+
+Cut = tuple[list[list[float]], list[list[float]], list[list[bool]], list[int]]
+
+
+def cut_up(rng: random.Random) -> tuple[Any, Any]:
+    """Some trajectories as single rows, and the same cut into rows at ends of actions, each with a prompt of its own.
+
+    (rewards, values, mask, groups) as tensors, and the same with trajectories and, for each row, where its tokens are.
+    """
+    whole: list[list[tuple[float, float, bool]]] = []
+    rows: list[list[tuple[float, float, bool]]] = []
+    of: list[int] = []
+    for i in range(rng.randint(1, 4)):
+        tokens: list[tuple[float, float, bool]] = []
+        row: list[tuple[float, float, bool]] = [(9.0, 9.0, False)] * rng.randint(1, 3)
+        for _ in range(rng.randint(1, 4)):
+            action = [
+                (rng.choice([0.0, rng.uniform(-1, 1)]), rng.uniform(-1, 1), True) for _ in range(rng.randint(1, 3))
+            ]
+            seen = [(9.0, 9.0, False)] * rng.randint(1, 3)
+            tokens += [*action, *seen]
+            row += [*action, *seen]
+            if rng.random() < 0.5:
+                rows.append(row)
+                of.append(i)
+                row = [(9.0, 9.0, False)] * rng.randint(1, 3)
+        if any(m for _, _, m in row):
+            rows.append(row)
+            of.append(i)
+        whole.append(tokens)
+    order = list(range(len(rows)))
+    rng.shuffle(order)
+    order.sort(key=lambda i: of[:i].count(of[i]))  # trajectories in any order, the rows of each in theirs
+
+    def tensors(given: list[list[tuple[float, float, bool]]]) -> tuple[Tensor, Tensor, Tensor]:
+        width = max(map(len, given)) + rng.randint(0, 2)
+        padded = [row + [(5.0, 5.0, False)] * (width - len(row)) for row in given]
+        r, v, m = (torch.tensor([[t[k] for t in row] for row in padded], dtype=torch.float64) for k in range(3))
+        return r, v, m.bool()
+
+    return (tensors(whole), torch.arange(len(whole))), (tensors([rows[i] for i in order]), torch.tensor(of)[order])
+
+
+def by_trajectory(x: Tensor, mask: Tensor, trajectory_index: Tensor) -> list[list[float]]:
+    return [
+        [float(a) for row in (trajectory_index == i).nonzero()[:, 0] for a in x[row][mask[row]]]
+        for i in range(int(trajectory_index.max()) + 1)
+    ]
+
+
+ESTIMATORS: dict[str, Any] = {
+    "gae": lambda r, v, m, ids: advantages.gae(r, v, m, gamma=0.9, lam=0.8, trajectory_index=ids)[0],
+    "gae's returns": lambda r, v, m, ids: advantages.gae(r, v, m, gamma=0.9, lam=0.8, trajectory_index=ids)[1],
+    "gae by turns": lambda r, v, m, ids: advantages.gae(
+        r, v, m, gamma=0.9, lam=0.8, turns=turns(m), trajectory_index=ids
+    )[0],
+    "reinforce++": lambda r, v, m, ids: advantages.reinforce_plus_plus(
+        r, m, gamma=0.9, whiten=False, trajectory_index=ids
+    ),
+    "reinforce++ whitened": lambda r, v, m, ids: advantages.reinforce_plus_plus(r, m, gamma=0.9, trajectory_index=ids),
+    "reinforce++ baseline": lambda r, v, m, ids: advantages.reinforce_plus_plus_baseline(
+        r, m, groups=ids % 2, trajectory_index=ids
+    ),
+    "token baseline": lambda r, v, m, ids: advantages.optimal_token_baseline(
+        r, m, groups=ids % 2, logprobs=-v.abs(), sum_squared_probs=0.5 + 0 * v, trajectory_index=ids
+    ),
+}
+
+
+def turns(mask: Tensor) -> Tensor:
+    """Runs of the mask, numbered in each row."""
+    return (mask & ~torch.cat([torch.zeros_like(mask[:, :1]), mask[:, :-1]], 1)).cumsum(1)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_fold_is_to_an_estimator_what_an_observation_is(name: str) -> None:
+    """Cutting a trajectory into rows changes no action's advantage."""
+    several = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        ((r, v, m), one), ((rr, vv, mm), ids) = cut_up(rng)
+        several += len(ids) > len(one)
+        wanted = by_trajectory(ESTIMATORS[name](r, v, m, None if "baseline" not in name else one), m, one)
+        got = by_trajectory(ESTIMATORS[name](rr, vv, mm, ids), mm, ids)
+        for a, b in zip(wanted, got, strict=True):
+            assert a == pytest.approx(b, abs=1e-9), f"{name}, seed {seed}"
+    assert several > 10
+
+
+def test_gae_over_folds_is_the_recursion() -> None:
+    """Written out: over the sampled tokens of all rows in order, the value of the cut state behind the last one."""
+    for seed in range(20):
+        _, ((r, v, m), ids) = cut_up(random.Random(seed))
+        last = torch.rand(len(ids), generator=torch.Generator().manual_seed(seed)).double()
+        got = by_trajectory(
+            advantages.gae(r, v, m, gamma=0.9, lam=0.7, bootstrap=last, trajectory_index=ids)[0], m, ids
+        )
+        for i, mine in enumerate(got):
+            rewards, values = by_trajectory(r, m, ids)[i], by_trajectory(v, m, ids)[i]
+            ends = float(last[(ids == i).nonzero()[-1, 0]])
+            carry, following, wanted = 0.0, ends, []
+            for x, y in zip(reversed(rewards), reversed(values), strict=True):
+                carry = x + 0.9 * following - y + 0.9 * 0.7 * carry
+                following = y
+                wanted.append(carry)
+            assert mine == pytest.approx(wanted[::-1], abs=1e-9), f"seed {seed}"
+
+
+def test_steps_and_distances_end_at_a_fold() -> None:
+    """Under observations="step" what stands between two actions of a row is a step, and a compaction is none."""
+    r = torch.tensor([[0.0, 0, 0, 0, 0], [0, 1, 0, 0, 0]])
+    v = torch.tensor([[7.0, 0.1, 0.2, 0.3, 7], [7, 0.4, 7, 7, 7]])
+    m = torch.tensor([[0, 1, 0, 1, 0], [0, 1, 0, 0, 0]]).bool()
+    ids = [3, 3]
+    flat = advantages.gae([0.0, 0, 0, 1], [0.1, 0.2, 0.3, 0.4], [1, 0, 1, 1], gamma=0.5, observations="step")[0]
+    got = advantages.gae(r, v, m, gamma=0.5, observations="step", trajectory_index=ids)[0]
+    torch.testing.assert_close(got[m], flat[[0, 2, 3]])
+    flat = advantages.gae([0.0, 0, 0, 1], [0.1, 0.2, 0.3, 0.4], [1, 0, 1, 1], gamma=0.5, discount_observations=True)[0]
+    got = advantages.gae(r, v, m, gamma=0.5, discount_observations=True, trajectory_index=ids)[0]
+    torch.testing.assert_close(got[m], flat[[0, 2, 3]])
+
+
+def test_a_row_that_is_unscored_takes_its_trajectory_along() -> None:
+    r = torch.tensor([[0.0, math.nan], [0.0, 1.0], [0.0, 1.0]])
+    m = torch.ones(3, 2).bool()
+    got, _ = advantages.gae(r, torch.zeros(3, 2), m, lam=1.0, trajectory_index=["a", "a", "b"])
+    assert got.tolist() == [[0, 0], [0, 0], [1, 1]]
+    base = advantages.reinforce_plus_plus_baseline(
+        r, m, groups=[0, 0, 0], whiten=False, trajectory_index=["a", "a", "b"]
+    )
+    assert base.tolist() == [[0, 0]] * 3
+
+
+def test_one_vote_a_trajectory_in_its_group() -> None:
+    """A success in three rows and a failure in one, rewards on the last token."""
+    r = torch.tensor([[0.0], [0.0], [1.0], [0.0]])
+    got = advantages.reinforce_plus_plus_baseline(
+        r, torch.ones(4, 1), groups=[0] * 4, whiten=False, trajectory_index=["a", "a", "a", "b"]
+    )
+    assert got[:, 0].tolist() == [0.5, 0.5, 0.5, -0.5]
+
+
+# --- a run ---------------------------------------------------------------------------------------
+
+
+def fold_after_a_result(chain: Chain) -> None:
+    """The next row begins with the conversation so far, as the template writes it: the same tokens, another row."""
+    if chain.turn.kind == "observation" and chain.turn.row == 0:
+        chain.compact([m for turn in chain.turns for m in turn.messages])
+
+
+def small(**more: Any) -> TrainConfig:
+    settings: dict[str, Any] = {
+        "steps": 3, "tasks_per_step": 4, "group_size": 4, "minibatch": 8, "max_concurrency": 16, "lr": 1e-3,
+    }  # fmt: skip
+    return TrainConfig(**settings | more)
+
+
+def run_of(path: Path, hook: Any = fold_after_a_result, policy: Policy | None = None, **more: Any) -> TrainRun:
+    policy = agents.fresh(value_head=more.get("advantage") == "gae") if policy is None else policy
+    return train(agents.agent(policy, before_turn=hook), policy, agents.tasks(8), small(**more), run=path)
+
+
+async def test_folding_into_the_same_tokens_is_the_same_trajectory() -> None:
+    """What a compaction leaves unchanged, the model does not notice: same actions, same rewards, the same token
+    mean."""
+    a = agents.agent(before_turn=fold_after_a_result)
+    folds, plain = await a.rollout(agents.tasks(4), 4), await agents.agent().rollout(agents.tasks(4), 4)
+    assert sum(len(t.rows) > 1 for t in folds) >= 5
+    for t, u in zip(folds, plain, strict=True):
+        assert [turn.ids for turn in t.turns if turn.sampled] == [turn.ids for turn in u.turns if turn.sampled]
+        assert t.reward == u.reward
+    policy = agents.shipped()
+    got, stats = gradient(policy, collate(folds, advantages.grpo))
+    wanted, other = gradient(policy, collate(plain, advantages.grpo))
+    assert stats.tokens == other.tokens
+    agents.assert_same_gradient(got, wanted)
+
+
+@pytest.mark.parametrize("more", [{}, {"advantage": "gae"}])
+async def test_a_run_with_folds_goes_on_to_the_same_bits(tmp_path: Path, more: dict[str, Any]) -> None:
+    def start() -> Policy:
+        return agents.fresh(value_head="advantage" in more)
+
+    whole = start()
+    done = await run_of(tmp_path / "whole", policy=whole, **more)
+    async for step in run_of(tmp_path / "cut", policy=start(), **more):
+        assert step.record["rows"] > 1
+        if step.step == 2:
+            break
+    # As after a kill: another policy object, loaded from where the first began, and the folder.
+    again = start()
+    resumed = await run_of(tmp_path / "cut", policy=again, **more)
+    same = {"step", "reward", "rows", "tokens", "policy_loss", "grad_norm"}
+    assert [{k: r[k] for k in same} for r in resumed.records] == [{k: r[k] for k in same} for r in done.records]
+    for a, b in zip(whole.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+async def test_a_chain_pays_the_kl_of_all_its_rows(tmp_path: Path) -> None:
+    run = run_of(tmp_path, hook=fold_with_text, kl_coef=0.2, kl_in="reward")
+    builder = run._batch_builder
+    builder.reference = agents.random_policy(1)
+    batch = builder.build(await run.agent.rollout(agents.tasks(2), group_size=4), 0.2)
+    ref = builder.reference.score(batch, {"logprob"})["logprob"]
+    paid = torch.where(batch.mask, batch.logprobs - ref, 0.0).sum(1)
+    assert len(batch.first_rows) < len(batch)
+    whole = torch.zeros(len(batch.first_rows)).index_add(0, batch.trajectory_index, paid)
+    wanted = advantages.grpo(batch.rewards[batch.first_rows] - 0.2 * whole, batch.groups[batch.first_rows])
+    each = torch.stack([row[mask][0] for row, mask in zip(batch.advantages, batch.mask, strict=True)])
+    torch.testing.assert_close(each, wanted[batch.trajectory_index], rtol=1e-4, atol=1e-5)
+
+
+def forget_the_question(chain: Chain) -> None:
+    """A shorter context: the call and its result, without what was asked."""
+    if chain.turn.kind == "observation" and chain.turn.row == 0:
+        said = [m for turn in chain.turns[1:] for m in turn.messages]
+        chain.compact([{"role": "user", "content": "?"}, *said])
+
+
+def forget_the_call(chain: Chain) -> None:
+    """Another task: what the result is. It is asked in words that the shipped policy takes for a question."""
+    if chain.turn.kind == "observation" and chain.turn.row == 0:
+        chain.compact([{"role": "user", "content": f"What is {chain.turn.messages[0]['content']}?"}])
+
+
+async def test_it_learns_with_folds(tmp_path: Path) -> None:
+    """The call, which stands in the first row, is learned from a reward that is won in the second."""
+    policy = agents.fresh()
+    agent = agents.agent(policy, before_turn=forget_the_question)
+    config = TrainConfig(steps=3, lr_end=None)
+    records = (await train(agent, policy, agents.tasks(64), config, run=tmp_path)).records
+    assert records[0]["success"] < 0.4 and records[-1]["success"] > 0.7, [r["success"] for r in records]
+    assert records[0]["rows"] < 1.6 and records[-1]["rows"] > 1.8, [r["rows"] for r in records]
+
+
+@pytest.mark.real
+async def test_it_learns_what_to_do_in_another_context(tmp_path: Path) -> None:
+    policy = agents.fresh()
+    agent = agents.agent(policy, before_turn=forget_the_call)
+    records = (await train(agent, policy, agents.tasks(64), run=tmp_path)).records
+    first, last = records[0]["success"], sum(r["success"] for r in records[-5:]) / 5
+    assert first < 0.1 and last > 0.5, [r["success"] for r in records]
+
+
+async def test_another_hook_is_another_run(tmp_path: Path) -> None:
+    await run_of(tmp_path, steps=1)
+    await run_of(tmp_path, steps=1)
+    with pytest.raises(RunMismatch, match="hooks"):
+        run_of(tmp_path, hook=None, steps=1)
+
+
+def fold_with_text(chain: Chain) -> None:
+    """As a user would: the task, and what the tool said."""
+    if chain.turn.kind == "observation" and chain.turn.row == 0:
+        chain.compact(f"The calculator says {chain.turn.messages[0]['content']}.")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"aggregate": "trajectory_mean"},
+        {"aggregate": {"how": "trajectory_mean", "count": "rows"}},
+        {"advantage_per": "row"},
+        {"shared": "once"},
+        {"authors": "policy"},
+        {"advantage": "reinforce_plus_plus"},
+        {"advantage": "reinforce_plus_plus_baseline"},
+        {"kl_coef": 0.01, "kl_in": "reward"},
+    ],
+    ids=repr,
+)
+async def test_every_setting_takes_folded_rows(tmp_path: Path, more: dict[str, Any]) -> None:
+    run = await run_of(tmp_path, hook=fold_with_text, steps=1, tasks_per_step=2, **more)
+    assert run.records[0]["rows"] > 1
+    assert math.isfinite(run.records[0]["policy_loss"])
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"advantage_per": "task"}, "advantage_per='task': give one of 'trajectory', 'row'"),
+        ({"shared": "twice"}, "shared='twice'"),
+        ({"shared": "once", "aggregate": "trajectory_mean"}, "aggregate='trajectory_mean' depends on whole rows"),
+        ({"shared": "once", "loss": "gspo"}, "loss='gspo'"),
+        ({"aggregate": {"how": "mean"}}, "give one of 'token_mean'"),
+        ({"advantage_per": "row", "kl_in": "reward", "kl_coef": 0.1}, "a chain pays as a whole"),
+    ],
+)
+def test_settings_that_contradict_each_other(more: dict[str, Any], says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        small(**more)

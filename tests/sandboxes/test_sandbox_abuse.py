@@ -1,0 +1,946 @@
+"""Code that means harm, at every level: what the attacker found, and that the machine is untouched.
+
+Where the levels differ, the test says so by name. In short: strict and shared see nothing of the machine; landlock sees
+that files are there and opens none of them, has no sockets at all, and bounds files one by one; none is no boundary,
+and attacks that would succeed against this very machine are not tried there (`CONFINED`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import itertools
+import os
+import platform
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import pytest_asyncio
+
+from agentfly_kit.errors import SandboxError
+from agentfly_kit.pool.pool import Pool
+from agentfly_kit.sandboxes import PythonSandbox, SandboxResult
+from agentfly_kit.sandboxes.host import isolation, seccomp
+from agentfly_kit.sandboxes.host.limits import Limits
+
+STRICT = isolation.strict_unavailable_reason() if shutil.which("bwrap") is None else ""
+LANDLOCK = "" if isolation.landlock_version() else isolation.landlock_unavailable_reason()
+MARKS = {
+    "strict": [pytest.mark.skipif(bool(STRICT), reason=STRICT)],
+    "shared": [pytest.mark.skipif(bool(STRICT), reason=STRICT)],
+    "landlock": [pytest.mark.skipif(bool(LANDLOCK), reason=LANDLOCK)],
+    "none": [],
+}
+SPACES = ("strict", "shared")
+CONFINED = (*SPACES, "landlock")
+
+
+def levels(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("level", [pytest.param(name, marks=MARKS[name]) for name in names])
+
+
+every_level = levels(*MARKS)
+confined = levels(*CONFINED)
+spaces = levels(*SPACES)
+
+
+@pytest_asyncio.fixture
+async def sandbox(level: str) -> AsyncIterator[PythonSandbox]:
+    async with PythonSandbox(isolation=level, memory_mb=96, processes=16, disk_mb=8) as one:
+        yield one
+
+
+async def attack(sandbox: PythonSandbox, code: str, timeout: float = 10.0) -> SandboxResult:
+    """Run it, and see that the sandbox is still good for its chain afterwards."""
+    result = await sandbox.run(textwrap.dedent(code), timeout=timeout)
+    assert (await sandbox.run("6 * 7")).value == "42"
+    return result
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+@every_level
+async def test_home_and_secrets_of_the_host(sandbox: PythonSandbox, level: str, tmp_path: Path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("the host's secret")
+    paths = [
+        str(secret),
+        "/etc/shadow",
+        "/etc/passwd",
+        "/etc/hostname",
+        str(Path.home() / ".ssh"),
+        str(Path.home() / ".bashrc"),
+    ]
+    paths += [os.getcwd(), __file__, "/var/log", "/root/.bashrc", "/proc/1/root/etc/passwd", "/sys/class"]
+    code = f"""
+    import os
+    def look(path):
+        try:
+            return bool(os.listdir(path) if os.path.isdir(path) else open(path, 'rb').read(1))
+        except OSError:
+            return False
+    [p for p in {paths!r} if os.path.lexists(p)], [p for p in {paths!r} if look(p)]
+    """
+    there, read = eval((await attack(sandbox, code)).value or "")
+    if level == "none":
+        assert str(secret) in read, "no boundary"
+    else:
+        assert read == []
+    if level in SPACES:
+        assert there == [], "not even their names"
+
+
+@every_level
+async def test_environment_of_the_host(level: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2-of-the-host")
+    async with PythonSandbox(isolation=level) as sandbox:
+        code = """
+        import glob, os
+        found = str(os.environ)
+        for path in glob.glob('/proc/*/environ') + glob.glob('/proc/*/task/*/environ') + glob.glob('/proc/*/cmdline'):
+            try:
+                found += open(path, 'rb').read().decode(errors='replace')
+            except OSError:
+                pass
+        'hunter2' in found, 'SECRET_TOKEN' in found, len(found) > 100
+        """
+        assert (await attack(sandbox, code)).value == "(False, False, True)"
+        result = await attack(sandbox, "open(f'/proc/{os.getppid()}/environ').read()")
+        assert result.error_type == "PermissionError" or level == "none", "the zygote's own memory of its environment"
+
+
+@confined
+async def test_the_zygote_is_out_of_reach(sandbox: PythonSandbox, level: str):
+    """It has the same uid as the code inside; what the code could do to it would be done to the next chain."""
+    code = """
+    import ctypes, os, resource, signal
+    zygote = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    def attempt(call):
+        try:
+            return call() or 'done'
+        except OSError as error:
+            return error.__class__.__name__
+    def raw(*arguments):
+        if libc.syscall(*arguments) < 0:
+            raise PermissionError(ctypes.get_errno())
+    {
+        'mem': attempt(lambda: open(f'/proc/{zygote}/mem', 'r+b') and None),
+        'fds': attempt(lambda: os.readlink(f'/proc/{zygote}/fd/0') and None),
+        'open': attempt(lambda: open(f'/proc/{zygote}/fd/0') and None),
+        'maps': attempt(lambda: open(f'/proc/{zygote}/maps').read() and None),
+        'rlimit': attempt(lambda: resource.prlimit(zygote, resource.RLIMIT_NOFILE, (3, 3)) and None),
+        'nice': attempt(lambda: os.setpriority(os.PRIO_PROCESS, zygote, 19)),
+        'affinity': attempt(lambda: os.sched_setaffinity(zygote, {0})),
+        'ptrace': attempt(lambda: libc.ptrace(16, zygote, 0, 0) and os.strerror(1) and raw(-1)),
+        'kill': attempt(lambda: os.kill(zygote, signal.SIGKILL)),
+        'int': attempt(lambda: os.kill(zygote, signal.SIGINT)),
+        'term': attempt(lambda: os.kill(zygote, signal.SIGTERM)),
+        'stop': attempt(lambda: os.kill(zygote, signal.SIGSTOP)),
+    }
+    """
+    pid = sandbox.pid
+    result = await attack(sandbox, code)
+    found = eval(result.value or "{}")
+    refused = {name for name, outcome in found.items() if outcome == "PermissionError"}
+    signals = {"kill", "int", "term", "stop"} if level == "landlock" else set()
+    # Elsewhere the kernel takes them and does nothing: nobody kills the first process of a namespace from inside.
+    assert refused == {"mem", "fds", "open", "maps", "rlimit", "nice", "affinity", "ptrace"} | signals, found
+    # Allowed to the owner, who may be the same root.
+    await sandbox.run("open(f'/proc/{zygote}/oom_score_adj', 'w').write('1000')")
+    await sandbox.reset()
+    score = await asyncio.to_thread(Path(f"/proc/{sandbox.pid}/oom_score_adj").read_text)
+    assert score == "0\n"
+    if level in SPACES:
+        assert (await sandbox.run("open('/proc/1/oom_score_adj').read()")).value == repr("0\n")
+    assert sandbox.pid == pid
+
+
+@confined
+async def test_nothing_of_the_machine_can_be_written(sandbox: PythonSandbox, level: str, tmp_path: Path):
+    (tmp_path / "mine").write_text("untouched")
+    places = [
+        "/",
+        "/usr",
+        "/etc",
+        "/dev",
+        "/proc/sys/kernel",
+        "/var/tmp",
+        "/sandbox",
+        "/home",
+        "/run",
+        sys.prefix,
+        sys.base_prefix,
+        str(tmp_path),
+        *(["/tmp", "/dev/shm"] if level == "landlock" else []),
+    ]
+    code = f"""
+    import os
+    done = []
+    for place in {places!r}:
+        try:
+            open(place + '/mark', 'w').close()
+            done.append(place)
+        except OSError:
+            pass
+    done
+    """
+    assert (await attack(sandbox, code)).value == "[]"
+    worker = isolation.STRICT_WORKER if level in SPACES else str(isolation.WORKER)
+    result = await attack(sandbox, f"open({worker!r}, 'a')")
+    assert result.error_type in ("OSError", "PermissionError")
+    # What can be changed without opening it.
+    code = f"""
+    mine, done = {str(tmp_path / "mine")!r}, []
+    for change in (lambda: os.chmod(mine, 0), lambda: os.chown(mine, 1, 1), lambda: os.truncate(mine, 0),
+                   lambda: os.utime(mine, (0, 0)), lambda: os.unlink(mine), lambda: os.rename(mine, mine + '2'),
+                   lambda: os.setxattr(mine, 'user.mark', b'x'), lambda: os.link(mine, 'link')):
+        try:
+            change()
+            done.append(change)
+        except OSError:
+            pass
+    done
+    """
+    assert (await attack(sandbox, code)).value == "[]"
+    found = (tmp_path / "mine").stat()
+    assert ((tmp_path / "mine").read_text(), found.st_mode & 0o400, found.st_mtime > 0) == ("untouched", 0o400, True)
+
+
+# --- reaching out --------------------------------------------------------------------------------
+
+
+@every_level
+async def test_sockets_of_the_host(sandbox: PythonSandbox, level: str):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(socket.AF_UNIX) as named,
+        socket.socket(socket.AF_UNIX) as abstract,
+    ):
+        path = f"/tmp/agentfly-test-{os.getpid()}.sock"
+        try:
+            named.bind(path)
+            named.listen()
+            abstract.bind(f"\0agentfly-test-{os.getpid()}")
+            abstract.listen()
+            code = f"""
+            import socket
+            def attempt(family, address):
+                try:
+                    with socket.socket(family) as s:
+                        s.settimeout(1)
+                        s.connect(address)
+                    return 'connected'
+                except OSError as error:
+                    return type(error).__name__
+            [
+                attempt(socket.AF_INET, ('127.0.0.1', {tcp.getsockname()[1]})),
+                attempt(socket.AF_UNIX, {path!r}),
+                attempt(socket.AF_UNIX, '\\0agentfly-test-{os.getpid()}'),
+                attempt(socket.AF_INET, ('192.0.2.1', 80)),
+                attempt(40, (2, 80)),
+            ]
+            """
+            result = await attack(sandbox, code)
+            found = eval(result.value or "[]")
+            if level == "none":
+                assert found[:3] == ["connected"] * 3, "no boundary"
+            else:
+                assert "connected" not in found, found
+                assert found[4] == "PermissionError", "vsock would reach the machine's host: the filter refuses it"
+            if level == "landlock":
+                assert found == ["PermissionError"] * 5, "no sockets at all"
+        finally:
+            await asyncio.to_thread(os.unlink, path)
+    if level == "none":
+        return
+    result = await attack(sandbox, "import os\nos.listdir('/sys/class/net') if os.path.exists('/sys') else 'no /sys'")
+    assert result.value == "'no /sys'" or result.error_type == "PermissionError"
+    result = await attack(sandbox, "import socket\n[name for _, name in socket.if_nameindex()]")
+    assert result.value == "['lo']" or (level == "landlock" and result.error_type == "PermissionError")
+
+
+@every_level
+async def test_its_own_loopback_works(sandbox: PythonSandbox, level: str):
+    """A chain may start a server and talk to it; that is no hole. At landlock it would be the machine's loopback."""
+    code = """
+    import socket, threading
+    server = socket.create_server(('127.0.0.1', 0))
+    threading.Thread(target=lambda: server.accept()[0].sendall(b'hello'), daemon=True).start()
+    socket.create_connection(server.getsockname()).recv(5)
+    """
+    result = await attack(sandbox, code)
+    assert result.error_type == "PermissionError" if level == "landlock" else result.value == "b'hello'"
+    code = "import socket\na, b = socket.socketpair()\na.send(b'x')\nb.recv(1)"
+    assert (await attack(sandbox, code)).value == "b'x'", "between its own processes there is always a way"
+
+
+@every_level
+async def test_the_network_is_there_when_it_was_asked_for(level: str):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code = (
+            f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), timeout=2).fileno() > 0"
+        )
+        async with PythonSandbox(isolation=level, network=True) as sandbox:
+            assert (await attack(sandbox, code)).value == "True"
+            if level == "landlock":
+                result = await attack(sandbox, "socket.socket(socket.AF_UNIX)")
+                assert result.error_type == "PermissionError", "a docker.sock is not the network"
+        async with PythonSandbox(isolation=level) as sandbox:
+            result = await attack(sandbox, code)
+    refused = {"landlock": "PermissionError", "none": None}
+    assert result.error_type == refused.get(level, "ConnectionRefusedError")
+
+
+@confined
+async def test_signals_to_the_host(sandbox: PythonSandbox, level: str):
+    got: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
+    try:
+        pids = {os.getpid(), os.getppid(), sandbox.pid or 0}
+        code = f"""
+        import os, signal
+        sent = []
+        for pid in {sorted(pids)}:
+            try:
+                os.kill(pid, signal.SIGUSR1)
+                sent.append(pid)
+            except OSError:
+                pass
+        sent
+        """
+        assert (await attack(sandbox, code)).value == "[]"
+        if level in SPACES:  # at landlock the word of the kernel must do: -1 would be the whole machine
+            await sandbox.run("import os, signal\nos.kill(-1, signal.SIGUSR1)")  # to all that it can see
+        await asyncio.sleep(0.05)
+        assert got == []
+        assert (await sandbox.run("1")).value == "1"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["unshare", "mount", "ptrace", "keyctl", "bpf", "io_uring_setup", "userfaultfd", "shmget", "mq_open", "setns"],
+)
+@confined
+async def test_the_filter_refuses(sandbox: PythonSandbox, call: str):
+    number = seccomp._DENIED[call][0 if platform.machine() == "x86_64" else 1]
+    code = f"""
+    import ctypes, errno
+    libc = ctypes.CDLL(None, use_errno=True)
+    result = libc.syscall({number}, 0, 0, 0, 0, 0)
+    result, errno.errorcode.get(ctypes.get_errno())
+    """
+    assert (await attack(sandbox, code)).value == "(-1, 'EPERM')"
+
+
+@confined
+async def test_no_new_user_namespace(sandbox: PythonSandbox):
+    code = """
+    import ctypes, errno, platform
+    libc = ctypes.CDLL(None, use_errno=True)
+    clone, clone3 = (56, 435) if platform.machine() == 'x86_64' else (220, 435)
+    out = []
+    for number, arguments in ((clone, (0x10000000 | 17, 0, 0, 0, 0)), (clone3, (0, 0))):
+        libc.syscall(number, *arguments)
+        out.append(errno.errorcode[ctypes.get_errno()])
+    out
+    """
+    assert (await attack(sandbox, code)).value == "['EPERM', 'ENOSYS']"
+    assert (
+        await attack(sandbox, "import subprocess\nsubprocess.run(['unshare', '-Ur', 'id']).returncode")
+    ).value != "0"
+
+
+# --- using up ------------------------------------------------------------------------------------
+
+
+def need_process_limit(sandbox: PythonSandbox) -> None:
+    if sandbox.limit_mechanisms["processes"] == "not limited":
+        pytest.skip(f"nothing limits the number of processes at isolation={sandbox.isolation!r} for this user")
+
+
+@every_level
+async def test_fork_bomb(sandbox: PythonSandbox):
+    code = """
+    import os, time
+    born = 0
+    while True:
+        if os.fork() == 0:
+            time.sleep(30)
+            os._exit(0)
+        born += 1
+    """
+    need_process_limit(sandbox)
+    result = await attack(sandbox, code, timeout=10)
+    assert result.limit == "processes"
+    assert result.error_type == "BlockingIOError"
+    assert not result.died
+    born = int((await sandbox.run("born")).value or -1)
+    assert 8 <= born <= 16, "as many as were allowed, and no more"
+    # The bomb that multiplies: every child forks too, and none stops when it is refused.
+    code = """
+    import os
+    while True:
+        try:
+            os.fork()
+        except OSError:
+            pass
+    """
+    began = time.monotonic()
+    result = await attack(sandbox, code, timeout=1)
+    assert result.limit in ("time", "processes")
+    assert time.monotonic() - began < 6
+    await sandbox.reset()
+    assert len(below(sandbox.pid or 0)) <= 2, "the interpreter, and for bubblewrap the zygote"
+
+
+def below(root: int) -> list[int]:
+    found, fringe = [], [root]
+    while fringe:
+        pid = fringe.pop()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        found += [int(child) for child in children]
+        fringe += [int(child) for child in children]
+    return found
+
+
+@every_level
+async def test_threads_are_counted(sandbox: PythonSandbox):
+    code = """
+    import threading, time
+    threading.stack_size(2 ** 16)
+    threads = [threading.Thread(target=time.sleep, args=(30,), daemon=True) for _ in range(100)]
+    for thread in threads:
+        thread.start()
+    """
+    need_process_limit(sandbox)
+    # Small stacks: where memory is an address space, 16 of 8 MB are more than the sandbox has.
+    assert (await attack(sandbox, code)).limit == "processes"
+
+
+async def test_a_thread_that_does_not_start_for_want_of_memory_is_told_as_memory():
+    code = """
+    import threading
+    threading.stack_size(2 ** 29)
+    threading.Thread(target=print, daemon=True).start()
+    """
+    async with PythonSandbox(isolation="none", memory_mb=96, processes=16, disk_mb=8) as sandbox:
+        assert (await attack(sandbox, code)).limit == "memory"
+
+
+@every_level
+async def test_memory_bomb(sandbox: PythonSandbox):
+    result = await attack(sandbox, "x = []\nwhile True: x.append(bytearray(2 ** 20))")
+    assert result.limit == "memory"
+    # Many processes, each below the limit of one: what they hold together counts.
+    if isolation.hierarchy() is None:
+        pytest.skip("no control group is writable here: memory is limited for each process alone")
+    code = """
+    import os, time
+    x = None
+    for _ in range(6):
+        if os.fork() == 0:
+            x = b'x' * (48 * 2 ** 20)
+            time.sleep(30)
+            os._exit(0)
+    time.sleep(2)
+    """
+    result = await sandbox.run(textwrap.dedent(code), timeout=10)
+    assert result.limit == "memory"
+    assert (await sandbox.run("6 * 7")).value == "42"
+
+
+@spaces
+async def test_files_fill_their_own_disk_only(sandbox: PythonSandbox):
+    code = """
+    import os
+    written = 0
+    for place in ('/tmp', '/dev/shm'):
+        try:
+            for number in range(1000):
+                with open(f'{place}/{number}', 'wb') as file:
+                    for _ in range(16):
+                        written += file.write(b'x' * 65536)
+        except OSError as error:
+            print(error)
+    written / 2 ** 20
+    """
+    result = await attack(sandbox, code)
+    assert float(result.value or 0) <= 8 + 8, "8 MB of /tmp and no more of /dev/shm"
+    assert result.stdout.count("No space left") == 2
+    await sandbox.reset()
+    assert (await sandbox.run("import os\nos.listdir('/tmp'), os.listdir('/dev/shm')")).value == "([], [])"
+
+
+@levels("landlock", "none")
+async def test_a_file_is_bounded_where_a_folder_is_not(sandbox: PythonSandbox):
+    code = """
+    written = 0
+    with open('big', 'wb', buffering=0) as file:
+        while True:
+            written += file.write(b'x' * 65536)
+    """
+    result = await attack(sandbox, code)
+    assert (result.error_type, result.limit) == ("OSError", "disk")
+    assert (await sandbox.run("written")).value == str(8 * 2**20)
+    await sandbox.reset()
+    assert (await sandbox.run("import os\nos.listdir()")).value == "[]"
+
+
+@spaces
+async def test_files_without_end_and_without_content(level: str):
+    """At shared the disk counts them; at strict they are memory, and end with what holds them."""
+    code = """
+    import os
+    for number in range(400_000):
+        os.close(os.open(f'/tmp/{number}', os.O_CREAT | os.O_WRONLY))
+    """
+    settings = {"isolation": level, "memory_mb": 48, "processes": 16, "disk_mb": 8}
+    async with Pool(PythonSandbox, size=1, **settings) as pool:
+        async with pool.lease() as sandbox:
+            result = await sandbox.run(textwrap.dedent(code), timeout=100.0)
+            expected = "disk" if level == "shared" else "memory" if isolation.hierarchy() else None
+            assert result.limit == expected or (expected is None and not result.ok), result
+        async with pool.lease() as sandbox:
+            assert (await sandbox.run("import os\nos.listdir('/tmp')")).value == "[]", "the next lease is clean"
+
+
+@levels("strict", "landlock")
+async def test_a_bomb_in_a_zip(sandbox: PythonSandbox, level: str):
+    code = """
+    import io, zipfile
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, 'w', zipfile.ZIP_DEFLATED) as archive, archive.open('bomb', 'w') as file:
+        for _ in range(128):
+            file.write(bytes(2 ** 20))
+    with open('bomb.zip', 'wb') as file:
+        file.write(packed.getvalue())
+    len(packed.getvalue()) < 2 ** 20
+    """
+    assert (await attack(sandbox, code)).value == "True"
+    result = await attack(sandbox, "zipfile.ZipFile('bomb.zip').extractall()")
+    assert (result.error_type, result.limit) == ("OSError", "disk")
+    result = await attack(sandbox, "len(zipfile.ZipFile('bomb.zip').read('bomb'))")
+    assert result.limit == "memory"
+    await sandbox.reset()
+    assert (await sandbox.run("import os\nos.listdir()")).value == "[]"
+
+
+@confined
+async def test_it_cannot_delete_its_own_interpreter(sandbox: PythonSandbox, level: str):
+    code = """
+    import os, sys
+    def tried(call, *arguments):
+        try:
+            call(*arguments)
+            return 'done'
+        except OSError as error:
+            return type(error).__name__
+    library = os.path.join(os.path.dirname(os.__file__), 'this.py')
+    [tried(os.unlink, sys.executable), tried(os.rename, sys.executable, sys.executable + '.x'),
+     tried(open, sys.executable, 'r+b'), tried(os.unlink, library), tried(os.truncate, library, 0),
+     tried(os.unlink, '/proc/self/exe'), os.path.exists(sys.executable), os.path.exists(library)]
+    """
+    said = eval((await attack(sandbox, code)).value or "")
+    assert "done" not in said and said[-2:] == [True, True], said
+    await attack(sandbox, "import sys, os\nsys.modules.clear()\nos._exit(0)")
+    await attack(sandbox, "import builtins\nbuiltins.__dict__.clear()")
+    await sandbox.reset()
+    assert (await sandbox.run("import this as zen\nzen.d['T']")).value == "'G'"
+
+
+@every_level
+async def test_endless_loops_in_python_and_in_c(sandbox: PythonSandbox):
+    result = await attack(sandbox, "while True: pass", timeout=0.3)
+    assert (result.timed_out, result.died) == (True, False)
+    result = await attack(sandbox, "import ctypes\nctypes.CDLL(None).pause()", timeout=0.3)
+    assert result.timed_out
+    endless = "import collections, itertools\ncollections.deque(itertools.repeat(0), maxlen=0)"
+    result = await attack(sandbox, endless, timeout=0.3)  # never looks at signals
+    assert (result.timed_out, result.died) == (True, True)
+
+
+@every_level
+async def test_endless_output(sandbox: PythonSandbox):
+    result = await attack(sandbox, "import os\nos.system('yes')", timeout=10)
+    assert (result.limit, result.truncated, len(result.stdout)) == ("output", True, sandbox.max_output)
+    code = "import subprocess, sys\nprint('before', flush=True)\nsubprocess.Popen(['yes'], stdout=sys.stdout)\n'here'"
+    result = await attack(sandbox, code)
+    assert result.value == "'here'", "a process in the background does not hold the call"
+
+
+@every_level
+async def test_replies_that_lie(sandbox: PythonSandbox):
+    """The code can find the socket on which the interpreter answers and speak for it: to its own chain alone."""
+    find = "import os, socket, stat, json\ndef is_socket(f):\n    try: return stat.S_ISSOCK(os.fstat(f).st_mode)\n"
+    find += "    except OSError: return False\n"
+    find += "s = [socket.socket(fileno=os.dup(f)) for f in range(64) if is_socket(f)][0]\n"
+    for lie in (
+        "s.send(b'x' * 10_000_000)",
+        "s.send(b'not json\\n')",
+        "s.send(b'[1, 2]\\n')",
+        "s.send(json.dumps({'id': 10 ** 9, 'value': 'early'}).encode() + b'\\n')",
+        's.send(b\'{"id": [], "error": {}, "value": 7, "limit": "nonsense"}\\n\')',
+    ):
+        result = await sandbox.run(find + lie, timeout=3)
+        assert isinstance(result, SandboxResult), lie
+        assert (await sandbox.run("6 * 7")).value == "42", lie
+    # As if it had found out the call's number, which nobody can guess, within its own call.
+    lie = {"id": 77, "value": 7, "error": ["no text"], "type": None, "truncated": 3, "limit": "nonsense"}
+    with mock.patch("agentfly_kit.sandboxes.python.secrets.randbits", return_value=77):
+        result = await sandbox.run(f"{find}s.send(json.dumps({lie!r}).encode() + b'\\n')", timeout=3)
+    assert (result.value, result.error, result.limit) == (None, None, None), "only text is taken for text"
+    await sandbox.reset()
+    assert (await sandbox.run("6 * 7")).value == "42"
+
+
+# --- what lasts ----------------------------------------------------------------------------------
+
+
+@spaces
+async def test_a_reset_takes_all_of_it(sandbox: PythonSandbox):
+    code = """
+    import os, socket, subprocess, sys, time
+    os.makedirs('/tmp/' + 'd/' * 200)
+    os.symlink('/usr', '/tmp/link')
+    os.mkfifo('/tmp/fifo')
+    open('/dev/shm/note', 'w').write('x')
+    os.chmod('/tmp', 0)
+    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)
+    sock = socket.socket(socket.AF_UNIX); sock.bind('\\0note')
+    """
+    assert (await sandbox.run(textwrap.dedent(code))).ok
+    before = sandbox.pid
+    await sandbox.reset()
+    assert sandbox.pid == before, "the same namespace, and nothing of the last chain in it"
+    code = """
+    import os, socket
+    sock = socket.socket(socket.AF_UNIX); sock.bind('\\0note')
+    os.listdir('/tmp'), os.listdir('/dev/shm'), sorted(int(p) for p in os.listdir('/proc') if p.isdigit())[0], len(
+        [p for p in os.listdir('/proc') if p.isdigit()]), os.access('/usr/bin', os.R_OK)
+    """
+    assert (await sandbox.run(textwrap.dedent(code))).value == "([], [], 1, 2, True)"
+
+
+@levels("landlock", "none")
+async def test_a_reset_takes_all_of_it_without_namespaces(sandbox: PythonSandbox, level: str):
+    code = """
+    import os, subprocess, sys
+    os.makedirs('d/' * 200)
+    os.symlink('/usr', 'link')
+    os.mkfifo('fifo')
+    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)
+    """
+    result = await sandbox.run(textwrap.dedent(code))
+    assert result.ok, result.error
+    before, children = sandbox.pid, below(sandbox.pid or 0)
+    assert len(children) == 2
+    await sandbox.reset()
+    assert sandbox.pid == before
+    assert len(below(sandbox.pid or 0)) == 1
+    assert not set(children) & set(below(sandbox.pid or 0))
+    assert (await sandbox.run("import os\nos.listdir(), os.access('/usr/bin', os.R_OK)")).value == "([], True)"
+
+
+@every_level
+async def test_folders_deeper_than_any_path_and_closed_to_their_owner_are_wiped(sandbox: PythonSandbox, level: str):
+    code = "import os\ntop = os.getcwd()\n"
+    code += "for _ in range(60):\n    os.mkdir('d' * 99); os.chdir('d' * 99)\nopen('secret', 'w').write('x')"
+    assert (await sandbox.run(code)).ok
+    await sandbox.run("os.chdir(top); os.makedirs('a/b/c')")
+    result = await sandbox.run("os.chdir(top)\nfor path in ('a/b/c', 'a/b', 'a'):\n    os.chmod(path, 0)")
+    assert result.error_type == ("PermissionError" if level == "landlock" else None), "no modes can be changed there"
+    await sandbox.reset()
+    assert (await sandbox.run("import os\nos.listdir('.')")).value == "[]"
+
+
+@spaces
+async def test_a_python_that_lies_below_tmp_is_seen_and_kept(
+    level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """/tmp is the sandbox's own and begins empty, so it is shown in another place, which a reset leaves alone."""
+    venv = tmp_path / "venv"
+    venv.mkdir()
+    (venv / "module.py").write_text("x = 1")
+    folders = [*isolation.python_folders(), str(venv)]
+    monkeypatch.setattr(isolation, "python_folders", lambda packages=True: folders)
+    async with PythonSandbox(isolation=level) as sandbox:
+        look = f"import os\nos.path.exists({isolation.inside_path(str(venv / 'module.py'))!r}), os.listdir('/tmp')"
+        assert (await sandbox.run("open('/tmp/note', 'w').close()\n" + look)).value == "(True, ['note'])"
+        await sandbox.reset()
+        assert (await sandbox.run(look)).value == "(True, [])"
+
+
+@every_level
+async def test_a_reset_that_fails_costs_the_sandbox_and_no_secret(
+    sandbox: PythonSandbox, monkeypatch: pytest.MonkeyPatch
+):
+    await sandbox.run("import os\nfor i in range(1, 4000):\n    os.mkdir(str(i))")
+    monkeypatch.setattr("agentfly_kit.sandboxes.python._CONTROL_SECONDS", 1e-6)
+    with pytest.raises(SandboxError, match="no answer from the sandbox"):
+        await sandbox.reset()
+    assert not sandbox.alive, "half a reset is no reset"
+    monkeypatch.undo()
+    assert (await sandbox.run("import os\nos.listdir('.')")).value == "[]", "a whole new one"
+
+
+@every_level
+async def test_limits_are_told_as_they_are_held(sandbox: PythonSandbox, level: str):
+    group = isolation.hierarchy()
+    if group is None:
+        assert sandbox.limit_mechanisms["memory_mb"].startswith("RLIMIT_DATA")
+    else:
+        assert sandbox.limit_mechanisms["memory_mb"] == f"control group ({group.version}), all processes together"
+    assert sandbox.limit_mechanisms["disk_mb"] == (
+        "size of its own /tmp" if level in SPACES else "RLIMIT_FSIZE, each file"
+    )
+    network = {"landlock": "no sockets", "none": "not limited"}
+    assert sandbox.limit_mechanisms["network"] == network.get(level, "no interface but its own loopback")
+    assert isolation.limit_mechanisms(level, Limits(network=True), group)["network"] == "open, as asked"
+
+
+# --- siblings ------------------------------------------------------------------------------------
+
+
+@levels("shared")
+async def test_siblings_see_nothing_of_each_other(level: str):
+    """One bubblewrap, one parent; and yet each has its own processes, files, network and messages."""
+    async with PythonSandbox(isolation=level) as one, PythonSandbox(isolation=level) as two:
+        assert parent(one.pid) == parent(two.pid), "they are siblings"
+        code = """
+        import os, socket, subprocess
+        open('/tmp/secret', 'w').write('x'); open('/dev/shm/secret', 'w').write('x')
+        os.environ['SECRET'] = 'x'
+        tcp = socket.create_server(('127.0.0.1', 4321))
+        unix = socket.socket(socket.AF_UNIX); unix.bind('\\0secret'); unix.listen()
+        child = subprocess.Popen(['sleep', '60'])
+        sorted(int(p) for p in os.listdir('/proc') if p.isdigit())
+        """
+        assert len(eval((await attack(one, code)).value or "")) == 3, "zygote, interpreter, sleep"
+        code = """
+        import os, socket
+        def attempt(family, address):
+            try:
+                socket.socket(family).connect(address)
+                return 'connected'
+            except OSError as error:
+                return type(error).__name__
+        (os.listdir('/tmp'), os.listdir('/dev/shm'), sorted(int(p) for p in os.listdir('/proc') if p.isdigit()),
+         attempt(socket.AF_INET, ('127.0.0.1', 4321)), attempt(socket.AF_UNIX, '\\0secret'))
+        """
+        assert (await attack(two, code)).value == "([], [], [1, 2], 'ConnectionRefusedError', 'ConnectionRefusedError')"
+        await two.run("import signal\nos.kill(-1, signal.SIGKILL)")
+        assert (await one.run("child.poll() is None")).value == "True"
+        await two.reset()
+        assert (await one.run("open('/tmp/secret').read()")).value == "'x'", "a reset is one sandbox's own"
+        two.kill()
+        assert (await one.run("1 + 1")).value == "2"
+
+
+def parent(pid: int | None) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@levels("shared")
+async def test_what_the_hub_could_see_is_covered(sandbox: PythonSandbox):
+    """The machine's /proc, which a hub must have in sight to give each child one of its own."""
+    covered = isolation._COVERED
+    code = f"""
+    import os
+    seen = []
+    for path in ({covered!r}, '{covered}/{os.getpid()}', '/proc/1/root{covered}'):
+        try:
+            seen += os.listdir(path)
+        except OSError:
+            pass
+    libc = __import__('ctypes').CDLL(None, use_errno=True)
+    seen, libc.umount2(b'{covered}', 2), os.path.exists('/proc/{os.getpid()}')
+    """
+    assert (await attack(sandbox, code)).value == "([], -1, False)"
+    code = "[line.split(':')[1].strip() for line in open('/proc/self/status') if line.startswith('Cap')]"
+    assert set(eval((await attack(sandbox, code)).value or "")) == {"0" * 16}
+    code = "[line.split(':')[1].strip() for line in open('/proc/self/status') if line[:7] in ('Seccomp', 'NoNewPr')]"
+    assert eval((await attack(sandbox, code)).value or "")[:2] == ["1", "2"]
+
+
+@levels("shared")
+async def test_the_end_of_a_hub_is_the_end_of_its_sandboxes_and_of_nothing_else(level: str):
+    async with PythonSandbox(isolation=level) as one, PythonSandbox(isolation=level) as two:
+        hub = one._handle.hub if one._handle else None
+        assert hub is not None
+        assert hub.process is not None
+        call = asyncio.ensure_future(one.run("import time; time.sleep(20)", timeout=30))
+        await asyncio.sleep(0.05)
+        os.kill(hub.process.pid, signal.SIGKILL)
+        with pytest.raises(SandboxError, match="ended from outside"):
+            await asyncio.wait_for(call, 5)
+        await asyncio.sleep(0.05)
+        assert (one.alive, two.alive) == (False, False)
+        assert (await two.run("1 + 1")).value == "2", "in a new one"
+        assert two._handle is not None
+        assert two._handle.hub is not hub
+
+
+@levels("shared")
+async def test_other_settings_are_not_siblings(level: str):
+    async with (
+        PythonSandbox(isolation=level) as one,
+        PythonSandbox(isolation=level, network=True) as two,
+        PythonSandbox(isolation=level, preload=["decimal"]) as three,
+        PythonSandbox(isolation=level, memory_mb=64, disk_mb=4) as four,
+    ):
+        parents = [parent(sandbox.pid) for sandbox in (one, two, three, four)]
+        assert len(set(parents)) == 3
+        assert parents[3] == parents[0], "limits are each one's own"
+        assert (await four.run("import os\ns = os.statvfs('/tmp')\ns.f_blocks * s.f_frsize")).value == str(4 * 2**20)
+
+
+# --- an older kernel -----------------------------------------------------------------------------
+
+
+@levels("landlock")
+@pytest.mark.parametrize("version", [1, 3])
+async def test_an_older_landlock_is_made_up_for(
+    level: str, version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What its first versions leave open, the filter refuses: signals, and before the third cutting a file short."""
+    real = isolation.landlock_version()
+    monkeypatch.setattr(isolation, "landlock_version", lambda: min(real, version))
+    (tmp_path / "mine").write_text("untouched")
+    async with PythonSandbox(isolation=level) as sandbox:
+        code = f"""
+        import os, socket
+        def attempt(call):
+            try:
+                call()
+                return 'done'
+            except OSError as error:
+                return type(error).__name__
+        [attempt(c) for c in (lambda: os.kill(os.getppid(), 0), lambda: os.kill({os.getpid()}, 0), socket.socket,
+          lambda: open({str(tmp_path / "mine")!r}), lambda: os.truncate({str(tmp_path / "mine")!r}, 0),
+          lambda: os.listdir('/proc'))]
+        """
+        assert (await attack(sandbox, code)).value == str(["PermissionError"] * 6)
+        assert (await sandbox.run("while True: pass", timeout=0.2)).timed_out, "the zygote's own signals pass"
+    assert (tmp_path / "mine").read_text() == "untouched"
+
+
+USER = """
+import asyncio, os, sys
+sys.path.insert(0, sys.argv[1])
+from agentfly_kit.errors import SandboxError
+from agentfly_kit.sandboxes import PythonSandbox
+from agentfly_kit.sandboxes.host import isolation
+async def main():
+    async with PythonSandbox(isolation=sys.argv[2], processes=12, memory_mb=96) as sandbox:
+        print(sandbox.limit_mechanisms["processes"], sandbox.limit_mechanisms["memory_mb"], sep="|")
+        code = "import os, time\\nborn = 0\\nwhile True:\\n    if os.fork() == 0: time.sleep(30)\\n    born += 1"
+        result = await sandbox.run(code, timeout=10)
+        print(result.limit, (await sandbox.run("born")).value, sep="|")
+        print((await sandbox.run("x = bytearray(200 * 2 ** 20)")).limit)
+        look = "import os\\ntry: seen = open('/etc/passwd')\\nexcept OSError: seen = None\\nos.getuid(), seen"
+        print((await sandbox.run(look)).value)
+        pid = sandbox.pid
+        crowd = "import os, time\\nfor _ in range(40):\\n    if os.fork() == 0: time.sleep(30)"
+        fork = "import os\\nchild = os.fork()\\nif not child: os._exit(0)\\nos.waitpid(child, 0)[1]"
+        async with PythonSandbox(isolation=sys.argv[2], processes=64) as other:
+            await other.run(crowd)
+            await sandbox.reset()
+            print((await sandbox.run(fork)).value)
+    print(os.path.exists(f"/proc/{pid}"), isolation.hierarchy())
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests already run without root")
+@pytest.mark.skipif(not os.access("/usr/bin/python3", os.X_OK), reason="another user cannot reach this Python")
+@confined
+def test_without_root_and_without_control_groups(level: str, tmp_path: Path):
+    """As another user, who may write no control group: the limits of the user namespace hold instead."""
+    version = subprocess.run(
+        ["/usr/bin/python3", "-c", "import sys; print(sys.version_info >= (3, 11))"], capture_output=True
+    )
+    if version.stdout != b"True\n":
+        pytest.skip("the system's Python is older than 3.11")
+    package = Path("/tmp") / f"agentfly-test-{os.getpid()}"
+    source = Path(isolation.__file__).parents[2]
+    try:
+        (package / "agentfly_kit").mkdir(parents=True)
+        (package / "agentfly_kit" / "__init__.py").touch()
+        shutil.copy(source / "errors.py", package / "agentfly_kit")
+        shutil.copytree(source / "sandboxes", package / "agentfly_kit" / "sandboxes")
+        subprocess.run(["chmod", "-R", "a+rX", str(package)], check=True)
+        done = subprocess.run(
+            ["/usr/bin/python3", "-c", USER, str(package), level],
+            user=12345, group=12345, extra_groups=[], cwd="/", env={"PATH": "/usr/bin:/bin"},
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+    finally:
+        shutil.rmtree(package)
+    lines = done.stdout.splitlines()
+    assert lines, done.stderr
+    assert lines[0].replace(",", "") == "RLIMIT_NPROC in its own user namespace|RLIMIT_DATA each process"
+    limit, born = lines[1].split("|")
+    assert limit == "processes"
+    assert 6 <= int(born) <= 12
+    seen = "(65534, None)" if level in SPACES else "(12345, None)"
+    assert lines[2:] == ["memory", seen, "0", "False None"], "the processes of another sandbox do not count"
+
+
+def test_the_filter_is_valid_for_both_machines():
+    """Every jump lands inside the program, and every path ends in a verdict."""
+    kinds = [{}, {"landlock": 1}, {"landlock": 6, "network": False}]
+    for machine, kind in itertools.product(("x86_64", "aarch64"), kinds):
+        program = seccomp.program(machine, **kind)
+        assert program is not None
+        steps = [program[i : i + 8] for i in range(0, len(program), 8)]
+        for place, step in enumerate(steps):
+            code, jt, jf = int.from_bytes(step[:2], "little"), step[2], step[3]
+            if code in (seccomp._EQUAL, seccomp._AT_LEAST, seccomp._ANY_BIT):
+                assert max(jt, jf) + place + 1 < len(steps)
+        assert int.from_bytes(steps[-1][:2], "little") == seccomp._RETURN
+    assert seccomp.program("riscv64") is None
+    assert ctypes.sizeof(ctypes.c_long) == 8 or platform.machine() not in seccomp._MACHINES
+
+
+FORGE = """
+import json, os, stat, threading, time
+
+def is_socket(fd):
+    try:
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError:
+        return False
+
+sockets = [fd for fd in range(256) if is_socket(fd)]
+
+def forge():
+    time.sleep(0.2)
+    reply = {"value": "'forged'", "error": None, "type": None, "truncated": False, "limit": None}
+    for number in range(200):
+        for fd in sockets:
+            os.write(fd, json.dumps({"id": number, **reply}).encode() + bytes([10]))
+
+threading.Thread(target=forge, daemon=True).start()
+len(sockets)
+"""
+
+
+@levels("strict", "shared", "none")
+async def test_a_thread_that_was_left_cannot_forge_the_next_reply(level: str):
+    async with PythonSandbox(isolation=level) as sandbox:
+        assert (await sandbox.run(FORGE)).value not in (None, "0"), "it finds no socket: the test forges nothing"
+        result = await sandbox.run("time.sleep(0.6)\n'true'")
+        assert result.value == "'true'"

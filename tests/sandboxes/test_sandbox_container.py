@@ -1,0 +1,524 @@
+"""Containers, for real: podman's API service on a private socket and an image of this machine's own Python.
+
+What is said of PythonSandbox elsewhere must hold in a container too, so the attacks are those of test_sandbox_abuse.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import gc
+import inspect
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import test_sandbox_abuse as abuse
+from containers import IMAGE, Podman, trouble
+from test_sandbox_abuse import attack
+
+import agentfly_kit as af
+from agentfly_kit.errors import IsolationError, SandboxError, SettingsError
+from agentfly_kit.pool.pool import Pool
+from agentfly_kit.sandboxes import Container, FileSandbox, PythonSandbox, ShellSandbox, SQLSandbox
+from agentfly_kit.sandboxes.host import container as containers_module
+from agentfly_kit.sandboxes.host import isolation
+from agentfly_kit.sandboxes.host.limits import Limits
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Podman]:
+    """An engine of this module's own. Without one the tests are skipped with the reason; where CI says that they must
+    run, they fail."""
+    if trouble() and os.environ.get("AGENTFLY_TEST_CONTAINERS") != "must":
+        pytest.skip(trouble())
+    assert not trouble(), trouble()
+    # A short path: below a long one podman does not remove the containers that end by themselves.
+    with tempfile.TemporaryDirectory(prefix="afk-", ignore_cleanup_errors=True) as folder:
+        podman = Podman(Path(folder))
+        yield podman
+        podman.stop()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    podman = request.getfixturevalue("engine") if "engine" in request.fixturenames else None
+    asyncio.run(asyncio.to_thread(int))
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    if podman is None:
+        return
+    if podman.names() or streams():
+        gc.collect()
+    eventually(lambda: podman.names() == [], "a container was left")
+    eventually(lambda: not streams(), "a thread was left")
+    assert len(os.listdir("/proc/self/fd")) <= before, "a file was left open"
+
+
+def streams() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name in ("agentfly-stream", "agentfly-container-removal")]
+
+
+def eventually(true: Callable[[], bool], what: str, patience: float = 90.0) -> None:
+    end = time.monotonic() + patience
+    while not true():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
+def place(engine: Podman, **settings: Any) -> Container:
+    return Container(IMAGE, engine=engine.url, **settings)
+
+
+@pytest_asyncio.fixture
+async def sandbox(engine: Podman) -> AsyncIterator[PythonSandbox]:
+    async with PythonSandbox(isolation=place(engine), memory_mb=96, processes=16, disk_mb=8) as inside:
+        yield inside
+
+
+# --- a sandbox like any other --------------------------------------------------------------------
+
+
+async def test_a_call_tells_what_it_tells_anywhere(engine: Podman):
+    async with PythonSandbox(isolation=place(engine)) as sandbox:
+        result = await sandbox.run("print('out')\nimport sys\nprint('err', file=sys.stderr)\n6 * 7")
+        assert (result.stdout, result.stderr, result.value, result.error) == ("out\n", "err\n", "42", None)
+        result = await sandbox.run("def f():\n    return 1 / 0\nf()")
+        assert result.error is not None
+        assert result.error.startswith('Traceback (most recent call last):\n  File "<cell 2>", line 3, in <module>')
+        assert "sandbox" not in result.error, "nothing of ours in a traceback"
+        result = await sandbox.run("print('last words', flush=True)\nimport os\nos._exit(3)")
+        assert (result.died, result.stdout, result.error) == (
+            True,
+            "last words\n",
+            "the interpreter exited with status 3",
+        )
+        assert (await sandbox.run("'x' in globals()")).value == "False"
+        long = "y" * 3_000_000
+        assert (await sandbox.run(f"len('{long}')", timeout=20)).value == "3000000", "more than a buffer holds"
+        result = await sandbox.run("print('z' * 60_000)")
+        assert len(result.stdout) == 60_001
+        assert repr(sandbox) == f"<PythonSandbox container {IMAGE}, 6 calls>"
+        assert sandbox.limit_mechanisms["processes"] == "the container's control group, all processes together"
+
+
+async def test_a_pool_of_containers_serves_an_agent(engine: Podman):
+    @af.tool
+    async def python(code: str, sandbox: af.PythonSandbox) -> str:
+        """Run Python.
+
+        Args:
+            code: what to run.
+        """
+        return (await sandbox.run(code)).text
+
+    async with Pool(PythonSandbox, size=2, min_idle=1, isolation=place(engine)) as pool:
+        assert pool.snapshot().isolation == f"container {IMAGE}"
+        result = await python.try_(code="import os\nprint(os.getuid(), os.getpid() > 1)", pool=pool)
+        assert result.observation.strip() == "65534 True"
+        async with pool.lease() as first:
+            await first.run("open('/tmp/note', 'w').write('mine')")
+            async with pool.lease() as second:
+                assert (await second.run("import os\nos.path.exists('/tmp/note')")).value == "False"
+        for _ in range(4):
+            async with pool.lease() as again:
+                assert (await again.run("import os\nos.listdir('/tmp'), 'note' in globals()")).value == "([], False)"
+        assert pool.snapshot().dead == 0, "they are reset, not replaced"
+
+
+async def test_the_other_kinds_run_in_containers_too(engine: Podman):
+    settings: dict[str, Any] = {"isolation": place(engine), "memory_mb": 128}
+    async with ShellSandbox(**settings) as shell:
+        await shell.run("x=6; cd /tmp; echo 7 > seven")
+        result = await shell.run("echo $((x * $(cat seven))); id -u")
+        assert (result.stdout, result.exit_code) == ("42\n65534\n", 0), result
+    async with FileSandbox(**settings) as files:
+        await files.seed({"a.txt": "one\ntwo\n"})
+        assert "two" in await files.read("a.txt", start=2)
+    async with SQLSandbox(**settings) as sql:
+        assert (await sql.run("select 6 * 7")).rows == ((42,),)
+
+
+async def test_fork_replays_into_another_container(engine: Podman):
+    async with PythonSandbox(isolation=place(engine)) as one, PythonSandbox(isolation=place(engine)) as two:
+        await one.run("x = 41")
+        await one.fork(two)
+        assert (await two.run("x + 1")).value == "42"
+
+
+# --- attacks -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        abuse.test_the_zygote_is_out_of_reach, abuse.test_its_own_loopback_works, abuse.test_no_new_user_namespace,
+        abuse.test_fork_bomb, abuse.test_threads_are_counted, abuse.test_endless_loops_in_python_and_in_c,
+        abuse.test_endless_output, abuse.test_replies_that_lie,
+        abuse.test_folders_deeper_than_any_path_and_closed_to_their_owner_are_wiped,
+    ],
+    ids=lambda attempt: attempt.__name__.removeprefix("test_"),
+)  # fmt: skip
+async def test_what_the_strict_level_withstands(
+    sandbox: PythonSandbox, attempt: Callable[..., Any], engine: Podman, monkeypatch: pytest.MonkeyPatch
+):
+    """The very tests of that level, on a container. They look at it from the host too: the engine is here."""
+    (name,) = engine.names()
+    pid = int(engine.podman("inspect", "--format", "{{.State.Pid}}", name))
+    monkeypatch.setattr(PythonSandbox, "pid", property(lambda self: pid))
+    takes = inspect.signature(attempt).parameters
+    await attempt(sandbox, **({"level": "strict"} if "level" in takes else {}))
+
+
+async def test_the_filter_refuses(sandbox: PythonSandbox):
+    for call in ("unshare", "mount", "ptrace", "keyctl", "bpf", "io_uring_setup", "userfaultfd", "mq_open", "setns"):
+        await abuse.test_the_filter_refuses(sandbox, call)
+
+
+# --- settings, looked at from inside -------------------------------------------------------------
+
+
+async def test_who_it_is_inside(sandbox: PythonSandbox):
+    code = "open('/proc/1/status').read()"
+    status = eval((await attack(sandbox, "open('/proc/self/status').read()")).value or "''")
+    said = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert said["Uid"].split() == ["65534"] * 4
+    assert said["Gid"].split() == ["65534"] * 4
+    assert {said[name] for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")} == {"0" * 16}
+    assert said["NoNewPrivs"] == "1"
+    assert said["Seccomp"] == "2"
+    assert int(said["Seccomp_filters"]) >= 2, "the engine's and ours"
+    assert (await sandbox.run(code)).ok
+    result = await attack(sandbox, "import os\nsorted(os.environ)")
+    known = {
+        "HOME",
+        "LANG",
+        "LOGNAME",
+        "PATH",
+        "TMPDIR",
+        "USER",
+        "PYTHONHASHSEED",
+        "PYTHONDONTWRITEBYTECODE",
+        "PYTHONUTF8",
+    }
+    known |= {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "HOSTNAME", "TERM", "container"}
+    assert set(eval(result.value or "[]")) <= known
+
+
+async def test_only_its_own_folders_can_be_written_and_a_reset_empties_them(sandbox: PythonSandbox):
+    code = """
+    import os
+    done, seen = [], 0
+    for place, folders, files in os.walk('/'):
+        if place.startswith(('/proc', '/sys')):
+            folders.clear()
+            continue
+        seen += 1
+        try:
+            with open(place + '/mark', 'w') as file:
+                file.write('x')
+            done.append(place)
+        except OSError:
+            pass
+    seen > 20, sorted(done)
+    """
+    searched, done = eval((await attack(sandbox, code)).value or "()")
+    assert searched
+    assert "/tmp" in done
+    assert set(done) <= {"/tmp", "/dev/shm", "/dev/mqueue", "/var/tmp"}, done
+    await sandbox.reset()
+    assert (await sandbox.run(f"import os\n[os.listdir(place) for place in {done}]")).value == repr([[] for _ in done])
+
+
+async def test_files_fill_their_own_disk_only(sandbox: PythonSandbox):
+    code = """
+    import os
+    written = 0
+    for place in ('/tmp', '/dev/shm', '/var/tmp', '/run', '/dev/mqueue'):
+        try:
+            for number in range(1000):
+                with open(f'{place}/{number}', 'wb') as file:
+                    for _ in range(16):
+                        written += file.write(b'x' * 65536)
+                        file.flush()
+        except OSError as error:
+            pass
+    written / 2 ** 20
+    """
+    assert float((await attack(sandbox, code)).value or 99) <= 8 + 8 + 0.1, "8 MB of /tmp and no more of /dev/shm"
+    await sandbox.reset()
+    assert (await sandbox.run("import os\nos.listdir('/tmp'), os.listdir('/dev/shm')")).value == "([], [])"
+
+
+async def test_memory_one_process_and_all_together(sandbox: PythonSandbox):
+    assert (await attack(sandbox, "x = []\nwhile True: x.append(bytearray(2 ** 20))")).limit == "memory"
+    await sandbox.reset()
+    code = """
+    import os, time
+    for _ in range(6):
+        if os.fork() == 0:
+            x = b'x' * (48 * 2 ** 20)
+            time.sleep(30)
+            os._exit(0)
+    time.sleep(3)
+    """
+    result = await sandbox.run(textwrap.dedent(code), timeout=10)
+    assert result.limit == "memory"
+    assert (await sandbox.run("6 * 7")).value == "42"
+
+
+async def test_processor_time_of_all_processes_together(engine: Podman):
+    async with PythonSandbox(isolation=place(engine), cpu_seconds=1.0) as sandbox:
+        code = "import os\nfor _ in range(2): os.fork()\nwhile True: pass"
+        result = await sandbox.run(code, timeout=60)
+        assert result.limit == "cpu"
+        await sandbox.reset()  # the others go on turning, and would hold up the next call on a busy machine
+        assert (await sandbox.run("6 * 7", timeout=30)).value == "42"
+
+
+async def test_processors(engine: Podman):
+    code = """
+    import time
+    began, used = time.monotonic(), time.process_time()
+    while time.monotonic() - began < 1.5:
+        pass
+    time.process_time() - used
+    """
+    async with PythonSandbox(isolation=place(engine, cpus=0.25)) as sandbox:
+        used = float((await sandbox.run(textwrap.dedent(code), timeout=20)).value or 9)
+        assert used < 0.8, "a quarter of 1.5 s, with room for how the kernel counts"
+
+
+async def test_network_is_there_only_when_it_was_asked_for(engine: Podman):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code = (
+            f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), timeout=2).fileno() > 0"
+        )
+        async with PythonSandbox(isolation=place(engine, network="host"), network=True) as sandbox:
+            assert (await attack(sandbox, code)).value == "True"
+        async with PythonSandbox(isolation=place(engine, network="host")) as sandbox:
+            assert (await attack(sandbox, code)).error_type == "ConnectionRefusedError"
+            assert (await attack(sandbox, "[n for _, n in socket.if_nameindex()]")).value == "['lo']"
+
+
+async def test_mounts(engine: Podman, tmp_path: Path):
+    (tmp_path / "read").mkdir()
+    (tmp_path / "write").mkdir()
+    (tmp_path / "read" / "table").write_text("1,2")
+    (tmp_path / "write").chmod(0o777)
+    mounts = {str(tmp_path / "read"): "/data", str(tmp_path / "write"): "/out:rw"}
+    async with PythonSandbox(isolation=place(engine, mounts=mounts)) as sandbox:
+        assert (await attack(sandbox, "open('/data/table').read()")).value == "'1,2'"
+        assert (await attack(sandbox, "open('/data/table', 'w')")).error_type == "OSError"
+        assert (await attack(sandbox, "open('/out/kept', 'w').write('x')")).ok
+        await sandbox.reset()
+        assert (await attack(sandbox, "open('/out/kept').read()")).value == "'x'", "a mount is the user's"
+    assert (tmp_path / "write" / "kept").read_text() == "x"
+
+
+# --- what cannot be ------------------------------------------------------------------------------
+
+
+async def test_no_engine_no_image_no_python(engine: Podman, monkeypatch: pytest.MonkeyPatch):
+    async with Pool(PythonSandbox, isolation=Container(IMAGE, engine="unix:///nowhere.sock")) as pool:
+        with pytest.raises(IsolationError, match="no container engine answers at unix:///nowhere"):
+            await pool.acquire()
+    async with Pool(PythonSandbox, isolation=Container("no-such-image:1", engine=engine.url)) as pool:
+        with pytest.raises(IsolationError, match=r"no such image.*pull it first"):
+            await pool.acquire()
+    with pytest.raises(SandboxError, match="python9"):
+        await PythonSandbox(isolation=place(engine, python="python9")).start()
+    with pytest.raises(SandboxError, match="no-such-runtime"):
+        await PythonSandbox(isolation=place(engine, runtime="no-such-runtime")).start()
+    with pytest.raises(SandboxError, match="No module named 'no_such_module'"):
+        await PythonSandbox(isolation=place(engine), preload=["no_such_module"]).start()
+    with pytest.raises(IsolationError, match="forward the engine's socket"):
+        await PythonSandbox(isolation=Container(IMAGE, engine="ssh://host")).start()
+    monkeypatch.setenv("DOCKER_HOST", engine.url)
+    async with PythonSandbox(isolation=Container(IMAGE)) as sandbox:
+        assert (await sandbox.run("6 * 7")).value == "42"
+
+
+# --- endings -------------------------------------------------------------------------------------
+
+KERNEL = """
+import asyncio, os, sys
+from agentfly_kit.sandboxes import Container, PythonSandbox
+async def main():
+    sandboxes = [PythonSandbox(isolation=Container(sys.argv[1], engine=sys.argv[2])) for _ in range(2)]
+    for sandbox in sandboxes:
+        await sandbox.start()
+    print("ready", flush=True)
+    await sandboxes[0].run("import os, time\\nos.fork()\\ntime.sleep(100)", timeout=100)
+asyncio.run(main())
+"""
+
+
+def test_a_kernel_that_is_killed_leaves_nothing(engine: Podman):
+    kernel = subprocess.Popen([sys.executable, "-c", KERNEL, IMAGE, engine.url], stdout=subprocess.PIPE)
+    try:
+        assert kernel.stdout is not None
+        assert kernel.stdout.readline() == b"ready\n"
+        assert len(engine.names()) == 2
+    finally:
+        kernel.kill()
+        kernel.communicate()
+    eventually(lambda: engine.names() == [], "a container outlived its kernel")
+
+
+def test_python_that_ends_without_closing_leaves_nothing(engine: Podman):
+    code = KERNEL.replace('await sandboxes[0].run("', 'return sandboxes.append("')
+    code = code.replace(", timeout=100)", ")")
+    done = subprocess.run([sys.executable, "-c", code, IMAGE, engine.url], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ready\n", "")
+    eventually(lambda: engine.names() == [], "a container outlived its kernel")
+
+
+def test_what_a_killed_maker_left_unstarted_is_swept(engine: Podman):
+    """Between making and starting there is no input that could end: the next process on this engine removes it."""
+    code = (
+        "import sys\nfrom agentfly_kit.sandboxes import Container\n"
+        "from agentfly_kit.sandboxes.host import container as c\n"
+        "from agentfly_kit.sandboxes.host.limits "
+        "import Limits\nwith c._client(sys.argv[2]) as api:\n    api.create_container_from_config(c._config(api, "
+        "Container(sys.argv[1]), Limits()))"
+    )
+    subprocess.run([sys.executable, "-c", code, IMAGE, engine.url], check=True, timeout=120)
+    assert len(engine.names()) == 1
+    with containers_module._client(engine.url) as api:
+        ours = api.create_container_from_config(containers_module._config(api, place(engine), Limits()))["Id"]
+        containers_module._remove_orphans(api)
+        assert [each["Id"] for each in api.containers(all=True)] == [ours], "the living maker's stays"
+        api.remove_container(ours)
+
+
+async def test_a_container_that_is_killed_from_outside(engine: Podman):
+    async with Pool(PythonSandbox, size=1, isolation=place(engine)) as pool:
+        async with pool.lease() as sandbox:
+            await sandbox.run("x = 1")
+            engine.podman("kill", *engine.names())
+            with pytest.raises(SandboxError, match="ended from outside"):
+                await sandbox.run("x")
+            await sandbox.start()
+            assert (await sandbox.run("6 * 7")).value == "42"
+            running = asyncio.ensure_future(sandbox.run("import time\ntime.sleep(60)", timeout=90))
+            await asyncio.sleep(0.3)
+            engine.podman("kill", *engine.names())
+            with pytest.raises(SandboxError, match="ended from outside"):
+                await asyncio.wait_for(running, 30)
+        async with pool.lease() as sandbox:
+            assert (await sandbox.run("6 * 7")).value == "42"
+
+
+async def test_cancelled_while_it_starts_and_while_it_runs(engine: Podman):
+    print("seed 0")
+    chance = random.Random(0)
+    async with Pool(PythonSandbox, size=2, isolation=place(engine), acquire_timeout=60) as pool:
+
+        async def chain() -> None:
+            async with pool.lease() as sandbox:
+                assert (await sandbox.run("'x' in globals()")).value == "False"
+                await sandbox.run("x = 1\nimport time\ntime.sleep(0.05)")
+
+        for _ in range(4):
+            tasks = [asyncio.ensure_future(chain()) for _ in range(6)]
+            for task in tasks:
+                await asyncio.sleep(chance.random() * 0.15)
+                task.cancel()
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                assert result is None or isinstance(result, asyncio.CancelledError), result
+        assert (pool.snapshot().leased, pool.snapshot().waiting) == (0, 0)
+        await chain()
+    for delay in (0.0, 0.02, 0.1):
+        sandbox = PythonSandbox(isolation=place(engine))
+        starting = asyncio.ensure_future(sandbox.start())
+        await asyncio.sleep(delay)
+        starting.cancel()
+        await asyncio.wait([starting])
+        await sandbox.close()
+
+
+async def test_closed_under_a_running_call(engine: Podman):
+    sandbox = PythonSandbox(isolation=place(engine))
+    await sandbox.start()
+    running = asyncio.ensure_future(sandbox.run("while True: pass", timeout=60))
+    await asyncio.sleep(0.1)
+    await sandbox.close()
+    assert (await running).died
+    assert engine.names() == []
+    with pytest.raises(SandboxError, match="closed"):
+        await sandbox.run("1")
+
+
+def test_one_event_loop_after_another(engine: Podman):
+    sandbox = PythonSandbox(isolation=place(engine))
+    asyncio.run(sandbox.start())
+    asyncio.run(sandbox.run("x = 41"))
+    assert asyncio.run(sandbox.run("x + 1")).value == "42"
+    sandbox.kill()
+
+
+async def test_printing_between_calls_blocks_nothing(sandbox: PythonSandbox):
+    """More than every buffer on the way holds, while nobody reads; then a call, a reset and another one."""
+    code = """
+    import threading
+    def flood():
+        while True:
+            print('x' * 1000, flush=True)
+    threading.Thread(target=flood, daemon=True).start()
+    """
+    assert (await sandbox.run(textwrap.dedent(code))).ok
+    await asyncio.sleep(0.5)
+    await sandbox.run("y = 6", timeout=10)
+    await asyncio.sleep(0.2)
+    await sandbox.reset()
+    result = await sandbox.run("6 * 7")
+    assert (result.value, result.stdout) == ("42", "")
+
+
+def test_what_is_sent_in_is_understood_by_the_oldest_python_that_is_promised():
+    for file in (isolation.WORKER, Path(containers_module.__file__).parents[1] / "inside" / "container_relay.py"):
+        ast.parse(file.read_text(), feature_version=(3, 9))
+
+
+def test_what_is_not_isolated_is_said():
+    assert any("kernel is shared" in text for text in Container("x").not_isolated)
+    with pytest.raises(SettingsError, match=r"or a container: isolation=af\.Container"):
+        PythonSandbox(isolation="container")
+
+
+def test_settings_that_cannot_be():
+    for wrong, said in (
+        ({"image": ""}, "want an image's name"),
+        ({"image": "x", "cpus": 0}, "cpus=0"),
+        ({"image": "x", "mounts": {"data": "/data"}}, "two absolute paths"),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            Container(**wrong)  # type: ignore[arg-type]
+
+
+def test_usual_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("DOCKER_HOST", "tcp://there:1")
+    assert containers_module.address(None) == "tcp://there:1"
+    assert containers_module.address("unix:///x") == "unix:///x"
+    monkeypatch.delenv("DOCKER_HOST")
+    monkeypatch.setattr("os.path.exists", lambda path: str(path).startswith(str(tmp_path)))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert containers_module.address(None) == f"unix://{tmp_path}/podman/podman.sock"
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    with pytest.raises(IsolationError, match="no container engine was found"):
+        containers_module.address(None)

@@ -1,0 +1,341 @@
+"""FileSandbox: a folder that no path leaves, edits whose refusals a model can use, and a shell in the same place."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from test_sandbox_python import few, nothing_left  # noqa: F401  (nothing_left is a fixture)
+
+from agentfly_kit import toolbox
+from agentfly_kit.errors import SandboxError, SettingsError, ToolError
+from agentfly_kit.pool.pool import Pool
+from agentfly_kit.sandboxes import FileSandbox, ShellSandbox
+from agentfly_kit.tools.context import Context
+from agentfly_kit.tools.tool import ToolSet
+from agentfly_kit.types import Task, ToolCall
+
+CODE = "def f():\n    return 1\n\n\ndef g():\n    return 1\n"
+SEED = {"src/main.py": CODE, "README.md": "# Title\n", "data.bin": b"\0\1\2"}
+
+
+@pytest.fixture(params=few("strict"))
+def level(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+async def test_read_write_list_grep(level: str):
+    async with FileSandbox(isolation=level, files=SEED) as sandbox:
+        assert await sandbox.list() == ("README.md", "data.bin", "src/", "src/main.py")
+        assert await sandbox.list("src") == ("src/main.py",)
+        assert await sandbox.read("src/main.py") == CODE
+        assert await sandbox.read("src/main.py", 2, 2) == "    return 1\n"
+        assert await sandbox.read("./src/../src/main.py", 5, numbers=True) == "     5\tdef g():\n     6\t    return 1\n"
+        assert await sandbox.write("new/deep/a.txt", "é\n\0") == "new/deep/a.txt: written, 2 lines"
+        assert await sandbox.write("new/deep/a.txt", "b\n") == "new/deep/a.txt: overwritten, 1 line"
+        found = await sandbox.grep(r"return \d")
+        assert [str(each) for each in found] == ["src/main.py:2:     return 1", "src/main.py:6:     return 1"]
+        assert await sandbox.grep("return", max_matches=1) == found[:1]
+        assert await sandbox.grep("Title", "README.md") == (("README.md", 1, "# Title"),)
+        home = (await sandbox.run("pwd")).stdout.strip()
+        assert await sandbox.read(f"{home}/README.md") == "# Title\n", "the shell's own word for it is a path too"
+
+
+REFUSALS: list[tuple[Callable[[FileSandbox], Awaitable[object]], str]] = [
+    (lambda s: s.read("nope.py"), "there is no 'nope.py'"),
+    (lambda s: s.read("main.py"), "there is no 'main.py'; there is src/main.py"),
+    (lambda s: s.read("src"), "'src' is a folder; list it"),
+    (lambda s: s.read("data.bin"), "'data.bin' is not text (3 bytes)"),
+    (lambda s: s.read("src/main.py", 99), "'src/main.py' has 6 lines; there is no line 99"),
+    (lambda s: s.read("src/main.py", 3, 2), "lines 3 to 2: the first line is 1"),
+    (lambda s: s.read("src/main.py/x"), "'main.py' is no folder"),
+    (lambda s: s.write("src", "x"), "'src' is a folder"),
+    (lambda s: s.write("src/main.py/x", "x"), "is no folder"),
+    (lambda s: s.list("README.md"), "'README.md' is no folder; read it"),
+    (lambda s: s.list("nope"), "'nope' is not there"),
+    (lambda s: s.grep("("), "'(' is no regular expression"),
+    (lambda s: s.undo(), "there is nothing to undo"),
+    (lambda s: s.read("a\0b"), "NUL"),
+    (lambda s: s.edit("src/main.py", "return 1", "return 2"), "2 times (lines 2, 6); give more of the lines around"),
+    (lambda s: s.edit("src/main.py", "", "x"), "the text to replace is empty"),
+    (lambda s: s.edit("src/main.py", "def f", "def f"), "nothing would change"),
+    (
+        lambda s: s.edit("src/main.py", "def f():\n  return 1", "x"),
+        "With other blanks it is at line 1:\ndef f():\n    r",
+    ),
+    (lambda s: s.edit("src/main.py", "def ff():\n", "x"), "The most similar line is 1:\ndef f():"),
+    (lambda s: s.edit("src/main.py", "zzzzzz", "x"), "it must match exactly, blanks too"),
+    (lambda s: s.edit("src/main.py", "\n", "x"), "6 times"),
+]
+
+
+async def test_refusals_are_sentences_for_the_model():
+    async with FileSandbox(isolation="none", files=SEED) as sandbox:
+        for call, text in REFUSALS:
+            with pytest.raises(ToolError) as refusal:
+                await call(sandbox)
+            assert text in str(refusal.value)
+        assert await sandbox.read("src/main.py") == CODE, "nothing was changed"
+
+
+async def test_edit_and_undo(level: str):
+    async with FileSandbox(isolation=level, files=SEED | {"dos.txt": "a\r\nb\r\n", "overlap": "aaa"}) as sandbox:
+        told = await sandbox.edit("src/main.py", "def g():\n    return 1", "def g():\n    return 2\n")
+        assert told.startswith("src/main.py: replaced at line 5. It reads now:\n     3\t\n     4\t\n     5\tdef g():")
+        assert (await sandbox.read("src/main.py")).endswith("return 2\n\n")
+        await sandbox.edit("dos.txt", "a\nb", "a\nc")
+        assert (await sandbox.run("od -c dos.txt | head -1")).stdout == "0000000   a  \\r  \\n   c  \\r  \\n\n"
+        with pytest.raises(ToolError, match="overlaps itself"):
+            await sandbox.edit("overlap", "aa", "b")
+        await sandbox.write("new.txt", "1")
+        mode = (await sandbox.run("chmod 750 new.txt; stat -c %a new.txt")).stdout
+        await sandbox.write("new.txt", "2")
+        assert (await sandbox.run("stat -c %a new.txt")).stdout == mode, "a script stays one"
+        assert mode == ("644\n" if level == "landlock" else "750\n")
+        assert await sandbox.undo("src/main.py") == "src/main.py: as it was before the last change"
+        assert await sandbox.read("src/main.py") == CODE
+        assert await sandbox.undo() == "new.txt: as it was before the last change"
+        assert await sandbox.undo() == "new.txt: deleted again"
+        assert await sandbox.undo() == "dos.txt: as it was before the last change"
+        with pytest.raises(ToolError, match="nothing to undo"):
+            await sandbox.undo()
+
+
+async def test_no_reading_is_cut_in_silence():
+    async with FileSandbox(isolation="none", max_output=1000) as sandbox:
+        await sandbox.write("long.txt", "".join(f"line {i}\n" for i in range(1, 1001)))
+        with pytest.raises(ToolError, match="more than the 1000 of one reading; read a part: lines 1 to 123"):
+            await sandbox.read("long.txt")
+        assert (await sandbox.read("long.txt", 1, 123)).endswith("line 123\n")
+        text = 'é"\\\n' * 200
+        await sandbox.write("odd.txt", text)
+        assert await sandbox.read("odd.txt") == text, (
+            "an answer longer than one line of the interpreter comes in pieces"
+        )
+        await sandbox.run("for i in $(seq 1200); do : > f$i; done", timeout=30)
+        names = await sandbox.list()
+        assert (len(names), names[-1]) == (1001, "... and 202 more")
+
+
+# --- no way out ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["parent", "absolute", "link", "link folder", "link of links", "folder replaced"])
+async def test_no_path_leaves_the_folder(level: str, tmp_path: Path, kind: str):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("the host's")
+    async with FileSandbox(isolation=level, files=SEED) as sandbox:
+        await sandbox.run("echo outside > ../outside.txt")
+        path = {
+            "parent": "../outside.txt", "absolute": str(secret), "link": "l", "link folder": "f/outside.txt",
+            "link of links": "a/b/c", "folder replaced": "outside.txt",
+        }[kind]  # fmt: skip
+        await sandbox.run(
+            f"ln -s {secret} l; ln -s .. f; mkdir a; ln -s ../f a/b; ln -s ../outside.txt c; ln -s f/c c2"
+        )
+        if kind == "folder replaced":
+            await sandbox.run("cd ..; mv work gone; ln -s . work")
+        for call in (
+            sandbox.read(path), sandbox.write(path, "x"), sandbox.edit(path, "outside", "x"), sandbox.undo(path),
+            sandbox.grep("o", path),
+        ):  # fmt: skip
+            with pytest.raises(ToolError):
+                await call
+        if kind in ("parent", "link folder", "link of links"):
+            with pytest.raises(ToolError, match="leads out of the folder"):
+                await sandbox.read(path)
+            with pytest.raises(ToolError, match="leads out of the folder"):
+                await sandbox.list(os.path.dirname(path))
+        assert secret.read_text() == "the host's"
+        assert (await sandbox.run("cd; cat outside.txt")).stdout == "outside\n"
+        if kind != "folder replaced":
+            assert not any("outside" in str(each) or "host" in str(each) for each in await sandbox.grep("."))
+
+
+async def test_links_within_the_folder_work(level: str):
+    async with FileSandbox(isolation=level, files=SEED) as sandbox:
+        await sandbox.run("ln -s src lib; ln -s main.py src/alias.py")
+        assert await sandbox.read("lib/alias.py") == CODE
+        await sandbox.edit("lib/alias.py", "def f", "def h")
+        assert "def h" in await sandbox.read("src/main.py")
+        assert (await sandbox.run("readlink src/alias.py")).stdout == "main.py\n"
+
+
+async def test_a_race_with_a_link_never_gets_out():
+    """A process flips a folder and a link to the outside while the model writes: nothing outside is ever touched."""
+    async with FileSandbox(files={"d/x": "inside"}) as sandbox:
+        await sandbox.run(
+            "echo outside > ../x; (while true; do mv d e; ln -s .. d; rm d; mv e d; done) >/dev/null 2>&1 &"
+        )
+        refused = 0
+        for i in range(150):
+            try:
+                await sandbox.write("d/x", f"inside {i}")
+                assert "outside" not in await sandbox.read("d/x")
+            except ToolError:
+                refused += 1
+        assert (await sandbox.run("cat ../x")).stdout == "outside\n"
+        assert refused < 150, "and some got through to the real folder"
+
+
+async def test_no_device_or_pipe_hangs_a_reading(level: str):
+    async with FileSandbox(isolation=level) as sandbox:
+        await sandbox.run("mkfifo p; ln -s /dev/zero z; ln -s loop loop; echo x > x; chmod 000 x")
+        for path in ("p", "z", "loop"):
+            with pytest.raises(ToolError):
+                await sandbox.read(path)
+        assert await sandbox.grep("anything") == ()
+        with pytest.raises(ToolError, match="is no file"):
+            await sandbox.write("p", "x")
+
+
+async def test_a_full_disk_keeps_the_old_file():
+    async with FileSandbox(disk_mb=2, files={"a": "old"}) as sandbox:
+        with pytest.raises(ToolError, match="cannot be written"):
+            await sandbox.write("a", "x" * 4_000_000)
+        assert await sandbox.read("a") == "old"
+        assert await sandbox.list() == ("a",), "no half a file is left either"
+
+
+async def test_an_endless_pattern_is_stopped():
+    async with FileSandbox(isolation="none", files={"a": "a" * 40 + "b"}) as sandbox:
+        with pytest.raises(ToolError, match=r"grep took more than 0\.3 s and was stopped"):
+            await asyncio.wait_for(
+                sandbox._request("grep", 0.3, pattern="(a+)+$", path=".", max_matches=1, folder="work"), 20
+            )
+        assert await sandbox.read("a") == "a" * 40 + "b"
+
+
+# --- what it begins with -------------------------------------------------------------------------
+
+
+async def test_seeded_from_a_folder_which_is_never_written(level: str, tmp_path: Path):
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "big.bin").write_bytes(random.Random(3).randbytes(700_000))
+    (tmp_path / "run.sh").write_text("#!/bin/sh\necho ran\n")
+    (tmp_path / "run.sh").chmod(0o755)
+    (tmp_path / "link").symlink_to("run.sh")
+    (tmp_path / "empty").mkdir()
+    async with FileSandbox(isolation=level, files=tmp_path) as sandbox:
+        assert await sandbox.list() == ("empty/", "link", "pkg/", "pkg/big.bin", "run.sh")
+        assert (await sandbox.run("./link; sha1sum < pkg/big.bin")).stdout.split() == [
+            "ran",
+            __import__("hashlib").sha1((tmp_path / "pkg" / "big.bin").read_bytes()).hexdigest(),
+            "-",
+        ]
+        await sandbox.run("echo changed > run.sh; rm -r pkg; echo mark > mark; export MARK=1")
+        await sandbox.seed({"task.txt": "one task's own"})
+        await sandbox.reset()
+        assert await sandbox.list() == ("empty/", "link", "pkg/", "pkg/big.bin", "run.sh")
+        assert (await sandbox.run('echo "[$MARK]"; ls ..')).stdout == "[]\nwork\n"
+    assert (tmp_path / "run.sh").read_text() == "#!/bin/sh\necho ran\n"
+
+
+@pytest.mark.parametrize("path", ["", "/abs", "../out", "a/../../b", "a/", "a\0"])
+def test_seeds_stay_within(path: str):
+    with pytest.raises(SettingsError, match="is no path within"):
+        FileSandbox(files={path: "x"})
+
+
+def test_what_cannot_be_a_seed():
+    with pytest.raises(SettingsError, match="'a' is int; want str or bytes"):
+        FileSandbox(files={"a": 1})  # type: ignore[dict-item]
+    with pytest.raises(SettingsError, match="there is no such folder"):
+        FileSandbox(files="/nowhere/at/all")
+
+
+async def test_the_files_are_there_again_after_the_death_of_all(level: str):
+    async with FileSandbox(isolation=level, files=SEED) as sandbox:
+        await sandbox.run("kill -9 $PPID; sleep 1")
+        assert await sandbox.read("README.md") == "# Title\n", "an interpreter's death leaves the files"
+        os.kill(sandbox.pid or 0, 9)
+        for _ in range(200):
+            if not sandbox.alive:
+                break
+            await asyncio.sleep(0.01)
+        with pytest.raises(SandboxError, match="ended from outside"):
+            await sandbox.read("README.md")
+        await sandbox.start()
+        assert await sandbox.read("README.md") == "# Title\n", "and a new sandbox is seeded"
+
+
+# --- with a pool ---------------------------------------------------------------------------------
+
+
+async def test_one_pool_serves_files_and_shell():
+    pool = Pool(FileSandbox, size=1, files={"test_a.py": "def test():\n    assert 1 + 1 == 3\n"})
+    tools = ToolSet(toolbox.code)
+    assert tools.sandbox_types == (FileSandbox, ShellSandbox)
+    async with Context(Task("t", ({"role": "user", "content": "?"},)), pools=[pool]) as context:
+        assert await context.sandbox(FileSandbox) is await context.sandbox(ShellSandbox)
+
+        async def call(name: str, **arguments: object) -> str:
+            result = await tools.call(ToolCall("", name, arguments), context)
+            return f"{result.ok} {result.observation}"
+
+        assert await call("list_files") == "True test_a.py"
+        ran = "python -c 'import test_a; test_a.test()'"
+        assert "AssertionError" in await call("shell", command=ran)
+        assert await call("edit_file", path="test_a.py", old="1 == 3 ", new="") == (
+            "False the text to replace is not in test_a.py; it must match exactly, blanks too."
+            " The most similar line is 2:\n    assert 1 + 1 == 3"
+        )
+        assert "replaced at line 2" in await call("edit_file", path="test_a.py", old="== 3", new="== 2")
+        assert await call("shell", command=ran) == "True "
+        assert "test_a.py:2:" in await call("search_files", pattern="assert")
+        assert await call("read_file", path="test_a.py", first_line=2) == "True      2\t    assert 1 + 1 == 2\n"
+        assert "as it was" in await call("undo_edit")
+        assert await call("write_file", path="b/c.txt", text="x") == "True b/c.txt: written, 1 line"
+    await pool.close()
+
+
+async def test_64_chains_at_once_share_nothing():
+    pool = Pool(FileSandbox, size=16, files={"own.txt": "nobody"})
+
+    async def chain(number: int) -> tuple[object, ...]:
+        async with pool.lease(owner=str(number), timeout=60) as sandbox:
+            first = (await sandbox.list(), await sandbox.read("own.txt"))
+            await sandbox.edit("own.txt", "nobody", f"chain {number}")
+            await sandbox.write(f"only-{number}.txt", "x")
+            await asyncio.sleep(0)
+            return (*first, await sandbox.list(), await sandbox.read("own.txt"))
+
+    for number, seen in enumerate(await asyncio.gather(*map(chain, range(64)))):
+        names = tuple(sorted(("own.txt", f"only-{number}.txt")))
+        assert seen == (("own.txt",), "nobody", names, f"chain {number}")
+    await pool.close()
+
+
+async def test_a_fork_has_files_shell_and_nothing_in_common(level: str):
+    async with FileSandbox(isolation=level, files=SEED) as one, FileSandbox(isolation=level, files=SEED) as two:
+        await one.edit("README.md", "Title", "Fork")
+        await one.run("rm data.bin; cd src; X=4")
+        await one.fork(two)
+        assert await two.read("README.md") == "# Fork\n"
+        assert await two.list() == await one.list() == ("README.md", "src/", "src/main.py")
+        assert (await two.run("echo $X; basename $PWD")).stdout == "4\nsrc\n"
+        await two.write("README.md", "other")
+        assert await one.read("README.md") == "# Fork\n"
+        await one.run("mkfifo pipe")
+        with pytest.raises(SandboxError, match="'work/src/pipe' is a pipe, a socket or a device"):
+            await one.fork(two)
+        assert await two.list() == ("README.md", "data.bin", "src/", "src/main.py"), "as after a reset"
+
+
+async def test_a_cancelled_call_leaves_the_next_one_right(level: str):
+    async with FileSandbox(isolation=level, files=SEED) as sandbox:
+        for i in range(20):
+            writing = asyncio.create_task(sandbox.write("a.txt", f"{i} " * 20_000))
+            await asyncio.sleep(i / 4000)
+            writing.cancel()
+            try:
+                await writing
+            except asyncio.CancelledError:
+                pass
+            assert await sandbox.read("README.md") == "# Title\n"
+        extra = set(await sandbox.list()) - {"README.md", "data.bin", "src/", "src/main.py", "a.txt"}
+        assert not extra, "no half of a file"

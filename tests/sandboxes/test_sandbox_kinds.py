@@ -1,0 +1,88 @@
+"""Any class can be a sandbox (the example of docs/architecture.md is run), and chains that hold one fork."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import pytest
+from agents import chat
+from paths import ROOT
+
+import agentfly_kit as af
+from agentfly_kit.errors import SandboxError
+
+TASK = af.Task("t", ({"role": "user", "content": "?"},))
+
+
+def write(name: str, **arguments: str) -> str:
+    written = ", ".join(f'"{key}": "{value}"' for key, value in arguments.items())
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {{{written}}}}}\n</tool_call>'
+
+
+async def test_a_class_of_a_cell_is_lent_reset_and_forked():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class Notes" in block]
+    assert len(code.split("@af.tool")[0].splitlines()) <= 10, "ten lines are promised"
+    cell: dict[str, Any] = {"af": af, "chat": chat(), "engine": af.ScriptedEngine([write("note", text="b"), "end"])}
+    exec(compile(code, "cell", "exec"), cell)
+    agent = cell["agent"]
+    rollout = await agent.rollout([TASK], group_size=64)
+    for trajectory in rollout.trajectories:
+        assert [c.result.observation for c in trajectory.tool_calls] == ["1"], "each begins with an empty one"
+    chain = agent.chain(TASK)
+    chain.force(write("note", text="a"))
+    await chain.act()
+    twin = await chain.fork()
+    for each in (chain, twin):
+        each.force(write("note", text="b"))
+        await each.act()
+        trajectory = await each.finish()
+        assert [c.result.observation for c in trajectory.tool_calls] == ["1", "2"]
+    await agent.pools[0].close()
+
+
+@pytest.mark.parametrize("kind", [af.ShellSandbox, af.FileSandbox, af.SQLSandbox])
+async def test_chains_that_hold_one_fork(kind: type):
+    name, argument, first, second, sees = {
+        af.ShellSandbox: ("shell", "command", "A=5", "echo $A; A=$((A + 1))", "5"),
+        af.FileSandbox: ("shell", "command", "echo 5 > file", "cat file; echo 6 > file", "5"),
+        af.SQLSandbox: (
+            "sql",
+            "query",
+            "CREATE TABLE t AS SELECT 5 AS x",
+            "DELETE FROM t RETURNING x",
+            "x\n-\n5\n(1 row)",
+        ),
+    }[kind]
+    pool: af.Pool[Any] = af.Pool(kind, size=2)
+    engine = af.ScriptedEngine(["end"])
+    agent = af.Agent(engine, chat=chat(), tools=[getattr(af.toolbox, name)], pools=[pool], max_turns=4)
+    chain = agent.chain(TASK)
+    chain.force(write(name, **{argument: first}))
+    await chain.act()
+    twin = await chain.fork()
+    for each in (chain, twin):
+        each.force(write(name, **{argument: second}))
+        await each.act()
+    for each in (chain, twin):
+        trajectory = await each.finish()
+        assert [call.result.observation for call in trajectory.tool_calls if call.result][1] == sees
+    await pool.close()
+
+
+async def test_a_chain_that_holds_a_job_does_not_fork_and_goes_on():
+    pool = af.Pool(af.ShellSandbox, size=2)
+    agent = af.Agent(af.ScriptedEngine(["end"]), chat=chat(), tools=[af.toolbox.shell], pools=[pool], max_turns=4)
+    chain = agent.chain(TASK)
+    chain.force(write("shell", command="sleep 1000 & A=5"))
+    await chain.act()
+    with pytest.raises(SandboxError, match="this ShellSandbox cannot fork: 1 background process still running"):
+        await chain.fork()
+    assert pool.snapshot().leased == 1, "the fork's lease went back"
+    chain.force(write("shell", command="echo $A"))
+    await chain.act()
+    trajectory = await chain.finish()
+    assert [call.result.observation for call in trajectory.tool_calls if call.result][1] == "5"
+    await asyncio.wait_for(pool.close(), 20)

@@ -1,0 +1,163 @@
+"""What a process that was killed leaves behind is reaped by the next one, and nothing of anybody who lives is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_sandbox_python import MARKS, _below, _runs
+
+from agentfly_kit.sandboxes.host import isolation, limits, reaper
+
+HOST = """
+import asyncio, sys
+from agentfly_kit.sandboxes import PythonSandbox
+
+async def main():
+    sandbox = PythonSandbox(isolation=sys.argv[1])
+    await sandbox.start()
+    await sandbox.run("import os, subprocess\\nsubprocess.Popen(['sleep', '1000'], start_new_session=True)")
+    await sandbox.run("os.makedirs('a/b')\\nopen('a/b/c', 'w').write('x')\\nos.chmod('a', 0)")  # refused at landlock
+    print(sandbox.pid, flush=True)
+    if sys.argv[2] == "stay":
+        await asyncio.sleep(1000)
+    await sandbox.close()
+
+asyncio.run(main())
+"""
+LEVELS = [pytest.param(level, marks=marks) for level, marks in MARKS.items()]
+
+
+def groups(pid: int) -> list[Path]:
+    hierarchy = isolation.hierarchy()
+    roots = hierarchy.roots.values() if hierarchy else []
+    return [folder for root in roots for folder in root.glob(f"agentfly-{pid}-*")]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_after_a_kill_the_next_start_reaps(level: str, tmp_path: Path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    isolation.hierarchy()  # its first call reaps too
+    host = subprocess.Popen([sys.executable, "-c", HOST, level, "stay"], stdout=subprocess.PIPE, env=environment)
+    assert host.stdout is not None
+    with host:
+        try:
+            zygote = int(host.stdout.readline())
+            everything = [zygote, *_below(zygote)]
+            (sleeper,) = [pid for pid in everything if b"sleep\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            os.kill(zygote, signal.SIGSTOP)  # so that it cannot clean up before it is killed: the worst that can come
+        finally:
+            host.kill()
+            host.wait(10)
+        with contextlib.suppress(ProcessLookupError):  # its parent's death may have killed it first
+            os.kill(zygote, signal.SIGKILL)
+    folders = list(tmp_path.glob(f"agentfly-sandbox-{host.pid}-*"))
+    assert len(folders) == (level in ("landlock", "none")), "there is something to reap"
+    assert groups(host.pid) or isolation.hierarchy() is None
+    subprocess.run([sys.executable, "-c", HOST, level, "go"], check=True, stdout=subprocess.DEVNULL, env=environment)
+    deadline = time.monotonic() + 20
+    while any(_runs(pid) for pid in everything) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if isolation.hierarchy() is not None or level in ("strict", "shared"):
+        assert not [pid for pid in everything if _runs(pid)], "a process was left"
+    elif _runs(sleeper):
+        os.kill(sleeper, signal.SIGKILL)  # without control groups nothing knows whose it was, and the report says so
+    assert not groups(host.pid), "a control group was left"
+    assert not list(tmp_path.iterdir()), "a folder was left"
+
+
+def ended() -> int:
+    """The number of a process that has been."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    return process.pid
+
+
+def marks() -> tuple[dict[str, str], dict[str, str]]:
+    """(of those that are gone, of those that may live), each with a word on it."""
+    pid, start, space, boot = reaper.owner_tag().split("-")
+    gone = {
+        "ended": f"{ended()}-{start}-{space}-{boot}",
+        "its number is another's now": f"{pid}-{int(start) - 1}-{space}-{boot}",
+        "a number that was given again to init": f"1-99999999999-{space}-{boot}",
+    }
+    lives = {
+        "this one": reaper.owner_tag(),
+        "another namespace": f"{ended()}-{start}-{int(space) + 1}-{boot}",
+        "another boot": f"{ended()}-{start}-{space}-0123456789ab",
+        "no mark": f"{ended()}",
+        "nobody could tell": f"{ended()}-0--",
+    }
+    return gone, lives
+
+
+def test_folders_go_by_number_and_start(tmp_path: Path):
+    gone, lives = marks()
+    for mark in [*gone.values(), *lives.values()]:
+        folder = tmp_path / f"{reaper.SCRATCH}{mark}-abc_123"
+        (folder / "inner").mkdir(parents=True)
+        (folder / "inner" / "file").write_text("x")
+        (folder / "inner").chmod(0)
+    target = tmp_path / "elsewhere"
+    target.mkdir()
+    (target / "file").write_text("x")
+    link = tmp_path / f"{reaper.SCRATCH}{gone['ended']}-link"
+    link.symlink_to(target)
+    plain = tmp_path / f"{reaper.SCRATCH}{gone['ended']}-file"
+    plain.write_text("x")
+    (tmp_path / f"other-{gone['ended']}-abc").mkdir()
+    reaper.reap_folders(str(tmp_path))
+    for word, mark in gone.items():
+        assert not (tmp_path / f"{reaper.SCRATCH}{mark}-abc_123").exists(), word
+    for word, mark in lives.items():
+        assert (tmp_path / f"{reaper.SCRATCH}{mark}-abc_123" / "inner").exists(), word
+    assert link.is_symlink() and (target / "file").exists() and plain.exists(), "only folders, and no link is followed"
+    assert (tmp_path / f"other-{gone['ended']}-abc").exists()
+    reaper.reap_folders(str(tmp_path / "not there"))
+
+
+def test_a_folder_of_another_user_stays(tmp_path: Path):
+    if os.getuid():
+        pytest.skip("only root can make a folder of another user")
+    folder = tmp_path / f"{reaper.SCRATCH}{marks()[0]['ended']}-abc"
+    folder.mkdir()
+    os.chown(folder, 12345, 12345)
+    reaper.reap_folders(str(tmp_path))
+    assert folder.exists()
+
+
+def test_groups_go_with_what_runs_in_them():
+    hierarchy = isolation.hierarchy()
+    if hierarchy is None:
+        pytest.skip("no control group can be made here")
+    gone, lives = marks()
+    sleepers = {}
+    made = []
+    try:
+        for mark in [*gone.values(), *lives.values()]:
+            sleepers[mark] = subprocess.Popen(["sleep", "1000"])
+            for root in hierarchy.roots.values():
+                folder = root / f"agentfly-{mark}-7"
+                folder.mkdir()
+                made.append(folder)
+                (folder / "cgroup.procs").write_text(str(sleepers[mark].pid))
+        limits.remove_orphans(hierarchy)
+        for word, mark in gone.items():
+            assert sleepers[mark].wait(10) == -signal.SIGKILL, word
+            assert not [folder for folder in made if mark in folder.name and folder.exists()], word
+        for word, mark in lives.items():
+            assert sleepers[mark].poll() is None, word
+            assert all(folder.exists() for folder in made if mark in folder.name), word
+    finally:
+        for sleeper in sleepers.values():
+            sleeper.kill()
+            sleeper.wait()
+        for folder in made:
+            if folder.exists():
+                folder.rmdir()

@@ -1,0 +1,324 @@
+"""SQLSandbox: typed rows, limits that interrupt, no way to another file, and a database that is really new."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import decimal
+import itertools
+import sqlite3
+import uuid
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from test_sandbox_python import few, nothing_left  # noqa: F401  (nothing_left is a fixture)
+
+from agentfly_kit import toolbox
+from agentfly_kit.errors import SandboxError, SettingsError
+from agentfly_kit.pool.pool import Pool
+from agentfly_kit.sandboxes import SQLSandbox, sql
+from agentfly_kit.tools.context import Context
+from agentfly_kit.types import Task
+
+SCRIPT = "CREATE TABLE people (name TEXT, age INTEGER); INSERT INTO people VALUES ('Ada', 36), ('Bo', NULL);"
+ENDLESS = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c) SELECT count(*) FROM c"
+ENGINES = ["sqlite", "duckdb"]
+
+
+@pytest.fixture(params=few("strict"))
+def level(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+async def test_rows_and_what_a_model_reads(level: str, engine: str):
+    async with SQLSandbox(engine=engine, isolation=level, script=SCRIPT) as sandbox:
+        result = await sandbox.run("SELECT * FROM people ORDER BY name")
+        assert (result.columns, result.rows, result.ok) == (("name", "age"), (("Ada", 36), ("Bo", None)), True)
+        assert result.text == "name | age\n-----+-----\nAda  | 36\nBo   | NULL\n(2 rows)"
+        assert repr(result) == "SQLResult(columns=('name', 'age'), rows=2)"
+        result = await sandbox.run("SELECT nope FROM people")
+        assert not result.ok and "nope" in (result.error or "") and result.rows == () and not result.died
+        await sandbox.run("UPDATE people SET age = 1")
+        await sandbox.run("CREATE TABLE t2 (x INTEGER); INSERT INTO t2 VALUES (1); INSERT INTO t2 VALUES (2)")
+        assert (await sandbox.run("SELECT sum(x) FROM t2; SELECT sum(age) FROM people")).rows == ((2,),)
+        await sandbox.run("BEGIN; DELETE FROM t2")
+        await sandbox.run("ROLLBACK")
+        assert (await sandbox.run("SELECT count(*) FROM t2")).rows == ((2,),)
+        assert (await sandbox.run("")).ok or engine == "duckdb"
+        assert (await sandbox.run("SELECT ';', 'a;b'")).rows == ((";", "a;b"),)
+
+
+async def test_sqlite_counts_changes():
+    async with SQLSandbox(script=SCRIPT) as sandbox:
+        result = await sandbox.run("UPDATE people SET age = 1; DELETE FROM people WHERE name = 'Bo'")
+        assert (result.changed, result.text) == (3, "done: 3 rows changed")
+        assert (await sandbox.run("CREATE INDEX i ON people (name)")).text == "done"
+        values = "SELECT 1, 1.5, 'é', x'00ff', NULL, 9223372036854775807, -1e999"
+        assert (await sandbox.run(values)).rows == ((1, 1.5, "é", b"\0\xff", None, 2**63 - 1, float("-inf")),)
+
+
+async def test_duckdb_has_types():
+    async with SQLSandbox(engine="duckdb") as sandbox:
+        result = await sandbox.run(
+            "SELECT 1.50::DECIMAL(8,2), DATE '2024-02-03', TIMESTAMP '2024-02-03 04:05:06', "
+            "INTERVAL 2 DAY, TIME '01:02:03', "
+            "[1, NULL, 3], {'a': 1, 'b': [DATE '2024-01-01']}, true, 170141183460469231731687303715884105727::HUGEINT, "
+            "uuid '12345678-1234-5678-1234-567812345678', '\\xAA'::BLOB, MAP {'k': 1}"
+        )
+        assert result.error is None
+        assert result.rows == ((
+            decimal.Decimal("1.50"), datetime.date(2024, 2, 3), datetime.datetime(2024, 2, 3, 4, 5, 6),
+            datetime.timedelta(days=2), datetime.time(1, 2, 3), [1, None, 3],
+            {"a": 1, "b": [datetime.date(2024, 1, 1)]}, True, 2**127 - 1,
+            uuid.UUID("12345678-1234-5678-1234-567812345678"), b"\xaa", {"k": 1},
+        ),)  # fmt: skip
+        assert result.types[1] == "DATE"
+
+
+async def test_rows_and_values_have_limits(level: str, engine: str):
+    async with SQLSandbox(engine=engine, isolation=level, max_rows=3, max_output=1000) as sandbox:
+        await sandbox.run("CREATE TABLE t (x INTEGER)")
+        await sandbox.run("INSERT INTO t VALUES (1), (2), (3)")
+        result = await sandbox.run("SELECT x FROM t")
+        assert (len(result.rows), result.truncated, result.ok) == (3, False, True)
+        await sandbox.run("INSERT INTO t VALUES (4)")
+        result = await sandbox.run("SELECT x FROM t")
+        assert (len(result.rows), result.truncated, result.ok) == (3, True, True)
+        assert result.text.endswith(
+            "(3 rows shown)\n[cut off: there is more; ask for less, with LIMIT, WHERE or fewer columns]"
+        )
+        wide = "replace(printf('%900s', 'x'), ' ', 'a')" if engine == "sqlite" else "repeat('a', 900)"
+        result = await sandbox.run(f"SELECT {wide} FROM t")
+        assert result.truncated and len(result.rows[0][0]) == 256
+        assert (await sandbox.run("DROP TABLE t")).ok, "a result that was not read to its end locks nothing"
+
+
+async def test_time_interrupts_the_query_and_the_database_lives(level: str, engine: str):
+    async with SQLSandbox(engine=engine, isolation=level, script=SCRIPT) as sandbox:
+        result = await sandbox.run(ENDLESS, timeout=0.3)
+        assert (result.timed_out, result.limit, result.died) == (True, "time", False)
+        assert result.text == "stopped: it ran for more than 0.3 s"
+        assert (await sandbox.run("SELECT count(*) FROM people")).rows == ((2,),)
+        result = await sandbox.run(
+            f"INSERT INTO people SELECT 'x', n FROM ({ENDLESS.replace('count(*)', 'n')})", timeout=0.3
+        )
+        assert result.timed_out
+        assert (await sandbox.run("SELECT count(*) FROM people")).rows == ((2,),), "a stopped statement did nothing"
+
+
+async def test_memory_has_a_limit(engine: str):
+    async with SQLSandbox(engine=engine, memory_mb=128, script=SCRIPT) as sandbox:
+        if engine == "sqlite":
+            query = ("WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c LIMIT 100) "
+                     "SELECT length(group_concat(hex(zeroblob(4000000)))) FROM c")  # fmt: skip
+        else:
+            query = "SELECT length(string_agg(repeat('x', 1000000) || range::VARCHAR, ',')) FROM range(2000)"
+        result = await sandbox.run(query, timeout=30)
+        assert not result.ok
+        assert (await sandbox.run("SELECT count(*) FROM people")).rows == ((2,),)
+
+
+# --- no other file -------------------------------------------------------------------------------
+
+OUT = {
+    "sqlite": [
+        "ATTACH '{secret}' AS s", "ATTACH DATABASE 'file:{secret}?mode=ro' AS s", "ATTACH '{new}' AS s",
+        "VACUUM INTO '{new}'", "SELECT load_extension('{secret}')", "PRAGMA temp_store_directory = '{folder}'",
+        "SELECT readfile('{secret}')", "SELECT writefile('{new}', 'x')",
+        "CREATE VIRTUAL TABLE t USING csv(filename='{secret}')",
+        "SELECT edit('x', 'cat {secret}')",
+    ],
+    "duckdb": [
+        "ATTACH '{secret}' AS s", "ATTACH '{new}' AS s", "COPY people TO '{new}'", "COPY people FROM '{secret}'",
+        "SELECT * FROM read_csv('{secret}')", "SELECT * FROM read_text('{secret}')",
+        "SELECT * FROM read_blob('{secret}')",
+        "SELECT * FROM '{secret}'", "SELECT * FROM glob('{folder}/*')", "EXPORT DATABASE '{new}'", "LOAD '{secret}'",
+        "INSTALL httpfs", "SET enable_external_access = true", "SET temp_directory = '{folder}'",
+        "RESET lock_configuration",
+        "SET allowed_directories = ['{folder}']", "IMPORT DATABASE '{folder}'", "SELECT * FROM sniff_csv('{secret}')",
+        "CREATE SECRET s (TYPE s3)", "SET secret_directory = '{folder}'", "PRAGMA enable_logging('x')",
+    ],
+}  # fmt: skip
+
+
+async def test_no_statement_touches_another_file(engine: str, tmp_path: Path):
+    """At the level "none", where no wall but the engine's own stands: a strict sandbox has another around it."""
+    folder = tmp_path / "host"
+    folder.mkdir()
+    with sqlite3.connect(folder / "secret.db") as secret:
+        secret.execute("CREATE TABLE s (x)")
+        secret.execute("INSERT INTO s VALUES ('the secret of the host')")
+    secret.close()
+    (folder / "s.csv").write_text("the secret of the host\n")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    async with SQLSandbox(engine=engine, isolation="none", script=SCRIPT) as sandbox:
+        for query, name in itertools.product(OUT[engine], ("secret.db", "s.csv")):
+            text = query.format(secret=folder / name, new=folder / "new", folder=folder)
+            result = await sandbox.run(text)
+            assert "the secret of the host" not in repr(result.rows) + str(result.error)
+            if not text.startswith(("CREATE SECRET", "PRAGMA enable_logging")):
+                assert not result.ok, f"{text} was let through"
+        assert (await sandbox.run("SELECT count(*) FROM people")).rows == ((2,),)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+# --- what it begins with, and the end ------------------------------------------------------------
+
+
+async def test_every_chain_gets_its_own_copy(level: str, engine: str, tmp_path: Path):
+    file = tmp_path / "given.db"
+    if engine == "sqlite":
+        with sqlite3.connect(file) as made:
+            made.execute("CREATE TABLE t (x)")
+            made.execute("INSERT INTO t VALUES (1)")
+        made.close()
+    else:
+        import duckdb
+
+        with duckdb.connect(str(file)) as made:
+            made.execute("CREATE TABLE t AS SELECT 1 AS x")
+    before = file.read_bytes()
+    async with SQLSandbox(engine=engine, isolation=level, database=file, script="INSERT INTO t VALUES (2)") as sandbox:
+        assert (await sandbox.run("SELECT x FROM t ORDER BY x")).rows == ((1,), (2,))
+        await sandbox.run("CREATE TABLE marker (m INTEGER); CREATE VIEW marker2 AS SELECT 1; DELETE FROM t")
+        await sandbox.run("CREATE TEMP TABLE marker3 (m INTEGER)")
+        await sandbox.run("PRAGMA user_version = 7" if engine == "sqlite" else "BEGIN")
+        await sandbox.reset()
+        assert (await sandbox.run("SELECT x FROM t ORDER BY x")).rows == ((1,), (2,))
+        if engine == "sqlite":
+            names = "SELECT name FROM sqlite_master UNION ALL SELECT name FROM sqlite_temp_master"
+            assert (await sandbox.run("PRAGMA user_version")).rows == ((0,),)
+        else:
+            views = "SELECT view_name FROM duckdb_views() WHERE NOT internal"
+            names = f"SELECT table_name FROM duckdb_tables() UNION ALL {views}"
+        assert (await sandbox.run(names)).rows == (("t",),)
+    assert file.read_bytes() == before
+
+
+def test_settings_that_cannot_be(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(SettingsError, match="engine='mysql': want 'sqlite' or 'duckdb'"):
+        SQLSandbox(engine="mysql")
+    with pytest.raises(SettingsError, match="there is no such file"):
+        SQLSandbox(database="/nowhere.db")
+    with pytest.raises(SettingsError, match="max_rows=0"):
+        SQLSandbox(max_rows=0)
+    monkeypatch.setattr(sql.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SettingsError, match=r'pip install "agentfly_kit\[sql\]"'):
+        SQLSandbox(engine="duckdb")
+    SQLSandbox()
+
+
+async def test_a_script_that_fails_is_the_users():
+    sandbox = SQLSandbox(script="CREATE TABL x")
+    with pytest.raises(SettingsError, match='the script of this SQLSandbox failed: near "TABL"'):
+        await sandbox.start()
+    await sandbox.close()
+    pool = Pool(SQLSandbox, size=1, script="CREATE TABL x")
+    with pytest.raises(SandboxError, match="the script of this SQLSandbox failed"):
+        await pool.acquire(timeout=20)
+    await pool.close()
+
+
+async def test_64_chains_at_once_share_nothing(engine: str):
+    pool = Pool(SQLSandbox, size=8, engine=engine, script=SCRIPT)
+
+    async def chain(number: int) -> tuple[object, ...]:
+        async with pool.lease(owner=str(number), timeout=100) as sandbox:
+            first = (await sandbox.run("SELECT count(*) FROM people", timeout=30)).rows
+            await sandbox.run(f"CREATE TABLE mine (x INTEGER); INSERT INTO mine VALUES ({number})", timeout=30)
+            await sandbox.run(f"INSERT INTO people VALUES ('{number}', {number})", timeout=30)
+            await asyncio.sleep(0)
+            return first, (await sandbox.run("SELECT x, count(name) FROM mine, people GROUP BY x", timeout=30)).rows
+
+    for number, seen in enumerate(await asyncio.gather(*map(chain, range(64)))):
+        assert seen == (((2,),), ((number, 3),))
+    await pool.close()
+
+
+async def test_a_cancelled_query_is_interrupted(level: str, engine: str):
+    async with SQLSandbox(engine=engine, isolation=level, script=SCRIPT) as sandbox:
+        for seconds in (0.0, 0.002, 0.05, 0.2):
+            running = asyncio.create_task(sandbox.run(ENDLESS, timeout=60))
+            await asyncio.sleep(seconds)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            assert (await sandbox.run("SELECT count(*) FROM people")).rows == ((2,),)
+
+
+async def test_a_fork_is_a_copy(level: str, engine: str):
+    def make() -> SQLSandbox:
+        return SQLSandbox(engine=engine, isolation=level, script=SCRIPT)
+
+    async with make() as one, make() as two:
+        await one.run("INSERT INTO people VALUES ('Cy', 3)")
+        await two.run("CREATE TABLE other (x INTEGER)")
+        await one.fork(two)
+        assert (await two.run("SELECT name FROM people ORDER BY name")).rows == (("Ada",), ("Bo",), ("Cy",))
+        assert not (await two.run("SELECT * FROM other")).ok
+        await two.run("DELETE FROM people")
+        assert (await one.run("SELECT count(*) FROM people")).rows == ((3,),)
+        await one.run("BEGIN")
+        with pytest.raises(SandboxError, match="SQLSandbox cannot fork: a transaction is open"):
+            await one.fork(two)
+        await one.run("ROLLBACK")
+        await one.run("CREATE TEMP TABLE tt (x INTEGER)")
+        with pytest.raises(SandboxError, match="SQLSandbox cannot fork: there are temporary tables"):
+            await one.fork(two)
+        assert (await two.run("SELECT count(*) FROM people")).rows == ((2,),), "as after a reset"
+
+
+async def test_a_chain_that_holds_one_forks():
+    pool = Pool(SQLSandbox, size=2, script=SCRIPT)
+    async with Context(Task("t", ({"role": "user", "content": "?"},)), pools=[pool]) as context:
+        await (await context.sandbox(SQLSandbox)).run("DELETE FROM people")
+        async with await context.fork("twin") as twin:
+            assert (await (await twin.sandbox(SQLSandbox)).run("SELECT count(*) FROM people")).rows == ((0,),)
+    await pool.close()
+    async with SQLSandbox() as one, SQLSandbox(engine="duckdb") as two:
+        with pytest.raises(SandboxError, match="of sqlite cannot fork into one of duckdb"):
+            await one.fork(two)
+
+
+async def test_the_ready_tool_shows_what_a_model_reads():
+    result = await toolbox.sql.try_(query="SELECT 1 AS one")
+    assert (result.ok, result.observation) == (True, "one\n---\n1\n(1 row)")
+    result = await toolbox.sql.try_(query="SELEC 1")
+    assert (result.ok, result.observation) == (False, 'near "SELEC": syntax error')
+
+
+def test_values_from_inside_are_not_believed():
+    for told in ([1], {"no such": 1}, {"decimal": "x"}, {"uuid": 3}, {"date": "x"}, {}, {"bytes": 1, "text": 2}):
+        with pytest.raises((KeyError, TypeError, ValueError, ArithmeticError, AttributeError)):
+            sql._decode(told)
+
+
+async def test_another_database_in_the_same_process(engine: str, tmp_path: Path):
+    async with SQLSandbox(engine=engine, script=SCRIPT) as sandbox:
+        pid = (await sandbox._python.run("import os; os.getpid()")).value
+        for statement in ("INSERT INTO people VALUES ('Cy', 1)", "CREATE TEMP TABLE mine (x INTEGER)", "BEGIN"):
+            assert (await sandbox.run(statement)).ok
+        await sandbox.renew("CREATE TABLE other (x INTEGER); INSERT INTO other VALUES (7)")
+        assert (await sandbox.run("SELECT x FROM other")).rows == ((7,),)
+        for gone in ("people", "mine"):
+            assert not (await sandbox.run(f"SELECT * FROM {gone}")).ok
+        await sandbox.renew()
+        assert not (await sandbox.run("SELECT x FROM other")).ok
+        with pytest.raises(SettingsError, match="the script of this database failed"):
+            await sandbox.renew("CREATE TABEL x")
+        if engine == "sqlite":
+            with closing(sqlite3.connect(tmp_path / "own.db")) as own:
+                own.executescript("CREATE TABLE own (x INTEGER); INSERT INTO own VALUES (1);")
+            await sandbox.renew("INSERT INTO own VALUES (2)", database=(tmp_path / "own.db").read_bytes())
+            assert (await sandbox.run("SELECT sum(x) FROM own")).rows == ((3,),)
+        assert (await sandbox._python.run("import os; os.getpid()")).value == pid
+        await sandbox.reset()  # what it was made with
+        assert (await sandbox.run("SELECT count(*) FROM people")).rows == ((2,),)
+    with pytest.raises(SandboxError, match="closed"):
+        await sandbox.renew()

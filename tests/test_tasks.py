@@ -1,0 +1,356 @@
+"""Tasks: every way in, splits that share nothing, and errors that name the line."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentfly_kit import tasks as task_sets
+from agentfly_kit.errors import TaskError
+from agentfly_kit.tasks import Tasks, load_tasks, tasks_from
+from agentfly_kit.types import Task
+
+ROWS = [{"question": f"{i}+1", "answer": str(i + 1), "level": i % 3} for i in range(40)]
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def contents(tasks: Tasks) -> set[str]:
+    return {str(task.messages) + str(task.fields) for task in tasks}
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("column", ["question", "prompt", "input"])
+def test_a_text_column_opens_the_chain(column: str) -> None:
+    (task,) = tasks_from([{"id": "a", column: "2+3", "answer": "5"}])
+    assert task == Task("a", ({"role": "user", "content": "2+3"},), {"answer": "5"})
+
+
+@pytest.mark.parametrize("column", ["messages", "prompt"])
+def test_messages_open_the_chain_as_they_are(column: str) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3", "name": None}]
+    (task,) = tasks_from([{column: messages}])
+    assert task.messages == ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3"})
+
+
+def test_messages_go_before_question_which_stays_a_field() -> None:
+    (task,) = tasks_from([{"question": "q", "messages": [{"role": "user", "content": "m"}], "input": "i"}])
+    assert task.messages[0]["content"] == "m"
+    assert task.fields == {"question": "q", "input": "i"}
+    (task,) = tasks_from([{"question": "q", "messages": None}])
+    assert task.messages[0]["content"] == "q"
+
+
+def test_ids_are_derived_from_content() -> None:
+    first, second, again = tasks_from([{"question": "a"}, {"question": "b"}, {"question": "a"}])
+    assert first.id != second.id
+    assert again.id == f"{first.id}-2"
+    (alone,) = tasks_from([{"question": "a"}])
+    assert alone.id == first.id
+    (other,) = tasks_from([{"question": "a", "answer": "1"}])
+    assert other.id != first.id
+    assert tasks_from([{"id": 7, "question": "a"}])[0].id == "7"
+
+
+def test_numpy_values_become_pythons_own() -> None:
+    (task,) = tasks_from([{"question": "q", "n": np.int64(3), "xs": np.array([1.5]), "d": {"a": [np.bool_(True)]}}])
+    assert task.fields == {"n": 3, "xs": [1.5], "d": {"a": [True]}}
+    assert type(task.fields["n"]) is int
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (
+            {"answer": "5"},
+            "rows, row 1: no question; give one of messages, question, prompt, input (its columns: answer)",
+        ),
+        ({"question": ""}, "rows, row 1: no question"),
+        ({"question": 5}, "rows, row 1: 'question' is a int; give a text or a list of messages"),
+        ({"messages": "text"}, "rows, row 1: 'messages' is a text"),
+        ({"messages": [{"role": "user"}]}, "rows, row 1: message 0 of 'messages' needs 'role' and 'content'"),
+        ({"messages": ["text"]}, "rows, row 1: message 0 of 'messages' needs"),
+        ({"id": "first", "question": "q"}, "rows, row 1: the id 'first' stands already in rows, row 0"),
+        ({"id": 1.5, "question": "q"}, "rows, row 1: id=1.5: give a text or a whole number"),
+        ({"id": "", "question": "q"}, "rows, row 1: id=''"),
+        ({"split": 3, "question": "q"}, "rows, row 1: split=3: give a name"),
+        (["question"], "rows, row 1: a row is an object such as"),
+    ],
+)
+def test_a_wrong_row_is_named(row: Any, words: str) -> None:
+    with pytest.raises(TaskError) as caught:
+        tasks_from([{"id": "first", "question": "ok"}, row], name="rows")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("rows", ["tasks.jsonl", 5, None])
+def test_what_is_no_rows(rows: Any) -> None:
+    with pytest.raises(TaskError, match="give a list of dicts, a DataFrame or a Dataset"):
+        tasks_from(rows)
+
+
+def test_no_rows_at_all() -> None:
+    with pytest.raises(TaskError, match="rows: no tasks in it"):
+        tasks_from([], name="rows")
+
+
+# --- from frames and datasets --------------------------------------------------------------------
+
+
+def test_a_dataframe() -> None:
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame([*ROWS, {"question": "q", "level": 0}])
+    tasks = tasks_from(frame)
+    assert tasks[:40] == tasks_from(ROWS)[:40]
+    assert tasks[40].fields == {"answer": None, "level": 0}  # a missing cell, whatever pandas calls it
+
+
+def test_a_dataset_and_a_dict_of_them() -> None:
+    class Dataset:
+        """What tasks_from needs of datasets.Dataset: its rows are dicts."""
+
+        def __init__(self, rows: list[dict[str, Any]]) -> None:
+            self.rows, self.column_names = rows, list(rows[0])
+
+        def __iter__(self) -> Any:
+            return iter(self.rows)
+
+    assert tasks_from(Dataset(ROWS)) == tasks_from(ROWS)
+    both = tasks_from({"train": Dataset(ROWS[:30]), "test": Dataset(ROWS[30:])})
+    assert both.splits == {"train": 30, "test": 10}
+
+
+@pytest.mark.real
+def test_the_real_datasets() -> None:
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset.from_list(ROWS)
+    assert tasks_from(whole) == tasks_from(ROWS)
+    parts = datasets.DatasetDict(train=whole.select(range(30)), test=whole.select(range(30, 40)))
+    assert tasks_from(parts).splits == {"train": 30, "test": 10}
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_file_gives_the_same_tasks(tmp_path: Path) -> None:
+    pq = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    rows = [{**row, "messages": [{"role": "user", "content": row["question"]}]} for row in ROWS]
+    want = tasks_from(rows)
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    pq.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert load_tasks(str(write(tmp_path / "a.jsonl", rows))) == want
+    assert load_tasks(tmp_path / "a.json") == want
+    assert load_tasks(tmp_path / "a.parquet") == want
+
+
+def test_a_json_file_of_splits_and_a_folder_of_files(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"train": ROWS[:30], "test": ROWS[30:]}))
+    write(tmp_path / "sets" / "train.jsonl", ROWS[:30])
+    write(tmp_path / "sets" / "test.jsonl", ROWS[30:])
+    for tasks in (load_tasks(tmp_path / "a.json"), load_tasks(tmp_path / "sets")):
+        assert tasks.splits == {"train": 30, "test": 10}
+        assert contents(tasks) == contents(tasks_from(ROWS))
+    assert [t.messages for t in load_tasks(tmp_path / "sets")] == [t.messages for t in tasks_from(ROWS)]  # train first
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"question": "a"}\n\n{"question": "b"\n', "bad.jsonl:3: not JSON"),
+        ('{"question": "a"}\n[1]\n', "bad.jsonl:2: a row is an object"),
+        ('{"question": "a"}\n{"answer": "b"}\n', "bad.jsonl:2: no question"),
+        (
+            '{"id":"x","question": "a"}\n\n{"id":"x","question":"b"}\n',
+            "bad.jsonl:3: the id 'x' stands already in bad.jsonl:1",
+        ),
+        ("\n\n", "bad.jsonl: no tasks in it"),
+        (b'{"question": "a"}\n\xff\n', "bad.jsonl:2: not UTF-8"),
+        ("[" * 100_000, "bad.jsonl:1: not JSON"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, text: str | bytes, words: str) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(TaskError) as caught:
+        load_tasks(file)
+    assert words in str(caught.value)
+
+
+def test_a_broken_json_or_parquet_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text('[{"question": "a"},\n oops]')
+    with pytest.raises(TaskError, match=r"bad.json:2: not JSON"):
+        load_tasks(tmp_path / "bad.json")
+    (tmp_path / "one.json").write_text('{"question": "a"}')
+    with pytest.raises(TaskError, match=r"one.json: want a list of rows"):
+        load_tasks(tmp_path / "one.json")
+    (tmp_path / "bad.parquet").write_bytes(b"PAR")
+    with pytest.raises(TaskError, match=r"bad.parquet: not a parquet file"):
+        load_tasks(tmp_path / "bad.parquet")
+
+
+def test_a_byte_order_mark_and_odd_line_ends(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"question": "a\xe2\x80\xa8b"}\r\n{"question": "c"}')  # U+2028 inside a text
+    assert [t.messages[0]["content"] for t in load_tasks(file)] == ["a\u2028b", "c"]
+
+
+def test_paths_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = tmp_path / "shipped"
+    write(shipped / "sums" / "train.jsonl", ROWS[:30])
+    write(shipped / "sums" / "test.jsonl", ROWS[30:])
+    write(shipped / "chess" / "train.jsonl", ROWS[:3])
+    (shipped / "policy").mkdir()
+    monkeypatch.setattr(task_sets, "_data", lambda: shipped)
+    monkeypatch.chdir(tmp_path)
+    assert repr(load_tasks("sums")) == "Tasks(sums: 40 (30 train, 10 test); fields: answer, level)"
+    with pytest.raises(TaskError) as caught:
+        load_tasks("policy")
+    assert str(caught.value) == (
+        "no task set named 'policy' ships; there are 'chess', 'sums'. A file of yours is given by its path: "
+        "load_tasks('./policy.jsonl')"
+    )
+    shutil.copytree(shipped / "chess", tmp_path / "sums")
+    assert len(load_tasks("sums")) == 40  # a bare name is what ships, wherever one stands
+    assert len(load_tasks("./sums")) == 3
+    with pytest.raises(
+        TaskError, match=r"none.jsonl: no such file; give a .jsonl, .json or .parquet file, or a name: 'ch"
+    ):
+        load_tasks("none.jsonl")
+    with pytest.raises(TaskError, match=r"a.csv: give a .jsonl, .json or .parquet file"):
+        load_tasks(write(tmp_path / "a.csv", []))
+    with pytest.raises(TaskError, match=r"no .jsonl, .json or .parquet file in it"):
+        load_tasks(shipped / "policy")
+
+
+def test_what_ships_loads_and_is_disjoint() -> None:
+    for name in task_sets._shipped_names():
+        tasks = load_tasks(name)
+        assert len({task.id for task in tasks}) == len(tasks)
+        assert not contents(tasks.train) & contents(tasks.test)
+
+
+# --- splits --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.text(min_size=1, max_size=2), min_size=2, max_size=30), st.floats(0.05, 0.9), st.randoms())
+def test_a_held_out_share_shares_no_content(questions: list[str], share: float, rng: random.Random) -> None:
+    rows = [{"question": q} for q in questions]
+    try:
+        tasks = tasks_from(rows, test=share)
+    except TaskError:  # one content repeated may be too much for either side
+        assert len(set(questions)) < len(questions)
+        return
+    assert not contents(tasks.train) & contents(tasks.test)
+    assert len(tasks.train) + len(tasks.test) == len(rows)
+    if len(set(questions)) == len(questions):
+        assert len(tasks.test) == min(max(1, round(share * len(rows))), len(rows) - 1)
+        rng.shuffle(rows)
+        shuffled = tasks_from([{"id": f"other {i}", **row} for i, row in enumerate(rows)], test=share)
+        assert contents(shuffled.test) == contents(tasks.test)  # neither order nor ids matter
+
+
+def test_the_split_column_is_honoured() -> None:
+    rows = [{**row, "split": ("train", "test", "dev")[i % 3]} for i, row in enumerate(ROWS)]
+    tasks = tasks_from(rows)
+    assert tasks.splits == {"train": 14, "test": 13, "dev": 13}
+    assert len(tasks.train) == 14
+    assert len(tasks.split("dev")) == 13
+    assert "split" not in tasks[0].fields
+    with pytest.raises(TaskError, match="the rows have splits already: 'train', 'test', 'dev'"):
+        tasks_from(rows, test=0.1)
+
+
+def test_one_content_in_two_splits_is_refused() -> None:
+    rows = [{"id": "a", "question": "2+3", "answer": "5", "split": "train"}]
+    rows.append({"id": "b", "question": "2+3", "answer": "5", "split": "test"})
+    with pytest.raises(TaskError) as caught:
+        tasks_from(rows, name="sums")
+    assert str(caught.value).startswith("sums: tasks 'a' (train) and 'b' (test) have the same messages and fields")
+    rows[1]["answer"] = "6"
+    assert tasks_from(rows).splits == {"train": 1, "test": 1}
+
+
+def test_without_splits_all_is_train_and_test_is_refused() -> None:
+    tasks = tasks_from(ROWS)
+    assert tasks.train == tasks
+    with pytest.raises(TaskError, match=r"no split 'test' \(its splits: none\)"):
+        tasks.test  # noqa: B018
+
+
+@pytest.mark.parametrize("share", [0, 1, 1.5, -0.1, True])
+def test_a_share_that_is_none(share: Any) -> None:
+    with pytest.raises(TaskError, match="between 0 and 1"):
+        tasks_from(ROWS, test=share)
+
+
+# --- a sequence ----------------------------------------------------------------------------------
+
+
+def test_it_is_a_sequence() -> None:
+    tasks = tasks_from(ROWS, test=0.25)
+    assert isinstance(tasks[3:7], Tasks)
+    assert [t.id for t in tasks[3:7]] == [t.id for t in tasks][3:7]
+    assert tasks[-1] == list(tasks)[-1]
+    assert tasks[0] in tasks
+    assert tasks.train[:2].splits == {"train": 2}
+    assert tasks == tasks_from(ROWS, test=0.25)
+    assert tasks != tasks_from(ROWS)
+    assert hash(tasks) == hash(tasks_from(ROWS, test=0.25))
+
+
+def test_sample_is_seeded_and_without_repetition() -> None:
+    tasks = tasks_from(ROWS)
+    drawn = tasks.sample(10, seed=3)
+    assert drawn == tasks.sample(10, seed=3)
+    assert drawn != tasks.sample(10, seed=4)
+    assert len({t.id for t in drawn}) == 10
+    assert {t.id for t in tasks.sample(40)} == {t.id for t in tasks}
+    with pytest.raises(TaskError, match=r"sample\(41\): give 0 to 40"):
+        tasks.sample(41)
+
+
+def test_what_it_looks_like() -> None:
+    tasks = tasks_from([{"id": "a", "question": "<b>2+3</b>", "answer": "5"}, *ROWS], test=0.25)
+    assert repr(tasks) == "Tasks(tasks: 41 (31 train, 10 test); fields: answer, level)"
+    page = tasks._repr_html_()
+    assert "&lt;b&gt;2+3&lt;/b&gt;" in page
+    assert "<b>2+3" not in page
+    assert "and 31 more" in page
+    assert tasks.fields == ("answer", "level")
+
+
+def test_the_fingerprint_follows_id_content_and_split() -> None:
+    base = tasks_from(ROWS).fingerprint
+    assert tasks_from(ROWS).fingerprint == base
+    changed = [{**ROWS[0], "answer": "0"}, *ROWS[1:]]
+    seen = {base, tasks_from(changed).fingerprint, tasks_from(ROWS, test=0.1).fingerprint}
+    seen |= {tasks_from(ROWS[1:]).fingerprint, tasks_from([{"id": "x", **ROWS[0]}, *ROWS[1:]]).fingerprint}
+    assert len(seen) == 5
+
+
+def test_fields_that_json_cannot_hold_have_content_too() -> None:
+    import datetime
+
+    odd = {"picture": b"\xff\x00", "day": datetime.date(2024, 2, 29), "tags": {"b", "a"}}
+    one, two = tasks_from([{"question": "q", **odd}, {"question": "q", **odd, "picture": b"\xff\x01"}])
+    assert one.id != two.id
+    assert tasks_from([{"question": "q", **odd}])[0].id == one.id
+    with pytest.raises(TaskError, match="a field holds a object, whose content cannot be compared"):
+        tasks_from([{"question": "q", "x": object()}])

@@ -1,0 +1,338 @@
+"""The context: one lease a kind a chain, kept to the end, given back whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Annotated, Any
+
+import pytest
+
+import agentfly_kit.tools.context as module
+from agentfly_kit.errors import PoolTimeout, SandboxError, SettingsError
+from agentfly_kit.pool.pool import Pool
+from agentfly_kit.tools.context import Context, FromPool, FromTask, injection
+from agentfly_kit.types import Task
+
+TASK = Task("t", ({"role": "user", "content": "?"},), {"answer": ["5"], "lock": asyncio.Event})
+
+
+class Box:
+    """A sandbox kind that counts itself."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+        self.number = type(self).made
+        self.values: dict[str, Any] = {}
+
+    async def start(self) -> None:
+        await asyncio.sleep(0.005)
+
+    async def run(self, code: str) -> str:
+        return code
+
+    async def reset(self) -> None:
+        self.values.clear()
+
+    async def close(self) -> None:
+        pass
+
+
+class ForkingBox(Box):
+    async def fork(self, into: ForkingBox) -> None:
+        into.values = dict(self.values)
+
+
+class OtherBox(Box):
+    pass
+
+
+class Fleeting:
+    """No run and no close: a sandbox only where it is marked as one."""
+
+
+class FakePool:
+    """A pool of one kind that can be slow, fail, or fail to take back."""
+
+    def __init__(self, sandbox_type: type = Box, *, fails: int = 0, release_fails: bool = False) -> None:
+        self.sandbox_type = sandbox_type
+        self.fails, self.release_fails = fails, release_fails
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.out: list[Any] = []
+        self.asked: list[tuple[str, float | None]] = []
+        self.given_back = 0
+
+    async def acquire(self, *, owner: str, timeout: float | None = None) -> Any:
+        self.asked.append((owner, timeout))
+        await self.gate.wait()
+        if self.fails:
+            self.fails -= 1
+            raise PoolTimeout("nothing free")
+        lease = type("Lease", (), {"sandbox": self.sandbox_type(), "turn": None})()
+        self.out.append(lease)
+        return lease
+
+    async def release(self, lease: Any) -> None:
+        await asyncio.sleep(0)
+        if self.release_fails:
+            raise SandboxError("would not end")
+        self.out.remove(lease)
+        self.given_back += 1
+
+
+def test_what_an_annotation_asks_for() -> None:
+    assert injection(Box) == module.Injection("sandbox", Box)
+    assert injection(FromPool[Fleeting]) == module.Injection("sandbox", Fleeting)
+    assert injection(FromTask[dict[str, int]]) == module.Injection("field")
+    assert injection(FromTask) == module.Injection("field")
+    assert injection(Context) == module.Injection("context")
+    for plain in (str, Fleeting, list[str], str | None, dict):
+        assert injection(plain) is None
+
+
+async def test_one_lease_a_kind_a_chain() -> None:
+    boxes, others = FakePool(), FakePool(OtherBox)
+    context = Context(TASK, trajectory_id="chain 7", pools=[others, boxes], timeout=3.0)
+    assert boxes.asked == []  # nothing is taken before it is wanted
+    first = await context.sandbox(Box)
+    assert await context.sandbox(Box) is first
+    other = await context.sandbox(OtherBox)
+    assert other is not first
+    assert type(other) is OtherBox
+    assert boxes.asked == [("chain 7", 3.0)]
+    assert context.held == {Box: first, OtherBox: other}
+    await context.close()
+    assert (boxes.given_back, others.given_back) == (1, 1)
+    assert context.held == {}
+
+
+async def test_requests_side_by_side_get_one_lease() -> None:
+    pool = FakePool()
+    pool.gate.clear()
+    context = Context(TASK, pools=[pool])
+    waiting = [asyncio.create_task(context.sandbox(Box)) for _ in range(5)]
+    await asyncio.sleep(0.001)
+    waiting[0].cancel()  # the one that asked first: the others must not lose the lease with it
+    await asyncio.sleep(0.001)
+    pool.gate.set()
+    boxes = await asyncio.gather(*waiting[1:])
+    assert len({id(box) for box in boxes}) == 1
+    assert len(pool.asked) == 1
+    await context.close()
+    assert pool.out == []
+
+
+async def test_a_failed_request_is_asked_again() -> None:
+    pool = FakePool(fails=1)
+    context = Context(TASK, pools=[pool])
+    with pytest.raises(PoolTimeout):
+        await context.sandbox(Box)
+    assert isinstance(await context.sandbox(Box), Box)
+    await context.close()
+
+
+async def test_a_base_class_finds_the_pool_of_a_derived_one() -> None:
+    pool = FakePool(ForkingBox)
+    context = Context(TASK, pools=[pool])
+    assert await context.sandbox(Box) is await context.sandbox(ForkingBox)
+    await context.close()
+    both = Context(TASK, pools=[FakePool(ForkingBox), FakePool(Box)])
+    assert type(await both.sandbox(Box)) is Box  # the very class goes first
+    await both.close()
+
+
+async def test_which_pool_is_said_or_refused() -> None:
+    with pytest.raises(SettingsError) as caught:
+        await Context(TASK, pools=[FakePool(OtherBox)]).sandbox(ForkingBox)
+    assert str(caught.value) == (
+        "no pool gives a ForkingBox (pools here: OtherBox); give the agent one: Agent(pools=[af.Pool(ForkingBox)])"
+    )
+    with pytest.raises(SettingsError, match="2 pools give a Box; keep one"):
+        await Context(TASK, pools=[FakePool(), FakePool()]).sandbox(Box)
+
+
+async def test_close_is_idempotent_and_final() -> None:
+    pool = FakePool()
+    context = Context(TASK, pools=[pool])
+    await context.sandbox(Box)
+    await asyncio.gather(context.close(), context.close())
+    await context.close()
+    assert pool.given_back == 1
+    with pytest.raises(SandboxError, match="is over, and its Box was given back"):
+        await context.sandbox(Box)
+    assert repr(context) == "<Context of 't', turn 0, holds no sandbox, closed>"
+
+
+async def test_close_while_a_lease_is_awaited() -> None:
+    pool = FakePool()
+    pool.gate.clear()
+    context = Context(TASK, pools=[pool])
+    waiting = asyncio.create_task(context.sandbox(Box))
+    await asyncio.sleep(0.001)
+    await context.close()
+    with pytest.raises(SandboxError, match="ended while it waited for a Box"):
+        await waiting
+    assert pool.out == []
+
+
+async def test_close_finishes_before_its_caller_is_cancelled() -> None:
+    pool = FakePool()
+    context = Context(TASK, pools=[pool])
+    await context.sandbox(Box)
+    closing = asyncio.create_task(context.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert pool.out == []
+
+
+async def test_every_lease_goes_back_though_one_pool_fails() -> None:
+    bad, good = FakePool(release_fails=True), FakePool(OtherBox)
+    context = Context(TASK, pools=[bad, good])
+    await context.sandbox(Box)
+    await context.sandbox(OtherBox)
+    with pytest.raises(SandboxError, match="would not end"):
+        await context.close()
+    assert good.out == []
+
+
+async def test_fields_are_the_chains_own() -> None:
+    one, two = Context(TASK), Context(TASK)
+    one.fields["answer"].append("6")
+    assert one.fields["answer"] == ["5", "6"]
+    assert two.fields["answer"] == ["5"]
+    assert TASK.fields["answer"] == ["5"]
+    assert list(one.fields) == ["answer", "lock"]
+    assert "nothing" not in one.fields
+
+
+async def test_what_cannot_be_copied_is_shared() -> None:
+    lock = threading.Lock()
+    context = Context(Task("t", TASK.messages, {"lock": lock}))
+    assert context.fields["lock"] is lock
+
+
+async def test_state_is_the_chains_own() -> None:
+    one, two = Context(TASK), Context(TASK)
+    one.state["seen"] = 1
+    assert two.state == {}
+
+
+async def test_a_fork_copies_state_and_forks_sandboxes() -> None:
+    async with Pool(ForkingBox, size=3) as pool:
+        context = Context(TASK, trajectory_id="a", pools=[pool], seed=4, turn=2)
+        box = await context.sandbox(ForkingBox)
+        box.values["x"] = 1
+        context.state["list"] = [1]
+        context.fields["answer"].append("own")
+        twin = await context.fork("b")
+        other = await twin.sandbox(ForkingBox)
+        assert other is not box
+        assert other.values == {"x": 1}
+        other.values["x"] = 2
+        twin.state["list"].append(2)
+        assert (box.values, context.state) == ({"x": 1}, {"list": [1]})
+        assert (twin.trajectory_id, twin.seed, twin.turn) == ("b", 4, 2)
+        assert twin.fields["answer"] == ["5", "own"]
+        await context.close()
+        await twin.close()
+        assert pool.snapshot().leased == 0
+
+
+async def test_a_fork_that_cannot_be_refuses_by_name_and_leases_nothing() -> None:
+    async with Pool(Box, size=2) as pool:
+        context = Context(TASK, trajectory_id="a", pools=[pool])
+        await (await context.fork("before")).close()  # no sandbox held yet: nothing to refuse
+        await context.sandbox(Box)
+        with pytest.raises(SandboxError, match="the chain 'a' holds a Box, which cannot fork"):
+            await context.fork("b")
+        assert pool.snapshot().leased == 1
+        await context.close()
+
+
+async def test_a_fork_names_state_that_cannot_be_copied() -> None:
+    context = Context(TASK, trajectory_id="a")
+    context.state.update(game=[1], lock=threading.Lock())
+    with pytest.raises(SandboxError, match=r"keep in context.state \(game, lock\) cannot be copied \(TypeError"):
+        await context.fork("b")
+
+
+async def test_with_a_real_pool() -> None:
+    """Two chains have two sandboxes; the pool shows who holds them and at which turn; a cancelled chain leaves none."""
+    async with Pool(Box, size=2) as pool:
+        one, two = (Context(TASK, trajectory_id=name, pools=[pool]) for name in ("one", "two"))
+        one.turn = 3
+        assert await one.sandbox(Box) is not await two.sandbox(Box)
+        leases = {info.owner: info.turn for info in pool.snapshot().leases}
+        assert leases == {"one": 3, "two": 0}
+        one.turn = 4
+        await one.sandbox(Box)
+        assert {info.turn for info in pool.snapshot().leases} == {4, 0}
+
+        async def chain() -> None:
+            async with Context(TASK, trajectory_id="three", pools=[pool]) as context:
+                await context.sandbox(Box)
+
+        third = asyncio.create_task(chain())
+        await asyncio.sleep(0.01)
+        assert pool.snapshot().waiting == 1
+        third.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await third
+        assert pool.snapshot().waiting == 0
+        await one.close()
+        await two.close()
+        assert pool.snapshot().leased == 0
+
+
+async def test_a_chain_cancelled_at_any_step_leaves_nothing() -> None:
+    """The cancel lands one turn of the loop later each time, until the chain gets through: no lease, no task stays."""
+    from agentfly_kit.rewards import RewardSet, reward
+    from agentfly_kit.tools.tool import ToolSet, tool
+    from agentfly_kit.types import ToolCall, Trajectory
+
+    @tool
+    async def execute(code: Annotated[str, "what"], sandbox: Box) -> str:
+        """Run it."""
+        await asyncio.sleep(0)
+        return await sandbox.run(code)
+
+    @reward
+    async def ran(sandbox: Box) -> float:
+        await asyncio.sleep(0)
+        return 1.0
+
+    async def chain(pool: Pool[Box]) -> float | None:
+        async with Context(TASK, trajectory_id="a", pools=[pool]) as context:
+            calls = [ToolCall(f"call-{i}", "execute", {"code": str(i)}) for i in range(3)]
+            done = await ToolSet([execute]).call_all(calls, context)
+            assert [c.result.observation for c in done if c.result] == ["0", "1", "2"]
+            trajectory = Trajectory("a", TASK, "g", 0, (), "answered")
+            return (await RewardSet([ran]).score(trajectory, context)).reward
+
+    async with Pool(Box, size=1) as pool:
+        cancelled = 0
+        for steps in range(200):
+            running = asyncio.create_task(chain(pool))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            if steps % 3 == 0:
+                await asyncio.sleep(0.006)  # past the start of a sandbox
+            through = running.done()
+            running.cancel()
+            try:
+                assert await running == 1.0
+            except asyncio.CancelledError:
+                cancelled += 1
+            assert pool.snapshot().leased == 0, f"cancelled after {steps} steps"
+            assert pool.snapshot().waiting == 0
+            left = {getattr(task.get_coro(), "__qualname__", "?") for task in asyncio.all_tasks()}
+            assert not {name for name in left if name.startswith(("Tool", "Reward", "Context", "Pool.acquire", "?"))}
+            if through and steps % 3:
+                break
+        assert cancelled > 10
+        assert through

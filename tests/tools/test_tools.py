@@ -1,0 +1,1274 @@
+"""Tools: what the model is shown, what it is told, and what a call can never do to the chain or to its siblings."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import datetime
+import enum
+import linecache
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal, Optional
+
+import numpy as np
+import pydantic
+import pytest
+from paths import ROOT
+from pydantic import Field
+
+from agentfly_kit.errors import NotAwaited, TaskError, ToolError, ToolSchemaError
+from agentfly_kit.tools.context import Context, FromTask
+from agentfly_kit.tools.tool import Tool, ToolSet, tool
+from agentfly_kit.types import Task, ToolCall, ToolResult
+
+TASK = Task("t", ({"role": "user", "content": "2+3"},), {"answer": "5", "facts": {"Ann": "Oslo"}, "expression": "trap"})
+
+
+class Unit(enum.Enum):
+    CELSIUS = "c"
+    FAHRENHEIT = "f"
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    y: int = 0
+
+
+class Address(pydantic.BaseModel):
+    """Where somebody lives."""
+
+    street: str = Field(description="with the number")
+    title: str = "none"
+
+
+class Tree(pydantic.BaseModel):
+    value: int
+    children: list[Tree] = []
+
+
+class Window(typing.TypedDict):
+    left: int
+    right: typing.NotRequired[int]
+
+
+@tool
+def calculator(expression: str) -> str:
+    """Evaluate an arithmetic expression.
+
+    Args:
+        expression: for example "3*(4+5)".
+    """
+    return str(eval(expression, {"__builtins__": {}}))
+
+
+@tool
+def add(a: Annotated[int, "the first"], b: Annotated[int, "the second"] = 1) -> int:
+    """Add."""
+    return a + b
+
+
+def context(task: Task = TASK) -> Context:
+    return Context(task, trajectory_id="chain")
+
+
+def call(name: str, **arguments: Any) -> ToolCall:
+    return ToolCall("call-0", name, arguments)
+
+
+def parameters(t: Tool[..., Any]) -> dict[str, Any]:
+    return typing.cast("dict[str, Any]", t.schema["function"]["parameters"])
+
+
+# --- schema --------------------------------------------------------------------------------------
+
+
+def test_the_schema_whole() -> None:
+    assert calculator.schema == {
+        "type": "function",
+        "function": {
+            "name": "calculator",
+            "description": "Evaluate an arithmetic expression.",
+            "parameters": {
+                "type": "object",
+                "properties": {"expression": {"type": "string", "description": 'for example "3*(4+5)".'}},
+                "required": ["expression"],
+            },
+        },
+    }
+
+
+def test_a_schema_cannot_be_changed_from_outside() -> None:
+    calculator.schema["function"]["parameters"]["properties"].clear()
+    assert "expression" in parameters(calculator)["properties"]
+
+
+def google(a: int, b: str) -> str:
+    """Do it.
+
+    In two steps, carefully.
+
+    Args:
+        a: the number,
+            over two lines
+        b (str): the text
+
+    Returns:
+        nothing much
+    """
+    return ""
+
+
+def numpy_style(a: int, b: str) -> str:
+    """Do it.
+
+    In two steps, carefully.
+
+    Parameters
+    ----------
+    a : int
+        the number,
+        over two lines
+    b : str
+        the text
+    """
+    return ""
+
+
+def sphinx(a: int, b: str) -> str:
+    """Do it.
+
+    In two steps, carefully.
+
+    :param a: the number,
+        over two lines
+    :param b: the text
+    :returns: nothing much
+    """
+    return ""
+
+
+@pytest.mark.parametrize("function", [google, numpy_style, sphinx])
+def test_descriptions_come_from_the_docstring(function: Any) -> None:
+    made = tool(function)
+    assert made.schema["function"]["description"] == "Do it.\n\nIn two steps, carefully."
+    properties = parameters(made)["properties"]
+    assert properties["a"] == {"type": "integer", "description": "the number, over two lines"}
+    assert properties["b"] == {"type": "string", "description": "the text"}
+
+
+@pytest.mark.parametrize(
+    ("annotation", "schema", "given", "got"),
+    [
+        (int | None, {"anyOf": [{"type": "integer"}, {"type": "null"}]}, None, None),
+        (Optional[str], {"anyOf": [{"type": "string"}, {"type": "null"}]}, "x", "x"),  # noqa: UP045
+        (list[str], {"type": "array", "items": {"type": "string"}}, ["a"], ["a"]),
+        (dict[str, float], {"type": "object", "additionalProperties": {"type": "number"}}, {"a": 1}, {"a": 1.0}),
+        (Literal["x", "y"], {"type": "string", "enum": ["x", "y"]}, "y", "y"),
+        (Literal["x"], {"type": "string", "const": "x"}, "x", "x"),
+        (Unit, {"type": "string", "enum": ["c", "f"]}, "f", Unit.FAHRENHEIT),
+        (
+            Point,
+            {
+                "type": "object",
+                "properties": {"x": {"type": "integer"}, "y": {"type": "integer", "default": 0}},
+                "required": ["x"],
+            },
+            {"x": 3},
+            Point(3),
+        ),
+        (
+            Address,
+            {
+                "type": "object",
+                "properties": {
+                    "street": {"type": "string", "description": "with the number"},
+                    "title": {"type": "string", "default": "none"},
+                },
+                "required": ["street"],
+            },
+            {"street": "A 1", "title": "Dr"},
+            Address(street="A 1", title="Dr"),
+        ),
+        (
+            Window,
+            {
+                "type": "object",
+                "properties": {"left": {"type": "integer"}, "right": {"type": "integer"}},
+                "required": ["left"],
+            },
+            {"left": 1},
+            {"left": 1},
+        ),
+        (
+            list[Window] | None,
+            {
+                "anyOf": [
+                    {
+                        "type": "array",
+                        "items": {
+                            "type": "object",
+                            "properties": {"left": {"type": "integer"}, "right": {"type": "integer"}},
+                            "required": ["left"],
+                        },
+                    },
+                    {"type": "null"},
+                ]
+            },
+            [{"left": 1, "right": 2}],
+            [{"left": 1, "right": 2}],
+        ),
+        (bool, {"type": "boolean"}, True, True),
+        (float, {"type": "number"}, 1, 1.0),
+        (datetime.date, {"type": "string", "format": "date"}, "2024-02-29", datetime.date(2024, 2, 29)),
+        (tuple[int, int], None, [1, 2], (1, 2)),
+        (set[int], None, [1, 1], {1}),
+        (Any, {}, {"free": 1}, {"free": 1}),
+        (Annotated[int, Field(ge=0, le=9)], {"type": "integer", "minimum": 0, "maximum": 9}, 9, 9),
+    ],
+)
+async def test_types_become_schema_and_values(annotation: Any, schema: Any, given: Any, got: Any) -> None:
+    seen: list[Any] = []
+
+    def probe(x: Any) -> None:
+        """Look at x.
+
+        Args:
+            x: anything
+        """
+        seen.append(x)
+
+    probe.__annotations__["x"] = annotation
+    made = tool(probe)
+    entry = parameters(made)["properties"]["x"]
+    assert entry.pop("description") == "anything"
+    if schema is not None:
+        assert entry == schema
+    assert "$ref" not in str(entry)
+    assert (await made.try_(x=given)).ok
+    assert seen == [got]
+    assert type(seen[0]) is type(got)
+
+
+def test_schemas_are_valid_and_mean_what_the_tool_takes() -> None:
+    """Against an independent reading of JSON schema: what it takes the tool takes, what it refuses the tool refuses."""
+    jsonschema = pytest.importorskip("jsonschema")
+
+    @tool
+    def f(
+        tree: Annotated[Tree, "recursive"],
+        where: Annotated[Address | None, "model"],
+        size: Annotated[Literal["s", "m"] | int, "mixed"],
+        windows: Annotated[list[Window], "dicts"],
+    ) -> str:
+        """Do."""
+        return ""
+
+    schema = parameters(f)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    good = {"tree": {"value": 1, "children": [{"value": 2}]}, "where": None, "size": "m", "windows": [{"left": 1}]}
+    bad = [
+        {**good, "tree": {"value": 1, "children": [{"children": []}]}},
+        {**good, "where": {"title": "x"}},
+        {**good, "size": "l"},
+        {**good, "windows": {"left": 1}},
+        {**good, "windows": [{"right": 1}]},
+        {key: value for key, value in good.items() if key != "tree"},
+    ]
+    assert validator.is_valid(good)
+    assert f._arguments.validate(good)[1] == ""
+    for arguments in bad:
+        assert not validator.is_valid(arguments)
+        assert f._arguments.validate(arguments)[1] != ""
+
+
+def test_a_recursive_type_keeps_valid_definitions() -> None:
+    @tool
+    def grow(tree: Annotated[Tree, "the tree"], spare: Annotated[Tree | None, "another"] = None) -> str:
+        """Grow it."""
+        return ""
+
+    schema = parameters(grow)
+    assert schema["properties"]["tree"] == {"$ref": "#/$defs/Tree", "description": "the tree"}
+    assert schema["$defs"]["Tree"]["properties"]["children"]["items"] == {"$ref": "#/$defs/Tree"}
+    assert set(schema["$defs"]) == {"Tree"}
+
+
+async def test_two_classes_of_one_name_do_not_mix() -> None:
+    def other() -> Any:
+        @dataclasses.dataclass
+        class Point:
+            name: str
+
+        return Point
+
+    def f(a: Any, b: Any) -> str:
+        """Two."""
+        return f"{a.x} {b.name}"
+
+    f.__annotations__.update(a=Annotated[Point, "one"], b=Annotated[other(), "two"])
+    made = tool(f)
+    properties = parameters(made)["properties"]
+    assert list(properties["a"]["properties"]) == ["x", "y"]
+    assert list(properties["b"]["properties"]) == ["name"]
+    assert (await made.try_(a={"x": 1}, b={"name": "n"})).observation == "1 n"
+
+
+def test_defaults_are_shown_and_not_required() -> None:
+    @tool
+    def f(
+        n: Annotated[int, "count"] = 3,
+        unit: Annotated[Unit, "unit"] = Unit.CELSIUS,
+        at: Annotated[Point | None, "where"] = None,
+    ) -> str:
+        """Do."""
+        return ""
+
+    schema = parameters(f)
+    assert "required" not in schema
+    assert schema["properties"]["n"]["default"] == 3
+    assert schema["properties"]["unit"]["default"] == "c"
+    assert "default" not in schema["properties"]["at"]  # null says nothing that "not required" does not
+
+
+def test_parameter_names_that_libraries_use_themselves() -> None:
+    @tool
+    def f(json: Annotated[str, "a"], schema: Annotated[str, "b"], model_config: Annotated[str, "c"]) -> str:
+        """Do."""
+        return json + schema + model_config
+
+    assert list(parameters(f)["properties"]) == ["json", "schema", "model_config"]
+
+
+def untyped(a) -> str:  # type: ignore[no-untyped-def]
+    """Do.
+
+    Args:
+        a: something
+    """
+    return ""
+
+
+def undocumented(a: int, b: int) -> str:
+    """Do.
+
+    Args:
+        a: something
+        bb: a slip of the pen
+    """
+    return ""
+
+
+def starred(*parts: int) -> str:
+    """Do."""
+    return ""
+
+
+def double_starred(**parts: int) -> str:
+    """Do."""
+    return ""
+
+
+def positional(a: Annotated[int, "a"], /) -> str:
+    """Do."""
+    return ""
+
+
+def opaque(lock: Annotated[threading.Thread, "a"]) -> str:
+    """Do."""
+    return ""
+
+
+def uncallable(f: Annotated[typing.Callable[[int], int], "a"]) -> str:
+    """Do."""
+    return ""
+
+
+def odd_default(n: Annotated[float, "a"] = float("inf")) -> str:
+    """Do."""
+    return ""
+
+
+def silent(n: Annotated[int, "a"]) -> str:
+    return ""
+
+
+def unresolved(n: Annotated[Nowhere, "a"]) -> str:  # type: ignore[name-defined]  # noqa: F821
+    """Do."""
+    return ""
+
+
+def yields(n: Annotated[int, "a"]) -> Any:
+    """Do."""
+    yield n
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (untyped, "untyped: parameter 'a' has no type; write for example a: str"),
+        (undocumented, "undocumented: parameter 'b' has no description (it describes 'bb', which is no parameter)"),
+        (undocumented, "Args:\n        b: "),
+        (starred, "starred: *parts cannot be shown to a model"),
+        (double_starred, "double_starred: **parts cannot be shown to a model"),
+        (positional, "positional: parameter 'a' is positional-only"),
+        (opaque, "opaque: parameter 'lock' has the type"),
+        (uncallable, "uncallable: parameter 'f' has a type that JSON cannot hold"),
+        (odd_default, "odd_default: parameter 'n' has the default inf"),
+        (silent, "silent: no description"),
+        (unresolved, "unresolved: an annotation cannot be resolved (name 'Nowhere' is not defined)"),
+        (yields, "yields yields; a tool gives one result"),
+        (len, "len is no function that `def` made"),
+        (calculator, "calculator is a tool already"),
+        (classmethod(len), "a classmethod cannot be a tool"),
+    ],
+)
+def test_what_cannot_be_a_tool_is_refused_when_decorated(function: Any, words: str) -> None:
+    with pytest.raises(ToolSchemaError) as caught:
+        tool(function)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", "two words", "9lives", "ä", "x" * 65])
+def test_names_that_a_model_cannot_write(name: str) -> None:
+    with pytest.raises(ToolSchemaError, match="needs a name of letters"):
+        tool(name=name)(google)
+
+
+@pytest.mark.parametrize("options", [{"timeout": 0}, {"timeout": -1.0}, {"max_chars": 0}])
+def test_limits_that_mean_nothing(options: Any) -> None:
+    with pytest.raises(ToolSchemaError, match="or None for no limit"):
+        tool(**options)(google)
+
+
+# --- it stays the function -----------------------------------------------------------------------
+
+
+async def test_it_is_still_callable_as_the_function() -> None:
+    assert calculator("2+3") == "5"
+    assert add(2, b=3) == 5
+    assert calculator.__doc__ is not None
+    assert calculator.__name__ == "calculator"
+
+    @tool
+    async def later(x: Annotated[int, "a number"]) -> int:
+        """Wait."""
+        await asyncio.sleep(0)
+        return x + 1
+
+    assert await later(4) == 5
+    forgotten = later(4)
+    assert "write `await later(...)`" in repr(forgotten)
+    with pytest.raises(NotAwaited):
+        _ = forgotten.bit_length  # type: ignore[attr-defined]
+
+
+def test_no_tool_is_without_limits_unless_told() -> None:
+    assert calculator.timeout == 60.0
+    assert calculator.max_chars == 8192
+    free = tool(timeout=None, max_chars=None)(google)
+    assert (free.timeout, free.max_chars) == (None, None)
+
+
+def test_repr_says_how_it_is_called() -> None:
+    assert repr(calculator) == "<Tool calculator(expression: string)>"
+    assert repr(add) == "<Tool add(a: integer, b: integer = 1)>"
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    @tool
+    def step(self, by: Annotated[int, "how far"]) -> int:
+        """Count on."""
+        self.count += by
+        return self.count
+
+    @staticmethod
+    @tool
+    def double(n: Annotated[int, "a number"]) -> int:
+        """Double it."""
+        return 2 * n
+
+
+async def test_methods_belong_to_their_instance() -> None:
+    first, second = Counter(), Counter()
+    assert first.step(2) == 2
+    assert (await first.step.try_(by=3)).observation == "5"
+    assert (await second.step.try_(by=1)).observation == "1"
+    assert list(parameters(first.step)["properties"]) == ["by"]
+    both = ToolSet([first.step, Counter.double])
+    assert (await both.call(call("step", by=1), context())).observation == "6"
+    assert (await both.call(call("double", n=4), context())).observation == "8"
+
+
+async def test_an_unbound_method_says_so() -> None:
+    with pytest.raises(
+        ToolSchemaError, match=r"Counter.step is a method without an instance; give .*Counter\(...\).step"
+    ):
+        ToolSet([Counter.step])
+    with pytest.raises(ToolSchemaError, match="without an instance"):
+        await Counter.step.try_(by=1)
+
+
+# --- what comes back -----------------------------------------------------------------------------
+
+
+class Opaque:
+    pass
+
+
+class Spoken:
+    def __str__(self) -> str:
+        return "spoken"
+
+
+class TextEnum(str, enum.Enum):  # noqa: UP042  # its str() is its name: the trap
+    A = "a"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("as it is\n", "as it is\n"),
+        (5, "5"),
+        (True, "true"),
+        (0.5, "0.5"),
+        (None, ""),
+        ([1, "é"], '[1,"é"]'),
+        ({"a": None, "b": (1, 2)}, '{"a":null,"b":[1,2]}'),
+        (Point(1, 2), '{"x":1,"y":2}'),
+        (Address(street="A"), '{"street":"A","title":"none"}'),
+        (Unit.CELSIUS, "c"),
+        (TextEnum.A, "a"),
+        (b"caf\xc3\xa9 \xff", "café �"),
+        (datetime.date(2024, 2, 29), "2024-02-29"),
+        (Path("a/b"), "a/b"),
+        (np.int64(3), "3"),
+        (np.float32(0.5), "0.5"),
+        (np.arange(3), "[0,1,2]"),
+        ({"n": np.float64(0.5)}, '{"n":0.5}'),
+        (float("nan"), "NaN"),
+        (Spoken(), "spoken"),
+        ("half \ud83d pair", "half � pair"),
+    ],
+)
+async def test_return_values(value: Any, text: str) -> None:
+    @tool
+    def give() -> Any:
+        """Give it."""
+        return value
+
+    result = await give.try_()
+    assert result == ToolResult(True, text)
+    result.observation.encode()
+
+
+async def test_a_value_without_a_text_is_our_failure() -> None:
+    @tool
+    def give() -> Any:
+        """Give it."""
+        return {"x": Opaque()}
+
+    result = await give.try_()
+    assert result.observation == "give failed."
+    assert result.error is not None
+    assert "returned a Opaque, which has no text" in result.error.message
+    assert " at 0x" not in result.error.message
+
+
+async def test_a_tool_result_passes_through() -> None:
+    @tool(max_chars=10)
+    def give(text: Annotated[str, "any"]) -> ToolResult:
+        """Give it."""
+        return ToolResult(False, text, reward=0.5, done=True, metrics={"m": 1.0})
+
+    assert await give.try_(text="short") == ToolResult(False, "short", reward=0.5, done=True, metrics={"m": 1.0})
+    cut = await give.try_(text="x" * 11)
+    assert cut.truncated
+    assert cut.done
+
+
+async def test_a_coroutine_from_a_plain_function_is_awaited() -> None:
+    async def inner(x: int) -> int:
+        await asyncio.sleep(0)
+        return x * 2
+
+    @tool
+    def wrapper(x: Annotated[int, "n"]) -> Any:
+        """Wrap."""
+        return inner(x)
+
+    assert (await wrapper.try_(x=4)).observation == "8"
+
+
+async def test_cut_output_says_so() -> None:
+    @tool(max_chars=5)
+    def long(n: Annotated[int, "length"]) -> str:
+        """Talk."""
+        return "0123456789"[:n]
+
+    assert await long.try_(n=5) == ToolResult(True, "01234")
+    assert await long.try_(n=6) == ToolResult(True, "01234\n[cut: the first 5 of 6 characters]", truncated=True)
+
+
+async def test_wrong_arguments_are_told_to_the_model() -> None:
+    result = await add.try_(a="two", c=1)
+    assert (result.ok, result.error) == (False, None)
+    assert result.observation == (
+        "add was not run: a: input should be a valid integer, unable to parse string as an integer (got 'two'); "
+        "c is not an argument. It takes (a: integer, b: integer = 1)"
+    )
+    missing = await add.try_()
+    assert "a is missing" in missing.observation
+    flood = await add.try_(a=1, **{f"x{i}": 1 for i in range(2000)})
+    assert flood.truncated
+    assert len(flood.observation) < 8300
+
+
+async def test_arguments_are_coerced() -> None:
+    assert (await add.try_(a="2", b=3.0)).observation == "5"
+    assert (await add.try_(2, 3)).observation == "5"
+    with pytest.raises(TypeError, match="got 'a' twice"):
+        await add.try_(1, a=1)
+    with pytest.raises(TypeError, match="got 3 arguments"):
+        await add.try_(1, 2, 3)
+
+
+async def test_tool_error_is_told_to_the_model_word_for_word() -> None:
+    @tool
+    def city(name: Annotated[str, "which"]) -> str:
+        """Find."""
+        raise ToolError(f"no such city: {name}")
+
+    assert await city.try_(name="Atlantis") == ToolResult(False, "no such city: Atlantis")
+
+
+def raises_value_error(x: Annotated[int, "n"]) -> str:
+    """Fail."""
+    secret = "the answer is 5"
+    raise ValueError(secret)
+
+
+def raises_stop_iteration(x: Annotated[int, "n"]) -> str:
+    """Fail."""
+    return next(iter([]))
+
+
+def raises_system_exit(x: Annotated[int, "n"]) -> str:
+    """Fail."""
+    sys.exit(3)
+
+
+def raises_cancelled(x: Annotated[int, "n"]) -> str:
+    """Fail."""
+    raise asyncio.CancelledError("somebody else's")
+
+
+async def raises_async(x: Annotated[int, "n"]) -> str:
+    """Fail."""
+    await asyncio.sleep(0)
+    raise LookupError("the answer is 5")
+
+
+async def exits_async(x: Annotated[int, "n"]) -> str:
+    """Fail."""
+    sys.exit(3)
+
+
+async def awaits_cancelled(x: Annotated[int, "n"]) -> str:
+    """Fail."""
+    other = asyncio.ensure_future(asyncio.sleep(10))
+    other.cancel()
+    await other
+    return "never"
+
+
+async def times_out_itself(x: Annotated[int, "n"]) -> str:
+    """Fail."""
+    raise TimeoutError("the answer is 5")
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def raises_unspeakable(x: Annotated[int, "n"]) -> str:
+    """Fail."""
+    raise Unspeakable
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (raises_value_error, "ValueError"),
+        (raises_stop_iteration, "StopIteration"),
+        (raises_system_exit, "SystemExit"),
+        (raises_cancelled, "CancelledError"),
+        (raises_async, "LookupError"),
+        (exits_async, "SystemExit"),
+        (awaits_cancelled, "CancelledError"),
+        (times_out_itself, "TimeoutError"),
+        (raises_unspeakable, "Unspeakable"),
+    ],
+)
+async def test_any_other_exception_is_ours(function: Any, kind: str) -> None:
+    """Recorded with its traceback; the model is told only that the tool failed; the calls beside it live."""
+    tools = ToolSet([tool(function), add])
+    failed, fine = await tools.call_all([call(function.__name__, x=1), call("add", a=1, b=1)], context())
+    result = failed.result
+    assert result is not None
+    assert (result.ok, result.observation) == (False, f"{function.__name__} failed.")
+    assert result.error is not None
+    assert (result.error.type, result.error.where) == (kind, f"tool {function.__name__}")
+    if kind != "Unspeakable":
+        assert f"in {function.__name__}" in result.error.traceback
+        assert "function.py" not in result.error.traceback  # it begins in the tool
+    assert "5" not in result.observation
+    assert fine.result == ToolResult(True, "2")
+
+
+async def test_keyboard_interrupt_and_cancelling_are_not_swallowed() -> None:
+    @tool
+    def interrupted() -> str:
+        """Stop."""
+        raise KeyboardInterrupt
+
+    @tool
+    async def waits() -> str:
+        """Wait."""
+        await asyncio.sleep(30)
+        return ""
+
+    with pytest.raises(KeyboardInterrupt):
+        await interrupted.invoke({}, context())
+    task = asyncio.create_task(waits.invoke({}, context()))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+# --- time ----------------------------------------------------------------------------------------
+
+
+async def test_calls_of_one_turn_run_side_by_side() -> None:
+    barrier = threading.Barrier(4, timeout=10)
+
+    @tool
+    def meet(i: Annotated[int, "which"]) -> int:
+        """Wait for the others: passes only if all four run at once."""
+        barrier.wait()
+        return i
+
+    calls = [ToolCall(f"call-{i}", "meet", {"i": i}) for i in range(4)]
+    done = await ToolSet([meet]).call_all(calls, context())
+    assert [(c.id, c.result.observation) for c in done if c.result] == [(f"call-{i}", str(i)) for i in range(4)]
+
+
+async def test_order_is_that_of_the_calls_not_of_the_finish() -> None:
+    @tool
+    async def wait(seconds: Annotated[float, "how long"]) -> float:
+        """Wait."""
+        await asyncio.sleep(seconds)
+        return seconds
+
+    done = await ToolSet([wait]).call_all([call("wait", seconds=s) for s in (0.03, 0.0, 0.01)], context())
+    assert [c.result.observation for c in done if c.result] == ["0.03", "0.0", "0.01"]
+
+
+async def test_a_blocking_tool_stops_no_other_chain() -> None:
+    release = threading.Event()
+
+    @tool
+    def block() -> str:
+        """Block."""
+        release.wait(10)
+        return "done"
+
+    running = asyncio.ensure_future(block.try_())
+    for _ in range(20):  # the loop goes round while the tool blocks
+        await asyncio.sleep(0.001)
+    assert not running.done()
+    release.set()
+    assert (await running).observation == "done"
+
+
+async def test_a_late_coroutine_is_cancelled() -> None:
+    cancelled = asyncio.Event()
+
+    @tool(timeout=0.02)
+    async def slow() -> str:
+        """Be slow."""
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return ""
+
+    result = await slow.try_()
+    assert (result.ok, result.error) == (False, None)  # the model's call, so the model's affair
+    assert result.observation == "slow took longer than 0.02 s and was cancelled."
+    assert cancelled.is_set()
+    assert result.seconds >= 0.02
+
+
+async def test_a_late_thread_is_abandoned_and_says_so() -> None:
+    release, threads = threading.Event(), []
+
+    @tool(timeout=0.02)
+    def slow() -> str:
+        """Be slow."""
+        threads.append(threading.current_thread())
+        release.wait(10)
+        return ""
+
+    assert (await slow.try_()).observation == "slow took longer than 0.02 s and was abandoned."
+    assert threads[0].daemon  # it cannot keep the process alive
+    release.set()
+    threads[0].join(5)
+    assert not threads[0].is_alive()
+
+
+def test_a_hung_tool_does_not_keep_the_process() -> None:
+    code = (
+        "import asyncio, time\n"
+        "from agentfly_kit.tools.tool import tool\n"
+        "@tool(timeout=0.05)\n"
+        "def hang() -> str:\n"
+        "    'Hang.'\n"
+        "    time.sleep(600)\n"
+        "print(asyncio.run(hang.try_()).observation)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert "abandoned" in done.stdout
+
+
+ENDING = """
+import asyncio, sys, threading, time
+import torch
+from agentfly_kit.tools.tool import tool
+busy = set()
+
+@tool(timeout=None)
+def endless(kind: str, number: int) -> str:
+    \"\"\"Never return.
+
+    Args:
+        kind: what it does meanwhile.
+        number: which one it is.
+    \"\"\"
+    busy.add(number)
+    while kind == "wait":
+        time.sleep(3600)
+    while kind == "python":
+        pass
+    a = torch.randn(64, 64)
+    while kind == "torch":
+        a = torch.tanh(a @ a)
+    while True:
+        try:
+            time.sleep(0.01)
+        except BaseException:
+            pass
+
+async def go():
+    kinds = ["wait", "python", "torch", "torch", "torch", "keeps on"]
+    tasks = [asyncio.ensure_future(endless.try_(kind=kind, number=i)) for i, kind in enumerate(kinds)]
+    while len(busy) < len(tasks):
+        await asyncio.sleep(0.01)
+    {how}
+
+{start}
+"""
+STARTS = "asyncio.run(go())", "loop = asyncio.new_event_loop(); loop.run_until_complete(go())"
+
+
+@pytest.mark.parametrize(
+    ("how", "start", "code", "said"),
+    [("sys.exit(7)", STARTS[0], 7, ""), ("1 / 0", STARTS[1], 1, "ZeroDivisionError: division by zero")],
+)
+def test_python_may_end_while_tools_compute(how: str, start: str, code: int, said: str) -> None:
+    # A thread that came out of torch after the interpreter was gone ended all in "terminate called".
+    script = ENDING.format(how=how, start=start)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=480)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.strip().splitlines()[-1:] == ([said] if said else []), done.stderr
+
+
+# --- hidden parameters ---------------------------------------------------------------------------
+
+
+@tool
+def lookup(person: Annotated[str, "who"], facts: FromTask[dict[str, str]], context: Context) -> str:
+    """Where somebody lives."""
+    context.state["asked"] = context.state.get("asked", 0) + 1
+    return f"{facts[person]} {context.state['asked']} {context.trajectory_id}"
+
+
+async def test_task_fields_and_context_are_hidden_and_handed_over() -> None:
+    assert list(parameters(lookup)["properties"]) == ["person"]
+    assert repr(lookup) == "<Tool lookup(person: string), hidden: facts, context>"
+    here = context()
+    assert (await lookup.invoke({"person": "Ann"}, here)).observation == "Oslo 1 chain"
+    assert (await lookup.invoke({"person": "Ann"}, here)).observation == "Oslo 2 chain"
+    assert (await lookup.try_(person="Ann", task=TASK)).ok
+
+
+async def test_the_model_cannot_write_a_hidden_parameter() -> None:
+    result = await lookup.invoke({"person": "Ann", "facts": {"Ann": "Rome"}}, context())
+    assert "facts is not an argument" in result.observation
+
+
+async def test_a_task_field_never_takes_the_place_of_an_argument() -> None:
+    assert TASK.fields["expression"] == "trap"
+    assert (await calculator.invoke({"expression": "2+3"}, context())).observation == "5"
+    assert "expression is missing" in (await calculator.invoke({}, context())).observation
+
+
+async def test_a_missing_field_is_our_failure_unless_it_has_a_default() -> None:
+    @tool
+    def with_default(colour: FromTask[str] = "red") -> str:
+        """See."""
+        return colour
+
+    assert (await with_default.invoke({}, context())).observation == "red"
+    bare = Task("bare", TASK.messages, {"fact": 1})
+    result = await lookup.invoke({"person": "Ann"}, context(bare))
+    assert result.error is not None
+    words = "tool lookup asks for the field 'facts', which task 'bare' does not have (its fields: fact)"
+    assert result.error.message == words
+    with pytest.raises(TaskError) as caught:
+        ToolSet([lookup, with_default]).check([TASK, bare])
+    assert str(caught.value) == words
+    ToolSet([lookup, with_default]).check(TASK)
+
+
+async def test_what_a_tool_does_to_a_field_stays_in_its_chain() -> None:
+    @tool
+    def spoil(facts: FromTask[dict[str, str]]) -> int:
+        """Forget."""
+        facts.pop("Ann", None)
+        return len(facts)
+
+    here = context()
+    assert (await spoil.invoke({}, here)).observation == "0"
+    assert here.fields["facts"] == {}
+    assert TASK.fields["facts"] == {"Ann": "Oslo"}
+    assert (await lookup.invoke({"person": "Ann"}, context())).ok
+
+
+async def test_an_argument_that_is_called_task() -> None:
+    @tool
+    def note(task: Annotated[str, "what to do"]) -> str:
+        """Note it."""
+        return task
+
+    assert (await note.try_(task="wash")).observation == "wash"
+
+    @tool
+    def swim(pool: Annotated[str, "which"]) -> str:
+        """Swim."""
+        return pool
+
+    assert (await swim.try_(pool="city")).observation == "city"
+
+
+class FakeBox:
+    """Looks like a sandbox: run and close."""
+
+    opened: typing.ClassVar[list[FakeBox]] = []
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.closed = False
+        FakeBox.opened.append(self)
+
+    async def run(self, code: str, timeout: float = 5.0) -> str:
+        self.log.append(f"{code}>")
+        await asyncio.sleep(0.005)
+        self.log.append(f"<{code}")
+        return f"{code}: {len(self.log)}"
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@tool
+async def execute(code: Annotated[str, "what"], sandbox: FakeBox) -> str:
+    """Run it."""
+    if code == "bad":
+        raise ArithmeticError("from inside")
+    return await sandbox.run(code)
+
+
+async def test_try_leases_a_throw_away_sandbox() -> None:
+    FakeBox.opened.clear()
+    assert list(parameters(execute)["properties"]) == ["code"]
+    assert execute.sandbox_types == (FakeBox,)
+    assert (await execute.try_(code="a")).observation == "a: 2"
+    assert (await execute.try_(code="a")).observation == "a: 2"
+    assert [box.closed for box in FakeBox.opened] == [True, True]
+
+
+async def test_the_real_sandbox_keeps_variables_for_a_chain_and_survives_a_cancelled_call() -> None:
+    from agentfly_kit.pool.pool import Pool
+    from agentfly_kit.sandboxes.python import PythonSandbox
+
+    @tool(timeout=0.5)
+    async def python(code: Annotated[str, "Python"], sandbox: PythonSandbox) -> Any:
+        """Run Python."""
+        return await sandbox.run(code, timeout=30.0)
+
+    async def observed(code: str, here: Context) -> str:
+        result = await python.invoke({"code": code}, here)
+        assert result.error is None, result.error
+        return result.observation
+
+    async with Pool(PythonSandbox, size=1) as pool:
+        async with Context(TASK, trajectory_id="one", pools=[pool]) as one:
+            assert await observed("x = 6", one) == ""
+            assert await observed("x * 7", one) == "42"
+            assert (await python.invoke({"code": "1/0"}, one)).ok is False
+            late = await observed("while True: pass", one)
+            assert late == "python took longer than 0.5 s and was cancelled."
+            assert await observed("print('here')", one) == "here"
+        async with Context(TASK, trajectory_id="two", pools=[pool]) as two:
+            assert "NameError" in await observed("x", two)
+        assert pool.snapshot().leased == 0
+
+
+async def test_try_on_a_pool_of_ones_own() -> None:
+    from agentfly_kit.pool.pool import Pool
+
+    async with Pool(FakeBox, size=1) as pool:
+        assert (await execute.try_(code="a", pool=pool)).ok
+        assert pool.snapshot().leased == 0
+
+
+async def test_calls_that_share_a_sandbox_run_in_their_order() -> None:
+    from agentfly_kit.pool.pool import Pool
+
+    FakeBox.opened.clear()
+    async with Pool(FakeBox, size=2) as pool:
+        here = Context(TASK, trajectory_id="chain", pools=[pool])
+        calls = [call("execute", code=c) for c in "abc"]
+        done = await ToolSet([execute, add]).call_all([*calls, call("add", a=1)], here)
+        assert [c.result.observation for c in done if c.result] == ["a: 2", "b: 4", "c: 6", "2"]
+        assert len(FakeBox.opened) == 1
+        assert FakeBox.opened[0].log == ["a>", "<a", "b>", "<b", "c>", "<c"]
+        await here.close()
+        assert pool.snapshot().leased == 0
+
+
+async def test_no_pool_says_what_to_type() -> None:
+    result = await execute.invoke({"code": "a"}, context())
+    assert result.error is not None
+    assert "Agent(pools=[af.Pool(FakeBox)])" in result.error.message
+
+
+# --- sets ----------------------------------------------------------------------------------------
+
+
+async def test_unknown_and_unreadable_calls_are_observations() -> None:
+    tools = ToolSet([calculator, add])
+    unknown, unreadable = await tools.call_all(
+        [call("calculate", x=1), ToolCall("call-1", "", {}, error="the tool call is not valid JSON")], context()
+    )
+    assert unknown.result == ToolResult(False, "there is no tool named 'calculate'; the tools are: calculator, add")
+    assert unreadable.result == ToolResult(False, "the tool call is not valid JSON")
+    assert (await ToolSet().call(call("x"), context())).observation.endswith("there are no tools")
+    assert await tools.call_all([], context()) == ()
+
+
+def test_a_set_is_by_name_and_in_order() -> None:
+    tools = ToolSet([calculator, add, google])
+    assert tools.names == ("calculator", "add", "google")
+    assert tools["add"] is add
+    assert tools[0] is calculator
+    assert tools[1:].names == ("add", "google")
+    assert tools.schemas == tuple(t.schema for t in tools)
+    assert "add" in tools
+    assert add in tools
+    assert repr(tools) == "<ToolSet calculator, add, google>"
+    with pytest.raises(KeyError, match="the tools are: calculator"):
+        tools["nope"]
+    with pytest.raises(ToolSchemaError, match="two tools are named 'add'"):
+        ToolSet([add, tool(name="add")(google)])
+    with pytest.raises(ToolSchemaError, match=r"give a list of tools: \[add\]"):
+        ToolSet(add)  # type: ignore[arg-type]
+
+
+async def test_rerun_replays_and_raises_the_tools_own_exception() -> None:
+    from agentfly_kit.pool.pool import Pool
+
+    pool = Pool(FakeBox, size=1)
+    here = Context(TASK, trajectory_id="chain", pools=[pool])
+    calls = [
+        call("execute", code="a"),
+        call("execute", code="bad"),
+        call("nothing"),
+        call("calculator", expression="2+3"),
+    ]
+    done = await ToolSet([execute, calculator]).call_all(calls, here)
+    await here.close()
+    again = await done[0].rerun()
+    assert again.observation == "a: 2"
+    with pytest.raises(ArithmeticError, match="from inside") as caught:
+        await done[1].rerun()
+    assert caught.traceback[-1].name == "execute"
+    with pytest.raises(Exception, match="its name was unknown"):
+        await done[2].rerun()
+    assert (await done[3].rerun()).observation == "5"
+    assert pool.snapshot().leased == 0
+    await pool.close()
+    kept = pickle.loads(pickle.dumps(done[3]))
+    assert kept == done[3]
+    assert kept.rerunner is None
+
+
+async def test_rerun_raises_what_the_tool_tells_the_model() -> None:
+    @tool
+    def no(x: Annotated[int, "n"]) -> str:
+        """Refuse."""
+        raise ToolError("no")
+
+    (done,) = await ToolSet([no]).call_all([call("no", x=1)], context())
+    with pytest.raises(ToolError, match="no"):
+        await done.rerun()
+
+
+# --- cells that are run again --------------------------------------------------------------------
+
+
+def cell(source: str, names: dict[str, Any]) -> Any:
+    """Run a cell as a notebook does: a file name of its own, its source kept in linecache."""
+    file = f"<cell {abs(hash(source))}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    exec(compile(source, file, "exec"), names)
+    return names
+
+
+CELL = '''
+from typing import Annotated
+from agentfly_kit.tools.tool import tool
+LIMIT = 3
+def helper(x):
+    return x + 1
+@tool
+def f(x: Annotated[int, "n"]) -> int:
+    """Do."""
+    return helper(x) * LIMIT
+'''
+
+
+async def test_a_cell_that_redefines_a_tool_changes_only_new_agents() -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    old = cell(CELL, names)["f"]
+    tools = ToolSet([old, calculator])
+    assert "return helper(x) * LIMIT" in old.source
+    assert tools.redefined() == ()
+    assert cell(CELL, names)["f"].fingerprint == old.fingerprint  # the same cell again is the same tool
+    assert tools.redefined() == ()
+    new = cell(CELL.replace("* LIMIT", "- LIMIT"), names)["f"]
+    assert new is not old
+    assert tools.redefined() == ("f",)
+    assert (await tools.call(call("f", x=1), context())).observation == "6"  # the old tool still runs the old code
+    assert (await ToolSet([new]).call(call("f", x=1), context())).observation == "-1"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("* LIMIT", "- LIMIT"),
+        ("LIMIT = 3", "LIMIT = 4"),
+        ("return x + 1", "return x + 2"),
+        ('"n"', '"number"'),
+        ("@tool", "@tool(timeout=9)"),
+    ],
+)
+def test_a_fingerprint_follows_what_the_tool_does(change: tuple[str, str]) -> None:
+    before = cell(CELL, {"__name__": "__main__"})["f"].fingerprint
+    assert cell(CELL.replace(*change), {"__name__": "__main__"})["f"].fingerprint != before
+    assert cell(CELL + "\nUNRELATED = 1\n", {"__name__": "__main__"})["f"].fingerprint == before
+
+
+def test_a_fingerprint_does_not_take_an_attribute_for_a_global() -> None:
+    source = CELL.replace("helper(x) * LIMIT", "x.real") + "real = 1\n"
+    before = cell(source, {"__name__": "__main__"})["f"].fingerprint
+    assert cell(source.replace("real = 1", "real = 2"), {"__name__": "__main__"})["f"].fingerprint == before
+    nested = CELL.replace("helper(x) * LIMIT", "(lambda: helper(x) * LIMIT)()")
+    before = cell(nested, {"__name__": "__main__"})["f"].fingerprint
+    assert cell(nested.replace("LIMIT = 3", "LIMIT = 4"), {"__name__": "__main__"})["f"].fingerprint != before
+
+
+def test_a_fingerprint_sees_closures() -> None:
+    def make(factor: int) -> Tool[..., int]:
+        @tool
+        def times(x: Annotated[int, "n"]) -> int:
+            """Multiply."""
+            return x * factor
+
+        return times
+
+    assert make(2).fingerprint == make(2).fingerprint
+    assert make(2).fingerprint != make(3).fingerprint
+
+
+def test_a_fingerprint_without_source_and_in_another_process() -> None:
+    code = CELL.replace("LIMIT = 3", "LIMIT = frozenset('abcdefgh')") + "\nprint(f.fingerprint, f.source[:10])"
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(seen) == 1
+    assert "<no source" in seen.pop()
+    without = {"__name__": "__main__"}
+    exec(compile(CELL, "<nowhere>", "exec"), without)
+    other = {"__name__": "__main__"}
+    exec(compile(CELL.replace("* LIMIT", "- LIMIT"), "<nowhere>", "exec"), other)
+    assert without["f"].fingerprint != other["f"].fingerprint  # type: ignore[attr-defined]
+
+
+@pytest.mark.real
+def test_types_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "typed.py").write_text(
+        "from typing import Annotated, Any, assert_type\n"
+        "from collections.abc import Coroutine\n"
+        "from agentfly_kit.tools.tool import tool, Tool\n"
+        "@tool\n"
+        "def f(a: Annotated[int, 'n'], b: Annotated[str, 's'] = '') -> float:\n"
+        "    'Do.'\n"
+        "    return 1.0\n"
+        "@tool(timeout=1.0)\n"
+        "async def g(a: Annotated[int, 'n']) -> str:\n"
+        "    'Do.'\n"
+        "    return ''\n"
+        "assert_type(f(1, b='x'), float)\n"
+        "_ = assert_type(g(1), Coroutine[Any, Any, str])\n"
+        "f('x')\n"
+    )
+    root = ROOT
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(tmp_path / "typed.py")],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env={**os.environ, "MYPYPATH": str(root)},
+    )
+    found = [line for line in done.stdout.splitlines() if "typed.py" in line and "error:" in line]
+    assert len(found) == 1, done.stdout
+    assert "typed.py:14" in found[0]
+    assert "[arg-type]" in found[0]

@@ -1,0 +1,162 @@
+"""Two processes train the run of one: the same chains, the same records, the same weights; the first one writes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_trainer import SMALL, TASKS, digits, numbers, small
+from test_trainer import learner as fresh_learner
+
+from agentfly_kit.errors import EngineError, SettingsError, TrainingError
+from agentfly_kit.policy.policy import Policy
+from agentfly_kit.trainer.config import TrainConfig
+from agentfly_kit.trainer.loop import train
+from agentfly_kit.trainer.run_dir import Run
+
+pytest.importorskip("accelerate")
+
+CASES: dict[str, TrainConfig] = {
+    # A wrapped pass: a task that comes twice in one rollout, in two processes.
+    "grpo": SMALL.replace(steps=3, tasks_per_step=5, lr=1e-4, minibatch=8),
+    "gae, overlap": SMALL.replace(steps=3, advantage="gae", lr=1e-4, overlap=1, kl_coef=0.01),
+}
+
+
+def learner(*, value_head: bool = False) -> Policy:
+    """One that runs every row alone: what rows share is summed in another order by each way to deal them out, which
+    AdamW makes 1.5e-6 of; here it is the dealing that is tested (test_ppo_distributed.py has the sharing)."""
+    policy = fresh_learner(value_head=value_head)
+    policy._trees_supported = False
+    return policy
+
+
+async def trained(name: str, folder: Path, accelerator: Any = None) -> dict[str, Any]:
+    policy = learner(value_head="gae" in name)
+    a = small(policy, reward=digits)
+    run = train(a, policy, TASKS, CASES[name], run=folder, accelerator=accelerator)
+    ids = []
+    async for step in run:
+        ids.append([(t.id, t.ids.tolist()) for t in step.rollout or ()])
+    weights = torch.cat([p.detach().flatten() for p in policy.parameters()])
+    return {"weights": weights, "records": numbers(run), "ids": ids, "version": policy.version}
+
+
+async def resumed(folder: Path, accelerator: Any = None) -> dict[str, Any]:
+    """Two of three steps, then a handle that goes on."""
+    policy = learner()
+    async for step in train(small(policy), policy, TASKS, CASES["grpo"], run=folder, accelerator=accelerator):
+        if step.step == 2:
+            break
+    policy = learner()
+    run = train(small(policy), policy, TASKS, CASES["grpo"], run=folder, accelerator=accelerator)
+    replayed = [step.replayed async for step in run]
+    return {"weights": torch.cat([p.detach().flatten() for p in policy.parameters()]), "replayed": replayed}
+
+
+def child(folder: Path) -> None:
+    import accelerate
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    assert accelerator.num_processes == 2
+
+    async def go() -> dict[str, Any]:
+        out: dict[str, Any] = {name: await trained(name, folder / name, accelerator) for name in CASES}
+        out["resumed"] = await resumed(folder / "resumed", accelerator)
+        policy = learner()
+        with pytest.raises(SettingsError, match="several processes need run="):
+            train(small(policy), policy, TASKS, CASES["grpo"], accelerator=accelerator)
+        broken = small(policy)
+        if accelerator.process_index == 1:  # one process cannot go on: all are told
+
+            async def gone(policy: Any) -> None:
+                raise EngineError("the server went away")
+
+            broken.engine.update = gone  # type: ignore[method-assign]
+        with pytest.raises((TrainingError, EngineError)) as raised:
+            await train(broken, policy, TASKS, CASES["grpo"], run=folder / "broken", accelerator=accelerator)
+        out["raised"] = str(raised.value)
+        return out
+
+    torch.save(asyncio.run(go()), folder / f"{accelerator.process_index}.pt")
+    accelerator.end_training()
+
+
+def together(program: Path, folder: Path) -> list[dict[str, Any]]:
+    """Run a program as two processes of one group; what each of them saved."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    here = Path(__file__).resolve().parent
+    shared = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join([str(here), str(here.parent), *sys.path[1:]]),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(folder)],
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=200)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.real  # about 30 cpu seconds, most of them imports in two more processes
+def test_two_processes_train_the_run_of_one(tmp_path: Path) -> None:
+    ranks = together(Path(__file__).resolve(), tmp_path)
+    for name in CASES:
+        alone = asyncio.run(trained(name, tmp_path / f"alone {name}"))
+        for rank in ranks:
+            got = rank[name]
+            assert got["ids"] == alone["ids"], name
+            assert got["version"] == alone["version"]
+            for mine, wanted in zip(got["records"], alone["records"], strict=True):
+                assert mine == pytest.approx(wanted, rel=1e-4, abs=1e-5), name
+            away = (got["weights"] - alone["weights"]).abs()
+            print(name, "largest", float(away.max()), "99.9 %", float(away.quantile(0.999)))
+            assert float(away.max()) < 1e-6, name
+        assert torch.equal(ranks[0][name]["weights"], ranks[1][name]["weights"])
+        # The first one wrote, and what it wrote is whole.
+        assert numbers(Run(tmp_path / name)) == ranks[0][name]["records"]
+    for rank in ranks:
+        assert rank["resumed"]["replayed"] == [True, True, False]
+        assert torch.equal(rank["resumed"]["weights"], rank["grpo"]["weights"])
+    assert ranks[1]["raised"] == "the server went away"
+    assert ranks[0]["raised"] == "process 1 of 2 failed: EngineError: the server went away"
+
+
+def test_a_share_of_a_rollout_has_the_names_of_the_whole() -> None:
+    policy = learner()
+    a = small(policy)
+    tasks = [TASKS[0], TASKS[1], TASKS[0]]
+    whole = [key.id for _, key in a.rollout(tasks, 2)._planned]
+    parts = [[key.id for _, key in a.rollout(tasks, 2, share=(i, 2))._planned] for i in range(2)]
+    assert sorted(parts[0] + parts[1]) == sorted(whole)
+    assert len(parts[0]) == 4 and any("~2" in name for name in parts[0])
+
+
+if __name__ == "__main__":
+    child(Path(sys.argv[1]))

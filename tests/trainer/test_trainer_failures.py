@@ -1,0 +1,268 @@
+"""What goes wrong in a run: it says so by name, and what was good before is still there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import dice
+import pytest
+import torch
+from paths import TESTS
+from test_trainer import SMALL, learner, leave, numbers, start
+
+from agentfly_kit.errors import BatchError, RunError, SettingsError, TrainingError
+from agentfly_kit.rewards import reward
+from agentfly_kit.trainer import run_dir
+from agentfly_kit.trainer.run_dir import Run
+
+FOLDERS = [str(TESTS), str(Path(__file__).parent)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, float]]]:
+    """Weights and records of a run that nothing happened to."""
+
+    async def go() -> tuple[str, list[dict[str, float]]]:
+        policy = learner()
+        run = await start(tmp_path_factory.mktemp("whole") / "run", policy)
+        return policy.fingerprint(), numbers(run)
+
+    return asyncio.run(go())
+
+
+# --- learning that goes wrong --------------------------------------------------------------------
+
+
+async def test_a_rate_that_destroys_the_policy_is_said_and_undone(tmp_path: Path) -> None:
+    policy = learner()
+    run = start(tmp_path / "run", policy, SMALL.replace(lr=0.1))
+    with pytest.raises(
+        TrainingError, match=r"step \d: it moved the policy by [\d.e+]+ nats a token \(more than"
+    ) as said:
+        await run
+    assert "Try a smaller lr than 0.1, target_kl=0.05, or fewer epochs" in str(said.value)
+    assert "the policy has the weights of its last checkpoint" in str(said.value)
+    assert policy.version == (run.records[-1]["version"] if run.records else 0)
+    assert policy.fingerprint() == learner().fingerprint(), "a first batch without signal may have moved nothing"
+    kept = start(tmp_path / "kept", learner(), SMALL.replace(lr=0.1, max_kl=None))
+    assert max([s.record.get("approx_kl", 0.0) async for s in kept]) > 10
+    with pytest.raises(SettingsError, match="max_kl=0"):
+        SMALL.replace(max_kl=0.0)
+
+
+async def test_weights_that_overflow_are_said_and_undone(tmp_path: Path) -> None:
+    policy = learner()
+    with pytest.raises(TrainingError, match=r"step \d: the gradient is nan .*Try a smaller lr"):
+        await start(tmp_path / "run", policy, SMALL.replace(lr=1e30))
+    assert policy.fingerprint() == learner().fingerprint()
+
+
+async def test_a_step_that_diverges_later_goes_back_to_the_step_before(
+    tmp_path: Path, whole: tuple[str, list[dict[str, float]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = learner()
+    run = start(tmp_path / "run", policy)
+    await leave(run, "break", 2)
+    good = policy.fingerprint()
+    real = type(run)._learning_rates
+    monkeypatch.setattr(type(run), "_learning_rates", lambda self, index: [0.3 for _ in real(self, index)])
+    with pytest.raises(TrainingError, match=r"step 3: it moved the policy.*steps 1 to 2 are kept"):
+        await run
+    assert policy.fingerprint() == good
+    monkeypatch.undo()
+    await run
+    assert policy.fingerprint() == whole[0]
+
+
+async def test_an_infinite_reward_fails_its_chain_and_not_the_run() -> None:
+    @reward
+    def endless(trajectory: Any) -> float:
+        return float("inf") if trajectory.chain == 0 else float(trajectory.chain)
+
+    with pytest.warns(UserWarning, match=r"step 1: 25% of the chains were unscored.*inf"):
+        run = await start(None, learner(), SMALL.replace(steps=1), reward=endless)
+    assert run.records[0]["unscored"] == 0.25
+    assert run.records[0]["dropped"] == 3
+
+    @reward
+    def always(final: str | None) -> float:
+        return float("inf")
+
+    with pytest.raises(BatchError, match="step 1: none of 12 trajectories can be trained on"):
+        await start(None, learner(), SMALL.replace(steps=1), reward=always)
+
+
+# --- files that go wrong -------------------------------------------------------------------------
+
+
+def script(body: str, **names: Any) -> list[str]:
+    head = f"import asyncio, sys\nfrom pathlib import Path\nsys.path[:0] = {FOLDERS!r}\nimport test_trainer as t\n"
+    return [sys.executable, "-c", head + textwrap.dedent(body).format(**names)]
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path, whole: tuple[str, list[dict[str, float]]]) -> None:
+    """The kernel refuses to write: a file may not grow beyond a limit that a checkpoint exceeds."""
+    policy = learner()
+    asyncio.run(leave(start(tmp_path / "run", policy), "break", 2))
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    size = (tmp_path / "run" / "checkpoint" / "state.pt").stat().st_size
+    body = """
+        import resource, signal
+        async def go():
+            policy = t.learner()
+            run = t.start(Path({run!r}), policy)
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY))
+            try:
+                await run
+            except t.RunError as error:
+                print("said:", error)
+        asyncio.run(go())
+    """
+    done = subprocess.run(
+        script(body, run=str(tmp_path / "run"), limit=size // 2), capture_output=True, text=True, timeout=120
+    )
+    assert "said: no checkpoint could be written to" in done.stdout, done.stdout + done.stderr
+    assert "the last one is kept" in done.stdout
+    after = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    changed = {p.name for p in before.keys() | after.keys() if before.get(p) != after.get(p)}
+    assert changed <= {"steps.jsonl"}, changed
+    policy = learner()
+
+    async def on() -> Any:
+        return await start(tmp_path / "run", policy)
+
+    assert numbers(asyncio.run(on())) == whole[1]
+    assert policy.fingerprint() == whole[0]
+
+
+def damaged(folder: Path, how: str) -> None:
+    file = folder / "state.pt"
+    data = bytearray(file.read_bytes())
+    if how == "cut":
+        file.write_bytes(data[: len(data) // 2])
+    elif how == "one bit":
+        data[len(data) // 2] ^= 4
+        file.write_bytes(data)
+    elif how == "empty":
+        file.write_bytes(b"")
+    elif how == "gone":
+        file.unlink()
+
+
+@pytest.mark.parametrize("how", ["cut", "one bit", "empty", "gone"])
+async def test_a_damaged_checkpoint_is_named_and_the_one_before_it_goes_on(
+    how: str, tmp_path: Path, whole: tuple[str, list[dict[str, float]]]
+) -> None:
+    await leave(start(tmp_path / "run", learner()), "break", 3)
+    folder = tmp_path / "run" / "checkpoint"
+    damaged(folder, how)
+    said = (
+        r"state\.pt cannot be read \(.*\); delete .*checkpoint to go on from the checkpoint before it, or resume=False"
+    )
+    policy = learner()
+    with pytest.raises(RunError, match=said):
+        await start(tmp_path / "run", policy)
+    assert len(Run(tmp_path / "run").records) == 3, "nothing was lost by asking"
+    shutil.rmtree(folder)
+    run = start(tmp_path / "run", policy)
+    assert [s.replayed async for s in run] == [True, True, False, False]
+    assert policy.fingerprint() == whole[0]
+    assert numbers(run) == whole[1]
+
+
+async def test_a_newer_checkpoint_asks_for_an_upgrade(tmp_path: Path) -> None:
+    await leave(start(tmp_path / "run", learner()), "break", 2)
+    folder = tmp_path / "run" / "checkpoint"
+    state = torch.load(folder / "state.pt", weights_only=True)
+    torch.save(state | {"version": 7}, folder / "state.pt")
+    (folder / "done").write_text("whole\n")
+    with pytest.raises(RunError, match=r"a newer version \(7 > 1\); upgrade agentfly_kit; delete .*checkpoint"):
+        await start(tmp_path / "run", learner())
+
+
+async def test_weights_are_on_the_disk_before_they_take_their_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this order: every file of the checkpoint, its mark, its folder; the renames; the run's folder."""
+    order: list[str] = []
+    real_fsync, real_replace = os.fsync, os.replace
+
+    def fsync(handle: int) -> None:
+        order.append("sync " + os.readlink(f"/proc/self/fd/{handle}").removeprefix(str(tmp_path) + "/run"))
+        real_fsync(handle)
+
+    def replace(a: Any, b: Any) -> None:
+        order.append(f"{Path(a).name} -> {Path(b).name}")
+        real_replace(a, b)
+
+    run = start(tmp_path / "run", learner(), SMALL.replace(steps=1))
+    async for _ in run:
+        pass
+    monkeypatch.setattr(run_dir.os, "fsync", fsync)
+    monkeypatch.setattr(run_dir.os, "replace", replace)
+    run._save_checkpoint(1)
+    assert order == [
+        "sync /checkpoint.new/state.pt",
+        "sync /checkpoint.new/done",
+        "sync /checkpoint.new",
+        "checkpoint -> checkpoint.before",
+        "checkpoint.new -> checkpoint",
+        "sync ",
+    ]
+
+
+BODY = """
+    async def go():
+        policy = t.learner()
+        async for step in t.start(Path({run!r}), policy, t.SMALL.replace(overlap={overlap})):
+            print("step", step.step, flush=True)
+        print("weights", policy.fingerprint(), flush=True)
+    asyncio.run(go())
+"""
+
+
+@pytest.mark.real  # each life begins with seconds of imports
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_killed_again_and_again_at_random_moments(overlap: int, tmp_path: Path) -> None:
+    seed = dice.seed()
+    rng = random.Random(seed)
+    wanted = learner()
+    config = SMALL.replace(overlap=overlap)
+    records = numbers(asyncio.run(start(tmp_path / "whole", wanted, config)._run_to_end()))
+    command = script(BODY, run=str(tmp_path / "run"), overlap=overlap)
+    kills = 0
+    for _ in range(12):
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        # The moments that matter come after the imports: wait for the folder to be touched, then a little.
+        born = time.time()
+        while child.poll() is None and not any(p.stat().st_mtime > born for p in tmp_path.glob("run/*") if p.exists()):
+            time.sleep(0.002)
+            if time.time() - born > 60:
+                break
+        time.sleep(rng.random() * 0.25)
+        if child.poll() is None:
+            os.kill(child.pid, signal.SIGKILL)
+            kills += 1
+        said = child.stdout.read()
+        child.stdout.close()
+        child.wait()
+        if "weights" in said:
+            break
+    assert kills >= 2, f"seed {seed}"
+    policy = learner()
+    run = asyncio.run(start(tmp_path / "run", policy, config)._run_to_end())
+    assert policy.fingerprint() == wanted.fingerprint(), f"seed {seed}"
+    assert numbers(run) == records, f"seed {seed}"
+    assert not list((tmp_path / "run").glob(".*")), "no half-written file is left"

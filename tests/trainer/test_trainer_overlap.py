@@ -1,0 +1,231 @@
+"""One step off policy: the next rollout runs while the weights change, and nothing of it is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+from pathlib import Path
+from typing import Any
+
+import dice
+import pytest
+import torch
+from test_trainer import SMALL, learner, numbers, start
+
+from agentfly_kit.engines.local.engine import LocalEngine
+from agentfly_kit.errors import RunMismatch, SettingsError, TrainingError
+from agentfly_kit.trainer import loop
+from agentfly_kit.trainer.loop import TrainRun
+from agentfly_kit.trainer.run_dir import Run
+
+AHEAD = SMALL.replace(overlap=1)
+
+
+def left() -> list[str]:
+    return [t.get_name() for t in asyncio.all_tasks() if "agentfly" in t.get_name()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, float]]]:
+    async def go() -> tuple[str, list[dict[str, float]]]:
+        policy = learner()
+        run = await start(tmp_path_factory.mktemp("whole") / "run", policy, AHEAD)
+        return policy.fingerprint(), numbers(run)
+
+    return asyncio.run(go())
+
+
+async def test_each_rollout_but_the_first_is_one_iteration_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = learner()
+    batches: list[Any] = []
+    real = loop.ppo_step_async
+
+    def watching(p: Any, optimizer: Any, batch: Any, **options: Any) -> Any:
+        batches.append((p.version, batch, options["old_logprobs"]))
+        return real(p, optimizer, batch, **options)
+
+    monkeypatch.setattr(loop, "ppo_step_async", watching)
+    run = start(None, policy, AHEAD)
+    seen = []
+    async for step in run:
+        assert not left(), "nothing runs between two steps"
+        seen.append(step)
+    before = [0, *[int(s.record["version"]) for s in seen]]
+    sampled_at = [{int(v) for v in batch.versions[batch.mask]} for _, batch, _ in batches]
+    assert [at for at, _, _ in batches] == before[:4]
+    assert sampled_at == [{0}, {before[0]}, {before[1]}, {before[2]}]
+    assert [s.record["lag"] for s in seen] == [at - min(vs) for (at, _, _), vs in zip(batches, sampled_at, strict=True)]
+    assert seen[0].record["lag"] == 0 and seen[1].record["lag"] > 0
+    assert {old for _, _, old in batches} == {"engine"}, "the behaviour's own logprobs are the denominator"
+    # What was recorded is what those weights say: a policy that stayed at version 0 agrees on the second batch.
+    second = batches[1][1]
+    fresh = learner().score(second, {"logprob"})["logprob"]
+    torch.testing.assert_close(fresh[second.mask], second.logprobs[second.mask], atol=2e-5, rtol=0)
+    assert isinstance(run.agent.engine, LocalEngine) and run.agent.engine.policy is policy
+
+
+async def test_it_really_runs_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next rollout goes on while an update that is held has not begun."""
+    real = loop.ppo_step_async
+    seen: list[int] = []
+
+    def sampled() -> int:
+        return 0 if run._prefetch_agent is None else run._prefetch_agent.engine.sampled  # type: ignore[attr-defined]
+
+    async def held(*given: Any, **options: Any) -> Any:
+        for _ in range(1000):
+            if sampled():
+                break
+            await asyncio.sleep(0.01)
+        seen.append(sampled())
+        return await real(*given, **options)
+
+    monkeypatch.setattr(loop, "ppo_step_async", held)
+    run = start(None, learner(), AHEAD.replace(steps=2))
+    first = await run.__anext__()
+    assert first.step == 1
+    assert seen[0] > 0
+    monkeypatch.undo()
+    await run
+
+
+async def test_a_correction_takes_the_weights_before_the_update_as_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    olds = []
+    real = loop.ppo_step_async
+
+    def watching(*given: Any, **options: Any) -> Any:
+        olds.append((options["old_logprobs"], options["correction"]))
+        return real(*given, **options)
+
+    monkeypatch.setattr(loop, "ppo_step_async", watching)
+    run = start(None, learner(), AHEAD.replace(steps=3, correction="token"))
+    seen = [step async for step in run]
+    assert olds == [("auto", "token")] * 3
+    sizes = [s.record["effective_sample_size"] for s in seen]
+    assert sizes[0] == pytest.approx(1.0, abs=1e-4), "the first is on policy"
+    assert min(sizes[1:]) < 0.9999, "the others were weighed"
+
+
+@pytest.mark.parametrize("how", ["break", "new policy", "new policy, few checkpoints"])
+async def test_it_goes_on_to_the_same_bits(how: str, tmp_path: Path, whole: tuple[str, list[dict[str, float]]]) -> None:
+    """More than is promised: the rollout that was sampled ahead is in the checkpoint."""
+    config = AHEAD.replace(checkpoint_every=2) if "few" in how else AHEAD
+    policy = learner()
+    run = start(tmp_path / "run", policy, config)
+    async for step in run:
+        if step.step == 3:
+            break
+    assert not left()
+    if how == "break":
+        again = run
+    else:
+        policy = learner()
+        again = start(tmp_path / "run", policy, config)
+    await again
+    assert policy.fingerprint() == whole[0]
+    assert numbers(again) == whole[1]
+
+
+async def test_without_what_was_sampled_ahead_it_goes_on_all_the_same(tmp_path: Path) -> None:
+    policy = learner()
+    async for step in start(tmp_path / "run", policy, AHEAD):
+        if step.step == 2:
+            break
+    folder = tmp_path / "run" / "checkpoint"
+    assert (folder / "ahead.jsonl").exists()
+    (folder / "ahead.jsonl").unlink()
+    (folder / "done").write_text("whole\n")
+    run = start(tmp_path / "run", learner(), AHEAD)
+    seen = [step async for step in run]
+    assert [s.step for s in seen] == [1, 2, 3, 4]
+    assert seen[2].record["lag"] == 0, "sampled again, from the weights of the checkpoint"
+
+
+async def test_random_interrupts_leave_nothing_and_change_nothing(
+    tmp_path: Path, whole: tuple[str, list[dict[str, float]]]
+) -> None:
+    seed = dice.seed()
+    rng = random.Random(seed)
+    policy = learner()
+    for _ in range(30):
+        run = start(tmp_path / "run", policy, AHEAD)
+        going = asyncio.create_task(run._run_to_end())
+        await asyncio.wait([going], timeout=rng.random() * 0.5)
+        if going.done():
+            going.result()
+            break
+        for _ in range(rng.randrange(1, 3)):
+            going.cancel()
+            await asyncio.sleep(rng.random() * 0.01)
+        await asyncio.wait([going])
+        assert not left(), f"seed {seed}"
+    else:
+        run = await start(tmp_path / "run", policy, AHEAD)
+    gc.collect()  # a task whose exception nobody saw would say so now
+    assert policy.fingerprint() == whole[0], f"seed {seed}"
+    assert numbers(run) == whole[1], f"seed {seed}"
+
+
+async def test_a_step_that_fails_ends_the_rollout_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = learner()
+    run = start(tmp_path / "run", policy, AHEAD)
+
+    async def failing(*given: Any, **options: Any) -> Any:
+        await asyncio.sleep(0.05)
+        raise TrainingError("the gradient is nan")
+
+    async for step in run:
+        if step.step == 1:
+            monkeypatch.setattr(loop, "ppo_step_async", failing)
+            break
+    with pytest.raises(TrainingError, match="step 2: the gradient is nan"):
+        await run
+    assert not left()
+    monkeypatch.undo()
+    assert [s.step async for s in run] == [2, 3, 4]
+
+
+async def test_a_rollout_ahead_that_fails_is_sampled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = TrainRun._sample
+    failed: list[int] = []
+
+    async def failing(self: TrainRun, index: int, agent: Any) -> Any:
+        if agent is not self.agent and not failed:
+            failed.append(index)
+            raise OSError("the network went away")
+        return await real(self, index, agent)
+
+    monkeypatch.setattr(TrainRun, "_sample", failing)
+    run = start(tmp_path / "run", learner(), AHEAD)
+    with pytest.warns(UserWarning, match=r"the chains of step 2, sampled ahead, failed \(OSError: the network"):
+        seen = [step async for step in run]
+    assert failed == [1]
+    assert [s.record["lag"] > 0 for s in seen] == [False, False, True, True]
+
+
+async def test_pause_and_stop_reach_the_rollout_ahead(tmp_path: Path) -> None:
+    run = start(tmp_path / "run", learner(), AHEAD)
+    first = await run.__anext__()
+    run.stop()
+    assert [s async for s in run] == []
+    assert first.step == 1
+    assert not left()
+    again = start(tmp_path / "run", learner(), AHEAD)
+    again.pause()
+    waiting = asyncio.create_task(again._run_to_end())
+    await asyncio.sleep(0.1)
+    again.resume()
+    await waiting
+    assert len(Run(tmp_path / "run").records) == 4
+
+
+async def test_overlap_is_a_setting_of_the_run(tmp_path: Path) -> None:
+    async for _ in start(tmp_path / "run", learner(), AHEAD):
+        break
+    with pytest.raises(RunMismatch, match=r"config\.overlap: was 1, now 0"):
+        start(tmp_path / "run", learner(), SMALL)
+    with pytest.raises(SettingsError, match="overlap=2"):
+        SMALL.replace(overlap=2)
+    with pytest.raises(SettingsError, match="old_logprobs='newest'"):
+        SMALL.replace(old_logprobs="newest")

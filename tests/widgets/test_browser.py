@@ -1,0 +1,507 @@
+"""The views in a real JupyterLab: what is drawn, what a click does in Python, and what moves while a cell awaits."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import textwrap
+from typing import Any
+
+import browser
+import pytest
+from paths import ROOT
+
+WHY_NOT = browser.missing()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+PICTURES = ROOT / "build" / "screenshots"
+
+
+# --- records, made in the notebook's own kernel ---------------------------------------------------
+
+
+def records() -> None:
+    """The first cell of every notebook here: this function's body."""
+    import asyncio
+    import math
+    import re
+    import types
+
+    import numpy as np
+    import torch
+
+    from agentfly_kit import widgets as w  # noqa: F401  (for the cells)
+    from agentfly_kit.types import Stats, Task, Trajectory, Turn
+
+    vocabulary: dict = {}
+
+    def turn(kind, author, text, rng=None):
+        token_texts = tuple(re.findall(r"<[^<>\s]+>|\s?\w+|\n|\s?[^\w\s]|\s", text))
+        ids = tuple(vocabulary.setdefault(piece, len(vocabulary) + 10) for piece in token_texts)
+        extra = {}
+        if rng is not None:
+            extra = {
+                "logprobs": tuple(-rng.gamma(0.5, 0.7, len(ids))), "entropies": tuple(rng.gamma(1, 0.4, len(ids))),
+                "versions": (3,) * len(ids),
+            }  # fmt: skip
+        return Turn(kind, author, ids, rng is not None, text=text, token_texts=token_texts, **extra)
+
+    def trajectory(i, calls=2, wide=1):
+        rng = np.random.default_rng(i)
+        system = "<|im_start|>system\nYou are a calculator agent.<|im_end|>\n"
+        user = "<|im_start|>user\nWhat is 3 * (4 + 5) - 7?<|im_end|>\n<|im_start|>assistant\n"
+        turns = [turn("prompt", "task", system + user)]
+        for k in range(calls):
+            call = f'{{"name": "calculator", "arguments": {{"expression": "3*(4+{k})"}}}}'
+            thought = "I need the calculator for this.\n" * wide
+            turns.append(turn("action", "policy", f"{thought}<tool_call>{call}</tool_call><|im_end|>", rng))
+            answer = f"<|im_start|>tool\n{3 * (4 + k)} <script>alert(1)</script><|im_end|>\n<|im_start|>assistant\n"
+            turns.append(turn("observation", "tool", answer))
+        turns.append(turn("forced", "hook", "Therefore"))
+        turns.append(turn("action", "policy", " the answer is 20.<|im_end|>", rng))
+        task = Task("calc-7", ({"role": "user", "content": "What is 3 * (4 + 5) - 7?"},))
+        return Trajectory(f"calc-7/{i}", task, "calc-7", i, tuple(turns), "answered", reward=float(i % 2))
+
+    def step(trajectories):
+        rng = np.random.default_rng(0)
+        shape = (len(trajectories), max(len(t.ids) for t in trajectories))
+        ids, attention, mask = (torch.zeros(shape, dtype=d) for d in (torch.int64, torch.bool, torch.bool))
+        logprobs, advantages = torch.full(shape, math.nan), torch.full(shape, math.nan)
+        for b, t in enumerate(trajectories):
+            n = len(t.ids)
+            ids[b, :n], attention[b, :n], mask[b, :n] = torch.tensor(t.ids), True, torch.tensor(t.action_mask)
+            logprobs[b, :n] = torch.tensor(t.logprobs)
+            advantages[b, :n] = torch.where(mask[b, :n], 0.9 if t.reward else -0.7, math.nan)
+        batch = types.SimpleNamespace(
+            trajectories=tuple(trajectories), ids=ids, attention=attention, mask=mask, logprobs=logprobs,
+            advantages=advantages, token_rewards=torch.where(mask, 0.0, math.nan),
+        )  # fmt: skip
+        before = logprobs.numpy()
+        after = np.minimum(before + rng.normal(0, 0.15, shape).astype("float32"), -1e-4)
+        ratio = np.exp(after - before)
+        clipped = np.where(mask.numpy(), ((ratio - 1) * np.sign(advantages.numpy()) > 0.2).astype("float32"), np.nan)
+        detail = {
+            "logprob_before": before, "logprob_after": after, "ratio": ratio, "clipped": clipped,
+            "advantage": advantages.numpy(),
+        }  # fmt: skip
+        return Stats(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, detail=detail, batch=batch)
+
+    class Box:
+        async def start(self):
+            await asyncio.sleep(0.02)
+
+        async def reset(self):
+            await asyncio.sleep(0.02)
+
+    class Run:
+        total = 24
+
+        def __init__(self, n=0):
+            self.records, self.listeners = [], []
+            for _ in range(n):
+                self.step()
+
+        def subscribe(self, callback):
+            self.listeners.append(callback)
+            return lambda: self.listeners.remove(callback)
+
+        def step(self):
+            i = len(self.records) + 1
+            rng = np.random.default_rng(i)
+            level = 1 - 0.75 * math.exp(-i / 7)
+            record = {
+                "step": i, "success": min(1.0, max(0.0, level + rng.normal(0, 0.05))), "reward": level * 1.1,
+                "approx_kl": abs(rng.normal(0, 0.008)), "clip_fraction": abs(rng.normal(0, 0.04)),
+                "entropy": 1.8 * math.exp(-i / 15) + 0.1 * rng.random(), "grad_norm": 0.7 + rng.random(),
+                "loss": rng.normal(0, 0.01), "tokens": int(rng.integers(9000, 15000)), "turns": 2 + rng.random(),
+                "seconds": 1.5 + rng.random(),
+            }  # fmt: skip
+            if i % 4 == 0:
+                record.update(eval_success=level, eval_low=level - 0.12, eval_high=min(1.0, level + 0.08))
+            self.records.append(record)
+            for listener in list(self.listeners):
+                listener(record)
+
+
+RECORDS = textwrap.dedent(inspect.getsource(records).split('"""', 2)[2])
+
+
+# --- TokenView -----------------------------------------------------------------------------------
+
+
+@browser.both
+def test_token_view_by_mouse_and_keys(notebook: Any) -> None:
+    nb = notebook(RECORDS, "ts = [trajectory(i) for i in range(3)]\nview = w.TokenView(step(ts), signal='ratio')\nview")
+    nb.run()
+    page = nb.page
+    page.wait_for_selector(".afk-tokenview .afk-tok.afk-high")
+    nb.wait_python("view.is_open", True)
+    n = nb.python("len(ts[0].ids)")
+    tokens = page.locator(".afk-lines .afk-tok")
+    # A row is drawn when it comes near.
+    page.locator(".afk-tokens").evaluate("(x) => x.scrollTo(0, x.scrollHeight)")
+    page.wait_for_function(
+        "(n) => document.querySelectorAll('.afk-lines .afk-tok').length === n", arg=nb.python("view.tokens")
+    )
+    # What is shown is Python's text, and HTML in a tool's output is text.
+    assert page.evaluate("() => document.querySelectorAll('.afk-tokenview script').length") == 0
+    assert "<script>alert(1)</script>" in "".join(tokens.all_inner_texts()[:n])
+    page.locator(".afk-tokens").evaluate("(x) => x.scrollTo(0, 0)")
+    kinds = page.evaluate("() => [...document.querySelectorAll('.afk-turn .afk-kind')].map((x) => x.textContent)")
+    assert kinds[:7] == [
+        "0 prompt", "1 action", "2 observation", "3 action", "4 observation", "5 forced", "6 action",
+    ]  # fmt: skip
+
+    # A click, a shift-click and a drag are spans of the trajectory in Python.
+    first = nb.python("int(ts[0].action_mask.argmax())")
+    tokens.nth(first).click()
+    nb.wait_python("[(s.trajectory, s.start, s.stop) for s in view.selection]", [("calc-7/0", first, first + 1)])
+    tokens.nth(first + 4).click(modifiers=["Shift"])
+    nb.wait_python("[(s.start, s.stop) for s in view.selection]", [(first, first + 5)])
+    tokens.nth(first + 6).hover()
+    page.mouse.down()
+    tokens.nth(first + 9).hover()
+    page.mouse.up()
+    nb.wait_python("[(s.start, s.stop) for s in view.selection]", [(first + 6, first + 10)])
+    assert page.locator(".afk-lines .afk-sel").count() == 4
+    assert nb.python("len(view.selection.to_frame())") == 4
+
+    # The card shows the numbers that Python holds.
+    tokens.nth(first).hover()
+    ratio = page.locator(".afk-numbers .afk-on b").inner_text()
+    assert ratio == nb.python(f"w._base.number(float(view._rows[0].signals['ratio'][{first}]))")
+    tokens.nth(0).hover()
+    assert page.locator(".afk-numbers .afk-on b").inner_text() == "–"
+
+    # Keys walk and select, and the notebook does not take them.
+    cell = "() => window.jupyterapp.shell.currentWidget.content.activeCellIndex"
+    active = page.evaluate(cell)
+    tokens.nth(first).click()
+    for key in ("ArrowRight", "ArrowRight", "Shift+ArrowRight", "Shift+ArrowRight"):
+        page.keyboard.press(key)
+    nb.wait_python("[(s.start, s.stop) for s in view.selection]", [(first + 2, first + 5)])
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("d")
+    page.keyboard.press("d")
+    page.keyboard.press("Escape")
+    nb.wait_python("bool(view.selection)", False)
+    assert page.evaluate(cell) == active
+    assert page.evaluate("() => window.jupyterapp.shell.currentWidget.content.widgets.length") == 2
+
+    # The signal is one trait on both sides; the most telling token is reached by a button.
+    page.get_by_label("Signal", exact=True).select_option("clipped")
+    nb.wait_python("view.signal", "clipped")
+    page.get_by_role("button", name="Next clipped").click()
+    assert page.locator(".afk-lines .afk-cur.afk-flag").count() == 1
+    page.get_by_label("Signal", exact=True).select_option("entropy")
+    page.get_by_role("button", name="Largest |ratio").click()
+    far = nb.python("max((abs(float(r.signals['ratio'][i]) - 1), k, i) for k, r in enumerate(view._rows)"
+                    " for i in range(len(r.ids)) if r.mask[i])[1:]")  # fmt: skip
+    assert page.locator(".afk-lines .afk-cur").evaluate("(x) => x.i") == sum(
+        nb.python(f"[len(r.ids) for r in view._rows[:{far[0]}]]")) + far[1]  # fmt: skip
+    tokens.nth(first).click()
+    page.keyboard.press("c")
+    clipped = nb.python("[bool(x > 0) for x in view._rows[0].signals['clipped']]")
+    following = [i for i, x in enumerate(clipped) if x and i > first]
+    if following:
+        assert page.locator(".afk-lines .afk-cur").evaluate("(x) => x.i") == following[0]
+    page.get_by_label("Go to turn").focus()
+    page.get_by_label("Go to turn").select_option(label="2 observation by tool", force=True)
+    at = nb.python("view._rows[0].spans[2][1]")
+    assert page.locator(".afk-lines .afk-cur").evaluate("(x) => x.i") == at
+    page.get_by_text("as Python").click()
+    page.wait_for_selector(".afk-about pre:has-text('w.TokenView(source')")
+    nb.execute("view.signal = 'mask'; view.select('calc-7/2', 2, 4)")
+    page.wait_for_selector(".afk-lines .afk-trained")
+    assert page.locator(".afk-lines .afk-sel").count() == 2
+
+    # Seen twice, left once, left twice.
+    nb.execute("view.unobserve_all(); from IPython.display import display")
+    nb.command("notebook:clear-all-cell-outputs")
+    nb.wait_python("view.is_open", False)
+
+
+def test_token_view_of_5000_tokens_and_a_lost_kernel(notebook: Any) -> None:
+    nb = notebook(
+        RECORDS, "ts = [trajectory(i, 8, 3) for i in range(9)]\nview = w.TokenView(ts, signal='entropy')\nview"
+    )
+    nb.run()
+    page = nb.page
+    page.wait_for_selector(".afk-lines .afk-tok")
+    n = nb.python("view.tokens")
+    assert n > 5000
+    assert page.locator(".afk-lines .afk-tok").count() < 4000  # the rest is made when it comes near
+    page.locator(".afk-tokens").evaluate("(x) => x.scrollTo(0, x.scrollHeight)")
+    page.wait_for_function("(n) => [...document.querySelectorAll('.afk-tok')].some((x) => x.i === n - 1)", arg=n)
+    page.locator(".afk-tokens").focus()
+    page.keyboard.press("ArrowRight")
+    for key in ("PageDown", "PageDown", "PageUp", "End"):
+        page.keyboard.press(key)
+    assert page.locator(".afk-cur").evaluate("(x) => x.i") == nb.python("len(ts[0].ids)") - 1
+    took = page.evaluate(
+        """() => { const select = document.querySelector('.afk-tokenview select'); const start = performance.now();
+        select.value = 'logprob'; select.dispatchEvent(new Event('change'));
+        document.querySelector('.afk-tokens').getBoundingClientRect(); return performance.now() - start; }"""
+    )
+    assert took < 1000
+    nb.command("kernelmenu:restart", {})
+    page.locator(".jp-Dialog .jp-mod-accept").click()
+    page.wait_for_selector(".afk-stale", state="visible")
+    assert "kernel restarted" in page.locator(".afk-stale").inner_text()
+    assert page.locator(".afk-lines .afk-tok").count() > 1000
+
+
+# --- live ----------------------------------------------------------------------------------------
+
+
+def watch(nb: browser.Notebook, selector: str) -> None:
+    """Keep every text that an element shows while the cells still run."""
+    nb.page.evaluate(
+        """(selector) => { window.seen = []; const node = document.querySelector(selector);
+        new MutationObserver(() => { if (!window.ran) window.seen.push(node.textContent); })
+          .observe(node, { childList: true, characterData: true, subtree: true }); }""",
+        selector,
+    )
+
+
+@browser.both
+def test_pool_view_is_live_during_an_await(notebook: Any) -> None:
+    nb = notebook(
+        RECORDS,
+        """
+        from agentfly_kit.pool.pool import Pool
+        pool = Pool(Box, size=4)
+        view = w.PoolView(pool)
+        view
+        """,
+        """
+        await asyncio.sleep(0.5)
+        async def chain(i):
+            async with pool.lease(owner=f"chain-{i}", timeout=60):
+                await asyncio.sleep(0.3)
+        start, updates = asyncio.get_running_loop().time(), view.updates
+        await asyncio.gather(*(chain(i) for i in range(24)))
+        rate = (view.updates - updates) / (asyncio.get_running_loop().time() - start)
+        await asyncio.sleep(0.3)
+        """,
+    )
+    nb.run(wait=False)
+    page = nb.page
+    page.wait_for_selector(".afk-poolview .afk-tile")
+    watch(nb, ".afk-poolview .afk-tiles")
+    page.wait_for_selector(".afk-tile.afk-s-leased .afk-owner:has-text('chain-')")
+    assert not page.evaluate("() => window.ran")  # the cell still awaits
+    assert page.locator(".afk-waiter").count() > 0
+    nb.finish()
+    owners = {
+        f"chain-{i}" for i in range(24) if any(f"chain-{i}" in text for text in page.evaluate("() => window.seen"))
+    }
+    assert len(owners) >= 12  # followed through several changes of hands
+    assert nb.python("rate") <= 11
+    page.wait_for_function("() => document.querySelectorAll('.afk-tile.afk-s-idle').length === 4")
+    assert nb.python("view.counts['idle'], view._notice") == (4, "")
+    # What is selected by mouse or keys is a frame in Python, and the view a cell.
+    tiles = page.locator(".afk-poolview .afk-tile")
+    tiles.nth(1).click()
+    nb.wait_python("view.selection.numbers", (2,))
+    tiles.nth(2).click(modifiers=["Control"])
+    nb.wait_python("view.selection.to_frame()['state'].tolist()", ["idle", "idle"])
+    page.keyboard.press("End")
+    page.keyboard.press("Shift+ArrowLeft")
+    nb.wait_python("view.selection.numbers", (3, 4))
+    assert page.locator(".afk-poolview .afk-tile[aria-selected='true']").count() == 2
+    page.locator(".afk-poolview").get_by_role("button", name="As Python").click()
+    page.wait_for_function(
+        "() => document.querySelector('.afk-poolview .afk-code')?.value.includes('view.select(3, 4)')"
+    )
+    page.locator(".afk-tiles").focus()
+    page.keyboard.press("Escape")
+    nb.wait_python("bool(view.selection)", False)
+    nb.execute("view.close()")
+    assert nb.python("pool._listeners") == []
+    nb.execute("await pool.close()")
+
+
+@browser.both
+def test_train_view_is_live_during_an_await(notebook: Any) -> None:
+    nb = notebook(
+        RECORDS,
+        "run = Run()\nview = w.TrainView(run)\nview",
+        """
+        await asyncio.sleep(0.5)
+        for _ in range(24):
+            run.step()
+            await asyncio.sleep(0.15)
+        """,
+    )
+    nb.run(wait=False)
+    page = nb.page
+    page.wait_for_selector(".afk-trainview .afk-chart")
+    page.wait_for_function("() => document.querySelectorAll('.afk-trainview .afk-line').length > 5")
+    watch(nb, ".afk-trainview .afk-bar")
+    assert not page.evaluate("() => window.ran")
+    # A click reaches Python while the cell still awaits.
+    page.locator(".afk-chart svg").first.click(position={"x": 60, "y": 40})
+    page.wait_for_selector("text=view.step")
+    nb.finish()
+    assert len(set(page.evaluate("() => window.seen"))) >= 2
+    assert nb.python("view.step") >= 1
+    page.get_by_role("button", name="Clear").click()
+    nb.wait_python("view.step", None)
+    page.wait_for_selector("text=step 24 of 24")
+    assert page.locator(".afk-point").count() == 1 + 6  # the key, and one in four steps
+    page.locator(".afk-charts").focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    nb.wait_python("view.step", 2)
+    shown = page.locator(".afk-now").nth(2).inner_text()
+    assert shown == nb.python("w._base.number(float(view.to_frame()['approx_kl'][2]))")
+
+
+# --- saved notebooks, and pictures ----------------------------------------------------------------
+
+
+def test_the_static_form_survives_an_untrusted_notebook(notebook: Any) -> None:
+    """A notebook that somebody sent: not trusted, no kernel state, the widget-view type taken out."""
+    from test_widgets import FakeRun, trajectory
+
+    from agentfly_kit import widgets as w
+
+    views = [w.TokenView([trajectory("a"), trajectory("b", seed=1)], signal="logprob"), w.TrainView(FakeRun(9))]
+    outputs = {
+        i: [
+            {
+                "output_type": "display_data",
+                "metadata": {},
+                "data": {"text/html": view.freeze()._repr_html_(), "text/plain": "x"},
+            }
+        ]
+        for i, view in enumerate(views)
+    }
+    for view in views:
+        view.close()
+    nb = notebook("# tokens", "# curves", outputs=json.loads(json.dumps(outputs), object_hook=_int_keys))
+    page = nb.page
+    html = page.locator(".jp-RenderedHTMLCommon")
+    html.first.wait_for()
+    token = html.first.locator("span[title^='logprob']").first
+    assert "logprob" in str(token.get_attribute("title"))
+    assert token.evaluate("(x) => getComputedStyle(x).backgroundColor").startswith("rgba(220, 110, 30")
+    images = page.locator(".jp-RenderedHTMLCommon img")
+    assert images.count() == 5
+    assert images.first.evaluate("(x) => x.complete && x.naturalWidth > 0")
+    PICTURES.mkdir(parents=True, exist_ok=True)
+
+
+def _int_keys(found: dict[str, Any]) -> dict[Any, Any]:
+    return {int(k) if k.isdigit() else k: v for k, v in found.items()}
+
+
+@pytest.mark.real
+def test_pool_view_by_hand_with_keys_while_a_cell_awaits(notebook: Any) -> None:
+    nb = notebook(
+        RECORDS,
+        """
+        from agentfly_kit.pool.pool import Pool
+        pool = Pool(Box, size=3)
+        view = w.PoolView(pool)
+        view
+        """,
+        """
+        lease = await pool.acquire("calc-1/0")
+        async with asyncio.timeout(120):
+            while not lease.revoked:
+                await asyncio.sleep(0.05)
+        """,
+    )
+    nb.run(wait=False)
+    page = nb.page
+    hands = page.locator(".afk-poolview").get_by_role("group", name="By hand")
+    page.locator(".afk-tile.afk-s-leased .afk-owner", has_text="calc-1/0").wait_for()
+    hands.get_by_role("button", name="Take").focus()
+    page.keyboard.press("Enter")
+    page.locator(".afk-tile .afk-hand", has_text="by hand, from here").wait_for()
+    select = hands.get_by_role("combobox", name="Sandbox to act on")
+    select.select_option(label="#2 leased, by hand")
+    give_back = hands.get_by_role("button", name="Give back")
+    give_back.focus()
+    page.keyboard.press("Space")
+    page.wait_for_function("() => !document.querySelector('.afk-poolview .afk-hand:not([hidden])')")
+    page.locator(".afk-tile", has_text="calc-1/0").click()
+    assert select.input_value() == "1", "a click on a tile chooses it"
+    hands.get_by_role("button", name="Close").focus()
+    page.keyboard.press("Enter")
+    page.wait_for_function(
+        "() => ![...document.querySelectorAll('.afk-owner')].some((x) => x.textContent === 'calc-1/0')"
+    )
+    assert "asked: close #1" in hands.inner_text()
+    hands.get_by_role("button", name="Take").click()
+    page.locator(".afk-tile .afk-hand", has_text="by hand, from here").wait_for()
+    nb.finish()
+    nb.wait_python("lease.revoked", "closed by hand")
+    assert nb.python("len(view.held), view._notice") == (1, "")
+    nb.execute("view.close(); await asyncio.sleep(0.1); leased = pool.snapshot().leased; await pool.close()")
+    assert nb.python("leased") == 0
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("width", [1280, 620])
+def test_pictures(notebook: Any, width: int) -> None:
+    """Light and dark, wide and narrow: for the gallery, and to be looked at."""
+    nb = notebook(
+        RECORDS,
+        "ts = [trajectory(i) for i in range(3)]\nstats = step(ts)\ntokens = w.TokenView(stats)\ntokens",
+        """
+        from agentfly_kit.pool.pool import Pool
+        pool = Pool(Box, size=8)
+        pool_view = w.PoolView(pool)
+        pool_view
+        """,
+        "run = Run(20)\ntrain = w.TrainView(run)\ntrain",
+        """
+        gate = asyncio.Event()
+        async def chain(i):
+            async with pool.lease(owner=f"calc-{i // 4}/{i % 4}", timeout=60) as box:
+                await gate.wait()
+        async def early(i):
+            async with pool.lease(owner=f"calc-{i}", timeout=60) as box:
+                pass
+        await asyncio.gather(*(early(i) for i in range(8)))
+        holders = [asyncio.create_task(chain(i)) for i in range(6)]
+        await asyncio.sleep(1)
+        """,
+        "w.TokenView(stats, signal='advantage').freeze()",
+        "train.freeze()",
+        "pool_view.freeze()",
+        size=(width, 1800),
+    )
+    nb.without_sidebar()
+    nb.run()
+    page = nb.page
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    page.wait_for_selector(".afk-poolview .afk-s-leased")
+
+    def shoot(selector: str, name: str) -> None:
+        box = page.locator(selector).first
+        box.scroll_into_view_if_needed()
+        page.wait_for_timeout(150)
+        box.screenshot(path=PICTURES / f"{name}-{width}.png")
+
+    for theme in ("Light", "Dark"):
+        nb.theme(theme)
+        for signal in ("mask", "logprob", "advantage", "ratio", "clipped", "prob_after"):
+            nb.execute(f"tokens.signal = {signal!r}")
+            page.wait_for_function("(s) => document.querySelector('.afk-tokenview select').value === s", arg=signal)
+            if signal == "ratio":
+                nb.execute("tokens.select('calc-7/0', 47, 52)")
+                page.locator(".afk-lines .afk-tok").nth(50).hover()
+            shoot(".afk-tokenview", f"token_view-{signal}-{theme.lower()}")
+        shoot(".afk-poolview", f"pool_view-{theme.lower()}")
+        page.locator(".afk-chart svg").first.hover(position={"x": 120, "y": 40})
+        shoot(".afk-trainview", f"train_view-{theme.lower()}")
+        for i, name in enumerate(("token_view", "train_view", "pool_view")):
+            html = page.locator(".jp-RenderedHTMLCommon.jp-OutputArea-output").nth(i)
+            html.scroll_into_view_if_needed()
+            html.screenshot(path=PICTURES / f"static-{name}-{theme.lower()}-{width}.png")
+    nb.execute("gate.set()\nawait asyncio.gather(*holders)\nawait pool.close()")

@@ -1,0 +1,120 @@
+"""Every view for people who do not see it, or use no mouse: axe-core in light and dark, wide and narrow; keys alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import browser
+import pytest
+from paths import TESTS
+from test_browser import RECORDS
+from test_browser_forms import TOOL
+
+WHY_NOT = browser.missing()
+pytestmark = [pytest.mark.real, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+
+VIEWS = """
+from agentfly_kit.pool.pool import Pool
+from agentfly_kit.agent.rollout import Rollout
+ts = [trajectory(i) for i in range(3)]
+stats = step(ts)
+pool = Pool(Box, size=4)
+held = [await pool.acquire(owner="calc-1/0"), await pool.acquire(owner="a person", hand=True)]
+waiting = [asyncio.ensure_future(pool.acquire(owner=f"calc-{i}")) for i in range(4)]
+await asyncio.sleep(0.2)
+run, other = Run(20), Run(9)
+
+@af.reward
+def short(final: str | None) -> float:
+    return float(final is None)
+
+class Scored:
+    pass
+"""
+CELLS = {
+    "TokenView mask": "tokens = w.TokenView(ts[0])\ntokens",
+    "TokenView ratio": "ratio = w.TokenView(stats, signal='ratio')\nratio.select('calc-7/0', 47, 52)\nratio",
+    "TokenView clipped": "w.TokenView(stats, compare=ts, signal='clipped')",
+    "PoolView": "w.PoolView(pool)",
+    "TrainView": "w.TrainView(run)",
+    "TrainView of two": "two = w.TrainView(run, other, names=['a', 'b'])\ntwo.step = 4\nawait two.open_step(4)\ntwo",
+    "ToolForm": "form = w.ToolForm(weather)\nawait form.call(places=[{'city': 'Rome'}], unit='F', note='fail')\nform",
+    "RewardForm": "scores = w.RewardForm(short, ts)\nawait scores.score()\nscores._do_look(ts[1].id)\nscores",
+    "TrajectoryView": "w.TrajectoryView(Rollout.from_trajectories(ts))",
+    "ToolForm, a chain below": f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nimport agents\n"
+    "chained = w.ToolForm(agents.calculator, agent=agents.scripted(['42']), task=agents.tasks()[0])\n"
+    'chained._do_chain(\'{"expression": "6*7"}\')\nchained',
+}
+AXE = Path(str(__import__("axe_playwright_python").__path__[0])) / "axe.min.js"
+
+
+def complaints(page: Any) -> list[str]:
+    """What axe-core says of our elements: WCAG 2.2 A and AA, and its best practices."""
+    found = page.evaluate(
+        """async () => (await axe.run({ include: [['.afk']] }, {
+          runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa', 'best-practice'],
+        })).violations.flatMap((v) => v.nodes.map((n) => [v.id, v.help, n.target.join(' '), n.html.slice(0, 160),
+          n.any.concat(n.all, n.none).map((c) => c.message).join('; ').slice(0, 300)]))"""
+    )
+    return [" | ".join(each) for each in found]
+
+
+@pytest.mark.parametrize("width", [1280, 560])
+def test_axe_has_nothing_to_say(notebook: Any, width: int) -> None:
+    nb = notebook(RECORDS + "\n" + TOOL, VIEWS, *CELLS.values(), size=(width, 1400))
+    if width < 1000:
+        nb.without_sidebar()
+    nb.run(wait=False)
+    nb.finish(300)
+    page = nb.page
+    page.wait_for_function("(n) => document.querySelectorAll('.afk').length >= n", arg=len(CELLS) + 1)
+    page.wait_for_selector(".afk-below .afk-stepper .afk-turn2")
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    page.get_by_role("button", name="Owners").click()
+    said: dict[str, list[str]] = {}
+    for theme in ("Light", "Dark"):
+        nb.theme(theme)
+        page.wait_for_timeout(300)
+        said[theme] = complaints(page)
+    assert not any(said.values()), json.dumps(said, indent=1)
+
+
+def test_everything_is_reached_by_tab_and_left_again(notebook: Any) -> None:
+    each = [CELLS[name] for name in ("ToolForm", "TokenView ratio", "TrainView", "PoolView", "RewardForm")]
+    chains = (
+        "many = w.TrajectoryView(ts)\nmany.select(ts[0], ts[1])\nmany",
+        f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nimport agents\n"
+        "run = agents.scripted(['42']).rollout(agents.tasks(3))\nlanes = w.RolloutView(run)\ndone = await run\n"
+        "lanes.pick(done.trajectories[0])\nlanes",
+        "w.ChainStepper(agents.scripted(['42']).chain(agents.tasks()[0]))",
+    )
+    nb = notebook(RECORDS + "\n" + TOOL, VIEWS, *each, *chains)
+    nb.run(wait=False)
+    nb.finish(300)
+    page = nb.page
+    page.wait_for_function("() => document.querySelectorAll('.afk').length >= 8")
+    page.wait_for_timeout(1500)  # what is live has come to rest
+    kinds = {view.get_attribute("class").split()[1] for view in page.locator(".afk").all()}
+    assert len(kinds) == 8, kinds
+    for view in page.locator(".afk").all():
+        wanted = view.evaluate(
+            """(view) => [...view.querySelectorAll('button, select, input, textarea, summary, [tabindex="0"]')].filter(
+              (x) => x.checkVisibility() && !x.disabled && !x.closest('details:not([open]) > :not(summary)')).length"""
+        )
+        view.evaluate("(view) => { view.tabIndex = -1; view.focus(); }")
+        reached = set()
+        for _ in range(wanted + 1):
+            page.keyboard.press("Tab")
+            at = view.evaluate(
+                """(view) => view.contains(document.activeElement)
+                  ? [...view.querySelectorAll('*')].indexOf(document.activeElement) : -1"""
+            )
+            if at < 0:
+                break
+            reached.add(at)
+            ring = page.evaluate("() => getComputedStyle(document.activeElement).outlineStyle")
+            assert ring != "none", page.evaluate("() => document.activeElement.outerHTML.slice(0, 200)")
+        assert len(reached) >= wanted, f"{len(reached)} of {wanted}"
+        assert at < 0, "Tab does not leave the view"

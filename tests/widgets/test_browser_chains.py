@@ -1,0 +1,419 @@
+"""The stepper, the list of trajectories and the lanes of a rollout in a real JupyterLab."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import browser
+import pytest
+from paths import ROOT, TESTS
+
+WHY_NOT = browser.missing()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+PICTURES = ROOT / "build" / "screenshots"
+START = f"""
+import sys
+sys.path.insert(0, {str(TESTS)!r})
+import asyncio, dataclasses, random
+import agents
+import agentfly_kit as af
+from agentfly_kit import widgets as w
+"""
+MANY = (
+    START
+    + """
+def answer(task, turn):
+    n = sum(map(ord, task.id)) + turn
+    if turn < 1 + n % 3:
+        return [agents.call(f"{n}+3"), agents.call("2**99"), agents.call(name="nobody")][n % 3]
+    return "<script>window.hacked = 1</script><img src=x onerror='window.hacked=1'> 42"
+
+agent = agents.played(answer, max_turns=6)
+rollout = await agent.rollout(agents.tasks(4), group_size=3)
+"""
+)
+
+
+# --- stepper -------------------------------------------------------------------------------------
+
+
+@browser.both
+def test_a_chain_is_stepped_by_mouse_and_keys_while_a_cell_awaits(notebook: Any) -> None:
+    nb = notebook(
+        START + "agent = agents.agent(seed=3)\ntask = agents.tasks()[0]\nchain = agent.chain(task)",
+        "view = w.ChainStepper(chain)\nview",
+        "while view.trajectory is None:\n    await asyncio.sleep(0.05)",
+    )
+    nb.run(wait=False)
+    page = nb.page
+    view = page.locator(".afk-stepper")
+    view.locator(".afk-turn2").first.wait_for(timeout=90_000)  # the imports, on a busy machine
+    # What comes next, as the engine says it.
+    view.locator(".afk-next").first.wait_for()
+    assert view.locator(".afk-next").count() == 20
+    assert not page.evaluate("() => window.ran")
+
+    words = view.get_by_role("textbox")
+    words.fill('<tool_call>{"name":"calculator","arguments":{"expression":"6*7"}}</tool_call>')
+    words.press("Control+Enter")
+    view.locator(".afk-turn2.afk-forced").wait_for()
+    assert view.get_by_role("button", name="Sample").is_disabled()
+    assert "No action is due" in view.locator(".afk-bars").inner_text()
+    view.locator(".afk-turns").focus()
+    page.keyboard.press("r")
+    view.locator(".afk-turn2.afk-observation").wait_for()
+    assert "42" in view.locator(".afk-turn2.afk-observation .afk-said").inner_text()
+    view.get_by_role("button", name="Edit the result of turn 2").click()
+    assert words.input_value() == "42"
+    words.fill("<script>window.hacked = 1</script>")
+    view.get_by_role("button", name="Replace the result").click()
+    view.get_by_text("<script>window.hacked = 1</script>").first.wait_for()
+    assert page.evaluate("() => window.hacked") is None
+    view.locator(".afk-turns").focus()
+    page.keyboard.press("u")
+    page.wait_for_function("() => document.querySelectorAll('.afk-turn2').length === 2")
+    page.keyboard.press("k")
+    view.locator(".afk-tabs button").nth(1).wait_for()
+    page.keyboard.press("r")
+    view.locator(".afk-turn2.afk-observation").wait_for()
+    view.locator(".afk-next").first.click()  # a bar writes its token and leaves the action open
+    view.get_by_text("open: the policy goes on").wait_for()
+    page.keyboard.press("g")
+    view.get_by_text("stopped: answered").wait_for()
+    assert not page.evaluate("() => window.ran")  # all that while the cell awaits
+    page.keyboard.press("f")
+    view.locator(".afk-result").get_by_text("reward", exact=False).first.wait_for()
+    nb.finish()
+    assert nb.python("[t.kind for t in view.chain.turns]") == ["prompt", "forced", "observation", "forced", "action"]
+    assert nb.python("view.trajectory.reward") == 0.0
+    # The first chain stayed where it was, and is the one that the cell holds.
+    assert nb.python("view.chains[0] is chain, len(chain.turns), view._notice") == (True, 2, "")
+
+    # The code of the fork makes the same chain again.
+    view.get_by_role("button", name="As code").click()
+    code = view.locator(".afk-code").input_value()
+    assert code.splitlines()[0] == "chain = agent.chain(task)"
+    nb.execute("wanted = view.chain\nkept = chain")
+    nb.execute(code)
+    assert nb.python("[t.ids for t in chain.turns] == [t.ids for t in wanted.turns]")
+    view.get_by_role("button", name="Close").click()
+
+    # Its tokens, below.
+    view.get_by_role("button", name="Tokens").click()
+    view.locator(".afk-tokenview .afk-tok").first.wait_for()
+    assert nb.python("view.opened.tokens == len(view.chain.ids) == len(view.selection.to_frame('tokens'))")
+
+    # What Python does is seen; what goes wrong is said.
+    view.locator(".afk-tabs button").first.click()
+    page.wait_for_function("() => document.querySelectorAll('.afk-turn2').length === 2")
+    nb.execute("kept.rewind(0); kept.force('by the cell')")
+    view.get_by_text("by the cell").first.wait_for()
+    nb.execute("view._handle_custom_msg({'kind': 'do', 'page': 'p', 'name': 'act', 'value': None}, [])")
+    page.locator(".afk-notice", has_text="there is nothing to run").wait_for()
+    # A key pressed in the view is the view's.
+    cells = "() => window.jupyterapp.shell.currentWidget.content.widgets.length"
+    before = page.evaluate(cells)
+    view.locator(".afk-turns").focus()
+    for key in ("d", "d", "a", "b"):
+        page.keyboard.press(key)
+    assert page.evaluate(cells) == before
+
+
+@pytest.mark.real
+def test_a_stepper_shown_twice_and_after_a_restart(notebook: Any) -> None:
+    nb = notebook(
+        START + "chain = agents.scripted(['42']).chain(agents.tasks()[0])\nview = w.ChainStepper(chain)\nview", "view"
+    )
+    nb.run()
+    page = nb.page
+    views = page.locator(".afk-stepper")
+    views.nth(1).wait_for()
+    page.get_by_text("cannot show a distribution").first.wait_for()
+    views.nth(0).get_by_role("button", name="Sample").click()
+    for i in (0, 1):
+        views.nth(i).get_by_text("stopped: answered").wait_for()
+    nb.command("kernelmenu:restart", {})
+    page.locator(".jp-Dialog .jp-mod-accept").click()
+    page.locator(".afk-stale").first.wait_for()
+    assert "kernel restarted" in page.locator(".afk-stale").first.inner_text()
+    views.nth(0).get_by_role("button", name="Undo").click()  # does nothing, and breaks nothing
+
+
+# --- trajectories ----------------------------------------------------------------------------------
+
+
+@browser.both
+def test_trajectories_by_mouse_and_keys(notebook: Any) -> None:
+    nb = notebook(MANY, "view = w.TrajectoryView(rollout, agent=agent)\nview")
+    page = nb.page
+    page.set_default_timeout(60_000)
+    nb.run()
+    view = page.locator(".afk-trajectoryview")
+    rows = view.locator(".afk-item")
+    rows.first.wait_for()
+    assert rows.count() == 12
+    rows.nth(1).click()
+    nb.wait_python("view.selection.ids", nb.python("(rollout.trajectories[1].id,)"))
+    rows.nth(2).click(modifiers=["Control"])
+    nb.wait_python("len(view.selection)", 2)
+    view.locator(".afk-column").nth(1).wait_for()
+    assert "shared by all 2" in view.locator(".afk-tree").inner_text()
+    rows.nth(0).click(modifiers=["Shift"])
+    nb.wait_python("len(view.selection)", 3)
+    page.keyboard.press("g")
+    nb.wait_python("[t.group for t in view.selection] == [rollout.trajectories[0].group] * 3", True)
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Shift+ArrowDown")
+    nb.wait_python("len(view.selection.to_frame())", 2)
+    # HTML of a tool or a model is text.
+    assert view.get_by_text("<script>window.hacked").count() > 0
+    assert page.evaluate(
+        "() => [window.hacked, document.querySelectorAll('.afk-trajectoryview script, .afk-trajectoryview img').length]"
+    ) == [None, 0]
+
+    # Search asks Python; filters and sorting are the page's.
+    view.get_by_role("searchbox").fill(nb.python("rollout.groups[1].task.id"))
+    page.wait_for_function("() => document.querySelectorAll('.afk-trajectoryview .afk-item').length === 3")
+    assert view.get_by_text("3 of 12 shown").count() == 1
+    view.get_by_role("searchbox").fill("")
+    page.wait_for_function("() => document.querySelectorAll('.afk-trajectoryview .afk-item').length === 12")
+    view.get_by_label("Sort by").select_option("actions")
+    most = nb.python("max(len(t.actions) for t in rollout)")
+    assert f"{most} actions" in rows.first.get_attribute("aria-label")
+    view.get_by_label("Task").select_option(label=nb.python("rollout.trajectories[3].task.id"))
+    assert view.locator(".afk-item").count() == 3
+
+    # Down to the tokens, and on by hand.
+    rows.first.click()
+    id = nb.python("view.selection.ids[0]")
+    view.get_by_role("button", name=f"Tokens of {id}").click()
+    view.locator(".afk-tokenview .afk-tok").first.wait_for()
+    assert nb.python("view.opened.trajectories[0].id") == id
+    view.get_by_role("button", name=f"Open {id} in the stepper").click()
+    stepper = view.locator(".afk-stepper")
+    stepper.locator(".afk-turn2").first.wait_for()
+    assert view.locator(".afk-tokenview").count() == 0
+    stepper.get_by_role("button", name="Undo").click()
+    nb.wait_python("len(view.opened.chain.turns)", nb.python("len(list(view.selection)[0].turns)") - 1)
+    view.get_by_role("button", name=f"{id} as Python").click()
+    assert nb.python(f"{id!r}") in view.locator(".afk-code").input_value()
+
+
+@pytest.mark.real
+def test_5000_trajectories_are_smooth(notebook: Any) -> None:
+    nb = notebook(
+        MANY,
+        """
+        base = rollout.trajectories
+        def one(i):
+            group = f"task-{i // 8}"
+            return base[i % 12].replace(id=f"{group}/{i % 8}", group=group, seconds=random.random() * 9)
+        many = [one(i) for i in range(5000)]
+        view = w.TrajectoryView(many)
+        """,
+        "view",
+    )
+    nb.page.evaluate(
+        """() => { window.longest = 0; new PerformanceObserver((list) => {
+          for (const task of list.getEntries()) window.longest = Math.max(window.longest, task.duration);
+        }).observe({ type: "longtask" }); }"""
+    )
+    nb.run()
+    page = nb.page
+    rows = page.locator(".afk-trajectoryview .afk-item")
+    rows.first.wait_for()
+    assert rows.count() < 60
+    # The list is built in one go, so building it is no longer than the longest task of the page.
+    print(f"5,000 on the page: longest task {page.evaluate('() => window.longest'):.0f} ms")
+    took, slowest = page.evaluate(
+        """async () => {
+          const panel = window.jupyterapp.shell.currentWidget;
+          const old = document.querySelector('.afk-trajectoryview');
+          const list = old.querySelector('.afk-window');
+          let slowest = 0;
+          for (let i = 0; i <= 100; i++) {
+            const began = performance.now();
+            list.scrollTop = i * (list.scrollHeight - list.clientHeight) / 100;
+            await new Promise((f) => requestAnimationFrame(() => requestAnimationFrame(f)));
+            slowest = Math.max(slowest, performance.now() - began);
+          }
+          const cells = old.querySelector('select[aria-label="Sort by"]');
+          const began = performance.now();
+          cells.value = 'seconds'; cells.dispatchEvent(new Event('change')); list.getBoundingClientRect();
+          return [performance.now() - began, slowest];
+        }"""
+    )
+    print(f"sorting 5,000: {took:.0f} ms; slowest of 100 jumps with its two frames: {slowest:.0f} ms")
+    page.locator(".afk-trajectoryview .afk-window").focus()
+    page.keyboard.press("End")
+    nb.wait_python("len(view.selection)", 1)
+    assert rows.count() < 60
+
+
+DONE = "() => Number(document.querySelector('.afk-chip.afk-r-done b').textContent)"
+
+
+# --- rollouts --------------------------------------------------------------------------------------
+
+
+@browser.both
+def test_a_rollout_is_watched_paused_and_stopped_during_one_await(notebook: Any) -> None:
+    nb = notebook(
+        START
+        + """
+        agent = agents.scripted([agents.call(), "42"], latency=0.05)
+        run = agent.rollout(agents.tasks(1), group_size=400, max_concurrency=8)
+        view = w.RolloutView(run)
+        """.replace("\n        ", "\n"),
+        "view",
+        "rollout = await run",
+    )
+    nb.run(wait=False)
+    page = nb.page
+    view = page.locator(".afk-rolloutview")
+    view.locator(".afk-item.afk-r-done").first.wait_for(timeout=90_000)
+    view.get_by_role("button", name="Pause").click()
+    view.get_by_role("button", name="Resume").wait_for()
+    page.wait_for_timeout(300)
+    done = page.evaluate(DONE)
+    page.wait_for_timeout(400)
+    assert page.evaluate(DONE) == done
+    view.get_by_role("button", name="Resume").click()
+    page.wait_for_function(f"(n) => ({DONE})() > n", arg=done)
+    view.locator(".afk-chip.afk-r-queued").click()
+    page.wait_for_function(
+        "() => document.querySelectorAll('.afk-rolloutview .afk-item:not(.afk-r-queued)').length === 0"
+    )
+    view.locator(".afk-chip.afk-r-queued").click()
+    assert not page.evaluate("() => window.ran")
+    view.get_by_role("button", name="Stop").click()
+    nb.finish()
+    assert 0 < nb.python("len(rollout)") < 400
+    page.get_by_text("stopped ·").first.wait_for()
+    assert view.get_by_role("button", name="Stop").is_disabled()
+    assert nb.python("view.counts['done']") == nb.python("len(rollout)")
+    assert nb.python("view._notice") == ""
+
+
+# --- pictures --------------------------------------------------------------------------------------
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("width", [1280, 620])
+def test_pictures(notebook: Any, width: int) -> None:
+    """Light and dark, wide and narrow: for the gallery, and to be looked at."""
+    nb = notebook(
+        MANY
+        + """
+chain = agents.agent(seed=3).chain(agents.tasks()[0])
+chain.force(agents.call("6*7"))
+await chain.act()
+chain.force("The answer", end=False)
+full = af.Failure("tool calculator", "OSError", "No space left on device")
+bad = rollout.trajectories[0].replace(reward=None, stop="error", error=full)
+mixed = af.Rollout.from_trajectories([bad, *rollout.trajectories[1:]])
+batch = af.collate(mixed)
+""",
+        "stepper = w.ChainStepper(chain)\nstepper",
+        """
+        many = w.TrajectoryView(mixed, batch=batch, agent=agent)
+        many.select(*mixed.groups[0].trajectories[:2])
+        many
+        """,
+        """
+        gate = asyncio.Event()
+        @af.tool
+        async def wait() -> str:
+            "Wait."
+            await gate.wait()
+            return "done"
+        def said(task, turn):
+            if turn == 2 and int(task.id[-1]) % 3 == 0:
+                return agents.call(name="wait").replace('"expression":"1+1"', "")
+            return agents.call() if turn < 2 else "42"
+        run = agents.played(said, tools=[agents.calculator, wait]).rollout(agents.tasks(60), max_concurrency=12)
+        lanes = w.RolloutView(run)
+        going = asyncio.create_task(run._wait())
+        await asyncio.sleep(2)
+        lanes
+        """,
+        "stepper.freeze()",
+        "many.freeze()",
+        "lanes.freeze()",
+        size=(width, 2400),
+    )
+    nb.without_sidebar()
+    nb.run()
+    page = nb.page
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    page.wait_for_selector(".afk-rolloutview .afk-item")
+    page.wait_for_selector(".afk-stepper .afk-next")
+    page.wait_for_selector(".afk-column")
+    for theme in ("Light", "Dark"):
+        nb.theme(theme)
+        for selector, name in (
+            (".afk-stepper", "chain_stepper"),
+            (".afk-trajectoryview", "trajectory_view"),
+            (".afk-rolloutview", "rollout_view"),
+        ):
+            box = page.locator(selector).first
+            box.scroll_into_view_if_needed()
+            page.wait_for_timeout(150)
+            box.screenshot(path=PICTURES / f"{name}-{theme.lower()}-{width}.png")
+        for i, name in enumerate(("chain_stepper", "trajectory_view", "rollout_view")):
+            html = page.locator(".jp-RenderedHTMLCommon.jp-OutputArea-output").nth(i)
+            html.scroll_into_view_if_needed()
+            html.screenshot(path=PICTURES / f"static-{name}-{theme.lower()}-{width}.png")
+    nb.execute("gate.set()\nawait going")
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("width", [1280, 560])
+def test_axe_has_nothing_to_say(notebook: Any, width: int) -> None:
+    from test_browser_access import AXE, complaints
+
+    nb = notebook(
+        MANY
+        + "run = agents.scripted(['42']).rollout(agents.tasks(30))\nchain = agents.agent().chain(agents.tasks()[0])",
+        "chain.force(agents.call('6*7'))\nstepper = w.ChainStepper(chain)\nstepper",
+        "many = w.TrajectoryView(rollout, agent=agent)\nmany.select(*rollout.groups[0])\nmany",
+        "lanes = w.RolloutView(run)\nlanes",
+        "await chain.act()\nawait run",
+        size=(width, 1800),
+    )
+    nb.page.set_default_timeout(60_000)
+    nb.without_sidebar()
+    nb.run(wait=False)
+    nb.finish(120)
+    page = nb.page
+    page.wait_for_selector(".afk-column")
+    page.wait_for_selector(".afk-next")
+    page.wait_for_selector(".afk-rolloutview .afk-r-done")
+    # With all that opens below a view: tokens, in which some are selected, code, and the stepper.
+    nb.execute(
+        """
+many._do_tokens(0)
+many._do_code(0)
+stepper._do_tokens(None)
+stepper._do_code(None)
+lanes.pick(run.partial.trajectories[0])
+lanes._do_chain_code(None)
+lanes._do_chain_tokens(None)
+form = many.opened
+form.select(form.trajectories[0].id, 3, 6)
+"""
+    )
+    page.wait_for_function("() => document.querySelectorAll('.afk-below .afk-tokenview .afk-tok').length > 30")
+    page.wait_for_function("() => document.querySelectorAll('.afk-codebox').length === 3")
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    said = {}
+    for theme in ("Light", "Dark"):
+        if theme == "Dark":
+            nb.execute("many._do_stepper(1)")
+            page.wait_for_selector(".afk-below .afk-stepper .afk-turn2")
+        nb.theme(theme)
+        page.wait_for_timeout(300)
+        said[theme] = complaints(page)
+    assert not any(said.values()), json.dumps(said, indent=1)

@@ -1,0 +1,155 @@
+"""The forms in a real JupyterLab: typing, calling, re-running the cell of a reward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import browser
+import pytest
+
+WHY_NOT = browser.missing()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+TOOL = """
+import asyncio
+from typing import Annotated, Literal
+from pydantic import BaseModel
+import agentfly_kit as af
+from agentfly_kit import widgets as w
+
+class Place(BaseModel):
+    city: str
+    metres: int = 0
+
+@af.tool
+async def weather(places: Annotated[list[Place], "where"], unit: Annotated[Literal["C", "F"], "of the answer"] = "C",
+            days: Annotated[float, "from today"] = 1, exact: Annotated[bool, "no rounding"] = False,
+            note: Annotated[str | None, "anything else"] = None, wait: Annotated[float, "seconds"] = 0.0) -> str:
+    '''Say the weather. <img src=x onerror="alert(1)">'''
+    await asyncio.sleep(wait)
+    if note == "fail":
+        raise ZeroDivisionError("ours")
+    if note == "open":
+        gate.set()
+    return f"<b>{[(p.city, p.metres) for p in places]}</b> {days} {unit} {exact} {note!r}\\u200b"
+"""
+
+
+@browser.both
+def test_a_tool_is_called_from_its_form_while_a_cell_awaits(notebook: Any) -> None:
+    nb = notebook(
+        TOOL,
+        "form = w.ToolForm(weather)\nform",
+        "gate = asyncio.Event()\nawait asyncio.wait_for(gate.wait(), 60)",
+    )
+    nb.run(wait=False)
+    page = nb.page
+    form = page.locator(".afk-toolform")
+    form.wait_for()
+    page.wait_for_timeout(300)
+    form.get_by_role("button", name="Add to places").click()
+    form.get_by_label("places, item 1: city").fill("Rome <i>")
+    form.get_by_label("give metres").check()
+    form.get_by_label("places, item 1: metres").fill("12")
+    form.get_by_role("button", name="Add to places").click()
+    form.get_by_label("places, item 2: city").fill("Oslo")
+    form.get_by_label("give unit").check()
+    form.get_by_label("unit", exact=True).select_option(label="F")
+    form.get_by_label("give days").check()
+    form.get_by_label("days", exact=True).fill("2.50")
+    form.get_by_label("give note").check()
+    form.get_by_label("note", exact=True).fill("two\nlines")
+    form.get_by_role("button", name="Call", exact=True).click()
+    seen = form.locator(".afk-seen")
+    seen.wait_for()
+    assert seen.inner_text() == "<b>[('Rome <i>', 12), ('Oslo', 0)]</b> 2.5 F False 'two\\nlines'‹U+200B›"
+    assert "✓ ok" in form.locator(".afk-answer").inner_text()
+    assert "null" not in form.locator(".afk-answer").inner_text()
+    assert not page.evaluate("() => window.ran")  # the cell still awaits
+    # A slow call is cancelled by its button; one that is ours shows its traceback.
+    form.get_by_label("give wait").check()
+    form.get_by_label("wait", exact=True).fill("60")
+    form.get_by_role("button", name="Call", exact=True).click()
+    form.get_by_role("button", name="Cancel").click()
+    page.wait_for_function("() => !document.querySelector('.afk-go').disabled")
+    form.get_by_label("give wait").uncheck()
+    form.get_by_label("note", exact=True).fill("fail")
+    form.get_by_label("note", exact=True).press("Control+Enter")
+    form.locator("text=failed on our side").wait_for()
+    assert form.locator(".afk-seen").inner_text() == "weather failed."
+    assert "ZeroDivisionError: ours" in form.locator("summary").first.inner_text()
+    # As JSON: what a model could write, wrong too.
+    form.get_by_role("button", name="JSON").click()
+    assert '"days": 2.50' in form.get_by_label("arguments as JSON").input_value()
+    form.get_by_label("arguments as JSON").fill('{"places": "x"}')
+    form.get_by_role("button", name="Call", exact=True).click()
+    form.locator("text=failed, and the model is told why").wait_for()
+    form.get_by_label("arguments as JSON").fill("{oops")
+    form.get_by_role("button", name="Call", exact=True).click()
+    form.locator(".afk-notice:has-text('no JSON')").wait_for()
+    assert not page.evaluate("() => window.ran")
+    form.get_by_label("arguments as JSON").fill('{"places": [], "note": "open"}')
+    form.get_by_role("button", name="Call", exact=True).click()
+    nb.finish(30)  # what the tool did let the cell go on
+    assert nb.python("len(form.results)") == 4
+    # An earlier call is picked: its result is in sight again, and in the selection.
+    form.get_by_label("Which call").select_option(value="1")
+    nb.wait_python("form.selection.to_frame()[['call', 'ok']].values.tolist()", [[1, True]])
+    page.wait_for_function("() => document.querySelector('.afk-seen').innerText.includes('Rome <i>')")
+    # From Python into the fields.
+    nb.execute("form.fill(places=[{'city': 'Bern', 'metres': 5}], exact=True)")
+    form.get_by_role("button", name="Fields").click()
+    page.wait_for_function("() => document.querySelector('[aria-label=\"places, item 1: city\"]')?.value === 'Bern'")
+    assert form.get_by_label("give exact").is_checked()
+    assert not form.get_by_label("give days").is_checked()
+
+
+REWARD = """
+import agentfly_kit as af
+from agentfly_kit import widgets as w
+
+def chain(i):
+    text = ("<script>alert(1)</script> " if i == 0 else "it is ") + str(i if i % 3 == 0 else -1)
+    turns = (af.Turn("prompt", "task", (1, 2), text="?"),
+             af.Turn("action", "policy", (3,), True, logprobs=(-0.5,), versions=(0,), text=text,
+                     messages=({"role": "assistant", "content": text},)))
+    task = af.Task(f"q{i}", ({"role": "user", "content": f"{i}?"},), {"answer": str(i)})
+    return af.Trajectory(f"q{i}/0", task, f"q{i}", 0, turns, "answered", reward=0.0)
+
+from agentfly_kit.agent.rollout import Rollout
+rollout = Rollout.from_trajectories([chain(i) for i in range(12)])
+"""
+
+
+@browser.both
+def test_a_reward_is_edited_and_scored_again(notebook: Any) -> None:
+    nb = notebook(
+        REWARD,
+        "@af.reward\ndef ends(final: str | None, answer: str) -> float:\n    return float(final.endswith(answer))",
+        "form = w.RewardForm(ends, rollout)\nform",
+    )
+    nb.run()
+    page = nb.page
+    form = page.locator(".afk-rewardform")
+    form.locator("text=what changed (5)").wait_for(state="attached")
+    assert form.locator("tbody tr td.afk-k-gained").count() == 5
+    assert "0 → 0.4167" in form.locator(".afk-scores").inner_text()
+    # The cell of the reward is edited and run again: the form follows.
+    page.evaluate(
+        """async () => { const nb = window.jupyterapp.shell.currentWidget.content;
+        nb.activeCellIndex = 1;
+        nb.activeCell.model.sharedModel.setSource(
+          "@af.reward\\ndef ends(final: str | None) -> float:\\n    return 0.5");
+        await window.jupyterapp.commands.execute('notebook:run-cell'); }"""
+    )
+    form.locator("text=what changed (12)").wait_for(state="attached")
+    form.locator("text=(last time 0.4167)").first.wait_for()
+    form.get_by_label("Which trajectories").select_option("higher")
+    form.get_by_role("button", name="q0/0").click()
+    nb.wait_python("form.picked.id", "q0/0")
+    detail = form.get_by_role("region", name="The picked trajectory")
+    detail.locator("text=Reward 0.5").wait_for()
+    assert "<script>alert(1)</script>" in detail.inner_text()
+    assert "null" not in detail.inner_text()
+    assert nb.python("float(form.rescored.trajectories[0].reward)") == 0.5
+    assert nb.python("form._notice") == ""

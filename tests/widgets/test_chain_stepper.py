@@ -1,0 +1,349 @@
+"""The stepper without a browser: it drives the chain that the cell holds, and its code makes the same chain again."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import agents
+import pytest
+from agentfly_kit.widgets.chain_stepper import code as chain_code
+from ipywidgets.widgets import widget as ipywidget
+from test_widgets import NASTY, check_static, sent
+
+import agentfly_kit as af
+from agentfly_kit import widgets as w
+from agentfly_kit.agent.chain import Chain
+from agentfly_kit.errors import SettingsError
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    for view in list(ipywidget._instances.values()):
+        view.close()
+
+
+def click(view: Any, name: str, value: Any = None) -> None:
+    """As the page says it."""
+    view._handle_custom_msg({"kind": "do", "page": "p", "name": name, "value": value}, [])
+
+
+def show(view: Any) -> None:
+    view._handle_custom_msg({"kind": "open", "page": "p"}, [])
+
+
+def hide(view: Any) -> None:
+    view._handle_custom_msg({"kind": "close", "page": "p"}, [])
+
+
+async def settle(view: Any) -> None:
+    await asyncio.sleep(0)
+    while view._jobs:
+        await asyncio.sleep(0.001)
+
+
+async def until(true: Any) -> None:
+    for _ in range(1000):
+        if true():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never came")
+
+
+async def press(view: Any, name: str, value: Any = None) -> None:
+    click(view, name, value)
+    await settle(view)
+
+
+async def again(code: str, **names: Any) -> Chain:
+    """Run a cell of code; the chain that it leaves."""
+    names |= {"af": af}
+    lines = "".join(f"    {line}\n" for line in code.splitlines())
+    exec(f"async def cell():\n{lines}    return chain\n", names)
+    chain: Chain = await names["cell"]()
+    return chain
+
+
+def same(a: Chain, b: Chain) -> None:
+    assert [t.ids for t in a.turns] == [t.ids for t in b.turns]
+    assert [t.sampled for t in a.turns] == [t.sampled for t in b.turns]
+    assert [t.kind for t in a.turns] == [t.kind for t in b.turns]
+    assert a.stop == b.stop
+
+
+async def test_clicks_move_the_chain_that_the_cell_holds() -> None:
+    agent = agents.agent(seed=3)
+    task = agents.tasks()[0]
+    chain = agent.chain(task)
+    view = w.ChainStepper(chain)
+    assert view.chain is chain
+    await press(view, "sample", True)
+    assert chain.turn.kind == "action"
+    assert sent(view)["_state"]["turns"][1]["sampled"] is True
+    assert sent(view)["_state"]["can"]["act"] is False  # "I don't know" calls no tool
+    await press(view, "rewind", None)
+    await press(view, "force", {"text": agents.call("2*21"), "end": True})
+    assert sent(view)["_state"]["can"]["act"] is True
+    await press(view, "act")
+    assert sent(view)["_state"]["turns"][2]["calls"][0]["result"] == "42"
+    assert chain.turn.kind == "observation"
+    await press(view, "edit", "99")
+    assert chain.turn.author == "person"
+    assert chain.turn.tool_calls[0].result.observation == "99"
+    await press(view, "rewind", None)
+    assert chain.turn.kind == "forced"
+    await press(view, "act")
+    await press(view, "force", {"text": "42", "end": True})
+    assert chain.stop == "answered"
+    await press(view, "finish")
+    assert view.trajectory.reward is not None
+    assert view._state["result"]["reward"] == f"{view.trajectory.reward:g}"
+    assert view._state["where"] == "finished"
+    assert not any(view._state["can"].values())
+    assert view._notice == ""
+
+
+async def test_what_a_cell_does_is_seen_while_a_page_is_open() -> None:
+    chain = agents.agent().chain(agents.tasks()[0])
+    view = w.ChainStepper(chain)
+    show(view)
+    chain.force("let me see", end=False)
+    await until(lambda: len(view._state["turns"]) == 2)
+    assert view._state["turns"][1]["text"] == "let me see"
+    await until(lambda: view._distribution.get("ids") and view._asked_for[0] is chain.turn)
+    assert abs(sum(view._distribution["probabilities"]) - 1) < 0.2
+    chain.rewind(0)
+    await until(lambda: len(view._state["turns"]) == 1)
+    # It is told, and asks nobody: an idle chain makes it send nothing. A page that was left is sent nothing either.
+    sent = view._throttle.sent
+    await asyncio.sleep(0.4)
+    assert view._throttle.sent == sent
+    hide(view)
+    await chain.sample()
+    await asyncio.sleep(0.2)
+    assert len(view._state["turns"]) == 1
+    show(view)
+    await until(lambda: len(view._state["turns"]) == 2)
+    view.close()
+    assert chain._listeners == []
+
+
+async def test_a_forgotten_view_leaves_its_chain() -> None:
+    chain = agents.agent().chain(agents.tasks()[0])
+    view = w.ChainStepper(chain)
+    await press(view, "fork")
+    assert (len(chain._listeners), len(view.chain._listeners)) == (0, 1)  # the one in sight alone
+    await press(view, "switch", 0)
+    assert (len(chain._listeners), len(view.chains[1]._listeners)) == (1, 0)
+    view.close()
+    gone = weakref.ref(view)
+    del view
+    gc.collect()
+    assert gone() is None
+    assert chain._listeners == []
+
+
+async def test_the_chain_in_sight_is_a_selection_and_opens_as_tokens() -> None:
+    chain = agents.agent(seed=3).chain(agents.tasks()[0])
+    view = w.ChainStepper(chain)
+    await press(view, "force", {"text": agents.call("2*21"), "end": True})
+    await press(view, "act")
+    assert view.selection.to_frame("turns")["kind"].tolist() == ["prompt", "forced", "observation"]
+    assert view.selection.ids == (chain.id,)
+    assert len(view.selection.to_frame("tokens")) == len(chain.ids)
+    await press(view, "tokens")
+    assert isinstance(view.opened, w.TokenView) and view.opened.tokens == len(chain.ids)
+    first = view.opened
+    await press(view, "finish")
+    assert list(view.selection) == [view.trajectory]
+    assert view.selection.to_frame()["stop"].tolist() == [view.trajectory.stop]
+    await press(view, "leave")
+    assert view.opened is None and first.comm is None
+    await press(view, "tokens")
+    below = view.opened
+    view.close()
+    assert below.comm is None
+
+
+async def test_errors_are_on_the_page_and_kept() -> None:
+    agent = agents.scripted(["42"])
+    chain = agent.chain(agents.tasks()[0])
+    view = w.ChainStepper(chain)
+    show(view)
+    await press(view, "act")
+    assert "there is nothing to run" in view._notice
+    assert isinstance(view.error, SettingsError)
+    await until(lambda: "cannot show a distribution" in view._distribution.get("why", ""))
+    await press(view, "force", {"ids": [10**9], "end": True})
+    assert "vocabulary" in view._notice
+    await press(view, "rewind", None)
+    assert "nothing to undo" in view._notice
+    await press(view, "sample")
+    assert view._notice == ""
+    await press(view, "switch", 7)
+    assert "no chain 7" in view._notice
+    click(view, "no such thing")
+    assert len(chain.turns) == 2
+
+
+async def test_a_click_while_something_runs_is_refused_and_a_cancel_ends_it() -> None:
+    chain = agents.scripted(["1", "2"], latency=30.0).chain(agents.tasks()[0])
+    view = w.ChainStepper(chain)
+    click(view, "sample")
+    await asyncio.sleep(0.01)
+    assert view._state["where"] == "sampling"
+    click(view, "sample")
+    await asyncio.sleep(0.01)
+    assert "still sampling" in view._notice
+    await press(view, "cancel")
+    assert "cancelled" in view._notice
+    assert view._state["can"]["sample"] is True
+    assert len(chain.turns) == 1
+    click(view, "sample")
+    await asyncio.sleep(0.01)
+    view.close()  # ends what it had started
+    await asyncio.sleep(0.01)
+    assert chain._busy is False
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_the_code_makes_the_same_chain(seed: int) -> None:
+    import random
+
+    rng = random.Random(seed)
+    print("seed", seed)
+    agent = agents.agent(seed=seed, sampling=af.Sampling(max_tokens=24, temperature=0.9), max_turns=6)
+    task = agents.tasks()[seed]
+    view = w.ChainStepper(agent, task)
+    for _ in range(14):
+        can = view._state["can"]
+        moves: list[tuple[str, Any]] = []
+        moves += [("sample", False), ("sample", True)] * 3 * can["sample"]
+        moves += [("act", None)] * 4 * can["act"]
+        moves += [("force", {"text": rng.choice(["so", agents.call("2*3"), "x <tool_call>"]), "end": True})] * can[
+            "force"
+        ]
+        moves += [("force", {"text": "I think", "end": False})] * can["force"]
+        moves += [("observe", '7 it\'s "so"')] * can["observe"]
+        moves += [("rewind", None)] * can["rewind"]
+        moves += [("fork", None)] * can["fork"]
+        await press(view, *rng.choice(moves))
+        for chain in view.chains:
+            same(chain, await again(chain_code(chain), agent=agent))
+    await press(view, "finish")
+    made = await again(view.to_code(), agent=agent)
+    same(view.chain, made)
+    assert (await made.finish()).reward == view.trajectory.reward
+
+
+async def test_the_code_of_a_folded_chain() -> None:
+    agent = agents.played([agents.call("1+1"), agents.call("2+2"), "42"])
+    chain = agent.chain(agents.tasks()[0])
+    await chain.step()
+    chain.compact("so far: 2")
+    await chain.step()
+    view = w.ChainStepper(chain)
+    same(chain, await again(view.to_code(), agent=agent))
+    assert view._state["turns"][3]["kind"] == "prompt"
+    check_static(view)
+
+
+async def test_a_trajectory_is_stepped_further_and_comes_out_the_same() -> None:
+    agent = agents.agent(seed=5)
+    rollout = await agent.rollout(agents.tasks(8), group_size=4)
+    trajectory = next(t for t in rollout if len(t.turns) > 2)
+    chain = agent.chain(trajectory)
+    assert chain.turns == trajectory.turns
+    assert chain.stop == trajectory.stop
+    chain.rewind(0)
+    await chain.step()
+    while chain.stop is None:
+        await chain.step()
+    # The same seeds at the same places.
+    assert [t.ids for t in chain.turns] == [t.ids for t in trajectory.turns]
+    assert (await chain.finish()).reward == trajectory.reward
+    view = w.ChainStepper(agent, trajectory)
+    await press(view, "rewind", 1)
+    await press(view, "observe", "12345")
+    await press(view, "fork")
+    await press(view, "sample")
+    same(view.chain, await again(view.to_code(), agent=agent, rollout=rollout))
+
+
+class Box:
+    """A sandbox that does nothing."""
+
+    async def start(self) -> None: ...
+
+    async def run(self, code: str) -> None: ...
+
+    async def reset(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+async def test_a_trajectory_of_another_agent_or_a_lost_sandbox_is_refused() -> None:
+    agent = agents.played(["42"])
+    trajectory = (await agent.rollout(agents.tasks()[:1])).trajectories[0]
+    with pytest.raises(SettingsError, match="another prompt"):
+        agent.replace(system="Be brief.").chain(trajectory)
+
+    @af.tool
+    async def look(sandbox: Box) -> str:
+        """Look."""
+        return "seen"
+
+    async with af.Pool(Box, size=1) as pool:
+        call = agents.call(name="look").replace('"expression":"1+1"', "")
+        boxed = agents.played([call, "42"], tools=[look], pools=[pool])
+        trajectory = (await boxed.rollout(agents.tasks()[:1])).trajectories[0]
+        with pytest.raises(SettingsError, match="'look' in a Box, which is gone"):
+            boxed.chain(trajectory)
+
+
+async def test_nasty_texts_arrive_as_text() -> None:
+    chain = agents.played([agents.call()], max_turns=30).chain(agents.tasks()[0])
+    view = w.ChainStepper(chain)
+    await press(view, "sample")
+    for text in NASTY:
+        click(view, "observe", text)
+        await settle(view)
+        state = sent(view)["_state"]
+        json.dumps(state).encode()
+        if chain.turn.kind == "observation":
+            page = check_static(view)
+            assert "script" not in page.tags
+            await press(view, "rewind", None)
+    assert "\u202e" not in json.dumps(view._state, ensure_ascii=False)
+
+
+async def test_what_is_no_chain_and_a_long_one() -> None:
+    with pytest.raises(TypeError, match="a chain, or an agent and a task"):
+        w.ChainStepper(3)
+    with pytest.raises(TypeError, match="wants an Agent"):
+        w.ChainStepper(3, agents.tasks()[0])
+    agent = agents.played([agents.call()] * 60, max_turns=100)
+    chain = agent.chain(agents.tasks()[0])
+    for _ in range(60):
+        await chain.sample()
+        chain.observe("x" * 4000)
+    view = w.ChainStepper(chain)
+    check_static(view)
+    assert len(json.dumps(sent(view)["_state"])) < 2_000_000
+    assert repr(view) == f"ChainStepper({chain!r})"
+
+
+def test_without_a_loop_a_click_says_what_is_missing() -> None:
+    chain = agents.scripted(["42"]).chain(agents.tasks()[0])
+    view = w.ChainStepper(chain)
+    show(view)
+    click(view, "sample")
+    assert "no event loop" in view._notice
+    with warnings.catch_warnings():
+        view.close()

@@ -1,0 +1,207 @@
+"""What a notebook shows of every public object: a stable repr, and HTML in which no text of a model is HTML."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import agents
+import pytest
+from test_widgets import NASTY, Page
+
+import agentfly_kit as af
+from agentfly_kit import _html
+from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.types import Failure, Group, ToolCall, ToolResult, Trajectory, Turn
+
+TAGS = {"div", "p", "b", "code", "pre", "details", "summary", "table", "thead", "tbody", "tr", "th", "td", "span"}
+BOLD = "<script>alert('x')</script><b onclick=x>"
+EVIL = "<script>alert(1)</script>\u202e\ud800\x00"
+
+
+def page(thing: Any) -> Page:
+    """Its HTML as an untrusted notebook keeps it; its repr has no address, so that outputs do not change."""
+    assert not re.search(r"0x[0-9a-f]{6,}", repr(thing)), repr(thing)
+    text = thing._repr_html_()
+    assert len(text.encode("utf-8")) < 100_000
+    assert not re.search(r"0x[0-9a-f]{6,}", text), text
+    found = Page(text)
+    assert found.tags <= TAGS, found.tags - TAGS
+    assert found.attributes <= {"style", "title", "open"}
+    # Colours that are not half-transparent would be unreadable in one of the two themes.
+    for colour in re.findall(r"(?:color|background(?:-color)?):\s*(#[0-9a-f]+|rgba?\([^)]*\))", text):
+        assert len(colour) in (5, 9) or colour.startswith("rgba"), colour
+    return found
+
+
+def evil_trajectory() -> Trajectory:
+    failure = Failure(f"tool {EVIL}", "OSError", EVIL, f"Traceback {EVIL}")
+    call = ToolCall("c", EVIL, {"x": EVIL}, result=ToolResult(False, EVIL, error=failure))
+    prompt = Turn("prompt", "task", (1,), text=EVIL, token_texts=(EVIL,))
+    action = Turn("action", EVIL, (2,), text=EVIL, messages=({"role": "assistant", "content": EVIL},), parent=prompt)
+    seen = Turn("observation", "tool", (3,), text=EVIL, tool_calls=(call,), parent=action)
+    task = af.Task(EVIL, ({"role": "user", "content": EVIL},), {"answer": EVIL, EVIL: [EVIL]})
+    turns = (prompt, action, seen)
+    return Trajectory(EVIL, task, "g", 0, turns, "error", reward=0.5, metrics={EVIL: 1.0}, error=failure)
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda t: t,
+        lambda t: t.task,
+        lambda t: t.tool_calls[0],
+        lambda t: Group("g", (t,)),
+        lambda t: Rollout.from_trajectories([t]),
+        lambda t: Rollout.from_trajectories([t]).diff(Rollout.from_trajectories([t.replace(reward=1.0)])),
+    ],
+    ids=["trajectory", "task", "call", "group", "rollout", "diff"],
+)
+def test_what_a_model_wrote_is_text(of: Callable[[Trajectory], Any]) -> None:
+    found = page(of(evil_trajectory()))
+    assert "<script>alert(1)</script>" in found.text
+    assert "\u202e" not in found.text
+    assert "‹U+D800›" in found.text
+
+
+async def test_settings_and_handles(tmp_path: Path) -> None:
+    agent = agents.agent(engine=agents.Played([agents.call(), "42"]), chat=agents.chat(), system=EVIL[:-2])
+    assert "calculator" in page(agent).text
+    assert "max_turns" in page(agent).text
+    tool = page(agents.calculator)
+    assert "Evaluate an arithmetic expression." in tool.text
+    assert "expression" in tool.text
+    assert "calculator" in page(agent.tools).text
+    assert "of the task" in page(agents.exact).text
+    assert "exact" in page(agent.reward).text
+    assert page(agents.shipped()).text.count("parameters") >= 1
+    run = agent.rollout(agents.tasks(2), group_size=2)
+    assert "queued" in page(run).text
+    rollout = await run
+    assert "done" in page(run).text
+    page(rollout)
+    page(rollout.groups[0])
+    page(agent.chain(agents.tasks()[0]))
+    async with af.Pool(Idle, size=2) as pool:
+        async with pool.lease(owner=EVIL):
+            assert "leased" in page(pool).text
+
+
+class Idle:
+    """A sandbox."""
+
+    async def start(self) -> None: ...
+
+    async def run(self, code: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+async def test_a_training_run_shows_its_last_steps(tmp_path: Path) -> None:
+    policy = agents.random_policy()
+    agent = agents.agent(policy, max_turns=2, sampling=af.Sampling(max_tokens=4))
+    config = af.TrainConfig(steps=2, group_size=2, tasks_per_step=2)
+    run = af.train(agent, policy, agents.tasks(2), config, run=tmp_path / "run")
+    assert "no step yet" in page(run).text
+    await run
+    assert "seconds" in page(run).text
+    page(af.Run(tmp_path / "run"))
+
+
+def test_what_a_batch_left_out_is_text_and_its_stats_are_short() -> None:
+    """Why a trajectory was left out is said by a function of the user's, who may quote the model."""
+    good = Turn("action", "policy", (2,), True, logprobs=(-0.5,), entropies=(0.1,), versions=(0,), text="x")
+    task = af.Task("t", ({"role": "user", "content": "?"},))
+    prompt = Turn("prompt", "task", (1,), text="?")
+    one, other = (
+        Trajectory(f"t/{i}", task, "t", i, (prompt, dataclasses.replace(good, parent=prompt)), "answered", reward=0.5)
+        for i in range(2)
+    )
+    batch = af.collate([one, other], filters=[lambda trajectory: EVIL if trajectory.chain else None])
+    assert batch.dropped and "left out" in page(batch).text
+    assert "<script>alert(1)</script>" in page(batch).text
+    stats = af.Stats(0.1, 0.2, math.nan, 0.0, 1.5, 0.5)
+    shown = page(stats).text
+    assert "grad_norm" in shown and "nan" not in shown
+    assert "–" in _html.table(("a",), [[math.nan]]), "missing is a dash"
+
+
+def test_what_a_person_named_or_wrote_is_text_too(tmp_path: Path) -> None:
+    def shout(text: str) -> str:
+        return text
+
+    shout.__doc__ = f"Say it. {BOLD}\n\nArgs:\n    text: what, {BOLD}"
+    assert page(af.tool(shout)).text.count(BOLD) == 2
+    folder = tmp_path / "<b onload=x>"
+    folder.mkdir()
+    (folder / "steps.jsonl").write_text('{"step": 1, "success": 0.5, "<i>": 1.0}\n')
+    assert "<b onload=x>" in page(af.Run(folder)).text
+    tasks = af.tasks_from([{"id": BOLD, "question": BOLD, "answer": BOLD}])
+    assert page(tasks).text.count(BOLD) >= 3
+
+
+ANYTHING = "".join(text for text in NASTY if len(text) < 100) + BOLD + "z" * 100_000
+
+
+def any_policy() -> af.Policy:
+    policy = agents.random_policy()
+    policy.model.__class__ = type(BOLD + "\u202e" + "x" * 50_000, (type(policy.model),), {})
+    policy.chat.tokenizer.name_or_path = ANYTHING
+    return policy
+
+
+def any_run(folder: Path, **numbers: Any) -> af.Run:
+    folder = folder / f"{BOLD.replace('/', '')}\u202e{'x' * 150}"
+    folder.mkdir()
+    (folder / "steps.jsonl").write_text(json.dumps({"step": 1, **numbers}) + "\n")
+    return af.Run(folder)
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda folder: af.Stats(0.1, 0.2, math.nan, math.inf, -1.5, 0.5, dropped={ANYTHING: 3}, phases={ANYTHING: 0.1}),
+        lambda folder: any_policy(),
+        lambda folder: any_run(folder, success=0.5, **{ANYTHING: 1.0}),
+        lambda folder: any_run(folder, success=ANYTHING, reward=[ANYTHING], entropy={ANYTHING: 1}),
+        lambda folder: any_run(folder, success=None, reward=math.nan, turns=1e300, seconds=10**40),
+    ],
+    ids=["stats", "policy", "run", "texts for numbers", "no numbers"],
+)
+def test_numbers_and_names_may_be_anything(of: Callable[[Path], Any], tmp_path: Path) -> None:
+    found = page(of(tmp_path))
+    assert all(c.isprintable() or c in "\n\t" for c in found.text)
+    assert len(found.text) < 5_000
+
+
+async def test_a_diff_says_which_chain_flipped_and_where() -> None:
+    tasks = agents.tasks(3)
+    answers = {task.id: task.fields["answer"] for task in tasks}
+    before = await agents.played(["0"]).rollout(tasks)
+    after = await agents.played(lambda task, turn: [answers[task.id], "0", "0"][tasks.index(task)]).rollout(tasks)
+    diff = before.diff(after)
+    assert len(diff.gained) == 1
+    text = page(diff).text
+    assert tasks[0].id in text
+    assert "turn 1" in text
+    assert answers[tasks[0].id] in text
+    assert tasks[1].id not in text
+    assert "no chain flipped" in page(before.diff(before)).text
+    assert "Reward 0" in before.trajectories[0].explain()
+    assert repr(answers[tasks[0].id]) in before.trajectories[0].explain()  # what was wanted
+
+
+@pytest.mark.parametrize("text", NASTY, ids=range(len(NASTY)))
+def test_a_cell_takes_any_text(text: str) -> None:
+    for made in (
+        _html.table((text,), [[text, _html.Code(text), 1, 2.5, None, True]]),
+        _html.definition_table(text, {text: text}),
+    ):
+        made.encode("utf-8")
+        assert Page(made).tags <= TAGS
+    assert len(_html.escape_control_chars("a" * 5000, 100)) < 130

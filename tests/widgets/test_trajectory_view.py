@@ -1,0 +1,245 @@
+"""The view of many trajectories without a browser: what is sent, searched, selected and opened."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import agents
+import numpy as np
+import pytest
+from ipywidgets.widgets import widget as ipywidget
+from test_chain_stepper import again, click, settle
+from test_widgets import NASTY, check_static, sent, trajectory, unpack
+
+from agentfly_kit import widgets as w
+from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.batch.batch import collate
+from agentfly_kit.types import Failure, Task, ToolCall, ToolResult, Trajectory, Turn
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    for view in list(ipywidget._instances.values()):
+        view.close()
+
+
+def text_at(packed: dict[str, bytes], i: int) -> str:
+    ends = np.frombuffer(packed["ends"], "<i4")
+    return packed["text"][ends[i] : ends[i + 1]].decode()
+
+
+def put(view: Any, name: str, value: Any) -> None:
+    view._handle_custom_msg({"kind": "set", "page": "p", "name": name, "value": value}, [])
+
+
+async def some_rollout() -> Rollout:
+    agent = agents.played(lambda task, turn: [agents.call("2+3"), "42"][turn], max_turns=3)
+    return await agent.rollout(agents.tasks(3), group_size=2)
+
+
+async def test_it_shows_a_rollout_and_selects_trajectories() -> None:
+    rollout = await some_rollout()
+    view = w.TrajectoryView(rollout)
+    assert repr(view) == "TrajectoryView(6 trajectories, 0 succeeded, 0 unscored)"
+    state = sent(view)
+    assert state["_about"]["n"] == 6
+    assert [text_at(view._buffers["ids"], i) for i in range(6)] == [t.id for t in rollout]
+    np.testing.assert_array_equal(unpack(view._buffers["columns"]["calls"]), [1] * 6)
+    assert not view.selection
+    put(view, "_selected", [2, 0])
+    assert view.selection.ids == (rollout.trajectories[2].id, rollout.trajectories[0].id)
+    assert next(iter(view.selection)) is rollout.trajectories[2]
+    frame = view.selection.to_frame()
+    assert list(frame["trajectory"]) == sorted(view.selection.ids, key=list(view.selection.ids).index)
+    assert set(view.selection.to_frame("turns")["kind"]) == {"prompt", "action", "observation"}
+    call = view._detail["columns"][0]["turns"][2]["calls"][0]
+    assert (call["name"], call["result"], call["ok"]) == ("calculator", "5", True)
+    put(view, "_selected", [99])
+    assert "no such trajectory" in view._notice
+    view.select(rollout.trajectories[1])
+    assert view._selected == [1]
+    with pytest.raises(ValueError, match="no trajectory 'x' here"):
+        view.select("x")
+    check_static(view)
+
+
+async def test_search_looks_in_all_texts_and_results() -> None:
+    rollout = await some_rollout()
+    view = w.TrajectoryView(rollout)
+    put(view, "_query", "2+3")
+    assert view._found["n"] == 6
+    put(view, "_query", rollout.trajectories[3].id.upper())
+    assert view._found["n"] == 1
+    bits = np.unpackbits(np.frombuffer(view._found["bits"], np.uint8), bitorder="little")
+    assert bits[:6].tolist() == [0, 0, 0, 1, 0, 0]
+    put(view, "_query", "")
+    assert view._found["n"] == 0
+
+
+async def test_what_a_batch_left_out_says_why() -> None:
+    rollout = await some_rollout()
+    first = rollout.trajectories[0].replace(reward=None, stop="error", error=Failure("tool x", "OSError", "disk full"))
+    mixed = Rollout.from_trajectories([first, *rollout.trajectories[1:]])
+    batch = collate(mixed)
+    assert len(batch.dropped) == 1
+    view = w.TrajectoryView(mixed, batch=batch)
+    put(view, "_selected", [0])
+    assert view._detail["columns"][0]["outcome"] == "dropped"
+    assert view._detail["columns"][0]["dropped"] == batch.dropped[0].reason
+    assert text_at(view._buffers["why"], 0) == batch.dropped[0].reason
+    assert "disk full" in view._detail["columns"][0]["error"]
+    assert batch.dropped[0].reason[:40] in check_static(view).text
+    assert w.TrajectoryView(batch)._about["n"] == 5  # those that it holds
+
+
+async def test_forks_are_a_tree_of_shared_turns() -> None:
+    agent = agents.played([agents.call("1+1"), agents.call("2+2"), "42"])
+    chain = agent.chain(agents.tasks()[0])
+    await chain.step()
+    fork = await chain.fork()
+    await chain.step()
+    fork.force("7")
+    third = await chain.fork()
+    third.force("8")
+    trajectories = [await c.finish() for c in (chain, fork, third)]
+    view = w.TrajectoryView(trajectories)
+    view.select(*trajectories)
+    tree = view._detail["tree"]
+    assert [(n["from"], n["to"], n["of"]) for n in tree] == [(0, 3, [0, 1, 2])]
+    below = tree[0]["then"]
+    # The second action and its result are of the first and the third chain; the first ends with them.
+    assert [(n["from"], n["to"], n["of"], n["ends"]) for n in below] == [(3, 5, [0, 2], [0]), (3, 4, [1], [1])]
+    assert [n["of"] for n in below[0]["then"]] == [[2]]
+
+
+async def test_it_opens_tokens_and_the_stepper() -> None:
+    agent = agents.played(lambda task, turn: [agents.call("2+3"), "42"][turn], max_turns=3)
+    rollout = await agent.rollout(agents.tasks(3), group_size=2)
+    view = w.TrajectoryView(rollout, agent=agent)
+    click(view, "tokens", 1)
+    await settle(view)
+    assert isinstance(view.opened, w.TokenView)
+    assert view.opened.tokens == len(rollout.trajectories[1].ids)
+    first = view.opened
+    click(first, "stepper", 0)
+    await settle(first)
+    assert first.stepper.chain.turns == rollout.trajectories[1].turns, "the agent is handed on"
+    click(view, "tokens", [0, 1])
+    await settle(view)
+    assert first.comm is None
+    assert "share their first" in view.opened._about["notes"][0]
+    click(view, "stepper", 1)
+    await settle(view)
+    assert isinstance(view.opened, w.ChainStepper)
+    assert view.opened.chain.turns == rollout.trajectories[1].turns
+    click(view, "leave")
+    await settle(view)
+    assert view.opened is None
+    alone = w.TrajectoryView(rollout)
+    click(alone, "stepper", 0)
+    await settle(alone)
+    assert "agent=agent" in alone._notice
+    click(view, "code", 1)
+    await settle(view)
+    chain = await again(view._code["text"], rollout=rollout, agent=agent)
+    assert chain.turns == rollout.trajectories[1].turns
+
+
+async def test_it_keeps_no_rollout_alive_and_says_so() -> None:
+    rollout = Rollout.from_trajectories([t.replace() for t in await some_rollout()])
+    view = w.TrajectoryView(rollout)
+    put(view, "_selected", [0])
+    del rollout
+    gc.collect()
+    assert view.selection.ids
+    with pytest.raises(LookupError, match="keep the rollout in a variable"):
+        view.selection.to_frame()
+    click(view, "tokens", 0)
+    await settle(view)
+    assert "keep the rollout in a variable" in view._notice
+    put(view, "_selected", [1])  # what it says stays
+    assert len(view._detail["columns"][0]["turns"]) == 4
+
+
+def test_5000_trajectories_stay_small() -> None:
+    words = tuple(f" word{i}" for i in range(40))
+    base = [dataclasses.replace(trajectory(f"t-{k}", actions=3, seed=k, token_texts=words)) for k in range(20)]
+    many = [base[i % 20].replace(id=f"task-{i // 8}/{i}", group=f"g{i // 8}") for i in range(5000)]
+    began = time.process_time()
+    view = w.TrajectoryView(many)
+    print(f"{time.process_time() - began:.2f} s of cpu to read 5,000 trajectories")
+    state = sent(view)
+    size = sum(len(b) for b in _leaves(state["_buffers"]))
+    assert size < 2_000_000
+    assert len(json.dumps(state["_about"])) < 120_000  # names of groups; no number a trajectory
+    put(view, "_selected", list(range(5000)))
+    assert len(view._detail["columns"]) == 12
+    assert view._detail["of"] == 5000
+    assert len(view.selection) == 5000
+    put(view, "_query", "word39")
+    assert view._found["n"] == 5000
+    check_static(view)
+
+
+def _leaves(x: Any) -> Iterator[bytes]:
+    if isinstance(x, bytes):
+        yield x
+    elif isinstance(x, dict | list):
+        for value in x.values() if isinstance(x, dict) else x:
+            yield from _leaves(value)
+
+
+def nasty() -> list[Trajectory]:
+    """Odd ones: nasty texts everywhere, no action, one token, no turn, NaN and infinite numbers."""
+    out = []
+    for i, text in enumerate(NASTY):
+        result = ToolResult(False, text, error=Failure("tool", "E", text, text))
+        call = ToolCall("c", text, {"x": text}, result=result)
+        turns = (
+            Turn("prompt", "task", (1,), text=text, token_texts=(text,)),
+            Turn("action", "policy", (2,), True, logprobs=(math.nan,), versions=(0,), text=text, token_texts=(text,)),
+            Turn("observation", text or "tool", (3,), text=text, token_texts=(text,), tool_calls=(call,)),
+        )
+        task = Task(text or "t", ({"role": "user", "content": text},))
+        metrics = {text: math.nan, "x": math.inf}
+        out.append(Trajectory(f"{text}-{i}", task, text, 0, turns, "answered", reward=math.nan, metrics=metrics))
+    task = Task("t", ({"role": "user", "content": "?"},))
+    out.append(
+        Trajectory("no-action", task, "g", 0, (Turn("prompt", "task", (1,), text="p", token_texts=("p",)),), "error")
+    )
+    out.append(Trajectory("no-turn", task, "g", 1, (), "error", error=Failure("chat", "E", "no")))
+    out.append(Trajectory("text-only", task, "g", 2, (Turn("prompt", "task", None, text="p"),), "cancelled"))
+    return out
+
+
+def test_nasty_trajectories_are_shown_as_text() -> None:
+    odd = nasty()
+    view = w.TrajectoryView(odd)
+    for i in range(len(odd)):
+        put(view, "_selected", [i])
+        state = sent(view)
+        assert "\u202e" not in json.dumps(state["_detail"], ensure_ascii=False)
+    put(view, "_selected", list(range(len(odd))))
+    sent(view)
+    page = check_static(view)
+    assert "script" not in page.tags
+    assert "<script>alert(1)</script>" in page.text
+    for query in NASTY[:20]:
+        put(view, "_query", query.encode("utf-8", "ignore").decode())
+
+
+def test_what_holds_no_trajectory_is_refused() -> None:
+    for bad in (3, "abc", [1, 2], None):
+        with pytest.raises(TypeError, match="shows a rollout"):
+            w.TrajectoryView(bad)
+    with pytest.raises(ValueError, match="two trajectories"):
+        w.TrajectoryView([trajectory("a"), trajectory("a")])
+    assert w.TrajectoryView([])._about["n"] == 0
+    check_static(w.TrajectoryView([]))

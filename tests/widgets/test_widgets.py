@@ -1,0 +1,1254 @@
+"""The views without a browser: what they read, what they send, what they show when there is no kernel."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import dataclasses
+import gc
+import html.parser
+import json
+import math
+import random
+import re
+import shutil
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from agentfly_kit.widgets._base import STATIC_LIMIT, WIDGET_MIME, Throttle, number, pack
+from agentfly_kit.widgets._tokens import visible
+from ipywidgets.widgets import widget as ipywidget
+from paths import TESTS
+
+from agentfly_kit import widgets as w
+from agentfly_kit.errors import AlignmentError
+from agentfly_kit.types import Stats, Task, Trajectory, Turn
+
+JS = TESTS / "widgets_js"
+NASTY = (
+    "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "'`${x}", "&lt;", "\x00", "\x1b[31m", "\u202eabc",
+    "\u05e9\u05dc\u05d5\u05dd",
+    "\u200b", "\u200d", "\ufeff", "\ufffd", "\ud800", "\udfff", "e\u0301", "\u0301", "\U0001f9d1\u200d\U0001f680",
+    "\xa0", "\u2028", "", " ", "\n", "\r\n", "\t", "·", "⏎", "\ue000", "a" * 5000,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    """ipywidgets keeps every widget until it is closed."""
+    yield
+    for view in list(ipywidget._instances.values()):
+        view.close()
+
+
+def trajectory(id: str = "t-0", actions: int = 2, width: int = 5, seed: int = 0, token_texts: Any = None) -> Trajectory:
+    rng = np.random.default_rng(seed)
+    counter = iter(range(10, 10**6))
+
+    def turn(kind: Any, author: str, n: int, *, sampled: bool = False, own: Any = None) -> Turn:
+        words = tuple(own or (f" w{i}" for i in range(n)))
+        extra: dict[str, Any] = {}
+        if sampled:
+            extra = {
+                "logprobs": tuple(-rng.exponential(1.0, len(words))),
+                "entropies": tuple(rng.exponential(1.0, len(words))),
+                "versions": (0,) * len(words),
+            }
+        ids = tuple(next(counter) for _ in words)
+        return Turn(kind, author, ids, sampled, text="".join(words), token_texts=words, **extra)
+
+    turns = [turn("prompt", "task", width)]
+    for _ in range(actions):
+        turns += [
+            turn("action", "policy", width, sampled=True, own=token_texts),
+            turn("observation", "tool", 3, own=token_texts),
+        ]
+    turns.append(turn("forced", "hook", 2))
+    task = Task("task-1", ({"role": "user", "content": "?"},))
+    return Trajectory(id, task, "g", 0, tuple(turns), "answered", reward=1.0)
+
+
+def batch_of(trajectories: list[Trajectory], **more: Any) -> SimpleNamespace:
+    """As collate gives it, in the order that is asked for, with padding."""
+    import torch
+
+    width = max(len(t.ids) for t in trajectories) + 3
+    shape = (len(trajectories), width)
+    ids, attention = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
+    mask, logprobs, advantages = attention.clone(), torch.full(shape, math.nan), torch.full(shape, math.nan)
+    for b, t in enumerate(trajectories):
+        n = len(t.ids)
+        ids[b, :n], attention[b, :n] = torch.tensor(t.ids), True
+        mask[b, :n], logprobs[b, :n] = torch.tensor(t.action_mask), torch.tensor(t.logprobs)
+        advantages[b, :n] = torch.where(mask[b, :n], torch.arange(n) + 100.0 * b, math.nan)
+    return SimpleNamespace(
+        trajectories=tuple(trajectories), ids=ids, attention=attention, mask=mask, logprobs=logprobs,
+        advantages=advantages, token_rewards=torch.where(mask, 0.0, math.nan), **more,
+    )  # fmt: skip
+
+
+def stats_of(batch: Any, shift: float = 0.1) -> Stats:
+    before = batch.logprobs.numpy()
+    after = before + np.float32(shift)
+    detail = {
+        "logprob_before": before, "logprob_after": after, "ratio": np.exp(after - before),
+        "clipped": np.where(batch.mask.numpy(), (after - before > 0.05).astype(np.float32), np.nan),
+        "advantage": batch.advantages.numpy(),
+    }  # fmt: skip
+    return Stats(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, detail=detail, batch=batch)
+
+
+def unpack(packed: dict[str, bytes]) -> np.ndarray:
+    values = np.frombuffer(packed["values"], "<f4").copy()
+    present = np.unpackbits(np.frombuffer(packed["present"], np.uint8), bitorder="little")[: len(values)]
+    values[present == 0] = np.nan
+    return values
+
+
+class Page(html.parser.HTMLParser):
+    """What is in a static form: tags, attributes and text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.images: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        self.images += [value or "" for name, value in attrs if name == "src"]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def check_static(view: w.View) -> Page:
+    """Only what an untrusted notebook keeps, and not too much of it."""
+    text = view.freeze()._repr_html_()
+    assert len(text.encode()) <= STATIC_LIMIT
+    page = Page(text)
+    assert page.tags <= {
+        "div",
+        "span",
+        "b",
+        "code",
+        "details",
+        "summary",
+        "table",
+        "thead",
+        "tbody",
+        "tr",
+        "th",
+        "td",
+        "img",
+    }
+    assert page.attributes <= {"style", "title", "src", "alt", "width", "height"}
+    assert all(src.startswith("data:image/svg+xml;base64,") for src in page.images)
+    return page
+
+
+def sent(view: w.View) -> dict[str, Any]:
+    """The state as it goes to the page; fails where JSON or UTF-8 would."""
+    state = view.get_state()
+    kept = {k: v for k, v in state.items() if k not in ("_buffers", "_esm", "_css", "layout")}
+    json.dumps(kept, allow_nan=False, ensure_ascii=False).encode("utf-8")
+    return state
+
+
+# --- shared --------------------------------------------------------------------------------------
+
+
+def test_missing_is_a_bit_and_not_a_number() -> None:
+    packed = pack([0.0, math.nan, -1.5, math.inf])
+    assert np.isfinite(np.frombuffer(packed["values"], "<f4")[:3]).all()
+    np.testing.assert_array_equal(unpack(packed), np.float32([0, np.nan, -1.5, np.inf]))
+    assert pack([]) == {"values": b"", "present": b""}
+
+
+def test_a_rule_of_a_widget_says_nothing_of_another() -> None:
+    """The page holds the CSS of all of them at once: what two share stands in _shared.css, and only there."""
+    here = Path(w.__file__).parent
+    stems = [path.stem for path in here.glob("[!_]*.css")]
+    words = {stem: (here / f"{stem}.js").read_text() + (here / f"{stem}.css").read_text() for stem in stems}
+    used = {stem: set(re.findall(r"(?<!-)afk-[\w-]*\w", text)) for stem, text in words.items()}
+    leaks = []
+    for stem in stems:
+        css = re.sub(r"/\*.*?\*/|@container[^{]*\{", "", (here / f"{stem}.css").read_text(), flags=re.DOTALL)
+        for selector in ",".join(re.findall(r"([^{}]+)\{", css)).split(","):
+            named = set(re.findall(r"\.(afk-[\w-]+)", selector))
+            own = [x for x in named if not any(x in used[other] for other in stems if other != stem)]
+            if not own:
+                leaks.append(f"{stem}.css: {selector.strip()}")
+    assert len(stems) == 8
+    assert leaks == []
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed; CI has it")
+def test_the_page_side() -> None:
+    done = subprocess.run(["node", "--test", str(JS)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed; CI has it")
+def test_a_number_is_written_the_same_in_the_cell_and_on_the_page() -> None:
+    rng = random.Random(0)
+    values = [rng.gauss(0, 1) * 10 ** rng.randint(-7, 9) for _ in range(500)] + [0.0, 9.99996, 1e-4, 999999.9, 1e6]
+    script = f"""import {{ load }} from {json.dumps(JS.as_uri() + "/load.mjs")};
+    const {{ number }} = await load(); console.log(JSON.stringify({json.dumps(values)}.map(number)));"""
+    done = subprocess.run(["node", "--input-type=module", "-e", script], capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout) == [number(v) for v in values]
+
+
+def test_repr_is_stable() -> None:
+    t = trajectory()
+    assert repr(w.TokenView([t, trajectory("t-1")])) == "TokenView(2 rows, 46 tokens)"
+    assert repr(w.TokenView(t)) == "TokenView(1 row, 23 tokens)"
+    assert repr(w.TokenView(t).freeze()) == "Static(TokenView(1 row, 23 tokens))"
+
+
+def test_bundle_holds_the_live_and_the_static_form() -> None:
+    view = w.TokenView(trajectory())
+    data, _ = view._repr_mimebundle_()
+    assert set(data) == {"text/plain", "text/html", WIDGET_MIME}
+    assert view._repr_html_() is None
+    view.close()
+    assert "w0" in (view._repr_html_() or "")
+    assert not hasattr(view.freeze(), "_repr_mimebundle_")
+
+
+def test_a_view_keeps_no_record_alive() -> None:
+    t = trajectory()
+    view = w.TokenView(t)
+    assert view.record is t
+    assert view.trajectories == (t,)
+    gone = weakref.ref(t)
+    del t
+    gc.collect()
+    assert gone() is None
+    assert view.record is None
+    assert view.trajectories == ()
+    assert "w0" in view.freeze()._repr_html_()
+    view.select("t-0", 6, 8)
+    assert len(view.selection.to_frame()) == 2
+
+
+def test_what_the_page_sets_is_checked() -> None:
+    view = w.TokenView(trajectory())
+
+    def put(name: str, value: Any) -> None:
+        view._on_message(view, {"kind": "set", "page": "a", "name": name, "value": value}, [])
+
+    put("signal", "entropy")
+    put("_selected", [[0, 1, 3]])
+    assert (view.signal, view.selection.tokens, view._notice) == ("entropy", 2, "")
+    put("_about", {})
+    put("_rows", [])
+    assert view.tokens == 23
+    put("_selected", [[0, 9, 99]])
+    assert view.selection.tokens == 2
+    assert "no such tokens" in view._notice
+
+
+def test_open_and_close_are_told_by_the_pages() -> None:
+    view = w.TokenView(trajectory())
+    for content, expected in (
+        ({"kind": "open", "page": "a"}, True), ({"kind": "open", "page": "b"}, True),
+        ({"kind": "close", "page": "a"}, True),
+        ({"kind": "nonsense", "page": "b"}, True), ("nonsense", True), ({"kind": "close", "page": "b"}, False),
+        ({"kind": "close", "page": "b"}, False), ({"kind": "open", "page": 7}, False),
+    ):  # fmt: skip
+        view._on_message(view, content, [])
+        assert view.is_open is expected
+
+
+class Doer(w.View):
+    actions = frozenset({"plain", "slow", "bad", "late"})
+    done: list[Any]
+
+    def _do_plain(self, value: Any) -> None:
+        self.done.append((value, threading.current_thread()))
+
+    async def _do_slow(self, value: Any) -> None:
+        await asyncio.sleep(0)
+        self.done.append((value, threading.current_thread()))
+
+    def _do_bad(self, value: Any) -> None:
+        raise ValueError("no\ud800")
+
+    async def _do_late(self, value: Any) -> None:
+        await asyncio.sleep(value)
+        raise KeyError("late")
+
+    def _do_secret(self, value: Any) -> None:
+        raise AssertionError("a page must not reach this")
+
+
+async def test_what_a_page_asks_for_runs_on_the_loop_of_the_cell() -> None:
+    view = Doer()
+    view.done = []
+
+    def ask(name: str, value: Any = None) -> None:
+        content = {"kind": "do", "page": "a", "name": name, "value": value}
+        thread = threading.Thread(target=view._on_message, args=(view, content, []))  # as a kernel's subshell does
+        thread.start()
+        thread.join()
+
+    ask("plain", 1)
+    ask("slow", 2)
+    ask("secret")
+    await asyncio.sleep(0.05)
+    assert view.done == [(1, threading.main_thread()), (2, threading.main_thread())]
+    ask("bad")
+    await asyncio.sleep(0.02)
+    assert view._notice == "ValueError: no\\ud800"
+    ask("late", 0.0)
+    await asyncio.sleep(0.05)
+    assert view._notice == "KeyError: 'late'"
+    ask("late", 60)
+    await asyncio.sleep(0.02)
+    (job,) = view._jobs
+    view.close()
+    await asyncio.sleep(0.02)
+    assert job.cancelled()
+    assert not view._jobs
+
+
+def test_without_a_loop_a_click_says_so() -> None:
+    view = Doer()
+    view._on_message(view, {"kind": "do", "page": "a", "name": "plain", "value": 1}, [])
+    assert "no event loop" in view._notice
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_seen_is_made_visible() -> None:
+    assert visible(" the\n") == "·the⏎"
+    assert visible("") == "∅"
+    assert visible("\u200b\u202e") == "‹U+200B›‹U+202E›"
+    assert visible("\ud800") == "‹U+D800›"
+    assert visible("·") == "‹U+00B7›"
+    assert visible("\u0301") == "◌\u0301"
+    assert visible("e\u0301") == "e\u0301"
+    assert visible("x" * 500).startswith("x" * 120 + "… (500 characters)")
+    shown = [visible(text) for text in NASTY]
+    assert len(set(shown)) == len(set(NASTY))
+    for text in shown:
+        text.encode("utf-8")
+        assert not any(ord(c) < 32 or c in "\u202e\u200b\u2028" for c in text)
+
+
+def test_nothing_in_a_token_becomes_html() -> None:
+    t = trajectory("<b>id</b>", token_texts=NASTY)
+    for signal in ("mask", "logprob"):
+        view = w.TokenView(t, signal=signal)
+        sent(view)
+        page = check_static(view)
+        assert not page.tags & {"script", "img"}
+        assert "<script>alert(1)</script>" in page.text
+        assert "<b>id</b>" in page.text
+
+
+# --- what a TokenView reads ----------------------------------------------------------------------
+
+
+def test_rows_are_joined_by_trajectory_and_span_not_by_position() -> None:
+    ts = [trajectory(f"t-{i}", actions=1 + i, seed=i) for i in range(3)]
+    order = [ts[2], ts[0], ts[1]]
+    view = w.TokenView(batch_of(order), compare=batch_of(ts))
+    view.select("t-0", 5, 7)
+    frame = view.selection.to_frame()
+    assert list(frame["trajectory"]) == ["t-0", "t-0"]
+    np.testing.assert_allclose(frame["logprob"], ts[0].logprobs[5:7])
+    assert list(frame["advantage"]) == [105.0, 106.0]  # row 1 of the source ...
+    assert list(frame["advantage ′"]) == [5.0, 6.0]  # ... is row 0 of the other
+    assert list(frame["Δ advantage"]) == [-100.0, -100.0]
+
+
+def test_a_batch_row_may_hold_a_span_of_its_trajectory() -> None:
+    t = trajectory()
+    batch = batch_of([t])
+    batch.attention[0, :4] = False
+    view = w.TokenView(batch)
+    assert view.tokens == len(t.ids) - 4
+    view.select("t-0", 5, 6)
+    frame = view.selection.to_frame()
+    assert (int(frame["token"][0]), int(frame["id"][0])) == (5, int(t.ids[5]))
+    with pytest.raises(ValueError, match="no tokens 0 to 1"):
+        view.select("t-0", 0)
+    batch.ids[0, 6] = 999
+    with pytest.raises(AlignmentError, match="no span of its trajectory 't-0'"):
+        w.TokenView(batch)
+
+
+def test_numbers_outside_the_mask_are_missing_whatever_the_tensor_holds() -> None:
+    t = trajectory()
+    batch = batch_of([t])
+    batch.advantages[~batch.mask] = 0.0
+    view = w.TokenView(batch)
+    values = unpack(view._buffers["columns"]["advantage"])
+    np.testing.assert_array_equal(np.isnan(values), ~t.action_mask)
+
+
+def test_stats_bring_before_after_ratio_and_clip() -> None:
+    ts = [trajectory("a"), trajectory("b", seed=1)]
+    view = w.TokenView(stats_of(batch_of(ts)), signal="clip")
+    assert view.signal == "clipped"
+    assert {"ratio", "clipped", "prob_before", "prob_after", "prob_change", "sampler_gap", "advantage"} <= set(
+        view.signals
+    )
+    columns = view._buffers["columns"]
+    change = unpack(columns["prob_after"]) - unpack(columns["prob_before"])
+    np.testing.assert_allclose(unpack(columns["prob_change"]), change, atol=1e-6)
+    legend = next(x for x in view._about["signals"] if x["name"] == "clipped")
+    assert legend["set"] == legend["n"] == int(sum(t.action_mask.sum() for t in ts))
+    ratio = next(x for x in view._about["signals"] if x["name"] == "ratio")
+    assert ratio["middle"] == 1.0
+    assert ratio["lo"] >= 0, "a ratio is never below 0"
+    check_static(view)
+    with pytest.raises(ValueError, match="detail=True"):
+        w.TokenView(Stats(0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+    with pytest.raises(AlignmentError, match="'odd' has shape"):
+        w.TokenView(dataclasses.replace(stats_of(batch_of(ts)), detail={"odd": np.zeros((2, 1))}))
+
+
+def test_a_batch_of_the_library() -> None:
+    from agentfly_kit import advantages
+    from agentfly_kit.batch.batch import collate
+
+    ts = [dataclasses.replace(trajectory(f"t-{i}", 1 + i, seed=i), chain=i, reward=float(i % 2)) for i in range(4)]
+    batch = collate(ts, advantages=advantages.grpo)
+    view = w.TokenView(batch, signal="advantage")
+    values = unpack(view._buffers["columns"]["advantage"])
+    expected = np.concatenate([batch.advantages[b, : len(t.ids)].numpy() for b, t in enumerate(batch.trajectories)])
+    np.testing.assert_array_equal(values, expected)
+
+
+def test_two_steps_side_by_side() -> None:
+    batch = batch_of([trajectory("a")])
+    view = w.TokenView(stats_of(batch, 0.1), compare=stats_of(batch, 0.3), signal="Δ logprob_after")
+    values = unpack(view._buffers["columns"]["Δ logprob_after"])
+    np.testing.assert_allclose(values[~np.isnan(values)], 0.2, atol=1e-5)
+
+
+def test_compare_says_what_it_could_not_join() -> None:
+    a, b, c = trajectory("a"), trajectory("b"), trajectory("c")
+    changed = dataclasses.replace(a, turns=(*a.turns[:-1], dataclasses.replace(a.turns[-1], ids=(1, 2))))
+    view = w.TokenView([a, b], compare=[changed, c])
+    notes = " / ".join(view._about["notes"])
+    assert "not in compare: b" in notes
+    assert "only in compare, not shown: c" in notes
+    assert "2 tokens of the same trajectory differ" in notes
+
+
+def test_two_chains_show_where_they_part() -> None:
+    a = trajectory("a")
+    turns = (*a.turns[:3], dataclasses.replace(a.turns[3], ids=(7,) * len(a.turns[3].ids or ())), *a.turns[4:])
+    fork = dataclasses.replace(a, id="b", turns=turns)
+    view = w.TokenView(a, compare=fork)
+    assert [row["parts"] for row in view._about["rows"]] == [13, 13]
+    assert view._about["notes"] == ["a and b share their first 13 tokens"]
+
+
+def test_sources_and_what_is_no_source() -> None:
+    a, b = trajectory("a"), trajectory("b")
+    group = SimpleNamespace(trajectories=(a, b))
+    for source in ((a, b), [a, b], group, [SimpleNamespace(trajectories=(a,)), SimpleNamespace(trajectories=(b,))]):
+        assert repr(w.TokenView(source)) == "TokenView(2 rows, 46 tokens)"
+    assert repr(w.TokenView([])) == "TokenView(0 rows, 0 tokens)"
+    check_static(w.TokenView([]))
+    for wrong in (7, "text", None, [1], {"a": 1}):
+        with pytest.raises(TypeError, match="TokenView shows"):
+            w.TokenView(wrong)
+
+
+def test_odd_trajectories_are_shown() -> None:
+    text_only = dataclasses.replace(trajectory("text"), turns=(Turn("prompt", "task", None, text="hello"),))
+    one = dataclasses.replace(trajectory("one"), turns=(Turn("prompt", "task", (1,), text="x"),))
+    empty = dataclasses.replace(trajectory("empty"), turns=())
+    unscored = dataclasses.replace(trajectory("unscored"), reward=None)
+    view = w.TokenView([text_only, one, empty, unscored], signal="logprob")
+    sent(view)
+    page = check_static(view)
+    assert "text only" in page.text
+    assert "unscored" in page.text
+    assert "[1]" in page.text
+
+
+def test_signals_are_checked() -> None:
+    view = w.TokenView(trajectory())
+    assert view.signals == ("mask", "logprob", "entropy")
+    with pytest.raises(ValueError, match="signal='ratio': this source has mask, logprob, entropy"):
+        view.signal = "ratio"
+    assert view.signal == "mask"
+    view.signal = "entropies"
+    assert view.signal == "entropy"
+
+
+def test_all_missing_and_infinite_numbers() -> None:
+    t = trajectory()
+    batch = batch_of([t], values=None, returns=None)
+    batch.advantages[:] = math.nan
+    batch.token_rewards[batch.mask] = math.inf
+    view = w.TokenView(batch, signal="reward")
+    missing = next(x for x in view._about["signals"] if x["name"] == "advantage")
+    assert (missing["n"], missing["missing"]) == (0, int(t.action_mask.sum())), "shown, as missing"
+    legend = next(x for x in view._about["signals"] if x["name"] == "reward")
+    assert legend["infinite"] == legend["n"] == int(t.action_mask.sum())
+    sent(view)
+    check_static(view)
+
+
+# --- selection -----------------------------------------------------------------------------------
+
+
+def test_selection_comes_from_the_page() -> None:
+    view = w.TokenView([trajectory("a"), trajectory("b")])
+    assert not view.selection
+    view.set_state({"_selected": [[1, 5, 8], [0, 0, 1]]})
+    assert [(s.trajectory, s.start, s.stop) for s in view.selection] == [("b", 5, 8), ("a", 0, 1)]
+    assert repr(view.selection) == "Selection(4 tokens: b[5:8], a[0:1])"
+    frame = view.selection.to_frame()
+    assert list(frame["kind"]) == ["action"] * 3 + ["prompt"]
+    assert math.isnan(frame["logprob"][3])
+    for wrong in ([[2, 0, 1]], [[0, 3, 3]], [[0, 0, 999]], [[0, -1, 2]]):
+        with pytest.raises(ValueError, match="no such tokens"):
+            view.set_state({"_selected": wrong})
+    view.clear()
+    assert repr(view.selection) == "Selection(nothing)"
+    assert list(view.selection.to_frame().columns)[:4] == ["trajectory", "token", "id", "piece"]
+
+
+def test_a_view_as_python() -> None:
+    t = trajectory()
+    view = w.TokenView(t, signal="entropy")
+    assert view.to_code() == "view = w.TokenView(source, signal='entropy')\nview"
+    view.select("t-0", 6, 9)
+    cell: dict[str, Any] = {"w": w, "source": t, "agent": SimpleNamespace(chain=lambda t: t)}
+    exec(view.to_code(), cell)
+    assert repr(cell["view"].selection) == repr(view.selection)
+    assert cell["chain"] is t
+
+
+async def test_a_chain_goes_on_by_hand_from_its_tokens() -> None:
+    import agents
+
+    import agentfly_kit as af
+
+    agent = af.Agent(af.ScriptedEngine(["4", "5"]), chat=agents.chat(), reward=agents.exact, max_turns=2)
+    rollout = await agent.rollout(agents.tasks(2))
+    view = w.TokenView(rollout, agent=agent)
+    view._do_stepper(1)
+    assert view.stepper.chains[0].ids == tuple(rollout.trajectories[1].ids)
+    assert view._child == view.stepper.model_id
+    with pytest.raises(ValueError, match="which agent"):
+        w.TokenView(rollout)._do_stepper(0)
+
+
+def test_the_kl_to_a_reference_comes_from_the_step_or_from_its_logprobs() -> None:
+    t = trajectory()
+    batch = batch_of([t])
+    batch.ref_logprobs = batch.logprobs - 0.5
+    view = w.TokenView(batch, signal="kl")
+    values = unpack(view._buffers["columns"]["kl_reference"])
+    np.testing.assert_allclose(values[t.action_mask], math.exp(-0.5) - 1 + 0.5, rtol=1e-5)
+    assert np.isnan(values[~t.action_mask]).all()
+    stats = stats_of(batch)
+    stats.detail["kl_reference"] = np.full(batch.ids.shape, 0.25, np.float32)
+    values = unpack(w.TokenView(stats)._buffers["columns"]["kl_reference"])
+    assert set(values[t.action_mask]) == {0.25}
+
+
+# --- size ----------------------------------------------------------------------------------------
+
+
+def test_5000_tokens_stay_small() -> None:
+    rows = [trajectory(f"t-{i}", actions=12, width=20, seed=i) for i in range(18)]
+    start = time.perf_counter()
+    view = w.TokenView(batch_of(rows), signal="logprob")
+    page = check_static(view)
+    took = time.perf_counter() - start
+    assert view.tokens > 5000
+    assert "Left out of this static form:" in page.text
+    about = json.dumps(view._about)
+    assert len(about) < 60_000  # grows with turns and with different pieces, not with tokens
+    assert took < 3
+
+
+# --- how often -----------------------------------------------------------------------------------
+
+
+async def test_throttle_sends_ten_a_second_and_the_last_state() -> None:
+    state, seen = [0], []
+    throttle = Throttle(lambda: seen.append(state[0]), 0.05)
+    for i in range(1, 400):
+        state[0] = i
+        throttle.schedule()
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.15)
+    assert seen[-1] == 399
+    assert len(seen) <= 1 + 399 * 0.1 / 0.05  # even when every sleep took far longer than it should
+    assert len(seen) < 200
+
+
+def _until(done: Callable[[], bool], seconds: float = 5) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, "did not come"
+        time.sleep(0.01)
+
+
+def test_throttle_works_without_a_loop_and_from_many_threads() -> None:
+    state, seen = [0], []
+    lock = threading.Lock()
+    throttle = Throttle(lambda: seen.append(state[0]), 0.05)
+
+    def work() -> None:
+        for _ in range(500):
+            with lock:
+                state[0] += 1
+            throttle.schedule()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    _until(lambda: bool(seen) and seen[-1] == 2000)
+    assert len(seen) < 100
+
+
+def test_throttle_outlives_its_loop() -> None:
+    seen: list[int] = []
+    throttle = Throttle(lambda: seen.append(1), 0.05)
+
+    async def once() -> None:
+        throttle.schedule()
+        await asyncio.sleep(0.02)
+        throttle.schedule()  # planned on a loop that ends before it is due
+
+    asyncio.run(once())
+    before = len(seen)
+    throttle.schedule()
+    _until(lambda: len(seen) > before)
+    throttle.close()
+    throttle.schedule()
+    time.sleep(0.1)
+    assert len(seen) == before + 1
+
+
+# --- PoolView ------------------------------------------------------------------------------------
+
+
+class FakePool:
+    def __init__(self) -> None:
+        self.listeners: list[Callable[..., Any]] = []
+        self.leased = 0
+        self.waiters: tuple[str, ...] = ()
+        self.snapshots = 0
+
+    def subscribe(self, callback: Callable[..., Any]) -> Callable[[], None]:
+        self.listeners.append(callback)
+        return lambda: self.listeners.remove(callback)
+
+    def snapshot(self) -> Any:
+        self.snapshots += 1
+        boxes = tuple(
+            SimpleNamespace(id=i, state="leased" if i < self.leased else "idle", owner=f"c{i}", uses=1, since=5.0)
+            for i in range(4)
+        )
+        leases = tuple(SimpleNamespace(owner=f"c{i}", sandbox=i, since=5.0, turn=i) for i in range(self.leased))
+        return SimpleNamespace(
+            sandbox_type="Box", isolation=None, size=6, idle=4 - self.leased, starting=0, leased=self.leased, dead=0,
+            closed=False, waiting=len(self.waiters), waiters=self.waiters, time=7.5, leases=leases, sandboxes=boxes,
+            error=None,
+        )  # fmt: skip
+
+    def change(self, leased: int) -> None:
+        self.leased = leased
+        for listener in list(self.listeners):
+            listener("event")
+
+
+def test_pool_view_follows_and_ends() -> None:
+    pool = FakePool()
+    view = w.PoolView(pool)
+    assert repr(view) == "PoolView(Box 0 leased, 4 idle, 0 starting, 0 waiting, size 6)"
+    for i in range(1000):
+        pool.change(i % 5)
+    pool.change(3)
+    _until(lambda: view.counts["leased"] == 3)
+    assert pool.snapshots < 100
+    assert view._state["lanes"][2] == [2, "leased", "c2", 1, 2.5, "2", 0]
+    sent(view)
+    view.close()
+    assert pool.listeners == []
+    assert "3 leased" in view.freeze()._repr_html_()
+
+
+def test_pool_view_that_is_collected_ends_too() -> None:
+    pool = FakePool()
+    view = w.PoolView(pool)
+    ipywidget._instances.pop(view.model_id)
+    view.comm.on_msg(None)
+    view.comm = None
+    view._msg_callbacks.callbacks.clear()
+    del view
+    gc.collect()
+    assert pool.listeners == []
+
+
+def test_pool_view_keeps_no_pool() -> None:
+    pool = FakePool()
+    view = w.PoolView(pool)
+    gone = weakref.ref(pool)
+    del pool
+    gc.collect()
+    assert gone() is None
+    view.refresh()
+    assert view._state["gone"]
+    check_static(view)
+
+
+def test_pool_view_rests_while_nobody_looks() -> None:
+    pool = FakePool()
+    view = w.PoolView(pool)
+    view._on_message(view, {"kind": "open", "page": "a"}, [])
+    view._on_message(view, {"kind": "close", "page": "a"}, [])
+    count = pool.snapshots
+    pool.change(2)
+    time.sleep(0.15)
+    assert pool.snapshots == count
+    view._on_message(view, {"kind": "open", "page": "b"}, [])
+    assert view.counts["leased"] == 2
+
+
+def test_an_error_while_sending_is_shown() -> None:
+    pool = FakePool()
+    view = w.PoolView(pool)
+    pool.waiters = None  # type: ignore[assignment]
+    pool.change(1)
+    _until(lambda: view._notice != "")
+    assert view._notice.startswith("TypeError")
+
+
+def test_pool_view_shows_nasty_names() -> None:
+    pool = FakePool()
+    pool.waiters = NASTY
+    view = w.PoolView(pool)
+    sent(view)
+    assert "script" not in check_static(view).tags
+    with pytest.raises(TypeError, match="PoolView shows a Pool"):
+        w.PoolView(7)
+
+
+async def test_pool_view_of_a_real_pool() -> None:
+    from agentfly_kit.pool.pool import Pool
+
+    class Box:
+        async def reset(self) -> None:
+            pass
+
+    async with Pool(Box, size=2) as pool:
+        view = w.PoolView(pool)
+        async with pool.lease(owner="me"):
+            await asyncio.sleep(0.25)
+            assert view.counts["leased"] == 1
+            assert "me" in view.freeze()._repr_html_()
+            view.refresh()
+            assert view._state["lanes"][0][6] == 0
+        lease = await pool.acquire(owner="a person", hand=True)
+        lease.rest()
+        view.refresh()
+        assert view._state["lanes"][0][6] == 2
+        assert "a person (by hand, rests" in check_static(view).text
+        await lease.release()
+        await asyncio.sleep(0.25)
+        assert view.counts == {"size": 2, "idle": 1, "starting": 0, "leased": 0, "waiting": 0, "dead": 0}
+        check_static(view)
+
+
+async def test_pool_view_by_hand() -> None:
+    from agentfly_kit.pool.pool import Pool
+
+    class Box:
+        def __init__(self) -> None:
+            self.things: list[int] = []
+
+        async def reset(self) -> None:
+            self.things.clear()
+
+    async def ask(name: str, value: Any = None) -> None:
+        view._on_message(view, {"kind": "do", "page": "a", "name": name, "value": value}, [])
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        while view._jobs:
+            await asyncio.wait(list(view._jobs))
+            await asyncio.sleep(0)
+        view.refresh()
+
+    async with Pool(Box, size=2) as pool:
+        view = w.PoolView(pool)
+        assert view._state["recycles"]
+        await ask("take")
+        (number,) = view.held
+        view.held[number].things.append(1)
+        assert view._state["lanes"][0][:3] == [number, "leased", "by hand"]
+        assert view._state["lanes"][0][6] == 3 and "by hand, from this view" in check_static(view).text
+        await ask("reset", number)
+        assert view.held[number].things == [], "reset, and still ours"
+        chain = await pool.acquire("chain")
+        await ask("reset", chain.id)
+        assert chain.revoked == "reset by hand"
+        again = await pool.acquire("chain")
+        await ask("close", again.id)
+        assert again.revoked == "closed by hand"
+        await ask("close", 99)
+        assert view._notice.startswith("SettingsError: Box 99 is not in this pool"), "it says so"
+        await ask("give_back", number)
+        assert view.held == {} and pool.snapshot().leased == 0 and view._notice == ""
+        await ask("give_back", number)
+        assert "was not taken here" in view._notice
+        await ask("take")
+        (number,) = view.held
+        await ask("close", number)
+        assert view.held == {} and number not in [box.id for box in pool.snapshot().sandboxes]
+        await ask("reset", "x")
+        assert view._notice.startswith("ValueError")
+        await ask("take")
+        view.close()
+        await asyncio.sleep(0.01)
+        assert pool.snapshot().leased == 0, "a closed view holds nothing"
+
+
+async def test_pool_view_by_hand_of_a_pool_elsewhere() -> None:
+    import agentfly_kit as af
+    from agentfly_kit.pool.pool import Pool
+
+    class Box:
+        async def reset(self) -> None:
+            pass
+
+    async def ask(name: str, value: Any) -> None:
+        view._on_message(view, {"kind": "do", "page": "a", "name": name, "value": value}, [])
+        await asyncio.sleep(0)
+        while view._jobs:
+            await asyncio.wait(list(view._jobs))
+            await asyncio.sleep(0)
+
+    async with Pool(Box, size=2) as pool, af.serve_pool(pool) as server:
+        async with af.RemotePool(server.url, token=server.token, sandbox_type=Box) as far:
+            view = w.PoolView(far)
+            assert view._state["recycles"]
+            lease = await far.acquire("chain")
+            await ask("close", lease.id)
+            assert lease.revoked == "closed by hand" and view._notice == ""
+            here = await pool.acquire("somebody at the server")
+            await ask("reset", here.id)
+            assert view._notice.startswith("RemotePoolError: Box 2 is held by somebody at the server, who came by")
+            assert here.revoked == ""
+            await here.release()
+            view.close()
+
+
+async def test_pool_view_selection_is_a_frame() -> None:
+    from agentfly_kit.pool.pool import Pool
+
+    class Box:
+        async def reset(self) -> None:
+            pass
+
+    async with Pool(Box, size=3) as pool:
+        view = w.PoolView(pool)
+        assert not view.selection
+        assert list(view.selection.to_frame().columns) == list(view.to_frame().columns)
+        assert view.to_code().splitlines()[-1] == "view.to_frame()"
+        leases = [await pool.acquire("calc-1/0"), await pool.acquire("a person", hand=True)]
+        leases[0].turn = 2
+        # As a click says it; a sandbox that ended meanwhile is no error.
+        view._on_message(view, {"kind": "set", "page": "a", "name": "_selected", "value": [leases[0].id, 99]}, [])
+        assert view.selection.numbers == (leases[0].id,)
+        frame = view.selection.to_frame()
+        assert frame.iloc[0][["sandbox", "state", "owner", "turn", "leases", "hand"]].tolist() == [
+            leases[0].id, "leased", "calc-1/0", "2", 1, False,
+        ]  # fmt: skip
+        assert frame["seconds"].iloc[0] >= 0
+        view.select(leases[1].id, leases[0].id)
+        assert [row["owner"] for row in view.selection] == ["calc-1/0", "a person"]
+        assert view.to_frame()["hand"].tolist() == [False, True]
+        assert view.to_code().splitlines() == [
+            "view = w.PoolView(pool)", f"view.select({leases[0].id}, {leases[1].id})", "view.selection.to_frame()",
+        ]  # fmt: skip
+        with pytest.raises(ValueError, match="no sandbox 99 here; there are 1, 2"):
+            view.select(99)
+        view._on_message(view, {"kind": "set", "page": "a", "name": "_selected", "value": ["x"]}, [])
+        assert "x" in view._notice and len(view.selection) == 2, "it says so, and nothing is lost"
+        view.select()
+        assert not view.selection
+        view.select(leases[0].id)
+        for lease in leases:
+            await lease.release()
+        sent(view)
+    del pool, lease, leases
+    gc.collect()
+    view.refresh()
+    assert view.selection.to_frame()["state"].tolist() == ["leased"], "of a pool that is gone, what was last seen"
+
+
+# --- TrainView -----------------------------------------------------------------------------------
+
+
+class FakeRun:
+    total = 20
+
+    def __init__(self, n: int = 0) -> None:
+        self.records: list[dict[str, float]] = []
+        self.listeners: list[Callable[..., Any]] = []
+        for _ in range(n):
+            self.step()
+
+    def subscribe(self, callback: Callable[..., Any]) -> Callable[[], None]:
+        self.listeners.append(callback)
+        return lambda: self.listeners.remove(callback)
+
+    def step(self, **more: float) -> None:
+        i = len(self.records) + 1
+        record = {
+            "step": i,
+            "success": i / 20,
+            "reward": i / 10,
+            "approx_kl": 0.01,
+            "grad_norm": 1.0,
+            "seconds": 2.0,
+            **more,
+        }
+        self.records.append(record)
+        for listener in list(self.listeners):
+            listener(record)
+
+
+def test_train_view_follows_a_run() -> None:
+    run = FakeRun()
+    view = w.TrainView(run)
+    assert repr(view) == "TrainView(0 of 20 steps)"
+    assert "No step is recorded yet" in check_static(view).text
+    for _ in range(5):
+        run.step(eval_success=0.5, eval_low=0.4, eval_high=0.6)
+    view._repr_mimebundle_()  # shown again, it does not wait for its next update
+    assert view.steps == (1, 2, 3, 4, 5)
+    run.step(eval_success=0.5, eval_low=0.4, eval_high=0.6)
+    _until(lambda: len(view.steps) == 6)
+    run.records.pop()
+    view.refresh()
+    assert repr(view) == "TrainView(5 of 20 steps)"
+    columns = view._buffers["runs"][0]["columns"]
+    np.testing.assert_allclose(unpack(columns["success"]), np.float32([0.05, 0.1, 0.15, 0.2, 0.25]))
+    assert np.isnan(unpack(columns["entropy"])).all()
+    sent(view)
+    page = check_static(view)
+    assert len(page.images) == 5
+    assert "not recorded: clip fraction, entropy, loss, tokens, turns" in page.text
+    view.close()
+    assert run.listeners == []
+
+
+def test_train_view_of_a_folder(tmp_path: Path) -> None:
+    run = FakeRun(4)
+    lines = [json.dumps(r) for r in run.records]
+    (tmp_path / "steps.jsonl").write_text(
+        "\n".join([*lines, json.dumps({"step": 4, "success": 0.9}), '{"step": 5, "succ'])
+    )
+    for path in (tmp_path, str(tmp_path), tmp_path / "steps.jsonl"):
+        view = w.TrainView(path)
+        assert view.steps == (1, 2, 3, 4)
+        assert view.to_frame()["success"][4] == np.float32(0.9)  # written again after a resume: the last counts
+        assert math.isnan(view.to_frame()["reward"][4])
+    (tmp_path / "steps.jsonl").write_text("\n".join([lines[0], "broken", lines[1]]))
+    with pytest.raises(ValueError, match="line 2"):
+        w.TrainView(tmp_path)
+    with pytest.raises(FileNotFoundError, match="give a run"):
+        w.TrainView(tmp_path / "nothing")
+    with pytest.raises(TypeError, match="TrainView shows a run"):
+        w.TrainView(7)
+
+
+def test_train_view_refreshes_a_folder(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    file.write_text('{"step": 1, "success": 0.5}\n')
+    view = w.TrainView(tmp_path)
+    with file.open("a") as f:
+        f.write('{"step": 2, "success": 0.75}\n')
+    view._on_message(view, {"kind": "open", "page": "a"}, [])
+    assert view.steps == (1, 2)
+
+
+def test_train_view_with_odd_numbers() -> None:
+    run = FakeRun(3)
+    run.step(grad_norm=math.inf, success=math.nan, loss=-1.0)
+    run.step(grad_norm=math.nan)
+    view = w.TrainView(run)
+    sent(view)
+    panel = next(p for p in view._about["panels"] if p["key"] == "grad_norm")
+    assert (panel["odd"], panel["n"]) == (1, 3)
+    assert math.isfinite(panel["lo"])
+    assert math.isfinite(panel["hi"])
+    check_static(view)
+    one = w.TrainView(FakeRun(1))
+    check_static(one)
+
+
+def test_a_picked_step_is_one_of_the_run() -> None:
+    view = w.TrainView(FakeRun(3))
+    view.set_state({"step": 2})
+    assert view.step == 2
+    with pytest.raises(ValueError, match="steps 1 to 3"):
+        view.step = 9
+    view.step = None
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "axis"),
+    [
+        ("truncated", [0.0, 0.0, 0.0], (0.0, 1.0)),  # a share of nothing: no chart of a share goes below 0
+        ("clip_fraction", [0.0, 0.0, 0.0], (0.0, 1.0)),
+        ("loss", [0.0, 0.0, 0.0], (0.0, 1.0)),
+        ("clip_fraction", [0.5, 1.0, 0.98], (0.0, 1.0)),
+        ("clip_fraction", [0.97, 1.0, 0.98], (0.9688, 1.0)),
+        ("turns", [2.0, 2.0, 2.0], (0.0, 2.08)),
+        ("loss", [-1.0, -1.0, -1.0], (-1.04, 0.0)),
+        ("truncated", [1.5, 1.5, 1.5], (0.0, 1.5)),  # what cannot be is drawn all the same
+    ],
+)
+def test_the_axis_of_a_chart(key: str, values: list[float], axis: tuple[float, float]) -> None:
+    run = FakeRun()
+    for value in values:
+        run.step(**{key: value})
+    view = w.TrainView(run)
+    panel = next(p for p in view._about["panels"] if p["key"] == key)
+    assert (panel["lo"], panel["hi"]) == pytest.approx(axis, abs=1e-4)
+    assert panel["lo"] <= min(values) and panel["hi"] >= max(values)
+
+
+def test_a_thousand_steps_stay_small() -> None:
+    view = w.TrainView(FakeRun(3000))
+    assert sum(len(p["values"]) for p in view._buffers["runs"][0]["columns"].values()) < 400_000
+    check_static(view)
+
+
+def test_several_runs_share_their_charts(tmp_path: Path) -> None:
+    long, short = FakeRun(12), FakeRun(3)
+    lines = [json.dumps({"step": i, "success": 0.5, "trajectories": 64, "seconds_update": 0.1}) for i in range(4, 9)]
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "steps.jsonl").write_text("\n".join(lines) + "\n")
+    view = w.TrainView(long, short, tmp_path / "saved", names=["long", "short", "<b>saved</b>"])
+    assert repr(view) == "TrainView(3 runs, 20 steps)"
+    frame = view.to_frame()
+    assert list(frame.loc["<b>saved</b>"].index) == [4, 5, 6, 7, 8]
+    assert math.isnan(frame.loc[("long", 1), "success_low"])  # it does not say of how many chains
+    assert frame.loc[("<b>saved</b>", 4), "success_low"] == pytest.approx(0.3808, abs=1e-3)  # Wilson, 32 of 64
+    panel = {p["key"]: p for p in view._about["panels"]}
+    assert panel["reward"]["hi"] >= 1.2  # the range is that of all runs
+    assert "seconds_update" in panel
+    assert "kl_reference" not in panel
+    short.step()
+    _until(lambda: len(view.to_frame().loc["short"]) == 4)
+    view.step = 11  # known to one of them
+    sent(view)
+    assert "<b>saved</b>" in check_static(view).text
+    with pytest.raises(ValueError, match="give one for each of the 2 runs"):
+        w.TrainView(long, short, names=["one"])
+    with pytest.raises(TypeError, match="TrainView shows a run"):
+        w.TrainView(long, 7)
+    view.close()
+    assert long.listeners == short.listeners == []
+
+
+def test_intervals() -> None:
+    from agentfly_kit.widgets.train_view import intervals
+
+    (low, high), (below, above) = intervals(
+        {"trajectories": 110, "unscored": 1 / 11, "success": 1.0, "reward": 2.0, "reward_std": 0.5}
+    )
+    assert (low, high) == pytest.approx((0.963, 1.0), abs=1e-3)
+    assert (below, above) == pytest.approx((1.902, 2.098), abs=1e-3)
+    for record in ({}, {"trajectories": 0}, {"trajectories": 8, "unscored": 1.0}):
+        assert all(math.isnan(x) for pair in intervals(record) for x in pair)
+
+
+async def test_a_run_is_paused_and_stopped_from_its_view(tmp_path: Path) -> None:
+    import agents
+
+    import agentfly_kit as af
+
+    policy = agents.fresh()
+    agent = af.Agent(
+        af.LocalEngine(policy), chat=policy.chat, tools=[agents.calculator], reward=agents.exact, max_turns=2,
+        sampling=af.Sampling(max_tokens=32),
+    )  # fmt: skip
+    config = af.TrainConfig(steps=6, tasks_per_step=2, group_size=2, save_rollouts=True)
+    run = af.train(agent, policy, agents.tasks(4), config, run=tmp_path / "run")
+    view = w.TrainView(run)
+    assert view._about["control"] == {"can": True, "paused": False, "stopping": False}
+
+    async def ask(name: str, value: Any = None) -> None:
+        view._on_message(view, {"kind": "do", "page": "a", "name": name, "value": value}, [])
+        await asyncio.sleep(0)
+        while view._jobs:
+            await asyncio.wait(view._jobs)
+
+    await ask("pause")
+    running = asyncio.ensure_future(run._run_to_end())
+    await asyncio.sleep(0.3)
+    assert run.records == []
+    async with asyncio.timeout(20):
+        while not view._about["control"]["paused"]:
+            await asyncio.sleep(0.02)
+    await ask("resume")
+    while not run.records:
+        await asyncio.sleep(0.01)
+    await ask("stop")
+    await running
+    done = len(run.records)
+    assert 1 <= done < 6
+    assert view._about["control"]["stopping"]
+    await ask("open", {"step": 1, "run": 0})
+    assert [t.id for t in view.rollout] == [row[0] for row in view._list["rows"]]
+    assert len(view._list["rows"]) == 4
+    await ask("chain_tokens", view._list["rows"][2][0])
+    assert view.opened.trajectories[0].id == view._list["rows"][2][0] == view.selection.ids[0]
+    sent(view)
+    assert len(view.selection.to_frame()) == 1
+    await ask("chain_stepper")
+    assert view.opened.chain.origin is next(iter(view.selection))
+    await ask("chain_code")
+    cell: dict[str, Any] = {"af": af, "agent": agent}
+    exec(view._cell["text"], cell)
+    assert cell["trajectory"].id == view.selection.ids[0]
+    assert cell["chain"].turns == cell["trajectory"].turns
+    shown = view.opened
+    await ask("open", {"step": 99, "run": 0})
+    assert len(view.selection) == 0
+    assert "not one of" in view._list["note"]
+    assert view.rollout is None
+    assert shown.comm is None  # closed with the list that it belonged to
+    view.refresh()
+    low, high = view.to_frame().loc[1, ["success_low", "success_high"]]
+    assert 0 <= low <= view.to_frame().loc[1, "success"] <= high <= 1
+    folder = w.TrainView(tmp_path / "run")  # as another day: only its folder
+    assert folder._about["control"]["can"] is False
+    assert len(await folder.open_step(1)) == 4
+    folder.pick(folder.rollout.trajectories[0])
+    assert folder._chain["agent"] is False
+    with pytest.raises(ValueError, match="which agent"):
+        folder._do_chain_stepper(None)
+    with pytest.raises(LookupError, match="no trajectory nobody"):
+        folder.pick("nobody")
+    await ask("stop")
+    bare = w.TrainView(FakeRun(2))
+    assert await bare.open_step(1) is None
+    assert "did not keep its rollouts" in bare._list["note"]
+    with pytest.raises(ValueError, match="there are 1 runs"):
+        await bare.open_step(1, 3)
+
+
+def test_a_saved_notebook_keeps_its_pictures_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import nbformat
+    from nbformat.sign import NotebookNotary
+
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))  # where trust is kept
+    view, other = w.TokenView(trajectory()), {WIDGET_MIME: {"model_id": "x"}, "text/plain": "Slider()"}
+    both = view._repr_mimebundle_()[0]
+    new = nbformat.v4.new_output
+    file = tmp_path / "mine.ipynb"
+    cells = [nbformat.v4.new_code_cell("view", outputs=[new("display_data", data=both)])]
+    notebook = nbformat.v4.new_notebook(cells=cells, metadata={"widgets": {"state": {}}})
+    nbformat.write(notebook, file)
+    NotebookNotary().sign(notebook)
+    assert w.freeze(file) == 1
+    after = nbformat.read(file, as_version=4)
+    nbformat.validate(after)
+    assert after.cells[0].outputs[0].data == {key: text for key, text in both.items() if key != WIDGET_MIME}
+    assert "widgets" not in after.metadata
+    assert NotebookNotary().check_signature(after)
+    before = file.read_bytes()
+    assert w.freeze(file) == 0
+    assert file.read_bytes() == before
+    # A widget without a picture stays as it is, with its state; one that nobody trusted is not trusted afterwards.
+    notebook.cells.append(nbformat.v4.new_code_cell("slider # mine", outputs=[new("display_data", data=other)]))
+    nbformat.write(notebook, file)
+    assert w.freeze(file) == 1
+    after = nbformat.read(file, as_version=4)
+    assert after.cells[1].outputs[0].data == other
+    assert "widgets" in after.metadata
+    assert not NotebookNotary().check_signature(after)
+    file.write_text("{}")
+    with pytest.raises(Exception, match="Notebook"):
+        w.freeze(file)
+    assert [path.name for path in tmp_path.glob("*.part")] == []
+
+
+def test_a_frame_of_all_tokens_and_of_those_selected_agree() -> None:
+    view = w.TokenView([trajectory("t-0"), trajectory("t-1", seed=1)])
+    frame = view.to_frame()
+    assert len(frame) == view.tokens == 46
+    view.select("t-1", 3, 9)
+    some = view.selection.to_frame().reset_index(drop=True)
+    again = frame[frame["trajectory"] == "t-1"].iloc[3:9].reset_index(drop=True)
+    assert some.equals(again)
+    assert frame["logprob"].isna().sum() == (~frame["mask"]).sum()
+    assert len(w.TokenView([]).to_frame()) == 0
+
+
+async def test_every_view_hands_its_selection_and_its_code_to_a_cell() -> None:
+    """What a person can expect of any view, whatever it shows."""
+    import agents
+
+    from agentfly_kit.pool.pool import Pool
+
+    class Box:
+        async def reset(self) -> None: ...
+
+    agent = agents.scripted(["42"])
+    run = agent.rollout(agents.tasks(2))
+    rollout = await run
+    pool = Pool(Box, size=1)
+    lease = await pool.acquire("me")
+    form = w.ToolForm(agents.calculator)
+    await form.call(expression="1+1")
+    one = rollout.trajectories[0]
+    views = {
+        "TokenView": (w.TokenView(one), lambda v: v.select(one.id, 0, 2), 2),
+        "TrajectoryView": (w.TrajectoryView(rollout), lambda v: v.select(one), 1),
+        "ChainStepper": (w.ChainStepper(agent.chain(one)), lambda v: None, 1),
+        "PoolView": (w.PoolView(pool), lambda v: v.select(lease.id), 1),
+        "RolloutView": (w.RolloutView(run), lambda v: v.pick(one), 1),
+        "TrainView": (w.TrainView(FakeRun(3)), lambda v: (setattr(v, "rollout", rollout), v.pick(one)), 1),
+        "ToolForm": (form, lambda v: v.select(1), 1),
+        "RewardForm": (w.RewardForm(agents.exact, rollout, follow=False), lambda v: v.pick(one), 1),
+    }
+    kinds = {name for name in w.__all__ if isinstance(kind := getattr(w, name), type) and issubclass(kind, w.View)}
+    assert kinds - {"View"} == set(views)
+    for name, (view, select, rows) in views.items():
+        select(view)
+        assert view.selection, name
+        assert len(view.selection.to_frame()) == rows, name
+        view._on_message(view, {"kind": "do", "page": "a", "name": "chain_code", "value": None}, [])
+        await asyncio.sleep(0)
+        code = view._cell["text"] if hasattr(view, "_cell") else None
+        if code is None:
+            code = view.to_code(0) if name == "TrajectoryView" else view.to_code()
+        compile(code, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        assert not view._notice, (name, view._notice)
+    await lease.release()
+    await pool.close()
