@@ -24,7 +24,7 @@ test: install  ## library, first notebook, one browser smoke a widget: minutes
 	@$(PY) -m pytest -n 2 --dist worksteal --durations=10 --durations-min=5 $(ARGS)
 
 # What depends on the isolation level and on who runs it: the files of sandboxes and pools, and the task families that use them.
-SANDBOX_TESTS := $(wildcard tests/test_sandbox_*.py tests/test_pool*.py) tests/sandboxes/test_grader.py $(patsubst %,tests/test_env_%.py,code repo sql)
+SANDBOX_TESTS := tests/sandboxes tests/pool $(patsubst %,tests/envs/test_env_%.py,code repo sql)
 test-sandboxes: install  ## the part of `make test` that runs code in sandboxes; scripts/bare runs it without bubblewrap
 	@$(PY) -m pytest -n 2 --dist worksteal $(ARGS) $(SANDBOX_TESTS)
 

@@ -62,13 +62,13 @@ def discard_leftovers() -> None:
     if "agentfly_kit.pool.pool" not in sys.modules:
         return
     from agentfly_kit.pool.pool import Lease
-    from agentfly_kit.sandboxes.hosted import Guest
+    from agentfly_kit.sandboxes.hosted import HostedSandbox
     from agentfly_kit.sandboxes.python import PythonSandbox
 
     for found in gc.get_objects():
         if issubclass(type(found), Lease):  # not isinstance, which calls what proxies say of themselves
             found.released = True
-        elif issubclass(type(found), PythonSandbox | Guest):
+        elif issubclass(type(found), PythonSandbox | HostedSandbox):
             found.kill()
 
 

@@ -5,7 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parent
+from paths import ROOT, TESTS
+
 FAILS_AND_GOES_ON = """
 import pytest
 import agentfly_kit as af
@@ -25,12 +26,9 @@ def test_the_next_one_finds_nothing(nothing_left):
 
 def test_a_failing_test_does_not_fail_the_next_one(tmp_path: Path) -> None:
     (tmp_path / "test_inner.py").write_text(FAILS_AND_GOES_ON)
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider",
-            "-c", TESTS.parent / "pyproject.toml", "--rootdir", tmp_path, tmp_path / "test_inner.py",
-        ],
-        env={**os.environ, "PYTHONPATH": str(TESTS)}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider"]
+    command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), str(tmp_path / "test_inner.py")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS / "sandboxes")))}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert "1 failed, 1 passed in" in done.stdout, done.stdout + done.stderr
     assert "meant to fail" in done.stdout

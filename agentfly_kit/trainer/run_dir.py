@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.metadata
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ from agentfly_kit.agent.rollout import Rollout, atomic_write, dump_json
 from agentfly_kit.errors import RunError, RunMismatch
 
 _FORMAT = "agentfly_kit.run"
-_VERSION = 1
+_VERSION = 2
 
 
 class Run:
@@ -59,6 +60,12 @@ class Run:
                 raise RunError(f"{file} was written by a newer version ({about['version']} > {_VERSION}); upgrade")
             if not resume:
                 return False
+            if about.get("version", 0) < _VERSION:
+                version = importlib.metadata.version("agentfly_kit")
+                raise RunError(
+                    f"{file} was written by agentfly_kit 0.1, and agentfly_kit {version} cannot continue it, because "
+                    "it names settings differently; give another folder, or resume=False to replace what is there"
+                )
             known = about["fingerprint"]
             if known != wanted:
                 lines = "\n".join(_differences(known, wanted))

@@ -33,7 +33,10 @@ FEWER = {"alfworld": 24, "code": 24, "repo": 6, "sql": 16}
 async def test_the_expert_solves_it_and_luck_does_not(name: str) -> None:
     of = getattr(af.envs, name)
     tasks = of.tasks(fewer(name), "test")
-    expert, luck = await af.evaluate(of.expert(), tasks), await af.evaluate(of.random_agent(), tasks)
+    # A repository's chains run its tests under a clock: more of them at once than cores would measure the machine.
+    most = 2 if name == "repo" else 64
+    expert = await af.evaluate(of.expert(), tasks, max_concurrency=most)
+    luck = await af.evaluate(of.random_agent(), tasks, max_concurrency=most)
     assert expert.success >= 0.98, expert
     assert luck.success <= 0.05, luck
     assert expert.unscored == luck.unscored == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
+import json
 import os
 import random
 import shutil
@@ -266,3 +268,19 @@ def test_killed_again_and_again_at_random_moments(overlap: int, tmp_path: Path) 
     assert policy.fingerprint() == wanted.fingerprint(), f"seed {seed}"
     assert numbers(run) == records, f"seed {seed}"
     assert not list((tmp_path / "run").glob(".*")), "no half-written file is left"
+
+
+def test_a_run_folder_of_version_0_1_is_rejected_and_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    about = {"format": "agentfly_kit.run", "version": 1, "fingerprint": {"agent": {}}}
+    (folder / "run.json").write_text(json.dumps(about))
+    (folder / "steps.jsonl").write_text('{"step": 1, "success": 0.5}\n')
+    run = Run(folder)
+    version = importlib.metadata.version("agentfly_kit")
+    with pytest.raises(RunError, match=f"written by agentfly_kit 0.1, and agentfly_kit {version}") as caught:
+        run.claim({"agent": {}}, resume=True)
+    assert len(str(caught.value).splitlines()) == 1
+    assert json.loads((folder / "run.json").read_text()) == about
+    assert run.records == [{"step": 1, "success": 0.5}], "its numbers can still be shown"
+    assert run.claim({"agent": {}}, resume=False) is False
