@@ -26,8 +26,8 @@ except ImportError as error:  # pragma: no cover - the test environment has it
     raise ImportError("the widgets need anywidget; type: pip install 'agentfly_kit[lab]'") from error
 
 from ._base import Static, View
-from ._chains import Trajectories
 from ._saved import freeze
+from ._selection import Trajectories
 from ._tokens import Selection, Span
 from .chain_stepper import ChainStepper
 from .pool_view import PoolView, Sandboxes

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import traitlets
 
 from ._base import Opener, Throttle, count, escape, escape_control_chars, number, sendable, tag
+from ._selection import Trajectories
 from ._tokens import visible
 
 _TEXT = 12_000
@@ -87,8 +88,6 @@ class ChainStepper(Opener):
     @property
     def selection(self) -> Any:
         """The chain in sight: what `finish()` gave, or as it is now, unscored. As in the views of many chains."""
-        from ._chains import Trajectories
-
         now = self.trajectory or self.chain.snapshot()
         return Trajectories((now.id,), (now,))
 

@@ -12,7 +12,8 @@ import numpy.typing as npt
 import traitlets
 
 from ._base import Opener, count, escape, escape_control_chars, number, pack, sendable, shared_prefix, tag
-from ._chains import Trajectories, cell_of
+from ._chains import cell_of
+from ._selection import Trajectories
 from ._tokens import is_trajectory, some
 from .chain_stepper import ChainStepper, _call, _named
 from .token_view import TokenView
