@@ -20,7 +20,7 @@ from torch import Tensor
 
 from agentfly_kit import _html
 from agentfly_kit.batch.filters import Filter, drop_reasons
-from agentfly_kit.batch.turn_data import is_same_turn, sampled_turn_indices
+from agentfly_kit.batch.turn_data import sampled_turn_indices
 from agentfly_kit.errors import AlignmentError, BatchError, EmptyBatch, SettingsError
 from agentfly_kit.types import UNSCORED_STOPS, Row, Trajectory
 
@@ -101,10 +101,6 @@ class Batch:
     """(B, T): the probability that top-p, top-k or min-p kept; NaN where the mask is 0. None where nothing was cut."""
     ref_logprobs: Tensor | None = None
     """(B, T): a frozen policy's, so that a KL in the reward and one in the loss need one forward."""
-    multiplicity: Tensor | None = None
-    """(B, T) float32: for how many rows a token is trained, see `once`; 0 where the mask is 0. None: for its own."""
-    trees: Tensor | None = None
-    """(B,) int64, with `multiplicity`: rows that are bound to each other by a shared token share a number."""
     dropped: tuple[Dropped, ...] = ()
     num_given: int = 0
     """Trajectories that were given, dropped ones included."""
@@ -177,42 +173,6 @@ class Batch:
                 changes[name] = torch.where(mask, value.float(), torch.nan)
         return replace(self, **changes)
 
-    def once(self) -> Batch:
-        """The same batch, with tokens that several rows share trained in the first of them, for all of them.
-
-        Forks repeat the turns before they part. Here those stand in one row with a `multiplicity`, the number of rows
-        that have them, and the mean of these rows' advantages, returns and token rewards; elsewhere their mask is 0.
-        Under a token mean or sum that is the gradient of the repeated batch wherever no clip binds, at fewer trained
-        tokens. Where one does bind, the clip of the mean is taken, not the mean of the clips. Advantages come first.
-        """
-        if self.multiplicity is not None:
-            return self
-        owner = torch.arange(len(self))[:, None].expand(self.ids.shape).clone()
-        rows = self.rows
-        by_place: dict[tuple[int, int], list[int]] = {}
-        for i, place in enumerate(zip(self.groups.tolist(), self.row_index.tolist(), strict=True)):
-            for earlier in reversed(by_place.setdefault(place, [])):  # the first one that shares a token keeps it
-                if bool(self.temperatures[earlier] == self.temperatures[i]):
-                    owner[i, : _shared(rows[earlier], rows[i])] = earlier
-            by_place[place].append(i)
-        both = self.mask & self.mask.gather(0, owner)  # an author's mask may differ
-        owner = torch.where(both, owner, torch.arange(len(self))[:, None])
-        mask = self.mask & (owner == torch.arange(len(self))[:, None])
-        count = torch.zeros(self.ids.shape).scatter_add(0, owner, self.mask.float())
-
-        def mean(values: Tensor) -> Tensor:
-            summed = torch.zeros(self.ids.shape).scatter_add(0, owner, torch.where(self.mask, values, 0.0))
-            return summed / count.clamp(min=1)
-
-        changes: dict[str, Any] = {"mask": mask, "multiplicity": torch.where(mask, count, 0.0)}
-        changes["versions"] = torch.where(mask, self.versions, -1)
-        for name in ("logprobs", "entropies", *_PER_TOKEN_FIELDS):
-            values = getattr(self, name)
-            if values is not None:
-                merged = mean(values) if name in ("advantages", "returns", "token_rewards") else values
-                changes[name] = torch.where(mask, merged, torch.nan)
-        return replace(self, **changes, trees=_bound(self.trajectory_index, owner))
-
     def packed(self) -> Packed:
         """Rows end to end, in order: N = lengths.sum() tokens, for a kernel that takes rows of any length.
 
@@ -243,7 +203,6 @@ class Batch:
 _PER_TOKEN_FIELDS = ("advantages", "returns", "values", "token_rewards", "kept_mass", "ref_logprobs")
 TruncationMode = Literal["score", "mask", "bootstrap", "penalty"]
 AdvantagePer = Literal["trajectory", "row"]
-Shared = Literal["repeat", "once"]
 Advantages = Callable[..., Tensor] | Tensor | Sequence[float] | None
 
 
@@ -252,7 +211,6 @@ def collate(
     advantages: Advantages = None,
     *,
     per: AdvantagePer = "trajectory",
-    shared: Shared = "repeat",
     authors: str | Sequence[str] | None = None,
     truncated: TruncationMode = "score",
     penalty: float = 0.5,
@@ -266,7 +224,6 @@ def collate(
         With per="trajectory" also (N, K), one for each sampled turn, as of `gigpo` and `arpo`: see `turn_data`.
     per: "trajectory" takes an advantage for each trajectory and gives it to all its rows; "row" (verl) shows the
         function every row as if it were its own trajectory: N is then the rows, each with its trajectory's reward.
-    shared: what forks have in common is in each of their rows: "repeat" trains it there, "once" in one; `Batch.once`.
     authors: whose tokens are trained, of those that this policy sampled; None is all. A turn's reward that another
         author earned is left out.
     truncated: "score" trains on chains that a limit cut; "mask" leaves their rows out, after the advantages were taken;
@@ -279,11 +236,7 @@ def collate(
              sampled.
     """
     given = _as_trajectories(rollout)
-    for name, value, kind in (
-        ("truncated", truncated, TruncationMode),
-        ("per", per, AdvantagePer),
-        ("shared", shared, Shared),
-    ):
+    for name, value, kind in (("truncated", truncated, TruncationMode), ("per", per, AdvantagePer)):
         if value not in get_args(kind):
             raise SettingsError(f"{name}={value!r}: give one of {', '.join(map(repr, get_args(kind)))}")
     if not given:
@@ -383,7 +336,7 @@ def collate(
                 batch, advantages, rewards, torch.tensor([group_of[i] for i in seen]), where, per
             )
         )
-    return batch.once() if shared == "once" else batch
+    return batch
 
 
 def _as_trajectories(rollout: Any) -> list[Trajectory]:
@@ -495,46 +448,14 @@ def _kept_mass(of: list[Trajectory], rows: list[Row], mask: Tensor) -> Tensor | 
     return torch.where(mask, out, torch.nan)
 
 
-def _shared(one: Row, other: Row) -> int:
-    """Tokens of the turns with which both rows begin: the same objects, or, loaded from disk, of the same seeds."""
-    tokens = 0
-    for a, b in zip(one.turns, other.turns, strict=False):
-        if not is_same_turn(a, b):
-            break
-        tokens += len(a.ids or ())
-    return tokens
-
-
-def _bound(trajectory_index: Tensor, owner: Tensor) -> Tensor:
-    """(B,): rows that belong together, because they are of one trajectory or one trains a token for the other."""
-    parent = list(range(len(trajectory_index)))
-
-    def root(i: int) -> int:
-        while parent[i] != i:
-            parent[i] = i = parent[parent[i]]
-        return i
-
-    first: dict[int, int] = {}
-    for i, trajectory in enumerate(trajectory_index.tolist()):
-        for other in {first.setdefault(trajectory, i), *owner[i].tolist()}:
-            a, b = sorted((root(i), root(other)))
-            parent[b] = a
-    return torch.tensor([root(i) for i in range(len(parent))])
-
-
 def join(batches: Sequence[Batch]) -> Batch:
     """One batch of several, in order: their groups and trajectories stay apart, their rows are padded to one width.
 
-    Values, returns, kept mass and reference logprobs are kept if every one has them; so is what is trained once.
+    Values, returns, kept mass and reference logprobs are kept if every one has them.
     Raises:  BatchError if there is none.
     """
     if not batches:
         raise BatchError("join was given no batch")
-    if any(b.multiplicity is not None for b in batches):
-        batches = [
-            b if b.multiplicity is not None else replace(b, multiplicity=b.mask.float(), trees=b.trajectory_index)
-            for b in batches
-        ]
     width = max(b.ids.shape[1] for b in batches)
     out: dict[str, Any] = {}
     for name, fill in _PADDING_VALUES.items():
@@ -546,9 +467,7 @@ def join(batches: Sequence[Batch]) -> Batch:
             out[name] = torch.cat(parts)
         else:
             out[name] = None
-    for name in ("groups", "trajectory_index", "trees"):
-        if getattr(batches[0], name) is None:
-            continue
+    for name in ("groups", "trajectory_index"):
         start, parts = 0, []
         for b in batches:
             part = getattr(b, name)
@@ -568,19 +487,10 @@ def join(batches: Sequence[Batch]) -> Batch:
     )
 
 
-_PER_ROW_FIELDS = (
-    "rewards",
-    "groups",
-    "trajectory_index",
-    "row_index",
-    "temperatures",
-    "lengths",
-    "truncated",
-    "trees",
-)
+_PER_ROW_FIELDS = ("rewards", "groups", "trajectory_index", "row_index", "temperatures", "lengths", "truncated")
 # What stands on the padding of each tensor.
 _PADDING_VALUES: dict[str, Any] = dict.fromkeys(
-    ("ids", "attention", "mask", "rewards", "temperatures", "lengths", "truncated", "row_index", "multiplicity"), 0
+    ("ids", "attention", "mask", "rewards", "temperatures", "lengths", "truncated", "row_index"), 0
 )
 _PADDING_VALUES |= {"versions": -1} | dict.fromkeys(
     ("logprobs", "entropies", "values", "returns", *_PER_TOKEN_FIELDS), math.nan

@@ -2,7 +2,7 @@
 
 from agentfly_kit.ppo.distributed import gather
 from agentfly_kit.ppo.kl_reward import shaped_rewards
-from agentfly_kit.ppo.objective import Aggregate, LossName, TokenLoss, aggregate_options, refuse_once
+from agentfly_kit.ppo.objective import Aggregate, LossName, TokenLoss, aggregate_options
 from agentfly_kit.ppo.old_logprobs import Correction
 from agentfly_kit.ppo.optimizer import adamw
 from agentfly_kit.ppo.step import ppo_step, ppo_step_async
@@ -17,6 +17,5 @@ __all__ = [
     "gather",
     "ppo_step",
     "ppo_step_async",
-    "refuse_once",
     "shaped_rewards",
 ]

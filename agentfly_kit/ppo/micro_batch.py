@@ -132,24 +132,7 @@ def raise_if_cancelled(
 
 
 def minibatches(batch: Batch, size: int | None, generator: torch.Generator) -> list[Tensor]:
-    """The rows of each update of an epoch, in a random order: `size` trajectories, each with all its rows.
-
-    What is bound by tokens that are trained once stays together; then an update may have more than `size`.
-    """
-    bound = batch.trajectory_index if batch.trees is None else batch.trees
-    heads = bound[batch.first_rows]  # of each trajectory, what it is bound to
-    units, counts = heads.unique(return_counts=True)
-    order = torch.randperm(len(units), generator=generator)
-    if size is None:
-        size = len(heads)
-    out: list[Tensor] = []
-    taken, held = [], 0
-    for unit, count in zip(units[order].tolist(), counts[order].tolist(), strict=True):
-        taken.append(unit)
-        held += count
-        if held >= size:
-            out.append(torch.isin(bound, torch.tensor(taken)).nonzero()[:, 0])
-            taken, held = [], 0
-    if taken:
-        out.append(torch.isin(bound, torch.tensor(taken)).nonzero()[:, 0])
-    return out
+    """The rows of each update of an epoch, in a random order: `size` trajectories, each with all its rows."""
+    trajectories = batch.trajectory_index.unique()
+    order = trajectories[torch.randperm(len(trajectories), generator=generator)]
+    return [torch.isin(batch.trajectory_index, part).nonzero()[:, 0] for part in order.split(size or len(order))]

@@ -32,8 +32,6 @@ _ROW_WISE = ("gspo", "gmpo")
 """Losses in which a token's loss depends on its whole row: they need rows, the others only tokens."""
 _BATCH_WIDE = ("clip_cov", "kl_cov")
 """Losses in which it depends on the whole minibatch, rows without advantage included."""
-_TOKEN_SUMS = ("token_mean", "seq_mean_token_sum", "fixed")
-"""Aggregates in which a token's weight does not depend on what else stands in its row."""
 
 
 @dataclass(frozen=True)
@@ -99,25 +97,6 @@ def aggregate_options(given: Aggregate, denominator: float | None) -> tuple[loss
     return how, options
 
 
-def refuse_once(loss: Any, how: losses.AggregateMode, correction: Any) -> None:
-    """Refuse what cannot be had of a batch whose shared tokens stand in one row: whatever looks at a whole row."""
-    known = Loss.resolve(loss, None, None, None)
-    level = correction.get("level") if isinstance(correction, Mapping) else correction
-    what = ""
-    if how not in _TOKEN_SUMS:
-        what = f"aggregate={how!r}"
-    elif known.needs_rows or known.batch_wide:
-        inner = loss.func if isinstance(loss, functools.partial) else loss
-        what = f"loss={inner if isinstance(inner, str) else getattr(inner, '__name__', inner)!r}"
-    elif level == "sequence":
-        what = "correction='sequence'"
-    if what:
-        raise SettingsError(
-            f"{what} depends on whole rows, and what rows share is to be trained once, in one of them: give "
-            f"shared='repeat', or a loss of single tokens and aggregate={' or '.join(map(repr, _TOKEN_SUMS))}"
-        )
-
-
 @dataclass(frozen=True)
 class Objective:
     """What is minimised, as a function of the numbers that a forward gave."""
@@ -144,22 +123,16 @@ class Objective:
 
         Every aggregate is linear in the per-token losses, so its gradient is all there is to know of it.
         """
-        ones = torch.zeros(len(rows), batch.ids.shape[1], requires_grad=True)
-        per_token, options = ones, self.options
-        if batch.multiplicity is not None:
-            # Denominators are those of the rows with all that they share: no token and no row of them is gone.
-            many = batch.multiplicity[rows]
-            per_token = ones * many
-            options = options | {"total": many.sum() if self.aggregate == "token_mean" else len(rows)}
+        per_token = torch.zeros(len(rows), batch.ids.shape[1], requires_grad=True)
         one = losses.aggregate(
             per_token,
             batch.mask[rows],
             self.aggregate,
             trajectory_index=batch.trajectory_index[rows] if self.aggregate == "trajectory_mean" else None,
-            **options,
+            **self.options,
         )
         out = torch.zeros(batch.ids.shape)
-        out[rows] = torch.autograd.grad(one, ones)[0]
+        out[rows] = torch.autograd.grad(one, per_token)[0]
         return out
 
     def policy_loss(self, leaf: Tensor, micro: MicroBatch, seed: int = 0) -> Tensor:

@@ -34,7 +34,6 @@ from agentfly_kit.ppo.objective import (
     TokenLoss,
     aggregate_options,
     batch_gradient,
-    refuse_once,
 )
 from agentfly_kit.ppo.old_logprobs import EXACT_GAP, Correction, resolve_old_logprobs, sampler_weights
 from agentfly_kit.ppo.optimizer import clip_and_step
@@ -92,8 +91,7 @@ def ppo_step(
     kl_in: "reward" says that the advantages hold the KL already (`shaped_rewards`): it is reported, and not added here.
     kl_weighted: multiply each token's KL by its ratio to the old policy, which makes it, and its gradient, unbiased on
         samples of that policy: TRL's `use_bias_correction_kl`. Without it an estimator holds for fresh samples.
-    minibatch: trajectories an update, each with all its rows; None is all of them. Forks whose shared tokens are
-        trained once (`Batch.once`) stay together, so an update may have a few more.
+    minibatch: trajectories an update, each with all its rows; None is all of them.
     micro_tokens: padded tokens a forward (None: the policy's own choice); it bounds memory and changes nothing else.
     target_kl: stop before the next minibatch once approx_kl of an update exceeds it.
     old_logprobs: the ratio's denominator. "engine" takes the sampler's logprobs, "recompute" the policy's before the
@@ -134,8 +132,6 @@ def ppo_step(
         kl_weighted=kl_weighted,
         entropy_coef=entropy_coef,
     )
-    if batch.multiplicity is not None:
-        refuse_once(loss, how, correction)
     ranks = DistributedStep(accelerator)
     ranks.check_same_batch(batch)
     phases = PhaseTimer()
@@ -143,7 +139,7 @@ def ppo_step(
     with single_torch_thread(policy):
         # A row whose advantage is exactly 0 moves nothing when nothing but the advantage speaks. It is not run, but it
         # stays in every denominator and in the schedule of updates.
-        live = batch.mask.any(1)  # what a row shares may all be trained in others
+        live = batch.mask.any(1)
         if objective.only_advantage and target_kl is None:  # a target reads the KL of every row
             live = (torch.where(batch.mask, batch.advantages, 0.0) != 0).any(1)
         flat = len(batch.groups[batch.mask.any(1)].unique()) - len(batch.groups[live].unique())

@@ -27,10 +27,6 @@ class BatchBuilder:
 
     def build(self, rollout: Rollout, kl_coef: float) -> Batch:
         """The batch of a rollout, with advantages; kl_coef is what a KL in the reward is multiplied by now."""
-        batch = self._build(rollout, kl_coef)
-        return batch.once() if self.config.shared == "once" else batch
-
-    def _build(self, rollout: Rollout, kl_coef: float) -> Batch:
         config = self.config
         name = config.advantage
         if callable(name) or name in (*OUTCOME_ESTIMATORS, *TURN_ESTIMATORS):

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from agentfly_kit import losses
 from agentfly_kit.agent.budget import Budget
-from agentfly_kit.batch.batch import AdvantagePer, Shared, TruncationMode
+from agentfly_kit.batch.batch import AdvantagePer, TruncationMode
 from agentfly_kit.batch.filters import Filter, is_group_filter
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.ppo import Aggregate, Correction, LossName, aggregate_options, refuse_once
+from agentfly_kit.ppo import Aggregate, Correction, LossName, aggregate_options
 from agentfly_kit.types import Task
 
 OUTCOME_ESTIMATORS = ("grpo", "dr_grpo", "rloo")
@@ -39,8 +39,6 @@ class TrainConfig:
     """For an estimator of outcomes: a chain of several rows is one in its group, or ("row") as many as it has rows."""
     authors: tuple[str, ...] | str | None = None
     """Whose tokens are trained, where the policy samples in the name of several roles; None is all."""
-    shared: Shared = "repeat"
-    """What forks have in common is trained in each of their rows, or "once" with its multiplicity; see `Batch.once`."""
     gamma: float = 1.0
     lam: float = 0.95
     whiten: bool = True
@@ -160,9 +158,7 @@ class TrainConfig:
                 f"refill={self.refill} with {len(self.filters)} filters: give a number of rounds, and in filters= what "
                 "a group is left out for, such as af.filters.equal_rewards"
             )
-        how, _ = aggregate_options(self.aggregate, self.denominator)
-        if self.shared == "once":
-            refuse_once(self.loss, how, self.correction)
+        aggregate_options(self.aggregate, self.denominator)
         if self.advantage_per == "row" and self.advantage in TURN_ESTIMATORS:
             raise SettingsError(f"advantage_per='row' with advantage={self.advantage!r}: it sees whole chains already")
         if self.advantage_per == "row" and self.kl_in == "reward" and self.kl_coef > 0:
@@ -170,7 +166,6 @@ class TrainConfig:
         for name, kind in (
             ("loss", LossName),
             ("truncated", TruncationMode),
-            ("shared", Shared),
             ("advantage_per", AdvantagePer),
         ):
             value = getattr(self, name)

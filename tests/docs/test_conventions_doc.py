@@ -164,19 +164,6 @@ DISPUTES = [
         ],
     ),
     Dispute(
-        "Tokens that forks share",
-        "A token stands in two forks with the advantages 1.2 and -0.4, and its ratio is now `r`. Trained in both rows "
-        'it has two losses; trained once (`shared="once"`), twice that of their mean. At a ratio of 1 they are one; '
-        "where a clip binds they are not. A loss that looks at whole rows cannot be had of the second, and is refused.",
-        "loss = lambda a, r: -af.losses.ppo(torch.tensor([r]).log(), torch.zeros(1), torch.tensor([a]), torch.ones(1))",
-        [
-            Side("in each row, at 1", "loss(1.2, 1.0) + loss(-0.4, 1.0)"),
-            Side("once, at 1", "2 * loss(0.4, 1.0)"),
-            Side("in each row, at 1.5", "loss(1.2, 1.5) + loss(-0.4, 1.5)"),
-            Side("once, at 1.5", "2 * loss(0.4, 1.5)"),
-        ],
-    ),
-    Dispute(
         "A row without any action token, in a mean over rows",
         "",
         "loss = torch.tensor([[1.0, 3.0], [0.0, 0.0]])\nmask = torch.tensor([[1, 1], [0, 0]])",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import math
 import random
@@ -16,7 +15,7 @@ import torch
 from test_ppo_more import gradient
 from torch import Tensor
 
-from agentfly_kit import advantages, losses
+from agentfly_kit import advantages
 from agentfly_kit.agent.chain import Chain
 from agentfly_kit.batch.batch import Batch, collate, join
 from agentfly_kit.errors import AlignmentError, BatchError, RunMismatch, SettingsError
@@ -41,22 +40,13 @@ def trajectory(
     stop: str = "answered",
     seed: int = 0,
     noise: float = 0.3,
-    before: Trajectory | None = None,
-    keep: int = 0,
 ) -> Trajectory:
-    """Rows of random ids with the policy's own logprobs and noise on them (without a policy, -1 and noise).
-
-    before, keep: a fork that shares the first `keep` turns, as objects.
-    """
+    """Rows of random ids with the policy's own logprobs and noise on them (without a policy, -1 and noise)."""
     g = torch.Generator().manual_seed(seed)
-    turns: list[Turn] = list(before.turns[:keep]) if before is not None else []
-    skip = keep
+    turns: list[Turn] = []
     for r, row in enumerate(plan):
         ids: list[int] = [i for t in turns if t.row == r for i in t.ids or ()]
         for author, n in row:
-            if skip:
-                skip -= 1
-                continue
             new = torch.randint(7, 390, (n,), generator=g).tolist()
             sampled = author == "policy" or author.isupper()
             at = range(len(ids), len(ids) + n)
@@ -234,10 +224,6 @@ def test_joined_batches_keep_trajectories_apart() -> None:
     both = join([a, b])
     assert len(both.trajectory_index.unique()) == len(a.trajectory_index.unique()) + len(b.trajectory_index.unique())
     assert both.rows == (*a.rows, *b.rows)
-    mixed = join([a, b.once()])
-    assert mixed.multiplicity is not None and mixed.trees is not None
-    assert float(mixed.multiplicity.sum()) == int(a.mask.sum()) + int(b.mask.sum())
-    assert set(mixed.trees[: len(a)].tolist()).isdisjoint(mixed.trees[len(a) :].tolist())
 
 
 # --- the step against its definition -------------------------------------------------------------
@@ -373,126 +359,6 @@ def test_an_unknown_aggregate_is_refused() -> None:
     for wrong in ("mean", {"how": "trajectory_mean", "counts": "rows"}, {"count": "rows"}):
         with pytest.raises(SettingsError, match=r"aggregate=.*give one of 'token_mean'"):
             gradient(policy, batch, aggregate=wrong)
-
-
-# --- forks ---------------------------------------------------------------------------------------
-
-
-def forked(policy: Policy | None, noise: float = 0.0) -> list[Trajectory]:
-    """Two groups: a chain of two rows that was forked twice, in its first row and in its second, and a chain alone."""
-    plan: Plan = [
-        [("task", 3), ("policy", 4), ("tool", 2), ("policy", 3), ("tool", 2)],
-        [("hook", 2), ("policy", 3), ("tool", 1), ("policy", 2)],
-    ]
-    out = []
-    for g in range(2):
-        root = trajectory(policy, plan, name=f"g{g}/0", reward=1.0, seed=40 * g + 1, noise=noise)
-        early = trajectory(
-            policy, [plan[0], [("hook", 4), ("policy", 2)]], name=f"g{g}/0.1", reward=0.0, seed=40 * g + 2,
-            before=root, keep=3, noise=noise,
-        )  # fmt: skip
-        late = trajectory(policy, plan, name=f"g{g}/0.2", reward=0.5, seed=40 * g + 3, before=root, keep=8, noise=noise)
-        other = trajectory(policy, plan, name=f"g{g}/1", reward=0.25, seed=40 * g + 4, noise=noise)
-        out += [root, early, late, other]
-    return out
-
-
-@pytest.mark.parametrize("how", ["token_mean", "seq_mean_token_sum", "fixed"])
-@pytest.mark.parametrize("minibatch", [None, 4])
-def test_what_forks_share_may_be_trained_once(how: str, minibatch: int | None) -> None:
-    """Inside the clip the gradient is that of the rows that repeat it; fewer tokens are trained."""
-    policy = agents.random_policy(7)
-    given = forked(policy)
-    twice, once = collate(given, advantages.grpo), collate(given, advantages.grpo, shared="once")
-    assert once.multiplicity is not None
-    assert int(once.mask.sum()) < int(twice.mask.sum()) == float(once.multiplicity.sum())
-    assert torch.isnan(once.advantages).tolist() == (~once.mask).tolist()
-    options = {"denominator": 20.0} if how == "fixed" else {}
-    if minibatch is None:
-        wanted, _ = gradient(policy, twice, aggregate=how, **options)
-        for micro in (1, 60, 10_000):
-            got, _ = gradient(policy, once, aggregate=how, micro_tokens=micro, **options)
-            agents.assert_same_gradient(got, wanted)
-    else:  # a tree of three and a chain alone: of two groups, in any order
-        for rows in minibatches(once, minibatch, torch.Generator().manual_seed(1)):
-            part = set(rows.tolist())
-            assert once.trees is not None
-            for tree in once.trees.unique():
-                members = set((once.trees == tree).nonzero()[:, 0].tolist())
-                assert members <= part or members.isdisjoint(part)
-
-
-def test_shared_tokens_have_the_mean_advantage_and_their_number() -> None:
-    given = forked(None)[:4]
-    each = advantages.dr_grpo([t.reward for t in given], [0] * 4).tolist()
-    once = collate(given, advantages.dr_grpo, shared="once")
-    assert once.multiplicity is not None and once.trees is not None
-    root = [i for i, t in enumerate(once.trajectories) if t.id == "g0/0"]
-    first, second = once.multiplicity[root[0]], once.multiplicity[root[1]]
-    assert first[once.mask[root[0]]].tolist() == [3] * 4 + [2] * 3
-    assert second[once.mask[root[1]]].tolist() == [2] * 3 + [1] * 2
-    a = once.advantages[root[0]][once.mask[root[0]]]
-    assert a.tolist() == pytest.approx([sum(each[:3]) / 3] * 4 + [(each[0] + each[2]) / 2] * 3)
-    late = [i for i, t in enumerate(once.trajectories) if t.id == "g0/0.2"]
-    assert not once.mask[late[0]].any()  # all of it stands in the chain that it left
-    assert len(set(once.trees[[i for i, t in enumerate(once.trajectories) if t.id != "g0/1"]].tolist())) == 1
-    assert once.once() is once
-
-
-def test_a_whole_row_that_is_trained_elsewhere_is_run_for_nobody() -> None:
-    policy = agents.random_policy(7)
-    once = collate(forked(policy), advantages.grpo, shared="once")
-    assert not once.mask.any(1).all()
-    _, stats = gradient(policy, once, detail=True, old_logprobs="recompute", entropy_coef=0.01, correction="token")
-    assert math.isfinite(stats.grad_norm)
-    assert stats.tokens == int(once.mask.sum())
-
-
-def test_chains_that_say_the_same_are_not_forks() -> None:
-    """Two chains of a group that happened to sample the same tokens: each is its own."""
-    plan: Plan = [[("task", 2), ("policy", 3)]]
-    a = trajectory(None, plan, name="g/0", seed=1)
-    turn = Turn(**{**vars(a.turns[1]), "seed": 77, "parent": a.turns[0]})
-    b = a.replace(id="g/1", chain=1, turns=(a.turns[0], turn), reward=0.0)
-    assert int(collate([a, b], advantages.grpo, shared="once").mask.sum()) == 6
-    loaded = Turn(**{**vars(a.turns[1]), "parent": a.turns[0]})
-    c = a.replace(id="g/0.1", turns=(a.turns[0], loaded), reward=0.0)  # of the same seed: a fork that was on disk
-    assert int(collate([a, c], advantages.grpo, shared="once").mask.sum()) == 3
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"aggregate": "seq_mean_token_mean"}, "aggregate='seq_mean_token_mean' depends on whole rows"),
-        ({"aggregate": "trajectory_mean"}, "aggregate='trajectory_mean'"),
-        ({"loss": "gspo"}, "loss='gspo'"),
-        ({"loss": functools.partial(losses.gmpo, clip=0.3)}, "loss='gmpo'"),
-        ({"loss": "kl_cov"}, "loss='kl_cov'"),
-        ({"loss": lambda logp, old, adv, mask: -logp * adv}, "loss="),
-        ({"correction": "sequence"}, "correction='sequence'"),
-        ({"correction": {"level": "sequence"}}, "correction='sequence'"),
-    ],
-)
-def test_what_looks_at_whole_rows_is_refused_by_name(options: dict[str, Any], says: str) -> None:
-    policy = agents.random_policy(7)
-    once = collate(forked(policy), advantages.grpo, shared="once")
-    with pytest.raises(SettingsError, match=f"{says}.*shared='repeat'"):
-        gradient(policy, once, **options)
-
-
-def test_returns_are_shared_too() -> None:
-    """The value loss's gradient in a shared token: that of the mean return, its number of times."""
-    policy = agents.random_policy(7, value_head=True)
-    batch = collate(forked(policy))
-    values = policy.score(batch, {"value"})["value"]
-    adv, returns = advantages.gae(torch.where(batch.mask, batch.token_rewards, 0.0), values, batch.mask)
-    batch = batch.replace(advantages=adv, returns=returns, values=values)
-    moved = []
-    for b in (batch, batch.once()):
-        got, stats = gradient(policy, b, value_coef=0.7)
-        assert stats.value_loss > 0
-        moved.append(got)
-    agents.assert_same_gradient(moved[0], moved[1])
 
 
 # --- advantages a token, over folds --------------------------------------------------------------
@@ -760,7 +626,6 @@ def fold_with_text(chain: Chain) -> None:
         {"aggregate": "trajectory_mean"},
         {"aggregate": {"how": "trajectory_mean", "count": "rows"}},
         {"advantage_per": "row"},
-        {"shared": "once"},
         {"authors": "policy"},
         {"advantage": "reinforce_plus_plus"},
         {"advantage": "reinforce_plus_plus_baseline"},
@@ -778,9 +643,6 @@ async def test_every_setting_takes_folded_rows(tmp_path: Path, more: dict[str, A
     ("more", "says"),
     [
         ({"advantage_per": "task"}, "advantage_per='task': give one of 'trajectory', 'row'"),
-        ({"shared": "twice"}, "shared='twice'"),
-        ({"shared": "once", "aggregate": "trajectory_mean"}, "aggregate='trajectory_mean' depends on whole rows"),
-        ({"shared": "once", "loss": "gspo"}, "loss='gspo'"),
         ({"aggregate": {"how": "mean"}}, "give one of 'token_mean'"),
         ({"advantage_per": "row", "kl_in": "reward", "kl_coef": 0.1}, "a chain pays as a whole"),
     ],
