@@ -113,9 +113,8 @@ async def crowded(name: str, leases: int, waiters: int, size: int) -> dict[str, 
 
 
 def weight(sandboxes: list[PythonSandbox]) -> int:
-    """kB of all of them together, and of the hub that some of them share."""
+    """kB of all of them together."""
     roots = {sandbox.pid for sandbox in sandboxes}
-    roots |= {hub.process.pid for s in sandboxes if s._handle and (hub := s._handle.hub) and hub.process}
     pids = {pid for root in roots if root for pid in below(root)}
     return sum(map(pss, pids))
 

@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import socket
-import struct
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +33,6 @@ _GRACE_SECONDS = 0.5  # between the interrupt, which keeps the variables, and th
 _CPU_POLL_SECONDS = 0.25  # how often the processor time of a running call is looked at
 _MAX_OUTPUT_FACTOR = 256  # a call may print this many times what is kept of it, then it is stopped
 _CHUNK = 65536
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class _ReplayMismatch(SandboxError):
@@ -48,11 +46,9 @@ class PythonSandbox:
     last one (new process, empty folder), `await close()`. `async with PythonSandbox() as sandbox` does the first and
     the last.
 
-    isolation   "strict" (one bubblewrap each), "shared" (one bubblewrap and one Python for all with the same network=,
-                packages= and preload=, each in namespaces of its own), "landlock" (no namespaces), "none" (a bare
-                process with limits), or None: the best there is here, which is never "shared"; or a Container, which
-                says the image. A level that was named and cannot be had raises IsolationError at `start`.
-                `sandbox_report()` says what each keeps apart.
+    isolation   "strict" (one bubblewrap each), "landlock" (no namespaces), "none" (a bare process with limits), or
+                None: the best there is here; or a Container, which says the image. A level that was named and cannot
+                be had raises IsolationError at `start`. `sandbox_report()` says what each keeps apart.
     memory_mb, processes, cpu_seconds, disk_mb, network     see Limits; `limit_mechanisms` says how each one is held.
     packages    the packages installed for this Python can be imported inside, read-only; False: the standard library.
     preload     modules that every interpreter has loaded already (numpy: 0.1 s once instead of in each chain).
@@ -108,7 +104,7 @@ class PythonSandbox:
     # --- life ------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the zygote and the first interpreter (about 30 ms, 10 at "shared"). Does nothing if it runs.
+        """Start the zygote and the first interpreter (about 30 ms). Does nothing if it runs.
 
         Raises:  IsolationError if the level cannot be had, SandboxError if the process does not come up.
         """
@@ -131,8 +127,6 @@ class PythonSandbox:
         try:
             if self._requested_isolation is None and level != "strict":
                 levels.warn_below_strict(level)
-            if handle.hub is not None:
-                await self._greet(handle)
             if inside:
                 await self._expect("ready", 0, _START_SECONDS)
             await self._new_interpreter(
@@ -147,19 +141,6 @@ class PythonSandbox:
             self._drop()
             raise
 
-    async def _greet(self, handle: process.SandboxProcess) -> None:
-        hello = await self._expect("hello", 0, _START_SECONDS)
-        if hello.get("error"):
-            raise SandboxError(f"the sandbox could not be set apart: {hello['error']}")
-        assert self._control is not None
-        try:
-            handle.adopt(self._control.sender)
-            if not handle.confined:  # it could not enter its control group by itself, and has run nothing yet
-                await asyncio.get_running_loop().run_in_executor(None, handle.confine)
-            handle.instruct()
-        except OSError as error:
-            raise SandboxError(f"the sandbox died while it started: {error}") from error
-
     def _adopt(self, level: str, handle: process.SandboxProcess) -> None:
         if self._closed:
             handle.kill()
@@ -168,7 +149,7 @@ class PythonSandbox:
         self.isolation = level
         self._handle = handle
         self._finalizer = weakref.finalize(self, handle.kill)
-        self._control = _JSONLines(handle.control, labelled=handle.hub is not None)
+        self._control = _JSONLines(handle.control)
 
     def _launch(self) -> tuple[str, process.SandboxProcess]:
         if isinstance(self._requested_isolation, Container):
@@ -502,28 +483,17 @@ class _Watch:
 class _JSONLines:
     """JSON lines from a non-blocking socket. What comes may be untrusted: bounded, and objects only."""
 
-    def __init__(self, source: socket.socket, max_bytes: int = 2**20, labelled: bool = False) -> None:
+    def __init__(self, source: socket.socket, max_bytes: int = 2**20) -> None:
         self.socket = source
         self.max_bytes = max_bytes
-        self.labelled = labelled  # the kernel says who sent it
-        self.sender = 0
         self.buffer = bytearray()
         self.ended = False
-
-    def _receive(self) -> bytes:
-        if not self.labelled:
-            return self.socket.recv(_CHUNK)
-        data, extra, _, _ = self.socket.recvmsg(_CHUNK, socket.CMSG_SPACE(_CREDENTIALS.size))
-        for _, kind, label in extra:
-            if kind == socket.SCM_CREDENTIALS and not self.sender:
-                self.sender = _CREDENTIALS.unpack(label)[0]
-        return data
 
     def read(self) -> list[dict[str, Any]]:
         """The messages that have come. Raises EOFError at the end, ValueError if it is not the protocol."""
         while True:
             try:
-                data = self._receive()
+                data = self.socket.recv(_CHUNK)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:

@@ -77,9 +77,9 @@ class TrainConfig:
     """nats a token: an iteration makes no further update once one exceeded it."""
     max_kl: float | None = 10.0
     """nats a token: an iteration whose approx_kl exceeds it has diverged. It ends the run with a TrainingError, is not
-    kept, and the weights go back to the last checkpoint. None keeps whatever comes. One that destroys the policy with
-    less is seen by what the next chains earn: there is a warning when the mean reward has fallen below half of what it
-    was, and not by luck (Mann and Whitney's test on the means of 16 groups or more); none with `difficulty`."""
+    kept, and the weights go back to the last checkpoint. None keeps whatever comes. A smaller update can destroy the
+    policy too: a run warns once when the mean reward stayed below half of its best value for 3 steps in a row. Not
+    with `difficulty`, where harder tasks lower the reward by themselves."""
     micro_tokens: int | None = None
     old_logprobs: Literal["auto", "engine", "recompute"] = "auto"
     """The ratio's denominator; see `ppo_step`. With `overlap`, "auto" is "engine" without a correction, and

@@ -37,7 +37,7 @@ from agentfly_kit.trainer.batch_builder import BatchBuilder
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.distributed import WorkerGroup, run_in_thread
 from agentfly_kit.trainer.fingerprint import fingerprint
-from agentfly_kit.trainer.reward_collapse import Fall
+from agentfly_kit.trainer.reward_collapse import detect_collapse
 from agentfly_kit.trainer.run_dir import Run, last_success, recent_steps_table
 from agentfly_kit.trainer.task_sampler import TaskSampler
 from agentfly_kit.types import Stats, Task
@@ -174,7 +174,6 @@ class TrainRun:
         self._prefetch_agent: Agent | None = None
         """With an engine of its own weights, which stay as they are while the policy learns."""
         self._kl_coef = config.kl_coef
-        self._fall = Fall()
         self._next_index = 0
         self._replay: list[dict[str, float]] = []
         self._steps_yielded = 0
@@ -382,12 +381,15 @@ class TrainRun:
             why = next((str(t.error) for t in rollout.trajectories if t.error), "")
             share = record["unscored"]
             warnings.warn(f"step {index + 1}: {share:.0%} of the chains were unscored. {why}", stacklevel=2)
-        # Harder tasks earn less by themselves.
-        fell = None if config.difficulty else self._fall.look(index + 1, rollout, record.get("approx_kl", math.nan))
-        if fell is not None:
+        # Harder tasks lower the reward by themselves.
+        collapse = None
+        if not config.difficulty:
+            collapse = detect_collapse([*self.run.records, record], config.tasks_per_step)
+        if collapse is not None:
             warnings.warn(
-                f"step {index + 1}: {fell}. Try a smaller lr than {config.lr:g}, target_kl=0.05, or fewer epochs, in a "
-                "new run; the folder keeps the weights of the last checkpoint alone",
+                f"step {index + 1}: {collapse}. Try a smaller lr than {config.lr:g} or a lower max_kl (now "
+                f"{config.max_kl}), in a new run that starts from the last good weights; this folder keeps only its "
+                "last checkpoint",
                 stacklevel=2,
             )
         try:

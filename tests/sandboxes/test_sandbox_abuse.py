@@ -1,6 +1,6 @@
 """Code that means harm, at every level: what the attacker found, and that the machine is untouched.
 
-Where the levels differ, the test says so by name. In short: strict and shared see nothing of the machine; landlock sees
+Where the levels differ, the test says so by name. In short: strict sees nothing of the machine; landlock sees
 that files are there and opens none of them, has no sockets at all, and bounds files one by one; none is no boundary,
 and attacks that would succeed against this very machine are not tried there (`CONFINED`).
 """
@@ -36,12 +36,10 @@ STRICT = isolation.strict_unavailable_reason() if shutil.which("bwrap") is None 
 LANDLOCK = "" if isolation.landlock_version() else isolation.landlock_unavailable_reason()
 MARKS = {
     "strict": [pytest.mark.skipif(bool(STRICT), reason=STRICT)],
-    "shared": [pytest.mark.skipif(bool(STRICT), reason=STRICT)],
     "landlock": [pytest.mark.skipif(bool(LANDLOCK), reason=LANDLOCK)],
     "none": [],
 }
-SPACES = ("strict", "shared")
-CONFINED = (*SPACES, "landlock")
+CONFINED = ("strict", "landlock")
 
 
 def levels(*names: str) -> pytest.MarkDecorator:
@@ -50,7 +48,7 @@ def levels(*names: str) -> pytest.MarkDecorator:
 
 every_level = levels(*MARKS)
 confined = levels(*CONFINED)
-spaces = levels(*SPACES)
+strict = levels("strict")
 
 
 @pytest_asyncio.fixture
@@ -96,7 +94,7 @@ async def test_home_and_secrets_of_the_host(sandbox: PythonSandbox, level: str, 
         assert str(secret) in read, "no boundary"
     else:
         assert read == []
-    if level in SPACES:
+    if level == "strict":
         assert there == [], "not even their names"
 
 
@@ -161,7 +159,7 @@ async def test_the_zygote_is_out_of_reach(sandbox: PythonSandbox, level: str):
     await sandbox.reset()
     score = await asyncio.to_thread(Path(f"/proc/{sandbox.pid}/oom_score_adj").read_text)
     assert score == "0\n"
-    if level in SPACES:
+    if level == "strict":
         assert (await sandbox.run("open('/proc/1/oom_score_adj').read()")).value == repr("0\n")
     assert sandbox.pid == pid
 
@@ -196,7 +194,7 @@ async def test_nothing_of_the_machine_can_be_written(sandbox: PythonSandbox, lev
     done
     """
     assert (await attack(sandbox, code)).value == "[]"
-    worker = isolation.STRICT_WORKER if level in SPACES else str(isolation.WORKER)
+    worker = isolation.STRICT_WORKER if level == "strict" else str(isolation.WORKER)
     result = await attack(sandbox, f"open({worker!r}, 'a')")
     assert result.error_type in ("OSError", "PermissionError")
     # What can be changed without opening it.
@@ -320,7 +318,7 @@ async def test_signals_to_the_host(sandbox: PythonSandbox, level: str):
         sent
         """
         assert (await attack(sandbox, code)).value == "[]"
-        if level in SPACES:  # at landlock the word of the kernel must do: -1 would be the whole machine
+        if level == "strict":  # at landlock the word of the kernel must do: -1 would be the whole machine
             await sandbox.run("import os, signal\nos.kill(-1, signal.SIGUSR1)")  # to all that it can see
         await asyncio.sleep(0.05)
         assert got == []
@@ -462,7 +460,7 @@ async def test_memory_bomb(sandbox: PythonSandbox):
     assert (await sandbox.run("6 * 7")).value == "42"
 
 
-@spaces
+@strict
 async def test_files_fill_their_own_disk_only(sandbox: PythonSandbox):
     code = """
     import os
@@ -499,9 +497,9 @@ async def test_a_file_is_bounded_where_a_folder_is_not(sandbox: PythonSandbox):
     assert (await sandbox.run("import os\nos.listdir()")).value == "[]"
 
 
-@spaces
+@strict
 async def test_files_without_end_and_without_content(level: str):
-    """At shared the disk counts them; at strict they are memory, and end with what holds them."""
+    """They are memory, and end with what holds them."""
     code = """
     import os
     for number in range(400_000):
@@ -511,7 +509,7 @@ async def test_files_without_end_and_without_content(level: str):
     async with Pool(PythonSandbox, size=1, **settings) as pool:
         async with pool.lease() as sandbox:
             result = await sandbox.run(textwrap.dedent(code), timeout=100.0)
-            expected = "disk" if level == "shared" else "memory" if isolation.hierarchy() else None
+            expected = "memory" if isolation.hierarchy() else None
             assert result.limit == expected or (expected is None and not result.ok), result
         async with pool.lease() as sandbox:
             assert (await sandbox.run("import os\nos.listdir('/tmp')")).value == "[]", "the next lease is clean"
@@ -609,7 +607,7 @@ async def test_replies_that_lie(sandbox: PythonSandbox):
 # --- what lasts ----------------------------------------------------------------------------------
 
 
-@spaces
+@strict
 async def test_a_reset_takes_all_of_it(sandbox: PythonSandbox):
     code = """
     import os, socket, subprocess, sys, time
@@ -666,7 +664,7 @@ async def test_folders_deeper_than_any_path_and_closed_to_their_owner_are_wiped(
     assert (await sandbox.run("import os\nos.listdir('.')")).value == "[]"
 
 
-@spaces
+@strict
 async def test_a_python_that_lies_below_tmp_is_seen_and_kept(
     level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -704,107 +702,11 @@ async def test_limits_are_told_as_they_are_held(sandbox: PythonSandbox, level: s
     else:
         assert sandbox.limit_mechanisms["memory_mb"] == f"control group ({group.version}), all processes together"
     assert sandbox.limit_mechanisms["disk_mb"] == (
-        "size of its own /tmp" if level in SPACES else "RLIMIT_FSIZE, each file"
+        "size of its own /tmp" if level == "strict" else "RLIMIT_FSIZE, each file"
     )
     network = {"landlock": "no sockets", "none": "not limited"}
     assert sandbox.limit_mechanisms["network"] == network.get(level, "no interface but its own loopback")
     assert isolation.limit_mechanisms(level, Limits(network=True), group)["network"] == "open, as asked"
-
-
-# --- siblings ------------------------------------------------------------------------------------
-
-
-@levels("shared")
-async def test_siblings_see_nothing_of_each_other(level: str):
-    """One bubblewrap, one parent; and yet each has its own processes, files, network and messages."""
-    async with PythonSandbox(isolation=level) as one, PythonSandbox(isolation=level) as two:
-        assert parent(one.pid) == parent(two.pid), "they are siblings"
-        code = """
-        import os, socket, subprocess
-        open('/tmp/secret', 'w').write('x'); open('/dev/shm/secret', 'w').write('x')
-        os.environ['SECRET'] = 'x'
-        tcp = socket.create_server(('127.0.0.1', 4321))
-        unix = socket.socket(socket.AF_UNIX); unix.bind('\\0secret'); unix.listen()
-        child = subprocess.Popen(['sleep', '60'])
-        sorted(int(p) for p in os.listdir('/proc') if p.isdigit())
-        """
-        assert len(eval((await attack(one, code)).value or "")) == 3, "zygote, interpreter, sleep"
-        code = """
-        import os, socket
-        def attempt(family, address):
-            try:
-                socket.socket(family).connect(address)
-                return 'connected'
-            except OSError as error:
-                return type(error).__name__
-        (os.listdir('/tmp'), os.listdir('/dev/shm'), sorted(int(p) for p in os.listdir('/proc') if p.isdigit()),
-         attempt(socket.AF_INET, ('127.0.0.1', 4321)), attempt(socket.AF_UNIX, '\\0secret'))
-        """
-        assert (await attack(two, code)).value == "([], [], [1, 2], 'ConnectionRefusedError', 'ConnectionRefusedError')"
-        await two.run("import signal\nos.kill(-1, signal.SIGKILL)")
-        assert (await one.run("child.poll() is None")).value == "True"
-        await two.reset()
-        assert (await one.run("open('/tmp/secret').read()")).value == "'x'", "a reset is one sandbox's own"
-        two.kill()
-        assert (await one.run("1 + 1")).value == "2"
-
-
-def parent(pid: int | None) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-@levels("shared")
-async def test_what_the_hub_could_see_is_covered(sandbox: PythonSandbox):
-    """The machine's /proc, which a hub must have in sight to give each child one of its own."""
-    covered = isolation._COVERED
-    code = f"""
-    import os
-    seen = []
-    for path in ({covered!r}, '{covered}/{os.getpid()}', '/proc/1/root{covered}'):
-        try:
-            seen += os.listdir(path)
-        except OSError:
-            pass
-    libc = __import__('ctypes').CDLL(None, use_errno=True)
-    seen, libc.umount2(b'{covered}', 2), os.path.exists('/proc/{os.getpid()}')
-    """
-    assert (await attack(sandbox, code)).value == "([], -1, False)"
-    code = "[line.split(':')[1].strip() for line in open('/proc/self/status') if line.startswith('Cap')]"
-    assert set(eval((await attack(sandbox, code)).value or "")) == {"0" * 16}
-    code = "[line.split(':')[1].strip() for line in open('/proc/self/status') if line[:7] in ('Seccomp', 'NoNewPr')]"
-    assert eval((await attack(sandbox, code)).value or "")[:2] == ["1", "2"]
-
-
-@levels("shared")
-async def test_the_end_of_a_hub_is_the_end_of_its_sandboxes_and_of_nothing_else(level: str):
-    async with PythonSandbox(isolation=level) as one, PythonSandbox(isolation=level) as two:
-        hub = one._handle.hub if one._handle else None
-        assert hub is not None
-        assert hub.process is not None
-        call = asyncio.ensure_future(one.run("import time; time.sleep(20)", timeout=30))
-        await asyncio.sleep(0.05)
-        os.kill(hub.process.pid, signal.SIGKILL)
-        with pytest.raises(SandboxError, match="ended from outside"):
-            await asyncio.wait_for(call, 5)
-        await asyncio.sleep(0.05)
-        assert (one.alive, two.alive) == (False, False)
-        assert (await two.run("1 + 1")).value == "2", "in a new one"
-        assert two._handle is not None
-        assert two._handle.hub is not hub
-
-
-@levels("shared")
-async def test_other_settings_are_not_siblings(level: str):
-    async with (
-        PythonSandbox(isolation=level) as one,
-        PythonSandbox(isolation=level, network=True) as two,
-        PythonSandbox(isolation=level, preload=["decimal"]) as three,
-        PythonSandbox(isolation=level, memory_mb=64, disk_mb=4) as four,
-    ):
-        parents = [parent(sandbox.pid) for sandbox in (one, two, three, four)]
-        assert len(set(parents)) == 3
-        assert parents[3] == parents[0], "limits are each one's own"
-        assert (await four.run("import os\ns = os.statvfs('/tmp')\ns.f_blocks * s.f_frsize")).value == str(4 * 2**20)
 
 
 # --- an older kernel -----------------------------------------------------------------------------
@@ -895,7 +797,7 @@ def test_without_root_and_without_control_groups(level: str, tmp_path: Path):
     limit, born = lines[1].split("|")
     assert limit == "processes"
     assert 6 <= int(born) <= 12
-    seen = "(65534, None)" if level in SPACES else "(12345, None)"
+    seen = "(65534, None)" if level == "strict" else "(12345, None)"
     assert lines[2:] == ["memory", seen, "0", "False None"], "the processes of another sandbox do not count"
 
 
@@ -938,7 +840,7 @@ len(sockets)
 """
 
 
-@levels("strict", "shared", "none")
+@levels("strict", "none")
 async def test_a_thread_that_was_left_cannot_forge_the_next_reply(level: str):
     async with PythonSandbox(isolation=level) as sandbox:
         assert (await sandbox.run(FORGE)).value not in (None, "0"), "it finds no socket: the test forges nothing"

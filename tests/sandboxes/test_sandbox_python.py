@@ -32,7 +32,6 @@ STRICT = isolation.strict_unavailable_reason() if shutil.which("bwrap") is None 
 LANDLOCK = "" if isolation.landlock_version() else isolation.landlock_unavailable_reason()
 MARKS = {
     "strict": [pytest.mark.skipif(bool(STRICT), reason=STRICT)],
-    "shared": [pytest.mark.skipif(bool(STRICT), reason=STRICT)],
     "landlock": [pytest.mark.skipif(bool(LANDLOCK), reason=LANDLOCK)],
     "none": [],
 }
@@ -51,7 +50,7 @@ def few(*fast: str):
     ]
 
 
-@pytest.fixture(params=few("strict", "shared"))
+@pytest.fixture(params=few("strict"))
 def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -320,157 +319,6 @@ async def test_all_that_was_started_is_under_its_limits(level: str, listed: bool
 def group_of(sandbox: PythonSandbox) -> Group:
     assert sandbox._handle is not None and sandbox._handle.group is not None
     return sandbox._handle.group
-
-
-class Watched:
-    """How shared sandboxes come into their control groups: who puts them there, and where they stand when they are
-    told what to be, which is before they run anything."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.put_by: list[int] = []
-        self.stood: list[bool] = []
-        enter, instruct = Group.enter, process.SandboxProcess.instruct
-
-        def entered(group: Group, pid: int) -> None:
-            self.put_by.append(threading.get_ident())
-            enter(group, pid)
-
-        def instructed(handle: process.SandboxProcess) -> None:
-            assert handle.group is not None and handle.process is not None
-            rooms = [folder / "cgroup.procs" for folder in handle.group.folders.values()]
-            self.stood.append(all(str(handle.process.pid) in room.read_text().split() for room in rooms))
-            instruct(handle)
-
-        monkeypatch.setattr(Group, "enter", entered)
-        monkeypatch.setattr(process.SandboxProcess, "instruct", instructed)
-
-
-grouped = pytest.mark.skipif(bool(STRICT) or isolation.hierarchy() is None, reason=STRICT or "no control groups here")
-NO_VERSION_2 = "no writable control groups of version 2 here"
-
-
-def version_2() -> Path | None:
-    """This process's own group of the second version, which may lie beside the first and then limits nothing."""
-    own = Path("/proc/self/cgroup").read_text().splitlines()
-    path = next((line[3:] for line in own if line.startswith("0::")), "")
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, place, kind, *_ = line.split(" ")
-        if kind == "cgroup2" and path:
-            folder = limits._own_group(Path(place), path)
-            return folder if os.access(folder, os.W_OK) else None
-    return None
-
-
-@grouped
-async def test_a_shared_sandbox_begins_under_its_limits(monkeypatch: pytest.MonkeyPatch):
-    """It goes there by itself: the kernel would make a host that puts it there wait, 10 to 20 ms after any pause."""
-    watched = Watched(monkeypatch)
-    async with PythonSandbox(isolation="shared") as sandbox:
-        assert watched.stood == [True]
-        hierarchy = isolation.hierarchy()
-        assert hierarchy is not None
-        if hierarchy.version == "v1":  # v2: where the kernel lets a process be born in another's group
-            assert watched.put_by == []
-        code = "import os\n[os.readlink(file) for fd in range(3, 99) if os.path.lexists(file := f'/proc/self/fd/{fd}')]"
-        open_inside = eval((await sandbox.run(code)).value or "")
-        assert open_inside, "its socket at least"
-        assert not [file for file in open_inside if file.startswith("/")], "a way to a control group was left open"
-        assert {sandbox.pid, *zygote.descendants(sandbox.pid or 0)} == set(group_of(sandbox).processes())
-
-
-@pytest.mark.skipif(bool(STRICT) or version_2() is None, reason=STRICT or NO_VERSION_2)
-async def test_with_version_2_it_is_born_there(monkeypatch: pytest.MonkeyPatch):
-    root = version_2()
-    assert root is not None
-    hierarchy = Hierarchy("v2", {"": root})
-    monkeypatch.setattr(isolation, "hierarchy", lambda: hierarchy)
-    watched = Watched(monkeypatch)
-    limited = {"memory", "pids"} <= set((root / "cgroup.subtree_control").read_text().split())
-    async with PythonSandbox(
-        isolation="shared", memory_mb=256 if limited else None, processes=32 if limited else None
-    ) as sandbox:
-        assert (watched.stood, watched.put_by) == ([True], [])
-        code = "import os, threading, subprocess\nt = threading.Thread(target=print, args=[1]); t.start(); t.join()\n"
-        result = await sandbox.run(code + "subprocess.run(['echo', '2']).returncode, os.getpid() != os.getppid()")
-        assert (result.value, sorted(result.stdout.split())) == ("(0, True)", ["1", "2"])
-        assert {sandbox.pid, *zygote.descendants(sandbox.pid or 0)} == set(group_of(sandbox).processes())
-        folder = group_of(sandbox).folders[""]
-    assert not folder.exists()
-
-
-@grouped
-async def test_one_that_cannot_go_by_itself_is_put_there_before_it_goes_on(monkeypatch: pytest.MonkeyPatch):
-    """Beside the event loop, on which others wait."""
-    monkeypatch.setattr(Group, "doors", lambda self: [os.open("/dev/null", os.O_WRONLY) for _ in self.folders])
-    watched = Watched(monkeypatch)
-    async with PythonSandbox(isolation="shared") as sandbox:
-        assert watched.stood == [True]
-        assert len(watched.put_by) == 1
-        assert watched.put_by != [threading.get_ident()]
-        assert (await sandbox.run("1 + 1")).value == "2"
-        assert {sandbox.pid, *zygote.descendants(sandbox.pid or 0)} == set(group_of(sandbox).processes())
-
-
-@grouped
-@pytest.mark.parametrize("end", ["cancelled", "closed", "refused"])
-async def test_ended_while_it_is_put_under_its_limits(end: str, monkeypatch: pytest.MonkeyPatch):
-    """The fixture looks for what is left: the thread that does it may come when the group is gone."""
-    monkeypatch.setattr(Group, "doors", lambda self: [os.open("/dev/null", os.O_WRONLY) for _ in self.folders])
-    enter, began, go_on, done = Group.enter, threading.Event(), threading.Event(), threading.Event()
-
-    def slowly(group: Group, pid: int) -> None:
-        began.set()
-        go_on.wait(20)
-        try:
-            if end == "refused":
-                raise PermissionError(1, "Operation not permitted")
-            enter(group, pid)
-        finally:
-            done.set()
-
-    monkeypatch.setattr(Group, "enter", slowly)
-    sandbox = PythonSandbox(isolation="shared")
-    start = asyncio.ensure_future(sandbox.start())
-    try:
-        await asyncio.to_thread(began.wait, 20)
-        if end == "cancelled":
-            start.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await start
-        elif end == "closed":
-            await sandbox.close()
-    finally:
-        go_on.set()
-    assert await asyncio.to_thread(done.wait, 20)
-    if end != "cancelled":
-        with pytest.raises(SandboxError, match=r"died while it started|Operation not permitted"):
-            await start
-    assert not sandbox.alive
-    await sandbox.close()
-
-
-@pytest.mark.skipif((isolation.hierarchy() or Hierarchy("", {})).version != "v1" or bool(STRICT), reason="needs v1")
-async def test_no_room_for_one_more_leaves_its_siblings_alone():
-    hierarchy = isolation.hierarchy()
-    assert hierarchy is not None
-    tight = Group(hierarchy, Limits())
-    try:
-        async with PythonSandbox(isolation="shared") as first:
-            await first.run("x = 7")
-            hub = first._handle.hub if first._handle else None
-            assert hub is not None and hub.process is not None
-            inner = zygote.descendants(hub.process.pid)[0]  # the Python that forks them, below bubblewrap's own
-            (tight.folders["pids"] / "cgroup.procs").write_text(str(inner))
-            (tight.folders["pids"] / "pids.max").write_text("1")
-            with pytest.raises(SandboxError, match=r"set apart: fork: .*Resource temporarily unavailable"):
-                await PythonSandbox(isolation="shared").start()
-            assert (await first.run("x")).value == "7"
-            (tight.folders["pids"] / "pids.max").write_text("max")
-            async with PythonSandbox(isolation="shared") as second:
-                assert (await second.run("2")).value == "2"
-                assert second._handle is not None and second._handle.hub is hub
-    finally:
-        assert tight.remove()
 
 
 async def test_processor_time(level: str):
@@ -788,7 +636,7 @@ async def test_a_forked_copy_of_this_process_ends_nothing(level: str):
 
 
 def test_levels_are_never_lowered_in_silence(monkeypatch: pytest.MonkeyPatch):
-    names = "'strict', 'shared', 'landlock', 'none'"
+    names = "'strict', 'landlock', 'none'"
     with pytest.raises(SettingsError, match=f"isolation='docker': want one of {names}, or None"):
         PythonSandbox(isolation="docker")
     monkeypatch.setattr(
@@ -805,8 +653,7 @@ def test_levels_are_never_lowered_in_silence(monkeypatch: pytest.MonkeyPatch):
             assert sandbox.isolation == pool.isolation == pool.snapshot().isolation == level
             assert repr(sandbox) == f"<PythonSandbox {level}, 0 calls>"
 
-    for level in ("strict", "shared"):
-        asyncio.run(named(level, "bubblewrap is not installed"))
+    asyncio.run(named("strict", "bubblewrap is not installed"))
     if not LANDLOCK:
         assert sandbox_report().best == "landlock"
         asyncio.run(best("landlock"))
@@ -814,7 +661,7 @@ def test_levels_are_never_lowered_in_silence(monkeypatch: pytest.MonkeyPatch):
     asyncio.run(named("landlock", "this kernel has no Landlock"))
     report = sandbox_report()
     assert report.best == "none"
-    assert repr(report).count("no   bubblewrap is not installed") == 2
+    assert repr(report).count("no   bubblewrap is not installed") == 1
     asyncio.run(best("none"))
 
 

@@ -353,7 +353,7 @@ def launch(
         settings = {
             "op": "settings", "rlimits": rlimits, "cpu_seconds": limits.cpu_seconds, "max_output": max_output,
             "keep": list(container.inner_mounts), "path": [], "preload": ["traceback", *preload], "pdeathsig": False,
-            "scratch": None, "space": None, "landlock": None, "filter": "",
+            "scratch": None, "landlock": None, "filter": "",
             "restrict": "" if program is None else program.hex(),
         }  # fmt: skip
         handle.control.sendall(json.dumps(settings).encode() + b"\n")

@@ -29,7 +29,7 @@ from ...errors import IsolationError, IsolationWarning, SettingsError
 from . import seccomp
 from .limits import Group, Hierarchy, Limits, find_hierarchy, remove_orphans
 
-LEVELS = ("strict", "shared", "landlock", "none")  # best first; without a choice, shared is not one of them
+LEVELS = ("strict", "landlock", "none")  # best first
 
 NOT_ISOLATED: Mapping[str, tuple[str, ...]] = {
     "strict": (
@@ -38,12 +38,6 @@ NOT_ISOLATED: Mapping[str, tuple[str, ...]] = {
         "processor time is bounded for a call, but not kept from other sandboxes while it lasts",
         "facts about the machine can be read: processor, memory, uptime, mount sources",
         "with network=True the whole network of this machine can be reached, its loopback too",
-    ),
-    "shared": (
-        "all that strict does not keep apart",
-        "sandboxes with the same network=, packages= and preload= are siblings: one bubblewrap, one parent process, "
-        "one layout of memory, one hash seed; a hole that reaches the parent reaches them all, and its end is theirs",
-        "between siblings there are still process, user, file, message and network namespaces, and limits for each",
     ),
     "landlock": (
         "the kernel is shared: a hole in it is a hole in the sandbox",
@@ -66,7 +60,6 @@ NOT_ISOLATED: Mapping[str, tuple[str, ...]] = {
 }
 _DESCRIPTIONS = {
     "strict": "bubblewrap: namespaces, read-only files, no capabilities, call filter; one for each sandbox",
-    "shared": "one bubblewrap for many: each with namespaces of its own inside, and the same filter",
     "landlock": "no namespaces: the kernel's file rules, no capabilities, a call filter that leaves no sockets",
     "none": "a bare process with limits; no boundary against hostile code",
 }
@@ -143,8 +136,8 @@ def resolve_level(isolation: str | None, limits: Limits) -> str:
 
 
 def best() -> str:
-    """What isolation=None takes. Not "shared", which is a choice that only the user can make."""
-    return next(level for level in LEVELS if level != "shared" and not unavailable_reason(level))
+    """The level that isolation=None takes."""
+    return next(level for level in LEVELS if not unavailable_reason(level))
 
 
 @functools.cache
@@ -163,8 +156,6 @@ def unavailable_reason(level: str) -> str:
     """Why a level cannot be had here, and what to type; empty if it can. Tried once, with the real thing."""
     if level == "strict":
         return strict_unavailable_reason()
-    if level == "shared":
-        return strict_unavailable_reason() or _try_shared(shutil.which("bwrap") or "")
     return landlock_unavailable_reason() if level == "landlock" else ""
 
 
@@ -174,17 +165,17 @@ def limit_mechanisms(level: str, limits: Limits, groups: Hierarchy | None) -> di
     root = hasattr(os, "geteuid") and os.geteuid() == 0
     linux = sys.platform == "linux"
     memory = group or ("RLIMIT_DATA, each process" if linux else "not limited")
-    spaces = level in ("strict", "shared")
+    strict = level == "strict"
     processes = group or "not limited"
-    if group is None and not root and spaces:
+    if group is None and not root and strict:
         processes = "RLIMIT_NPROC in its own user namespace"
     elif group is None and not root and level == "landlock":
         processes = "RLIMIT_NPROC, beyond the processes that the same user has when it starts"
         if own_user_namespace():
             processes = "RLIMIT_NPROC in its own user namespace"
-    disk = "size of its own /tmp" if spaces else "RLIMIT_FSIZE, each file"
+    disk = "size of its own /tmp" if strict else "RLIMIT_FSIZE, each file"
     cpu = "control group's clock, all processes together" if groups else "RLIMIT_CPU, each process"
-    network = "no interface but its own loopback" if spaces else "not limited"
+    network = "no interface but its own loopback" if strict else "not limited"
     if level == "landlock":
         network = "no sockets"
     return {
@@ -242,7 +233,7 @@ def landlock_version() -> int:
 @functools.cache
 def _probe_landlock() -> str:
     calls = seccomp.program(landlock=landlock_version(), network=False) or b""
-    settings = {"space": None, "landlock": landlock_rules("/nonexistent", Limits()), "filter": calls.hex()}
+    settings = {"landlock": landlock_rules("/nonexistent", Limits()), "filter": calls.hex()}
     with worker_file() as file:
         return _probe(run_worker(file.fileno(), "probe", json.dumps(settings)), {}, (file.fileno(),))
 
@@ -258,7 +249,7 @@ def own_user_namespace() -> bool:
         return False
     calls = seccomp.program(landlock=landlock_version(), network=False) or b""
     rules = landlock_rules("/nonexistent", Limits())
-    settings = {"space": None, "landlock": rules, "filter": calls.hex(), "own_user": True}
+    settings = {"landlock": rules, "filter": calls.hex(), "own_user": True}
     with worker_file() as file:
         return not _probe(run_worker(file.fileno(), "probe", json.dumps(settings)), {}, (file.fileno(),))
 
@@ -266,17 +257,6 @@ def own_user_namespace() -> bool:
 def _kernel_is_at_least(*wanted: int) -> bool:
     found = re.match(r"(\d+)\.(\d+)", platform.release())
     return found is not None and tuple(map(int, found.groups())) >= wanted
-
-
-@functools.cache
-def _try_shared(program: str) -> str:
-    command, environment = shared_command(Limits(), program)
-    calls = seccomp.program() or b""
-    settings = {"space": shared_space(Limits()), "landlock": None, "filter": calls.hex()}
-    with worker_file() as file:
-        worker = run_worker(file.fileno(), "probe", json.dumps(settings))
-        failure = _probe([*command, *worker], environment, (file.fileno(),))
-    return failure and f"namespaces inside of bubblewrap's are refused: {failure}"
 
 
 def _probe(command: list[str], environment: dict[str, str], passed: tuple[int, ...]) -> str:
@@ -431,7 +411,6 @@ def environment(home: str, path: str = "/usr/local/bin:/usr/bin:/bin") -> dict[s
 STRICT_WORKER = "/sandbox/zygote.py"
 STRICT_HOME = "/tmp"
 STRICT_SHM_MB = 16
-_COVERED = "/sandbox/machine"
 _SYSTEM_FILES = ["/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"]
 _NETWORK_FILES = ["/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates"]
 
@@ -444,30 +423,6 @@ def inside_path(path: str) -> str:
     """
     fixed = any(_is_within(place, path) or _is_within(path, place) for place in (_real(sys.base_prefix), host_python()))
     return path if fixed or not _is_within(path, STRICT_HOME) else f"/sandbox/host{path}"
-
-
-def strict_command(
-    limits: Limits, seccomp_fd: int, program: str = "bwrap", packages: bool = True
-) -> tuple[list[str], dict[str, str]]:
-    """bwrap and its options, up to the program to run, and the environment to start bwrap itself in."""
-    return _bubblewrap(limits, program, packages, ["--disable-userns"], ["--seccomp", str(seccomp_fd)])
-
-
-def shared_command(
-    limits: Limits, program: str = "bwrap", packages: bool = True
-) -> tuple[list[str], dict[str, str]]:  # fmt: skip
-    """As `strict_command`, for a hub: its children make namespaces of their own, and filter themselves.
-
-    For that a whole /proc must be in sight (bubblewrap's own is partly covered): the hub, which runs nothing from
-    outside, has the machine's, and each child covers it before it lets code in.
-    """
-    return _bubblewrap(limits, program, packages, ["--dev-bind", "/proc", _COVERED], [])
-
-
-def shared_space(limits: Limits) -> dict[str, object]:
-    """What a child of a hub mounts for itself; sizes in bytes."""
-    size = None if limits.disk_mb is None else limits.disk_mb * 2**20
-    return {"cover": _COVERED, "home": STRICT_HOME, "folders": {STRICT_HOME: size, "/dev/shm": _shm_bytes(limits)}}
 
 
 def _shm_bytes(limits: Limits) -> int:
@@ -486,10 +441,12 @@ def landlock_rules(home: str, limits: Limits, packages: bool = True) -> dict[str
     return {"abi": min(7, landlock_version()), "network": limits.network, "paths": paths}
 
 
-def _bubblewrap(
-    limits: Limits, program: str, packages: bool, more: list[str], last: list[str]
+def strict_command(
+    limits: Limits, seccomp_fd: int, program: str = "bwrap", packages: bool = True
 ) -> tuple[list[str], dict[str, str]]:
-    """The environment is clean because bwrap keeps its own, readable inside as /proc/1/environ unless the program is
+    """bwrap and its options, up to the program to run, and the environment to start bwrap itself in.
+
+    The environment is clean because bwrap keeps its own, readable inside as /proc/1/environ unless the program is
     pid 1; both doors are closed here. The order of the mounts counts: a later one hides what lies below it.
     """
     variables = environment(STRICT_HOME)
@@ -521,6 +478,6 @@ def _bubblewrap(
     if not packages:
         for folder in _visible_packages():
             command += ["--size", "4096", "--perms", "0555", "--tmpfs", folder, "--remount-ro", folder]
-    command += ["--ro-bind", str(WORKER), STRICT_WORKER, *more]
-    command += ["--chdir", STRICT_HOME, "--remount-ro", "/", *last, "--"]
+    command += ["--ro-bind", str(WORKER), STRICT_WORKER, "--disable-userns"]
+    command += ["--chdir", STRICT_HOME, "--remount-ro", "/", "--seccomp", str(seccomp_fd), "--"]
     return command, {"PATH": "/usr/bin:/bin"}

@@ -145,32 +145,6 @@ class Group:
         for file in self.procs_files:
             Path(file).write_text(str(pid))
 
-    def doors(self) -> list[int]:
-        """Open files through which a process gets in without that wait, for the caller to close: see zygote.fork_into.
-
-        v1: the list of threads of each controller, into which one that is alone writes 0. v2: the folder itself, in
-        which a process can be born.
-        """
-        found: list[int] = []
-        try:
-            for folder in self.folders.values():
-                file, way = (folder / "tasks", os.O_WRONLY) if self.version == "v1" else (folder, os.O_DIRECTORY)
-                found.append(os.open(file, way | os.O_CLOEXEC))
-        except OSError:
-            for door in found:
-                os.close(door)
-            raise
-        return found
-
-    def contains(self, pid: int) -> bool:
-        """Whether a process is in, for every controller."""
-        within = set()
-        for line in (_read(Path(f"/proc/{pid}/cgroup")) or "").splitlines():
-            _, controllers, path = line.split(":", 2)
-            if path.rpartition("/")[2] == self.name:
-                within |= set(controllers.split(","))
-        return within >= self.folders.keys()
-
     def cpu_seconds(self) -> float | None:
         """Processor time of all its processes so far, dead ones too."""
         if "cpuacct" in self.folders:

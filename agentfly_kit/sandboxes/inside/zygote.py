@@ -3,15 +3,12 @@
 Run compiled, by isolation.run_worker, as `zygote FD`; it imports only the standard library and knows neither the
 package nor the host. The zygote never runs code from outside. It holds the control socket, forks a fresh interpreter
 when told to, kills everything it ever forked, and empties the writable folders: a reset is a new process, not a cleared
-namespace. With `hub FD` it is a hub instead: it forks zygotes, each into namespaces of its own, so that they share the
-memory of one Python. With `probe JSON` it tries the kernel's doors and prints 42.
+namespace. With `probe JSON` it tries the kernel's doors and prints 42.
 
 Control socket, JSON lines. Host to zygote: the settings once; then {"op": "fresh", "serial", "wipe"} with three file
 descriptors (data, stdout, stderr), {"op": "interrupt"}, {"op": "kill"}, {"op": "sync", "serial"}, which is sent back
-once all before it is done. Zygote to host: {"op": "hello", "error"} if a
-hub made it, {"op": "ready"}, {"op": "fresh", "serial", "error"}, {"op": "exit", "serial", "status"}. When the socket
-ends, the zygote kills everything and exits. Host to hub: the settings once; then {"op": "zygote", "network", "doors",
-"version"} with the zygote's end of its control socket and the doors of its control group.
+once all before it is done. Zygote to host: {"op": "ready"}, {"op": "fresh", "serial", "error"}, {"op": "exit",
+"serial", "status"}. When the socket ends, the zygote kills everything and exits.
 
 Data socket, JSON lines, straight between host and interpreter: {"id", "code"} gives {"id", "value", "error", "type",
 "truncated", "limit"}. What is printed goes through the two pipes, so that it survives a kill.
@@ -23,7 +20,6 @@ import _ast
 import _socket
 import ctypes
 import errno
-import fcntl
 import gc
 import json
 import linecache
@@ -68,61 +64,12 @@ def kernel(name: str, *arguments: Any) -> int:
     return result
 
 
-def enter_user_namespace(others: int = 0) -> None:
-    """Enter a user namespace in which this user is the same, and the namespaces whose CLONE_NEW* flags are given."""
+def enter_user_namespace() -> None:
+    """Enter a user namespace in which this user is the same."""
     uid, gid = os.getuid(), os.getgid()
-    kernel("unshare", 0x10000000 | others)  # NEWUSER
+    kernel("unshare", 0x10000000)  # NEWUSER
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         write(f"/proc/self/{name}", text)
-
-
-def separate(network: bool) -> None:
-    """Put this process into namespaces of its own; its next child is the first process of a process namespace."""
-    # NEWNS, NEWIPC, NEWPID and, unless the network is wanted, NEWNET
-    enter_user_namespace(0x00020000 | 0x08000000 | 0x20000000 | (0 if network else 0x40000000))
-    if not network:
-        up = b"lo".ljust(16, b"\0") + (0x41).to_bytes(2, sys.byteorder) + bytes(22)  # struct ifreq: UP, RUNNING
-        probe = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM)
-        try:
-            fcntl.ioctl(probe, 0x8914, up)  # SIOCSIFFLAGS
-        finally:
-            probe.close()
-
-
-def fork_into(doors: list[int], version: str | None) -> int:
-    """As os.fork; the child is in a control group if its doors can be used. Whoever wants it there must look.
-
-    Neither way takes the kernel's lock against forks, for which a writer from outside waits 10 ms and more. For v1 that
-    asks for a process of one thread that moves itself; for v2 it is born there, and its own children must come from
-    os.fork, which puts Python's and libc's houses in order.
-    """
-    if version == "v2":
-        into = (ctypes.c_uint64 * 11)(0x200000000, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, doors[0])  # INTO_CGROUP
-        try:
-            return kernel("syscall", 435, into, ctypes.sizeof(into))  # clone3
-        except OSError:
-            return os.fork()  # an older kernel, a filter, or a group that a namespace hides
-    child = os.fork()
-    if not child:
-        for door in doors:
-            try:
-                os.write(door, b"0")
-            except OSError:
-                pass
-    return child
-
-
-def furnish(space: dict[str, Any]) -> None:
-    """Mount what a zygote of a hub has for itself: its processes in /proc, and empty writable folders."""
-    kernel("mount", b"none", b"/", None, 0x4000 | 0x40000, None)  # recursively private
-    # Another /proc may be mounted only while a whole one can be seen; after that it is covered.
-    kernel("mount", b"proc", b"/proc", b"proc", 0xE, None)  # nosuid, nodev, noexec
-    kernel("mount", b"tmpfs", space["cover"].encode(), b"tmpfs", 0xF, b"size=4k,mode=000")
-    for folder, size in space["folders"].items():
-        # A file for each page of the size: more would fill memory that the size does not count.
-        options = "mode=700" + ("" if size is None else f",size={size},nr_inodes={max(1024, size // 4096)}")
-        kernel("mount", b"tmpfs", folder.encode(), b"tmpfs", 0x6, options.encode())
-    os.chdir(space["home"])
 
 
 def drop_capabilities() -> None:
@@ -258,8 +205,6 @@ class Zygote:
         op = message["op"]
         if op == "settings":
             self.settings = message
-            if message["space"]:
-                furnish(message["space"])
             if message.get("own_user"):
                 enter_user_namespace()  # RLIMIT_NPROC then counts this sandbox, not all processes of the user
             if message["pdeathsig"]:
@@ -273,10 +218,6 @@ class Zygote:
                 # Each interpreter restricts itself: the zygote stays outside, out of its reach.
                 os.close(landlock(message["landlock"]))  # a kernel that rejects the rules is noticed at the start
                 self.restrictions = (message["landlock"], program)
-            elif message["space"]:
-                drop_capabilities()
-                filter_calls(program)
-                prctl(PR_SET_DUMPABLE, 0)  # a change of rights may have set it
             self.send_message(op="ready")
         elif op == "fresh":
             descriptors, self.descriptors = self.descriptors[:3], self.descriptors[3:]
@@ -454,13 +395,8 @@ def confine(settings: dict[str, Any]) -> None:
             resource.setrlimit(number, (value, value))
         except (ValueError, OSError):
             pass  # a system without this one: the host's report does not claim it
-    load(settings)
-
-
-def load(settings: dict[str, Any]) -> None:
-    """Import what every interpreter is to have already."""
     sys.path += settings["path"]
-    for name in settings["preload"]:
+    for name in settings["preload"]:  # every interpreter has these already
         __import__(name)
     gc.freeze()  # a collection in a fork would copy every page that it only reads
 
@@ -661,96 +597,16 @@ def has_room_for_a_stack() -> bool:
     return True
 
 
-# --- the hub -------------------------------------------------------------------------------------
-
-
-class Hub:
-    """Forks zygotes out of one warm Python. Runs nothing from outside, and ends with its control socket."""
-
-    def __init__(self, control: _socket.socket) -> None:
-        self.control = control
-
-    def serve(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP):
-            signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries them
-        buffer, descriptors = b"", []
-        while True:
-            data, extra, _, _ = self.control.recvmsg(65536, _socket.CMSG_SPACE(16 * 4))
-            if not data:
-                return
-            descriptors += passed_descriptors(extra)
-            *lines, buffer = (buffer + data).split(b"\n")
-            for line in lines:
-                message = json.loads(line)
-                if message["op"] == "settings":
-                    prctl(PR_SET_DUMPABLE, 0)
-                    warm()
-                    load(message)
-                else:
-                    count = 1 + message["doors"]
-                    (control, *doors), descriptors = descriptors[:count], descriptors[count:]
-                    self.fork(control, doors, message)
-
-    def fork(self, control: int, doors: list[int], order: dict[str, Any]) -> None:
-        try:
-            child = fork_into(doors, order["version"])
-        except OSError as error:  # no room for one more: those that are there stay
-            unborn = Zygote(_socket.socket(fileno=control))
-            unborn.send_message(op="hello", error=f"fork: {error}")
-            unborn.control.close()
-            return
-        finally:
-            for door in doors:
-                os.close(door)
-        if child:
-            os.close(control)
-            return
-        try:
-            self.control.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            zygote = Zygote(_socket.socket(fileno=control))
-            try:
-                prctl(PR_SET_DUMPABLE, 1)  # else its files in /proc are not its own
-                separate(order["network"])
-                if os.fork():
-                    os._exit(0)
-            except OSError as error:
-                zygote.send_message(op="hello", error=str(error))
-                os._exit(1)
-            # The host reads this process's number from the kernel's label on the message, and sends the settings.
-            zygote.send_message(op="hello", error=None)
-            run_zygote(zygote)
-        finally:
-            os._exit(70)
-
-
-def warm() -> None:
-    """Do once what each child would do for the first time: only pages written before a fork are shared."""
-    for _ in range(16):  # the interpreter rewrites code that has run eight times
-        json.loads(json.dumps({"op": "fresh", "serial": 1, "error": None, "list": [], "float": 0.5, "text": "é"}))
-        with open(os.devnull, "w", encoding="utf-8", errors="backslashreplace", buffering=8192) as file:
-            file.write("x")
-        space: dict[str, Any] = {}
-        tree: Any = compile("x = 1\nx", "<cell 0>", "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
-        exec(compile(tree, "<cell 0>", "exec", dont_inherit=True), space)
-    gc.collect()
+# --- the program ---------------------------------------------------------------------------------
 
 
 def probe(settings: dict[str, Any]) -> None:
-    """Go through the doors that a level needs, as far as a process can by itself, and say 42."""
-    if settings["space"]:
-        separate(network=False)
-        child = os.fork()
-        if child:
-            os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        furnish(settings["space"])
+    """Go through the doors that `landlock` needs, as far as a process can by itself, and say 42."""
     if settings.get("own_user"):
         enter_user_namespace()
-    rules = landlock(settings["landlock"]) if settings["landlock"] else None
+    rules = landlock(settings["landlock"])
     drop_capabilities()
-    if rules is not None:
-        kernel("syscall", 446, rules, 0)
+    kernel("syscall", 446, rules, 0)
     filter_calls(bytes.fromhex(settings["filter"]))
     os.write(1, b"42\n")
     os._exit(0)
@@ -777,7 +633,5 @@ def run_zygote(zygote: Zygote) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "probe":
         probe(json.loads(sys.argv[2]))
-    elif sys.argv[1] == "hub":
-        Hub(_socket.socket(fileno=int(sys.argv[2]))).serve()
     else:
         run_zygote(Zygote(_socket.socket(fileno=int(sys.argv[2]))))
