@@ -1,12 +1,11 @@
 // Tiles of sandboxes. Elements are kept from one update to the next: ten updates a second must not rebuild the page.
 
 const SIGN = { leased: "●", idle: "○", starting: "◐", resetting: "◑", closing: "✕", empty: "·" };
-const HANDS = ["", "by hand", "by hand, rests", "by hand, from here"];
 const BANDS = ["leased", "starting", "idle"];
 
 /** Lanes in the order of their ids, then the places where nothing was started yet. */
 export function tiles(state) {
-  const lanes = state.lanes.map(([id, name, owner, uses, age, turn, hand]) => ({ key: `s${id}`, id, name, owner, uses, age, turn, hand: HANDS[hand ?? 0] })).sort((a, b) => a.id - b.id);
+  const lanes = state.lanes.map(([id, name, owner, uses, age, turn, hand]) => ({ key: `s${id}`, id, name, owner, uses, age, turn, hand: hand ? "by hand, from here" : "" })).sort((a, b) => a.id - b.id);
   for (let k = 0; lanes.length < state.counts.size; k++) lanes.push({ key: `e${k}`, id: null, name: "empty", owner: null, uses: 0, age: null, turn: null, hand: "" });
   return lanes;
 }
@@ -66,7 +65,7 @@ export function picked(selected, ids, id, anchor, { add = false, range = false }
 export function actions(state, id) {
   const lane = state.closed || state.gone ? undefined : state.lanes.find((each) => each[0] === id);
   const name = lane?.[1];
-  const mine = lane?.[6] === 3;
+  const mine = Boolean(lane?.[6]);
   const settled = name === "leased" || name === "idle";
   return { take: !state.closed && !state.gone, reset: settled && (mine || state.recycles), close: Boolean(name) && name !== "closing" && (mine || state.recycles), give_back: mine };
 }

@@ -21,8 +21,6 @@ from .chain_stepper import _named
 
 SIGNS = {"leased": "●", "idle": "○", "starting": "◐", "resetting": "◑", "closing": "✕"}
 """A sign beside each state's word, so that neither colour nor reading is needed to tell them apart."""
-HANDS = ("", " (by hand)", " (by hand, rests: it may be lent to others)", " (by hand, from this view)")
-"""How a lease is marked that a person holds."""
 _TINTS = {
     "leased": "40,120,220",
     "idle": "40,160,90",
@@ -66,7 +64,7 @@ _COLUMNS = ("sandbox", "state", "seconds", "owner", "turn", "leases", "hand")
 class PoolView(LiveView):
     """A tile a sandbox or a row an owner, and the queue, from the pool's events and `pool.snapshot()`.
 
-    At most 10 updates a second. A lease of a person who steps a chain is marked as by hand.
+    At most 10 updates a second. A sandbox that was taken on the page is marked as held by hand.
     `view.counts` has what was last sent; `view.refresh()` sends now; `view.close()` ends it. `view.selection` has the
     sandboxes that are selected in the browser and who holds them; `view.select(3, 4)` selects from Python;
     `view.to_frame()` has all; `view.to_code()` is the view and its selection as a cell.
@@ -130,7 +128,7 @@ class PoolView(LiveView):
         return [
             {
                 "sandbox": id, "state": name, "seconds": math.nan if age is None else age, "owner": owner,
-                "turn": turn, "leases": uses, "hand": bool(hand),
+                "turn": turn, "leases": uses, "hand": hand,
             }
             for id, name, owner, uses, age, turn, hand in sorted(state.get("lanes", []))
         ]  # fmt: skip
@@ -148,7 +146,7 @@ class PoolView(LiveView):
     # --- by hand ---
 
     async def _do_take(self, _: Any) -> None:
-        lease = await self._pool().acquire("by hand", _TAKE_SECONDS, hand=True)
+        lease = await self._pool().acquire("by hand", _TAKE_SECONDS)
         self._taken[lease.id] = lease
         self.refresh()
 
@@ -228,7 +226,6 @@ def _counts(c: dict[str, int]) -> str:
 def _state(s: Any, taken: Collection[int] = (), recycles: bool = False) -> dict[str, Any]:
     now = getattr(s, "time", None)
     turns = {lease.sandbox: lease.turn for lease in s.leases}
-    hands = {lease.sandbox: 1 + bool(lease.rests) for lease in s.leases if getattr(lease, "hand", False)}
     since = {lease.sandbox: lease.since for lease in s.leases}
     lanes = []
     for box in s.sandboxes:
@@ -239,7 +236,7 @@ def _state(s: Any, taken: Collection[int] = (), recycles: bool = False) -> dict[
                 box.id, box.state, None if box.owner is None else sendable(str(box.owner))[:200], box.uses,
                 None if now is None or began is None else round(max(0.0, now - began), 2),
                 None if turn is None else sendable(str(turn))[:40],
-                3 if box.id in taken else hands.get(box.id, 0),
+                box.id in taken,
             ]
         )  # fmt: skip
     error = getattr(s, "error", None)
@@ -265,7 +262,7 @@ def _page(state: dict[str, Any], limit: int = 100) -> str:
     if state["error"]:
         out.append(tag("div", escape(f"last start failed: {state['error']}")))
     for id, name, owner, uses, age, turn, hand in state["lanes"][:limit]:
-        who = f" {owner}{HANDS[hand]}" if owner else ""
+        who = f" {owner}{' (by hand, from this view)' if hand else ''}" if owner else ""
         where = f", turn {turn}" if turn is not None else ""
         hint = f"sandbox {id}: {name}{who}{where}, {count(uses, 'lease')}" + (
             "" if age is None else f", for {age:.1f} s"

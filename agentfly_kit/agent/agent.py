@@ -158,14 +158,14 @@ class Agent:
         """One chain of the task, to be stepped by hand; of a trajectory, from its end, with its turns:
         `Chain.from_trajectory`.
 
-        While nothing runs in it, a pool that others wait for may take its sandbox back; at the next call it gets
-        another, in the same state, and says so.
+        It holds the sandboxes that it has used until `chain.finish()`, `chain.close()`, the pool's `max_lease`, or
+        `pool.recycle`.
         """
         if isinstance(task, Trajectory):
             self._check_tasks([task.task])
             return Chain.from_trajectory(self, task)
         self._check_tasks([task])
-        return Chain(self, task, hand=True)
+        return Chain(self, task)
 
     def rollout(
         self,

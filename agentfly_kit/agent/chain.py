@@ -20,8 +20,8 @@ from agentfly_kit import seeds
 from agentfly_kit._async.pending_call import cancelling, pending_call, warn_or_log
 from agentfly_kit.agent.budget import BudgetUsage, TokenReservation, reserve_tool_calls
 from agentfly_kit.chat.formats import Parsed
-from agentfly_kit.errors import AlignmentError, EngineError, LeaseRevoked, SandboxError, SettingsError
-from agentfly_kit.tools.context import Context, PoolLike, SingleSandboxPool
+from agentfly_kit.errors import AlignmentError, EngineError, LeaseRevoked, SettingsError
+from agentfly_kit.tools.context import Context
 from agentfly_kit.types import (
     BUDGET_STOPS,
     UNSCORED_STOPS,
@@ -49,7 +49,6 @@ _HOST_ERRORS = frozenset(
     {"PoolTimeout", "PoolClosed", "SandboxError", "LeaseRevoked", "IsolationError", "RemotePoolError", "EngineError"}
 )
 
-_NOT_RUN = "was not run: there are no tool calls left"
 _sessions = itertools.count()  # names of KV sessions; never part of a seed
 
 
@@ -80,10 +79,8 @@ class Chain:
     stop, error  why it ended, once it did
     """
 
-    def __init__(self, agent: Agent, task: Task, key: ChainKey | None = None, *, hand: bool = False) -> None:
-        """hand: a person steps it. While nothing runs in it, a pool that others wait for may take its sandbox back."""
+    def __init__(self, agent: Agent, task: Task, key: ChainKey | None = None) -> None:
         self._listeners: list[Callable[[Chain], object]] = []  # first: what is set from here on is told
-        self.hand = hand
         self.agent = agent
         self.task = task
         self.key = key if key is not None else ChainKey(group=f"chain-0:{task.id}")
@@ -99,7 +96,6 @@ class Chain:
             seed=self._seed(0),
             pools=agent.pools,
             concurrency=agent._concurrency,
-            again=self._again if hand else None,
         )
         self._gate: Callable[[], Awaitable[None]] | None = None
         self._spawn: Callable[[Chain], None] | None = None
@@ -481,9 +477,6 @@ class Chain:
         self.context.turn = index
         self.context.seed = self._seed(index)
         began = time.perf_counter()
-        await self._regain(
-            [sandbox_type for c in calls if self._reaches_tool(c) for sandbox_type in agent.tools[c.name].sandbox_types]
-        )
         refused, over = self._limit_calls(calls)
         done = await agent.tools.call_all(
             calls,
@@ -523,45 +516,6 @@ class Chain:
         self.turn = turn
         return turn
 
-    async def _regain(self, sandbox_types: Sequence[type]) -> None:
-        """Before anything is run in them: sandboxes that the pool took back from a chain by hand."""
-        for gone in self.context.gone:
-            if any(issubclass(gone, sandbox_type) for sandbox_type in sandbox_types):
-                await self.context.sandbox(gone)
-
-    async def _again(self, pool: PoolLike, sandbox: Any) -> int:
-        """Run again, in a fresh sandbox, every call that this chain made in one of its kind.
-
-        The calls' own state and fields are made anew beside the chain's, which stay as they are.
-        Raises:  SandboxError for a call that gives something else now, or that needs another sandbox too.
-        """
-        tools = self.agent.tools
-        replay = Context(
-            self.task,
-            trajectory_id=self.id,
-            pools=(SingleSandboxPool(pool.sandbox_type, sandbox),),
-            concurrency=self.agent._concurrency,
-        )
-        count = action = 0
-        for turn in self.turns:
-            action += turn.kind in ("action", "forced") and bool(turn.messages)
-            if turn.author != "tool":
-                continue
-            replay.turn, replay.seed = action, self._seed(action)
-            for call in turn.tool_calls:
-                sandbox_types = tools[call.name].sandbox_types if self._reaches_tool(call) else ()
-                if call.result is None or _NOT_RUN in call.result.observation:
-                    continue
-                if not any(issubclass(pool.sandbox_type, sandbox_type) for sandbox_type in sandbox_types):
-                    continue
-                if len(sandbox_types) > 1:
-                    raise SandboxError(f"{call.name} uses more than one sandbox, and would change the others again")
-                count += 1
-                got = await tools.call(call, replay)
-                if (got.ok, got.observation) != (call.result.ok, call.result.observation):
-                    raise SandboxError(f"call {count}, of {call.name}, gave something else when it was run again")
-        return count
-
     def _limit_calls(self, calls: Sequence[ToolCall]) -> tuple[dict[int, ToolResult], str | None]:
         """The calls that may not run, by position, with what is said of them; and the stop reason if there are any."""
         costly = [i for i, c in enumerate(calls) if self._reaches_tool(c)]
@@ -573,7 +527,10 @@ class Chain:
         shared, shared_over = reserve_tool_calls(self._usages, granted)
         if shared_over is not None:
             granted, over = shared, shared_over
-        return {i: ToolResult(False, f"{calls[i].name} {_NOT_RUN} ({over})") for i in costly[granted:]}, over
+        return {
+            i: ToolResult(False, f"{calls[i].name} was not run: there are no tool calls left ({over})")
+            for i in costly[granted:]
+        }, over
 
     def _reaches_tool(self, call: ToolCall) -> bool:
         return call.error is None and call.name in self.agent.tools
@@ -790,9 +747,9 @@ class Chain:
         target = path[to] if isinstance(to, int) and -len(path) <= to < len(path) else to
         if isinstance(target, int) or not any(turn is target for turn in path):
             raise SettingsError(f"{target!r} is not on this chain's path; give one of chain.turns, or its index")
-        sandbox_types = (*self.context.held, *self.context.gone)
-        if self.turn is not target and (sandbox_types or self.context.state):
-            what = ", ".join(sandbox_type.__name__ for sandbox_type in sandbox_types) or "state that its tools keep"
+        held = self.context.held
+        if self.turn is not target and (held or self.context.state):
+            what = ", ".join(sandbox_type.__name__ for sandbox_type in held) or "state that its tools keep"
             raise SettingsError(f"this chain cannot go back: it holds {what}, which would not go back with it")
         self.turn = target
         self.stop, self.error, self._trajectory = None, None, None
@@ -818,9 +775,7 @@ class Chain:
             twin.id = key.id
             twin._session = f"{key.id}#{next(_sessions)}"
             twin._fork_numbers = itertools.count(1)
-            await self.context.firm()
-            await self._regain(self.context.gone)
-            twin.context = await self.context.fork(key.id, twin._again if self.hand else None)
+            twin.context = await self.context.fork(key.id)
             twin._busy, twin._closed, twin._trajectory, twin._open_reports = False, False, None, 0
             return twin
 
@@ -843,8 +798,6 @@ class Chain:
             raise SettingsError("this chain was closed without a score; agent.chain(task) starts another")
         if self.stop is None:
             self.stop = "cancelled"
-        if self.stop not in UNSCORED_STOPS and self.agent.reward:
-            await self._regain(self.agent.reward.sandbox_types)
         reward: float | None = None
         metrics: dict[str, float] = {}
         try:
@@ -905,7 +858,6 @@ class Chain:
         """Step to the end and score. What goes wrong on our side is not raised: it ends the chain, unscored."""
         state, detail = "cancelled", ""
         self._report("chain", "start", "waiting", self.actions, "", "")
-        self.context.work()  # nobody waits for a person here
         try:
             await self._run_to_end()
             trajectory = await self._finish_or_fail()
@@ -917,7 +869,6 @@ class Chain:
                 warn_or_log(f"after_chain raised {type(error).__name__}: {error}")
             return trajectory
         finally:
-            self.context.rest()
             self._report("chain", "end", state, self.actions, detail, "")
 
     async def _run_to_end(self) -> None:
@@ -1062,8 +1013,6 @@ class _ExclusiveCall:
     def __enter__(self) -> None:
         self._chain._check_not_busy(self._call)
         self._chain._busy = True
-        self._chain.context.work()
 
     def __exit__(self, *_: object) -> None:
         self._chain._busy = False
-        self._chain.context.rest()

@@ -42,7 +42,6 @@ from .state import (
     Released,
     Requested,
     Reset,
-    Rests,
     SlotState,
     Started,
     StartFailed,
@@ -79,10 +78,6 @@ class LeaseInfo:
     sandbox: int
     since: float
     turn: object = None
-    hand: bool = False
-    """Of a chain that a person steps: it may be taken back while it waits, and is brought into its state again."""
-    rests: bool = False
-    """By hand, and nobody works with it now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +133,8 @@ class PoolEvent:
 class Lease(Generic[S]):
     """A sandbox in somebody's hands, until `await pool.release(lease)`. Set `turn` to show where its holder is."""
 
-    def __init__(self, pool: Pool[S], id: int, sandbox: S, owner: str, hand: bool = False, ticket: int = 0) -> None:
+    def __init__(self, pool: Pool[S], id: int, sandbox: S, owner: str) -> None:
         self._pool = pool
-        self._ticket = ticket
-        self.hand = hand
-        self.taken_back = False
-        """The pool ended it while it rested. Nothing may use `sandbox` any more."""
-        self.why = ""
-        """Why it was taken back."""
-        self.saved: asyncio.Future[Any] | None = None
-        """Once it was taken back from a kind that has `snapshot()`: what that gave, or why it could not."""
         self.revoked = ""
         """Why the pool ended it under its holder; "" as long as it has not. `sandbox` is closed then."""
         self.id = id
@@ -171,11 +158,6 @@ class Lease(Generic[S]):
         if not self.released:
             self._pool._dispatch(TurnChanged(self.id, turn))
 
-    def rest(self, rests: bool = True) -> None:
-        """By hand: from now on the pool may take it back; rests=False: nobody may, until the next rest."""
-        if self.hand and not self.released:
-            self._pool._dispatch(Rests(self.id, self._ticket, rests))
-
     async def release(self) -> None:
         """The same as `pool.release(lease)`."""
         await self._pool.release(self)
@@ -185,8 +167,7 @@ class Lease(Generic[S]):
             self._pool._on_lease_collected(self)
 
     def __repr__(self) -> str:
-        state = f"{time.monotonic() - self.since:.1f} s{' by hand' if self.hand else ''}"
-        state = "taken back" if self.taken_back else "released" if self.released else state
+        state = "released" if self.released else f"{time.monotonic() - self.since:.1f} s"
         state = f"revoked: {self.revoked}" if self.revoked else state
         return f"<Lease {self._pool.name} {self.id} of {self.owner}, {state}>"
 
@@ -236,9 +217,7 @@ class Pool(Generic[S]):
                      `async fork(into)`, `alive`, `async close()`, and `kill()` for the end of the process. Without
                      `reset` a sandbox is replaced after each lease; where `reset(task, seed)` takes a task the kind is
                      an environment, which the next chain resets for its own; its `cleanup()`, where it has one, is
-                     called when it is given back. With `snapshot()` and `restore(snapshot)`,
-                     sync or async, the state of a lease by hand that was taken back is kept; without them the calls of
-                     its chain are run again. `replayable = False` says that this must not be: its leases stay.
+                     called when it is given back.
     min_idle         keep this many ready beyond what is leased, once the first lease was asked for.
     isolation, memory_mb, processes, cpu_seconds, disk_mb, network, and any other keyword
                      go to the kind; left out, the kind's own default holds (see PythonSandbox). One that the kind does
@@ -247,7 +226,7 @@ class Pool(Generic[S]):
                      it; `max_uses=1` never resets.
     max_lease        seconds that anybody may hold one. Then it is taken from them: the sandbox is closed, what the
                      holder asks of it fails with LeaseRevoked, its chain is unscored, and the next in the queue gets
-                     another. A lease by hand that rests is taken back instead.
+                     another.
     healthy          `healthy(sandbox)`, plain or async, after each reset: one for which it is false, or raises, is
                      replaced. A kind's own method `healthy()` is asked where this is not given.
     max_starting     how many may be on their way up at once.
@@ -387,11 +366,7 @@ class Pool(Generic[S]):
         with self._lock:
             state = self._state
             slots = list(state.slots.values())
-            leases = [
-                LeaseInfo(s.owner or "", s.id, s.since, s.turn, s.hand, s.rests is not None)
-                for s in slots
-                if s.state == "leased"
-            ]
+            leases = [LeaseInfo(s.owner or "", s.id, s.since, s.turn) for s in slots if s.state == "leased"]
             return PoolSnapshot(
                 sandbox_type=self.name,
                 isolation=self.isolation,
@@ -413,9 +388,7 @@ class Pool(Generic[S]):
         s = self.snapshot()
         if s.closed:
             return f"<Pool {s.sandbox_type} closed, size {s.size}>"
-        hands = sum(lease.hand for lease in s.leases)
-        leased = f"{s.leased} leased{f' ({hands} by hand)' if hands else ''}"
-        counts = f"{leased}, {s.idle} idle, {s.starting} starting, {s.waiting} waiting"
+        counts = f"{s.leased} leased, {s.idle} idle, {s.starting} starting, {s.waiting} waiting"
         return f"<Pool {s.sandbox_type} {counts}, size {s.size}>"
 
     def _repr_html_(self) -> str:
@@ -456,14 +429,10 @@ class Pool(Generic[S]):
         finally:
             await self.release(lease)
 
-    async def acquire(
-        self, owner: str = "somebody", timeout: float | None = None, *, hand: bool = False, run: str = ""
-    ) -> Lease[S]:
+    async def acquire(self, owner: str = "somebody", timeout: float | None = None, *, run: str = "") -> Lease[S]:
         """A sandbox to keep over many calls, until `release`. First come, first served among those of one `run`; runs
         take turns.
 
-        hand: for somebody who waits on a person. While the lease rests (`lease.rest()`) and others find nothing free,
-            the pool may take it back.
         Units:   timeout in seconds; None means the pool's `acquire_timeout`.
         Raises:  PoolTimeout, which says who holds what; PoolClosed; SandboxError or IsolationError if none can start.
         """
@@ -471,13 +440,12 @@ class Pool(Generic[S]):
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         self._forget_closed_loops()
-        hand = hand and getattr(self.sandbox_type, "replayable", True)
         while True:
-            slot = await self._wait(Requested(next(self._next_ticket), owner, run, hand), loop, deadline, timeout)
+            slot = await self._wait(Requested(next(self._next_ticket), owner, run), loop, deadline, timeout)
             with self._lock:
                 taken = self._state.slots.get(slot)
                 if taken is not None and taken.state == "leased" and slot in self._sandboxes:
-                    lease = Lease(self, slot, self._sandboxes[slot], owner, hand, taken.ticket or 0)
+                    lease = Lease(self, slot, self._sandboxes[slot], owner)
                     self._leases[slot] = lease
                     break
             # Between the grant and this line the pool was closed, which the next round says, or the sandbox was ended.
@@ -552,7 +520,7 @@ class Pool(Generic[S]):
 
     def recycle(self, sandbox: int, *, close: bool = False) -> None:
         """By hand: have the sandbox of this number reset, or closed. Who is working with it loses it, as with
-        `max_lease`, and another takes its place; a lease by hand that rests is taken back. May be called twice.
+        `max_lease`, and another takes its place. May be called twice.
 
         Raises:  SettingsError if there is no such sandbox.
         """
@@ -597,13 +565,10 @@ class Pool(Generic[S]):
                 self._sequence += 1
                 if self._listeners:
                     self._events.append(PoolEvent(self._sequence, change, slot, owner, now, detail))
-            taken = [(slot, self._preempt(slot, why)) for slot, why in effects.take_back.items()]
             for slot, why in effects.revoked.items():
                 lease = self._leases.pop(slot, None)
                 if lease is not None:
                     lease.revoked, lease.released = why, True
-        for slot, lease in taken:
-            self._spawn(slot, self._save(slot, lease))
         self._resolve_tickets(effects)
         for slot in effects.start:
             self._spawn(slot, self._start(slot))
@@ -783,33 +748,6 @@ class Pool(Generic[S]):
         else:
             self._dispatch(Reset(slot))
 
-    def _preempt(self, slot: int, why: str) -> Lease[S] | None:
-        """At once: whoever held it must find that out before it is anybody else's."""
-        lease = self._leases.pop(slot, None)
-        if lease is not None:
-            lease.taken_back = lease.released = True
-            lease.why = why
-            if callable(getattr(lease.sandbox, "snapshot", None)):
-                lease.saved = asyncio.get_running_loop().create_future()
-        return lease
-
-    async def _save(self, slot: int, lease: Lease[S] | None) -> None:
-        """Keep the state of what was taken back, then reset it."""
-        if lease is not None and lease.saved is not None:
-            try:
-                async with asyncio.timeout(self.start_timeout):
-                    snapshot = await _maybe_await(cast(Any, lease.sandbox).snapshot())
-                _resolve(lease.saved, snapshot)
-            except Exception as error:
-                _resolve(lease.saved, error)
-            finally:
-                _resolve(lease.saved, SandboxError("the pool ended before its state could be saved"))
-        sandbox = self._sandboxes.get(slot)
-        if callable(getattr(sandbox, "reset", None)):
-            await self._reset(slot)
-        else:
-            self._dispatch(Released(slot, False))
-
     async def _close(self, slot: int) -> None:
         me = asyncio.current_task()
         with self._lock:
@@ -904,7 +842,8 @@ class Pool(Generic[S]):
         if s.leased < s.size and s.starting:
             text += "starting takes long: raise timeout=, or keep some ready with min_idle="
         else:
-            text += "raise size=, or look for a lease held while sampling"
+            text += "raise size=, or look for a lease held while sampling; a chain stepped by hand keeps its sandbox "
+            text += "until `await chain.close()`"
         return text if s.error is None else f"{text}; the last start failed: {s.error}"
 
 
@@ -924,16 +863,6 @@ def _sender(pool: weakref.ref[Pool[Any]], event: Event) -> Callable[[], None]:
 
 async def _maybe_await(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
-
-
-def _resolve(future: asyncio.Future[Any], value: Any) -> None:
-    if future.done():
-        return
-    if isinstance(value, Exception):
-        future.set_exception(value)
-        future.exception()  # seen, should nobody ask for it
-    else:
-        future.set_result(value)
 
 
 async def _call(sandbox: object, method: str) -> None:

@@ -4,9 +4,6 @@
 reset or close, and which waiters have got one or are refused. Whoever does those things reports back with the next
 event.
 
-A lease by hand belongs to a chain that a person steps. While it rests, and others wait for what nobody else could give
-them, it is taken back: the holder gets another when it goes on, and brings that into the state which this one had.
-
 A slot is `starting -> idle <-> leased -> resetting -> idle`, and from anywhere `-> closing -> gone`. A slot that is
 closing still counts against the size: there are never more than `size` sandboxes, not even for a moment.
 """
@@ -20,7 +17,7 @@ from typing import Literal
 
 SlotState = Literal["starting", "idle", "leased", "resetting", "closing"]
 Change = Literal[
-    "waiting", "gave up", "refused", "starting", "start failed", "idle", "leased", "turn", "taken back", "resetting",
+    "waiting", "gave up", "refused", "starting", "start failed", "idle", "leased", "turn", "resetting",
     "expired", "ended by hand", "died", "closing", "closed", "pool closed",
 ]  # fmt: skip
 
@@ -36,7 +33,6 @@ class Requested:
     owner: str
     run: str = ""
     """Whose turn it is goes round the runs."""
-    hand: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +57,7 @@ class StartFailed:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A lease has ended; or what was taken back has been saved. Not reusable: close it."""
+    """A lease has ended. Not reusable: close it."""
 
     slot: int
     reusable: bool = True
@@ -98,15 +94,6 @@ class TurnChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class Rests:
-    """The holder of a lease by hand waits for its person, or works again."""
-
-    slot: int
-    ticket: int
-    rests: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Recycle:
     """A person wants it reset, or closed. A holder that works loses it, and it is closed either way."""
 
@@ -139,7 +126,6 @@ Event = (
     | Died
     | Closed
     | TurnChanged
-    | Rests
     | Recycle
     | Wakeup
     | Evict
@@ -162,9 +148,6 @@ class Slot:
     ticket: int | None = None
     turn: object = None
     uses: int = 0
-    hand: bool = False
-    rests: float | None = None
-    """Of a lease by hand: since when its holder waits for a person."""
 
 
 @dataclass(slots=True)
@@ -176,7 +159,6 @@ class Effects:
     close: list[int] = field(default_factory=list)
     grant: list[tuple[int, int]] = field(default_factory=list)  # (ticket, slot)
     revoked: dict[int, str] = field(default_factory=dict)  # slots whose holder has lost them -> why
-    take_back: dict[int, str] = field(default_factory=dict)  # slots to be saved and then reset -> why
     refuse: list[tuple[int, BaseException | None]] = field(default_factory=list)  # (ticket, last error; None: closed)
     changes: list[tuple[Change, int | None, str | None, str]] = field(default_factory=list)  # what, slot, owner, detail
 
@@ -186,7 +168,6 @@ class Waiter:
     owner: str
     since: float
     run: str
-    hand: bool
 
 
 class PoolState:
@@ -197,7 +178,7 @@ class PoolState:
     Wear: a sandbox that has been lent `max_uses` times, or is `max_age` seconds old, is closed instead of lent again.
 
     Age of a lease: who has held a sandbox for `max_lease` seconds loses it, and it is closed, for whatever runs in it
-    may go on; a lease by hand that rests is taken back.
+    may go on.
 
     Room: `room` is asked before a start (None: there is always room), `must_yield(since)` when a sandbox comes back or
     is idle: whether somebody else has waited for its room since before `since`.
@@ -254,12 +235,12 @@ class PoolState:
         effects = Effects()
         slot = self.slots.get(getattr(event, "slot", 0))
         match event:
-            case Requested(ticket, owner, run, hand):
+            case Requested(ticket, owner, run):
                 if self.closed:
                     effects.refuse.append((ticket, None))
                 else:
                     self._was_used = True
-                    self.waiters[ticket] = Waiter(owner, now, run, hand)
+                    self.waiters[ticket] = Waiter(owner, now, run)
                     self._queues.setdefault(run, {})[ticket] = None
                     effects.changes.append(("waiting", None, owner, ""))
             case Cancelled(ticket):
@@ -275,10 +256,6 @@ class PoolState:
                 if not why and self._must_yield(self.oldest):
                     why = "its room is needed"
                 self._move(slot, "closing" if why or not reusable or self.closed else "resetting", now, effects, why)
-            case Released(_, False) if slot and slot.state == "resetting":
-                self._move(slot, "closing", now, effects)
-            case Rests(_, ticket, rests) if slot and slot.state == "leased" and slot.hand and slot.ticket == ticket:
-                slot.rests = now if rests else None
             case Reset() if slot and slot.state == "resetting":
                 self._move(slot, "idle", now, effects)
             case Died(_, why) if slot and slot.state != "closing":
@@ -313,7 +290,6 @@ class PoolState:
             self._grant(now, effects)
             if may_start:
                 self._start(now, effects)
-                self._take_back(now, effects)
         return effects
 
     @property
@@ -347,15 +323,11 @@ class PoolState:
         for slot in [slot for slot in self.slots.values() if slot.state == "leased"]:
             if now < slot.since + self._max_lease:
                 self.next_expiry = min(self.next_expiry, slot.since + self._max_lease)
-            elif slot.rests is not None:
-                self._end_rest(slot, f"it was held for {now - slot.since:.0f} s", now, effects)
             else:
                 self._end(slot, "expired", f"held for {now - slot.since:.0f} s, longer than max_lease=", now, effects)
 
     def _recycle(self, slot: Slot, close: bool, now: float, effects: Effects) -> None:
-        if slot.state == "leased" and slot.rests is not None and not close:
-            self._end_rest(slot, "it was reset by hand", now, effects)
-        elif slot.state == "leased":
+        if slot.state == "leased":
             self._end(slot, "ended by hand", f"{'closed' if close else 'reset'} by hand", now, effects)
         elif close:
             self._move(slot, "closing", now, effects, "closed by hand")
@@ -368,11 +340,6 @@ class PoolState:
         effects.changes.append((change, slot.id, slot.owner, why))
         self._move(slot, "closing", now, effects)
 
-    def _end_rest(self, slot: Slot, why: str, now: float, effects: Effects) -> None:
-        effects.take_back[slot.id] = why
-        effects.changes.append(("taken back", slot.id, slot.owner, f"it waited for its person, and {why}"))
-        self._move(slot, "resetting", now, effects)
-
     def _retire_reason(self, slot: Slot, now: float) -> str:
         if self._max_uses is not None and slot.uses >= self._max_uses:
             return f"used {slot.uses} times"
@@ -383,11 +350,10 @@ class PoolState:
     def _move(self, slot: Slot, state: SlotState, now: float, effects: Effects, why: str = "") -> None:
         owner = slot.owner
         if state != "leased":
-            slot.owner = slot.ticket = slot.turn = slot.rests = None
-            slot.hand = False
+            slot.owner = slot.ticket = slot.turn = None
         slot.state, slot.since = state, now
         effects.changes.append((state, slot.id, owner, why))
-        if state == "resetting" and slot.id not in effects.take_back:
+        if state == "resetting":
             effects.reset.append(slot.id)
         elif state == "closing":
             effects.close.append(slot.id)
@@ -440,18 +406,11 @@ class PoolState:
             self._served[run] = self._grants
             if len(self._served) > 1000:  # runs that are long over
                 self._served = {run: stamp for run, stamp in self._served.items() if run in self._queues}
-            slot.owner, slot.ticket, slot.hand = waiter.owner, ticket, waiter.hand
+            slot.owner, slot.ticket = waiter.owner, ticket
             slot.uses += 1
             self._move(slot, "leased", now, effects)
             self.next_expiry = min(self.next_expiry, now + self._max_lease)
             effects.grant.append((ticket, slot.id))
-
-    def _take_back(self, now: float, effects: Effects) -> None:
-        """End leases by hand that rest, the one at rest for longest first, for waiters whom nothing else will serve."""
-        wanted = len(self.waiters) - self.count("starting", "resetting", "closing")
-        resting = sorted((s.rests, s.id) for s in self.slots.values() if s.state == "leased" and s.rests is not None)
-        for _, number in resting[: max(0, wanted)]:
-            self._end_rest(self.slots[number], "others needed it", now, effects)
 
     def _start(self, now: float, effects: Effects) -> None:
         self.starved, self.starved_since = 0, float("inf")

@@ -35,10 +35,6 @@ _MAX_OUTPUT_FACTOR = 256  # a call may print this many times what is kept of it,
 _CHUNK = 65536
 
 
-class _ReplayMismatch(SandboxError):
-    """A call that was replayed gave something else than before."""
-
-
 class PythonSandbox:
     """A persistent, confined Python interpreter.
 
@@ -197,10 +193,15 @@ class PythonSandbox:
         Raises:  SandboxError if a call was stopped, or replays differently (time, randomness): then this state cannot
                  be copied, and pretending would be worse. `into` is reset.
         """
-        try:
-            await into.restore(self.snapshot())
-        except _ReplayMismatch as error:
-            raise SandboxError(f"this PythonSandbox cannot fork: {error}") from None
+        if not into.alive:
+            await into.start()
+        calls = tuple(self._history)
+        for position, (code, timeout, digest) in enumerate(calls, 1):
+            if digest is not None and _digest(await into.run(code, timeout=timeout)) == digest:
+                continue
+            await into.reset()
+            why = "was stopped on its way" if digest is None else "gave something else when it was replayed"
+            raise SandboxError(f"this PythonSandbox cannot fork: call {position} of {len(calls)} {why}")
 
     async def count_processes(self) -> int | None:
         """The number of processes that run inside, including the interpreter; None where the kernel does not list them.
@@ -213,21 +214,6 @@ class PythonSandbox:
         reply = await self._expect("count", self._counts, _CONTROL_SECONDS)
         processes = reply.get("processes")
         return None if processes is None else int(processes)
-
-    def snapshot(self) -> tuple[tuple[str, float, bytes | None], ...]:
-        """What `restore` needs to bring another sandbox into this one's state: the calls since the last reset."""
-        return tuple(self._history)
-
-    async def restore(self, snapshot: Sequence[tuple[str, float, bytes | None]]) -> None:
-        """Come into the state that a snapshot was taken of, by replaying its calls. Errors as in `fork`."""
-        if not self.alive:
-            await self.start()
-        for position, (code, timeout, digest) in enumerate(snapshot, 1):
-            if digest is not None and _digest(await self.run(code, timeout=timeout)) == digest:
-                continue
-            await self.reset()
-            why = "was stopped on its way" if digest is None else "gave something else when it was replayed"
-            raise _ReplayMismatch(f"call {position} of {len(snapshot)} {why}")
 
     async def close(self) -> None:
         """End it: no process and no file is left. May be called twice, and while a call runs, which then ends."""

@@ -10,13 +10,13 @@ import asyncio
 import copy
 import inspect
 import typing
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeVar
 
 from agentfly_kit._async.concurrency import ConcurrencyLimits
-from agentfly_kit._async.pending_call import wait_all, warn_or_log
+from agentfly_kit._async.pending_call import wait_all
 from agentfly_kit.errors import LeaseRevoked, SandboxError, SettingsError
 from agentfly_kit.pool import environment as environments
 from agentfly_kit.tools import function as functions
@@ -46,18 +46,10 @@ FromPool: TypeAlias = Annotated[T, _FROM_POOL]
 
 class _Lease(Protocol):
     turn: Any
-    taken_back: bool
     revoked: str
-    saved: asyncio.Future[Any] | None
-
-    def rest(self, rests: bool = ...) -> None: ...
 
     @property
     def sandbox(self) -> Any: ...
-
-
-Again: TypeAlias = Callable[["PoolLike", Any], Awaitable[int]]
-"""(pool, fresh sandbox) -> how many calls were run in it again."""
 
 
 class PoolLike(Protocol):
@@ -65,7 +57,7 @@ class PoolLike(Protocol):
 
     @property
     def sandbox_type(self) -> type: ...
-    async def acquire(self, *, owner: str, timeout: float | None = ..., hand: bool = ...) -> Any: ...
+    async def acquire(self, *, owner: str, timeout: float | None = ...) -> Any: ...
     async def release(self, lease: Any) -> None: ...
 
 
@@ -138,15 +130,10 @@ class Context:
         pools: Sequence[PoolLike] = (),
         timeout: float | None = None,
         concurrency: ConcurrencyLimits = ConcurrencyLimits(),  # noqa: B008 - it never changes
-        again: Again | None = None,
         run: str = "",
     ) -> None:
         """`timeout` is how long a lease is waited for, in seconds; None leaves it to the pool. `concurrency`: how many
-        tools
-        and rewards may run at once. `run`: of which rollout the chain is one; rollouts on one pool take turns.
-        `again`: of a chain that a person steps. Its leases are by hand: between `work` and `rest` they are firm, and at
-        rest the pool may take them back; then `again(pool, sandbox)` brings another sandbox into the state of the one
-        that went, where its kind has no `snapshot` and `restore`.
+        tools and rewards may run at once. `run`: of which rollout the chain is one; rollouts on one pool take turns.
 
         The chain moves `turn` and `seed` as it goes.
         """
@@ -163,12 +150,6 @@ class Context:
         self.timeout = timeout
         self.concurrency = concurrency
         self.run = run
-        self._again = again
-        self._works = 0
-        self._gone: dict[int, tuple[PoolLike, _Lease]] = {}
-        """Leases that were taken back, until another sandbox is in their state."""
-        self._kept: set[int] = set()
-        """Pools whose lease was handed to a cell."""
         self._leases: dict[int, tuple[PoolLike, asyncio.Task[_Lease]]] = {}
         self._locks: dict[int, asyncio.Lock] = {}
         self._closing: asyncio.Future[None] | None = None
@@ -176,9 +157,6 @@ class Context:
     async def sandbox(self, sandbox_type: type[S]) -> S:
         """The chain's sandbox of this kind: leased at the first request, the same one until the context is closed.
 
-        Asked for in a cell, `await chain.context.sandbox(sandbox_type)`, it is the chain's until its end: what a person
-        does in it no replay would bring back. `async with chain.context.using(sandbox_type) as sandbox` keeps it
-        for that long only.
         Raises:  SettingsError where no pool has the kind; what the pool raises (PoolTimeout, PoolClosed, SandboxError).
         """
         pool = self.pool(sandbox_type)
@@ -186,14 +164,9 @@ class Context:
             raise SandboxError(
                 f"the chain {self.trajectory_id!r} is over, and its {sandbox_type.__name__} was given back"
             )
-        await self.firm(pool)
-        self._notice()
         if id(pool) not in self._leases:
             self._leases[id(pool)] = (pool, asyncio.ensure_future(self._acquire(pool)))
         acquiring = self._leases[id(pool)][1]
-        by_hand = self._again is not None and not self._works
-        if by_hand:
-            self._kept.add(id(pool))
         # Waited for from outside: a call that is cancelled must not take the lease from the calls that wait beside it.
         await asyncio.wait([acquiring])
         if acquiring.cancelled():
@@ -202,35 +175,21 @@ class Context:
             del self._leases[id(pool)]  # the next request may have more luck
         lease = acquiring.result()
         self._check_revoked(sandbox_type, lease)
-        if by_hand:
-            lease.rest(False)
         if lease.turn != self.turn:
             lease.turn = self.turn  # for whoever looks at the pool: who holds it, and how far they are
         return typing.cast(S, lease.sandbox)
 
     async def _acquire(self, pool: PoolLike) -> _Lease:
-        if self._again is None:
-            turns: dict[str, Any] = (
-                {"run": self.run} if self.run and "run" in inspect.signature(pool.acquire).parameters else {}
-            )
-            lease: _Lease = await pool.acquire(owner=self.trajectory_id, timeout=self.timeout, **turns)
-            if not environments.is_environment(pool.sandbox_type):
-                return lease
-        else:
-            lease = await pool.acquire(owner=self.trajectory_id, timeout=self.timeout, hand=True)
-        try:
-            if environments.is_environment(pool.sandbox_type):
+        turns: dict[str, Any] = (
+            {"run": self.run} if self.run and "run" in inspect.signature(pool.acquire).parameters else {}
+        )
+        lease: _Lease = await pool.acquire(owner=self.trajectory_id, timeout=self.timeout, **turns)
+        if environments.is_environment(pool.sandbox_type):
+            try:
                 await self._reset_environment(pool.sandbox_type, lease.sandbox)
-            if id(pool) in self._gone:
-                await self._bring(pool, lease, self._gone[id(pool)][1])
-        except BaseException:
-            await pool.release(lease)
-            raise
-        if self._again is None:
-            return lease
-        self._gone.pop(id(pool), None)
-        if not self._works and id(pool) not in self._kept:
-            lease.rest()
+            except BaseException:
+                await pool.release(lease)
+                raise
         return lease
 
     async def _reset_environment(self, sandbox_type: type, environment: Any) -> None:
@@ -250,83 +209,13 @@ class Context:
             ) from outcome.error
         self.reset_results[sandbox_type] = outcome.value
 
-    async def _bring(self, pool: PoolLike, lease: _Lease, gone: _Lease) -> None:
-        """Another sandbox into the state of the one that was taken back, and say so."""
-        name = pool.sandbox_type.__name__
-        assert self._again is not None
-        try:
-            if gone.saved is not None and callable(getattr(lease.sandbox, "restore", None)):
-                await asyncio.wait([gone.saved])
-                done = lease.sandbox.restore(gone.saved.result())
-                if inspect.isawaitable(done):
-                    await done
-                how = "in the state that was saved"
-            else:
-                count = await self._again(pool, lease.sandbox)
-                how = f"in which {count} call{'s were' if count != 1 else ' was'} run again"
-        except Exception as error:
-            raise SandboxError(
-                f"the pool took back the {name} of the chain {self.trajectory_id!r} while it waited, and its state "
-                f"cannot be brought back ({error}); start again with agent.chain(task), or give the pool a larger size="
-            ) from error
-        warn_or_log(
-            f"the pool took back the {name} of the chain {self.trajectory_id!r} while it waited and "
-            f"{getattr(gone, 'why', '') or 'others needed it'}; "
-            f"the chain goes on in another, {how}"
-        )
-
-    async def firm(self, only: PoolLike | None = None) -> None:
-        """Of pools that are elsewhere: have them say whether what is held by hand was taken back, and keep the rest."""
-        if self._again is None:
-            return
-        for pool, lease in list(self._leases.values()):
-            if only in (None, pool) and _is_held(lease):
-                ask = getattr(lease.result(), "firm", None)
-                if ask is not None and not lease.result().taken_back:
-                    await ask()
-
-    def _notice(self) -> None:
-        """See which leases were taken back; only those by hand ever are."""
-        if self._again is None:
-            return
-        for key, (pool, lease) in list(self._leases.items()):
-            if _is_held(lease) and lease.result().taken_back:
-                self._gone[key] = (pool, lease.result())
-                del self._leases[key]
-
-    @property
-    def gone(self) -> tuple[type, ...]:
-        """Kinds whose sandbox the pool took back, and which nobody has asked for since."""
-        self._notice()
-        return tuple(pool.sandbox_type for pool, _ in self._gone.values())
-
-    def work(self) -> None:
-        """The chain does something: its leases are firm until as many `rest` follow."""
-        self._works += 1
-        self._say(False)
-
-    def rest(self) -> None:
-        self._works -= 1
-        if not self._works:
-            self._say(True)
-
-    def _say(self, rests: bool) -> None:
-        if self._again is not None:
-            for key, (_, lease) in list(self._leases.items()):
-                if _is_held(lease) and key not in self._kept:
-                    lease.result().rest(rests)
-
     @asynccontextmanager
     async def using(self, sandbox_type: type[S]) -> AsyncIterator[S]:
         """The sandbox for the length of one call: calls of one turn that share it run in the order written."""
         lock = self._locks.setdefault(id(self.pool(sandbox_type)), asyncio.Lock())
         async with lock:
-            self.work()
-            try:
-                yield await self.sandbox(sandbox_type)
-                self.check()  # what a call said whose sandbox was taken from under it is nothing to go by
-            finally:
-                self.rest()
+            yield await self.sandbox(sandbox_type)
+            self.check()  # what a call said whose sandbox was taken from under it is nothing to go by
 
     def check(self) -> None:
         """Raises LeaseRevoked if a pool has taken a sandbox from this chain, and why."""
@@ -357,13 +246,10 @@ class Context:
     @property
     def held(self) -> dict[type, Any]:
         """The sandboxes that the chain holds now, by kind."""
-        self._notice()
         return {pool.sandbox_type: lease.result().sandbox for pool, lease in self._leases.values() if _is_held(lease)}
 
-    async def fork(self, trajectory_id: str, again: Again | None = None) -> Context:
+    async def fork(self, trajectory_id: str) -> Context:
         """A second context in the same state: copies of `state` and `fields`, and forks of the sandboxes held.
-
-        again: the twin's own, if it is stepped by a person.
 
         Raises:  SandboxError naming a kind that cannot fork; then nothing is leased.
         """
@@ -382,7 +268,6 @@ class Context:
             pools=self.pools,
             timeout=self.timeout,
             concurrency=self.concurrency,
-            again=again,
             run=self.run,
         )
         try:
@@ -395,12 +280,10 @@ class Context:
         twin.fields._own = copy.deepcopy(self.fields._own)
         twin.reset_results = dict(self.reset_results)
         try:
-            twin.work()
             for sandbox_type, sandbox in self.held.items():
                 done = sandbox.fork(await twin.sandbox(sandbox_type))
                 if inspect.isawaitable(done):
                     await done
-            twin.rest()
         except BaseException:
             await twin.close()
             raise
@@ -411,7 +294,6 @@ class Context:
         if self._closing is None and not self._leases:
             self._closing = asyncio.get_running_loop().create_future()
             self._closing.set_result(None)
-            self._gone.clear()
             return
         cancelled: asyncio.CancelledError | None = None
         # Once more if that task was itself cancelled before it had begun, as all are at the end of an event loop.
@@ -445,7 +327,6 @@ class Context:
             except (Exception, asyncio.CancelledError) as error:  # the other leases must go back too
                 failed.append(error)
         self._leases.clear()
-        self._gone.clear()
         if failed:
             raise failed[0]
 
@@ -473,7 +354,7 @@ class SingleSandboxPool:
         self.sandbox = sandbox
         self.turn: object = None
 
-    async def acquire(self, *, owner: str, timeout: float | None = None, hand: bool = False) -> SingleSandboxPool:
+    async def acquire(self, *, owner: str, timeout: float | None = None) -> SingleSandboxPool:
         return self
 
     async def release(self, lease: Any) -> None: ...

@@ -69,7 +69,7 @@ async def busy():
         held = held[:n]
         held += [await pool.acquire(owner=f"calculator-train-000{i}/{i % 4}") for i in range(len(held), min(n, 5))]
         await asyncio.sleep(1.5)
-    held.append(await pool.acquire(owner="a person", hand=True))
+    held.append(await pool.acquire(owner="a person"))
     for i, lease in enumerate(held[:5]):
         lease.turn = i % 3
     keep.extend(held + [asyncio.ensure_future(pool.acquire(owner=f"calculator-train-0007/{i}")) for i in range(2)])

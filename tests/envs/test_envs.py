@@ -223,20 +223,6 @@ async def test_a_fork_has_its_own_world_or_is_refused_by_name() -> None:
     await chain.close()
 
 
-async def test_a_chain_by_hand_that_lost_its_world_gets_it_back() -> None:
-    agent = guesser([call(1), "x"], size=1)
-    chain = agent.chain(task())
-    await chain.prepare()
-    chain.force(call(3))
-    await chain.act()
-    await agent.rollout(task(id="other"))  # takes the only one
-    chain.force(call(7))
-    with pytest.warns(UserWarning, match="took back the Guess"):
-        await chain.act()
-    assert chain.context.held[Guess].tries == [3, 7]
-    await chain.close()
-
-
 async def test_a_reset_that_fails_is_our_fault_and_loses_no_sibling() -> None:
     broken = Task("broken", ({"role": "user", "content": "?"},), {})
     rollout = await guesser([call(7), "x"]).rollout([task(), broken, task(id="h")])

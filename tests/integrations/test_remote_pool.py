@@ -773,48 +773,6 @@ def test_records_come_from_where_they_may():
 # --- leases that the pool ends -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sandbox_type", [PythonSandbox, Notes])
-async def test_a_lease_by_hand_is_taken_back_from_afar_and_its_chain_goes_on(sandbox_type: type):
-    @af.tool
-    async def python(code: str, sandbox: PythonSandbox) -> str:
-        """Run code.
-
-        Args:
-            code: the code.
-        """
-        return (await sandbox.run(code)).text
-
-    @af.tool
-    async def note(code: str, notes: Notes) -> str:
-        """Write a note.
-
-        Args:
-            code: the note.
-        """
-        return str(len(await notes.run(code)))
-
-    tool = python if sandbox_type is PythonSandbox else note
-    async with Pool(sandbox_type, size=1, acquire_timeout=30) as pool:
-        async with serve_pool(pool, token=TOKEN, heartbeat=1.0) as server:
-            async with RemotePool(server.url, token=TOKEN, sandbox_type=sandbox_type) as remote:
-                texts = [call(code).replace("python", tool.name) for code in ("x = [1]", "x += [2]", "len(x)")]
-                agent = played([*texts, "end"], tools=[tool], pools=[remote], max_turns=5)
-                chain = agent.chain(tasks()[0])
-                await chain.step()
-                await until(lambda: [lease.rests for lease in pool.snapshot().leases] == [True])
-                async with pool.lease("somebody here") as sandbox:
-                    assert sandbox is not None, "taken back for one who waits"
-                with pytest.warns(UserWarning, match="the pool took back the .* while it waited and others needed it"):
-                    await chain.step()
-                assert [lease.rests for lease in pool.snapshot().leases] in ([True], [False])
-                await chain.step()
-                result = chain.turn.tool_calls[0].result if chain.turn else None
-                assert result is not None and result.observation == ("2" if sandbox_type is PythonSandbox else "3")
-                await chain.close()
-                await until(lambda: pool.snapshot().leased == 0)
-                assert list(server.clients.values()) == [0]
-
-
 async def test_a_lease_that_is_too_old_ends_from_afar_and_counts_no_more():
     async with Pool(Notes, size=1, max_lease=0.3) as pool:
         async with serve_pool(pool, token=TOKEN, heartbeat=0.4, max_leases=1) as server:
@@ -871,12 +829,6 @@ async def test_recycled_by_hand_from_afar(server: PoolServer, pool: Pool[Notes])
         for number in (0, -1):
             with pytest.raises(SettingsError, match="the question cannot be read"):
                 await far.recycle(number)
-        by_hand = await far.acquire("a person", hand=True)
-        by_hand.rest()
-        await until(lambda: [lease.rests for lease in pool.snapshot().leases if lease.hand] == [True])
-        await far.recycle(by_hand.id)
-        await by_hand.firm()
-        assert by_hand.taken_back and by_hand.why == "it was reset by hand"
         await theirs.release()
     assert pool.snapshot().leased == 0
 

@@ -21,7 +21,7 @@ from agentfly_kit.agent.rollout import Rollout
 ts = [trajectory(i) for i in range(3)]
 stats = step(ts)
 pool = Pool(Box, size=4)
-held = [await pool.acquire(owner="calc-1/0"), await pool.acquire(owner="a person", hand=True)]
+held = [await pool.acquire(owner="calc-1/0"), await pool.acquire(owner="a person")]
 waiting = [asyncio.ensure_future(pool.acquire(owner=f"calc-{i}")) for i in range(4)]
 await asyncio.sleep(0.2)
 run, other = Run(20), Run(9)

@@ -20,12 +20,12 @@ test("bands stay in their box and end now", () => {
 });
 
 test("leases by owner, the longest first, those by hand marked", () => {
-  const state = { counts, lanes: [[1, "leased", "c1", 1, 3, "2", 0], [2, "leased", "me", 1, 9, null, 2], [3, "leased", "c1", 1, 5, "0", 0], [4, "idle", "c1", 1, 5, null, 0]] };
-  assert.deepEqual(owners(state).map((r) => [r.owner, r.ids, r.age, r.hands]), [["me", [2], 9, ["by hand, rests"]], ["c1", [1, 3], 5, []]]);
+  const state = { counts, lanes: [[1, "leased", "c1", 1, 3, "2", false], [2, "leased", "me", 1, 9, null, true], [3, "leased", "c1", 1, 5, "0", false], [4, "idle", "c1", 1, 5, null, false]] };
+  assert.deepEqual(owners(state).map((r) => [r.owner, r.ids, r.age, r.hands]), [["me", [2], 9, ["by hand, from here"]], ["c1", [1, 3], 5, []]]);
 });
 
 test("what a person can do to a sandbox", () => {
-  const state = { counts, recycles: true, lanes: [[1, "leased", "c1", 1, 3, "2", 0], [2, "idle", null, 1, 9, null, 0], [3, "closing", null, 1, 5, null, 0], [4, "leased", "by hand", 1, 5, null, 3], [5, "starting", null, 0, 1, null, 0]] };
+  const state = { counts, recycles: true, lanes: [[1, "leased", "c1", 1, 3, "2", false], [2, "idle", null, 1, 9, null, false], [3, "closing", null, 1, 5, null, false], [4, "leased", "by hand", 1, 5, null, true], [5, "starting", null, 0, 1, null, false]] };
   const can = (id, more = {}) => Object.entries(actions({ ...state, ...more }, id)).filter(([, yes]) => yes).map(([name]) => name).join(" ");
   assert.equal(can(1), "take reset close");
   assert.equal(can(2), "take reset close");

@@ -71,9 +71,8 @@ class RemoteSandbox:
 class RemoteLease(Generic[S]):
     """A remote sandbox in somebody's hands, until `await pool.release(lease)`. Set `turn` to show where they are."""
 
-    def __init__(self, pool: RemotePool[S], name: str, id: int, sandbox: S, owner: str, hand: bool = False) -> None:
+    def __init__(self, pool: RemotePool[S], name: str, id: int, sandbox: S, owner: str) -> None:
         self._pool, self._link = pool, pool._link
-        self.hand = hand
         self.name = name
         self.id = id
         """The sandbox's number at the server."""
@@ -81,30 +80,6 @@ class RemoteLease(Generic[S]):
         self.owner = owner
         self.since = time.monotonic()
         self.released = False
-        self.taken_back = False
-        """The server's pool ended it while it rested; known from the next `firm` on."""
-        self.why = ""
-        self.saved: asyncio.Future[Any] | None = None
-        """Once it was taken back from a kind that has `snapshot()`: what that gave, or why it could not."""
-
-    def rest(self, rests: bool = True) -> None:
-        """By hand: from now on the server's pool may take it back; rests=False: see `firm`."""
-        if self.hand and rests and not self.released:
-            self._link.submit(self._link.rest(self.name, True, self._link.next_number()))
-
-    async def firm(self) -> None:
-        """By hand, before it is used: it may not be taken back until the next rest; or find that it was."""
-        if not self.hand or self.released:
-            return
-        reply = await self._link.run_and_wait(self._link.rest(self.name, False, self._link.next_number()))
-        if reply["state"] != "taken":
-            return
-        self.taken_back = self.released = True
-        self.why = str(reply["why"])
-        self._link.held.pop(self.name, None)
-        if reply["saved"]:
-            self.saved = asyncio.ensure_future(self._link.run_and_wait(self._link.saved(self.name)))
-            self.saved.add_done_callback(lambda done: None if done.cancelled() else done.exception())
 
     @property
     def revoked(self) -> str:
@@ -135,13 +110,7 @@ class RemoteLease(Generic[S]):
             warnings.warn(f"{self!r} was dropped without a release", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
-        state = (
-            "taken back"
-            if self.taken_back
-            else "released"
-            if self.released
-            else f"{time.monotonic() - self.since:.1f} s"
-        )
+        state = "released" if self.released else f"{time.monotonic() - self.since:.1f} s"
         return f"<RemoteLease {self._pool.name} {self.id} of {self.owner}, {state}>"
 
 
@@ -250,22 +219,20 @@ class RemotePool(Generic[S]):
         finally:
             await self.release(lease)
 
-    async def acquire(
-        self, owner: str = "somebody", timeout: float | None = None, *, hand: bool = False, run: str = ""
-    ) -> RemoteLease[S]:
+    async def acquire(self, owner: str = "somebody", timeout: float | None = None, *, run: str = "") -> RemoteLease[S]:
         """A sandbox to keep over many calls, until `release`. First come, first served, over all clients; those who
-        name a `run` take turns with other runs. A lease by `hand` may be taken back while it rests.
+        name a `run` take turns with other runs.
 
         Raises:  as `Pool.acquire` does there; RemotePoolError if the server does not answer, or refuses this client.
         """
         timeout = self.acquire_timeout if timeout is None else timeout
         link = self._link
         reply: dict[str, Any] = await link.run_and_wait(
-            link.acquire(owner, timeout, run, hand), on_unclaimed=link.release_unclaimed
+            link.acquire(owner, timeout, run), on_unclaimed=link.release_unclaimed
         )
         link.held[reply["lease"]] = None
         sandbox: Any = RemoteSandbox(link, reply["lease"], self.name, link.methods, reply.get("isolation"))
-        return RemoteLease(self, reply["lease"], reply["sandbox"], sandbox, owner, bool(reply.get("hand")))
+        return RemoteLease(self, reply["lease"], reply["sandbox"], sandbox, owner)
 
     async def release(self, lease: RemoteLease[S], *, reusable: bool = True) -> None:
         """Give a sandbox back; the server resets it. Twice is once, and a server that is gone has it already."""
@@ -314,7 +281,6 @@ class _Link:
         self.held: dict[str, object] = {}  # lease -> turn
         self.revoked: dict[str, str] = {}  # leases that the server's pool ended -> why
         self.waiting: set[str] = set()  # acquires
-        self._rests = 0
         self.listeners: list[Callable[[PoolEvent], object]] = []
         self.methods: frozenset[str] = frozenset()
         self.snapshot = PoolSnapshot(
@@ -492,7 +458,7 @@ class _Link:
             if not self.connected.is_set():
                 await self.fetch_info()
 
-    async def acquire(self, owner: str, timeout: float, run: str, hand: bool) -> dict[str, Any]:
+    async def acquire(self, owner: str, timeout: float, run: str) -> dict[str, Any]:
         await self.connect()
         request = secrets.token_hex(16)
         self.waiting.add(request)
@@ -503,7 +469,6 @@ class _Link:
                     request=request,
                     owner=owner[:1000],
                     run=run[:1000],
-                    hand=hand,
                     timeout=timeout,
                     wait=min(_LONG_POLL_SECONDS, self.heartbeat / 2),
                 )
@@ -533,30 +498,6 @@ class _Link:
             await self.post("release", lease=lease, reusable=reusable)
         except RemotePoolError as error:
             _log.warning("a lease was not given back: %s", error)  # the server takes it when it hears no more of it
-
-    def next_number(self) -> int:
-        """Of what is said about rest: two words may overtake each other on the way."""
-        with self._lock:
-            self._rests += 1
-            return self._rests
-
-    async def rest(self, lease: str, rests: bool, number: int) -> dict[str, Any]:
-        try:
-            return await self.post("rest", lease=lease, rests=rests, number=number)
-        except RemotePoolError as error:
-            if not rests:
-                raise
-            _log.warning("a lease by hand does not rest: %s", error)
-            return {}
-
-    async def saved(self, lease: str) -> Any:
-        request = secrets.token_hex(16)
-        while True:
-            reply = await self.post(
-                "saved", request=request, lease=lease, wait=min(_LONG_POLL_SECONDS, self.heartbeat / 2)
-            )
-            if reply["state"] == "done":
-                return wire.decode(reply["value"], self.module)
 
     async def recycle(self, sandbox: int, close: bool) -> None:
         await self.connect()

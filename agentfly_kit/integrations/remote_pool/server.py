@@ -52,20 +52,6 @@ class _Acquire(_Message):
     owner: Annotated[str, pydantic.StringConstraints(max_length=1000)] = "somebody"
     timeout: Seconds | None = None
     run: Annotated[str, pydantic.StringConstraints(max_length=1000)] = ""
-    hand: bool = False
-    wait: Seconds = 0.0
-
-
-class _Rest(_Message):
-    lease: Name
-    rests: bool
-    number: Annotated[int, pydantic.Field(ge=0)]
-    """Grows with each: of two that overtook each other the later one counts."""
-
-
-class _Saved(_Message):
-    request: Name
-    lease: Name
     wait: Seconds = 0.0
 
 
@@ -127,8 +113,6 @@ class _HeldLease:
     lease: Lease[Any]
     since: float
     calls: OrderedDict[str, asyncio.Task[Any]] = field(default_factory=OrderedDict)
-    rest: int = -1
-    """The number of the last word about its rest."""
 
 
 @dataclass
@@ -226,8 +210,8 @@ class PoolServer:
         application.router.add_get(f"{wire.PATH}/pool", self._handler(None, self._describe))
         for name, message_type, answer in (
             ("acquire", _Acquire, self._acquire), ("abandon", _Abandon, self._abandon), ("call", _Call, self._call),
-            ("release", _Release, self._release), ("rest", _Rest, self._rest), ("saved", _Saved, self._saved),
-            ("recycle", _Recycle, self._recycle), ("beat", _Beat, self._beat), ("bye", _Bye, self._bye),
+            ("release", _Release, self._release), ("recycle", _Recycle, self._recycle), ("beat", _Beat, self._beat),
+            ("bye", _Bye, self._bye),
         ):  # fmt: skip
             application.router.add_post(f"{wire.PATH}/{name}", self._handler(message_type, answer))
         runner = web.AppRunner(application, access_log=None, handle_signals=False, shutdown_timeout=0.5)
@@ -353,7 +337,7 @@ class PoolServer:
     def _collect_revoked(client: _Client) -> None:
         """What the pool ended by itself counts no more against its client."""
         for name, held in list(client.leases.items()):
-            if held.lease.revoked or held.lease.taken_back:
+            if held.lease.revoked:
                 client.ended[name] = client.leases.pop(name)
                 client.lease_slots.release()
                 for call in held.calls.values():
@@ -421,7 +405,7 @@ class PoolServer:
             raise _HTTPError(404, _lease_is_over(lease))
         return {
             "state": "leased", "lease": lease, "sandbox": held.lease.id,
-            "isolation": getattr(held.lease.sandbox, "isolation", None), "hand": held.lease.hand, **self._snapshot(),
+            "isolation": getattr(held.lease.sandbox, "isolation", None), **self._snapshot(),
         }  # fmt: skip
 
     async def _lease(self, client: _Client, message: _Acquire) -> str:
@@ -441,7 +425,7 @@ class PoolServer:
             ) from None
         try:
             left = max(0.0, timeout - (loop.time() - began))
-            lease = await self.pool.acquire(message.owner, left, run=run, hand=message.hand)
+            lease = await self.pool.acquire(message.owner, left, run=run)
         except BaseException:
             client.lease_slots.release()
             raise
@@ -522,33 +506,7 @@ class PoolServer:
         held = client.ended.get(name)
         if held is None:
             return _HTTPError(404, _lease_is_over(name))
-        why = held.lease.revoked or f"taken back while it rested, and {held.lease.why}"
-        return _HTTPError(409, LeaseRevoked(f"the pool took the {held.lease.pool.name}: {why}"))
-
-    async def _rest(self, message: _Rest, client: _Client) -> dict[str, Any]:
-        gone = client.ended.get(message.lease)
-        if gone is not None and gone.lease.taken_back:
-            return {"state": "taken", "why": gone.lease.why, "saved": gone.lease.saved is not None, **self._snapshot()}
-        held = client.leases.get(message.lease)
-        if held is None:
-            raise self._lease_over_error(client, message.lease)
-        if message.number > held.rest:
-            held.rest = message.number
-            held.lease.rest(message.rests)
-        return {"state": "rests" if message.rests else "firm", **self._snapshot()}
-
-    async def _saved(self, message: _Saved, client: _Client) -> dict[str, Any]:
-        held = client.ended.get(message.lease)
-        if held is None or held.lease.saved is None:
-            raise _HTTPError(404, _lease_is_over(message.lease))
-        saved = held.lease.saved
-        await asyncio.wait([saved], timeout=min(message.wait, _LONGEST_WAIT))
-        if not saved.done():
-            return {"state": "waiting"}
-        try:
-            return {"state": "done", "value": wire.encode(saved.result())}
-        except Exception as error:  # what could not be saved, or cannot travel
-            raise _HTTPError(409, error) from None
+        return _HTTPError(409, LeaseRevoked(f"the pool took the {held.lease.pool.name}: {held.lease.revoked}"))
 
     def _sibling(self, client: _Client, name: str) -> Any:
         """Another sandbox of the same client, as an argument: what a fork goes into."""
@@ -592,7 +550,7 @@ class PoolServer:
     @staticmethod
     def _revoked(client: _Client) -> dict[str, str]:
         """What the pool ended under this client, and why."""
-        return {name: held.lease.revoked for name, held in client.ended.items() if held.lease.revoked}
+        return {name: held.lease.revoked for name, held in client.ended.items()}
 
     async def _beat(self, message: _Beat, client: _Client) -> dict[str, Any]:
         now = asyncio.get_running_loop().time()

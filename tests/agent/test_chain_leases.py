@@ -1,0 +1,162 @@
+"""A lease that a chain holds: how long a chain stepped by hand keeps it, and what happens when the pool ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+from agents import scripted
+
+import agentfly_kit as af
+from agentfly_kit.errors import PoolTimeout, SandboxError
+from agentfly_kit.pool.pool import Pool
+from agentfly_kit.sandboxes import PythonSandbox
+from agentfly_kit.types import Task
+
+QUESTION = ({"role": "user", "content": "Fill the box."},)
+
+
+class Box:
+    """Every call says all that it holds."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    async def run(self, text: str) -> str:
+        self.log.append(text)
+        return ",".join(self.log)
+
+    async def reset(self) -> None:
+        self.log.clear()
+
+    async def close(self) -> None: ...
+
+
+@af.tool
+async def put(text: str, box: Box) -> str:
+    """Put a text into the box.
+
+    Args:
+        text: the text.
+    """
+    return await box.run(text)
+
+
+@af.reward
+def fine(final: str | None) -> float:
+    return 1.0
+
+
+def say(text: str) -> str:
+    return f'<tool_call>{{"name":"put","arguments":{{"text":"{text}"}}}}</tool_call>'
+
+
+def agent(pool: Pool[Any]) -> af.Agent:
+    return scripted([say("a"), say("b"), "done"], tools=[put], reward=fine, pools=[pool], max_turns=9)
+
+
+# --- a chain stepped by hand ---------------------------------------------------------------------
+
+
+async def test_it_holds_its_sandbox_until_it_is_closed_and_a_timeout_says_so() -> None:
+    async with Pool(Box, size=1) as pool:
+        chain = agent(pool).chain(Task("t", QUESTION))
+        await chain.step()
+        with pytest.raises(PoolTimeout) as caught:
+            await pool.acquire("another", timeout=0.05)
+        text = str(caught.value)
+        assert text.startswith("no Box free after 0.1 s (1 of 1 leased, 1 waiting); held by chain-0:t/0 (")
+        assert text.endswith(
+            " s, turn 1); raise size=, or look for a lease held while sampling; a chain stepped by hand keeps its "
+            "sandbox until `await chain.close()`"
+        )
+        await chain.step()
+        assert chain.snapshot().tool_calls[1].result.observation == "a,b"  # type: ignore[union-attr]
+        waiting = asyncio.ensure_future(pool.acquire("another", timeout=10))
+        await asyncio.sleep(0)
+        await chain.close()
+        lease = await waiting
+        assert (lease.sandbox.log, pool.snapshot().leases[0].owner) == ([], "another")
+        await lease.release()
+
+
+async def test_max_lease_ends_it_and_the_chain_is_unscored() -> None:
+    async with Pool(Box, size=1, max_lease=0.2) as pool:
+        chain = agent(pool).chain(Task("t", QUESTION))
+        await chain.step()
+        async with pool.lease("another", timeout=10) as box:
+            assert box.log == []
+        await chain.step()
+        assert chain.stop == "error" and chain.error is not None and chain.error.type == "LeaseRevoked"
+        assert "held for" in chain.error.message and "longer than max_lease=" in chain.error.message
+        trajectory = await chain.finish()
+        assert (trajectory.reward, trajectory.stop) == (None, "error")
+        assert pool.snapshot().leased == 0
+
+
+# --- leases that end under their holders ---------------------------------------------------------
+
+
+class Watched(Box):
+    gone = False
+
+    async def close(self) -> None:
+        self.gone = True
+
+
+async def wait_for_the_end(box: Watched, slow: bool) -> str:
+    while slow and not box.gone:
+        await asyncio.sleep(0.005)
+    return "done"
+
+
+@af.tool
+async def hold(box: Watched, slow: af.FromTask[bool]) -> str:
+    """Work for long."""
+    return await wait_for_the_end(box, slow)
+
+
+@af.tool
+async def hold_by_context(context: af.Context, slow: af.FromTask[bool]) -> str:
+    """Work for long."""
+    return await wait_for_the_end(await context.sandbox(Watched), slow)
+
+
+@pytest.mark.parametrize("tool", [hold, hold_by_context])
+@pytest.mark.parametrize("by_hand", [False, True])
+async def test_a_chain_whose_lease_ends_is_unscored_and_its_siblings_are_whole(tool: Any, by_hand: bool):
+    pool = Pool(Watched, size=4, max_lease=3600.0 if by_hand else 2.0)
+    call = f'<tool_call>\n{{"name": "{tool.name}", "arguments": {{}}}}\n</tool_call>'
+    agent = scripted([call, "end"], tools=[tool], reward=fine, pools=[pool], max_turns=3)
+    tasks = [Task("slow", QUESTION, {"slow": True}), Task("quick", QUESTION, {"slow": False})]
+    rolling = asyncio.ensure_future(agent.rollout(tasks, group_size=4))
+    while by_hand and not rolling.done():
+        for lease in pool.snapshot().leases:
+            if "slow" in lease.owner:
+                pool.recycle(lease.sandbox, close=True)
+        await asyncio.sleep(0.01)
+    for trajectory in (await rolling).trajectories:
+        if trajectory.task.id == "quick":
+            assert trajectory.error is None and trajectory.stop == "answered"
+            continue
+        assert trajectory.error is not None and (trajectory.stop, trajectory.reward) == ("error", None)
+        assert trajectory.error.type == "LeaseRevoked"
+        assert ("closed by hand" if by_hand else "held for 2 s") in trajectory.error.message
+    assert pool.snapshot().leased == 0
+    await pool.close()
+
+
+async def test_a_python_call_ends_with_its_lease():
+    pool = Pool(PythonSandbox, size=1, max_lease=1.0)
+    lease = await pool.acquire()
+    with contextlib.suppress(SandboxError):
+        result = await lease.sandbox.run("import time\ntime.sleep(1000)", timeout=1000.0)
+        assert result.died
+    assert lease.revoked and not lease.sandbox.alive
+    with pytest.raises(SandboxError, match="closed"):
+        await lease.sandbox.run("1")
+    async with pool.lease() as sandbox:
+        assert (await sandbox.run("1")).value == "1"
+    await pool.close()
