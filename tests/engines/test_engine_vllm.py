@@ -150,7 +150,7 @@ async def test_before_it_starts_it_says_what_it_will_be(tmp_path: Path) -> None:
     ("ids", "sampling", "says"),
     [
         ([], Sampling(), "got none"),
-        ([1] * 512, Sampling(), "leave no room"),
+        ([1] * 512, Sampling(), "leave no space"),
         ([1, 10**6], Sampling(), "another tokenizer"),
         ([1], Sampling(temperature=0.001), "temperature=0.001"),
         ([1], Sampling(temperature=2.5), "0.01 to 2.0"),
