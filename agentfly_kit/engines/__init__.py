@@ -1,1 +1,1 @@
-"""Token ids in, token ids and logprobs out. An engine knows no text, no tools and no rewards."""
+"""Engines, which sample: token ids in, token ids and logprobs out. They know nothing of text, tools or rewards."""

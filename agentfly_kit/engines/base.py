@@ -1,4 +1,4 @@
-"""What every engine offers and declares."""
+"""Abstract base class of the engines."""
 
 from __future__ import annotations
 
@@ -11,49 +11,59 @@ from agentfly_kit.types import Sample, Sampling, TurnRequest
 
 
 class Engine(ABC):
-    """Samples one action at a time. Many calls run at once; each is independent of the others' presence."""
+    """Base class for engines, which sample one action per call.
+
+    Calls may run concurrently and do not affect each other's results.
+    """
 
     tokens: Literal["exact", "none"] = "exact"
-    """Whether `Sample.ids` are the very ids that were sampled."""
+    """"exact" if `Sample.ids` contains the ids that were sampled, "none" if the engine returns only text."""
     logprobs: Literal["yes", "no"] = "yes"
     reproducible: bool = False
-    """Whether the same ids, sampling and seed give the same sample whatever else runs."""
+    """True if the same ids, sampling settings and seed give the same sample regardless of concurrent requests."""
     author: str = "policy"
-    """Who wrote the tokens. Only "policy" tokens are trained."""
+    """Author recorded for the sampled tokens. Only tokens with author "policy" are trained."""
 
     @property
     def version(self) -> int:
-        """The policy version that samples now."""
+        """Version of the policy whose weights are currently used for sampling."""
         return 0
 
     @property
     def max_length(self) -> int:
-        """Tokens of context, prompt and action together."""
+        """Context length in tokens: prompt and action together."""
         return 1 << 30
 
     @abstractmethod
     async def sample(
         self, ids: Sequence[int], sampling: Sampling, seed: int, *, request: TurnRequest | None = None
     ) -> Sample:
-        """Continue `ids` until a stop token, a stop text or `sampling.max_tokens`.
+        """Continue `ids` until a stop token, a stop string or `sampling.max_tokens`.
 
-        request: what a scripted or text-only engine needs, and the session whose KV may be kept between turns.
-        Raises:  EngineError if the engine failed or cannot hold the ids.
+        Args:
+            ids: Token ids of the prompt.
+            sampling: Temperature, truncation and limits.
+            seed: Seed of the sampling noise.
+            request: Task, turn and messages for scripted and text-only engines, and the session whose KV cache may be
+                kept between turns.
+
+        Raises:
+            EngineError: If the engine failed or the ids exceed its context length.
         """
 
     async def distribution(self, ids: Sequence[int], sampling: Sampling, *, top: int = 20) -> tuple[Any, Any, float]:
-        """The `top` most probable next ids, their logprobs, and the entropy of the whole distribution, in nats."""
-        raise EngineError(f"{type(self).__name__} cannot show a distribution; use LocalEngine")
+        """Return the `top` most probable next ids, their logprobs, and the entropy of the full distribution in nats."""
+        raise EngineError(f"{type(self).__name__} does not support distribution(); use LocalEngine")
 
     async def update(self, policy: Any) -> None:
-        """Sample from these weights from now on."""
+        """Use the weights of `policy` for all further sampling."""
         raise EngineError(f"{type(self).__name__} has no weights to update; train with LocalEngine or VLLMEngine")
 
     def release(self, session: str) -> None:  # noqa: B027 - an engine without KV has nothing to do
-        """The chain ended: whatever was kept for it may go."""
+        """Release the state kept for a session (such as its KV cache) after its chain has ended."""
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}()"  # no address: what a notebook shows stays the same
+        return f"{type(self).__name__}()"  # no memory address, so that notebook outputs are stable
 
     async def close(self) -> None:  # noqa: B027
-        """Stop everything that runs. An engine may be used again after it."""
+        """Stop all running work and release resources. The engine may be used again afterwards."""

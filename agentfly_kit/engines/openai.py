@@ -1,7 +1,7 @@
-"""Sampling on a server that speaks OpenAI's HTTP interface: exact tokens where it gives them, text alone elsewhere.
+"""An engine that samples on a server with an OpenAI-compatible HTTP API.
 
-Knows no chains and runs no tools. With text alone the request's messages and tool schemas are sent, and calls come back
-as the server took them apart. With exact tokens ids go out and come back, as with an engine in this process.
+In text mode, the engine sends the request's messages and tool schemas, and the server parses the tool calls. In exact
+mode, token ids are sent and returned, as with an engine in this process; the server must support this.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentfly_kit.types import Message, Sample, Sampling, ToolCall, TurnRequest
 
 _RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _MAX_RETRY_WAIT = 30.0
-"""Seconds: what a server asks for in Retry-After counts up to this."""
+"""Upper limit in seconds of the wait before a retry, including a server's Retry-After."""
 _SERVE_COMMAND = (
     "python -m vllm.entrypoints.openai.api_server --model <folder> --logprobs-mode processed_logprobs "
     "--generation-config vllm"
@@ -33,18 +33,27 @@ _SERVE_COMMAND = (
 
 
 class OpenAIEngine(Engine):
-    """`OpenAIEngine("http://127.0.0.1:8000/v1", "name")`: chat completions, text and tool calls, nothing to train on.
+    """Sample on an OpenAI-compatible server, such as `OpenAIEngine("http://127.0.0.1:8000/v1", "name")`.
 
-    `await engine.probe()` asks the server for more. If it gives token ids and logprobs (vLLM does), the engine declares
-    tokens="exact" from then on, is given ids by the chains of agents built afterwards, and its rollouts can be trained
-    on. `tokens="exact"` says at once that it must, and the first sample then makes sure of it.
+    By default the engine uses chat completions: it returns text and tool calls, which cannot be trained on. If
+    `await engine.probe()` finds that the server returns token ids and logprobs (vLLM does), the engine switches to
+    tokens="exact"; agents built afterwards send ids, and their rollouts can be used for training. With
+    `tokens="exact"` the engine starts in this mode, and the first sample verifies that the server supports it.
 
-    stop_ids: ids that end a turn; needed for exact tokens: `policy.chat.stop_ids`.
-    timeout: seconds for one attempt. retries: further attempts after 429, 5xx, a timeout or a lost connection, at
-        doubling intervals; then the chain gets an EngineError.
-    max_length: tokens of context, where the server does not say.
-    extra_body: what else to send with each request.
-    Not reproducible: the server's company decides, and seeds are not sent.
+    The engine is not reproducible: results depend on the server's batch composition, and no seeds are sent.
+
+    Args:
+        base_url: Address of the API, including "/v1".
+        model: Name of the model on the server.
+        api_key: Key sent as a bearer token.
+        tokens: "none" for text, "exact" for token ids with logprobs.
+        stop_ids: Ids that end a turn, such as `policy.chat.stop_ids`; required for exact tokens.
+        timeout: Seconds per attempt.
+        retries: Number of further attempts after status 429 or 5xx, a timeout or a lost connection. When all fail, the
+            chain gets an EngineError.
+        backoff: Wait before the first retry in seconds; it doubles with each further retry.
+        max_length: Context length in tokens, if the server does not report it.
+        extra_body: Additional fields of each request.
     """
 
     reproducible = False
@@ -65,9 +74,9 @@ class OpenAIEngine(Engine):
     ) -> None:
         address = urlsplit(base_url)
         if address.scheme not in ("http", "https") or not address.netloc:
-            raise EngineError(f"base_url={base_url!r}: give an address such as 'http://127.0.0.1:8000/v1'")
+            raise EngineError(f"base_url must be an address such as 'http://127.0.0.1:8000/v1', got {base_url!r}")
         if tokens not in ("exact", "none"):
-            raise EngineError(f"tokens={tokens!r}: give 'exact' or 'none'")
+            raise EngineError(f"tokens must be 'exact' or 'none', got {tokens!r}")
         self.base_url = base_url.rstrip("/")
         self.model = model
         self.stop_ids = tuple(stop_ids or ())
@@ -75,22 +84,22 @@ class OpenAIEngine(Engine):
         self.retries = retries
         self.backoff = backoff
         self.sampled = 0
-        """Tokens sampled since it was made, where the server says."""
+        """Number of tokens sampled by this engine, if the server reports usage."""
         self._key = api_key
         self._exact = tokens == "exact"
         self._probed = False
         self._logprobs_tempered = False
-        """Whether the server's logprobs are those after temperature."""
+        """True if the server returns logprobs after temperature scaling."""
         self._extra = dict(extra_body or {})
         self._length = max_length
         self._version = 0
         self._failed_updates = 0
-        """Updates that ended no one knows how; 0 again after one that succeeded."""
-        # A client belongs to the event loop in which it was made.
+        """Number of updates with an unknown outcome since the last successful one."""
+        # An httpx client can only be used in the event loop in which it was created.
         self._locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
         self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = weakref.WeakKeyDictionary()
 
-    # --- what it declares ---
+    # --- capabilities ---
 
     @property
     def tokens(self) -> Literal["exact", "none"]:  # type: ignore[override]
@@ -114,18 +123,25 @@ class OpenAIEngine(Engine):
 
     @property
     def chat(self) -> Chat:
-        """For an agent on a server that gives only text: `af.Agent(engine, chat=engine.chat)`. It has no tokenizer.
+        """A chat without a tokenizer, for agents in text mode: `af.Agent(engine, chat=engine.chat)`.
 
-        Raises:  EngineError with exact tokens, which need the model's own.
+        Raises:
+            EngineError: In exact mode, which needs the chat of the model itself.
         """
         if self._exact:
-            raise EngineError("exact tokens need the model's own chat: policy.chat, or af.Chat(tokenizer)")
+            raise EngineError("exact tokens require the model's own chat; use policy.chat or af.Chat(tokenizer)")
         return TextChat()
 
     async def probe(self) -> OpenAIEngine:
-        """Ask the server what it gives, and declare that. Returns the engine.
+        """Query the server's capabilities and set `tokens`, `logprobs` and `max_length` accordingly.
 
-        Raises:  EngineError if the server cannot be reached or refuses the key; a server that gives only text is none.
+        A server that returns only text is not an error.
+
+        Returns:
+            This engine.
+
+        Raises:
+            EngineError: If the server cannot be reached or rejects the API key.
         """
         if self._length is None:
             listed = await self._request_or_none("GET", "/models")
@@ -138,28 +154,31 @@ class OpenAIEngine(Engine):
         return self
 
     async def _verify_exact(self) -> None:
-        """Before the first exact sample, once for all chains that wait for it."""
+        """Probe the server before the first exact sample; concurrent callers wait for the same probe."""
         loop = asyncio.get_running_loop()
         async with self._locks.setdefault(loop, asyncio.Lock()):
             if self._probed:
                 return
             await self.probe()
             if not self._exact:
-                self._exact = True  # as it was declared: the chains that wait here have ids
+                self._exact = True  # keep the declared mode, because the waiting chains send ids
                 raise EngineError(
-                    f"{self.base_url} gives no token ids with logprobs, so tokens='exact' cannot be had; "
-                    f"leave it out, or serve with {_SERVE_COMMAND}"
+                    f"{self.base_url} returns no token ids with logprobs, which tokens='exact' requires; "
+                    f"omit tokens=, or serve with {_SERVE_COMMAND}"
                 )
 
     async def _logprobs_after_temperature(self) -> bool | None:
-        """None if the server gives no ids or no logprobs. Halving the logits halves what lies between two tokens."""
+        """Return True if the server's logprobs include temperature, None if it returns no ids or no logprobs.
+
+        Temperature 2 halves the logits, and with them the difference between the logprobs of any two tokens.
+        """
         given = [await self._probe_once(temperature) for temperature in (1.0, 2.0)]
         if any(one is None for one in given):
             return None
         plain, halved = (one or {} for one in given)
         shared = sorted(set(plain) & set(halved), key=lambda token: plain[token])
         if len(shared) < 2 or abs(plain[shared[-1]] - plain[shared[0]]) < 1e-3:
-            return False  # cannot be told apart: only temperature 1 is then safe
+            return False  # undecidable from this prompt; False restricts sampling to temperatures 0 and 1
         between = plain[shared[-1]] - plain[shared[0]]
         return math.isclose(halved[shared[-1]] - halved[shared[0]], between / 2, rel_tol=0.05)
 
@@ -178,7 +197,7 @@ class OpenAIEngine(Engine):
     async def _request_or_none(
         self, method: str, path: str, body: dict[str, Any] | None = None
     ) -> dict[str, Any] | None:
-        """The answer, or None if the server knows no such request."""
+        """Return the response, or None if the server does not support the request."""
         try:
             return await self._request(method, path, body)
         except _Refused as error:
@@ -195,47 +214,51 @@ class OpenAIEngine(Engine):
         if self._exact:
             return await self._sample_ids(ids, sampling, began)
         if request is None or not request.messages:
-            raise EngineError("an engine that gives text only is asked with messages; use an Agent, or tokens='exact'")
+            raise EngineError(
+                "an engine without exact tokens needs a request with messages; use an Agent, or tokens='exact'"
+            )
         return await self._sample_text(request, sampling, began)
 
     async def _sample_ids(self, ids: Sequence[int], sampling: Sampling, began: float) -> Sample:
         if not self.stop_ids:
-            raise EngineError("exact tokens need stop_ids=, the ids that end a turn, such as policy.chat.stop_ids")
+            raise EngineError("exact tokens require stop_ids=, the ids that end a turn, such as policy.chat.stop_ids")
         if not self._probed:
             await self._verify_exact()
         failed_updates = self._failed_updates
         if failed_updates:
             raise EngineError(
-                "an update of this server's weights ended amid its work, so nobody knows which it has; "
-                "await engine.update(policy) sends them again"
+                "an update of this server's weights was interrupted, so its weights are undefined; "
+                "call await engine.update(policy) to send them again"
             )
         if sampling.truncates:
             raise EngineError(
-                f"{sampling}: a server does not say how much probability truncation left out, so the record would be "
-                "wrong; sample from the whole distribution, or evaluate with tokens='none'"
+                f"{sampling}: the server does not report the probability mass removed by truncation, so the recorded "
+                "logprobs would be wrong; sample without truncation, or evaluate with tokens='none'"
             )
         if not self._logprobs_tempered and sampling.temperature not in (0.0, 1.0):
             raise EngineError(
-                f"temperature={sampling.temperature}: this server gives logprobs from before temperature; sample at 1, "
-                f"or serve with {_SERVE_COMMAND}"
+                f"temperature={sampling.temperature}: this server returns logprobs before temperature scaling; sample "
+                f"at temperature 1, or serve with {_SERVE_COMMAND}"
             )
         limit = min(sampling.max_tokens, self.max_length - len(ids))
         answer = await self._request("POST", "/completions", self._completion(ids, sampling, limit))
         if self._failed_updates != failed_updates:
-            raise EngineError("an update of the weights failed amid its work while the request ran, which is void")
+            raise EngineError(
+                "an update of the weights failed while the request ran, so its result was discarded; sample again"
+            )
         try:
             choice = answer["choices"][0]
             out = tuple(int(i) for i in choice["token_ids"])
             logprobs = tuple(float(lp) for lp in choice["logprobs"]["token_logprobs"])
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise EngineError(f"{self.base_url} left out token ids or logprobs: {_shortened(answer)}") from error
+            raise EngineError(f"{self.base_url} returned no token ids or no logprobs: {_shortened(answer)}") from error
         self.sampled += len(out)
         by_text = isinstance(choice.get("stop_reason"), str)
         stop: Any = {"stop": "string" if by_text else "stop", "abort": "abort"}.get(choice["finish_reason"], "length")
         return Sample(
             ids=out,
             logprobs=logprobs,
-            entropies=None,  # a server gives a few of the most probable tokens, and entropy needs all
+            entropies=None,  # entropy needs all logprobs, and the server returns only the highest
             stop=stop,
             versions=(self._version,) * len(out),
             seconds=time.perf_counter() - began,
@@ -281,9 +304,9 @@ class OpenAIEngine(Engine):
             if error.status != 400 or "tool" not in str(error):
                 raise
             raise EngineError(
-                f"{error}. A vLLM server takes tool calls apart if it has --enable-auto-tool-choice and "
-                "--tool-call-parser hermes (or another); with OpenAIEngine(extra_body={'tool_choice': 'none'}) it "
-                "leaves them in the text, where they are read here"
+                f"{error}. A vLLM server parses tool calls if it was started with --enable-auto-tool-choice and "
+                "--tool-call-parser hermes (or another parser); with OpenAIEngine(extra_body={'tool_choice': 'none'}) "
+                "it leaves them in the text, and this engine parses them"
             ) from error
         try:
             choice = answer["choices"][0]
@@ -291,7 +314,7 @@ class OpenAIEngine(Engine):
             text = message.get("content") or ""
             calls = tuple(_parse_tool_call(call, i) for i, call in enumerate(message.get("tool_calls") or ()))
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise EngineError(f"{self.base_url} gave no chat completion: {_shortened(answer)}") from error
+            raise EngineError(f"{self.base_url} returned no chat completion: {_shortened(answer)}") from error
         used = answer.get("usage") or {}
         self.sampled += int(used.get("completion_tokens") or 0)
         return Sample(
@@ -308,15 +331,18 @@ class OpenAIEngine(Engine):
     # --- weights ---
 
     async def update(self, policy: Any) -> None:
-        """Put a policy's weights into a vLLM server on this machine, which must have been started for it.
+        """Load a policy's weights into a vLLM server on this machine, which must have been started with support for it.
 
-        Raises:  EngineError with the command that starts such a server. If it ended amid its work, cancelled say, the
-            engine refuses to sample until an update has succeeded.
+        After an interrupted update, for instance a cancelled one, the engine does not sample until an update succeeds.
+
+        Raises:
+            EngineError: If the server cannot load new weights; the message contains the command that starts one that
+                can.
         """
         from agentfly_kit.engines.vllm.weight_transfer import BufferNotOpened, Delivery
 
         if not self._exact:
-            raise EngineError("a server that gives only text cannot be trained through; see engine.probe()")
+            raise EngineError("updating the weights requires tokens='exact'; see engine.probe()")
         root = self.base_url.removesuffix("/v1")
 
         async def call(method: str, *args: Any) -> list[str | None]:
@@ -324,17 +350,17 @@ class OpenAIEngine(Engine):
             try:
                 answers: list[str | None] = (await self._request("POST", f"{root}/collective_rpc", body))["results"]
             except _Refused:
-                delivery.has_sent = False  # by the server, which asked no worker
+                delivery.has_sent = False  # the server rejected the call before it reached a worker
                 raise
             return answers
 
         try:
-            # In one chunk: a request whose answer was lost is sent again, and that must do no harm.
+            # A single chunk: a request whose response was lost is repeated, so it must be idempotent.
             async with Delivery(policy, "shm", sys.maxsize) as delivery:
                 try:
                     await self._request("POST", f"{root}/pause?mode=keep&clear_cache=false")
                 except asyncio.CancelledError:
-                    await self._request("POST", f"{root}/resume")  # the pause may have begun
+                    await self._request("POST", f"{root}/resume")  # the server may already have paused
                     raise
                 try:
                     await delivery.send(call)
@@ -347,7 +373,7 @@ class OpenAIEngine(Engine):
                     await self._request("POST", f"{root}/resume")
         except BufferNotOpened as error:
             raise EngineError(
-                f"the server's worker cannot open the weights ({error}); it must run on this machine, as this user"
+                f"the server's worker cannot open the weights ({error}); it must run on this machine as this user"
             ) from error
         except _Refused as error:
             raise EngineError(
@@ -356,7 +382,7 @@ class OpenAIEngine(Engine):
                 "--worker-extension-cls agentfly_kit.engines.vllm.worker.WorkerExtension"
             ) from error
 
-    # --- the wire ---
+    # --- HTTP ---
 
     def _client(self) -> Any:
         loop = asyncio.get_running_loop()
@@ -371,9 +397,11 @@ class OpenAIEngine(Engine):
         return client
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """One request with its retries. Cancelling it closes the connection.
+        """Send a request, with retries, and return the decoded response. Cancellation closes the connection.
 
-        Raises:  _Refused for an answer that trying again would not change; EngineError when the attempts are used up.
+        Raises:
+            _Refused: If the server rejects the request with a status for which a retry is useless.
+            EngineError: If all attempts failed, or the response is not valid JSON.
         """
         import httpx
 
@@ -393,7 +421,7 @@ class OpenAIEngine(Engine):
                         answer = response.json() if response.content else {}
                     except ValueError as error:
                         raise EngineError(
-                            f"{url} answered with something that is no JSON: {response.text[:200]!r}"
+                            f"{url} returned a response that is not valid JSON: {response.text[:200]!r}"
                         ) from error
                     return answer if isinstance(answer, dict) else {"answer": answer}
                 last = f"{response.status_code} {_error_text(response)}"
@@ -403,19 +431,19 @@ class OpenAIEngine(Engine):
             if attempt < self.retries:
                 await asyncio.sleep(min(wait, _MAX_RETRY_WAIT))
         raise EngineError(
-            f"{url} failed {self.retries + 1} times, the last time with {last}; is the server up? "
-            "retries=, backoff= and timeout= say how long to try"
+            f"{url} failed {self.retries + 1} times, the last time with {last}; check that the server is running, or "
+            "increase retries=, backoff= or timeout="
         )
 
     async def close(self) -> None:
-        """Close the connections of this event loop."""
+        """Close the connections that belong to the running event loop."""
         client = self._clients.pop(asyncio.get_running_loop(), None)
         if client is not None:
             await client.aclose()
 
 
 class TextChat(Chat):
-    """A chat without a tokenizer: reads the calls in a text, and refuses everything that needs tokens."""
+    """A chat without a tokenizer: parses tool calls in text and rejects all operations on token ids."""
 
     def __init__(self, format: str | formats.Format = "hermes") -> None:
         self.tokenizer = None
@@ -423,7 +451,9 @@ class TextChat(Chat):
         self.stop_ids = ()
 
     def _render(self, *_: Any, **__: Any) -> Any:
-        raise ChatTemplateError("this chat has no tokenizer, for its engine gives text only; no token can be made here")
+        raise ChatTemplateError(
+            "this chat has no tokenizer, because its engine returns only text; tokenization is not supported"
+        )
 
     encode = render = prompt = observation_ids = token_texts = _render
 
@@ -441,9 +471,10 @@ class _Refused(EngineError):
 
 
 def _wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as the wire wants them: arguments are JSON text, and a result follows the call that it is for.
+    """Convert messages to the format of the API, in which arguments are JSON strings and results follow their calls.
 
-    The result of a call that nobody could read has no such call, and is told as the user's words.
+    The API requires a matching call for each result. A result for a call that could not be parsed has none, and is
+    sent as a user message.
     """
     out: list[dict[str, Any]] = []
     open_calls: set[str] = set()
@@ -466,7 +497,7 @@ def _wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _parse_tool_call(call: dict[str, Any], index: int) -> ToolCall:
-    """A call as the server took it apart; arguments that are no JSON object are told to the model."""
+    """Convert a tool call parsed by the server; arguments that are not a JSON object give a call with an error."""
     name, said = str(call["function"]["name"]), call["function"].get("arguments")
     key = str(call.get("id") or f"call-{index}")
     raw = said if isinstance(said, str) else json.dumps(said)
@@ -485,7 +516,7 @@ def _shortened(answer: Any) -> str:
 
 
 def _error_text(response: Any) -> str:
-    """The server's own words."""
+    """Return the error message in a response."""
     try:
         said = response.json()
         error = said.get("error", said)
@@ -495,7 +526,7 @@ def _error_text(response: Any) -> str:
 
 
 def _retry_after_seconds(retry_after: str | None) -> float:
-    """Seconds that the server asks to wait; dates are not worth a parser here."""
+    """Parse a Retry-After header in seconds; dates are treated as 0."""
     try:
         return max(0.0, float(retry_after or 0))
     except ValueError:

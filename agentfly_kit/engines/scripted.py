@@ -1,4 +1,4 @@
-"""Replays texts or ids: for teaching and for tests of everything around a model."""
+"""An engine that replays prepared texts or token ids, for tutorials and for tests that need no model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ Script = Sequence[str | Sequence[int]] | Callable[[Task, int], Any]
 
 
 class ScriptedEngine(Engine):
-    """Every chain replays the script from its start; or `script(task, turn)` gives each turn's text or ids.
+    """Replay a script: each chain starts at its first entry and uses one entry per turn.
 
-    latency: seconds that each turn takes, for measuring what is around it.
-    The tokens have the author "script" and mask 0: they are nobody's policy.
+    The tokens have the author "script" and mask 0, because no policy sampled them.
+
+    Args:
+        script: A list with one text or one sequence of token ids per turn, or a function `script(task, turn)`, plain
+            or async, that returns them.
+        latency: Simulated duration of each turn in seconds, for measuring the overhead of the other components.
     """
 
     tokens = "exact"
@@ -29,7 +33,7 @@ class ScriptedEngine(Engine):
     def __init__(self, script: Script, *, latency: float = 0.0) -> None:
         if isinstance(script, str):
             raise EngineError(
-                f"a script is a list of texts, one a turn, and got the text {script!r}; write [{script!r}]"
+                f"script must be a list with one text per turn, got the string {script!r}; write [{script!r}]"
             )
         self.script = script
         self.latency = latency
@@ -42,7 +46,7 @@ class ScriptedEngine(Engine):
             await asyncio.sleep(self.latency)
         if callable(self.script):
             if request is None:
-                raise EngineError("a script that is a function needs to know the task and the turn; use an Agent")
+                raise EngineError("a script function needs a request with the task and the turn; use an Agent")
             reply = self.script(request.task, turn)
             if inspect.isawaitable(reply):
                 reply = await reply
@@ -50,7 +54,7 @@ class ScriptedEngine(Engine):
             reply = self.script[turn]
         else:
             raise EngineError(
-                f"the script has {len(self.script)} turns and turn {turn + 1} was asked for; add one, or set max_turns"
+                f"the script has {len(self.script)} turns, but turn {turn + 1} was requested; add one or set max_turns"
             )
         if isinstance(reply, str):
             return Sample(None, None, None, "stop", None, text=reply)

@@ -1,11 +1,9 @@
-"""The bridge to TRL: our rows for its trainers, our agents inside its GRPOTrainer, its settings for our step.
+"""Integration with TRL; requires `pip install "agentfly_kit[trl]"`. This module does not import TRL itself.
 
-Knows TRL only by what it asks for: nothing here imports it. Needs `pip install "agentfly_kit[trl]"`.
-
-    rows      sft_dataset, grpo_inputs     tokens and masks as they were recorded, never rendered again
-    agents    dataset, rollout_func, reward_func      our engine, tools and rewards roll out, TRL updates
-    parts     tools, rewards, response_template       TRL rolls out with its own loop
-    settings  step_options                 a GRPOConfig as options of `ppo_step`
+rows      sft_dataset, grpo_inputs                recorded tokens and masks for TRL's trainers, without re-rendering
+agents    dataset, rollout_func, reward_func      the agent samples the rollouts, and GRPOTrainer updates the policy
+parts     tools, rewards, response_template       GRPOTrainer samples the rollouts with its own loop
+settings  step_options, advantage                 a GRPOConfig as options of `ppo_step` and as an estimator
 """
 
 from __future__ import annotations
@@ -32,11 +30,17 @@ from agentfly_kit.types import Message, Row, Task, Trajectory
 
 
 def sft_dataset(rows: Iterable[Any]) -> Any:
-    """A `datasets.Dataset` for SFTTrainer: "input_ids", and as "labels" the ids where the mask is 1, -100 elsewhere.
+    """Convert rows to a `datasets.Dataset` for SFTTrainer, with the columns "input_ids" and "labels".
 
-    rows: trajectories, each with all its rows, or anything with `ids` and a `mask` of the same length, such as the
-        demonstrations of `tiny`.
-    SFTTrainer takes such rows as they are: it renders no template and guesses no mask.
+    The labels are the ids where the mask is 1, and -100 elsewhere. SFTTrainer uses such rows unchanged, without
+    rendering a chat template or inferring a mask.
+
+    Args:
+        rows: Trajectories, of which all rows are used, or objects with `ids` and a `mask` of the same length, such as
+            the demonstrations of `tiny`.
+
+    Raises:
+        BatchError: If ids and mask of a row have different lengths.
     """
     from datasets import Dataset
 
@@ -45,17 +49,26 @@ def sft_dataset(rows: Iterable[Any]) -> Any:
         ids = [int(i) for i in row.ids]
         mask = [bool(m) for m in (row.action_mask if isinstance(row, Row) else row.mask)]
         if len(ids) != len(mask):
-            raise BatchError(f"a row has {len(ids)} ids and a mask of {len(mask)}; give equal lengths")
+            raise BatchError(
+                f"ids and mask of a row must have the same length, got {len(ids)} ids and a mask of {len(mask)}"
+            )
         out["input_ids"].append(ids)
         out["labels"].append([i if m else -100 for i, m in zip(ids, mask, strict=True)])
     return Dataset.from_dict(out)
 
 
 def grpo_inputs(batch: Batch, pad: int = 0) -> dict[str, torch.Tensor]:
-    """A batch as GRPOTrainer's own loss takes it: prompts padded on the left, the rest on the right.
+    """Convert a batch to the inputs of GRPOTrainer's loss: prompts padded on the left, completions on the right.
 
-    What comes before a row's first sampled token is its prompt. One advantage a row: that of its action tokens.
-    Raises:  BatchError if advantages differ within a row.
+    All tokens before a row's first sampled token form its prompt. Each row has a single advantage, that of its action
+    tokens.
+
+    Args:
+        batch: The batch, with advantages.
+        pad: Token id used for padding.
+
+    Raises:
+        BatchError: If advantages differ within a row.
     """
     first = batch.mask.int().argmax(1)
     rows = len(batch)
@@ -85,7 +98,9 @@ def grpo_inputs(batch: Batch, pad: int = 0) -> dict[str, torch.Tensor]:
             ref[i, : n - p] = torch.where(batch.mask[i, p:n], batch.ref_logprobs[i, p:n], 0.0)
         own = batch.advantages[i][batch.mask[i]]
         if not torch.equal(own, own[:1].expand_as(own)):
-            raise BatchError(f"row {i} has several advantages, and GRPOTrainer takes one a row")
+            raise BatchError(
+                f"row {i} has several different advantages, but GRPOTrainer needs a single advantage per row"
+            )
         each[i] = own[0]
     out |= {"old_per_token_logps": old, "advantages": each, "num_items_in_batch": batch.mask.sum()}
     if batch.ref_logprobs is not None:
@@ -112,10 +127,13 @@ _UNSUPPORTED = {
 
 
 def step_options(args: Any) -> dict[str, Any]:
-    """A `trl.GRPOConfig` as options of `ppo_step`: the same loss on the same batch.
+    """Convert a `trl.GRPOConfig` to options of `ppo_step` that give the same loss on the same batch.
 
-    The advantages that belong to it are `advantage(args)`.
-    Raises:  SettingsError naming a setting that has no counterpart here.
+    `advantage(args)` returns the matching advantage estimator.
+
+    Raises:
+        SettingsError: If a setting has no counterpart in `ppo_step`; the message names it.
+
     Source:  trl 1.16, GRPOTrainer._compute_loss.
     """
     for name, off in _UNSUPPORTED.items():
@@ -126,8 +144,8 @@ def step_options(args: Any) -> dict[str, Any]:
         raise SettingsError(f"loss_type={kind!r} with importance_sampling_level={level!r} has no counterpart here")
     if level == "sequence" and args.beta and args.use_bias_correction_kl:
         raise SettingsError(
-            "use_bias_correction_kl with importance_sampling_level='sequence' weighs the KL by the row's ratio, which "
-            "has no counterpart here; set use_bias_correction_kl=False"
+            "use_bias_correction_kl with importance_sampling_level='sequence' weights the KL by the row's ratio, which "
+            "has no counterpart in ppo_step; set use_bias_correction_kl=False"
         )
     how = _AGGREGATES[kind]
     low = args.epsilon
@@ -142,7 +160,7 @@ def step_options(args: Any) -> dict[str, Any]:
         "max_grad_norm": args.max_grad_norm,
     }
     if kind == "cispo":
-        # TRL's epsilon_high is here the cap on the ratio itself.
+        # For CISPO, TRL's epsilon_high is the upper limit of the ratio itself, not of its distance from 1.
         out["loss"] = functools.partial(losses.cispo, clip_high=high - 1, bounds="upper")
     elif kind == "sapo":
         taus = {"tau": args.sapo_temperature_pos, "tau_negative": args.sapo_temperature_neg}
@@ -156,15 +174,18 @@ def step_options(args: Any) -> dict[str, Any]:
     if args.entropy_coef:
         if how != "token_mean":
             raise SettingsError(
-                f"entropy_coef with loss_type={kind!r}: TRL averages the entropy over tokens whatever the loss does, "
-                "and ppo_step aggregates both alike; take loss_type='dapo'"
+                f"entropy_coef with loss_type={kind!r} has no counterpart: TRL always averages the entropy over tokens "
+                "and ppo_step aggregates it like the loss; use loss_type='dapo'"
             )
         out["entropy_coef"] = args.entropy_coef
     return out
 
 
 def advantage(args: Any) -> Callable[..., torch.Tensor]:
-    """The estimator of a `trl.GRPOConfig`: sample std and eps 1e-4, or no std.
+    """Return the advantage estimator of a `trl.GRPOConfig`: GRPO with sample std and eps 1e-4, or without std.
+
+    Raises:
+        SettingsError: If `scale_rewards` has no counterpart.
 
     Source:  trl 1.16, GRPOTrainer._generate_and_score_completions.
     """
@@ -172,61 +193,71 @@ def advantage(args: Any) -> Callable[..., torch.Tensor]:
         return advantages.dr_grpo
     if args.scale_rewards in ("group", True):
         return functools.partial(advantages.grpo, eps=1e-4)
-    raise SettingsError(f"scale_rewards={args.scale_rewards!r} has no counterpart here; give 'group' or 'none'")
+    raise SettingsError(f"scale_rewards must be 'group' or 'none', got {args.scale_rewards!r}")
 
 
 # --- agents inside GRPOTrainer -------------------------------------------------------------------
 
 
 def dataset(tasks: Iterable[Task]) -> Any:
-    """A `datasets.Dataset` with a "prompt" of messages, and each task field that all tasks have as a column."""
+    """Convert tasks to a `datasets.Dataset` with a "prompt" column of messages and a column per common task field.
+
+    Raises:
+        SettingsError: If there are no tasks.
+    """
     from datasets import Dataset
 
     every = list(tasks)
     if not every:
-        raise SettingsError("dataset was given no task")
+        raise SettingsError("dataset needs at least one task, got none")
     shared = [name for name in every[0].fields if all(name in task.fields for task in every)]
     rows = [{"prompt": list(task.messages)} | {name: task.fields[name] for name in shared} for task in every]
     return Dataset.from_list(rows)
 
 
 def reward_func(prompts: Any, completions: Any, agent_reward: Sequence[float], **columns: Any) -> list[float]:
-    """The reward that `rollout_func` took with each chain: give it as GRPOTrainer's `reward_funcs`."""
+    """Return the rewards that `rollout_func` recorded; pass this function as GRPOTrainer's `reward_funcs`."""
     return list(agent_reward)
 
 
 def rollout_func(agent: Agent, tasks: Iterable[Task]) -> Callable[..., dict[str, Any]]:
-    """GRPOTrainer's `rollout_func`: the agent's chains, with what it sampled marked in `env_mask`.
+    """Return a `rollout_func` for GRPOTrainer that samples trajectories with the agent.
 
         GRPOTrainer(policy.model, processing_class=policy.chat.tokenizer, train_dataset=af.trl.dataset(tasks),
                     rollout_func=af.trl.rollout_func(agent, tasks), reward_funcs=af.trl.reward_func, args=...)
 
-    tasks: those of the dataset; a prompt is looked up among them, so that tools and rewards get their fields.
-    The agent's engine samples from the very model that is trained. `policy.version` counts TRL's optimizer steps.
-    An unscored chain gets its group's mean reward and an empty mask: TRL has no word for it, and would count it as 0.
-    Raises:  SettingsError if two tasks have one prompt and different fields; when run, if the engine's model is not the
-             trainer's, or the temperatures differ.
+    Sampled tokens are marked in `env_mask`. The agent's engine must sample from the model that is trained, and
+    `policy.version` follows TRL's optimizer steps. TRL cannot represent unscored trajectories and would count their
+    reward as 0; they get their group's mean reward and an empty mask instead.
+
+    Args:
+        agent: An agent with a reward.
+        tasks: The tasks of the dataset. Each prompt is matched to its task, so that tools and rewards get its fields.
+
+    Raises:
+        SettingsError: If the agent has no reward, or two tasks have the same prompt but different fields. When the
+            returned function is called: if the engine's model is not the trainer's, or the temperatures differ.
     """
     if not agent.reward:
-        raise SettingsError("the agent has no reward; agent.replace(reward=...)")
+        raise SettingsError("the agent has no reward; add one with agent.replace(reward=...)")
     known: dict[str, Task] = {}
     for task in tasks:
         other = known.setdefault(_prompt_key(task.messages), task)
         if other.fields != task.fields:
-            raise SettingsError(f"tasks {other.id!r} and {task.id!r} have one prompt and different fields")
+            raise SettingsError(f"tasks {other.id!r} and {task.id!r} have the same prompt but different fields")
     start: list[int] = []
 
     def roll(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         policy = getattr(agent.engine, "policy", None)
         if policy is None or trainer.accelerator.unwrap_model(trainer.model) is not policy.model:
             raise SettingsError(
-                "the agent's engine samples from another model than the one that TRL trains; give GRPOTrainer "
-                "policy.model, and the agent af.LocalEngine(policy)"
+                "the agent's engine must sample from the model that TRL trains; pass policy.model to GRPOTrainer and "
+                "af.LocalEngine(policy) to the agent"
             )
         if agent.sampling.temperature != trainer.args.temperature:
             raise SettingsError(
-                f"the agent samples at temperature {agent.sampling.temperature} and GRPOConfig trains at "
-                f"{trainer.args.temperature}; give both the same"
+                f"the agent samples at temperature {agent.sampling.temperature}, but GRPOConfig has temperature "
+                f"{trainer.args.temperature}; set both to the same value"
             )
         if not start:
             start.append(policy.version - trainer.state.global_step)
@@ -251,12 +282,12 @@ def _prompt_key(messages: Iterable[Message]) -> str:
 def _find_task(known: dict[str, Task], prompt: Any) -> Task:
     task = known.get(_prompt_key(prompt)) if isinstance(prompt, list) else None
     if task is None:
-        raise SettingsError(f"no task has this prompt: {prompt!r:.200}; make the dataset with af.trl.dataset(tasks)")
+        raise SettingsError(f"no task has this prompt: {prompt!r:.200}; create the dataset with af.trl.dataset(tasks)")
     return task
 
 
 def _sample_trajectories(agent: Agent, wanted: list[Task], index: int, training: bool) -> list[Trajectory]:
-    """One chain for each task in `wanted`, in order; a task that is there several times is a group."""
+    """Sample one trajectory per entry of `wanted`, in its order; repeated tasks form a group."""
     counts = Counter(task.id for task in wanted)
     by_id = {task.id: task for task in wanted}
     found: dict[str, list[Trajectory]] = defaultdict(list)
@@ -268,7 +299,7 @@ def _sample_trajectories(agent: Agent, wanted: list[Task], index: int, training:
             for trajectory in rollout.trajectories:
                 found[trajectory.task.id].append(trajectory)
 
-    with ThreadPoolExecutor(1, "agentfly-trl") as thread:  # a notebook's own loop may be running in this one
+    with ThreadPoolExecutor(1, "agentfly-trl") as thread:  # this thread may already run a notebook's event loop
         thread.submit(asyncio.run, go()).result()
     return [found[task.id].pop(0) for task in wanted]
 
@@ -282,14 +313,14 @@ def _rollout_columns(chains: list[Trajectory], end: int) -> dict[str, Any]:
     for t in chains:
         if len(t.rows) > 1:
             raise SettingsError(
-                f"{t.id!r} was compacted into {len(t.rows)} rows, and TRL trains a completion as one; take the "
-                "compaction out of the agent's hooks (and history='exact'), or train with af.train"
+                f"{t.id!r} was compacted into {len(t.rows)} rows, but TRL needs one row per completion; remove the "
+                "compaction from the agent's hooks (and use history='exact'), or train with af.train"
             )
         prompt_length = len(t.turns[0].ids or ())
         ids = [int(i) for i in t.ids]
         mask = [int(m) for m in t.action_mask]
         logprobs = [0.0 if math.isnan(x) else float(x) for x in t.logprobs.tolist()]
-        if len(ids) == prompt_length:  # it failed before its first action; TRL wants a token
+        if len(ids) == prompt_length:  # failed before the first action; TRL needs at least one token
             ids, mask, logprobs = [*ids, end], [*mask, 0], [*logprobs, 0.0]
         group = scored[t.group]
         unscored = t.reward is None
@@ -305,9 +336,15 @@ def _rollout_columns(chains: list[Trajectory], end: int) -> dict[str, Any]:
 
 
 def response_template(start: str = "<|im_start|>assistant\n", end: str = "<|im_end|>") -> dict[str, Any]:
-    """How TRL reads tool calls in hermes form: set it as `tokenizer.response_template` where TRL knows none.
+    """Return a response template for parsing hermes tool calls; set it as `tokenizer.response_template`.
 
-    Source:  the form is transformers', that of trl 1.16's template for Qwen3.
+    It is needed for models for which TRL has no template of its own.
+
+    Args:
+        start: Text that begins an assistant message.
+        end: Text that ends an assistant message.
+
+    Source:  the format of transformers, as used by trl 1.16 for Qwen3.
     """
     escaped = "".join("\\" + c if c in r"\|.*+?()[]{}^$" else c for c in end)
     call = {"type": "function", "function": "{content}"}
@@ -328,10 +365,11 @@ def response_template(start: str = "<|im_start|>assistant\n", end: str = "<|im_e
 
 
 def tools(agent: Agent) -> list[Callable[..., Any]]:
-    """The agent's tools as GRPOTrainer's `tools=`: what the model is told is what it would be told here.
+    """Return the agent's tools for GRPOTrainer's `tools=`; the model gets the same observations as from the agent.
 
-    Raises:  SettingsError for a tool that needs a sandbox, a task field or the context: TRL has nothing to give it.
-             Use `rollout_func` for those.
+    Raises:
+        SettingsError: If a tool needs a sandbox, a task field or the context, which TRL does not provide; use
+            `rollout_func` instead.
     """
     out = []
     for tool in agent.tools:
@@ -339,7 +377,7 @@ def tools(agent: Agent) -> list[Callable[..., Any]]:
         hidden = [name for name in inspect.signature(tool.function).parameters if name not in shown]
         if hidden:
             raise SettingsError(
-                f"tool {tool.name!r} asks for {', '.join(hidden)}, which TRL cannot give; use af.trl.rollout_func"
+                f"tool {tool.name!r} needs {', '.join(hidden)}, which TRL does not provide; use af.trl.rollout_func"
             )
         out.append(_as_trl_tool(tool))
     return out
@@ -356,9 +394,12 @@ def _as_trl_tool(tool: Any) -> Callable[..., Any]:
 
 
 def rewards(agent: Agent) -> list[Callable[..., list[float]]]:
-    """The agent's rewards as GRPOTrainer's `reward_funcs`: `final` is the last message, fields are dataset columns.
+    """Return the agent's rewards for GRPOTrainer's `reward_funcs`.
 
-    Raises:  SettingsError for a reward that asks for more than that. Use `rollout_func` for those.
+    The argument `final` is the text of the last message, and task fields are read from the dataset's columns.
+
+    Raises:
+        SettingsError: If a reward needs other arguments, is async or is computed per turn; use `rollout_func` instead.
     """
     return [_as_trl_reward(reward) for reward in agent.reward]
 
@@ -367,8 +408,10 @@ def _as_trl_reward(reward: Any) -> Callable[..., list[float]]:
     wanted = inspect.signature(reward.function).parameters
     unsupported = sorted({"trajectory", "context", "turn", "sandbox"} & set(wanted))
     if unsupported or inspect.iscoroutinefunction(reward.function) or reward.per != "trajectory":
-        what = ", ".join(unsupported) or ("awaiting" if reward.per == "trajectory" else "one call a turn")
-        raise SettingsError(f"reward {reward.name!r} asks for {what}; use af.trl.rollout_func(agent)")
+        what = ", ".join(unsupported) or ("to be awaited" if reward.per == "trajectory" else "one call per turn")
+        raise SettingsError(
+            f"reward {reward.name!r} needs {what}, which TRL does not provide; use af.trl.rollout_func(agent)"
+        )
 
     def score(prompts: Any, completions: Any, **columns: Any) -> list[float]:
         out = []

@@ -1,1 +1,1 @@
-"""The policy: a causal language model, its adapters and value head, and forward passes over shared prefixes."""
+"""The policy: a causal language model with optional adapter and value head, and forward passes with prefix sharing."""

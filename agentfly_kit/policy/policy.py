@@ -1,7 +1,7 @@
-"""The model: logprobs, entropies, values and hidden states of given ids, and the only place that shifts by one.
+"""The policy: a language model that scores token ids with logprobs, entropies, values and hidden states.
 
-Knows nothing of rewards, advantages, losses or engines. `logprobs[t]` is log p(ids[t] | ids[:t]) and `values[t]` is
-V(ids[:t]): both come from the hidden state at t - 1, and `_predicted_positions` is where that is said.
+`logprobs[t]` is log p(ids[t] | ids[:t]) and `values[t]` is V(ids[:t]); both are computed from the hidden state at
+t - 1. `Policy._predicted_positions` is the only place in the package that applies this shift by one.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _SCORE_NAMES = frozenset({"logprob", "entropy", "value", "hidden"})
 
 
 _MASKED_ATTENTION_COST = 4.0
-"""How much less attention under a mask gets done in a second than a matrix product; measured on a CPU, docs/log.md."""
+"""Cost per operation of masked attention relative to a matrix product, measured on a CPU; see docs/log.md."""
 
 
 @dataclass
 class TokenScores:
-    """Per-token results, (B, T) float32 each; NaN where the mask is 0. `hidden` is (B, T, d), 0 there."""
+    """Per-token scores, each (B, T) float32 with NaN where the mask is 0; `hidden` is (B, T, d) with 0 there."""
 
     logprob: Tensor | None = None
     entropy: Tensor | None = None
@@ -45,13 +45,13 @@ class TokenScores:
     def __getitem__(self, name: str) -> Tensor:
         value = getattr(self, name)
         if value is None:
-            raise KeyError(f"{name!r} was not asked for; score(batch, want={{{name!r}}})")
+            raise KeyError(f"{name!r} was not computed; call score(batch, want={{{name!r}}})")
         return cast(Tensor, value)
 
 
 @dataclass
 class ForwardOutput:
-    """What a forward gives at the N masked positions, in the order of `mask.nonzero()`. Carries gradients."""
+    """Results of a forward pass at the N masked positions, in the order of `mask.nonzero()`, with gradients."""
 
     logprob: Tensor
     """(N,)"""
@@ -60,11 +60,14 @@ class ForwardOutput:
     value: Tensor | None
     """(N,)"""
     hidden: Tensor
-    """(N, d), the states that predicted the tokens"""
+    """(N, d): the hidden states that predict the tokens."""
 
 
 class ValueHead(nn.Linear):
-    """V(ids[:t]) from the trunk's state, starting at zero so that the first advantages are the rewards."""
+    """Linear head that maps the trunk's hidden state to V(ids[:t]).
+
+    It is initialized to zero, so that the first advantages equal the rewards.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__(width, 1)
@@ -73,9 +76,9 @@ class ValueHead(nn.Linear):
 
 
 class Critic(nn.Module):
-    """V by a model of its own: a copy of the policy's decoder, trained apart from it, with a head that starts at zero.
+    """Separate value model: a copy of the policy's decoder with a zero-initialized value head.
 
-    It costs a second forward and backward, and no gradient of the value loss reaches the policy.
+    It needs a second forward and backward pass; in return the value loss has no gradient in the policy's weights.
     """
 
     def __init__(self, trunk: Any, width: int) -> None:
@@ -85,12 +88,16 @@ class Critic(nn.Module):
 
 
 class Policy:
-    """A causal language model with its chat, perhaps a value head, and the count of optimizer steps behind it.
+    """A causal language model with its chat template, an optional value head and a count of optimizer steps.
 
-    value_head: True reads values from the policy's own trunk, "separate" from a copy of it (see `Critic`).
+    Args:
+        model: Causal language model with the interface of transformers.
+        chat: Tokenizer, chat template and tool-call format of the model.
+        value_head: True adds a value head on the policy's own trunk, "separate" one on a copy of it (see `Critic`).
+        version: Number of optimizer steps taken so far.
     """
 
-    _size_cache: tuple[Any, int] = (None, 0)  # a model, and its size
+    _size_cache: tuple[Any, int] = (None, 0)  # model and its number of parameters
 
     def __init__(
         self,
@@ -102,20 +109,20 @@ class Policy:
     ) -> None:
         self.model = model
         self.chat = chat
-        self.model.eval()  # dropout would make the sampled and the trained distribution differ
+        self.model.eval()  # with dropout, the trained distribution would differ from the sampled one
         if value_head is True:
             value_head = ValueHead(self.width).to(self.device)
         elif value_head == "separate":
             value_head = _make_critic(self.model).to(self.device)
         elif isinstance(value_head, str):
-            raise SettingsError(f"value_head={value_head!r}: give True, False or 'separate'")
+            raise SettingsError(f"value_head must be True, False or 'separate', got {value_head!r}")
         self.value_head: ValueHead | Critic | None = value_head or None
         self.version = version
-        """Optimizer steps of `ppo_step` taken on these weights."""
+        """Number of optimizer steps that `ppo_step` has taken on these weights."""
         self.lock = threading.Lock()
-        """Held by whoever changes the weights and by an engine's forward, so that none samples from half an update."""
+        """Held during weight updates and during an engine's forward pass, so that no sample sees a partial update."""
         self.run_fingerprints: dict[str, str] = {}
-        """Run folder -> fingerprint of the weights with which its run began: a cell that is run again finds its run."""
+        """Fingerprint of the initial weights by run folder, so that a re-executed notebook cell resumes its run."""
         self._plain_head: bool | None = None
         self._trees_supported: bool | None = None
 
@@ -133,13 +140,21 @@ class Policy:
         format: str = "auto",
         history: History = "exact",
     ) -> Policy:
-        """A policy from a folder in the transformers layout, or from a hub name.
+        """Load a policy from a folder in the transformers layout or by hub name.
 
-        value_head: True for one on the policy's trunk, "separate" for a critic of its own; see `Critic`.
-        lora: a rank, or the options of `peft.LoraConfig`: the weights are frozen and an adapter on all linear layers
-            learns; `reference()` is then the frozen base. A folder that holds an adapter needs no `lora=`.
-        format, history: how it writes tool calls, and what to do where its template rewrites history; see `Chat`.
-        Raises:  PolicyError naming the file that a folder lacks or that cannot be read.
+        Args:
+            path: Folder or hub name.
+            value_head: True for a value head on the policy's trunk, "separate" for a separate critic; see `Critic`.
+            lora: Rank, or options of `peft.LoraConfig`. The weights are frozen and an adapter on all linear layers is
+                trained; `reference()` then returns the frozen base. Not needed for a folder that contains an adapter.
+            device: Device of the model; by default CUDA if available, else the CPU.
+            dtype: Torch dtype or its name.
+            format: Format of tool calls; see `Chat`.
+            history: Handling of chat templates that rewrite earlier turns; see `Chat`.
+
+        Raises:
+            PolicyError: If a file is missing or cannot be read; the message names it.
+            SettingsError: If `dtype` is unknown, or `lora` is given for a folder that already contains an adapter.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -150,7 +165,7 @@ class Policy:
         if folder.exists() or str(path).startswith((".", "/", "~")):
             if adapter.exists():
                 if lora is not None:
-                    raise SettingsError(f"{str(folder)!r} holds an adapter already; load it without lora=")
+                    raise SettingsError(f"{str(folder)!r} already contains an adapter; load it without lora=")
                 weights = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
                 _check_folder(folder, ("adapter_model.safetensors",))
             else:
@@ -159,19 +174,17 @@ class Policy:
                 meta = json.loads((folder / "policy.json").read_text(encoding="utf-8"))
         kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if not isinstance(kind, torch.dtype):
-            raise SettingsError(f"dtype={dtype!r}: give a torch dtype or its name, such as 'float32' or 'bfloat16'")
+            raise SettingsError(f"dtype must be a torch dtype or a name such as 'float32' or 'bfloat16', got {dtype!r}")
         try:
             with _without_progress_bar():
                 model: Any = AutoModelForCausalLM.from_pretrained(weights, dtype=kind)
                 tokenizer = AutoTokenizer.from_pretrained(str(path))
         except Exception as error:
-            raise PolicyError(
-                f"no policy could be loaded from {str(path)!r}: {type(error).__name__}: {error}"
-            ) from error
+            raise PolicyError(f"cannot load a policy from {str(path)!r}: {type(error).__name__}: {error}") from error
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         model.to(device)
-        # The critic is copied before an adapter is put into the model, which it does not share.
+        # Copy the critic before adding the adapter, so that the critic does not contain it.
         critic = _make_critic(model).to(device) if value_head == "separate" else value_head
         if lora is not None:
             model = _with_lora(model, lora)
@@ -195,13 +208,17 @@ class Policy:
                 policy.value_head.load_state_dict(load_file(head))
             except RuntimeError as error:
                 kind_of = "separate critic" if isinstance(policy.value_head, Critic) else "head on the shared trunk"
-                raise PolicyError(f"{head} does not hold the values of a {kind_of}: {error}") from error
+                raise PolicyError(f"{head} does not contain the weights of a {kind_of}: {error}") from error
         return policy
 
     def save(self, path: str | Path) -> Path:
-        """Write the model, tokenizer, chat template, and the value head in a file of its own.
+        """Save the model, the tokenizer, the chat template and, in a separate file, the value head.
 
-        Of a policy with an adapter the adapter alone is written, and where its base is; `merged().save()` writes all.
+        For a policy with an adapter, only the adapter and the location of its base model are written; use
+        `merged().save()` to write the full model.
+
+        Returns:
+            The folder.
         """
         from safetensors.torch import save_file
 
@@ -219,21 +236,22 @@ class Policy:
         meta = {"format": self.chat.format.name, "version": self.version}
         (folder / "policy.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
         readable = (folder / "policy.json").stat().st_mode
-        for file in folder.rglob("*.safetensors"):  # safetensors writes for the owner alone; others may read the rest
+        for file in folder.rglob("*.safetensors"):  # safetensors creates files readable only by the owner
             file.chmod(readable)
         return folder
 
     def copy(self) -> Policy:
-        """The same weights in new tensors: a reference for a KL, or a second learner."""
+        """Return a policy with a copy of the weights, for use as a KL reference or for separate training."""
         with self.lock:
             model = copy.deepcopy(self.model)
             head = copy.deepcopy(self.value_head)
         return Policy(model, self.chat, value_head=head if head is not None else False, version=self.version)
 
     def reference(self) -> Policy:
-        """A frozen policy to keep near to: the base under an adapter (no copy), else a copy without a value head.
+        """Return a frozen reference policy for a KL penalty.
 
-        The base shares the adapter's model and switches the adapter off while it scores: it is for `score` alone.
+        For a policy with an adapter this is its base model. It shares the weights, disables the adapter while scoring,
+        and supports only `score`. Otherwise it is a frozen copy without a value head.
         """
         if self.has_adapter:
             return _FrozenBase(self)
@@ -242,7 +260,7 @@ class Policy:
         return Policy(model.requires_grad_(False), self.chat, version=self.version)
 
     def merged(self) -> Policy:
-        """A copy with the adapter's weights added to the base's: an ordinary model that any engine loads."""
+        """Return a copy with the adapter merged into the base weights, which any engine can load."""
         if not self.has_adapter:
             return self.copy()
         with self.lock:
@@ -252,7 +270,7 @@ class Policy:
         model.requires_grad_(True)
         return Policy(model, self.chat, value_head=head if head is not None else False, version=self.version)
 
-    # --- facts ---
+    # --- properties and state ---
 
     @property
     def has_adapter(self) -> bool:
@@ -276,28 +294,30 @@ class Policy:
 
     @property
     def max_length(self) -> int:
-        """Tokens of context that the model was made for."""
+        """Maximum context length of the model in tokens."""
         return int(getattr(self.model.config, "max_position_embeddings", 0) or 1 << 30)
 
     @property
     def size(self) -> int:
-        """Number of parameters, the value head's left out."""
+        """Number of parameters, excluding the value head."""
         if (
             self._size_cache[0] is not self.model
-        ):  # asked for at every micro-batch; walking the modules takes a millisecond
+        ):  # cached: read per micro-batch, and walking the modules takes a millisecond
             self._size_cache = (self.model, sum(p.numel() for p in self.model.parameters()))
         return self._size_cache[1]
 
     @property
     def micro_tokens(self) -> int:
-        """Padded tokens a forward, unless said otherwise: few on a CPU, where short rows then stay unpadded."""
+        """Default number of padded tokens per forward pass; small on a CPU, so that short rows need little padding."""
         return 1536 if self.device.type == "cpu" else 32768
 
     @property
     def launch_overhead(self) -> int:
-        """What a forward and its backward cost beside their tokens, in tokens: see `split_by_token_budget`.
+        """Fixed cost of a forward and backward pass, expressed in tokens; see `split_by_token_budget`.
 
-        Source:  measured for the shipped policy, docs/log.md; a larger model hides it. A GPU wants full groups.
+        The overhead is negligible for large models. It is 0 on a GPU, where full micro-batches are fastest.
+
+        Source:  measured for the shipped policy, docs/log.md.
         """
         return min(100, 30_000_000 // max(self.size, 1)) if self.device.type == "cpu" else 0
 
@@ -307,9 +327,9 @@ class Policy:
             yield from self.value_head.parameters()
 
     def state(self) -> dict[str, Tensor]:
-        """All weights by name, the value head's under `value_head.`; tensors are the live ones.
+        """Return the weights by name; those of the value head have the prefix `value_head.`.
 
-        Of a policy with an adapter, only what learns: the base is where it was loaded from.
+        The tensors are not copied. For a policy with an adapter, only the trainable weights are included.
         """
         learns = {k for k, p in self.model.named_parameters() if p.requires_grad} if self.has_adapter else None
         return {
@@ -325,14 +345,21 @@ class Policy:
         return out
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Raises PolicyError if the names or shapes are another model's."""
+        """Load weights that `state` returned.
+
+        Raises:
+            PolicyError: If names or shapes do not match this model.
+        """
         own = {k: v for k, v in state.items() if not k.startswith(_VALUE_HEAD_PREFIX)}
         head = {k.removeprefix(_VALUE_HEAD_PREFIX): v for k, v in state.items() if k.startswith(_VALUE_HEAD_PREFIX)}
         if bool(head) != (self.value_head is not None):
-            raise PolicyError("one of the two has a value head and the other has not; load with value_head= to match")
+            raise PolicyError(
+                "either the weights or this policy has a value head, but not both; load the policy with a matching "
+                "value_head="
+            )
         if self.has_adapter and set(own) != {k for k in self.state() if not k.startswith(_VALUE_HEAD_PREFIX)}:
             raise PolicyError(
-                "these weights belong to another adapter; load with the lora= that they were trained with"
+                "these weights belong to a different adapter; load the policy with the lora= they were trained with"
             )
         try:
             with self.lock:
@@ -340,10 +367,10 @@ class Policy:
                 if self.value_head is not None:
                     self.value_head.load_state_dict(head)
         except RuntimeError as error:
-            raise PolicyError(f"these weights belong to another model: {error}") from error
+            raise PolicyError(f"these weights belong to a different model: {error}") from error
 
     def fingerprint(self) -> str:
-        """A digest of all weights by name."""
+        """Return a digest of all weights and their names."""
         digest = hashlib.blake2b(digest_size=16)
         for name, tensor in sorted(self._full_state().items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -372,26 +399,33 @@ class Policy:
         }  # fmt: skip
         learning = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         head = {ValueHead: "a linear head", Critic: "a separate critic"}.get(type(self.value_head), "none")
-        numbers = {"parameters": self.size, "that learn": learning, **shape, "value": head, "version": self.version}
+        numbers = {"parameters": self.size, "trainable": learning, **shape, "value": head, "version": self.version}
         return _html.definition_table(self, {**numbers, "device": str(self.device), "chat": repr(self.chat)})
 
-    # --- the forward ---
+    # --- forward pass ---
 
     def hidden(self, ids: Tensor, attention: Tensor | None = None) -> Tensor:
-        """Last hidden states. ids (B, T), attention (B, T) or None for rows padded on the right -> (B, T, d).
+        """Return the last hidden states.
 
-        Positions are given, never guessed from a pad id: on the right, causal attention alone keeps pads out.
+        Positions are passed explicitly rather than inferred from a pad id. Padding on the right needs no attention
+        mask, because causal attention already excludes it.
+
+        Shapes:  ids (B, T), attention (B, T) or None for rows padded on the right -> (B, T, d).
         """
         return _run_decoder(self.model.get_decoder(), ids, attention)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(N, d) -> (N, V) in float32. Includes whatever the model does after its output matrix."""
+        """Return float32 logits for hidden states: (N, d) -> (N, V).
+
+        Raises:
+            PolicyError: If the model transforms its logits after the output matrix, for instance by soft-capping.
+        """
         if self._plain_head is None:
             self._plain_head = self._head_is_plain()
         if not self._plain_head:
             raise PolicyError(
                 f"{type(self.model).__name__} changes its logits after the output matrix (soft-capping or a scale), "
-                "which selected positions would miss; this model is not supported yet"
+                "which is not applied to the selected positions; this model is not supported yet"
             )
         return cast(Tensor, self.model.get_output_embeddings()(hidden)).float()
 
@@ -405,15 +439,26 @@ class Policy:
     def forward(
         self, ids: Tensor, mask: Tensor, temperatures: Tensor, *, entropy: bool = False, value: bool = False
     ) -> ForwardOutput:
-        """Logprobs (and more) at the positions where the mask is 1; logits are made there only. Carries gradients.
+        """Compute logprobs, and optionally entropies and values, where the mask is 1, with gradients.
+
+        Logits are computed at these positions only.
+
+        Args:
+            ids: Token ids.
+            mask: Positions to score.
+            temperatures: Sampling temperature of each row.
+            entropy: Compute entropies.
+            value: Compute values; the policy must have a value head.
+
+        Raises:
+            AlignmentError: If the mask is 1 at position 0, which no earlier token can predict.
 
         Shapes:  ids (B, T) int64 padded on the right, mask (B, T) bool, temperatures (B,) -> N = mask.sum() each.
         Units:   nats, after temperature.
-        Raises:  AlignmentError if position 0 is masked: nothing comes before it that could predict it.
         """
         rows, cols = self._predicted_positions(mask)
         packed = self._pack_trees(ids, mask)
-        # Tokens after the same tokens have one state; logits are made once for it.
+        # Positions with the same prefix share one hidden state; compute its logits only once.
         merged = packed is not None and bool((temperatures == temperatures[0]).all())
         place = _state_index(packed, rows, cols - 1, ids.shape[1] - 1)
         each: Tensor | slice = slice(None)
@@ -436,7 +481,7 @@ class Policy:
         )
 
     def _value_parts(self) -> tuple[Any, ValueHead]:
-        """The critic's decoder, or None where the policy's own is read, and the head that reads it."""
+        """Return the critic's decoder (None if values use the policy's decoder) and the value head."""
         if self.value_head is None:
             raise PolicyError("this policy has no value head; load it with value_head=True")
         if isinstance(self.value_head, Critic):
@@ -444,10 +489,18 @@ class Policy:
         return None, self.value_head
 
     def micro_batches(self, batch: Any, rows: Tensor | None = None, micro_tokens: int | None = None) -> list[Tensor]:
-        """Rows of a batch (all, or some) in forwards of at most `micro_tokens` tokens; see `split_by_token_budget`.
+        """Split rows of a batch into micro-batches of at most `micro_tokens` tokens; see `split_by_token_budget`.
 
-        Rows that begin alike go together where one forward can share what they have in common; a shared token is then
-        counted once. A row longer than `micro_tokens` goes alone.
+        Rows with a common prefix are grouped if the model supports prefix sharing, and each shared token counts once.
+        A row longer than `micro_tokens` forms a micro-batch of its own.
+
+        Args:
+            batch: The batch.
+            rows: Indices of the rows to split; all rows if None.
+            micro_tokens: Upper limit of the tokens per micro-batch; `self.micro_tokens` if None.
+
+        Returns:
+            The row indices of each micro-batch.
         """
         rows = torch.arange(len(batch.lengths)) if rows is None else rows
         limit = micro_tokens or self.micro_tokens
@@ -458,7 +511,7 @@ class Policy:
         return [rows[torch.tensor([row for i in part.tolist() for row in trees[i].rows])] for part in parts]
 
     def _pack_trees(self, ids: Tensor, mask: Tensor) -> PackedTrees | None:
-        """Rows as trees, or None where they share too little or the model must run them as they are."""
+        """Pack rows into prefix trees; None if they share too little or the model does not support trees."""
         if not self._supports_trees():
             return None
         trees = self._build_trees(ids, mask, self.micro_tokens)
@@ -468,7 +521,7 @@ class Policy:
 
     def _build_trees(self, ids: Tensor, mask: Tensor, max_tokens: int) -> list[PrefixTree]:
         config = self.model.config.get_text_config()
-        # Operations a token: two a weight, and for each key that it may look at four a number of the heads' in a layer.
+        # Operations per token: 2 per weight, plus 4 x (heads x head size) per layer and attended key.
         heads = config.num_attention_heads
         inner = heads * (getattr(config, "head_dim", None) or self.width // heads)
         weights = max(1, self.size - self.vocab_size * self.width)
@@ -476,7 +529,7 @@ class Policy:
         return build_prefix_trees(ids, _context_lengths(mask), scale=scale, max_tokens=max_tokens)
 
     def _supports_trees(self) -> bool:
-        """Whether the model runs a tree as it would run its rows: found out on a trial."""
+        """Return True if a trial shows that the model gives the same states for a tree as for its rows; cached."""
         if self._trees_supported is None:
             self._trees_supported = self._try_trees()
         return self._trees_supported
@@ -499,7 +552,7 @@ class Policy:
             where = [(i, j) for i, n in enumerate(lengths) for j in range(n)]
             gap = max(float((plain[i * 10 + j] - grown[packed.token_index[i, j]]).abs().max()) for i, j in where)
         except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError):
-            return False  # a model that wants another mask, or none
+            return False  # the model does not accept this attention mask
         return gap <= (1e-4 if self._is_float32 else 0.05) * float(plain.abs().max())
 
     @property
@@ -508,7 +561,7 @@ class Policy:
 
     @torch.no_grad()
     def bootstrap_values(self, batch: Any, *, micro_tokens: int | None = None) -> Tensor:
-        """V of the state after each row's last token: what a chain that a limit cut would still have got. (B,)."""
+        """Return V after each row's last token, (B,): the expected remaining return of a truncated trajectory."""
         decoder, head = self._value_parts()
         out = torch.zeros(len(batch.lengths))
         with single_torch_thread(self):
@@ -521,7 +574,11 @@ class Policy:
 
     @contextlib.contextmanager
     def checkpointing(self, on: bool = True) -> Iterator[None]:
-        """Within it, a backward computes each layer's inner activations again instead of having kept them."""
+        """Enable gradient checkpointing: the backward pass recomputes each layer's activations instead of storing them.
+
+        Raises:
+            PolicyError: If the model has no layers that support checkpointing.
+        """
         models = [self.model, self.value_head.trunk] if isinstance(self.value_head, Critic) else [self.model]
         if not on:
             yield
@@ -530,12 +587,12 @@ class Policy:
 
         layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         if not layers:
-            raise PolicyError(f"{type(self.model).__name__} has no layers that can be checkpointed")
+            raise PolicyError(f"{type(self.model).__name__} has no layers that support gradient checkpointing")
         before = [(layer, layer.training) for layer in layers]
         for model in models:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in layers:
-            layer.training = True  # the layer's own switch; the dropouts inside it stay off
+            layer.training = True  # only this module's flag, so that dropout inside the layer stays off
         try:
             yield
         finally:
@@ -546,23 +603,31 @@ class Policy:
 
     @staticmethod
     def _predicted_positions(mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The shift by one, the only one: the token at column t is predicted by the state at column t - 1."""
+        """Return rows and columns where the mask is 1; the token at column t is predicted by the state at t - 1."""
         rows, cols = mask.nonzero(as_tuple=True)
         if bool((cols == 0).any()):
-            raise AlignmentError("the mask is 1 at position 0; the first token of a row is never predicted")
+            raise AlignmentError("the mask must be 0 at position 0; the first token of a row is never predicted")
         return rows, cols
 
     @torch.no_grad()
     def score(
         self, batch: Any, want: Iterable[ScoreName] = ("logprob", "entropy"), *, micro_tokens: int | None = None
     ) -> TokenScores:
-        """Score a batch as it stands, without gradients. Only positions with mask 1 are scored.
+        """Score the masked positions of a batch without gradients.
+
+        Args:
+            batch: The batch.
+            want: Scores to compute, out of "logprob", "entropy", "value" and "hidden".
+            micro_tokens: Upper limit of the tokens per forward pass; `self.micro_tokens` if None.
+
+        Raises:
+            SettingsError: If `want` is empty or contains an unknown name.
 
         Shapes:  batch.ids, batch.mask (B, T), batch.temperatures (B,) -> (B, T) each; see `TokenScores`.
         """
         wanted = set(want)
         if not wanted or not wanted <= _SCORE_NAMES:
-            raise SettingsError(f"want={sorted(wanted)}: give some of {sorted(_SCORE_NAMES)}")
+            raise SettingsError(f"want={sorted(wanted)} must be a non-empty subset of {sorted(_SCORE_NAMES)}")
         ids, mask = batch.ids, batch.mask
         shape = tuple(ids.shape)
         if wanted == {"value"} and isinstance(self.value_head, Critic):
@@ -592,7 +657,7 @@ class Policy:
         return TokenScores(**out)
 
     def _critic_values(self, batch: Any, micro_tokens: int | None) -> Tensor:
-        """(B, T) values without running the policy."""
+        """Compute values, (B, T), with the separate critic, without running the policy."""
         out = torch.full(tuple(batch.ids.shape), torch.nan)
         decoder, head = self._value_parts()
         with single_torch_thread(self):
@@ -607,7 +672,7 @@ class Policy:
 
 
 class _FrozenBase(Policy):
-    """The frozen base under a policy's adapter. It shares the weights, and the lock under which it scores."""
+    """Frozen base model of a policy with an adapter; shares the policy's weights and lock."""
 
     def __init__(self, policy: Policy) -> None:
         self.model, self.chat, self.version = policy.model, policy.chat, policy.version
@@ -627,18 +692,18 @@ class _FrozenBase(Policy):
 
 
 def _run_decoder(decoder: Any, ids: Tensor, attention: Tensor | None = None) -> Tensor:
-    """Last hidden states of a decoder without its output matrix."""
+    """Run a decoder (a model without its output matrix) and return its last hidden states, (B, T, d)."""
     positions = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)
     out = decoder(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False, return_dict=True)
     return cast(Tensor, out.last_hidden_state)
 
 
 def _states(decoder: Any, ids: Tensor, packed: PackedTrees | None) -> Tensor:
-    """Last hidden states of all tokens, (N, d): of (B, T) ids row by row, or of the trees that they make."""
+    """Return the last hidden states of all tokens, (N, d): of the ids (B, T) row by row, or of their packed trees."""
     if packed is None:
         return _run_decoder(decoder, ids).flatten(0, 1)
     mask: Tensor = packed.mask()
-    if decoder.config._attn_implementation == "eager":  # it adds the mask to its scores
+    if decoder.config._attn_implementation == "eager":  # eager attention adds the mask to the scores
         kind = next(decoder.parameters()).dtype
         mask = torch.zeros(mask.shape, dtype=kind, device=mask.device).masked_fill(~mask, torch.finfo(kind).min)
     out = decoder(
@@ -652,7 +717,7 @@ def _states(decoder: Any, ids: Tensor, packed: PackedTrees | None) -> Tensor:
 
 
 def _state_index(packed: PackedTrees | None, rows: Tensor, cols: Tensor, width: int) -> Tensor:
-    """Where the states of tokens (rows, cols) are in those that `_states` gives."""
+    """Return the indices of the tokens at (rows, cols) in the output of `_states`."""
     return rows * width + cols if packed is None else packed.token_index[rows, cols]
 
 
@@ -661,7 +726,7 @@ def _apply_value_head(head: ValueHead, states: Tensor) -> Tensor:
 
 
 def _context_lengths(mask: Tensor) -> list[int]:
-    """Of each row, how many tokens the last sampled one is predicted from, and at least one."""
+    """Return for each row the number of tokens before its last sampled token, and at least 1."""
     columns = torch.arange(mask.shape[1], device=mask.device)
     last: list[int] = (mask * columns).amax(1).clamp(min=1).tolist()
     return last
@@ -676,19 +741,19 @@ def _with_lora(model: Any, lora: int | Mapping[str, Any]) -> Any:
     from peft import LoraConfig, get_peft_model
 
     if isinstance(lora, int) and lora < 1:
-        raise SettingsError(f"lora={lora}: give a rank of at least 1, options of peft.LoraConfig, or None")
+        raise SettingsError(f"lora={lora} must be a rank of at least 1, options of peft.LoraConfig, or None")
     options = {"r": lora, "lora_alpha": 2 * lora} if isinstance(lora, int) else dict(lora)
     options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "lora_dropout": 0.0} | options
     if options["lora_dropout"]:
-        raise SettingsError("lora_dropout must be 0: with it the sampled and the trained distribution differ")
-    with torch.random.fork_rng(devices=[]):  # the same adapter every time, and no number taken from anyone's generator
+        raise SettingsError("lora_dropout must be 0; dropout makes the trained and the sampled distribution differ")
+    with torch.random.fork_rng(devices=[]):  # reproducible adapter, without advancing the global generator
         torch.manual_seed(0)
         return get_peft_model(model, LoraConfig(**options))
 
 
 _VALUE_HEAD_PREFIX = "value_head."
 _VALUE_HEAD_FILE = Path("value_head") / "value_head.safetensors"
-"""In a folder of its own: engines load every .safetensors that they find beside the config."""
+"""Stored in a subfolder, because engines load every .safetensors file next to the config."""
 _WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -699,18 +764,18 @@ _WEIGHT_FILES = (
 
 def _check_folder(folder: Path, weights: tuple[str, ...]) -> None:
     if not folder.is_dir():
-        raise PolicyError(f"no policy folder at {str(folder)!r}; give a folder that Policy.save wrote, or a hub name")
+        raise PolicyError(f"no policy folder at {str(folder)!r}; pass a folder written by Policy.save, or a hub name")
     config = () if weights[0].startswith("adapter") else (("config.json",),)
     for wanted in (*config, weights, ("tokenizer.json", "tokenizer.model", "vocab.json")):
         if not any((folder / name).exists() for name in wanted):
             raise PolicyError(
-                f"policy folder {str(folder)!r} lacks {wanted[0]}; it has "
-                f"{', '.join(sorted(p.name for p in folder.iterdir())) or 'nothing'}. Write it with Policy.save"
+                f"policy folder {str(folder)!r} lacks {wanted[0]}; it contains "
+                f"{', '.join(sorted(p.name for p in folder.iterdir())) or 'no files'}. Write it with Policy.save"
             )
 
 
 def _extra_stop_tokens(model: Any, tokenizer: Any) -> list[str]:
-    """What a model's generation config names as ends beside the tokenizer's own."""
+    """Return the end tokens in the model's generation config other than the tokenizer's EOS token."""
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
     return [str(tokenizer.convert_ids_to_tokens(i)) for i in ids if i != tokenizer.eos_token_id]
@@ -718,7 +783,7 @@ def _extra_stop_tokens(model: Any, tokenizer: Any) -> list[str]:
 
 @contextlib.contextmanager
 def _without_progress_bar() -> Iterator[None]:
-    """Without the progress bar of transformers, which a notebook would keep for ever."""
+    """Disable the progress bar of transformers, which would remain in a notebook's saved output."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -731,10 +796,16 @@ def _without_progress_bar() -> Iterator[None]:
 
 
 def split_by_token_budget(lengths: Tensor, micro_tokens: int, launch_overhead: int = 0) -> list[Tensor]:
-    """Row indices in groups of at most `micro_tokens` padded tokens, rows of like length together, longest first.
+    """Group rows of similar length into micro-batches of at most `micro_tokens` padded tokens, longest rows first.
 
-    A row longer than `micro_tokens` goes alone. launch_overhead: what a forward costs beside its tokens, in tokens; the
-    cuts are then where padding and launches together are least. 0 fills every group.
+    Args:
+        lengths: Number of tokens of each row, (B,).
+        micro_tokens: Upper limit of the padded tokens per micro-batch; a longer row forms a micro-batch of its own.
+        launch_overhead: Fixed cost of a forward pass, in tokens. If positive, the boundaries minimize padding plus
+            overhead; 0 fills each micro-batch as far as possible.
+
+    Returns:
+        The row indices of each micro-batch.
     """
     order = torch.argsort(lengths, descending=True, stable=True)
     sizes = [max(n, 1) for n in lengths[order].tolist()]
@@ -754,7 +825,8 @@ def _cut_greedily(sizes: list[int], micro_tokens: int) -> list[int]:
 
 
 def _cut_by_cost(sizes: list[int], micro_tokens: int, launch_overhead: int) -> list[int]:
-    """Cuts of rows sorted by length, longest first, that cost least: best[a] is the cost of the rows from a on."""
+    """Return the boundaries of least total cost for rows sorted by length, longest first, by dynamic programming."""
+    # best[a] is the least cost of the rows from a on, and after[a] the end of the first group in that solution.
     best, after = [0.0] * (len(sizes) + 1), [0] * (len(sizes) + 1)
     for a in range(len(sizes) - 1, -1, -1):
         limit = min(len(sizes), a + max(1, micro_tokens // sizes[a]))
@@ -766,10 +838,10 @@ def _cut_by_cost(sizes: list[int], micro_tokens: int, launch_overhead: int) -> l
 
 
 class single_torch_thread:
-    """One torch thread for a tiny model on a CPU: more of them spin longer than they compute.
+    """Context manager that limits torch to one thread for a tiny model on a CPU, where more threads are slower.
 
-    The setting is the whole process's, and an engine's thread and an update hold it at one time: the first one in takes
-    what was set, the last one out puts it back.
+    The setting applies to the whole process, and an engine's thread and an update may enter concurrently: the first to
+    enter saves the previous setting, and the last to leave restores it.
     """
 
     _inside = 0

@@ -1,11 +1,10 @@
-"""Rows that begin alike, as trees: the tokens that they have in common stand once, and are run once.
+"""Prefix sharing: rows with a common prefix are packed into a tree, so that each shared token is computed once.
 
-The chains of a group have one prompt, and often whole turns in common, and so have forks. What a causal model computes
-at a token depends on nothing but the tokens up to it, so a forward of the tree gives what one of the rows would, and
-the gradients of a shared token's rows meet in it by themselves. A model runs a tree as one sequence: the tokens in the
-order of a walk, each at its own position in its rows, and a mask that lets it see its ancestors alone.
-
-Knows ids and lengths; no model, no loss.
+The chains of a group share their prompt, and forked chains often share whole turns. The state that a causal model
+computes at a token depends only on the tokens up to it, so a forward pass over the tree gives the same states as
+separate forward passes over its rows, and the gradients of all rows that share a token are summed automatically. The
+model runs a tree as one sequence: tokens in depth-first order, position ids counted within each row, and an attention
+mask that lets each token attend only to itself and its ancestors.
 """
 
 from __future__ import annotations
@@ -18,25 +17,30 @@ import torch
 from torch import Tensor
 
 _MAX_TREE_TOKENS = 4096
-"""Tokens of a tree: its mask has the square of that."""
+"""Maximum number of tokens per tree; the attention mask is quadratic in it."""
 
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """Rows in the order of their ids, and how many tokens each has in common with the one before it."""
+    """Rows in lexicographic order of their ids, and the length of the prefix that each shares with the previous row."""
 
     rows: tuple[int, ...]
     shared: tuple[int, ...]
     width: int
-    """Distinct tokens."""
+    """Number of distinct tokens."""
 
 
 def build_prefix_trees(ids: Tensor, lengths: list[int], *, scale: float, max_tokens: int) -> list[PrefixTree]:
-    """The rows as trees of at most `max_tokens` tokens, where a tree costs less than its rows do alone.
+    """Group rows into prefix trees of at most `max_tokens` tokens, wherever a tree is cheaper than separate rows.
 
-    Shapes:  ids (B, T), of each row the first `lengths[i]` count.
-    scale: in how many keys attention costs a token what the rest of the model costs it. A tree of W tokens is W + W² /
-        scale; a row alone has a causal kernel, which leaves out half of the square.
+    Args:
+        ids: Token ids, padded on the right.
+        lengths: Number of tokens of each row; later columns are ignored.
+        scale: Number of attended keys at which attention costs as much per token as the rest of the model. A tree of
+            W tokens costs W + W² / scale; for a single row the causal kernel skips half of the quadratic term.
+        max_tokens: Upper limit of the tokens per tree.
+
+    Shapes:  ids (B, T), of which `ids[i, :lengths[i]]` is used.
     """
     a = ids.cpu().numpy()
     texts = [a[i, :n].astype(">i8").tobytes() for i, n in enumerate(lengths)]
@@ -71,25 +75,25 @@ def _common_prefix(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> int:
 
 @dataclass(frozen=True)
 class PackedTrees:
-    """P trees padded on the right to W tokens, and where each token of the B rows stands in them."""
+    """P trees padded on the right to W tokens, and the index of each token of the B rows in them."""
 
     ids: Tensor
     """(P, W) int64"""
     positions: Tensor
-    """(P, W) int64: of each token in its rows."""
+    """(P, W) int64: position of each token within its rows."""
     token_index: Tensor
-    """(B, T) int64: each row's tokens in `ids.flatten()`."""
+    """(B, T) int64: index of each row's tokens in `ids.flatten()`."""
     subtree_ends: Tensor
-    """(P, W) int64: the column behind a token's last descendant."""
+    """(P, W) int64: column after the token's last descendant."""
 
     @classmethod
     def build(cls, trees: list[PrefixTree], ids: Tensor, lengths: list[int]) -> PackedTrees:
-        """ids (B, T), of which `trees` name every row once."""
+        """Pack trees that together contain every row of `ids`, shape (B, T), exactly once."""
         width = max(tree.width for tree in trees)
         shape = (len(trees), width)
         source = np.zeros(shape, dtype=np.int64)
         positions = np.zeros(shape, dtype=np.int64)
-        subtree_ends = np.tile(np.arange(1, width + 1), (shape[0], 1))  # padding sees itself
+        subtree_ends = np.tile(np.arange(1, width + 1), (shape[0], 1))  # padding attends to itself
         token_index = np.zeros(tuple(ids.shape), dtype=np.int64)
         columns = ids.shape[1]
         for p, tree in enumerate(trees):
@@ -98,7 +102,7 @@ class PackedTrees:
                 n = lengths[row]
                 if common:
                     token_index[row, :common] = token_index[before, :common]
-                if before >= 0:  # what the last row had beyond this branch has all its descendants
+                if before >= 0:  # the previous row's tokens after the branching point have no further descendants
                     subtree_ends[p, token_index[before, common : lengths[before]] - p * width] = count
                 new = n - common
                 token_index[row, common:n] = np.arange(p * width + count, p * width + count + new)
@@ -110,7 +114,9 @@ class PackedTrees:
         return cls(flat, *(torch.from_numpy(x).to(ids.device) for x in (positions, token_index, subtree_ends)))
 
     def mask(self) -> Tensor:
-        """(P, 1, W, W) bool: a token sees itself and its ancestors, which in a walk are those whose descendants end
-        behind it."""
+        """Return the attention mask, (P, 1, W, W) bool: each token attends to itself and its ancestors.
+
+        In depth-first order, the ancestors of a token are the earlier tokens whose subtrees end after it.
+        """
         at = torch.arange(self.ids.shape[1], device=self.ids.device)
         return ((at[None, None, :] <= at[None, :, None]) & (at[None, :, None] < self.subtree_ends[:, None, :]))[:, None]

@@ -428,7 +428,7 @@ async def test_the_context_limits_a_turn() -> None:
     assert len(got.ids or ()) == 6
     assert got.stop == "length"
     check(endless(), prompt(250), got)
-    with pytest.raises(EngineError, match="256 ids leave no room in a context of 256"):
+    with pytest.raises(EngineError, match="256 ids leave no space for an action in a context of 256"):
         await engine.sample(prompt(256), Sampling(), 0)
     last = await engine.sample(prompt(255), Sampling(max_tokens=50), 0)
     assert len(last.ids or ()) == 1
@@ -436,7 +436,7 @@ async def test_the_context_limits_a_turn() -> None:
 
 @pytest.mark.parametrize(
     ("ids", "says"),
-    [([], "got none"), ([5, 400], "do not fit a vocabulary of 400"), ([-1, 5], "from -1 to 5")],
+    [([], "must not be empty"), ([5, 400], "exceed the vocabulary of 400"), ([-1, 5], "from -1 to 5")],
 )
 async def test_ids_that_cannot_be_are_refused(ids: list[int], says: str) -> None:
     engine = LocalEngine(endless())
@@ -546,7 +546,7 @@ async def test_two_requests_of_one_session_fail_alone() -> None:
     first = asyncio.create_task(engine.sample(prompt(8), Sampling(max_tokens=60), 1, request=request("a")))
     while engine.sampled < 4:
         await asyncio.sleep(0.001)
-    with pytest.raises(EngineError, match="two requests of the session 'a' at once"):
+    with pytest.raises(EngineError, match="session 'a' has two concurrent requests"):
         await engine.sample(prompt(8), Sampling(max_tokens=5), 1, request=request("a"))
     assert len((await other).ids or ()) == 60
     assert len((await first).ids or ()) == 60
@@ -557,7 +557,7 @@ async def test_no_numbers_of_a_broken_model_are_handed_out() -> None:
     with torch.no_grad():
         policy.model.get_output_embeddings().weight.fill_(math.nan)
     policy._plain_head = True  # looked at while the weights were well
-    with pytest.raises(EngineError, match="the logits are not finite: the policy's weights have diverged"):
+    with pytest.raises(EngineError, match="the logits are not finite; the policy's weights have diverged"):
         await LocalEngine(policy).sample(prompt(4), Sampling(max_tokens=3), 0)
 
 

@@ -60,7 +60,7 @@ async def test_a_script_that_ends_too_early_says_so() -> None:
     assert t.stop == "error"
     assert t.reward is None
     assert t.error is not None
-    assert "the script has 1 turns and turn 2 was asked for" in t.error.message
+    assert "the script has 1 turns, but turn 2 was requested" in t.error.message
 
 
 def test_a_text_is_no_script() -> None:
@@ -77,7 +77,7 @@ async def test_latencies_of_many_chains_run_side_by_side() -> None:
 
 async def test_it_shows_no_distribution_and_has_no_weights() -> None:
     engine = ScriptedEngine(["5"])
-    with pytest.raises(EngineError, match="cannot show a distribution; use LocalEngine"):
+    with pytest.raises(EngineError, match=r"does not support distribution\(\); use LocalEngine"):
         await engine.distribution([1], Sampling())
     with pytest.raises(EngineError, match="has no weights to update"):
         await engine.update(None)

@@ -149,11 +149,11 @@ async def test_before_it_starts_it_says_what_it_will_be(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ids", "sampling", "says"),
     [
-        ([], Sampling(), "got none"),
-        ([1] * 512, Sampling(), "leave no room"),
-        ([1, 10**6], Sampling(), "another tokenizer"),
+        ([], Sampling(), "must not be empty"),
+        ([1] * 512, Sampling(), "leave no space"),
+        ([1, 10**6], Sampling(), "exceed the vocabulary"),
         ([1], Sampling(temperature=0.001), "temperature=0.001"),
-        ([1], Sampling(temperature=2.5), "0.01 to 2.0"),
+        ([1], Sampling(temperature=2.5), "0.01 and 2.0"),
     ],
 )
 async def test_what_it_cannot_do_is_refused_before_anything_starts(
@@ -166,9 +166,9 @@ async def test_what_it_cannot_do_is_refused_before_anything_starts(
 
 
 def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(EngineError, match="no model could be found"):
+    with pytest.raises(EngineError, match="no model found at"):
         VLLMEngine("./nothing-here")
-    with pytest.raises(EngineError, match='weights=\'nccl\': give "ipc", "shm" or "auto"'):
+    with pytest.raises(EngineError, match='weights must be "ipc", "shm" or "auto", got \'nccl\''):
         VLLMEngine(agents.shipped(), weights="nccl")  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="logprobs_mode"):
         VLLMEngine(agents.shipped(), logprobs_mode="raw_logprobs")
@@ -178,7 +178,7 @@ async def test_weights_of_another_architecture_are_refused() -> None:
     engine = VLLMEngine(agents.shipped())
     with pytest.raises(EngineError, match="the architecture cannot"):
         await engine.update(agents.random_policy())
-    with pytest.raises(EngineError, match="takes a Policy"):
+    with pytest.raises(EngineError, match="needs a Policy"):
         await engine.update("weights")
 
 
@@ -409,7 +409,8 @@ async def test_weights_over_cuda_ipc_where_that_cannot_be_are_refused_by_name(
     other.version = 99
     monkeypatch.setattr(engine, "_weights", "ipc")
     with pytest.raises(
-        EngineError, match=r'weights="ipc" cannot be: the policy is on cpu, not on a CUDA device; "auto"'
+        EngineError,
+        match=r'weights="ipc" is not possible: the policy is on cpu, not on a CUDA device; use weights="auto"',
     ):
         await engine.update(other)
     assert await seen(engine, policy) == before and engine.version == version
@@ -439,9 +440,9 @@ async def test_an_update_that_fails_amid_its_work_leaves_no_wrong_record(
     ended = await asyncio.gather(*running, return_exceptions=True)
     assert not [e for e in ended if not isinstance(e, EngineError | Sample)]
     assert all(set(e.versions or ()) == {version} for e in ended if isinstance(e, Sample))
-    assert engine.version == version and ", torn, " in repr(engine)
+    assert engine.version == version and ", weights undefined, " in repr(engine)
     for asks in (lambda: engine.sample(prompt, endless, 0), lambda: engine.distribution(prompt, endless)):
-        with pytest.raises(EngineError, match=r"amid its work(.|\n)*engine\.update"):
+        with pytest.raises(EngineError, match=r"weights are undefined(.|\n)*engine\.update"):
             await asks()
     monkeypatch.undo()
     await engine.update(policy)
@@ -536,7 +537,7 @@ async def test_training_through_it_is_exact(engine: VLLMEngine, record_property:
 async def test_sleep_is_refused_where_vllm_would_only_say_that_it_slept(engine: VLLMEngine, policy: Policy) -> None:
     await engine.update(policy)
     ids = policy.chat.prompt([{"role": "user", "content": "1+1"}])
-    with pytest.raises(EngineError, match=r"no sleep mode on this machine \(cpu\); engine\.close\(\) gives all"):
+    with pytest.raises(EngineError, match=r"no sleep mode on this machine \(cpu\); use engine\.close\(\)"):
         await engine.sleep()
     await engine.wake()  # it is awake
     host = engine._host
@@ -544,7 +545,7 @@ async def test_sleep_is_refused_where_vllm_would_only_say_that_it_slept(engine: 
     await host.call(host._sleep)  # what a GPU is asked: a CPU's worker takes it for a joke
     assert "asleep" in repr(engine)
     for asks in (lambda: engine.sample(ids, Sampling(max_tokens=4), 0), lambda: engine.update(policy)):
-        with pytest.raises(EngineError, match=r"sleeps, so that another may have its memory; await engine\.wake"):
+        with pytest.raises(EngineError, match=r"is asleep and has freed its memory; call await engine\.wake"):
             await asks()
     await engine.wake()
     assert "running" in repr(engine)

@@ -183,7 +183,7 @@ async def test_it_sleeps_wakes_and_takes_weights(engine: VLLMEngine) -> None:
     free = torch.cuda.mem_get_info()[0]
     await engine.sleep()
     assert torch.cuda.mem_get_info()[0] >= free + (200 << 20)  # the memory of its keys and values
-    with pytest.raises(EngineError, match="sleeps"):
+    with pytest.raises(EngineError, match="is asleep"):
         await engine.update(policy)
     await engine.wake()
     await engine.update(policy)

@@ -106,7 +106,7 @@ def test_whatever_the_chunk_the_same_bytes_come_out(seed: int) -> None:
 
 
 def test_a_chunk_too_small_for_anything_is_refused() -> None:
-    with pytest.raises(ValueError, match="limit=32: give a chunk at least 64 bytes"):
+    with pytest.raises(ValueError, match="limit=32 must be at least 64 bytes per chunk"):
         layout([], 32)
 
 
@@ -118,7 +118,7 @@ def test_pieces_out_of_order_are_refused() -> None:
         [["a", "float32", [4], 0, 60, 16]],  # not in the buffer
         [["a", "float32", [4], 0, 0, 32]],  # more than it has
     ):
-        with pytest.raises(ValueError, match="which lie at"):
+        with pytest.raises(ValueError, match="the next slice covers"):
             list(ChunkReader().read(slices, buffer))
 
 
@@ -244,7 +244,7 @@ async def test_without_room_it_says_where_it_looked(monkeypatch: pytest.MonkeyPa
     policy = agents.fresh()
     monkeypatch.setattr(weight_transfer, "_SHM_DIR", str(tmp_path / "no"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nothing"))
-    with pytest.raises(EngineError, match=r"no room for 1\.\d MiB of weights in .*/no or .*/nothing: .*; make room"):
+    with pytest.raises(EngineError, match=r"no space for 1\.\d MiB of weights in .*/no or .*/nothing: .*; free some"):
         async with Delivery(policy, "shm", 1 << 26):
             pytest.fail("it was held")
     async with asyncio.timeout(60):
@@ -274,7 +274,7 @@ def test_why_not_over_cuda_ipc() -> None:
     other = agents.fresh()
     other.model.register_buffer("elsewhere", torch.empty(1, device="meta"))
     assert ipc_unavailable_reason(other, ["GPU-1"]) == "the policy lies on 2 devices, cpu, meta"
-    with pytest.raises(ValueError, match="is on GPU GPU-1, and this process uses none"):
+    with pytest.raises(ValueError, match="is on GPU GPU-1, but this process uses no GPU"):
         open_buffer({"transport": "ipc", "gpu_uuid": "GPU-1"}, torch.device("cpu"))
 
 

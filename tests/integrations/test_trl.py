@@ -179,7 +179,7 @@ def test_settings_without_a_counterpart_are_refused_by_name(tmp_path: Path) -> N
         bridge.advantage(config(tmp_path, scale_rewards="batch"))
     uneven = made(agents.random_policy(3), 4)
     uneven = uneven.replace(advantages=torch.arange(float(uneven.ids.numel())).view(uneven.ids.shape))
-    with pytest.raises(BatchError, match="one a row"):
+    with pytest.raises(BatchError, match="single advantage per row"):
         bridge.grpo_inputs(uneven)
 
 
@@ -248,7 +248,7 @@ def test_a_folded_chain_is_refused_by_name() -> None:
 
     agent = agents.played([agents.call("1+1"), "2"], before_turn=fold)
     chains = bridge._sample_trajectories(agent, [agents.tasks(1)[0]], 0, True)
-    with pytest.raises(SettingsError, match="compacted into 2 rows, and TRL trains a completion as one"):
+    with pytest.raises(SettingsError, match="compacted into 2 rows, but TRL needs one row per completion"):
         bridge._rollout_columns(chains, 0)
 
 
@@ -257,14 +257,14 @@ def test_a_bridge_that_would_train_the_wrong_thing_is_refused(tmp_path: Path) ->
     tasks = agents.tasks(4)
     trainer = grpo_trainer(policy, config(tmp_path, temperature=0.7))
     prompts = [list(tasks[0].messages)] * 4
-    with pytest.raises(SettingsError, match="another model"):
+    with pytest.raises(SettingsError, match="the model that TRL trains"):
         bridge.rollout_func(agents.agent(other), tasks)(prompts, trainer)
     with pytest.raises(SettingsError, match=r"0\.7"):
         bridge.rollout_func(agents.agent(policy), tasks)(prompts, trainer)
     with pytest.raises(SettingsError, match="no task has this prompt"):
         bridge.rollout_func(agents.agent(policy).replace(sampling=agents.Sampling(0.7)), tasks[1:])(prompts, trainer)
     twin = agents.Task("twin", tasks[0].messages, {"answer": "another"})
-    with pytest.raises(SettingsError, match="one prompt"):
+    with pytest.raises(SettingsError, match="same prompt"):
         bridge.rollout_func(agents.agent(policy), [*tasks, twin])
 
 
@@ -327,7 +327,7 @@ def test_a_dataset_has_the_fields_that_all_tasks_have() -> None:
     data = bridge.dataset(agents.tasks(3))
     assert data.column_names == ["prompt", "answer"]
     assert data[0]["prompt"] == list(agents.tasks(3)[0].messages)
-    with pytest.raises(SettingsError, match="no task"):
+    with pytest.raises(SettingsError, match="at least one task"):
         bridge.dataset([])
 
 

@@ -74,7 +74,7 @@ def test_a_masked_first_token_is_refused() -> None:
 
 
 def test_what_is_asked_for_is_checked() -> None:
-    with pytest.raises(SettingsError, match="give some of"):
+    with pytest.raises(SettingsError, match="must be a non-empty subset of"):
         random_policy(0).score(rows(), {"logits"})  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="no value head; load it with value_head=True"):
         random_policy(0).score(rows(), {"value"})
@@ -126,7 +126,7 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
         Policy.load(tmp_path / "none")
     folder = random_policy(3).save(tmp_path / "p")
     (folder / "model.safetensors").write_bytes(b"not this")
-    with pytest.raises(PolicyError, match="no policy could be loaded from"):
+    with pytest.raises(PolicyError, match="cannot load a policy from"):
         Policy.load(folder)
     with pytest.raises(SettingsError, match="dtype='float33'"):
         Policy.load(folder, dtype="float33")
@@ -143,9 +143,9 @@ def test_a_copy_is_its_own() -> None:
 
 
 def test_state_of_another_model_is_refused() -> None:
-    with pytest.raises(PolicyError, match="belong to another model"):
+    with pytest.raises(PolicyError, match="belong to a different model"):
         random_policy(0).load_state(shipped().state())
-    with pytest.raises(PolicyError, match="one of the two has a value head"):
+    with pytest.raises(PolicyError, match="either the weights or this policy has a value head"):
         random_policy(0).load_state(random_policy(0, value_head=True).state())
 
 

@@ -130,7 +130,7 @@ def test_a_stepper_shown_twice_and_after_a_restart(notebook: Any) -> None:
     page = nb.page
     views = page.locator(".afk-stepper")
     views.nth(1).wait_for()
-    page.get_by_text("cannot show a distribution").first.wait_for()
+    page.get_by_text("does not support distribution()").first.wait_for()
     views.nth(0).get_by_role("button", name="Sample").click()
     for i in (0, 1):
         views.nth(i).get_by_text("stopped: answered").wait_for()

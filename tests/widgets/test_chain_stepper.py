@@ -179,7 +179,7 @@ async def test_errors_are_on_the_page_and_kept() -> None:
     await press(view, "act")
     assert "there is nothing to run" in view._notice
     assert isinstance(view.error, SettingsError)
-    await until(lambda: "cannot show a distribution" in view._distribution.get("why", ""))
+    await until(lambda: "does not support distribution()" in view._distribution.get("why", ""))
     await press(view, "force", {"ids": [10**9], "end": True})
     assert "vocabulary" in view._notice
     await press(view, "rewind", None)

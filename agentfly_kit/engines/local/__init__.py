@@ -1,1 +1,1 @@
-"""The engine that samples with the policy's own weights in this process."""
+"""The engine that samples in this process, with the weights of the policy itself."""

@@ -1,10 +1,10 @@
-"""A small Llama-shaped model's forward over `KVCache`, without its modules: the same sums in a third of the calls.
+"""A fast forward pass over `KVCache` for small Llama-like models, with fused projections and a third of the calls.
 
-In a decode step of a few dozen rows a small model spends more time in Python than in arithmetic. Here queries, keys and
-values come from one product, gate and up from another, and norms and rotations run on queries and keys together. The
-weights are read from the policy's own model and joined again whenever they have changed. Whatever is not exactly of the
-known shape (an adapter, a hook, another rotation or device) is left to the model itself, and so is a model whose
-own forward differs on a trial.
+In a decode step of a few dozen rows, a small model spends more time in Python than in arithmetic. Here one product
+computes queries, keys and values, another one gate and up projections, and norms and rotary embeddings run on queries
+and keys together. The weights are read from the policy's model and concatenated again after each change. All models
+that are not exactly of the supported form (for instance with an adapter, a hook, another rotary embedding or another
+device) use their own forward pass (`reference_forward`), and so do models whose results differ in a trial.
 """
 
 from __future__ import annotations
@@ -19,28 +19,31 @@ from agentfly_kit.engines.local.kv_cache import SLAB_TOKENS, KVCache
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
 _MAX_PARAMETERS = 1 << 24
-"""Parameters. Joined weights are a copy, and a larger model's arithmetic hides what this saves."""
+"""Maximum number of parameters. The fused weights are a copy, and for larger models the savings are negligible."""
 _TRIAL_GAP = 1e-4
-"""Of the largest hidden state."""
+"""Maximum deviation from the reference, relative to the largest hidden state."""
 _PACKED_ROWS = 64
-"""Rows that the products of a prompt are packed for. Of any number of them each comes out the same, bit for bit."""
-# What torch's own compiler calls; not public, so a torch without them takes F.linear.
+"""Batch size for which prompt weights are packed. Results per row are bitwise identical for any number of rows."""
+# Operators used by torch's compiler. They are not public, so fall back to F.linear if they are missing.
 _ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 class FusedLlamaDecoder:
-    """`decoder(cache, tokens, positions, mask)`: (R, C), (R, C), (R, 1, C, S) -> hidden states (R, C, d)."""
+    """Fused decoder of a small Llama-like model.
+
+    Shapes:  tokens (R, C), positions (R, C), mask (R, 1, C, S) -> hidden states (R, C, d).
+    """
 
     @classmethod
     def try_build(cls, model: Any) -> FusedLlamaDecoder | None:
-        """The decoder of a model, or None if the model must run itself."""
+        """Return a fused decoder for the model, or None if the model is not supported."""
         try:
             trunk = model.get_decoder()
             if not _is_supported(trunk):
                 return None
             decoder = cls(trunk)
             return decoder if decoder._matches_reference() else None
-        except (AttributeError, RuntimeError):  # not that shape after all
+        except (AttributeError, RuntimeError):  # the model's structure differs from the expected one
             return None
 
     def __init__(self, trunk: Any) -> None:
@@ -56,11 +59,14 @@ class FusedLlamaDecoder:
         self._layers: list[tuple[Tensor, ...]] = []
         self._biases: list[Tensor | None] = []
         self._packed: list[tuple[Tensor, ...]] | None = None
-        """By layer its four matrices as oneDNN wants them, for products over many rows; made when they are needed."""
+        """The four matrices of each layer in oneDNN's packed format, for products over many rows; created lazily."""
         self._cos = self._sin = torch.zeros(0)
 
     def __call__(self, cache: KVCache, tokens: Tensor, positions: Tensor, mask: Tensor, *, stamp: object) -> Tensor:
-        """stamp: another one than before says that the weights are others."""
+        """Compute hidden states and write keys and values to the cache.
+
+        `stamp` identifies the weights; if it differs from the previous call, the fused weights are rebuilt.
+        """
         self._refresh(int(cache.capacity), stamp)
         if tokens.shape[1] == 1 and cache.is_leading_rows:
             return self._decode_one_token(cache, tokens[:, 0], positions[:, 0], mask)[:, None]
@@ -88,10 +94,12 @@ class FusedLlamaDecoder:
         return self._norm(x, self._trunk.norm.weight)
 
     def _decode_one_token(self, cache: KVCache, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """One token for each of the first rows: (R,), (R,), (R, 1, 1, S) -> (R, d).
+        """Compute one token for each of the leading rows.
 
-        A query a row is too little for the fused attention, which reads the keys a row and head at a time, a
-        product each. Two batched products over all of them take about two thirds of its time.
+        With one query per row, torch's fused attention is slow, because it needs one product per row and head. Two
+        batched products over all rows and heads take about two thirds of its time.
+
+        Shapes:  tokens (R,), positions (R,), mask (R, 1, 1, S) -> (R, d).
         """
         rows, heads, kv, size = len(tokens), self._heads, self._kv, self._size
         share = heads // kv
@@ -114,7 +122,7 @@ class FusedLlamaDecoder:
                 for part, k in zip(hidden, keys, strict=True)
             ]
             weights = (scores[0] if len(scores) == 1 else torch.cat(scores, -1)).softmax(-1)
-            # Slab after slab: those behind a row's end weigh nothing, so it comes out the same with and without them.
+            # Accumulate slab by slab. Slabs after a row's end have zero weight, so they do not change its result.
             parts = weights.split(cache.slab, -1)
             mixed = torch.bmm(parts[0], values[0])
             for part, v in zip(parts[1:], values[1:], strict=True):
@@ -128,7 +136,7 @@ class FusedLlamaDecoder:
         return F.rms_norm(x, (x.shape[-1],), weight, self._eps)
 
     def _refresh(self, capacity: int, stamp: object) -> None:
-        """Join the weights again if they are others than before."""
+        """Rebuild the fused weights if they have changed, and extend the rotary tables to `capacity` positions."""
         key = (stamp, sum(p._version for p in self._parameters))
         if key != self._weights_key:
             self._layers, self._biases, self._packed = [], [], None
@@ -154,12 +162,12 @@ class FusedLlamaDecoder:
         if len(self._cos) < capacity:
             span = torch.arange(capacity)[None]
             cos, sin = self._trunk.rotary_emb(torch.zeros(1), span)
-            # Half of the numbers change their sign when they are turned; the sign is put into the table.
+            # The rotation negates half of the elements; store the sign in the sine table.
             half = self._size // 2
             self._cos, self._sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
 
     def _matches_reference(self) -> bool:
-        """Does the model itself say the same, for a chunk and for a token after it?"""
+        """Compare with `reference_forward` on a chunk of a prompt and a token after it."""
         ids = (torch.arange(8 * 9).reshape(8, 9) * 7) % self._trunk.embed_tokens.weight.shape[0]
         found: list[Tensor] = []
         with torch.inference_mode():
@@ -184,14 +192,14 @@ def _pack_weight(weight: Tensor) -> Tensor:
 
 
 def _linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` by oneDNN where it is built in: at prompts' sizes half the time of MKL's on an AMD processor."""
+    """Apply `F.linear` through oneDNN if available; for prompts it takes half the time of MKL on an AMD processor."""
     if not packed.is_mkldnn:
         return F.linear(x, packed, bias)
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 def reference_forward(trunk: Any, cache: KVCache, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-    """The same by the model's own modules."""
+    """Compute the hidden states with the model's own modules; same arguments as `FusedLlamaDecoder`."""
     hidden: Tensor = trunk(
         input_ids=tokens,
         attention_mask=mask,
@@ -222,7 +230,7 @@ def _is_supported(trunk: Any) -> bool:
     for layer in trunk.layers:
         a, mlp = layer.self_attn, layer.mlp
         plain = (a.q_proj, a.k_proj, a.v_proj, a.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        if any(type(m) is not nn.Linear for m in plain):  # an adapter wraps them
+        if any(type(m) is not nn.Linear for m in plain):  # wrapped by an adapter, for example
             return False
         if any(m.bias is not None for m in (a.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
             return False

@@ -1,8 +1,8 @@
-"""Sampling with the policy's own weights, in this process: continuous batching over key-value slots, on one thread.
+"""An engine that samples with the policy's own weights in this process, with continuous batching on one thread.
 
-Knows no chains and no tools. A request is ids, sampling and a seed; its row joins the running batch when its prompt is
-in the cache and leaves at its stop. What a session has in its slot is reused when the next turn begins with the same
-ids, and a prompt that another slot holds is copied instead of computed.
+Each request consists of ids, sampling settings and a seed. Its row joins the running batch after prefill and leaves it
+when it stops. The KV cache has one slot per sequence. A session keeps its slot between turns and computes only the new
+tokens; a prefix that another slot holds is copied instead of computed.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from agentfly_kit.policy.policy import Policy, single_torch_thread
 from agentfly_kit.types import Sample, Sampling, TurnRequest
 
 _IDLE_SECONDS = 2.0
-"""A thread with nothing to do ends, so that an engine that is dropped can be collected."""
+"""Seconds after which an idle thread exits, so that an unreferenced engine can be garbage-collected."""
 _ROW_MULTIPLE = 8
-"""A batch is a multiple of this: other counts run other kernels, whose last bits differ; see kv_cache.py."""
+"""Batch sizes are multiples of this, because other sizes use kernels that round differently; see kv_cache.py."""
 _PREFILL_TOKENS = 4096
-"""Tokens, padding included, of one prefill."""
+"""Maximum number of tokens per prefill, including padding."""
 _PREFILL_FORWARD_TOKENS = 512
-"""Tokens of one forward of a prefill: what lies between two of its products should stay in the processor's cache."""
+"""Maximum number of tokens per forward pass of a prefill, so that intermediate results fit the processor's cache."""
 _CHUNK_WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256)
-"""A prefill chunk is as wide as one of these."""
+"""Possible widths of a prefill chunk in tokens."""
 
 
 _CAPACITY_STEP = 256
-"""Room for tokens in a slot comes in multiples of this, where the model's context is as long."""
+"""Capacity of a slot in tokens grows in multiples of this, up to the model's context length."""
 _PREFILL_BATCH_SHARE, _PREFILL_MAX_WAIT = 1, 12
-"""A prefill waits until there are more rows for it than this part of those that run (1: all, 4: a quarter), or until
-the first has waited for so many steps. Measured for small models, whose steps are short beside what a prefill
-costs apart from its tokens ..."""
+"""A prefill starts when `waiting > running / share`, or when its oldest request has waited for `max_wait` decode steps.
+
+Measured for models that `FusedLlamaDecoder` runs, whose decode steps are short compared with a prefill's overhead."""
 _SLOW_PREFILL_BATCH_SHARE, _SLOW_PREFILL_MAX_WAIT = 4, 8
-"""... and of a model that runs itself that was not measured: less waiting, then."""
+"""The same for all other models, which were not measured: requests wait less."""
 
 
 @dataclass(eq=False)
@@ -62,12 +62,12 @@ class _Request:
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
     top: int = 0
-    """Above 0: only the distribution of the next token is wanted."""
+    """If positive, return this many entries of the next token's distribution instead of sampling."""
     started: float = field(default_factory=time.perf_counter)
     limit: int = 0
     waited: int = 0
     buffer_row: int = -1
-    """Its row in the sample buffers; -1 before its first token."""
+    """Row in the sample buffers; -1 before the first token."""
     cancelled: bool = False
 
     def __post_init__(self) -> None:
@@ -75,15 +75,22 @@ class _Request:
 
 
 class LocalEngine(Engine):
-    """Samples from `policy` as it is now: there are no weights to send, and `update` only checks that.
+    """Sample from the current weights of `policy`, which the engine shares with the trainer.
 
-    slots: sequences whose keys and values are held at once, running or between two turns. A chain that finds none left
-        takes the one unused for longest, whose chain then computes its history again.
+    No weights are copied: `update` only checks that it is called with the same policy.
+
+    Args:
+        policy: The policy.
+        slots: Number of sequences in the KV cache, running or between two turns; rounded up to a multiple of 8. If all
+            slots are taken, a new sequence replaces the least recently used idle one, whose chain must then recompute
+            its history.
     """
 
     def __init__(self, policy: Policy, *, slots: int = 256) -> None:
         if slots < 1:
-            raise EngineError(f"slots={slots}: give at least 1; it is rounded up to a multiple of {_ROW_MULTIPLE}")
+            raise EngineError(
+                f"slots must be at least 1, got {slots}; it is rounded up to a multiple of {_ROW_MULTIPLE}"
+            )
         self.policy = policy
         self.slots = -(-slots // _ROW_MULTIPLE) * _ROW_MULTIPLE
         self._max_length = policy.max_length
@@ -93,34 +100,36 @@ class LocalEngine(Engine):
         self._released: deque[str] = deque()
         self._thread: threading.Thread | None = None
         self._last_thread: threading.Thread | None = (
-            None  # the last one that had nothing to do; it may still be in torch
+            None  # the last thread that exited when idle; it may still be inside torch
         )
         self._exiting = False
-        # From here on: touched by the engine's thread alone.
+        # The attributes below are accessed only by the engine's thread.
         self._cache: KVCache | None = None
         self._waiting: list[_Request] = []
-        self._slot_request: list[_Request | None] = []  # by slot; the running ones are the first `_active`
+        self._slot_request: list[_Request | None] = []  # by slot; the first `_active` slots are running
         self._model: Any = None
         self._decoder: FusedLlamaDecoder | None = None
         self._buffers = SampleBuffers()
-        self._buffer_rows: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # by slot, of the running ones
+        self._buffer_rows: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # by slot, for running slots
         self._active = 0
         self._session_slot: dict[str, int] = {}
         self._slot_session: list[str | None] = []  # by slot
         self._slot_last_used: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-        self._slot_weights: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # by slot: which weights made its keys
+        self._slot_weights: npt.NDArray[np.int64] = np.zeros(
+            0, dtype=np.int64
+        )  # by slot: number of the weights that computed its keys
         self._weights_number = 0
         self._weights_key: tuple[int, int] | None = None
-        self._weight_addresses: list[int] = []  # where each weight lies in memory
-        self._weight_windows: list[Tensor] = []  # views of a few numbers of each
-        self._weight_values: Tensor | None = None  # those numbers
+        self._weight_addresses: list[int] = []  # memory address of each weight
+        self._weight_windows: list[Tensor] = []  # views of the first elements of each weight
+        self._weight_values: Tensor | None = None  # the values seen through those views
         self._vocabulary = 0
         self._tick = 0
         self.prefilled = 0
-        """Tokens computed as context since the start; copies and reused history are not counted."""
+        """Number of context tokens computed so far, excluding copied and reused ones."""
         self.sampled = 0
 
-    # --- what it declares ---
+    # --- capabilities ---
 
     @property
     def reproducible(self) -> bool:  # type: ignore[override]
@@ -156,8 +165,8 @@ class LocalEngine(Engine):
     async def update(self, policy: Any) -> None:
         if policy is not self.policy:
             raise EngineError(
-                "this LocalEngine samples from the policy it was made with, and another one was handed to update(); "
-                "make the engine from the policy that is trained: LocalEngine(policy)"
+                "update() was called with a different policy than the one this LocalEngine samples from; "
+                "create the engine from the policy that is trained: LocalEngine(policy)"
             )
 
     def release(self, session: str) -> None:
@@ -166,17 +175,17 @@ class LocalEngine(Engine):
 
     async def _submit(self, ids: Sequence[int], sampling: Sampling, seed: int, session: str | None, top: int) -> Any:
         if len(ids) == 0:
-            raise EngineError("an engine continues ids, and got none; give the prompt's ids")
+            raise EngineError("ids must not be empty; pass the ids of the prompt")
         if len(ids) >= self.max_length:
-            raise EngineError(f"{len(ids)} ids leave no room in a context of {self.max_length}")
+            raise EngineError(f"{len(ids)} ids leave no space for an action in a context of {self.max_length} tokens")
         array = np.asarray(ids, dtype=np.int64)
-        # As unsigned numbers negative ones are huge. The model is asked for its vocabulary once a prefill.
+        # Cheap check first: viewed as unsigned, negative ids are huge, and `_vocabulary` is cached per prefill.
         if array.view(np.uint64).max() >= self._vocabulary and (
             array.min() < 0 or array.max() >= self.policy.vocab_size
         ):
             raise EngineError(
-                f"ids from {array.min()} to {array.max()} do not fit a vocabulary of {self.policy.vocab_size}: "
-                "they come from another tokenizer"
+                f"ids from {array.min()} to {array.max()} exceed the vocabulary of {self.policy.vocab_size} tokens; "
+                "encode the prompt with the tokenizer of this policy"
             )
         loop = asyncio.get_running_loop()
         wanted = _Request(array, sampling, seed, session, loop, loop.create_future(), top=top)
@@ -193,12 +202,15 @@ class LocalEngine(Engine):
         try:
             return await wanted.future
         except asyncio.CancelledError:
-            wanted.cancelled = True  # the thread drops the row at its next step
+            wanted.cancelled = True  # the engine's thread removes the row at its next step
             raise
 
     def _flush_submitted(self) -> None:
-        """What was asked for in one turn of the event loop comes in together: chains that begin at once, or that one
-        step brought to their next turn, would else be prefilled in pieces and stay out of step."""
+        """Move all requests submitted in one event-loop iteration to the inbox together.
+
+        Chains that start together, or that one decode step brought to their next turn, are then prefilled together
+        and stay in step.
+        """
         if self._submitted:
             with self._wake:
                 self._inbox.extend(self._submitted)
@@ -214,7 +226,7 @@ class LocalEngine(Engine):
                     while not (self._inbox or self._waiting or self._active or self._exiting):
                         if self._wake.wait(_IDLE_SECONDS) or self._inbox:
                             continue
-                        if self._submitted:  # their event loop is stuck, or gone
+                        if self._submitted:  # their event loop is blocked or closed
                             self._inbox.extend(self._submitted)
                             self._submitted.clear()
                         else:
@@ -232,7 +244,7 @@ class LocalEngine(Engine):
                     self._fail_all(error)
 
     def _stop_thread(self) -> None:
-        """Python ends. A thread that is inside torch when the interpreter goes would abort the process."""
+        """Stop the thread at interpreter exit; a thread still inside torch at that point would abort the process."""
         with self._wake:
             self._exiting = True
             self._wake.notify()
@@ -242,10 +254,10 @@ class LocalEngine(Engine):
                 thread.join(10)
 
     def _fail_all(self, error: Exception) -> None:
-        """Everything in flight gets the error; the slots are made anew, for their state is unknown."""
+        """Fail all pending requests with the error and discard the slots, whose state is now undefined."""
         wrapped = EngineError(f"LocalEngine failed while sampling: {type(error).__name__}: {error}")
         wrapped.__cause__ = error
-        # All rows: those behind the running ones may be reserved by a prefill that did not end.
+        # All slots, because an interrupted prefill may have reserved some beyond the running ones.
         requests = [*self._waiting, *(r for r in self._slot_request if r is not None)]
         self._waiting, self._slot_request, self._active, self._cache = [], [], 0, None
         self._buffers, self._buffer_rows = SampleBuffers(), np.zeros(0, dtype=np.int64)
@@ -272,7 +284,7 @@ class LocalEngine(Engine):
             try:
                 loop.call_soon_threadsafe(hand_over, batch)
             except RuntimeError:
-                pass  # that loop is closed; nobody waits there any more
+                pass  # the loop is closed, so nothing awaits the result
 
     def _step(self, released: list[str]) -> None:
         self._tick += 1
@@ -288,7 +300,7 @@ class LocalEngine(Engine):
         if self._waiting:
             for request in self._waiting:
                 request.waited += 1
-            # A prefill of one row costs as much as a decode of many: wait for company, but not for long.
+            # A prefill of one row costs as much as a decode step of many, so collect several requests first.
             short = self._decoder is not None
             batch_share, max_wait = (
                 (_PREFILL_BATCH_SHARE, _PREFILL_MAX_WAIT)
@@ -303,20 +315,20 @@ class LocalEngine(Engine):
     # --- slots ---
 
     def _ensure_capacity(self, capacity: int, *, another: bool) -> KVCache:
-        """The slots, each with room for so many tokens; with `another`, one more than are in use if it may be."""
+        """Return the cache with at least `capacity` tokens per slot and, if `another`, a free slot if possible."""
         held = self._cache.capacity if self._cache is not None else 0
         if capacity > held:
-            # More than asked for: growing copies everything that is held, and the next prompt may be a bit longer.
+            # Allocate more than requested, because growing copies the cache and the next prompt may be slightly longer.
             capacity = min(
                 max(-(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP, held * 3 // 2), max(capacity, self.max_length + 1)
             )
         if self._cache is None:
-            # A model that runs itself wants a row's keys in one piece.
+            # The reference forward pass needs the keys of each row to be contiguous.
             self._cache = KVCache(0, capacity, self.policy.layers, slab=SLAB_TOKENS if self._fused_decoder() else None)
         cache = self._cache
         count = cache.count
         if another and count < self.slots and None not in self._slot_session[self._active :]:
-            # Room for all that wait now: growing copies everything that is held.
+            # Allocate slots for all waiting requests, because growing copies the cache.
             wanted = -(-(self._active + len(self._waiting)) // _ROW_MULTIPLE) * _ROW_MULTIPLE
             count = min(self.slots, max(2 * count, 2 * _ROW_MULTIPLE, wanted))
         cache.grow(count, capacity)
@@ -330,8 +342,12 @@ class LocalEngine(Engine):
         return cache
 
     def _detect_weight_change(self) -> None:
-        """Number the weights that are there now. Not by `policy.version` alone: loading weights may bring it back. Nor
-        by torch's own counts: a fused optimizer that somebody steps by hand moves neither."""
+        """Increment the weights number if the weights have changed.
+
+        `policy.version` alone is not sufficient, because loading weights may restore an old value. torch's version
+        counters are not either, because a fused optimizer that a user steps directly changes neither. The first
+        elements of each weight are therefore compared as well.
+        """
         parameters = list(self.policy.model.parameters())
         addresses = [p.data_ptr() for p in parameters]
         if addresses != self._weight_addresses:
@@ -344,28 +360,30 @@ class LocalEngine(Engine):
             self._weights_number += 1
 
     def _empty_stale_slots(self) -> None:
-        """Empty the slots that other weights filled; rows that run end their turn on what they have."""
+        """Empty the idle slots that were computed with old weights; running rows keep theirs until the turn ends."""
         if self._cache is not None:
             stale = self._slot_weights != self._weights_number
             stale[: self._active] = False
             self._cache.length[stale] = 0
 
     def _admit(self, request: _Request, *, empty: bool = False) -> tuple[int, int] | None:
-        """A slot for the request and how many of its ids are in it already; None if every slot is running.
+        """Return a slot and the number of the request's ids that it already holds; None if all slots are running.
 
-        empty: nothing is looked up, because all of it will be copied.
+        If `empty`, no common prefix is searched, because the caller will copy the whole prompt.
         """
         own = self._session_slot.get(request.session) if request.session is not None else None
         cache = self._ensure_capacity(len(request.ids) + request.limit + 1, another=own is None)
         if own is not None and self._slot_request[own] is not None:
-            raise EngineError(f"two requests of the session {request.session!r} at once; a chain samples one at a time")
+            raise EngineError(
+                f"session {request.session!r} has two concurrent requests; sample one action at a time per chain"
+            )
         source, common = -1, 0
         if own is not None and 0 < (held := int(cache.length[own])) < len(request.ids):
-            # The usual second turn: all that the session holds is the beginning of what it asks.
+            # The usual case of a later turn: the slot's whole content is a prefix of the request.
             source, common = own, held if bool((cache.ids[own, :held] == request.ids[:held]).all()) else 0
         if not common and not empty:
             source, common = cache.longest_prefix(request.ids, own, self._slot_weights == self._weights_number)
-        common = min(common, len(request.ids) - 1)  # at least one token must run, for its logits
+        common = min(common, len(request.ids) - 1)  # at least one token must be computed for its logits
         if own is None:
             own = self._claim_slot(avoid=source if common else None)
             if own is None:
@@ -381,7 +399,7 @@ class LocalEngine(Engine):
         return own, common
 
     def _tokens_to_compute(self, request: _Request) -> int:
-        """How many of its ids its own session's slot does not hold."""
+        """Return the number of the request's ids that its session's slot does not already hold."""
         own = self._session_slot.get(request.session) if request.session is not None else None
         if own is None or self._cache is None or self._slot_weights[own] != self._weights_number:
             return len(request.ids)
@@ -390,7 +408,7 @@ class LocalEngine(Engine):
         return len(request.ids) - held if same else len(request.ids)
 
     def _claim_slot(self, avoid: int | None) -> int | None:
-        """A slot that is not running: a free one, else the one unused for longest."""
+        """Return an idle slot: a free one, else the least recently used; None if all are running."""
         idle = [i for i in range(self._active, len(self._slot_request)) if self._slot_request[i] is None]
         free = [i for i in idle if self._slot_session[i] is None]
         candidates = free or idle
@@ -419,7 +437,7 @@ class LocalEngine(Engine):
                 self._session_slot[owner] = slot
 
     def _retire(self, row: int) -> None:
-        """Take a row out of the running batch. Its slot keeps the history for the session's next turn."""
+        """Remove a row from the running batch; its slot keeps the history for the session's next turn."""
         request = self._slot_request[row]
         assert request is not None
         self._buffers.free(request.buffer_row)
@@ -428,10 +446,10 @@ class LocalEngine(Engine):
         self._slot_request[self._active] = None
         self._slot_last_used[self._active] = self._tick
 
-    # --- computing ---
+    # --- forward passes ---
 
     def _forward(self, tokens: Tensor, positions: Tensor, rows: Tensor | int) -> Tensor:
-        """(R, C) tokens at (R, C) positions -> hidden states (R, C, d)."""
+        """Compute hidden states, (R, C, d), of the tokens (R, C) at the positions (R, C) of the given slots."""
         cache = self._cache
         assert cache is not None
         mask = cache.prepare(rows, positions)
@@ -441,24 +459,24 @@ class LocalEngine(Engine):
         return reference_forward(self.policy.model.get_decoder(), cache, tokens, positions, mask)
 
     def _fused_decoder(self) -> FusedLlamaDecoder | None:
-        """None if the model must run itself. Hold the policy's lock: a model not met before is tried."""
-        if self._model is not self.policy.model:  # one that got an adapter, say, is another
+        """Return the fused decoder, or None if the model is not supported. Requires the policy's lock."""
+        if self._model is not self.policy.model:  # adding an adapter, for example, replaces the model
             self._model, self._decoder = self.policy.model, FusedLlamaDecoder.try_build(self.policy.model)
         return self._decoder
 
     def _prefill(self) -> None:
-        """Put waiting prompts into slots, one chunk each; those that are complete get their first token."""
+        """Assign slots to waiting requests, compute their prompts and sample their first tokens."""
         chosen: list[tuple[_Request, int, int]] = []
         duplicates: list[tuple[_Request, int, int]] = []
         later: list[_Request] = []
         lead: dict[bytes, int] = {}
         width = 0
-        # Locked from here on: what is admitted as computed with these weights is continued with these weights.
+        # Hold the lock so that prefixes found in the cache are continued with the weights that computed them.
         with self.policy.lock:
             self._detect_weight_change()
             self._empty_stale_slots()
             for request in self._waiting:
-                # Chains of one group bring the same prompt: one computes it, and the others take what it found.
+                # The chains of a group have the same prompt: compute it once and copy its keys and logits.
                 key = request.ids.tobytes()
                 width = max(width, min(self._tokens_to_compute(request), _CHUNK_WIDTHS[-1]))
                 if key not in lead and width * (len(chosen) + 1) > _PREFILL_TOKENS:
@@ -472,7 +490,7 @@ class LocalEngine(Engine):
                 if place is None:
                     later.append(request)
                     continue
-                self._slot_request[place[0]] = request  # reserved: `_claim_slot` leaves it alone
+                self._slot_request[place[0]] = request  # reserve it, so that `_claim_slot` skips it
                 if key in lead:
                     duplicates.append((request, place[0], lead[key]))
                 else:
@@ -512,7 +530,7 @@ class LocalEngine(Engine):
                 self._slot_request[slot] = None
                 results.append((request, self._sample(request, ended[i])))
                 self._buffers.free(request.buffer_row)
-        # They join behind those that run. Who stands there already stays: a move copies all that a slot holds.
+        # New rows go after the running ones. Slots already in that range stay in place, because a swap copies them.
         places = range(self._active, self._active + len(joining))
         free = sorted({*places}.difference(joining))
         for slot in joining:
@@ -522,7 +540,11 @@ class LocalEngine(Engine):
         self._deliver(results)
 
     def _prompt_logits(self, chosen: list[tuple[_Request, int, int]]) -> tuple[Tensor, int]:
-        """Compute (request, slot, how much of it is there); logits after each prompt (R, V), and their version."""
+        """Compute the prompts of `chosen`: tuples of request, slot and number of tokens already in the slot.
+
+        Returns:
+            Logits after each prompt, (R, V), and the policy version that computed them.
+        """
         cache = self._cache
         assert cache is not None
         device = self.policy.device
@@ -538,7 +560,7 @@ class LocalEngine(Engine):
             counts = np.array([min(width, len(r.ids) - start) for r, _, start in left])
             for i, (request, _, start) in enumerate(left):
                 tokens[i, : counts[i]] = request.ids[start : start + counts[i]]
-            # Padding is written just behind the row, where the next token will overwrite it unread.
+            # Padding is written to the position after the row, where the next token overwrites it before it is read.
             ends = starts + counts
             positions = torch.as_tensor(np.minimum(starts[:, None] + np.arange(width), ends[:, None]), device=device)
             slots = torch.as_tensor([slot for _, slot, _ in left], device=device)
@@ -569,7 +591,7 @@ class LocalEngine(Engine):
         buffer_rows = self._buffer_rows[:count]
         tokens = np.zeros(rows, dtype=np.int64)
         tokens[:count] = self._buffers.last_ids(buffer_rows)
-        at = cache.length[:rows].copy()  # for the rows that only fill up, a place that nobody reads
+        at = cache.length[:rows].copy()  # padding rows write to a position that is never read
         device = self.policy.device
         with self.policy.lock:
             hidden = self._forward(
@@ -592,7 +614,7 @@ class LocalEngine(Engine):
     def _sample_next(
         self, requests: Sequence[_Request | None], buffer_rows: npt.NDArray[np.int64], logits: Tensor, version: int
     ) -> dict[int, str]:
-        """Sample one token for each request, whose buffer rows those are; returns why some ended, by their place."""
+        """Sample one token for each request and return the stop reasons of those that ended, by index."""
         buffers, device = self._buffers, logits.device
         noise = buffers.noise(buffer_rows)
 
@@ -610,7 +632,7 @@ class LocalEngine(Engine):
         self.sampled += len(requests)
         ids, logprobs = drawn.ids.cpu().numpy(), drawn.logprobs.cpu().numpy()
         if not bool(np.isfinite(logprobs).all()):
-            raise EngineError("the logits are not finite: the policy's weights have diverged")
+            raise EngineError("the logits are not finite; the policy's weights have diverged")
         kept_mass = drawn.kept_mass.cpu().numpy() if drawn.kept_mass is not None else None
         full = buffers.write(buffer_rows, ids, logprobs, drawn.entropies.cpu().numpy(), kept_mass, version)
         ended = {int(i): "length" for i in full.nonzero()[0]}
@@ -651,7 +673,7 @@ class LocalEngine(Engine):
 
 
 def _weight_window(weight: Tensor) -> Tensor:
-    """Its first numbers; always a view."""
+    """Return a view of up to 8 leading elements of a weight."""
     while weight.dim() > 1:
         weight = weight[0]
     return weight.reshape(-1)[:8]

@@ -1,14 +1,14 @@
-"""Keys and values of many sequences at once, one slot a sequence, each at its own position.
+"""KV cache with one slot per sequence; each sequence is at its own position.
 
-Knows nothing of requests or sampling. The first `n` slots can be run as one batch without copying, so whoever decodes
-keeps its rows there (`swap`). It stands in for a transformers cache: a model's attention calls `update` and gets back
-everything that its queries may look at; the mask that goes with it is the engine's business.
+The first `n` slots can be run as one batch without copying, so the engine keeps its running rows there (`swap`). The
+class can be passed to a model as a transformers cache: the attention layers call `update` and get back all keys and
+values that their queries may attend to. The engine passes the attention mask, which `prepare` returns.
 
-Why rows come out bit for bit the same in any company, in float32 on a CPU: a matrix product over four or more rows
-computes each row alone, attention reads one row at a time, and the keys beyond a row's end weigh exactly zero. Two
-traps were measured: a product over one to three rows runs another kernel, and an elementwise function computes the
-last few numbers of a tensor by another formula when their count is no multiple of the vector width. Batches of a
-multiple of eight rows avoid both.
+Decoding is batch-invariant in float32 on a CPU: the results for a row are bitwise identical for any batch composition.
+A matrix product over four or more rows computes each row independently, attention processes one row at a time, and the
+keys after a row's end have a weight of exactly zero. Measurements found two exceptions: a product over one to three
+rows uses a different kernel, and an elementwise function computes the last elements of a tensor with a different
+formula if their number is not a multiple of the vector width. Batches of a multiple of eight rows avoid both.
 """
 
 from __future__ import annotations
@@ -21,23 +21,31 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 16
-"""Capacity in tokens is a multiple of this, and so is what one forward looks at."""
+"""The capacity of a slot and the number of visible tokens in a forward pass are multiples of this."""
 SLAB_TOKENS = 64
-"""Tokens of a slab, for who reads slab by slab. A product over keys that lie without gaps takes, out of a cold cache, a
-third to a half of the time that it takes over the first tokens of longer slots; one slab too many costs less than that.
+"""Tokens per slab, for callers that read slab by slab.
+
+With a cold processor cache, a product over contiguous keys takes a third to a half of the time of one over the first
+tokens of longer slots. Reading one slab too many costs less than that.
 """
 
 
 class KVCache:
-    """`ids[i, :length[i]]` are the tokens whose keys and values slot i holds."""
+    """Keys and values of many sequences; slot i holds those of the tokens `ids[i, :length[i]]`."""
 
     def __init__(self, count: int, capacity: int, layers: int = 1, *, slab: int | None = None) -> None:
-        """layers: how many attention layers there will be, whose keys and values then lie in one block and move at
-        once; more layers, or other shapes, only cost a move each.
-        slab: how many tokens of all slots lie together, a multiple of 16; None puts all of a slot's tokens together.
+        """Create a cache.
+
+        Args:
+            count: Number of slots.
+            capacity: Tokens per slot.
+            layers: Expected number of attention layers. Layers of the same shape are stored in one block and copied
+                together; additional layers, or layers of other shapes, need a copy each.
+            slab: Number of consecutive tokens stored contiguously for all slots, a multiple of 16; None stores all
+                tokens of a slot contiguously.
         """
         if slab is not None and slab % _ALIGNMENT:
-            raise ValueError(f"slab={slab}: give a multiple of {_ALIGNMENT}")
+            raise ValueError(f"slab={slab} must be a multiple of {_ALIGNMENT}")
         self.count = count
         self._layers = layers
         self._alignment = slab or _ALIGNMENT
@@ -45,56 +53,61 @@ class KVCache:
         self.capacity = -(-capacity // self._alignment) * self._alignment
         self.ids: npt.NDArray[np.int64] = np.zeros((count, self.capacity), dtype=np.int64)
         self.length: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
-        # Blocks (slabs, 2 x layers, count, heads, tokens of a slab, head size) of layers with one shape; made at their
-        # first update.
+        # One block (slabs, 2 x layers, count, heads, tokens of a slab, head size) per shape of layers, allocated at
+        # the first update.
         self._blocks: list[Tensor] = []
         self._numpy_views: list[npt.NDArray[Any] | None] = []
-        """The same memory for numpy, where it can read it."""
+        """Views of the same memory as numpy arrays, where numpy supports it."""
         self._layer_location: list[
             tuple[int, int]
-        ] = []  # by layer: its block, and where in it the keys are; the values follow
+        ] = []  # by layer: its block, and the index of its keys there; the values follow
         self._rows: Tensor | slice = slice(0, 0)
         self._positions: Tensor = torch.zeros(0)
         self._visible = 0
         self._initialized = 0
-        """Tokens of every slot that hold numbers: what was run, or zeros. Behind them lies memory never touched."""
+        """Number of leading tokens of every slot that are initialized, with keys and values or with zeros."""
         self._write_index: Tensor | None = None
         self._contiguous_rows: slice | None = None
 
     @property
     def slab(self) -> int:
-        """Tokens of a slot that lie together."""
+        """Number of tokens of a slot that are stored contiguously."""
         return self._slab or self.capacity
 
-    # --- one forward ---
+    # --- forward pass ---
 
     def prepare(self, rows: Tensor | int, positions: Tensor) -> Tensor:
-        """Say where the next forward writes, and get the mask that goes with it.
+        """Set where the next forward pass writes.
 
-        rows: a count n (the first n slots, no copy) or indices (R,). positions: (R, C) int64.
-        Returns (R, 1, C, S) bool, True where a query may look; S, a multiple of 16 or of a slab, covers all positions.
+        Args:
+            rows: A number n for the first n slots, which need no copy, or slot indices (R,).
+            positions: Position of each token, (R, C) int64.
+
+        Returns:
+            The attention mask, (R, 1, C, S) bool, True where a query may attend. S covers all positions and is a
+            multiple of 16 or of the slab size.
         """
         self._visible = min(self.capacity, -(-(int(positions.max()) + 1) // self._alignment) * self._alignment)
         if self._visible > self._initialized:
             for block in self._blocks:
                 for i, tokens in self._slab_ranges(self._initialized, self._visible):
-                    block[i, ..., tokens, :] = 0  # not whatever lies there: a masked NaN is still a NaN
+                    block[i, ..., tokens, :] = 0  # uninitialized memory may contain NaN, which masking does not remove
             self._initialized = self._visible
         self._positions = positions
         self._rows = slice(0, rows) if isinstance(rows, int) else rows
         self._write_index = self._contiguous_rows = None
         if not isinstance(rows, int) and len(rows) and bool((rows.diff() == 1).all()):
-            self._contiguous_rows = slice(int(rows[0]), int(rows[-1]) + 1)  # they lie side by side: no copy either
+            self._contiguous_rows = slice(int(rows[0]), int(rows[-1]) + 1)  # contiguous slots need no copy either
         span = torch.arange(self._visible, device=positions.device)
         return span[None, None, None, :] <= positions[:, None, :, None]
 
     @property
     def is_leading_rows(self) -> bool:
-        """Whether the next forward is of the first rows."""
+        """True if the next forward pass uses the leading slots."""
         return isinstance(self._rows, slice)
 
     def _slab_ranges(self, start: int, stop: int) -> list[tuple[int, slice]]:
-        """Those tokens of a slot by slab: which, and where in it."""
+        """Split the token range of a slot by slab, into pairs of slab index and range within the slab."""
         if start >= stop:
             return []
         slab = self.slab
@@ -104,18 +117,23 @@ class KVCache:
         ]
 
     def append(self, states: Tensor, layer: int) -> tuple[list[Tensor], list[Tensor]]:
-        """`update` of one token for each of the first rows, with one move for keys and values.
+        """Write one token for each of the leading rows, keys and values in a single copy.
 
-        states: (R, 2 x heads, head size), keys before values. Returns by slab (R x heads, tokens, head size) of both.
+        Args:
+            states: Keys, then values: (R, 2 x heads, head size).
+            layer: Index of the attention layer.
+
+        Returns:
+            The visible keys and values, each as a list with one tensor (R x heads, tokens, head size) per slab.
         """
         rows, heads, size = states.shape[0], states.shape[1] // 2, states.shape[2]
         while len(self._layer_location) <= layer:
             self._add_layer(states[:, :heads, None])
         at, (block, first) = self._positions, self._layer_location[layer]
         whole, slab = self._blocks[block], self.slab
-        one = self.count * heads * slab  # of all slots, the keys or the values of a layer's slab
+        one = self.count * heads * slab  # rows of the keys (or values) of one layer's slab, for all slots
         if self._write_index is None or len(self._write_index) != rows * 2 * heads:
-            # Where each row's token goes, in rows of one head size from the layer's first on: the same in all layers.
+            # Destination of each row's token, in units of the head size from the layer's start; same for all layers.
             places = (torch.arange(rows)[:, None, None] * heads + torch.arange(heads)) * slab
             kinds = torch.arange(2)[:, None] * one
             into = (at // slab * (len(whole[0]) * one) + at % slab)[:, :, None]
@@ -130,7 +148,10 @@ class KVCache:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Called by each attention layer: (R, heads, C, head size) in, (R, heads, S, head size) out."""
+        """Write (R, heads, C, head size) keys and values of a layer; return all visible ones, (R, heads, S, head size).
+
+        This is the interface through which the attention layers of transformers use their cache.
+        """
         while len(self._layer_location) <= layer_idx:
             self._add_layer(key_states)
         block, first = self._layer_location[layer_idx]
@@ -139,14 +160,14 @@ class KVCache:
         found = []
         for kind, states in enumerate((key_states, value_states)):
             held = self._blocks[block][:, first + kind]
-            # The indices stand apart, so that what they find comes first: (R, C, heads, head size).
+            # The index tensors are not adjacent, so the indexed dimensions come first: (R, C, heads, head size).
             held[positions // self.slab, index[:, None], :, positions % self.slab] = states.transpose(1, 2)
             parts = [held[i, :, :, tokens] for i, tokens in self._slab_ranges(0, self._visible)]
             if isinstance(rows, slice):
                 parts = [part[rows] for part in parts]
             elif self._contiguous_rows is not None:
                 parts = [part[self._contiguous_rows] for part in parts]
-            else:  # index_select copies whole rows; an index in brackets goes element by element, at 2.4 times the cost
+            else:  # index_select copies whole rows; indexing by [] copies elements and takes 2.4 times as long
                 parts = [part.index_select(0, rows) for part in parts]
             found.append(parts[0] if len(parts) == 1 else torch.cat(parts, 2))
         return found[0], found[1]
@@ -163,12 +184,12 @@ class KVCache:
                 self._blocks[block][i, ..., tokens, :] = 0
         self._layer_location.append((block, at))
 
-    # --- moving ---
+    # --- copying and resizing ---
 
     def longest_prefix(
         self, ids: npt.NDArray[np.int64], preferred: int | None, usable: npt.NDArray[np.bool_]
     ) -> tuple[int, int]:
-        """The usable slot that holds most of the beginning of `ids`, and how many tokens. `preferred` wins a tie."""
+        """Return the usable slot with the longest common prefix with `ids`, and its length; ties go to `preferred`."""
         width = min(len(ids), self.capacity)
         same = self.ids[:, :width] == ids[:width]
         common = np.where(same.all(axis=1), width, same.argmin(axis=1))
@@ -179,7 +200,7 @@ class KVCache:
         return best, int(common[best])
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Give the target slot the first `length` tokens of the source."""
+        """Copy the first `length` tokens of slot `source` to slot `target`."""
         parts = self._slab_ranges(0, length)
         for block, plain in zip(self._blocks, self._numpy_views, strict=True):
             both: Any = block if plain is None else plain
@@ -195,7 +216,7 @@ class KVCache:
         parts = self._slab_ranges(0, n)
         for block, plain in zip(self._blocks, self._numpy_views, strict=True):
             for i, tokens in parts:
-                if plain is not None:  # a move so small is mostly overhead, of which numpy has a fifth
+                if plain is not None:  # for such small copies, numpy has a fifth of torch's overhead
                     one, other = plain[i, :, a, :, tokens], plain[i, :, b, :, tokens]
                     kept = one.copy()
                     one[:] = other
@@ -211,7 +232,7 @@ class KVCache:
         self.length[a], self.length[b] = self.length[b], self.length[a]
 
     def grow(self, count: int, capacity: int) -> None:
-        """Make room; what is held stays."""
+        """Enlarge the cache to at least `count` slots of `capacity` tokens, keeping its contents."""
         capacity = max(self.capacity, -(-capacity // self._alignment) * self._alignment)
         count = max(self.count, count)
         if (count, capacity) == (self.count, self.capacity):

@@ -1,7 +1,7 @@
-"""What each running request has sampled so far, as columns: a row a request, a few array operations a step.
+"""Arrays with the tokens that the running requests have sampled so far, one row per request.
 
-Knows no model and no slots. A row is taken when a request gets its first token and given back when its sample is read;
-lists would grow by a Python object a token and signal.
+A request is assigned a row at its first token and releases it when its sample is read. Each decode step needs only a
+few array operations; Python lists would need one object per token and per recorded quantity.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from agentfly_kit import seeds
 from agentfly_kit.types import Sampling
 
 _NOISE_BLOCK = 16
-"""Tokens whose noise a row has at hand: it costs the same two dozen array operations for one token as for these."""
+"""Number of tokens for which noise is computed in advance; one token would need as many array operations."""
 
 
 class SampleBuffers:
-    """`ids[row, :count[row]]` is what was sampled; `logprobs`, `entropies`, `kept_mass` and `versions` go with it."""
+    """Sampled tokens by row: `ids[row, :count[row]]`, and likewise logprobs, entropies, kept_mass and versions."""
 
     def __init__(self) -> None:
         self._free: list[int] = []
@@ -28,7 +28,7 @@ class SampleBuffers:
         self.top_p: npt.NDArray[np.float32] = np.zeros(0, dtype=np.float32)
         self.top_k: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.min_p: npt.NDArray[np.float32] = np.zeros(0, dtype=np.float32)
-        self.stops: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)  # whether a text may end it
+        self.stops: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)  # True if the request has stop strings
         self.ids: npt.NDArray[np.int64] = np.zeros((0, 0), dtype=np.int64)
         self.logprobs: npt.NDArray[np.float32] = np.zeros((0, 0), dtype=np.float32)
         self.entropies: npt.NDArray[np.float32] = np.zeros((0, 0), dtype=np.float32)
@@ -37,7 +37,7 @@ class SampleBuffers:
         self._noise: npt.NDArray[np.float64] = np.zeros((0, _NOISE_BLOCK), dtype=np.float64)
 
     def allocate(self, sampling: Sampling, seed: int, limit: int) -> int:
-        """A row for a request that will sample at most `limit` tokens."""
+        """Return a row for a request that samples at most `limit` tokens."""
         if not self._free:
             self._grow(max(16, 2 * len(self.count)), self.ids.shape[1])
         row = self._free.pop()
@@ -51,12 +51,12 @@ class SampleBuffers:
         self._free.append(row)
 
     def last_ids(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The newest token of each row."""
+        """Return the last sampled id of each row."""
         newest: npt.NDArray[np.int64] = self.ids[rows, self.count[rows] - 1]
         return newest
 
     def noise(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """The noise of each row's next token, (B,) in [0, 1): `seeds.uniforms` of its seed and how many it has."""
+        """Return the noise for each row's next token, (B,) in [0, 1): `seeds.uniforms` of its seed and token count."""
         at = self.count[rows] % _NOISE_BLOCK
         due = rows[at == 0]
         if len(due):
@@ -75,7 +75,7 @@ class SampleBuffers:
         kept_mass: npt.NDArray[np.float32] | None,
         version: int,
     ) -> npt.NDArray[np.bool_]:
-        """One more token a row; True where that was the last one it may have."""
+        """Append one token to each row; return True for the rows that have reached their limit."""
         at = self.count[rows]
         if int(at.max()) >= self.ids.shape[1]:
             self._grow(len(self.count), max(32, 2 * self.ids.shape[1]))

