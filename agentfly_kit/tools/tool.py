@@ -182,7 +182,9 @@ class Tool(Generic[P, R]):
         """
         visible = list(self._arguments.parameters)
         if len(positional) > len(visible):
-            raise TypeError(f"{self.name} takes {self._arguments.signature}, got {len(positional)} by position")
+            raise TypeError(
+                f"{self.name} takes {self._arguments.signature}, got {len(positional)} positional arguments"
+            )
         for name, value in zip(visible, positional, strict=False):
             if name in arguments:
                 raise TypeError(f"{self.name} got {name!r} twice")
@@ -538,7 +540,7 @@ def _signature(
         text = description_in(annotations[name]) or documented.get(name)
         if not text:
             others = [other for other in documented if other not in inspect.signature(function).parameters]
-            hint = f" (it describes {', '.join(map(repr, others))}, which are not parameters)" if others else ""
+            hint = f" (it describes {', '.join(map(repr, others))}, not in the signature)" if others else ""
             raise ToolSchemaError(
                 f"{owner}: parameter {name!r} has no description{hint}; add to the docstring\n"
                 f"    Args:\n        {name}: description for the model"
