@@ -433,7 +433,7 @@ def test_a_field_that_no_task_has_is_refused_at_once() -> None:
     with pytest.raises(RewardError) as caught:
         RewardSet([exact]).check([TASK, wrong])
     assert str(caught.value) == (
-        "reward exact asks for 'answer', which task 'w' does not have (its fields: anwser, level; there are also "
+        "reward exact requires 'answer', which task 'w' does not have (its fields: anwser, level; also available: "
         "final, trajectory, context); rename the parameter or give it a default"
     )
     exact.check(TASK)

@@ -200,7 +200,7 @@ def test_a_broken_json_or_parquet_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"one.json: must hold a list of rows"):
         load_tasks(tmp_path / "one.json")
     (tmp_path / "bad.parquet").write_bytes(b"PAR")
-    with pytest.raises(TaskError, match=r"bad.parquet: not a parquet file"):
+    with pytest.raises(TaskError, match=r"bad.parquet: not a readable parquet file"):
         load_tasks(tmp_path / "bad.parquet")
 
 

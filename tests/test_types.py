@@ -107,7 +107,7 @@ def test_what_truncates() -> None:
 def test_samples_are_aligned() -> None:
     with pytest.raises(AlignmentError, match="2 ids has 1 logprobs"):
         Sample((1, 2), (-1.0,), None, "stop", None)
-    with pytest.raises(EngineError, match="needs ids, or text"):
+    with pytest.raises(EngineError, match="must have ids, or text"):
         Sample(None, None, None, "stop", None)
 
 

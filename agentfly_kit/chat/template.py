@@ -287,8 +287,8 @@ class Template:
     def _prompt_mismatch(self) -> str:
         asked = self.render([_USER], generate=True)
         return (
-            f"the generation prompt ({asked[-40:]!r}) is not a prefix of the rendered assistant message, so the "
-            "sampled tokens would differ from the rendered history"
+            f"the prompt for the assistant ({asked[-40:]!r}) is not how its rendered message begins, so the sampled "
+            "tokens would differ from the rendered history"
         )
 
     def thinking_kept(self) -> str:

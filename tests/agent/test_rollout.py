@@ -135,7 +135,7 @@ def test_numpy_becomes_plain_and_what_json_lacks_is_refused_by_name(tmp_path: Pa
         (b"", r"r\.jsonl:1 is damaged"),
         (b"hello\n", r"r\.jsonl:1 is damaged"),
         (b"\xff\xfe\x00", r"r\.jsonl(:1)? (is damaged|cannot be read)"),
-        (b"[]\n", "is no saved rollout|damaged"),
+        (b"[]\n", "is not a saved rollout|damaged"),
         (b'{"format": "other"}\n', "is not a saved rollout; give a file written by Rollout.save"),
         (b'{"format": "agentfly_kit.rollout", "version": 99}\n', r"newer version \(99 > 2\); upgrade"),
     ],
@@ -178,7 +178,9 @@ def test_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Monk
     path = nasty().save(tmp_path / "r.jsonl")
     before = path.read_bytes()
     Full(monkeypatch, name)
-    with pytest.raises(RunError, match=r"r\.jsonl could not be written \(.*No space left.*\); an existing file is unchanged"):
+    with pytest.raises(
+        RunError, match=r"r\.jsonl could not be written \(.*No space left.*\); an existing file is unchanged"
+    ):
         Rollout().save(path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["r.jsonl"]
@@ -249,7 +251,7 @@ async def test_rescore_refuses_a_reward_that_looks_into_what_was_given_back() ->
         return 1.0
 
     rollout = await played(["5"]).rollout(tasks(2))
-    with pytest.raises(SettingsError, match=r"'won' looks into a Board, .* gave theirs back .*won\.try_\(trajectory\)"):
+    with pytest.raises(SettingsError, match=r"'won' requires a Board, .* are released; .*won\.try_\(trajectory\)"):
         await rollout.rescore([won])
     assert {t.reward for t in rollout} <= {0.0, 1.0}
 

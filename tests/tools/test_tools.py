@@ -946,7 +946,7 @@ async def test_a_missing_field_is_our_failure_unless_it_has_a_default() -> None:
     bare = Task("bare", TASK.messages, {"fact": 1})
     result = await lookup.invoke({"person": "Ann"}, context(bare))
     assert result.error is not None
-    words = "tool lookup asks for the field 'facts', which task 'bare' does not have (its fields: fact)"
+    words = "tool lookup requires the field 'facts', which task 'bare' does not have (its fields: fact)"
     assert result.error.message == words
     with pytest.raises(TaskError) as caught:
         ToolSet([lookup, with_default]).check([TASK, bare])
