@@ -1,6 +1,7 @@
-"""The failures. Every message says what was given, what is wanted and what to do.
+"""Exceptions and warnings of the package.
 
-Knows no other module. `ToolError` is the one class here that a user raises: it is told to the model.
+Every message states the requirement, the given value and the remedy. `ToolError` is the only class that users raise:
+its text is shown to the model.
 """
 
 from __future__ import annotations
@@ -9,64 +10,64 @@ from typing import Any
 
 
 class AgentFlyError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base class of all exceptions of this package."""
 
 
-# --- what a user wrote ---------------------------------------------------------------------------
+# --- user code and settings ----------------------------------------------------------------------
 
 
 class ToolError(AgentFlyError):
-    """Raise it in a tool: its text is told to the model as the observation, and the chain goes on."""
+    """Error raised inside a tool, whose text becomes the observation. The chain continues."""
 
 
 class ToolSchemaError(AgentFlyError, TypeError):
-    """A tool's signature or docstring cannot become a schema. Names the function and the parameter."""
+    """Tool signature or docstring that cannot be converted to a schema. Names the function and the parameter."""
 
 
 class RewardError(AgentFlyError, TypeError):
-    """A reward's signature or its result cannot be used. Names the function and the argument."""
+    """Invalid signature or return value of a reward. Names the function and the argument."""
 
 
 class TaskError(AgentFlyError, ValueError):
-    """A task or a task file is wrong. Names the file and the line, or the position and the field."""
+    """Invalid task or task file. Names the file and line, or the position and field."""
 
 
 class SettingsError(AgentFlyError, ValueError):
-    """An option has a value that nothing can be done with, or two options contradict each other."""
+    """Invalid value of an option, or a conflict between options."""
 
 
 class NotAwaited(AgentFlyError, AttributeError):
-    """A result was used before it was awaited. Names the call."""
+    """Result used before it was awaited. Names the call."""
 
 
 # --- text and tokens -----------------------------------------------------------------------------
 
 
 class ChatTemplateError(AgentFlyError):
-    """A tokenizer's chat template cannot promise what exact tokens need. Names the missing promise."""
+    """Chat template that lacks a property required for exact token ids. Names the property."""
 
 
 class AlignmentError(AgentFlyError, ValueError):
-    """Per-token values do not have the length of the ids they belong to, or a row is not what was sampled."""
+    """Per-token values whose length differs from that of the ids, or a row that differs from the sampled tokens."""
 
 
 # --- policy, engine, training --------------------------------------------------------------------
 
 
 class PolicyError(AgentFlyError):
-    """A policy folder is incomplete or does not fit. Names the file."""
+    """Incomplete or incompatible policy folder. Names the file."""
 
 
 class EngineError(AgentFlyError):
-    """An engine failed or is closed; or it was asked for what it declares that it cannot give."""
+    """Engine that failed, is closed, or does not support the requested operation."""
 
 
 class BatchError(AgentFlyError, ValueError):
-    """Trajectories cannot become a batch: no scored row, several temperatures, ids without logprobs."""
+    """Trajectories that cannot form a batch: no scored row, several temperatures, or ids without logprobs."""
 
 
 class EmptyBatch(BatchError):
-    """No trajectory is left to train on. `dropped` has each one with its reason."""
+    """Batch without trajectories to train on. `dropped` lists the excluded ones with their reasons."""
 
     def __init__(self, message: str, dropped: tuple[Any, ...] = ()) -> None:
         super().__init__(message)
@@ -74,43 +75,43 @@ class EmptyBatch(BatchError):
 
 
 class TrainingError(AgentFlyError):
-    """A step diverged or a loop cannot go on. The last good checkpoint is kept; the message says where."""
+    """Diverged step or training loop that cannot continue. The message names the last good checkpoint."""
 
 
 class RunMismatch(AgentFlyError):
-    """A run's folder holds a run with other settings. The message shows the difference."""
+    """Run folder with a run of different settings. The message shows the difference."""
 
 
 class RunError(AgentFlyError):
-    """A run's folder cannot be read or written. Names the file."""
+    """Run folder that cannot be read or written. Names the file."""
 
 
 # --- sandboxes -----------------------------------------------------------------------------------
 
 
 class SandboxError(AgentFlyError):
-    """A sandbox could not start or died: the host's fault, not the fault of the code inside it."""
+    """Sandbox that did not start or died because of the host, not because of the code inside it."""
 
 
 class IsolationError(SandboxError):
-    """The isolation level that was asked for cannot be had on this machine."""
+    """Requested isolation level that this machine does not support."""
 
 
 class IsolationWarning(UserWarning):
-    """Sandboxes run below the isolation level "strict" because nothing stronger is available here. Shown once."""
+    """Sandboxes run below isolation level "strict", because this machine supports no stronger one. Shown once."""
 
 
 class LeaseRevoked(SandboxError):
-    """The pool took a sandbox from its holder: held for too long, or ended by hand. The message says which."""
+    """Sandbox reclaimed by the pool: held too long, or ended by the user. The message gives the reason."""
 
 
 class RemotePoolError(SandboxError):
-    """A remote pool does not answer, refused its client, or has ended its lease. Names the address."""
+    """Remote pool that does not respond, rejected the client, or has ended the lease. Names the address."""
 
 
 class PoolTimeout(AgentFlyError, TimeoutError):
-    """No sandbox became free in time. The message says who holds what."""
+    """No sandbox became free before the timeout. The message lists the current leases."""
 
 
 class PoolClosed(AgentFlyError):
-    """The pool is closed; its waiters are woken with this."""
+    """Pool that is closed. Also raised in tasks that are waiting for a sandbox when it closes."""

@@ -1,4 +1,4 @@
-"""How good an agent is on tasks: success with an interval, and what it cost. Trains nothing."""
+"""Evaluation of an agent on tasks: success rate with a confidence interval, and cost."""
 
 from __future__ import annotations
 
@@ -19,27 +19,30 @@ from agentfly_kit.types import Sampling, Task, Trajectory
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over tasks. Intervals are 95 %, by bootstrap over *tasks*: chains of one task are not independent."""
+    """Results of an evaluation, as means over tasks.
+
+    Intervals are at the 95 % level, by bootstrap over *tasks*, because chains of one task are not independent.
+    """
 
     success: float
-    """mean@k: the share of scored chains that succeed."""
+    """mean@k: success rate of the scored chains of a task, averaged over tasks."""
     low: float
     high: float
     pass_at_k: float
-    """Share of tasks that at least one of its k chains solves."""
+    """Fraction of tasks that at least one of k chains solves."""
     reward: float
     tasks: int
     samples: int
-    """k, chains a task."""
+    """Number of chains per task, k."""
     turns: float
     calls: float
     tokens: float
-    """Sampled tokens a chain; NaN from a text-only engine."""
+    """Sampled tokens per chain; NaN for text-only engines."""
     unscored: float
     truncated: float
     greedy: bool
     metrics: dict[str, float] = field(hash=False)
-    """What else the rewards measured, by name: the stages of a task, say. Means over the scored chains that have it."""
+    """Other metrics of the rewards by name, such as stages of a task; means over the scored chains that have them."""
     seconds: float = field(compare=False)
     rollout: Rollout = field(repr=False, compare=False)
 
@@ -75,21 +78,30 @@ async def evaluate(
     budget: Budget | None = None,
     group_budget: Budget | None = None,
 ) -> Evaluation:
-    """Roll out `samples` chains of each task for each seed, and summarise.
+    """Roll out `samples` chains of each task for each seed, and summarise their rewards.
 
-    greedy: the most probable tokens instead of samples; the two are different numbers and are never mixed.
-    budget, group_budget: what all chains of a seed, and those of each of its tasks, may spend together. Chains that
-        were kept from beginning are in `evaluation.rollout.not_run` and in no number.
-    Seeds of evaluation are its own: they are not those of any training rollout.
-    Raises:  SettingsError if nothing could be scored.
+    Args:
+        agent: the agent to evaluate; it needs a reward.
+        tasks: the tasks.
+        samples: number of chains per task and seed.
+        sampling: replaces the sampling parameters of the agent.
+        seeds: seeds of the rollouts; evaluation seeds never coincide with those of training rollouts.
+        max_concurrency: maximum number of chains that run concurrently.
+        greedy: take the most probable token instead of sampling. Greedy and sampled results are not comparable.
+        budget: limit shared by all chains of a seed. Chains that it prevents from starting are listed in
+            `evaluation.rollout.not_run` and do not count.
+        group_budget: limit shared by the chains of one task and seed.
+
+    Raises:
+        SettingsError: if no chain was scored, or `seeds` is empty.
     """
     given = list(tasks)
     if greedy:
         sampling = (sampling or agent.sampling).replace(temperature=0.0)
     if len(seeds) == 0:
-        raise SettingsError("seeds=() rolls nothing out; give at least one")
+        raise SettingsError("seeds must hold at least one seed, got ()")
     if sampling is not None:
-        # Still the same agent: it knows its last run, and what it warned of.
+        # A shallow copy, which shares the last run and the warnings already shown with the original agent.
         agent = dataclasses.replace(agent, sampling=sampling)
     found: list[Trajectory] = []
     not_run: dict[str, str] = {}
@@ -114,14 +126,18 @@ async def evaluate(
 
 
 def summarise(rollout: Rollout, samples: int, *, greedy: bool = False) -> Evaluation:
-    """An `Evaluation` of chains that have run."""
+    """Compute the `Evaluation` of a finished rollout with `samples` chains per task.
+
+    Raises:
+        SettingsError: if no chain was scored.
+    """
     by_task: dict[str, list[bool]] = {}
     for t in rollout.trajectories:
         if t.success is not None:
             by_task.setdefault(t.task.id, []).append(t.success)
     if not by_task:
         why = next((str(t.error) for t in rollout.trajectories if t.error), "the agent has no reward")
-        raise SettingsError(f"none of {len(rollout)} chains was scored ({why}); give the agent a reward=")
+        raise SettingsError(f"none of {len(rollout)} chains was scored ({why}); check that the agent has a reward=")
     numbers = rollout.summary()
     measured: dict[str, list[float]] = {}
     for t in rollout.trajectories:
@@ -151,7 +167,7 @@ def summarise(rollout: Rollout, samples: int, *, greedy: bool = False) -> Evalua
 
 
 def bootstrap(values: Sequence[float], *, draws: int = 1000, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
-    """Percentile interval of the mean, resampling the values. (N,) -> (low, high)."""
+    """Return the percentile bootstrap interval of the mean. (N,) -> (low, high)."""
     import numpy as np
 
     data: Any = np.asarray(values, dtype=float)

@@ -1,7 +1,7 @@
-"""Rewards: plain functions of a finished chain, injected by name, and a weighted sum of them.
+"""Rewards: functions that score a finished chain, and weighted sums of them.
 
-Knows no tokens and no advantages. Unscored is None, never 0.0; a reward that fails costs the score of its own chain
-and nothing else.
+Arguments are injected by parameter name. An unscored chain has reward None, never 0.0. An exception in a reward leaves
+only its own chain unscored.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ _INJECTED_NAMES = {
     "trajectory": ("final", "trajectory", "context"),
     "turn": ("final", "trajectory", "context", "turn", "observation"),
 }
-"""What is injected by these names; every other name is a task field."""
+"""Parameter names with injected values, by kind of reward. All other names refer to task fields."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """What one reward, or a set of them, said of one trajectory."""
+    """Score of one trajectory by one reward or a set of rewards."""
 
     reward: float | None
-    """None is unscored."""
+    """None if unscored."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Each reward's own value by its name, and the other numbers that it returned by theirs."""
+    """Value of each reward under its own name, and further returned numbers under theirs."""
     error: Failure | None = None
-    """Why it is unscored, if something failed; the first failure where several did."""
+    """First failure, if any reward failed."""
     turn_rewards: dict[int, float] = field(default_factory=dict)
-    """Index in `trajectory.turns` of an action -> what `per="turn"` rewards gave it."""
+    """Sum of the `per="turn"` rewards of each action, by index in `trajectory.turns`."""
     extras: dict[str, Any] = field(default_factory=dict)
-    """What a reward returned beside numbers."""
+    """Returned values that are not numbers, by name."""
     arguments: dict[str, Any] = field(default_factory=dict, compare=False)
-    """What was injected, by parameter."""
+    """Injected values by parameter name."""
     name: str = "reward"
     seconds: float = field(default=0.0, compare=False)
 
@@ -85,10 +85,10 @@ class Score:
 
 
 class Reward(Generic[P, R]):
-    """A function that scores a chain. Made by `@reward`; calling it calls the function.
+    """Function that scores a chain, created by `@reward`. Calling it calls the function.
 
-    `score`   its value for a trajectory, failures as values
-    `try_`    the same in a cell, with every injected argument shown
+    `score` returns its value for a trajectory and records exceptions as failures. `try_` does so interactively and
+    shows every injected argument.
     """
 
     def __init__(
@@ -104,16 +104,16 @@ class Reward(Generic[P, R]):
         shown = getattr(function, "__qualname__", repr(function))
         if not inspect.isfunction(function):
             raise RewardError(
-                f"{shown} is no function that `def` made; wrap it in one whose parameters name what it needs"
+                f"{shown} must be a function defined with `def`; wrap it in one whose parameters name its inputs"
             )
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise RewardError(f"{shown} yields; a reward gives one result: return it")
+            raise RewardError(f"{shown} is a generator; a reward must return one result")
         if per not in _INJECTED_NAMES:
-            raise RewardError(f"{shown}: per={per!r}: give 'trajectory' or 'turn'")
+            raise RewardError(f"{shown}: per={per!r} must be 'trajectory' or 'turn'")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-            raise RewardError(f"{shown}: weight={weight!r}: give a finite number")
+            raise RewardError(f"{shown}: weight={weight!r} must be a finite number")
         if timeout is not None and not timeout > 0:
-            raise RewardError(f"{shown}: timeout={timeout!r}: give seconds above 0, or None for no limit")
+            raise RewardError(f"{shown}: timeout={timeout!r} must be above 0 seconds, or None for no limit")
         self.function = function
         self.name = name or function.__name__
         self.weight = float(weight)
@@ -131,11 +131,15 @@ class Reward(Generic[P, R]):
         return function(*args, **kwargs)
 
     def replace(self, *, weight: float | None = None, name: str | None = None) -> Reward[P, R]:
-        """The same reward with another weight or name."""
+        """Return a copy with another weight or name.
+
+        Raises:
+            RewardError: if the weight is not finite.
+        """
         other = copy.copy(self)
         if weight is not None:
             if not math.isfinite(weight):
-                raise RewardError(f"{self.name}: weight={weight!r}: give a finite number")
+                raise RewardError(f"{self.name}: weight={weight!r} must be a finite number")
             other.weight = float(weight)
         if name is not None:
             other.name = name
@@ -147,23 +151,27 @@ class Reward(Generic[P, R]):
 
     @property
     def sandbox_types(self) -> tuple[type, ...]:
-        """The sandbox classes that it asks for: the pools that its agent needs."""
+        """Sandbox classes that the reward requires, and for which the agent needs pools."""
         return tuple(
             dict.fromkeys(injected.sandbox_type for injected in self._hidden.values() if injected.source == "sandbox")
         )
 
     @property
     def task_fields(self) -> tuple[str, ...]:
-        """The task fields that it cannot do without."""
+        """Task fields that the reward requires (parameters without a default)."""
         return tuple(n for n, p in self._parameters.items() if self._source_of(n) == "field" and p.default is p.empty)
 
     def redefined(self) -> bool:
-        """Whether its name means another reward now, where it was defined: a later cell that ran with other source."""
+        """Return True if a later notebook cell has redefined the reward with different source code."""
         now = functions.current_definition(self.function)
         return isinstance(now, Reward) and now.function is not self.function and now.fingerprint != self.fingerprint
 
     def check(self, tasks: Task | Iterable[Task]) -> None:
-        """Raises RewardError naming function, field and the fields there are, if a task lacks one that it asks for."""
+        """Check that every task has the required fields.
+
+        Raises:
+            RewardError: names the function, the missing field and the available fields.
+        """
         for task in [tasks] if isinstance(tasks, Task) else tasks:
             for name in self.task_fields:
                 if name not in task.fields:
@@ -187,22 +195,32 @@ class Reward(Generic[P, R]):
     async def try_(
         self, trajectory: Trajectory, /, *, turn: Turn | int | None = None, pool: PoolLike | None = None
     ) -> Score:
-        """Its unweighted score of one trajectory, and the value of every injected argument.
+        """Score one trajectory interactively, without weighting, and record the injected arguments.
 
-        A reward per turn is tried on `turn` (an action, or its index in `trajectory.turns`), by default the last one.
-        A sandbox is a fresh one, not the chain's, which went back to its pool: from `pool`, or started for this call.
+        Args:
+            trajectory: the trajectory to score.
+            turn: for a reward per turn, the action or its index in `trajectory.turns`; the last action by default.
+            pool: pool that provides a required sandbox. Without it, one is started for this call. Either way it is a
+                fresh sandbox, not the one of the chain, which has been released.
+
+        Raises:
+            RewardError: if `turn` is given for a reward per trajectory, or is not an action.
         """
         if self.per == "turn":
             turn = _action_to_score(trajectory, turn)
         elif turn is not None:
-            raise RewardError(f"{self.name} scores a whole trajectory; turn= is for rewards per turn")
+            raise RewardError(f"{self.name} scores a whole trajectory; turn= requires a reward with per='turn'")
         async with temporary_context(trajectory.task, self.sandbox_types, () if pool is None else (pool,)) as context:
             return await self.score(trajectory, context, turn=turn)
 
     async def score(self, trajectory: Trajectory, context: Context, *, turn: Turn | None = None) -> Score:
-        """Its unweighted score. A sync function runs in a thread, so that a slow one blocks no other chain.
+        """Return the unweighted score. Sync functions run in a thread, so that they do not block other chains.
 
-        Raises:  CancelledError if the caller was cancelled, KeyboardInterrupt. A failure is an unscored Score.
+        An exception or timeout in the reward gives an unscored `Score`.
+
+        Raises:
+            CancelledError: if the caller was cancelled.
+            KeyboardInterrupt: always propagates.
         """
         where = f"reward {self.name}"
         values: dict[str, Any] = {}
@@ -214,7 +232,7 @@ class Reward(Generic[P, R]):
                     outcome = await functions.call_user_function(
                         self.function, values, timeout=self.timeout, convert=self._split_result
                     )
-        except Exception as error:  # the pool, or a field that the task lacks
+        except Exception as error:  # from the pool, or a missing task field
             return Score(None, error=functions.failure_from(where, error), arguments=values, name=self.name)
         if outcome.timed_out:
             text = f"took longer than {self.timeout:g} s and was {outcome.timed_out}; raise timeout=, or make it faster"
@@ -241,7 +259,7 @@ class Reward(Generic[P, R]):
         sandbox_types = {
             name: injected.sandbox_type for name, injected in self._hidden.items() if injected.source == "sandbox"
         }
-        # In one order everywhere, so that two rewards that need the same two sandboxes cannot wait for each other.
+        # Leased in a fixed global order, so that two rewards that need the same two sandboxes cannot deadlock.
         leased: dict[str, Any] = {
             name: await stack.enter_async_context(context.using(sandbox_type))
             for name, sandbox_type in sorted(sandbox_types.items(), key=lambda item: item[1].__qualname__)
@@ -255,7 +273,7 @@ class Reward(Generic[P, R]):
             elif source in ready:
                 values[name] = ready[source]
             elif name in trajectory.task.fields:
-                # The task's, not the chain's: what a tool did to its own copy must not change the right answer.
+                # Copied from the task, not from the chain, whose fields a tool may have changed.
                 values[name] = copy_or_share(trajectory.task.fields[name])
             elif parameter.default is parameter.empty:
                 raise RewardError(_missing_field_message(self.name, name, trajectory.task, self.per))
@@ -265,7 +283,9 @@ class Reward(Generic[P, R]):
         if not isinstance(value, Mapping):
             return self._to_number(value, "it"), {}, {}
         if "reward" not in value:
-            raise RewardError(f"{self.name} returned a dict without 'reward' (its keys: {', '.join(map(str, value))})")
+            raise RewardError(
+                f"{self.name} must return a dict with the key 'reward', got keys: {', '.join(map(str, value))}"
+            )
         metrics: dict[str, float] = {}
         extras: dict[str, Any] = {}
         for key, part in value.items():
@@ -308,15 +328,23 @@ def reward(
     name: str | None = None,
     timeout: float | None = 60.0,
 ) -> Reward[P, R] | Callable[[Callable[P, R]], Reward[P, R]]:
-    """Make a function a reward: `@reward`, or `@reward(weight=0.5, per="turn")`. It stays callable as before.
+    """Turn a function into a reward: `@reward`, or `@reward(weight=0.5, per="turn")`. It stays callable as before.
 
-    Injected by name: `final` (text of the last answer, None if the chain never answered), `trajectory`, `context`; with
-    per="turn" also `turn` (the action) and `observation` (the turn that answered it, or None); by its annotation a
-    sandbox, the one that the chain used; by any other name the task's field. It returns a number, True or False, None
-    for unscored, or dict(reward=..., anything=...): further numbers become metrics.
+    Arguments are injected by parameter name: `final` (text of the final answer, None if there is none), `trajectory`,
+    `context`, and with per="turn" also `turn` (the action) and `observation` (the turn that follows it, or None). A
+    parameter annotated with a sandbox class receives the sandbox of the chain. All other names refer to task fields.
+    The function returns a number, a bool, None for unscored, or dict(reward=..., anything=...), whose further numbers
+    become metrics.
 
-    Units:   timeout in seconds of the function's own run; None is no limit. One that is late leaves its chain unscored.
-    Raises:  RewardError naming the function and the parameter.
+    Args:
+        function: the function to decorate.
+        weight: factor in the sum of all rewards; with 0 the value is only a metric.
+        per: "trajectory", or "turn" to score each action.
+        name: name in metrics; the function's name by default.
+        timeout: limit in seconds for one call of the function, or None. After a timeout the chain is unscored.
+
+    Raises:
+        RewardError: names the function and the parameter.
     """
     frame = functions.caller_frame(1)
 
@@ -327,7 +355,7 @@ def reward(
 
 
 class RewardSet(Sequence[Reward[..., Any]]):
-    """The rewards of one agent: the trajectory's reward is the sum of weight x value, each value a metric by name."""
+    """Rewards of one agent. The reward of a trajectory is their weighted sum; each value is also a metric."""
 
     def __init__(self, rewards: Iterable[Reward[..., Any] | Callable[..., Any]] = ()) -> None:
         self._rewards = tuple(r if isinstance(r, Reward) else reward(r) for r in rewards)
@@ -338,7 +366,7 @@ class RewardSet(Sequence[Reward[..., Any]]):
 
     @classmethod
     def coerce(cls, rewards: RewardSet | Reward[..., Any] | Callable[..., Any] | Iterable[Any] | None) -> RewardSet:
-        """From whatever `Agent(reward=)` was given: None, one, a list, or a set of them."""
+        """Convert the argument of `Agent(reward=)`: None, a reward or function, a list, or a `RewardSet`."""
         if isinstance(rewards, RewardSet):
             return rewards
         if rewards is None:
@@ -353,7 +381,7 @@ class RewardSet(Sequence[Reward[..., Any]]):
 
     @property
     def sandbox_types(self) -> tuple[type, ...]:
-        """The sandbox classes that the rewards ask for."""
+        """Sandbox classes that the rewards require."""
         return tuple(dict.fromkeys(sandbox_type for r in self._rewards for sandbox_type in r.sandbox_types))
 
     @property
@@ -361,20 +389,25 @@ class RewardSet(Sequence[Reward[..., Any]]):
         return " ".join(f"{r.name}={r.fingerprint}" for r in self._rewards)
 
     def redefined(self) -> tuple[str, ...]:
-        """Names of the rewards that a later cell defined again with other source: these ones still run the old."""
+        """Return the names of rewards that a later notebook cell has redefined; this set still runs the old ones."""
         return tuple(r.name for r in self._rewards if r.redefined())
 
     def check(self, tasks: Task | Iterable[Task]) -> None:
-        """Raises RewardError naming function, field and the fields there are, if a task lacks one that is asked for."""
+        """Check that every task has the fields that the rewards require.
+
+        Raises:
+            RewardError: names the function, the missing field and the available fields.
+        """
         for task in [tasks] if isinstance(tasks, Task) else tasks:
             for r in self._rewards:
                 r.check(task)
 
     async def score(self, trajectory: Trajectory, context: Context) -> Score:
-        """All of them, side by side. The sum is unscored where a weighted one is, and keeps what the others said.
+        """Run all rewards concurrently and return their weighted sum.
 
-        A chain that failed or was cancelled is not scored at all: that is not the model's doing. With rewards per turn
-        only, the trajectory's own reward is 0.0: all there is sits on the turns.
+        If a reward with nonzero weight is unscored, so is the sum, but the metrics of the others are kept. A chain that
+        failed or was cancelled is not scored, because the model did not cause that. If all rewards are per turn, the
+        reward of the trajectory itself is 0.0.
         """
         if trajectory.stop in UNSCORED_STOPS or not self._rewards:
             return Score(None)
@@ -422,7 +455,7 @@ def _combine_scores(parts: Sequence[tuple[Reward[..., Any], int | None, Score]])
         error = error or part.error
         for key, value in part.metrics.items():
             into = own if key == r.name else others.setdefault(key, {})
-            into[r.name] = into.get(r.name, 0.0) + value  # over the turns of a reward per turn: their sum
+            into[r.name] = into.get(r.name, 0.0) + value  # a reward per turn reports the sum over turns
         extras |= {key: value for key, value in part.extras.items() if index is None}
         if r.weight == 0:
             continue  # a metric only
@@ -432,10 +465,10 @@ def _combine_scores(parts: Sequence[tuple[Reward[..., Any], int | None, Score]])
         elif part.reward is not None:
             turn_rewards[index] = turn_rewards.get(index, 0.0) + r.weight * part.reward
         else:
-            scored = scored and part.error is None  # None for a turn is nothing to credit; a failure is unknown
+            scored = scored and part.error is None  # None credits nothing to the turn; a failure unscores the sum
     metrics = dict(own)
     for key, by_reward in others.items():
-        # One name from two rewards is ambiguous ("success", say): both are kept under their reward's name.
+        # Two rewards may report the same metric, such as "success"; prefix it with the name of the reward.
         if len(by_reward) == 1 and key not in metrics:
             metrics[key] = next(iter(by_reward.values()))
         else:
@@ -460,25 +493,25 @@ def _signature(
         ) from None
     parameters = dict(inspect.signature(function).parameters)
     if next(iter(parameters), None) == "self":
-        raise RewardError(f"{owner} is a method, and no instance is injected; make it a function, or wrap one: def ...")
+        raise RewardError(f"{owner} is a method without an instance; use a function that calls the bound method")
     hidden: dict[str, Injection] = {}
     for name, parameter in parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise RewardError(
-                f"{owner}: arguments are injected by name, so {str(parameter)!r} cannot be; name each one"
+                f"{owner}: arguments are injected by name, but {str(parameter)!r} has none; name each parameter"
             )
         if name in annotations and (injected := injection(annotations[name])) is not None:
             hidden[name] = injected
         elif name == "sandbox" and name not in annotations:
-            raise RewardError(f"{owner}: say which sandbox: sandbox: af.PythonSandbox")
+            raise RewardError(f"{owner}: parameter 'sandbox' has no type; for example sandbox: af.PythonSandbox")
     return parameters, hidden
 
 
 def _missing_field_message(owner: str, name: str, task: Task, per: Per) -> str:
     have = ", ".join(task.fields) or "none"
     return (
-        f"reward {owner} asks for {name!r}, which task {task.id!r} does not have (its fields: {have}; there are also "
-        f"{', '.join(_INJECTED_NAMES[per])}); rename the parameter or give it a default"
+        f"reward {owner} requires {name!r}, which task {task.id!r} does not have (its fields: {have}; "
+        f"also available: {', '.join(_INJECTED_NAMES[per])}); rename the parameter or give it a default"
     )
 
 
@@ -491,7 +524,7 @@ def _action_to_score(trajectory: Trajectory, turn: Turn | int | None) -> Turn:
             raise RewardError(f"trajectory {trajectory.id!r} has no action to score")
         turn = actions[-1]
     if turn.kind != "action":
-        raise RewardError(f"a reward per turn scores an action; got {turn!r}")
+        raise RewardError(f"a reward per turn must be given an action, got {turn!r}")
     return turn
 
 
@@ -503,7 +536,7 @@ def _observation_after(trajectory: Trajectory, turn: Turn | None) -> Turn | None
 
 
 def _is_number(value: Any) -> bool:
-    """int, float, bool, Fraction, Decimal, and the scalars of numpy and torch, which are arrays of one element."""
+    """Return True for real Python numbers, Fraction, Decimal, and one-element NumPy arrays and torch tensors."""
     if isinstance(value, numbers.Number):
         return not isinstance(value, complex)
     shape = getattr(value, "shape", None)

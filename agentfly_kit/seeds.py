@@ -1,7 +1,6 @@
-"""Seeds and noise: one run seed becomes a seed for every turn, and a turn's seed one number for every token.
+"""Counter-based seeds and random numbers: a seed per turn from the seed of the run, and a number per token from that.
 
-Knows nothing of models or chains. Both functions are counter-based: a number depends on its arguments alone, never on
-what was drawn before, so neither concurrency nor order can change it.
+Results depend only on the arguments, never on earlier draws, so concurrency and order cannot change them.
 """
 
 from __future__ import annotations
@@ -18,15 +17,18 @@ _MASK64 = (1 << 64) - 1
 
 
 def derive(seed: int, *parts: str | int) -> int:
-    """A 63-bit seed from a run seed and named parts (purpose, rollout index, task id, chain, fork path, turn).
+    """Derive a 63-bit seed from a run seed and named parts (purpose, rollout index, task id, chain, fork path, turn).
 
-    Different parts give unrelated seeds; the same parts give the same seed on every machine and Python.
+    Different parts give independent seeds; equal parts give the same seed on every machine and Python version.
     """
     return _to_seed(_hash_parts(seed, *parts))
 
 
 class SeedStream:
-    """`SeedStream(shared, parts).for_turn(turn)` is `derive(*shared, *parts, turn)`; what many share is hashed once."""
+    """Seeds of the turns of one chain: `SeedStream(shared, parts).for_turn(turn) == derive(*shared, *parts, turn)`.
+
+    The hash of `shared` is cached across streams.
+    """
 
     def __init__(self, shared: tuple[str | int, ...], parts: tuple[str | int, ...]) -> None:
         self._hash = _shared_hash(*shared).copy()
@@ -43,7 +45,7 @@ class SeedStream:
         return known
 
 
-# typed: 1 and True are told apart, as they are in what is hashed.
+# typed: the cache must distinguish 1 and True, as the hash does.
 @functools.lru_cache(maxsize=256, typed=True)
 def _shared_hash(*parts: str | int) -> hashlib.blake2b:
     return _hash_parts(*parts)
@@ -54,8 +56,8 @@ def _hash_parts(*parts: str | int) -> hashlib.blake2b:
 
 
 def _encode_part(part: str | int) -> bytes:
-    # The kind and the length go in, so that ("ab", "c"), ("a", "bc") and (1,), ("1",) stay apart. An integer of numpy
-    # is the integer.
+    # Type and length are hashed too, so that ("ab", "c") differs from ("a", "bc"), and (1,) from ("1",). A NumPy
+    # integer equals the Python integer.
     text = str(part).encode("utf-8", "surrogatepass")
     return b"%s:%d:%s" % (b"str" if isinstance(part, str) else b"int", len(text), text)
 
@@ -65,7 +67,7 @@ def _to_seed(hashed: hashlib.blake2b) -> int:
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, counter): the noise of one sampled token a row.
+    """Return one uniform number in [0, 1) per (seed, counter): the noise of one sampled token per row.
 
     Shapes:  seeds (B,), counters (B,) -> (B,) float64, 53 random bits.
     Source:  the finaliser of SplitMix64 (Steele, Lea, Flood 2014) applied twice.
@@ -77,7 +79,7 @@ def uniforms(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.uint64]) ->
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return z ^ (z >> np.uint64(31))
 
-    with np.errstate(over="ignore"):  # wrapping at 2**64 is the arithmetic that is wanted
+    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is intended
         golden = np.uint64(0x9E3779B97F4A7C15)
         z = mix(mix(seeds.astype(np.uint64) + golden) + (counters.astype(np.uint64) + np.uint64(1)) * golden)
     return (z >> np.uint64(11)).astype(np.float64) * (1.0 / (1 << 53))

@@ -1,7 +1,7 @@
-"""Tasks from files, frames and lists; splits that share no content. Knows nothing of models, tools or rewards.
+"""Collections of tasks, loaded from files, data frames or lists, with splits that share no content.
 
-A row is one task: `messages` (or the text in `question`, `prompt` or `input`), an `id` and a `split` if it has them;
-every other column becomes a field that rewards and tools may ask for by name.
+Each row is one task: `messages` (or a string in `question`, `prompt` or `input`), an optional `id` and an optional
+`split`. All other columns become task fields, which rewards and tools can request by name.
 """
 
 from __future__ import annotations
@@ -23,9 +23,15 @@ _SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 class Tasks(Sequence[Task]):
-    """Tasks in order, each in a split or in none. Slices and splits are `Tasks` too.
+    """Immutable sequence of tasks, each optionally in a split. Slices and splits are `Tasks` too.
 
-    Raises:  TaskError for two tasks with one id, and for a task whose content stands in two splits.
+    Args:
+        tasks: the tasks, with unique ids.
+        splits: name of the split of each task, or None for a task without one.
+        name: name used in error messages and `repr`.
+
+    Raises:
+        TaskError: if two tasks have the same id, or tasks of different splits have the same content.
     """
 
     def __init__(self, tasks: Iterable[Task], splits: Iterable[str | None] | None = None, name: str = "tasks") -> None:
@@ -33,7 +39,7 @@ class Tasks(Sequence[Task]):
         self._splits = tuple(splits) if splits is not None else (None,) * len(self._tasks)
         self.name = name
         if len(self._splits) != len(self._tasks):
-            raise TaskError(f"{len(self._tasks)} tasks came with {len(self._splits)} splits; want one each")
+            raise TaskError(f"{len(self._tasks)} tasks have {len(self._splits)} splits; give one split per task")
         for id, count in Counter(task.id for task in self._tasks).items():
             if count > 1:
                 raise TaskError(f"{name}: {count} tasks have the id {id!r}; ids must be unique")
@@ -42,45 +48,57 @@ class Tasks(Sequence[Task]):
 
     @property
     def splits(self) -> dict[str, int]:
-        """How many tasks each named split has."""
+        """Number of tasks per named split."""
         return dict(Counter(split for split in self._splits if split is not None))
 
     def split(self, name: str) -> Tasks:
-        """The tasks of one split."""
+        """Return the tasks of one split.
+
+        Raises:
+            TaskError: if there is no such split.
+        """
         found = [task for task, split in zip(self._tasks, self._splits, strict=True) if split == name]
         if not found:
             have = ", ".join(map(repr, self.splits)) or "none"
             raise TaskError(
-                f"{self.name} has no split {name!r} (its splits: {have}); give the rows a 'split' column, "
-                "or write tasks_from(rows, test=0.1)"
+                f"{self.name} has no split {name!r} (its splits: {have}); add a 'split' column to the rows, "
+                "or use tasks_from(rows, test=0.1)"
             )
         return Tasks(found, [name] * len(found), self.name)
 
     @property
     def train(self) -> Tasks:
-        """The split "train"; all of them where no task is in a split."""
+        """The split "train", or all tasks if there are no splits."""
         return self if not self.splits else self.split("train")
 
     @property
     def test(self) -> Tasks:
-        """The split "test". Refused where there is none: nothing evaluated is no evaluation."""
+        """The split "test".
+
+        Raises:
+            TaskError: if there is none, so that no evaluation runs on training tasks by accident.
+        """
         return self.split("test")
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Every field that some task has, in order of first sight."""
+        """Names of all task fields, in order of first occurrence."""
         return tuple(dict.fromkeys(name for task in self._tasks for name in task.fields))
 
     @property
     def fingerprint(self) -> str:
-        """Changes with any id, content or split."""
+        """Hash of all ids, contents and splits."""
         rows = zip(self._tasks, self._splits, strict=True)
         return _digest(*(f"{task.id} {split} {_canonical_content(task)}" for task, split in rows))
 
     def sample(self, n: int, seed: int = 0) -> Tasks:
-        """`n` of them without repetition, in drawn order; the same ones for the same seed."""
+        """Draw `n` tasks without replacement, deterministically for a seed.
+
+        Raises:
+            TaskError: if `n` is not between 0 and the number of tasks.
+        """
         if not 0 <= n <= len(self):
-            raise TaskError(f"sample({n}): give 0 to {len(self)}, the number of tasks in {self.name}")
+            raise TaskError(f"sample({n}): n must be between 0 and {len(self)}, the number of tasks in {self.name}")
         return self._take(random.Random(seed).sample(range(len(self)), n))
 
     def _take(self, indices: Iterable[int]) -> Tasks:
@@ -138,12 +156,15 @@ class Tasks(Sequence[Task]):
 
 
 def load_tasks(name_or_path: str | Path) -> Tasks:
-    """Tasks that ship with the package, by bare name ("calculator"), or a file or folder of yours, by path.
+    """Load a task set of the package by name, or a file or folder by path.
 
-    A path ends in .jsonl, .json (a list of rows, or {"train": [...], "test": [...]}) or .parquet; a folder holds one
-    such file a split (train.jsonl, test.jsonl). "./calculator" is a path, "calculator" is a name.
+    Args:
+        name_or_path: a bare name such as "calculator", or the path of a .jsonl file, a .parquet file, a .json file (a
+            list of rows, or {"train": [...], "test": [...]}), or a folder with one such file per split (train.jsonl,
+            test.jsonl). "./calculator" is a path, "calculator" a name.
 
-    Raises:  TaskError naming file and line.
+    Raises:
+        TaskError: names the file and line.
     """
     text = str(name_or_path)
     if isinstance(name_or_path, str) and "/" not in text and "\\" not in text and not text.endswith(_SUFFIXES):
@@ -153,12 +174,14 @@ def load_tasks(name_or_path: str | Path) -> Tasks:
     if path.is_dir():
         return _from_folder(path, path.name)
     if not path.exists():
-        raise TaskError(f"{path}: no such file; give a .jsonl, .json or .parquet file, or a name: {_list_of_shipped()}")
+        raise TaskError(
+            f"{path}: no such file; give a .jsonl, .json or .parquet file, or a task set: {_list_of_shipped()}"
+        )
     return _build_tasks(_read_rows(path), path.name)
 
 
 def _data() -> Any:
-    """The folder of shipped task sets: installed as agentfly_kit._data, or data/ beside the package in a checkout."""
+    """Folder of the bundled task sets: agentfly_kit._data if installed, data/ next to the package in a checkout."""
     from importlib import resources
 
     try:
@@ -171,7 +194,7 @@ def _shipped_names() -> list[str]:
     root = _data()
     if not root.is_dir():
         return []
-    # Other folders hold what families are made of.
+    # Folders without train.jsonl hold source material of environment families.
     return sorted(d.name for d in root.iterdir() if d.is_dir() and d.joinpath("train.jsonl").is_file())
 
 
@@ -182,7 +205,7 @@ def _list_of_shipped() -> str:
 def _shipped(name: str) -> Any:
     if name not in _shipped_names():
         raise TaskError(
-            f"no task set named {name!r} ships; there are {_list_of_shipped()}. A file of yours is given by its path: "
+            f"there is no task set {name!r}; available: {_list_of_shipped()}. To load a file, give its path: "
             f"load_tasks('./{name}.jsonl')"
         )
     return _data() / name
@@ -208,7 +231,7 @@ def _with_split(row: Any, split: str) -> Any:
 
 
 def _read_rows(file: Any) -> list[tuple[str, Any]]:
-    """(where it stands, row) for each row of a file."""
+    """Return (location, row) for each row of a file."""
     if file.name.endswith(".parquet"):
         import pyarrow.parquet as parquet
 
@@ -216,7 +239,7 @@ def _read_rows(file: Any) -> list[tuple[str, Any]]:
             try:
                 table = parquet.read_table(stream)
             except Exception as error:
-                raise TaskError(f"{file.name}: not a parquet file that can be read ({error})") from None
+                raise TaskError(f"{file.name}: not a readable parquet file ({error})") from None
         return [(f"{file.name}, row {i}", row) for i, row in enumerate(table.to_pylist())]
     if not file.name.endswith((".jsonl", ".json")):
         raise TaskError(f"{file.name}: give a .jsonl, .json or .parquet file")
@@ -234,7 +257,7 @@ def _read_rows(file: Any) -> list[tuple[str, Any]]:
             raise TaskError(f"{file.name}:{line}: not JSON ({getattr(error, 'msg', error)})") from None
         return _rows_of_json(value, file.name)
     rows = []
-    # Not splitlines(): it also breaks at characters that JSON texts may hold.
+    # Not splitlines(), which also splits at characters that are valid inside JSON strings.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -254,18 +277,23 @@ def _rows_of_json(value: Any, name: str) -> list[tuple[str, Any]]:
             for split, part in value.items()
             for i, row in enumerate(part)
         ]
-    raise TaskError(f'{name}: want a list of rows, or {{"train": [rows], "test": [rows]}}')
+    raise TaskError(f'{name}: must hold a list of rows, or {{"train": [rows], "test": [rows]}}')
 
 
-# --- from what a notebook holds ------------------------------------------------------------------
+# --- from Python objects -------------------------------------------------------------------------
 
 
 def tasks_from(rows: Any, *, test: float | None = None, name: str = "tasks") -> Tasks:
-    """Tasks from a list of dicts, a DataFrame, a `datasets` Dataset or DatasetDict, or {"train": [...], "test": [...]}.
+    """Create tasks from rows in memory.
 
-    `test` puts that share in the split "test", chosen by content: the order of the rows and their ids do not matter.
+    Args:
+        rows: a list of dicts, a DataFrame, a `datasets` Dataset or DatasetDict, or {"train": [...], "test": [...]}.
+        test: fraction of tasks to put into the split "test". The choice depends on the content of the tasks only, not
+            on their order or ids.
+        name: name used in error messages and `repr`.
 
-    Raises:  TaskError naming the row.
+    Raises:
+        TaskError: names the row.
     """
     if isinstance(rows, Mapping):
         found = [
@@ -279,14 +307,14 @@ def tasks_from(rows: Any, *, test: float | None = None, name: str = "tasks") -> 
     if test is None:
         return tasks
     if isinstance(test, bool) or not 0 < test < 1:
-        raise TaskError(f"test={test!r}: give the share of tasks to hold out, between 0 and 1")
+        raise TaskError(f"test={test!r} must be the fraction of tasks to hold out, between 0 and 1")
     if tasks.splits:
-        raise TaskError(f"test={test!r}, but the rows have splits already: {', '.join(map(repr, tasks.splits))}")
+        raise TaskError(f"test={test!r}: the rows already have splits: {', '.join(map(repr, tasks.splits))}")
     return _held_out(tasks, test)
 
 
 def _held_out(tasks: Tasks, share: float) -> Tasks:
-    """Tasks of one content stay together; those whose hash is lowest are the test."""
+    """Hold out the tasks with the lowest content hashes. Tasks of equal content stay in the same split."""
     by_content: dict[str, list[int]] = {}
     for i, task in enumerate(tasks):
         by_content.setdefault(_digest("split", _canonical_content(task)), []).append(i)
@@ -298,7 +326,7 @@ def _held_out(tasks: Tasks, share: float) -> Tasks:
         held.update(by_content[key])
     if not held or len(held) == len(tasks):
         raise TaskError(
-            f"{len(tasks)} tasks ({len(by_content)} different) cannot be split with test={share}; give more"
+            f"{len(tasks)} tasks ({len(by_content)} distinct) cannot be split with test={share}; add more tasks"
         )
     return Tasks(tasks, ["test" if i in held else "train" for i in range(len(tasks))], tasks.name)
 
@@ -308,14 +336,14 @@ def _iterable_rows(rows: Any) -> Iterable[Any]:
         import pandas as pd
 
         def clean(value: Any) -> Any:
-            # A missing cell is NaN, NaT or NA by column type; a field says None.
+            # Depending on the column type a missing value is NaN, NaT or NA; a task field uses None.
             missing = pd.api.types.is_scalar(value) and pd.isna(value)
             return None if missing else value
 
         return [{key: clean(value) for key, value in row.items()} for row in rows.to_dict("records")]
     if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
         raise TaskError(
-            f"tasks_from({rows!r:.60}): give a list of dicts, a DataFrame or a Dataset; a file is for load_tasks(path)"
+            f"tasks_from({rows!r:.60}): give a list of dicts, a DataFrame or a Dataset; for a file use load_tasks(path)"
         )
     return rows
 
@@ -331,38 +359,40 @@ def _build_tasks(rows: Iterable[tuple[str, Any]], name: str) -> Tasks:
     for location, row in rows:
         task, split, derived = _build_task(location, row)
         if derived:
-            # The same row twice is two tasks; the second gets a number.
+            # Repeated rows are separate tasks; a numeric suffix keeps their ids unique.
             repeats[task.id] += 1
             if repeats[task.id] > 1:
                 task = Task(f"{task.id}-{repeats[task.id]}", task.messages, task.fields)
         if task.id in seen:
-            raise TaskError(f"{location}: the id {task.id!r} stands already in {seen[task.id]}; ids must be unique")
+            raise TaskError(f"{location}: the id {task.id!r} is already used in {seen[task.id]}; ids must be unique")
         seen[task.id] = location
         tasks.append(task)
         splits.append(split)
     if not tasks:
-        raise TaskError(f"{name}: no tasks in it")
+        raise TaskError(f"{name}: contains no tasks")
     return Tasks(tasks, splits, name)
 
 
 def _build_task(location: str, row: Any) -> tuple[Task, str | None, bool]:
-    """(task, its split, whether its id was derived from its content)."""
+    """Return (task, split, True if the id was derived from the content)."""
     if isinstance(row, Task):
         return row, None, False
     if not isinstance(row, Mapping):
-        raise TaskError(f"{location}: a row is an object such as {{'question': ..., 'answer': ...}}; got {row!r:.60}")
+        raise TaskError(
+            f"{location}: a row must be an object such as {{'question': ..., 'answer': ...}}, got {row!r:.60}"
+        )
     values = {str(key): _to_python(value) for key, value in row.items()}
     column = next((c for c in _QUESTIONS if values.get(c) not in (None, "", [])), None)
     if column is None:
         raise TaskError(
-            f"{location}: no question; give one of {', '.join(_QUESTIONS)} (its columns: {', '.join(values) or 'none'})"
+            f"{location}: no question; add one of {', '.join(_QUESTIONS)} (its columns: {', '.join(values) or 'none'})"
         )
     messages = _parse_messages(location, column, values.pop(column))
     id, split = values.pop("id", None), values.pop("split", None)
     if split is not None and not (isinstance(split, str) and split):
-        raise TaskError(f"{location}: split={split!r}: give a name such as 'train' or 'test'")
+        raise TaskError(f"{location}: split={split!r} must be a name such as 'train' or 'test'")
     if id is not None and (not isinstance(id, str | int) or isinstance(id, bool) or id == ""):
-        raise TaskError(f"{location}: id={id!r}: give a text or a whole number, or leave it out")
+        raise TaskError(f"{location}: id={id!r} must be a string or an integer, or be left out")
     derived = id is None
     try:
         task = Task("derived" if derived else str(id), messages, values)
@@ -374,21 +404,25 @@ def _build_task(location: str, row: Any) -> tuple[Task, str | None, bool]:
 def _parse_messages(location: str, column: str, value: Any) -> tuple[Message, ...]:
     if isinstance(value, str):
         if column == "messages":
-            raise TaskError(f"{location}: 'messages' is a text; give a list of messages, or name the column 'question'")
+            raise TaskError(
+                f"{location}: 'messages' must be a list of messages, got a string; rename the column to 'question'"
+            )
         return ({"role": "user", "content": value},)
     if not isinstance(value, list):
-        raise TaskError(f"{location}: {column!r} is a {type(value).__name__}; give a text or a list of messages")
+        raise TaskError(f"{location}: {column!r} is a {type(value).__name__}; use a string or a list of messages")
     messages = []
     for i, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or message.get("content") is None:
-            raise TaskError(f"{location}: message {i} of {column!r} needs 'role' and 'content'; got {message!r:.80}")
-        # Parquet gives every message the keys of all, empty ones as None.
+            raise TaskError(
+                f"{location}: message {i} of {column!r} must have 'role' and 'content', got {message!r:.80}"
+            )
+        # Parquet gives all messages the same keys and fills absent ones with None.
         messages.append({key: part for key, part in message.items() if part is not None})
     return tuple(messages)
 
 
 def _to_python(value: Any) -> Any:
-    """Python's own lists and numbers for numpy's."""
+    """Convert NumPy arrays and scalars to Python lists and numbers."""
     if type(value).__module__ == "numpy":
         return _to_python(value.tolist())
     if isinstance(value, dict):
@@ -409,13 +443,12 @@ def _check_disjoint(tasks: Tasks, name: str) -> None:
         if other_split != split:
             both = f"{other_id!r} ({other_split or 'no split'}) and {task.id!r} ({split or 'no split'})"
             raise TaskError(
-                f"{name}: tasks {both} have the same messages and fields; "
-                "a test of what was trained on says nothing: take one out"
+                f"{name}: tasks {both} have the same messages and fields; splits must be disjoint: remove one of them"
             )
 
 
 def _canonical_content(task: Task) -> str:
-    """Messages and fields as one canonical text; ids do not count."""
+    """Serialize messages and fields to canonical JSON, ignoring the id."""
     return json.dumps(
         [task.messages, task.fields], sort_keys=True, ensure_ascii=False, default=_canonical_fallback(task)
     )
@@ -431,11 +464,11 @@ def _canonical_fallback(task: Task) -> Callable[[Any], Any]:
             return to_jsonable_python(value, bytes_mode="base64", inf_nan_mode="strings")
         except Exception:
             pass
-        if callable(dump := getattr(value, "tobytes", None)):  # arrays, tensors' numpy, pictures
+        if callable(dump := getattr(value, "tobytes", None)):  # arrays and images
             return hashlib.blake2b(dump(), digest_size=16).hexdigest()
         raise TaskError(
             f"task {task.id!r}: a field holds a {type(value).__qualname__}, whose content cannot be compared; "
-            "give texts, numbers, lists, dicts, bytes or arrays"
+            "use strings, numbers, lists, dicts, bytes or arrays"
         )
 
     return text

@@ -1,7 +1,9 @@
-"""The words: frozen records that pass between the stages. No torch, no text processing, no I/O.
+"""Immutable records exchanged between the stages: tasks, turns, trajectories, groups, events and statistics.
 
-Axis letters, used in every docstring of the package: B rows, T tokens, G group, V vocabulary, N trajectories.
-Everything per token is indexed by the predicted token: `logprobs[t]` is log p(ids[t] | ids[:t]).
+No torch, no text processing, no I/O.
+
+Axis names used in docstrings throughout the package: B rows, T tokens, G group size, V vocabulary size, N trajectories.
+Per-token values are indexed by the predicted token: `logprobs[t]` is log p(ids[t] | ids[:t]).
 """
 
 from __future__ import annotations
@@ -25,40 +27,40 @@ Message: TypeAlias = dict[str, Any]
 TurnKind: TypeAlias = Literal["prompt", "action", "observation", "forced"]
 
 StopReason: TypeAlias = Literal[
-    "answered",  # the model wrote an answer and called no tool
-    "env_done",  # the environment says that the episode is over
-    "tool_stopped",  # a tool asked for the end
-    "max_turns",  # the agent's limit of actions was reached
-    "turn_tokens",  # one action reached Sampling.max_tokens and was cut
-    "chain_tokens",  # the chain's actions reached Agent.max_tokens together
-    "chain_tool_calls",  # the chain wanted to call more tools than Agent.max_tool_calls
-    "context_full",  # the next prompt does not fit the model
-    "invalid_call",  # several malformed or unknown tool calls in a row
-    "timeout",  # the chain's own wall clock
-    "group_tokens",  # the chains of its group had used up `group_budget=`: tokens, turns, tool calls, seconds
+    "answered",  # the model answered without calling a tool
+    "env_done",  # the environment ended the episode
+    "tool_stopped",  # a tool ended the chain
+    "max_turns",  # Agent.max_turns was reached
+    "turn_tokens",  # one action was truncated at Sampling.max_tokens
+    "chain_tokens",  # the chain's actions reached Agent.max_tokens in total
+    "chain_tool_calls",  # the next tool call would exceed Agent.max_tool_calls
+    "context_full",  # the next prompt exceeds the model's context length
+    "invalid_call",  # several consecutive tool calls were malformed or named an unknown tool
+    "timeout",  # the chain's wall-clock limit, Agent.timeout
+    "group_tokens",  # the group's shared budget, `group_budget=`, was exhausted: tokens, turns, tool calls or seconds
     "group_turns",
     "group_tool_calls",
     "group_seconds",
-    "run_tokens",  # all chains of the rollout had used up `budget=`
+    "run_tokens",  # the rollout's shared budget, `budget=`, was exhausted
     "run_turns",
     "run_tool_calls",
     "run_seconds",
-    "cancelled",  # a person or another task stopped it
-    "error",  # our fault: host, pool, server or code; `Trajectory.error` says which
+    "cancelled",  # cancelled by the user or by another asyncio task
+    "error",  # failure of the host, pool, server or code, not of the model; see `Trajectory.error`
 ]
 
 BUDGET_STOPS: frozenset[str] = frozenset(
     f"{whose}_{what}" for whose in ("group", "run") for what in ("tokens", "turns", "tool_calls", "seconds")
 )
-"""Stop reasons of a budget that a chain shares with others."""
+"""Stop reasons of budgets that several chains share."""
 
 TRUNCATED_STOPS: frozenset[str] = BUDGET_STOPS | {
     "max_turns", "turn_tokens", "chain_tokens", "chain_tool_calls", "context_full", "timeout",
 }  # fmt: skip
-"""Stop reasons that cut a chain which would have gone on."""
+"""Stop reasons that truncate a chain before it has finished."""
 
 UNSCORED_STOPS: frozenset[str] = frozenset({"cancelled", "error"})
-"""Stop reasons after which no reward is computed: they are not the model's doing."""
+"""Stop reasons after which no reward is computed, because the model did not cause them."""
 
 
 def _read_only_array(values: Any, dtype: str) -> npt.NDArray[Any]:
@@ -69,12 +71,16 @@ def _read_only_array(values: Any, dtype: str) -> npt.NDArray[Any]:
     return array
 
 
-# --- what goes in --------------------------------------------------------------------------------
+# --- inputs --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Task:
-    """One question: the messages that open the chain, and fields that rewards and tools may ask for by name."""
+    """One problem for an agent: the initial messages, and named fields that rewards and tools can request.
+
+    Raises:
+        TaskError: if `id` is empty, or a message has no role or no content.
+    """
 
     id: str
     messages: tuple[Message, ...]
@@ -82,13 +88,13 @@ class Task:
 
     def __post_init__(self) -> None:
         if not self.id or not isinstance(self.id, str):
-            raise TaskError(f"a task needs an id that is a non-empty text; got {self.id!r}")
+            raise TaskError(f"the id of a task must be a non-empty string, got {self.id!r}")
         messages = tuple(self.messages)
         if not messages:
-            raise TaskError(f"task {self.id!r} has no messages; give at least one user message")
+            raise TaskError(f"task {self.id!r} has no messages; add at least one user message")
         for i, message in enumerate(messages):
             if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-                raise TaskError(f"task {self.id!r}: message {i} needs 'role' and 'content'; got {message!r}")
+                raise TaskError(f"task {self.id!r}: message {i} must have 'role' and 'content', got {message!r}")
         object.__setattr__(self, "messages", messages)
 
     def __repr__(self) -> str:
@@ -109,32 +115,38 @@ class Task:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an engine samples one turn. Logprobs are those after temperature and before any truncation."""
+    """Sampling parameters of one action.
+
+    Recorded logprobs are those after temperature and before any truncation (top-p, top-k, min-p).
+
+    Raises:
+        SettingsError: for a value out of range.
+    """
 
     temperature: float = 1.0
     max_tokens: int = 256
-    """Tokens of one action; the chain's own limit is `Agent(max_tokens=)`."""
+    """Maximum number of tokens per action; `Agent(max_tokens=)` limits the whole chain."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 is off."""
+    """0 disables top-k."""
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
-    """Texts that end a turn. The last sampled token stays whole; only the parser cuts the text."""
+    """Strings that end an action. The last sampled token is kept whole; only the parser truncates the text."""
 
     def __post_init__(self) -> None:
-        stop: Any = self.stop  # a text alone is what people type; as a tuple it would be its letters
+        stop: Any = self.stop  # accept a single string, which tuple() would split into characters
         object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise SettingsError(f"temperature={self.temperature!r}: give a finite number >= 0 (0 is greedy)")
+            raise SettingsError(f"temperature must be finite and at least 0 (0 is greedy), got {self.temperature!r}")
         if self.max_tokens < 1:
-            raise SettingsError(f"max_tokens={self.max_tokens!r}: give at least 1")
+            raise SettingsError(f"max_tokens must be at least 1, got {self.max_tokens!r}")
         if not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1 or self.top_k < 0:
             raise SettingsError(
-                f"top_p={self.top_p!r}, top_k={self.top_k!r}, min_p={self.min_p!r}: "
-                "want 0 < top_p <= 1, top_k >= 0 (0 is off), 0 <= min_p <= 1"
+                f"top_p={self.top_p!r}, top_k={self.top_k!r}, min_p={self.min_p!r} are out of range; "
+                "use 0 < top_p <= 1, top_k >= 0 (0 disables it), 0 <= min_p <= 1"
             )
         if not all(isinstance(text, str) and text for text in self.stop):
-            raise SettingsError(f"stop={self.stop!r}: give texts that are not empty (an empty one is in every text)")
+            raise SettingsError(f"stop must hold non-empty strings (an empty one always matches), got {self.stop!r}")
 
     @property
     def greedy(self) -> bool:
@@ -142,70 +154,75 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are sampled from less than the whole distribution."""
+        """True if top-p, top-k or min-p excludes some tokens from sampling."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     def replace(self, **changes: Any) -> Sampling:
         return replace(self, **changes)
 
 
-# --- what an engine gives ------------------------------------------------------------------------
+# --- output of engines ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """Beside the ids: what a text-only or scripted engine needs to know, and the key of the KV that may be kept."""
+    """Context of a sampling request, for text-only and scripted engines and as the key of the KV cache."""
 
     task: Task
     turn: int
-    """Index of the action within its chain, from 0."""
+    """Index of the action in its chain, starting at 0."""
     session: str
-    """The chain's name; KV held under it is dropped by `engine.release(session)`."""
+    """Id of the chain. `engine.release(session)` frees the KV cache kept under this key."""
     messages: tuple[Message, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sampled action. Ids are never trimmed: a sampled stop token is the last id and counts."""
+    """One sampled action. Ids are never trimmed: a sampled stop token is kept as the last id.
+
+    Raises:
+        EngineError: if both `ids` and `text` are None.
+        AlignmentError: if a per-token field differs in length from `ids`.
+    """
 
     ids: tuple[int, ...] | None
-    """None from an engine that gives only text."""
+    """None for text-only engines."""
     logprobs: tuple[float, ...] | None
-    """After temperature, before truncation, in nats; None where the engine gives none."""
+    """After temperature and before truncation, in nats; None if the engine does not report them."""
     entropies: tuple[float, ...] | None
-    """Exact entropy of the same distribution, in nats."""
+    """Exact entropy of the distribution that `logprobs` refers to, in nats per token."""
     stop: Literal["stop", "length", "string", "abort"]
     versions: tuple[int, ...] | None
-    """The policy version behind each token."""
+    """Version of the policy that sampled each token."""
     kept_mass: tuple[float, ...] | None = None
-    """Probability that top-p, top-k, min-p kept, a token; None when nothing was cut."""
+    """Probability mass left by top-p, top-k and min-p at each token; None without truncation."""
     text: str | None = None
-    """Only from engines without tokens."""
+    """Set only by text-only engines."""
     calls: tuple[ToolCall, ...] | None = None
-    """Beside `text`: the tool calls, where the server took them apart itself."""
+    """Tool calls, if the server has already parsed them out of `text`."""
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.ids is None:
             if self.text is None:
-                raise EngineError("a Sample needs ids, or text where the engine gives no ids; got neither")
+                raise EngineError("a Sample must have ids, or text if the engine is text-only; got neither")
             return
         for name in ("logprobs", "entropies", "versions", "kept_mass"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.ids):
-                raise AlignmentError(f"a Sample of {len(self.ids)} ids came with {len(values)} {name}; want one each")
+                raise AlignmentError(f"a Sample of {len(self.ids)} ids has {len(values)} {name}; give one per id")
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """The next-token distribution before anything is sampled, most probable first."""
+    """Next-token distribution, most probable token first."""
 
     ids: tuple[int, ...]
     texts: tuple[str, ...]
     logprobs: tuple[float, ...]
     entropy: float
-    """Of the whole distribution, in nats."""
+    """Entropy of the whole distribution, in nats."""
 
     def __repr__(self) -> str:
         head = ", ".join(f"{t!r} {math.exp(lp):.3f}" for t, lp in list(zip(self.texts, self.logprobs, strict=True))[:5])
@@ -229,10 +246,10 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception as data: it survives saving, and it does not keep frames alive."""
+    """Serializable record of an exception, which keeps no stack frames alive."""
 
     where: str
-    """"tool calculator", "reward exact", "engine", "pool", ..."""
+    """Component that failed: "tool calculator", "reward exact", "engine", "pool", ..."""
     type: str
     message: str
     traceback: str = ""
@@ -253,20 +270,20 @@ class Failure:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What one call gave: `observation` is exactly the text that the model is shown."""
+    """Result of one tool call. `observation` is exactly the text shown to the model."""
 
     ok: bool
     observation: str
     error: Failure | None = None
-    """None when ok, and when the tool itself told the model (`ToolError`); else our fault, with its traceback."""
+    """Unexpected failure, with traceback. None if the call succeeded or the tool raised `ToolError`."""
     seconds: float = field(default=0.0, compare=False)
     truncated: bool = False
     reward: float | None = None
-    """A turn reward that the tool gave."""
+    """Turn reward given by the tool."""
     done: bool = False
-    """The tool ends the chain."""
+    """True if the tool ends the chain."""
     env_done: bool = False
-    """The environment says that the episode is over, which ends the chain too."""
+    """True if the environment has ended the episode, which ends the chain too."""
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -278,24 +295,31 @@ class ToolResult:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call that the model wrote. `result` is set once it ran; `error` says why it could not be read."""
+    """One tool call written by the model. `result` is set after it has run; `error` if it could not be parsed."""
 
     id: str
     name: str
     arguments: dict[str, Any]
     result: ToolResult | None = None
     error: str | None = None
-    """The parser's complaint, told to the model, when the text was no call; `name` may then be empty."""
+    """Parse error, which is shown to the model; `name` may then be empty."""
     raw: str = ""
     rerunner: Any = field(default=None, repr=False, compare=False)
-    """Set by a live chain: `call -> awaitable`, so that `rerun` can call the very tool that ran; lost on disk."""
+    """`call -> awaitable`, set by a running chain so that `rerun` calls the same tool object. Not saved to disk."""
 
     def rerun(self) -> Any:
-        """Await it: call the tool again with the same arguments, on a throw-away lease; what it raises is raised."""
+        """Call the tool again with the same arguments, on a temporary sandbox lease.
+
+        Returns:
+            An awaitable `ToolResult`. Exceptions of the tool propagate.
+
+        Raises:
+            EngineError: if the call was loaded from disk or named an unknown tool.
+        """
         if self.rerunner is None:
             raise EngineError(
-                f"this call of {self.name!r} has no tool behind it (it was loaded from disk, or its name was unknown); "
-                f"call the tool yourself: await tool.try_(**call.arguments)"
+                f"this call of {self.name!r} cannot be rerun: it was loaded from disk, or its tool is unknown; "
+                f"call the tool directly: await tool.try_(**call.arguments)"
             )
         return self.rerunner(self)
 
@@ -327,7 +351,7 @@ def _call_row(call: ToolCall) -> tuple[Any, ...]:
 
 
 def _tracebacks(calls: Sequence[ToolCall]) -> str:
-    """Of what was our fault: a click away."""
+    """Collapsed tracebacks of unexpected failures, as HTML."""
     failed = [(c.name, c.result.error) for c in calls if c.result is not None and c.result.error is not None]
     return "".join(
         _html.details(f"{name}: {error}", f"<pre>{_html.escape(error.traceback or str(error), 4000)}</pre>")
@@ -340,58 +364,62 @@ def _tracebacks(calls: Sequence[ToolCall]) -> str:
 
 @dataclass(frozen=True)
 class Turn:
-    """A node of the tree: some tokens by one author, and the turn they follow. A chain is the path from a leaf.
+    """Node of the tree of turns: tokens by one author, and the turn before them. A chain is the path from root to leaf.
 
-    `sampled` is provenance, set where the token is made: true if and only if this policy sampled every id of the turn.
+    `sampled` is set when the tokens are made: True if and only if the policy sampled every id of the turn.
+
+    Raises:
+        AlignmentError: if a per-token field differs in length from `ids`, or a sampled turn has no ids, logprobs or
+            versions.
     """
 
     kind: TurnKind
     author: str
-    """"task" (prompt), "policy", "script", "person", "tool", "hook"; roles have their own names."""
+    """"task" (prompt), "policy", "script", "person", "tool", "hook", or the name of a role."""
     ids: tuple[int, ...] | None
-    """None from a text-only engine."""
+    """None for text-only engines."""
     sampled: bool = False
     logprobs: tuple[float, ...] | None = None
     entropies: tuple[float, ...] | None = None
     kept_mass: tuple[float, ...] | None = None
     versions: tuple[int, ...] | None = None
     text: str = ""
-    """A view of the ids, for people and parsers; never encoded again."""
+    """Decoded ids, for display and parsing; never encoded again."""
     token_texts: tuple[str, ...] | None = field(default=None, repr=False)
-    """The text of each id alone, for token views; shared strings, so it costs a pointer a token."""
+    """Text of each token, for token views. The strings are shared, so this costs one pointer per token."""
     messages: tuple[Message, ...] = ()
-    """What the turn says as chat messages: for rewards, text-only engines and people."""
+    """Content of the turn as chat messages, for rewards, text-only engines and display."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """On an action: the calls that it wrote. On the observation after it: the same calls with their results."""
+    """Calls written by an action; on the following observation, the same calls with their results."""
     stop: str | None = None
-    """Why the engine stopped an action: stop, length, string, abort."""
+    """Stop reason of the engine for an action: stop, length, string or abort."""
     reward: float | None = None
-    """A turn reward; it is credited to the last action token before it."""
+    """Turn reward, credited to the last preceding action token."""
     seed: int | None = None
     seconds: float = field(default=0.0, compare=False)
     label: str = field(default="", compare=False)
-    """Where it stands in its chain: "turn 3 of 6"."""
+    """Position in the chain, for display: "turn 3 of 6"."""
     parent: Turn | None = field(default=None, repr=False, compare=False)
     row: int = 0
-    """Which of its chain's rows it stands in: a compaction, or a history that is rendered anew, begins the next one."""
+    """Index of the row of the chain that holds this turn. Compaction or a re-rendered history starts a new row."""
 
     def __post_init__(self) -> None:
         if self.ids is None:
             if self.sampled:
-                raise AlignmentError("a turn without ids cannot be marked as sampled")
+                raise AlignmentError("a sampled turn must have ids, got ids=None")
             return
         count = len(self.ids)
         for values in (self.logprobs, self.entropies, self.kept_mass, self.versions, self.token_texts):
             if values is not None and len(values) != count:
                 names = ("logprobs", "entropies", "kept_mass", "versions", "token_texts")
                 name = next(name for name in names if getattr(self, name) is values)
-                raise AlignmentError(f"a turn of {count} ids has {len(values)} {name}; want one each")
+                raise AlignmentError(f"a turn of {count} ids has {len(values)} {name}; give one per id")
         if self.sampled and (self.logprobs is None or self.versions is None):
-            raise AlignmentError("a sampled turn needs a logprob and a policy version for each id")
+            raise AlignmentError("a sampled turn must have a logprob and a policy version per id")
 
     @property
     def path(self) -> tuple[Turn, ...]:
-        """This turn and all before it, oldest first."""
+        """This turn and all its predecessors, oldest first."""
         turns: list[Turn] = []
         turn: Turn | None = self
         while turn is not None:
@@ -408,35 +436,35 @@ class Turn:
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence of token ids, exactly as the engine was given them and gave them: what an update sees at once.
+    """One sequence of token ids, exactly as exchanged with the engine; the unit on which an update computes logprobs.
 
-    `ids`, `action_mask`, `logprobs`, `entropies`, `versions`, `token_texts`, `turn_index` are views of its turns, (T,)
-    each.
+    `ids`, `action_mask`, `logprobs`, `entropies`, `versions`, `token_texts` and `turn_index` concatenate the values of
+    its turns; each has shape (T,).
     """
 
     trajectory: str
-    """Of which it is a row, by id."""
+    """Id of the trajectory."""
     index: int
-    """Which of the trajectory's rows, from 0."""
+    """Index in `trajectory.rows`, starting at 0."""
     turns: tuple[Turn, ...]
     start: int = 0
-    """Index in `trajectory.turns` of its first turn."""
+    """Index of the first turn in `trajectory.turns`."""
     tools: tuple[dict[str, Any], ...] = field(default=(), repr=False)
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return len(self.ids)
 
     @property
     def exact(self) -> bool:
-        """Whether every turn has ids; a text-only engine gives none."""
+        """True if every turn has token ids; turns of text-only engines have none."""
         return all(turn.ids is not None for turn in self.turns)
 
     def _require_ids(self) -> None:
         if not self.exact:
             raise AlignmentError(
-                f"trajectory {self.trajectory!r} came from an engine that gives text only: it has no token ids. "
-                "Use an engine that declares tokens='exact' for masks, training and token views"
+                f"trajectory {self.trajectory!r} has no token ids, because its engine is text-only; "
+                "masks, training and token views need an engine that declares tokens='exact'"
             )
 
     @cached_property
@@ -446,14 +474,14 @@ class Row:
 
     @cached_property
     def action_mask(self) -> npt.NDArray[np.bool_]:
-        """True where this policy sampled the token."""
+        """True at tokens sampled by the policy."""
         self._require_ids()
         return _read_only_array([turn.sampled for turn in self.turns for _ in turn.ids or ()], "bool")
 
     def sampled_by(self, *authors: str) -> npt.NDArray[np.bool_]:
-        """True where this policy sampled the token in the name of one of these authors: the mask of some of its roles.
+        """Return the mask of tokens that the policy sampled as one of these authors (roles).
 
-        Without any, `action_mask`.
+        Without arguments this is `action_mask`.
         """
         self._require_ids()
         if not authors:
@@ -464,17 +492,17 @@ class Row:
 
     @cached_property
     def logprobs(self) -> npt.NDArray[np.float32]:
-        """Behaviour logprobs in nats; NaN where the mask is 0."""
+        """Logprobs of the sampling policy in nats; NaN where the mask is 0."""
         return self._per_token("logprobs")
 
     @cached_property
     def entropies(self) -> npt.NDArray[np.float32]:
-        """In nats; NaN where the mask is 0 or the engine gave none."""
+        """Entropies in nats; NaN where the mask is 0 or the engine reported none."""
         return self._per_token("entropies")
 
     @cached_property
     def token_texts(self) -> tuple[str, ...]:
-        """The text of each token alone; the id in brackets where no tokenizer was at hand."""
+        """Text of each token; "[id]" if no tokenizer was available."""
         self._require_ids()
         return tuple(
             piece
@@ -484,13 +512,13 @@ class Row:
 
     @cached_property
     def turn_index(self) -> npt.NDArray[np.int64]:
-        """Which of the trajectory's `turns` each token belongs to."""
+        """Index in `trajectory.turns` of the turn of each token."""
         self._require_ids()
         return _read_only_array([self.start + i for i, turn in enumerate(self.turns) for _ in turn.ids or ()], "int64")
 
     @cached_property
     def versions(self) -> npt.NDArray[np.int64]:
-        """Policy version behind each token; -1 where the mask is 0."""
+        """Version of the policy that sampled each token; -1 where the mask is 0."""
         self._require_ids()
         out: list[int] = []
         for turn in self.turns:
@@ -508,7 +536,7 @@ class Row:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """What the engine was told and said in this row, as chat messages."""
+        """Conversation of this row, as chat messages."""
         return tuple(message for turn in self.turns for message in turn.messages)
 
     def __repr__(self) -> str:
@@ -518,48 +546,49 @@ class Row:
 
 @dataclass(frozen=True, eq=True)
 class Trajectory:
-    """One finished chain: what was asked, every token with its author, and how it was scored.
+    """One finished chain: its task, every token with its author, and its reward.
 
-    `rows` are its sequences of token ids: one, unless a compaction or a history rendered anew began another. `ids`,
-    `action_mask`, `logprobs`, `entropies`, `versions`, `token_texts`, `turn_index` are those of the only row, with one
-    length T; where there are several they raise and name `rows`.
+    `rows` holds its token sequences: a single one, unless compaction or a re-rendered history started another. `ids`,
+    `action_mask`, `logprobs`, `entropies`, `versions`, `token_texts` and `turn_index` are those of the single row, each
+    of shape (T,); with several rows they raise `AlignmentError`, and `rows` must be used instead.
     """
 
     id: str
-    """Unique within a run: rows, frames and widgets are joined by it."""
+    """Unique within a run; the key that joins rows, data frames and widgets."""
     task: Task
     group: str
-    """Chains of one task in one rollout share it."""
+    """Id shared by all chains of one task in one rollout."""
     chain: int
-    """Index in its group, from 0."""
+    """Index in the group, starting at 0."""
     turns: tuple[Turn, ...]
-    """Of all rows, in order."""
+    """Turns of all rows, in order."""
     stop: str
     reward: float | None = None
-    """None is unscored: left out of every mean, never 0.0."""
+    """None means unscored, which is excluded from every mean; it never counts as 0.0."""
     metrics: dict[str, float] = field(default_factory=dict)
     error: Failure | None = None
     seed: int = 0
     sampling: Sampling = field(default_factory=Sampling)
     seconds: float = field(default=0.0, compare=False)
     tools: tuple[dict[str, Any], ...] = ()
-    """The schemas that were in the prompt."""
+    """Tool schemas in the prompt."""
     dropped: str | None = None
-    """Why a training step left it out; None where it was trained on, or where no step has seen it."""
+    """Reason why a training step excluded the trajectory; None if it was used, or not yet part of a step."""
 
     # --- tokens ---
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """Its sequences of token ids, in the order in which they were made; one at least.
+        """Token sequences of the trajectory in the order of their creation; at least one.
 
-        Raises:  AlignmentError if the turns' `row` do not count up from 0.
+        Raises:
+            AlignmentError: if `row` of the turns does not count up from 0.
         """
         starts = [i for i, turn in enumerate(self.turns) if i == 0 or turn.row != self.turns[i - 1].row]
         if [self.turns[i].row for i in starts] != list(range(len(starts))):
             raise AlignmentError(
-                f"trajectory {self.id!r} has turns in the rows {[turn.row for turn in self.turns]}; rows are counted "
-                "from 0, and each is finished before the next begins"
+                f"rows of trajectory {self.id!r} must count up from 0, each complete before the next one starts, "
+                f"got {[turn.row for turn in self.turns]}"
             )
         ends = [*starts[1:], len(self.turns)]
         found = zip(starts or [0], ends, strict=True)
@@ -567,13 +596,13 @@ class Trajectory:
 
     @property
     def exact(self) -> bool:
-        """Whether every turn has ids; a text-only engine gives none."""
+        """True if every turn has token ids; turns of text-only engines have none."""
         return all(turn.ids is not None for turn in self.turns)
 
     def _only_row(self, name: str) -> Row:
         if len(self.rows) > 1:
             raise AlignmentError(
-                f"trajectory {self.id!r} has {len(self.rows)} rows, so there is no one .{name}; take those of a row: "
+                f"trajectory {self.id!r} has {len(self.rows)} rows, so .{name} is ambiguous; use one of its rows: "
                 f"trajectory.rows[0].{name}"
             )
         return self.rows[0]
@@ -584,54 +613,54 @@ class Trajectory:
 
     @property
     def action_mask(self) -> npt.NDArray[np.bool_]:
-        """True where this policy sampled the token."""
+        """True at tokens sampled by the policy."""
         return self._only_row("action_mask").action_mask
 
     @property
     def logprobs(self) -> npt.NDArray[np.float32]:
-        """Behaviour logprobs in nats; NaN where the mask is 0."""
+        """Logprobs of the sampling policy in nats; NaN where the mask is 0."""
         return self._only_row("logprobs").logprobs
 
     @property
     def entropies(self) -> npt.NDArray[np.float32]:
-        """In nats; NaN where the mask is 0 or the engine gave none."""
+        """Entropies in nats; NaN where the mask is 0 or the engine reported none."""
         return self._only_row("entropies").entropies
 
     @property
     def token_texts(self) -> tuple[str, ...]:
-        """The text of each token alone; the id in brackets where no tokenizer was at hand."""
+        """Text of each token; "[id]" if no tokenizer was available."""
         return self._only_row("token_texts").token_texts
 
     @property
     def turn_index(self) -> npt.NDArray[np.int64]:
-        """Which of `turns` each token belongs to."""
+        """Index in `turns` of the turn of each token."""
         return self._only_row("turn_index").turn_index
 
     @property
     def versions(self) -> npt.NDArray[np.int64]:
-        """Policy version behind each token; -1 where the mask is 0."""
+        """Version of the policy that sampled each token; -1 where the mask is 0."""
         return self._only_row("versions").versions
 
-    # --- what happened ---
+    # --- turns and calls ---
 
     @property
     def actions(self) -> tuple[Turn, ...]:
-        """Turns that complete an assistant's message; a forced beginning belongs to the action after it."""
+        """Turns that complete an assistant message. A forced prefix belongs to the action that follows it."""
         return tuple(turn for turn in self.turns if turn.kind in ("action", "forced") and turn.messages)
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        """Every call that ran or was refused, in order, with its result."""
+        """All tool calls that ran or were rejected, in order, with their results."""
         return tuple(call for turn in self.turns if turn.kind == "observation" for call in turn.tool_calls)
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """What was said, in the order of the turns; what a later row's prompt repeats is there again."""
+        """Messages of all turns in order, including those repeated in the prompt of a later row."""
         return tuple(message for turn in self.turns for message in turn.messages)
 
     @property
     def final(self) -> str | None:
-        """Text of the last answer; None if the chain never answered (cut, failed, or still calling tools)."""
+        """Text of the final answer; None if there is none (truncated, failed, or still calling tools)."""
         if self.stop not in ("answered", "env_done", "tool_stopped"):
             return None
         for message in reversed(self.messages):
@@ -645,7 +674,7 @@ class Trajectory:
 
     @property
     def success(self) -> bool | None:
-        """`metrics["success"]` if a reward gave one, else reward >= 1; None if unscored."""
+        """`metrics["success"]` if a reward reported it, else reward >= 1; None if unscored."""
         if self.reward is None:
             return None
         return bool(self.metrics["success"]) if "success" in self.metrics else self.reward >= 1
@@ -654,7 +683,7 @@ class Trajectory:
         return replace(self, **changes)
 
     def explain(self) -> str:
-        """Why it got its reward, in a sentence or two."""
+        """Describe in one or two sentences what happened and how it was scored."""
         calls = self.tool_calls
         did = f"{len(self.actions)} action{'s' * (len(self.actions) != 1)}"
         if calls:
@@ -702,7 +731,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Group:
-    """The chains of one task in one rollout: rewards are compared within it."""
+    """Trajectories of one task in one rollout, among which rewards are compared."""
 
     id: str
     trajectories: tuple[Trajectory, ...]
@@ -737,10 +766,10 @@ class Group:
 
 @dataclass(frozen=True)
 class RolloutEvent:
-    """One change of a chain. `state` is what the chain does from now on.
+    """Change of state of a chain. `state` is the state after the event.
 
-    All events of a rollout come in the order of `sequence`, without gaps. Of one chain they nest: every start is
-    followed by its own end, also where something failed or was cancelled; a chain's own are its first and its last.
+    Events of a rollout arrive in the order of `sequence`, without gaps. Events of one chain nest: every "start" has a
+    matching "end", even after a failure or cancellation, and the first and last event have kind "chain".
     """
 
     sequence: int
@@ -751,11 +780,11 @@ class RolloutEvent:
     turn: int
     state: Literal["waiting", "sampling", "tool", "scoring", "done", "failed", "cancelled"]
     time: float
-    """Seconds since the rollout started."""
+    """Seconds since the start of the rollout."""
     detail: str = ""
-    """Of a turn's end its text, of a tool its name, of a chain's end its stop reason; of what failed, how."""
+    """Text (end of a turn), tool name (tool), stop reason (end of a chain), or description of a failure."""
     call: str = ""
-    """Of a tool event: the call's id. The calls of one action run side by side."""
+    """Id of the call, for tool events. The calls of one action run concurrently."""
 
 
 # --- one optimisation step -----------------------------------------------------------------------
@@ -763,54 +792,56 @@ class RolloutEvent:
 
 @dataclass(frozen=True)
 class Stats:
-    """What one `ppo_step` did. Means over action tokens unless a field says otherwise."""
+    """Statistics of one `ppo_step`; means over action tokens unless documented otherwise."""
 
     loss: float
     policy_loss: float
     approx_kl: float
-    """Mean of k3(new, old), nats a token, on the last epoch's forward: over the tokens that were run. Rows without
-    signal are not (see `dropped_groups`), so it is what the others moved; `target_kl` runs every row, and has the mean
-    over all tokens."""
+    """Mean of k3(new, old) in nats per token, from the forward passes of the last epoch.
+
+    Rows without signal are skipped (see `dropped_groups`) and not part of the mean; with `target_kl` all rows run, and
+    the mean is over all action tokens.
+    """
     clip_fraction: float
-    """Share of action tokens whose clip binds, given the advantage's sign, on the last epoch's forward."""
+    """Fraction of action tokens whose clip binds, given the sign of the advantage, in the last epoch."""
     entropy: float
-    """Exact, at the sampling temperature, nats a token."""
+    """Exact entropy at the sampling temperature, in nats per token."""
     grad_norm: float
-    """Mean over updates of the norm before clipping."""
+    """Gradient norm before clipping, mean over updates."""
     value_loss: float = math.nan
     kl_reference: float = math.nan
-    """To the reference policy, of the kind that was asked for, nats a token."""
+    """KL to the reference policy, by the requested estimator, in nats per token."""
     explained_variance: float = math.nan
     ratio_max: float = math.nan
     effective_sample_size: float = math.nan
-    """Share of the sample that is left after `correction=` weighed it: of tokens, or of rows."""
+    """Effective fraction of tokens or rows after weighting by `correction=`."""
     sampler_gap: float = math.nan
-    """Largest |engine logprob - trainer logprob| before the first update, where it was measured."""
+    """Largest |engine logprob - trainer logprob| before the first update; NaN if not measured."""
     reward_mean: float = math.nan
     reward_std: float = math.nan
     advantage_mean: float = math.nan
     unscored: float = 0.0
-    """Share of trajectories without a reward."""
+    """Fraction of trajectories without a reward."""
     truncated: float = 0.0
     updates: int = 0
     rows: int = 0
     tokens: int = 0
-    """Action tokens trained on, an epoch."""
+    """Action tokens trained on per epoch."""
     dropped_groups: int = 0
-    """Groups without signal that were left out, exactly."""
+    """Groups skipped because their gradient is exactly zero."""
     dropped: dict[str, int] = field(default_factory=dict)
-    """Trajectories that were not trained on, by reason: unscored, truncated, or what a filter said."""
+    """Number of excluded trajectories by reason: unscored, truncated, or the reason given by a filter."""
     stopped_early: bool = False
     lr: float = math.nan
     seconds: float = field(default=0.0, compare=False)
     phases: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
-    """Seconds a phase: old, forward, backward, optimizer."""
+    """Seconds per phase: old, forward, backward, optimizer."""
     detail: dict[str, Any] | None = field(default=None, compare=False, repr=False)
-    """With detail=True: (B, T) float32 arrays on the batch's rows: logprob before and after, ratio, ..."""
+    """With detail=True, (B, T) float32 arrays on the rows of the batch: logprobs before and after, ratio, ..."""
     batch: Any = field(default=None, compare=False, repr=False)
 
     def scalars(self) -> dict[str, float]:
-        """The scalar fields, as JSON can hold them; NaN ones are left out."""
+        """Return the scalar fields in JSON-serializable form, without NaN values."""
         out: dict[str, float] = {}
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
@@ -840,11 +871,15 @@ _HEADLINE_STATS = (
     "sampler_gap",
     "reward_mean",
 )
-"""What a person looks at first."""
+"""Statistics shown first in the notebook view."""
 
 
 def check_sequence(name: str, value: Any) -> Sequence[Any]:
-    """Refuse a text where a list is wanted (a str is a sequence too, of its letters)."""
+    """Return `value` if it is a sequence other than a string.
+
+    Raises:
+        SettingsError: otherwise. A str is a sequence of its characters, which is never intended here.
+    """
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise SettingsError(f"{name}={value!r}: give a list")
+        raise SettingsError(f"{name} must be a list, got {value!r}")
     return value

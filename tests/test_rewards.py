@@ -125,7 +125,7 @@ async def test_a_turn_reward_sees_the_turn_and_its_observation() -> None:
     assert (got.reward, got.metrics) == (0.0, {"each": 1.0})
     assert (await each.try_(ANSWERED)).reward == 0.0  # the last action
     assert (await each.try_(ANSWERED, turn=1)).reward == 1.0
-    with pytest.raises(RewardError, match="scores an action"):
+    with pytest.raises(RewardError, match="must be given an action"):
         await each.try_(ANSWERED, turn=0)
     with pytest.raises(RewardError, match="scores a whole trajectory"):
         await exact.try_(ANSWERED, turn=1)
@@ -230,7 +230,7 @@ async def test_none_is_unscored_without_a_failure() -> None:
         ([1.0], "a list"),
         (1j, "a complex"),
         (np.array([1.0, 2.0]), "a ndarray"),
-        ({"score": 1.0}, "returned a dict without 'reward' (its keys: score)"),
+        ({"score": 1.0}, "must return a dict with the key 'reward', got keys: score"),
         ({"reward": "yes"}, "'reward' is 'yes', a str"),
         ({"reward": 1.0, "f1": math.nan}, "metric 'f1' is nan"),
     ],
@@ -433,7 +433,7 @@ def test_a_field_that_no_task_has_is_refused_at_once() -> None:
     with pytest.raises(RewardError) as caught:
         RewardSet([exact]).check([TASK, wrong])
     assert str(caught.value) == (
-        "reward exact asks for 'answer', which task 'w' does not have (its fields: anwser, level; there are also "
+        "reward exact requires 'answer', which task 'w' does not have (its fields: anwser, level; also available: "
         "final, trajectory, context); rename the parameter or give it a default"
     )
     exact.check(TASK)
@@ -502,15 +502,15 @@ def unresolved(x: Nowhere) -> float:  # type: ignore[name-defined]  # noqa: F821
     [
         (starred, {}, "starred: arguments are injected by name"),
         (double_starred, {}, "double_starred: arguments are injected by name"),
-        (vague, {}, "vague: say which sandbox: sandbox: af.PythonSandbox"),
-        (yields, {}, "yields yields"),
-        (Judge.judge, {}, "judge is a method, and no instance is injected"),
+        (vague, {}, "vague: parameter 'sandbox' has no type; for example sandbox: af.PythonSandbox"),
+        (yields, {}, "yields is a generator"),
+        (Judge.judge, {}, "judge is a method without an instance"),
         (unresolved, {}, "unresolved: an annotation cannot be resolved"),
-        (len, {}, "len is no function"),
-        (raises, {"per": "token"}, "per='token': give 'trajectory' or 'turn'"),
-        (raises, {"weight": math.nan}, "weight=nan: give a finite number"),
-        (raises, {"weight": "1"}, "weight='1': give a finite number"),
-        (raises, {"timeout": 0}, "timeout=0: give seconds above 0"),
+        (len, {}, "len must be a function"),
+        (raises, {"per": "token"}, "per='token' must be 'trajectory' or 'turn'"),
+        (raises, {"weight": math.nan}, "weight=nan must be a finite number"),
+        (raises, {"weight": "1"}, "weight='1' must be a finite number"),
+        (raises, {"timeout": 0}, "timeout=0 must be above 0 seconds"),
     ],
 )
 def test_what_cannot_be_a_reward_is_refused_when_decorated(function: Any, options: Any, words: str) -> None:

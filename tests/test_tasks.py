@@ -77,18 +77,18 @@ def test_numpy_values_become_pythons_own() -> None:
     [
         (
             {"answer": "5"},
-            "rows, row 1: no question; give one of messages, question, prompt, input (its columns: answer)",
+            "rows, row 1: no question; add one of messages, question, prompt, input (its columns: answer)",
         ),
         ({"question": ""}, "rows, row 1: no question"),
-        ({"question": 5}, "rows, row 1: 'question' is a int; give a text or a list of messages"),
-        ({"messages": "text"}, "rows, row 1: 'messages' is a text"),
-        ({"messages": [{"role": "user"}]}, "rows, row 1: message 0 of 'messages' needs 'role' and 'content'"),
-        ({"messages": ["text"]}, "rows, row 1: message 0 of 'messages' needs"),
-        ({"id": "first", "question": "q"}, "rows, row 1: the id 'first' stands already in rows, row 0"),
-        ({"id": 1.5, "question": "q"}, "rows, row 1: id=1.5: give a text or a whole number"),
+        ({"question": 5}, "rows, row 1: 'question' is a int; use a string or a list of messages"),
+        ({"messages": "text"}, "rows, row 1: 'messages' must be a list of messages, got a string"),
+        ({"messages": [{"role": "user"}]}, "rows, row 1: message 0 of 'messages' must have 'role' and 'content'"),
+        ({"messages": ["text"]}, "rows, row 1: message 0 of 'messages' must have"),
+        ({"id": "first", "question": "q"}, "rows, row 1: the id 'first' is already used in rows, row 0"),
+        ({"id": 1.5, "question": "q"}, "rows, row 1: id=1.5 must be a string or an integer"),
         ({"id": "", "question": "q"}, "rows, row 1: id=''"),
-        ({"split": 3, "question": "q"}, "rows, row 1: split=3: give a name"),
-        (["question"], "rows, row 1: a row is an object such as"),
+        ({"split": 3, "question": "q"}, "rows, row 1: split=3 must be a name"),
+        (["question"], "rows, row 1: a row must be an object such as"),
     ],
 )
 def test_a_wrong_row_is_named(row: Any, words: str) -> None:
@@ -104,7 +104,7 @@ def test_what_is_no_rows(rows: Any) -> None:
 
 
 def test_no_rows_at_all() -> None:
-    with pytest.raises(TaskError, match="rows: no tasks in it"):
+    with pytest.raises(TaskError, match="rows: contains no tasks"):
         tasks_from([], name="rows")
 
 
@@ -173,13 +173,13 @@ def test_a_json_file_of_splits_and_a_folder_of_files(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ('{"question": "a"}\n\n{"question": "b"\n', "bad.jsonl:3: not JSON"),
-        ('{"question": "a"}\n[1]\n', "bad.jsonl:2: a row is an object"),
+        ('{"question": "a"}\n[1]\n', "bad.jsonl:2: a row must be an object"),
         ('{"question": "a"}\n{"answer": "b"}\n', "bad.jsonl:2: no question"),
         (
             '{"id":"x","question": "a"}\n\n{"id":"x","question":"b"}\n',
-            "bad.jsonl:3: the id 'x' stands already in bad.jsonl:1",
+            "bad.jsonl:3: the id 'x' is already used in bad.jsonl:1",
         ),
-        ("\n\n", "bad.jsonl: no tasks in it"),
+        ("\n\n", "bad.jsonl: contains no tasks"),
         (b'{"question": "a"}\n\xff\n', "bad.jsonl:2: not UTF-8"),
         ("[" * 100_000, "bad.jsonl:1: not JSON"),
     ],
@@ -197,10 +197,10 @@ def test_a_broken_json_or_parquet_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"bad.json:2: not JSON"):
         load_tasks(tmp_path / "bad.json")
     (tmp_path / "one.json").write_text('{"question": "a"}')
-    with pytest.raises(TaskError, match=r"one.json: want a list of rows"):
+    with pytest.raises(TaskError, match=r"one.json: must hold a list of rows"):
         load_tasks(tmp_path / "one.json")
     (tmp_path / "bad.parquet").write_bytes(b"PAR")
-    with pytest.raises(TaskError, match=r"bad.parquet: not a parquet file"):
+    with pytest.raises(TaskError, match=r"bad.parquet: not a readable parquet file"):
         load_tasks(tmp_path / "bad.parquet")
 
 
@@ -222,14 +222,14 @@ def test_paths_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(TaskError) as caught:
         load_tasks("policy")
     assert str(caught.value) == (
-        "no task set named 'policy' ships; there are 'chess', 'sums'. A file of yours is given by its path: "
+        "there is no task set 'policy'; available: 'chess', 'sums'. To load a file, give its path: "
         "load_tasks('./policy.jsonl')"
     )
     shutil.copytree(shipped / "chess", tmp_path / "sums")
     assert len(load_tasks("sums")) == 40  # a bare name is what ships, wherever one stands
     assert len(load_tasks("./sums")) == 3
     with pytest.raises(
-        TaskError, match=r"none.jsonl: no such file; give a .jsonl, .json or .parquet file, or a name: 'ch"
+        TaskError, match=r"none.jsonl: no such file; give a .jsonl, .json or .parquet file, or a task set: 'ch"
     ):
         load_tasks("none.jsonl")
     with pytest.raises(TaskError, match=r"a.csv: give a .jsonl, .json or .parquet file"):
@@ -273,7 +273,7 @@ def test_the_split_column_is_honoured() -> None:
     assert len(tasks.train) == 14
     assert len(tasks.split("dev")) == 13
     assert "split" not in tasks[0].fields
-    with pytest.raises(TaskError, match="the rows have splits already: 'train', 'test', 'dev'"):
+    with pytest.raises(TaskError, match="the rows already have splits: 'train', 'test', 'dev'"):
         tasks_from(rows, test=0.1)
 
 
@@ -322,7 +322,7 @@ def test_sample_is_seeded_and_without_repetition() -> None:
     assert drawn != tasks.sample(10, seed=4)
     assert len({t.id for t in drawn}) == 10
     assert {t.id for t in tasks.sample(40)} == {t.id for t in tasks}
-    with pytest.raises(TaskError, match=r"sample\(41\): give 0 to 40"):
+    with pytest.raises(TaskError, match=r"sample\(41\): n must be between 0 and 40"):
         tasks.sample(41)
 
 

@@ -54,10 +54,10 @@ def trajectory(*turns: Turn, **more: Any) -> Trajectory:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Task("", TASK.messages), "non-empty text; got ''"),
+        (lambda: Task("", TASK.messages), "non-empty string, got ''"),
         (lambda: Task(3, TASK.messages), "got 3"),  # type: ignore[arg-type]
         (lambda: Task("x", ()), "task 'x' has no messages"),
-        (lambda: Task("x", ({"role": "user"},)), "task 'x': message 0 needs 'role' and 'content'"),
+        (lambda: Task("x", ({"role": "user"},)), "task 'x': message 0 must have 'role' and 'content'"),
         (lambda: Task("x", ("hi",)), "message 0"),  # type: ignore[arg-type]
     ],
 )
@@ -105,9 +105,9 @@ def test_what_truncates() -> None:
 
 
 def test_samples_are_aligned() -> None:
-    with pytest.raises(AlignmentError, match="2 ids came with 1 logprobs"):
+    with pytest.raises(AlignmentError, match="2 ids has 1 logprobs"):
         Sample((1, 2), (-1.0,), None, "stop", None)
-    with pytest.raises(EngineError, match="needs ids, or text"):
+    with pytest.raises(EngineError, match="must have ids, or text"):
         Sample(None, None, None, "stop", None)
 
 
@@ -120,7 +120,7 @@ def test_turns_are_aligned(name: str) -> None:
 def test_a_sampled_turn_needs_what_training_needs() -> None:
     with pytest.raises(AlignmentError, match="a logprob and a policy version"):
         Turn("action", "policy", (1,), sampled=True, logprobs=(-1.0,))
-    with pytest.raises(AlignmentError, match="without ids"):
+    with pytest.raises(AlignmentError, match="must have ids"):
         Turn("action", "policy", None, sampled=True)
 
 
@@ -161,7 +161,7 @@ def test_a_text_only_trajectory_refuses_token_views_by_name() -> None:
     assert not t.exact
     assert t.final == "5"
     for name in ("ids", "action_mask", "logprobs", "entropies", "versions", "token_texts", "turn_index"):
-        with pytest.raises(AlignmentError, match="'g/0' came from an engine that gives text only"):
+        with pytest.raises(AlignmentError, match="'g/0' has no token ids, because its engine is text-only"):
             getattr(t, name)
     assert "no ids" in repr(t)
     assert "–" in t._repr_html_()

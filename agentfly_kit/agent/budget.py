@@ -1,6 +1,6 @@
-"""What a group of chains, or a whole rollout, may spend together, and what has been spent of it.
+"""Budgets shared by a group of chains or a whole rollout, and the accounting of their use.
 
-Knows no chains and no engines. A `BudgetUsage` belongs to one rollout and to one event loop.
+A `BudgetUsage` belongs to one rollout and one event loop.
 """
 
 from __future__ import annotations
@@ -14,57 +14,61 @@ from agentfly_kit.errors import SettingsError
 
 @dataclass(frozen=True)
 class Budget:
-    """A limit that several chains share; None is no limit. `agent.rollout(tasks, budget=, group_budget=)`.
+    """Limits shared by several chains; None means no limit. Pass to `agent.rollout(tasks, budget=, group_budget=)`.
 
-    One chain's own limits are the agent's: `max_tokens, max_turns, max_tool_calls, timeout`.
-    Tokens, turns and tool calls are never exceeded. A chain that would, ends as truncated, with a stop reason such as
-    `run_tokens` or `group_tool_calls`, and is scored; chains that have not begun by then are listed in
-    `rollout.not_run`. Which chains those are depends, with several at a time, on who came first; one at a time
-    (`max_concurrency=1`) and without `seconds` it is always the same ones.
+    Limits of a single chain are arguments of the agent: `max_tokens`, `max_turns`, `max_tool_calls`, `timeout`.
+    The limits on tokens, turns and tool calls are never exceeded. A chain that would exceed one is truncated, with a
+    stop reason such as `run_tokens` or `group_tool_calls`, and scored. Chains that have not started by then are listed
+    in `rollout.not_run`. Which chains these are depends on timing if several run concurrently; it is deterministic with
+    `max_concurrency=1` and without `seconds`.
+
+    Raises:
+        SettingsError: if a limit is not positive.
     """
 
     tokens: int | None = None
-    """Sampled tokens. Towards the end chains wait for each other: an action begins when what is left is enough for the
-    longest that it may become, or when nothing else runs; then it gets what is left."""
+    """Number of sampled tokens.
+
+    Each running action reserves its maximum length. When too few tokens remain for another, it waits until some are
+    released, or until no other action is running; then it receives the remainder.
+    """
     turns: int | None = None
-    """Actions."""
+    """Number of actions."""
     tool_calls: int | None = None
-    """Calls that reached a tool; unreadable and unknown ones cost nothing."""
+    """Number of calls that reach a tool. Malformed calls and calls of unknown tools do not count."""
     seconds: float | None = None
-    """Since the rollout began, or the group's first chain. What runs then is cancelled."""
+    """Seconds since the start of the rollout, or of the first chain of the group. Running chains are then cancelled."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "turns", "tool_calls"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise SettingsError(
-                    f"Budget({name}={value!r}): give a whole number of at least 1, or None for no limit"
-                )
+                raise SettingsError(f"Budget({name}={value!r}): must be an integer of at least 1, or None for no limit")
         if self.seconds is not None and not self.seconds > 0:
-            raise SettingsError(f"Budget(seconds={self.seconds!r}): give seconds above 0, or None for no limit")
+            raise SettingsError(f"Budget(seconds={self.seconds!r}): must be above 0, or None for no limit")
 
 
 class BudgetUsage:
-    """What was spent of one budget. `name` is the first word of its stop reasons: group, run."""
+    """Running totals of one budget. `name` ("group" or "run") is the prefix of its stop reasons."""
 
     def __init__(self, budget: Budget, name: str) -> None:
         self.budget = budget
         self.name = name
         self.tokens = self.turns = self.tool_calls = 0
         self.deadline: float | None = None
-        """In the event loop's time, from `start` on."""
+        """Deadline on the clock of the event loop; set by `start`."""
         self._reserved = 0
         self._running = 0
         self._changed: asyncio.Future[None] | None = None
 
     def start(self) -> None:
-        """The first chain begins; a second start changes nothing."""
+        """Start the clock with the first chain. Idempotent."""
         if self.deadline is None and self.budget.seconds is not None:
             self.deadline = asyncio.get_running_loop().time() + self.budget.seconds
 
     @property
     def exhausted(self) -> str | None:
-        """The stop reason, if there is nothing left of something."""
+        """Stop reason of the first limit that is used up, or None."""
         for what in ("tokens", "turns", "tool_calls"):
             limit = getattr(self.budget, what)
             if limit is not None and getattr(self, what) >= limit:
@@ -75,11 +79,11 @@ class BudgetUsage:
 
     @property
     def tokens_left(self) -> int | None:
-        """Tokens that are neither spent nor promised; None is no limit."""
+        """Tokens that are neither used nor reserved; None if there is no limit."""
         return None if self.budget.tokens is None else self.budget.tokens - self.tokens - self._reserved
 
     def next_change(self) -> asyncio.Future[None]:
-        """Done when something that was promised has been spent or given back."""
+        """Return a future that completes when the next reservation is released."""
         if self._changed is None:
             self._changed = asyncio.get_running_loop().create_future()
         return self._changed
@@ -92,12 +96,15 @@ class BudgetUsage:
 
 
 class TokenReservation:
-    """One action's share of some budgets: `async with TokenReservation(usages, 64) as it`, then sample at most
-    `it.tokens`.
+    """Async context manager that reserves tokens of several budgets for one action.
 
-    stop     why there may be no action, or None
-    limited_by   the stop reason of the budget that made `tokens` less than was wanted
-    used     set it to the number of tokens that were sampled; without it nothing was spent
+    Use as `async with TokenReservation(usages, 64) as reservation`, then sample at most `reservation.tokens`.
+
+    Attributes:
+        tokens: number of tokens granted.
+        stop: stop reason if no action may start, else None.
+        limited_by: stop reason of the budget that reduced `tokens` below the requested number, else None.
+        used: to be set to the number of sampled tokens; if left None, the action does not count.
     """
 
     def __init__(self, usages: Sequence[BudgetUsage], wanted: int) -> None:
@@ -139,7 +146,7 @@ class TokenReservation:
 
 
 def _stop_reason(usage: BudgetUsage) -> str | None:
-    """Why no further action may begin. Tool calls are not asked for here: an answer needs none."""
+    """Return the stop reason that forbids another action. Tool calls do not matter here: an answer needs none."""
     why = usage.exhausted
     if why is None or not why.endswith("_tool_calls"):
         return why
@@ -148,12 +155,16 @@ def _stop_reason(usage: BudgetUsage) -> str | None:
 
 
 def _must_wait(usage: BudgetUsage, wanted: int) -> bool:
-    """Whether to wait for what others may give back: too little is left, and somebody runs."""
+    """Return True if too few tokens are left and a running action may release some."""
     return usage.tokens_left is not None and usage.tokens_left < wanted and usage._running > 0
 
 
 def reserve_tool_calls(usages: Sequence[BudgetUsage], wanted: int) -> tuple[int, str | None]:
-    """Spend up to `wanted` tool calls. Returns how many may run, and the stop reason if that is fewer."""
+    """Count up to `wanted` tool calls against all budgets.
+
+    Returns:
+        The number of calls granted, and the stop reason if that is fewer than `wanted`.
+    """
     granted, stop = wanted, None
     for usage in usages:
         limit = usage.budget.tool_calls

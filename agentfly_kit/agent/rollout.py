@@ -1,6 +1,7 @@
-"""A rollout: its numbers, its frames, its file. `load(save(x)) == x`, and a file is written whole or not at all.
+"""Rollouts: summary statistics, data frames, comparison, and storage.
 
-Knows no engine and no policy. On disk a rollout is JSONL: a header, then a trajectory a line.
+A rollout is stored as JSONL: a header, then one trajectory per line. `load(save(x)) == x`, and files are written
+atomically.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ if TYPE_CHECKING:
 
 _FORMAT = "agentfly_kit.rollout"
 _VERSION = 2
-"""2 knows of several rows a trajectory; a rollout of single rows is written as 1."""
+"""Version 2 adds trajectories with several rows; rollouts with single rows only are still written as version 1."""
 
 
 # --- records to JSON and back --------------------------------------------------------------------
 
 
 def _json_fallback(value: Any) -> Any:
-    """numpy scalars and arrays as numbers and lists; anything else that JSON does not know is refused."""
+    """Convert NumPy scalars and arrays to numbers and lists; raise TypeError for all other types."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__}")
@@ -45,12 +46,12 @@ def dump_json(value: Any, where: str) -> str:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_json_fallback, allow_nan=False)
         try:
             text.encode()
-        except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can write
+        except UnicodeEncodeError:  # lone surrogates can only be written as escapes
             text = json.dumps(value, separators=(",", ":"), default=_json_fallback, allow_nan=False)
         return text
     except (TypeError, ValueError) as error:
         raise RunError(
-            f"{where} holds what JSON cannot: {error}; keep task fields and metrics to texts, numbers, lists and dicts"
+            f"{where} cannot be saved as JSON: {error}; use strings, numbers, lists and dicts in fields and metrics"
         ) from error
 
 
@@ -60,12 +61,12 @@ def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
 
 
 def _non_default_fields(record: Any, leave: Sequence[str] = ()) -> dict[str, Any]:
-    """The fields that differ from their defaults."""
+    """Return the fields that differ from their defaults."""
     out = {}
     kind: Any = type(record)
     for name, default in _defaults(kind):
         value = getattr(record, name)
-        # None has no type of its own to differ in; () and "" are kept where they are not the default.
+        # Compare types too, so that 0 and False count as different.
         if value is not default and (type(value) is not type(default) or value != default) and name not in leave:
             out[name] = value
     return out
@@ -89,7 +90,7 @@ def _turn_to_json(turn: Turn) -> dict[str, Any]:
     out = _non_default_fields(turn, ("parent", "token_texts", "tool_calls"))
     out = {"place" if name == "label" else name: value for name, value in out.items()}
     if turn.ids is not None and turn.token_texts is None:
-        out["pieces"] = None  # its ids have texts in the header, if another turn has the same, but it has none
+        out["pieces"] = None  # mark the absence: the header may hold texts of the same ids from other turns
     if turn.tool_calls:
         out["tool_calls"] = [_call_to_json(call) for call in turn.tool_calls]
     return out
@@ -138,7 +139,11 @@ def _trajectory_from_json(data: dict[str, Any], token_texts: dict[int, str]) -> 
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Any]:
-    """Write a text file under another name and move it into place: a reader never sees half of it."""
+    """Write a text file atomically: under a temporary name, which is then renamed.
+
+    Raises:
+        RunError: if the file cannot be written; an existing file is left unchanged.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +153,7 @@ def atomic_write(path: Path) -> Iterator[Any]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise RunError(f"{path} could not be written ({error}); what was there before is unchanged") from error
+        raise RunError(f"{path} could not be written ({error}); an existing file is unchanged") from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -159,12 +164,12 @@ def atomic_write(path: Path) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Finished chains, grouped by task, in the order in which the tasks were given."""
+    """Finished chains grouped by task, in the order of the tasks."""
 
     groups: tuple[Group, ...] = ()
     seconds: float = field(default=0.0, compare=False)
     not_run: dict[str, str] = field(default_factory=dict)
-    """Ids of the chains that a shared budget kept from beginning, each with its stop reason (`run_tokens`, ...)."""
+    """Stop reasons (`run_tokens`, ...) of chains that a shared budget prevented from starting, by id."""
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:
@@ -187,7 +192,10 @@ class Rollout:
         return cls(tuple(Group(name, tuple(ts)) for name, ts in by.items()), seconds, dict(not_run or {}))
 
     def with_drop_reasons(self, dropped: Iterable[Any]) -> Rollout:
-        """The same chains, each that a batch left out with the reason: `rollout.with_drop_reasons(batch.dropped)`."""
+        """Return a copy in which trajectories excluded from a batch carry the reason.
+
+        Use as `rollout.with_drop_reasons(batch.dropped)`.
+        """
         why = {d.trajectory: d.reason for d in dropped if d.row is None}
         if not why:
             return self
@@ -199,7 +207,7 @@ class Rollout:
     # --- numbers ---
 
     def summary(self) -> dict[str, float]:
-        """Means over the scored trajectories, and the shares that were not."""
+        """Return mean success and reward of the scored trajectories, and means and fractions over all."""
         ts = self.trajectories
         scored = [t for t in ts if t.reward is not None]
         out: dict[str, float] = {"trajectories": len(ts)}
@@ -223,14 +231,20 @@ class Rollout:
     # --- frames ---
 
     def to_frame(self, kind: Literal["trajectories", "turns", "tokens"] = "trajectories") -> pd.DataFrame:
-        """One line a trajectory, a turn or a token. Missing numbers are NaN, never 0.
+        """Return a data frame with one line per trajectory, turn or token. Missing numbers are NaN, never 0.
 
-        "row" says which of the trajectory's rows a turn or a token stands in; a token's "position" is that in its row.
+        Column "row" is the index of the row of the trajectory, and "position" that of a token in its row.
+
+        Args:
+            kind: "trajectories", "turns" or "tokens".
+
+        Raises:
+            SettingsError: for another kind.
         """
         import pandas as pd
 
         if kind not in ("trajectories", "turns", "tokens"):
-            raise SettingsError(f"to_frame({kind!r}): give 'trajectories', 'turns' or 'tokens'")
+            raise SettingsError(f"to_frame({kind!r}): kind must be 'trajectories', 'turns' or 'tokens'")
         rows: list[dict[str, Any]] = []
         for t in self.trajectories:
             head = {"trajectory": t.id, "task": t.task.id, "chain": t.chain}
@@ -303,21 +317,22 @@ class Rollout:
                     "version": int(version),
                 }
 
-    # --- scoring again, comparing ---
+    # --- rescoring and comparison ---
 
     @pending_call
     async def rescore(self, reward: Any) -> Rollout:
-        """The same chains scored by another reward; nothing is sampled.
+        """Score the same trajectories with another reward, without sampling.
 
-        Raises:  SettingsError for a reward that looks into a sandbox or an environment: the chains gave theirs back,
-            and a fresh one is not in the state that they left.
+        Raises:
+            SettingsError: if the reward requires a sandbox or environment. Those of the chains have been released, and
+                a fresh one is not in the same state.
         """
         rewards = RewardSet.coerce(reward)
         if rewards.sandbox_types:
             asking = next(r.name for r in rewards if r.sandbox_types)
             raise SettingsError(
-                f"the reward {asking!r} looks into a {rewards.sandbox_types[0].__name__}, and these chains gave theirs "
-                f"back when they were scored; roll out again with it, or await {asking}.try_(trajectory) in a fresh one"
+                f"the reward {asking!r} requires a {rewards.sandbox_types[0].__name__}, but those of the chains are "
+                f"released; roll out again with this reward, or await {asking}.try_(trajectory) in a fresh sandbox"
             )
         rewards.check([group.task for group in self.groups])
         groups = []
@@ -337,15 +352,19 @@ class Rollout:
         return Rollout(tuple(groups), self.seconds, self.not_run)
 
     def diff(self, other: Rollout) -> RolloutDiff:
-        """What changed from this rollout to another of the same tasks: which chains flipped, and where."""
+        """Compare with another rollout of the same tasks, chain by chain.
+
+        Raises:
+            SettingsError: if the rollouts have no task in common.
+        """
         mine, theirs = self._by_chain(), other._by_chain()
         both = [key for key in mine if key in theirs]
         if not both:
-            raise SettingsError("these two rollouts have no task in common; roll out the same tasks with both agents")
+            raise SettingsError("the rollouts have no task in common; roll out the same tasks with both agents")
         return RolloutDiff(tuple((mine[key], theirs[key]) for key in both))
 
     def _by_chain(self) -> dict[tuple[str, int, str], Trajectory]:
-        """By task, which of the task's groups it is in (a task may come twice), and place in the group."""
+        """Index the trajectories by task id, occurrence of the task (tasks may repeat), and position in the group."""
         seen: dict[str, int] = {}
         out: dict[tuple[str, int, str], Trajectory] = {}
         for group in self.groups:
@@ -356,7 +375,11 @@ class Rollout:
     # --- disk ---
 
     def save(self, path: str | Path) -> Path:
-        """Write a .jsonl file; raises RunError naming the trajectory whose fields JSON cannot hold."""
+        """Write the rollout to a .jsonl file, atomically.
+
+        Raises:
+            RunError: if a trajectory has fields that JSON cannot represent; names the trajectory.
+        """
         path = Path(path)
         token_texts: dict[int, str] = {}
         for t in self.trajectories:
@@ -380,7 +403,11 @@ class Rollout:
 
     @classmethod
     def load(cls, path: str | Path) -> Rollout:
-        """Read what `save` wrote. Raises RunError with the file and line of what cannot be read."""
+        """Read a file written by `save`.
+
+        Raises:
+            RunError: if the file cannot be read; names the file and line.
+        """
         path = Path(path)
         try:
             lines = path.read_text(encoding="utf-8").split("\n")
@@ -390,7 +417,7 @@ class Rollout:
         try:
             header = json.loads(lines[0])
             if header.get("format") != _FORMAT:
-                raise RunError(f"{path} is no saved rollout; give a file that Rollout.save wrote")
+                raise RunError(f"{path} is not a saved rollout; give a file written by Rollout.save")
             if header["version"] > _VERSION:
                 raise RunError(f"{path} was written by a newer version ({header['version']} > {_VERSION}); upgrade")
             token_texts = {int(k): v for k, v in header["pieces"].items()}
@@ -421,18 +448,18 @@ class Rollout:
 
 
 _MAX_SHOWN_PAIRS = 8
-"""Pairs of a kind that a notebook shows."""
+"""Maximum number of pairs of each kind in the notebook view."""
 
 
 @dataclass(frozen=True)
 class RolloutDiff:
-    """Pairs (before, after) of the same task and chain."""
+    """Comparison of two rollouts, as pairs (before, after) of the same task and chain."""
 
     pairs: tuple[tuple[Trajectory, Trajectory], ...] = field(repr=False)
 
     @property
     def gained(self) -> tuple[tuple[Trajectory, Trajectory], ...]:
-        """Pairs that failed before and succeed now."""
+        """Pairs that succeed after but not before."""
         return tuple(p for p in self.pairs if p[1].success and not p[0].success)
 
     @property
@@ -441,7 +468,7 @@ class RolloutDiff:
 
     @property
     def success(self) -> tuple[float, float]:
-        """Shares of success before and after, over the pairs in which both are scored."""
+        """Success rates before and after, over the pairs in which both are scored."""
         scored = [p for p in self.pairs if p[0].success is not None and p[1].success is not None]
         n = max(1, len(scored))
         return sum(bool(a.success) for a, _ in scored) / n, sum(bool(b.success) for _, b in scored) / n
@@ -468,7 +495,7 @@ class RolloutDiff:
 
     @staticmethod
     def first_difference(a: Trajectory, b: Trajectory) -> int | None:
-        """Index of the first turn whose text differs; None if all are the same."""
+        """Return the index of the first turn whose text differs; None if all are equal."""
         for i, (x, y) in enumerate(zip(a.turns, b.turns, strict=False)):
             if x.text != y.text:
                 return i
@@ -506,7 +533,7 @@ class RolloutDiff:
 
 
 def _with_turn_rewards(turns: tuple[Turn, ...], rewards: dict[int, float]) -> tuple[Turn, ...]:
-    """Turns with these rewards. What a tool gave stays; what rewards gave to actions before is replaced."""
+    """Replace the rewards of actions. Rewards given by tools, which are on observations, are kept."""
     import dataclasses
 
     out: list[Turn] = []

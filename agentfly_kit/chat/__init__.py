@@ -1,4 +1,4 @@
-"""Messages to token ids and back: the chat template, tool-call formats, and the check of both."""
+"""Conversion between messages and token ids: chat templates, tool-call formats, and checks of both."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Messages to token ids and back, by the tokenizer's own chat template; history is never encoded twice.
+"""Conversion between messages and token ids with the chat template of a tokenizer. History is never encoded twice.
 
-Knows no models, no engines and no tools beyond their schemas. A prompt is rendered once. Everything later is appended:
-`observation_ids` gives the ids between the last sampled token and the next thing to sample, and `parse` reads an action
-without
-touching its ids. That appending gives what the template would write for the whole conversation is proved for each
-template before it is relied on (`template.py`), or refused by name.
+The prompt is rendered once, and everything later is appended: `observation_ids` returns the ids between the last
+sampled token and the next action, and `parse` reads an action without changing its ids. For each template it is first
+verified that appending gives the same text as rendering the whole conversation (`template.py`); otherwise an error
+names the template.
 """
 
 from __future__ import annotations
@@ -29,26 +28,31 @@ __all__ = ["Chat", "ChatReport", "Drift", "check"]
 History: TypeAlias = Literal["exact", "append", "rerender"]
 
 _CACHE_SIZE = 1024
-"""Encoded texts that are remembered: the chains of a group all begin with the same prompt."""
+"""Entries per cache of encoded and decoded strings. The chains of a group share their prompt."""
 
 
 class Chat:
-    """A tokenizer with its chat template, and the format in which this model writes tool calls.
+    """Tokenizer with its chat template, and the format in which the model writes tool calls.
 
-    format: its name, a `formats.Format`, or "auto": the one that reads back a call as the template writes it, else
-        hermes.
-    history: what happens where the template would write history otherwise once more follows (without earlier thinking,
-        most often). "exact" refuses it by name. "append" appends as is: the model is given a history that its template
-        would not have written. "rerender" gives it what the template writes: the whole history, rendered anew, begins
-        another row (`trajectory.rows`), in which what was sampled before stands with mask 0. All three train exactly
-        what was sampled, after exactly what it was sampled from.
-    stop: further texts, each one token, that end an action: what a generation config adds to the tokenizer's own.
-    options: variables for the template, such as {"enable_thinking": False}.
-    Raises:  ChatTemplateError if there is no template, or if it does not write what an assistant said.
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        format: name of a format, a `formats.Format`, or "auto": the format that parses calls as the template renders
+            them, or "hermes" if there is none.
+        history: behaviour if the template renders earlier messages differently once others follow (typically without
+            earlier thinking). "exact" raises an error. "append" appends anyway, so the model sees a history that its
+            template would not render. "rerender" renders the whole history again and starts a new row
+            (`trajectory.rows`), in which earlier sampled tokens have mask 0. In all three cases training uses exactly
+            the sampled tokens in exactly the context in which they were sampled.
+        stop: additional strings, of one token each, that end an action, such as those of a generation config.
+        options: variables for the template, such as {"enable_thinking": False}.
+
+    Raises:
+        ChatTemplateError: if there is no template, or it does not render assistant messages.
+        SettingsError: for an unknown format or `history`, or a `stop` string of several tokens.
     """
 
     _open_tag = ""
-    """The thinking tag in which the template's prompt ends, if it does."""
+    """Opening thinking tag at the end of the generation prompt, or ""."""
 
     def __init__(
         self,
@@ -66,10 +70,10 @@ class Chat:
                 "set tokenizer.chat_template, or load the tokenizer of an instruction-tuned model"
             )
         if history not in get_args(History):
-            raise SettingsError(f'history={history!r}: give "exact", "append" or "rerender"')
+            raise SettingsError(f'history={history!r} must be "exact", "append" or "rerender"')
         self.tokenizer = tokenizer
         self.history = history
-        # A control token: a special one, or an added one that this template writes. Text from outside never makes one.
+        # Control tokens: special tokens, and added tokens that the template uses. Other text must not encode to them.
         added = {str(t) for t in getattr(tokenizer, "added_tokens_decoder", {}).values()}
         texts = {t for t in added if t.strip() and t in str(source)} | {t for t in tokenizer.all_special_tokens if t}
         self._controls = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
@@ -77,7 +81,7 @@ class Chat:
         self.detected_format = (
             formats.detect_format(self.template.written_call) if self.template.calls is not None else None
         )
-        """The format that reads back a call as this template writes it; None if no format does."""
+        """Format that parses calls as this template renders them; None if no format does."""
         if format == "auto":
             self.format = self.detected_format or formats.get("hermes")
         else:
@@ -91,12 +95,16 @@ class Chat:
         self._text_cache: dict[tuple[int, ...], str] = {}
         self._render_cache: dict[str, tuple[int, ...]] = {}
         self.stop_ids: tuple[int, ...] = self._stop_ids(stop)
-        """Ids that end an action: the template's own ends of turn, the tokenizer's eos, and `stop`."""
+        """Ids that end an action: end-of-turn tokens of the template, the eos token, and `stop`."""
 
     # --- text and ids ---
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of a text as it stands: special tokens in it are read, none is added."""
+        """Encode a string. Special tokens in it are recognized, and none are added.
+
+        Raises:
+            SettingsError: if the string holds a lone surrogate.
+        """
         known = self._encode_cache.get(text)
         if known is None:
             if not text.isascii():
@@ -109,23 +117,23 @@ class Chat:
 
     @staticmethod
     def _check_encodable(text: str) -> None:
-        """A tokenizer's own word for it is a bare TypeError."""
+        """Raise a SettingsError for lone surrogates, for which tokenizers raise an uninformative TypeError."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
             near = ascii(text[max(0, error.start - 20) : error.start + 20])
             raise SettingsError(
-                f"a message holds half of a surrogate pair, near {near}, and no tokenizer encodes it; give "
+                f"a message holds half of a surrogate pair, near {near}, which cannot be tokenized; use "
                 "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
             ) from None
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included. A view: it is never encoded again."""
-        key = tuple(ids)  # the chains of a group say the same things
+        """Decode ids, including special tokens. The text is for display and parsing, and never encoded again."""
+        key = tuple(ids)  # chains of a group share many turns
         known = self._text_cache.get(key)
         if known is not None:
             return known
-        if (backend := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:  # the same, at half the cost
+        if (backend := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:  # same result at half the cost
             text = str(backend.decode(list(ids), skip_special_tokens=False))
         else:
             text = str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -135,7 +143,7 @@ class Chat:
         return text
 
     def token_texts(self, ids: Sequence[int]) -> tuple[str, ...]:
-        """The text of each id alone; bytes that are no text by themselves appear as <0xE2>."""
+        """Decode each id separately. Incomplete UTF-8 sequences appear as <0xE2>."""
         found = tuple(map(self._token_text_cache.get, ids))
         if None in found:
             found = tuple(self._token_text_cache.get(i) or self._token_text(i) for i in ids)
@@ -152,22 +160,28 @@ class Chat:
     # --- messages to ids ---
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, generate: bool) -> str:
-        """The template's text. Raises ChatTemplateError with the template's own complaint."""
+        """Render messages with the template; `generate` adds the generation prompt.
+
+        Raises:
+            ChatTemplateError: with the error message of the template.
+        """
         return self.template.render(self._adapt_messages(messages), tools, generate=generate)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> tuple[int, ...]:
-        """Ids of the opening messages and tool schemas, ending where the assistant begins to write.
+        """Return the ids of the initial messages and tool schemas, with the generation prompt.
 
-        Where the template shows no tools, or shows them in another format than this chat's, the format's own
-        instructions open the system message.
-        Raises:  ChatTemplateError if there are tools, and their results cannot be appended exactly.
+        If the template does not render tools, or renders them in a different format, the instructions of the format
+        are added to the system message.
+
+        Raises:
+            ChatTemplateError: if there are tools, but their results cannot be appended exactly.
         """
         if tools:
             self._require_append("tool")
             if self._calls_unreadable and self._visible_tools(tools):
                 warnings.warn(
-                    f"no format reads the calls that the chat template of {self.template.name} teaches: as "
-                    f"{self.format.name} they are taken for answers; give format= your own formats.Format",
+                    f"no format reads the calls that the chat template of {self.template.name} teaches: with "
+                    f"{self.format.name} they are treated as answers; pass a custom formats.Format as format=",
                     stacklevel=3,
                 )
         adapted = self._adapt_messages(messages)
@@ -180,15 +194,21 @@ class Chat:
     def observation_ids(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, after: Sequence[int] = ()
     ) -> tuple[int, ...]:
-        """Ids to append after an action so that `messages` (tool results, a user) are told and the assistant goes on.
+        """Return the ids to append after an action: `messages` and the next generation prompt.
 
-        after: the action's ids. If they end with the end of turn that the template writes, it is not written again; an
-            action that was cut, or ended with another token, gets it here, where it has mask 0.
-        Raises:  ChatTemplateError if the template writes history otherwise once such messages follow, and this chat
-            was not told to append as is.
+        Args:
+            messages: tool results or user messages.
+            tools: tool schemas of the prompt.
+            after: ids of the action. If they end with the end-of-turn token of the template, it is not repeated;
+                otherwise (truncated, or another stop token) it is included here, where it has mask 0.
+
+        Raises:
+            ChatTemplateError: if the template renders earlier messages differently when these follow, and `history`
+                is "exact".
+            SettingsError: if `messages` is empty.
         """
         if not messages:
-            raise SettingsError("observation_ids was given no messages; give what is told before the assistant goes on")
+            raise SettingsError("messages is empty; give the tool results or user messages that follow the action")
         kinds: dict[FollowingRole, None] = {"tool" if m.get("role") == "tool" else "user": None for m in messages}
         for kind in kinds:
             self._require_append(kind)
@@ -201,13 +221,15 @@ class Chat:
         return ids
 
     def append_violation(self, following: FollowingRole) -> str:
-        """ "" if a conversation grows by appending alone when "tool" results or "user" messages follow, or why not."""
+        """Return "" if tool results or user messages can be appended without changing earlier text, else the reason."""
         kind = "user" if following == "tool" and self._results_as_user else following
         return self.template.append_violation(kind)
 
     def needs_rerender(self, messages: Sequence[Message]) -> bool:
-        """Whether the history is to be rendered anew before `messages` are told: only under history="rerender", and
-        only where the template does not prove that they can be appended."""
+        """Return True if the history must be rendered again when `messages` follow.
+
+        This requires history="rerender" and a template for which appending is not exact.
+        """
         if self.history != "rerender":
             return False
         kinds: set[FollowingRole] = {"tool" if m.get("role") == "tool" else "user" for m in messages}
@@ -219,19 +241,19 @@ class Chat:
         if reason := self.append_violation(following):
             what = "tool results" if following == "tool" else "a user's message after an answer"
             raise ChatTemplateError(
-                f"the chat template of {self.template.name} cannot take {what} by appending: {reason}. Choose "
-                'Chat(tokenizer, history="append"), which appends as is and never renders again, history="rerender", '
-                "which begins a row of its own with the history as the template writes it, or set "
+                f"the chat template of {self.template.name} cannot take {what} by appending: {reason}. Use "
+                'Chat(tokenizer, history="append"), which appends without rendering again, or history="rerender", '
+                "which starts a new row with the history as the template renders it, or set "
                 "tokenizer.chat_template to one that keeps history"
             )
 
     @property
     def _results_as_user(self) -> bool:
-        """Whether tool results are told as a user's message."""
+        """True if tool results are rendered as user messages."""
         return not self.format.native or self.template.tool_role == "user"
 
     def _adapt_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages as this template and format take them: tool results that follow one another may be one user's."""
+        """Convert tool results to user messages if necessary, merging consecutive ones."""
         if not self._results_as_user:
             return list(messages)
         adapted: list[Message] = []
@@ -250,7 +272,7 @@ class Chat:
         return adapted
 
     def _visible_tools(self, tools: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-        """The schemas that the template is given: none where it would not show them, or in another format."""
+        """Return the schemas to pass to the template: none if it would ignore them or use a different format."""
         if not tools or not self.format.native:
             return ()
         key = hash(tuple(str(t.get("function", t).get("name")) for t in tools))
@@ -259,7 +281,7 @@ class Chat:
         return tools if self._shows_tools[key] else ()
 
     def _with_instructions(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-        """The messages with the format's instructions in the system message, or in the first one."""
+        """Add the instructions of the format to the system message, or to the first message."""
         text = self.format.instructions(tools)
         out = list(messages)
         if out and out[0].get("role") != "system" and self.template.takes_system():
@@ -274,7 +296,7 @@ class Chat:
     def _cached(
         self, what: str, messages: Sequence[Message], shown: Any, make: Callable[[], tuple[int, ...]]
     ) -> tuple[int, ...]:
-        """What `make` gives. The chains of a group tell the same things, and a template takes long to render."""
+        """Cache the result of `make`: templates are slow to render, and the chains of a group repeat messages."""
         key = f"{what} {list(messages)!r} {shown!r}"
         known = self._render_cache.get(key)
         if known is None:
@@ -285,8 +307,11 @@ class Chat:
         return known
 
     def _encode_safely(self, messages: Sequence[Message], render: Callable[[list[Message]], str]) -> tuple[int, ...]:
-        """Encode a rendered text so that what tools and users say cannot write a control token: <|im_end|> in a tool's
-        output is letters. All other text is encoded as the tokenizer encodes it."""
+        """Render and encode messages such that user and tool text never encodes to control tokens.
+
+        For example, <|im_end|> in the output of a tool is encoded as ordinary characters. All other text is encoded
+        as usual.
+        """
         controls: dict[str, str] = {}
         said = repr(list(messages))
 
@@ -315,8 +340,8 @@ class Chat:
         text = render(plain)
         if not controls:
             return self.encode(text)
-        # Each control text is cut after its first letter, and the halves are encoded with what stands beside them.
-        # The later halves are encoded behind a control token: some tokenizers put a blank before a text's first word.
+        # Split each control string after its first character; encode each part with the text next to it. Later parts
+        # are encoded after a control token, because some tokenizers insert a space before the first word of a string.
         anchor = self.token_texts(self.stop_ids[:1])[0]
         ids: list[int] = []
         rest = ""
@@ -329,7 +354,7 @@ class Chat:
         return (*ids, *self._encode_after(anchor if ids else "", rest))
 
     def _encode_after(self, anchor: str, text: str) -> tuple[int, ...]:
-        """Ids of a text that does not stand at the beginning."""
+        """Encode text that follows `anchor`, and return only the ids of the text."""
         return self.encode(anchor + text)[len(self.encode(anchor)) :] if anchor else self.encode(text)
 
     def _stop_ids(self, more: Sequence[str]) -> tuple[int, ...]:
@@ -338,14 +363,14 @@ class Chat:
             ids = self.encode(text)
             if len(ids) != 1:
                 raise SettingsError(
-                    f"stop={text!r} is {len(ids)} tokens of {self.template.name}; give texts of one token"
+                    f"stop={text!r} is {len(ids)} tokens of {self.template.name}; give strings of one token"
                 )
             stops.append(ids[0])
         if (eos := self.tokenizer.eos_token_id) is not None:
             stops.append(int(eos))
         if not stops:
             raise ChatTemplateError(
-                f"{self.template.name}: neither its template nor its tokenizer says which token ends a turn; set "
+                f"{self.template.name}: neither the template nor the tokenizer defines an end-of-turn token; set "
                 "tokenizer.eos_token"
             )
         return tuple(dict.fromkeys(stops))
@@ -353,10 +378,10 @@ class Chat:
     # --- ids to messages ---
 
     def parse(self, ids: Sequence[int], tools: Sequence[dict[str, Any]] = ()) -> formats.Parsed:
-        """What an action says: answer, thinking, tool calls. The ids stay as they are.
+        """Parse an action into answer, thinking and tool calls, without changing its ids.
 
-        Where the prompt ends inside a thinking tag, the action begins there: if it is cut before the tag is closed, all
-        of it was thought, and nothing in it is a call.
+        If the prompt ends with an open thinking tag, the action starts inside it. An action truncated before the tag
+        is closed is all thinking, without calls.
         """
         ids = list(ids)
         while ids and ids[-1] in self.stop_ids:
@@ -364,23 +389,25 @@ class Chat:
         return self.read(self.text(ids), tools)
 
     def read(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> formats.Parsed:
-        """What an action's text says, without the token that ended it."""
+        """Parse the text of an action, given without its stop token."""
         return self.format.parse(self._open_tag + text, tools)
 
-    # --- what encoding again would give ---
+    # --- comparison with re-encoding ---
 
     def drift(self, trajectory: Trajectory | Row) -> Drift:
-        """Where the row would differ if its messages were rendered and encoded again, and why.
+        """Compare a row with its messages rendered and encoded again.
 
-        Raises:  AlignmentError for a trajectory of several rows; give one of them: `trajectory.rows[0]`.
+        Raises:
+            AlignmentError: for a trajectory with several rows; pass one of them, such as `trajectory.rows[0]`.
+            SettingsError: if the row has no token ids.
         """
         row = trajectory if isinstance(trajectory, Row) else trajectory._only_row("turns")
         turns = [(turn.kind, len(turn.ids or ())) for turn in row.turns]
         if not row.exact:
-            raise SettingsError("this trajectory has no token ids: its engine gives text only")
+            raise SettingsError("this trajectory has no token ids, because its engine is text-only")
         ids = row.ids.tolist()
         token_texts, text = self.token_texts(ids), self.text(ids)
-        # What no action followed has no ids, and is not in the row.
+        # Observations after the last action have no ids and are not part of the row.
         given = [turn for turn in row.turns if turn.ids]
         messages = [message for turn in given for message in turn.messages]
         last = given[-1] if given else None
@@ -403,32 +430,32 @@ class Chat:
 
 @dataclass(frozen=True)
 class ChatReport:
-    """What a chat template promises. `exact` is whether chains can be grown by appending alone, whatever follows."""
+    """Properties of a chat template. `exact` is True if all messages can be appended without changing history."""
 
     name: str
     exact: bool
     tool_results: str
-    """"exact", or why tool results cannot be appended."""
+    """"exact", or the reason why tool results cannot be appended."""
     user_messages: str
-    """"exact", or why a user's message after an answer cannot be appended."""
+    """"exact", or the reason why a user message after an answer cannot be appended."""
     tool_role: str
-    """The role in which tool results are told."""
+    """Role in which tool results are rendered."""
     tools: bool
-    """Whether the template shows tool schemas; if not, the format's instructions are put into the prompt."""
+    """True if the template renders tool schemas; otherwise the prompt contains the instructions of the format."""
     format: str
-    """The format that reads back a call as the template writes it; "" if none does."""
+    """Format that parses calls as the template renders them; "" if none does."""
     stop: str
-    """The token that ends an answer."""
+    """Token that ends an answer."""
     stops: tuple[str, ...]
     """All tokens that end an action."""
     generation_prompt: str
-    """What is written before the assistant's first token; some templates open, or close, thinking here."""
+    """Text before the first token of the assistant; some templates open or close thinking here."""
     boundary: str
-    """The text between an action's last letter and a tool result's first."""
+    """Text between the last character of an action and the first of a tool result."""
     thinking: str
-    """Earlier thinking when history is rendered: "kept", "kept until a user speaks", "dropped" or "unknown"."""
+    """Earlier thinking in rendered history: "kept", "kept until a user speaks", "dropped" or "unknown"."""
     whitespace: str
-    """Outer blanks of an answer when history is rendered: "kept" or "trimmed". A row keeps them as sampled."""
+    """Outer whitespace of answers in rendered history: "kept" or "trimmed". Rows keep it as sampled."""
 
     def __repr__(self) -> str:
         said = (
@@ -457,9 +484,17 @@ _PROBE: dict[str, Any] = {
 
 
 def check(tokenizer: Any, **settings: Any) -> ChatReport:
-    """What a tokenizer's chat template promises, as a table in a cell. Takes a `Chat` too. settings: those of `Chat`.
+    """Analyze a chat template.
 
-    Raises:  ChatTemplateError only where no `Chat` can be made at all.
+    Args:
+        tokenizer: a tokenizer or a `Chat`.
+        **settings: arguments of `Chat`.
+
+    Returns:
+        A report, shown as a table in notebooks.
+
+    Raises:
+        ChatTemplateError: only if no `Chat` can be created.
     """
     chat = tokenizer if isinstance(tokenizer, Chat) else Chat(tokenizer, **settings)
     template = chat.template

@@ -1,7 +1,7 @@
-"""Where a row would differ if its text were encoded again, and why. Knows no templates; a chat gives it what it needs.
+"""Drift: the first difference between a row and its messages rendered and encoded again, and its cause.
 
-Rows here are never encoded again, so drift harms nothing; it shows what a framework that keeps messages, and encodes
-them when it trains, would have trained on instead.
+Rows are never encoded again, so drift does no harm in this package. It shows on which tokens a framework that stores
+messages and encodes them for training would train instead.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ Cause = Literal["none", "template", "re-tokenisation", "other"]
 
 @dataclass(frozen=True)
 class Drift:
-    """The first token at which a row and its text encoded again part."""
+    """First token at which a row differs from its re-encoded text."""
 
     cause: Cause
-    """"template": the template writes the conversation with other letters. "re-tokenisation": the same letters, cut
-    into other tokens. "other": the row's tokens are no text, or the template refuses the conversation."""
+    """"template": the template renders different text. "re-tokenisation": the same text is split into other tokens.
+    "other": the tokens do not decode to valid text, or the template rejects the conversation. "none": no drift."""
     index: int
-    """Index of the first differing token in the row; the row's length if there is none."""
+    """Index of the first differing token in the row; the length of the row if there is none."""
     tokens: int
-    """Tokens of the row."""
+    """Number of tokens of the row."""
     turn: str = ""
-    """Which turn the token belongs to: its kind and index."""
+    """Kind and index of the turn of that token."""
     row_tokens: tuple[str, ...] = ()
-    """Tokens of the row from there on, a few."""
+    """Up to six tokens of the row from there on."""
     encoded_tokens: tuple[str, ...] = ()
-    """Tokens of the text encoded again from there on, a few."""
+    """Up to six tokens of the re-encoded text from there on."""
     before: str = ""
-    """The text just before, which both have."""
+    """Common text just before the difference."""
     why: str = ""
 
     def __bool__(self) -> bool:
@@ -71,9 +71,18 @@ def compare(
     again_text: str,
     turns: Sequence[tuple[str, int]],
 ) -> Drift:
-    """Where `again` leaves `ids`. What it goes on with after the row's end is no drift: a row ends with an action.
+    """Find the first difference between the ids of a row and of its re-encoded text.
 
-    text, again_text: of all ids; turns: (name, number of tokens), in order.
+    Ids after the end of the row do not count as drift, because a row ends with an action.
+
+    Args:
+        ids: ids of the row.
+        token_texts: text of each id.
+        text: text of all ids.
+        again: ids of the re-encoded text.
+        again_token_texts: text of each of these ids.
+        again_text: the re-encoded text.
+        turns: (name, number of tokens) of each turn, in order.
     """
     index = next((i for i, (a, b) in enumerate(zip(ids, again, strict=False)) if a != b), min(len(ids), len(again)))
     if index == len(ids):
@@ -88,11 +97,11 @@ def compare(
     row_tokens, encoded_tokens = tuple(token_texts[index : index + 6]), tuple(again_token_texts[index : index + 6])
     cause: Cause
     if "\ufffd" in text:
-        # Letters cannot be counted where tokens are halves of letters.
-        cause, why = "other", "the row holds bytes that are no text, so no text gives its tokens back"
+        # Character positions are undefined if tokens hold parts of characters.
+        cause, why = "other", "the row holds bytes that are not valid UTF-8, so no text encodes to its tokens"
     elif same >= min(ends, len(text)):
         cause = "re-tokenisation"
-        why = f"the same letters are cut otherwise: {list(row_tokens[:3])} became {list(encoded_tokens[:3])}"
+        why = f"the same text is tokenized differently: {list(row_tokens[:3])} became {list(encoded_tokens[:3])}"
     else:
         cause = "template"
         why = f"{text[begins : begins + 24]!r} is written as {again_text[begins : begins + 24]!r}"

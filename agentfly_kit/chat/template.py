@@ -1,7 +1,7 @@
-"""A chat template as text: what it writes, what it keeps, and the proof that a conversation grows by appending.
+"""Analysis of chat templates at the level of text, including the check that conversations can grow by appending.
 
-Knows no token ids and no formats. Everything is found out by rendering probes whose texts are marks, never by reading
-the template's source: what a template does is what it writes.
+All properties are determined by rendering probe messages with marker strings, never by reading the source of the
+template.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ from agentfly_kit.errors import ChatTemplateError
 from agentfly_kit.types import Message
 
 FollowingRole = Literal["tool", "user"]
-"""What comes after an action: results of its calls, or a user's message."""
+"""Role of the messages after an action: tool results, or a user message."""
 
 _USER: Message = {"role": "user", "content": "?"}
 _SCHEMA: dict[str, Any] = {
     "type": "function",
     "function": {"name": "probe0", "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
 }
-# Where a template may look for an assistant's thinking: the keys in use, or tags in the text itself.
+# Places where templates expect the thinking of an assistant: keys of the message, or tags in its text.
 _THINKING = ("reasoning_content", "thinking", "reasoning", "tags")
 
 
 class Template:
-    """The chat template of a tokenizer, with the variables (`options`) that it is always given.
+    """Chat template of a tokenizer, with fixed template variables (`options`).
 
-    parts      it wants content as a list of parts, as vision models do
-    tool_role  "tool", or "user" where it knows no role for tool results
-    calls      how an assistant's calls are given to it: content and arguments as it takes them; None if it takes none
-    thinking   where it looks for an assistant's thinking: a key of the message, or "tags" in its text
+    Attributes:
+        parts: True if content must be a list of parts, as for vision models.
+        tool_role: "tool", or "user" if the template has no role for tool results.
+        calls: shape in which the template accepts tool calls (content, and arguments as JSON or dict); None if it does
+            not accept any.
+        thinking: key of the message that holds the thinking, or "tags" if it is part of the text.
     """
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any], controls: Sequence[str]) -> None:
@@ -55,12 +57,16 @@ class Template:
     # --- rendering ---
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, generate: bool) -> str:
-        """The template's text. Raises ChatTemplateError with the template's own complaint."""
+        """Render messages; `generate` adds the generation prompt.
+
+        Raises:
+            ChatTemplateError: with the error message of the template.
+        """
         try:
             try:
                 return self._render(messages, tools, generate)
             except Exception:
-                # Mistral's templates want ids of nine letters or digits; other ids are shortened where that helps.
+                # Mistral templates require ids of nine letters or digits; retry with shortened ids.
                 if self._short_ids or not any("tool_call_id" in m or "tool_calls" in m for m in messages):
                     raise
                 self._short_ids = True
@@ -73,7 +79,7 @@ class Template:
             roles = ", ".join(str(m.get("role")) for m in messages)
             raise ChatTemplateError(
                 f"the chat template of {self.name} refused messages with the roles ({roles}): {error}; "
-                "leave out the role that it does not know, or give the tokenizer another chat_template"
+                "remove the unsupported role, or set tokenizer.chat_template to another template"
             ) from error
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], generate: bool) -> str:
@@ -88,7 +94,7 @@ class Template:
         )
 
     def _message(self, message: Message) -> Message:
-        """A message as this template reads it. Its own keys stay."""
+        """Adapt a message to the template, keeping all its keys."""
         out = dict(message)
         if isinstance(out.get("thinking"), str):
             out.setdefault("reasoning_content", out["thinking"])
@@ -104,13 +110,13 @@ class Template:
     def _render_or_empty(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, generate: bool
     ) -> str:
-        """The text, or "" where the template refuses: for looking what it takes."""
+        """Render messages, or return "" if the template rejects them."""
         try:
             return self.render(messages, tools, generate=generate)
         except ChatTemplateError:
             return ""
 
-    # --- what it takes ---
+    # --- accepted input ---
 
     def _wants_parts(self) -> bool:
         if "qzplainzq" in self._render_or_empty([{"role": "user", "content": "qzplainzq"}], generate=True):
@@ -119,13 +125,13 @@ class Template:
         return "qzplainzq" in self._render_or_empty(parts, generate=True)
 
     def _answer_tail(self) -> str:
-        """What ends a conversation after the last letter of an answer."""
+        """Return the text after the last character of an answer at the end of a conversation."""
         text = self.render([_USER, {"role": "assistant", "content": "qzanswerzq"}], generate=False)
         _, mark, tail = text.rpartition("qzanswerzq")
         if not mark:
             raise ChatTemplateError(
-                f"the chat template of {self.name} does not write what an assistant said; "
-                "give the tokenizer another chat_template"
+                f"the chat template of {self.name} does not render the text of assistant messages; "
+                "set tokenizer.chat_template to another template"
             )
         return tail
 
@@ -182,29 +188,31 @@ class Template:
                 said.append(self._call_message("qzcallzq", [_probe("")], self.calls, "qzthinkzq"))
             if any("qzthinkzq" in self._render_or_empty([_USER, one], generate=False) for one in said):
                 return key
-        return "tags"  # and they are dropped: whoever thinks there cannot be given the same history again
+        return "tags"  # the template drops them, so history with thinking is never exact
 
     def takes_system(self) -> bool:
         return "qzplainzq" in self._render_or_empty([{"role": "system", "content": "qzplainzq"}, _USER], generate=True)
 
     def shows(self, tools: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether tool schemas appear in a prompt."""
+        """Return True if tool schemas appear in a prompt."""
         return self._render_or_empty([_USER], tools, generate=True) != self._render_or_empty([_USER], generate=True)
 
-    # --- what comes after an action ---
+    # --- text after an action ---
 
     def text_after_action(self, following: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The text from the end of an action to where the next one begins, with `following` told in between.
+        """Return the text from the end of an action to the start of the next, including the messages `following`.
 
-        It starts with the template's own end of an assistant's turn. Tool results are rendered after calls of those
-        names and ids, because many templates look back at them; where a template takes no calls, after plain text.
-        Raises:  ChatTemplateError if the assistant's text cannot be found in what the template writes.
+        It starts with the end-of-turn text of the template. Tool results are rendered after calls with matching names
+        and ids, because many templates look them up; if the template does not accept calls, after plain text.
+
+        Raises:
+            ChatTemplateError: if the text of the assistant is missing from the rendered conversation.
         """
         mark = _unused_marker("qzsaidzq", following)
         results = _leading_tool_messages(following)
         said: list[tuple[Message, str]] = []
         if results and self.calls is not None:
-            for told in (results, results[:1]):  # some templates take one call at a time
+            for told in (results, results[:1]):  # some templates accept only one call per message
                 one = self._call_message(mark, told, self.calls)
                 closing = self._call_closing(one, mark, tools)
                 if closing is not None:
@@ -212,7 +220,7 @@ class Template:
         said.append((self._answer_message(mark), ""))
         problem = ChatTemplateError(
             f"the chat template of {self.name} drops or changes an earlier assistant message when others follow it, "
-            "so tokens cannot be appended exactly; use a template that keeps history"
+            "so tokens cannot be appended exactly; use a template that keeps history unchanged"
         )
         for message, closing in said:
             try:
@@ -226,10 +234,10 @@ class Template:
         raise problem
 
     def _call_closing(self, said: Message, mark: str, tools: Sequence[Mapping[str, Any]]) -> str | None:
-        """What the model itself writes after its last argument to close a call: brackets, tags. None if it is refused.
+        """Return the text (brackets, tags) that closes a call after its last argument; None if the call is rejected.
 
-        The template's end of turn is not part of it: that is what ends an answer too, or a control token of its own
-        that closes nothing (`<|call|>`).
+        The end-of-turn text is excluded. It is the one that also ends answers, or a separate control token such as
+        `<|call|>`.
         """
         key = json.dumps([said, [t.get("function", {}).get("name") for t in tools]], default=str).replace(mark, "")
         if key not in self._closings:
@@ -248,17 +256,16 @@ class Template:
             self._closings[key] = tail
         return self._closings[key]
 
-    # --- the proof ---
+    # --- check that appending is exact ---
 
     def append_violation(self, kind: FollowingRole) -> str:
-        """ "" if a conversation in which `kind` follows actions grows by appending alone, or why it does not.
+        """Return "" if messages of this kind can follow actions without changing earlier text, else the reason.
 
-        Conversations of four actions are rendered as they grow, with one and with two tool results, with and without
-        thinking (as far as what the template writes before an action leaves that open), with and without a system
-        message and tool schemas, and with a user between tool calls.
-        Each must begin with the one before it, letter by letter, and end with the text that `text_after_action` gives
-        for what was
-        added: so what an engine is given is what the template would write for the whole. Found out once a kind.
+        Growing conversations of up to four actions are rendered, with one and two tool results, with and without
+        thinking (as far as the generation prompt allows both), with and without a system message and tool schemas, and
+        with a user message between tool calls. Each must start with the previous one, character by character, and end
+        with the result of `text_after_action` for the added messages. Then the text sent to an engine equals the
+        rendering of the whole conversation. The result is cached per kind.
         """
         if kind not in self._violations:
             reasons = [self._find_violation(kind, mode) for mode in self.modes] or [self._prompt_mismatch()]
@@ -267,7 +274,7 @@ class Template:
 
     @cached_property
     def modes(self) -> tuple[str | None, ...]:
-        """How a finished answer can begin as its prompt does: without thinking (None), or with it (a mark)."""
+        """Ways in which a rendered answer matches the generation prompt: without (None) or with thinking (a marker)."""
         asked = self.render([_USER], generate=True)
         return tuple(
             mode
@@ -280,12 +287,12 @@ class Template:
     def _prompt_mismatch(self) -> str:
         asked = self.render([_USER], generate=True)
         return (
-            f"the prompt for the assistant ({asked[-40:]!r}) is not how its finished message begins, so what is "
-            "sampled would not be what is trained"
+            f"the prompt for the assistant ({asked[-40:]!r}) is not how its rendered message begins, so the sampled "
+            "tokens would differ from the rendered history"
         )
 
     def thinking_kept(self) -> str:
-        """ "kept", "kept until a user speaks", "dropped", or "unknown" where a prompt leaves no room for it."""
+        """Return "kept", "kept until a user speaks", "dropped", or "unknown" if the prompt does not allow thinking."""
         if "qzthinkzq" not in self.modes:
             return "unknown"
         if not self._find_violation("user", "qzthinkzq"):
@@ -309,7 +316,7 @@ class Template:
         return "qztold0zq" in text and "qztold1zq" in text
 
     def _grow_plans(self, plan: str, thought: str | None) -> str:
-        """Grow a conversation: after each action "1" or "2" tool results, or "u", a user's message."""
+        """Grow conversations by `plan`: after each action, "1" or "2" tool results or a user message ("u")."""
         tools = [_SCHEMA] if self._render_or_empty([_USER], [_SCHEMA], generate=True) else []
         system: list[Message] = [{"role": "system", "content": "?"}] if self.takes_system() else []
         plain = self._grow([_USER], [], plan, thought)
@@ -325,7 +332,7 @@ class Template:
                     said = self._answer_message(mark, seen)
                 else:
                     told = [_probe(f"qztold{i}n{n}zq", n) for n in range(int(step))]
-                    # Thinking in tags is part of the text, and so is then the call: only so can both be written.
+                    # Thinking in tags is part of the content, so the action must be plain text instead of a call.
                     plain = self.calls is None or (seen and self.thinking == "tags")
                     said = (
                         self._answer_message(mark, seen)
@@ -338,24 +345,24 @@ class Template:
                 if not whole.startswith(before):
                     return _rewrite_reason(before, whole, thought, i)
                 if not whole.endswith(added):
-                    return f"what follows an action is written otherwise later on: {added[:60]!r} became another text"
+                    return f"the text after an action is rendered differently later on: {added[:60]!r} changed"
                 action = whole[len(before) : len(whole) - len(added)]
                 if seen and seen not in action:
                     return "it drops an assistant's thinking when something follows it"
                 if mark not in action or (step == "u" and not action.endswith(mark)):
-                    return f"an assistant's text is written otherwise when something follows it: {action[-60:]!r}"
+                    return f"an assistant's text is rendered differently when something follows it: {action[-60:]!r}"
                 before = whole
         except ChatTemplateError as error:
             return str(error)
         return ""
 
-    # --- how it begins and ends an action ---
+    # --- start and end of an action ---
 
     def stops(self) -> tuple[str, ...]:
-        """The control tokens with which it ends an action: an answer first, then a call, where that ends otherwise.
+        """Return the control tokens that end an action: first that of an answer, then that of a call if it differs.
 
-        A template without an end of turn lets the next speaker's tag end it. What also stands inside an action, as
-        between thinking and answer, is no end.
+        In a template without an end-of-turn token, the tag of the next role ends the action. Tokens that also occur
+        inside an action, as between thinking and answer, are excluded.
         """
         tails = [self.answer_tail]
         for told in ({"role": "user", "content": "?"}, _probe("?")):
@@ -373,7 +380,7 @@ class Template:
         return tuple(dict.fromkeys(m.group() for m in found if m and m.group() not in inside))
 
     def written_call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """A call of that name as it writes one in an action, or "" where it takes no calls. One argument is a mark."""
+        """Render a call as it appears in an action; "" if the template does not accept calls."""
         if self.calls is None:
             return ""
         function = {"name": name, "arguments": json.dumps(dict(arguments)) if self.calls["json"] else dict(arguments)}
@@ -384,13 +391,13 @@ class Template:
         return text[: -len(self.answer_tail)] if self.answer_tail and text.endswith(self.answer_tail) else text
 
     def whitespace_kept(self) -> bool:
-        """Whether outer blanks of an answer stay when it is rendered."""
+        """Return True if outer whitespace of an answer is kept in rendered history."""
         return " qzanswerzq \n" in self._render_or_empty(
             [_USER, self._answer_message(" qzanswerzq \n")], generate=False
         )
 
     def opening(self) -> str:
-        """What it writes before an assistant's first token."""
+        """Return the text before the first token of the assistant."""
         asked, plain = self.render([_USER], generate=True), self.render([_USER], generate=False)
         same = _common_prefix_length(asked, plain)
         inside = [m.start() for m in self._control.finditer(asked) if m.start() < same < m.end()]
@@ -411,7 +418,7 @@ def _leading_tool_messages(messages: Sequence[Message]) -> list[Message]:
 
 
 def _unused_marker(mark: str, messages: Sequence[Message]) -> str:
-    """A text that none of these messages holds: a tool that prints our mark must not move the seam."""
+    """Extend the marker until it occurs in none of the messages, so that it is found unambiguously."""
     held = repr(list(messages))
     while mark in held:
         mark += "q"
@@ -419,7 +426,7 @@ def _unused_marker(mark: str, messages: Sequence[Message]) -> str:
 
 
 def _short_id(id: str) -> str:
-    """Nine letters or digits; an id that is that already stays."""
+    """Return an id of nine letters or digits; valid ids are unchanged."""
     if re.fullmatch(r"[A-Za-z0-9]{9}", id):
         return id
     if re.fullmatch(r"call-\d{1,5}", id):
@@ -431,10 +438,10 @@ def _rewrite_reason(before: str, whole: str, thought: str | None, step: int) -> 
     at = _common_prefix_length(before, whole)
     was, now = before[max(0, at - 20) : at + 30], whole[max(0, at - 20) : at + 30]
     gone = bool(thought) and any(f"{thought}{i}" in before and f"{thought}{i}" not in whole for i in range(step + 1))
-    why = "it drops an assistant's earlier thinking" if gone else "it writes history otherwise once more follows"
+    why = "it drops an assistant's earlier thinking" if gone else "it renders history differently when messages follow"
     return f"{why}: {was!r} became {now!r}"
 
 
 def _common_prefix_length(one: str, other: str) -> int:
-    """How many letters they begin with in common."""
+    """Return the length of the common prefix."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,7 +1,7 @@
-"""Tools for a model that are ready made: one for each kind of sandbox, and the six with which it works on files.
+"""Built-in tools: one that runs code per kind of sandbox, and six that work on files.
 
-`Agent(tools=[af.toolbox.python])`, `Agent(tools=af.toolbox.code)`; the agent needs a pool of the kind each asks for.
-They know nothing that a tool written in a cell could not: copy one to change its words.
+Use as `Agent(tools=[af.toolbox.python])` or `Agent(tools=af.toolbox.code)`, with a pool of the sandbox class that each
+tool requires. They use only the public API: copy one to change its descriptions.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ async def undo_edit(sandbox: FileSandbox) -> str:
 
 
 files = (read_file, write_file, edit_file, list_files, search_files, undo_edit)
-"""Work on files; a pool of FileSandbox."""
+"""Tools that read and edit files; they require a pool of FileSandbox."""
 
 code = (*files, shell)
-"""Work on a repository, and run its tests: one pool of FileSandbox serves all seven, in one folder."""
+"""Tools that edit a repository and run its tests; all seven share one FileSandbox and its folder."""

@@ -1,7 +1,4 @@
-"""A user's function: its source, its fingerprint, and a call that neither blocks the event loop nor loses an exception.
-
-Knows nothing of tools, rewards or chains.
-"""
+"""User functions (tools and rewards): source code, fingerprints, and calls that do not block the event loop."""
 
 from __future__ import annotations
 
@@ -25,12 +22,12 @@ from agentfly_kit.types import Failure
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one call gave: a value, or an error whose traceback begins in the function, or that it was late."""
+    """Outcome of one call: a value, an error (its traceback starts in the function), or a timeout."""
 
     value: Any = None
     error: BaseException | None = None
     timed_out: str = ""
-    """"cancelled" (a coroutine) or "abandoned" (a thread, which nothing can stop) when the timeout passed."""
+    """After a timeout, "cancelled" (coroutine) or "abandoned" (thread, which cannot be stopped); else ""."""
     seconds: float = 0.0
 
 
@@ -41,12 +38,20 @@ async def call_user_function(
     timeout: float | None = None,
     convert: Callable[[Any], Any] = lambda value: value,
 ) -> Outcome:
-    """Call it and give back what happened; `convert` is applied to the value, its errors counting as the call's.
+    """Call a user function and return its outcome instead of raising its exceptions.
 
-    A coroutine function runs on the event loop and is cancelled at the timeout. Any other runs in a daemon thread
-    (_async/threads.py), so that it blocks no other chain and a hung one cannot keep the process alive; at the timeout
-    it is left.
-    Raises:  CancelledError if the caller was cancelled, KeyboardInterrupt. Nothing else.
+    A coroutine function runs on the event loop and is cancelled after the timeout. Any other function runs in a daemon
+    thread (_async/threads.py), which does not block other chains or process exit; after the timeout it is abandoned.
+
+    Args:
+        function: the function.
+        arguments: keyword arguments.
+        timeout: limit in seconds, or None.
+        convert: applied to the return value; its exceptions count as those of the call.
+
+    Raises:
+        CancelledError: if the caller was cancelled.
+        KeyboardInterrupt: always propagates.
     """
     start = time.perf_counter()
     value: Any = None
@@ -62,7 +67,7 @@ async def call_user_function(
             awaitable: Any = function(**arguments)
         else:
             value, error = await threads.run_off_loop(work, getattr(function, "__func__", function), timeout)
-            # A plain wrapper around a coroutine function gives back what is to be awaited.
+            # A sync wrapper around a coroutine function returns an awaitable.
             awaitable = value if error is None and inspect.isawaitable(value) else None
         if awaitable is not None:
             left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - start))
@@ -76,7 +81,7 @@ async def call_user_function(
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        error = cancelled  # the function awaited something that was cancelled; nobody cancelled us
+        error = cancelled  # something that the function awaited was cancelled, not the caller
     except threads.CallTimeout:
         return Outcome(timed_out="abandoned", seconds=time.perf_counter() - start)
     except (Exception, SystemExit) as raised:
@@ -90,7 +95,7 @@ async def call_user_function(
 
 
 def _trim_traceback(error: BaseException, function: Callable[..., Any]) -> BaseException:
-    """The error with a traceback that begins in the function: the frames above it are ours and say nothing."""
+    """Remove the frames of this package, above the user function, from the traceback."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code is not code:
@@ -99,18 +104,18 @@ def _trim_traceback(error: BaseException, function: Callable[..., Any]) -> BaseE
 
 
 def failure_from(where: str, error: BaseException) -> Failure:
-    """`Failure.from_exception`, also for an exception whose own text cannot be made."""
+    """`Failure.from_exception`, also for exceptions whose `__str__` fails."""
     try:
         return Failure.from_exception(where, error)
     except Exception as worse:
-        return Failure(where, type(error).__name__, f"(its text cannot be made: {type(worse).__name__})")
+        return Failure(where, type(error).__name__, f"(its __str__ raised {type(worse).__name__})")
 
 
-# --- what a function is --------------------------------------------------------------------------
+# --- source and fingerprint ----------------------------------------------------------------------
 
 
 def source_of(function: Callable[..., Any]) -> str:
-    """Its source text, notebook cells included; a hash of its code where no source is kept (`python -c`, `exec`)."""
+    """Return the source code, also from notebook cells, or a hash of the bytecode if there is none (`python -c`)."""
     try:
         return textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
@@ -121,15 +126,15 @@ def source_of(function: Callable[..., Any]) -> str:
 
 
 def fingerprint(function: Callable[..., Any], source: str, *more: str) -> str:
-    """16 hex digits of what it does: source, constants that it closes over, functions of its module that it calls.
+    """Return a hash (16 hex digits) of the source, referenced constants, and called functions of the same module.
 
-    Only values that cannot change in place count (numbers, texts, tuples): lists, dicts and objects may be state.
+    Only immutable values count (numbers, strings, tuples): lists, dicts and objects may be state.
     """
     return _digest(source, *more, *_referenced_values(function, set()))
 
 
 def current_definition(function: Callable[..., Any]) -> Any:
-    """What the function's name means now, where it was defined; None if that cannot be known (a local function)."""
+    """Return the object now bound to the name of the function; None if unknown (for a local function)."""
     plain = inspect.unwrap(function)
     value: Any = None
     for i, part in enumerate(plain.__qualname__.split(".")):
@@ -148,9 +153,9 @@ def _referenced_values(function: Callable[..., Any], seen: set[int]) -> list[str
     for name in sorted(_outer_names(code)):
         try:
             value = cells[name].cell_contents if name in cells else function.__globals__[name]
-        except (KeyError, ValueError):  # a builtin or an attribute; a cell not filled yet
+        except (KeyError, ValueError):  # a builtin, an attribute, or a closure cell that is still empty
             continue
-        helper = getattr(value, "function", value)  # a tool or a reward wraps one
+        helper = getattr(value, "function", value)  # unwrap tools and rewards
         if isinstance(helper, pytypes.FunctionType):
             if helper.__module__ == function.__module__:
                 lines += [f"{name} is {source_of(helper)}", *_referenced_values(helper, seen)]
@@ -160,14 +165,14 @@ def _referenced_values(function: Callable[..., Any], seen: set[int]) -> list[str
 
 
 def _outer_names(code: pytypes.CodeType) -> set[str]:
-    """The outer names that it reads; not `co_names`, where `x.answer` looks like a global `answer`."""
+    """Return global and closure names that the code reads. `co_names` would also contain attribute names."""
     read = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     nested = (const for const in code.co_consts if isinstance(const, pytypes.CodeType))
     return read.union(code.co_freevars, *map(_outer_names, nested))
 
 
 def _stable_repr(value: Any) -> str | None:
-    """A text that is the same in every process, or None where there is none."""
+    """Return a representation that is equal in all processes, or None for mutable values."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes) or value is Ellipsis:
         return repr(value)
     if isinstance(value, tuple | frozenset):
@@ -193,16 +198,17 @@ def _digest(*texts: str) -> str:
 
 
 def type_hints(function: Callable[..., Any], frame: pytypes.FrameType | None) -> dict[str, Any]:
-    """Annotations with texts resolved, extras kept. Names that are not global are looked for in the defining frames.
+    """Return the resolved annotations with `Annotated` metadata, looking up local names in the defining frames.
 
-    Raises:  NameError for a name that is found nowhere.
+    Raises:
+        NameError: if a name is not found.
     """
     import typing
 
     try:
         return typing.get_type_hints(function, include_extras=True)
     except NameError:
-        # Defined inside a function or a class body, under `from __future__ import annotations`.
+        # String annotations of a function defined inside another function or a class body.
         local: dict[str, Any] = {}
         frames = []
         while frame is not None and frame.f_globals is getattr(function, "__globals__", None):
@@ -214,7 +220,7 @@ def type_hints(function: Callable[..., Any], frame: pytypes.FrameType | None) ->
 
 
 def caller_frame(depth: int) -> pytypes.FrameType | None:
-    """The frame `depth` calls above whoever asks."""
+    """Return the frame `depth` calls above the caller; None if there is none."""
     try:
         return sys._getframe(depth + 1)
     except ValueError:

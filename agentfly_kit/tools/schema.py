@@ -1,4 +1,4 @@
-"""Arguments of a function as JSON schema, and JSON values as arguments. Knows types and docstrings, not tools."""
+"""Conversion of function signatures to JSON schemas, and of JSON values to arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REQUIRED: Any = inspect.Parameter.empty
 
 @dataclass(frozen=True)
 class Parameter:
-    """One argument that the model writes."""
+    """Parameter that the model provides."""
 
     name: str
     annotation: Any
@@ -34,17 +34,25 @@ class Parameter:
 
 
 def parse_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """(description, description of each parameter) of a Google, numpy or Sphinx docstring, each whole."""
+    """Return the description of a function and of each parameter from a Google, NumPy or Sphinx docstring.
+
+    Raises:
+        ToolSchemaError: if the docstring cannot be parsed.
+    """
     try:
         parsed = docstring_parser.parse(inspect.getdoc(function) or "")
     except docstring_parser.ParseError as error:
-        raise ToolSchemaError(f"the docstring of {function.__name__} cannot be read: {error}") from None
+        raise ToolSchemaError(f"the docstring of {function.__name__} cannot be parsed: {error}") from None
     parts = [part.strip() for part in (parsed.short_description, parsed.long_description) if part]
     return "\n\n".join(parts), {p.arg_name: " ".join((p.description or "").split()) for p in parsed.params}
 
 
 class Arguments:
-    """The visible parameters of one function: their JSON schema, and the way from JSON values to Python ones."""
+    """Visible parameters of one function, with their JSON schema and the validation of JSON values.
+
+    Raises:
+        ToolSchemaError: if a type or default has no JSON representation.
+    """
 
     def __init__(self, owner: str, parameters: Sequence[Parameter]) -> None:
         self.owner = owner
@@ -58,10 +66,10 @@ class Arguments:
                 adapter.json_schema()
             except PydanticInvalidForJsonSchema as error:
                 raise ToolSchemaError(
-                    f"{self.owner}: parameter {name!r} has a type that JSON cannot hold "
-                    f"({str(error).splitlines()[0]}); give one that a model can write"
+                    f"{self.owner}: parameter {name!r} has a type without a JSON representation "
+                    f"({str(error).splitlines()[0]}); use a JSON-compatible type"
                 ) from None
-        # All together, so that two classes of one name in different parameters get different definitions.
+        # In one call, so that classes with the same name in different parameters get different definitions.
         by_name, shared = TypeAdapter.json_schemas([(n, "validation", a) for n, a in self._adapters.items()])
         properties: dict[str, Any] = {}
         for name, parameter in self.parameters.items():
@@ -82,19 +90,23 @@ class Arguments:
             return json.loads(json.dumps(value, allow_nan=False))
         except Exception:
             raise ToolSchemaError(
-                f"{self.owner}: parameter {parameter.name!r} has the default {parameter.default!r}, which is no JSON "
-                f"value of its type; give one that is, or use {_type_repr(parameter.annotation)} | None = None"
+                f"{self.owner}: parameter {parameter.name!r} has the default {parameter.default!r}, which is not a "
+                f"JSON value of its type; change it, or use {_type_repr(parameter.annotation)} | None = None"
             ) from None
 
     def validate(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-        """(arguments, ""), or ({}, what is wrong with all of them, for the model)."""
+        """Convert JSON values to arguments.
+
+        Returns:
+            The arguments and "", or {} and a message for the model that lists all problems.
+        """
         values: dict[str, Any] = {}
         problems: list[str] = []
         for name, parameter in self.parameters.items():
             if name not in given:
                 if parameter.default is REQUIRED:
                     problems.append(f"{name} is missing")
-                continue  # the function's own default
+                continue  # the default applies
             try:
                 values[name] = self._adapters[name].validate_python(given[name])
             except ValidationError as error:
@@ -106,7 +118,7 @@ class Arguments:
 
     @property
     def signature(self) -> str:
-        """`(expression: string, digits: integer = 2)`, as a model may read it."""
+        """Signature in terms of JSON types, for the model: `(expression: string, digits: integer = 2)`."""
         texts = []
         for name, entry in self.schema["properties"].items():
             end = "" if self.parameters[name].default is REQUIRED else f" = {json.dumps(entry.get('default'))}"
@@ -120,7 +132,7 @@ def _adapter(owner: str, parameter: Parameter) -> TypeAdapter[Any]:
     except (PydanticSchemaGenerationError, PydanticUserError, TypeError, NameError, RecursionError) as error:
         raise ToolSchemaError(
             f"{owner}: parameter {parameter.name!r} has the type {_type_repr(parameter.annotation)}, which has no JSON "
-            f"schema ({str(error).splitlines()[0]}); give a type that JSON can hold, or hide it from the model: "
+            f"schema ({str(error).splitlines()[0]}); use a JSON-compatible type, or hide it from the model: "
             f"af.FromTask[...] for a task field, a sandbox class, or af.Context"
         ) from None
 
@@ -136,7 +148,7 @@ def _validation_messages(name: str, error: ValidationError) -> list[str]:
 
 
 def description_in(annotation: Any) -> str | None:
-    """The description inside `Annotated[int, "..."]` or `Annotated[int, Field(description="...")]`."""
+    """Return the description in `Annotated[int, "..."]` or `Annotated[int, Field(description="...")]`."""
     if typing.get_origin(annotation) is not Annotated:
         return None
     for extra in annotation.__metadata__:
@@ -151,7 +163,7 @@ def description_in(annotation: Any) -> str | None:
 
 
 def _strip_titles(schema: Any) -> Any:
-    """Without the titles that pydantic makes from names: they repeat the name and cost tokens in every prompt."""
+    """Remove the titles that pydantic adds: they repeat the names and cost tokens in every prompt."""
     if isinstance(schema, list):
         return [_strip_titles(part) for part in schema]
     if not isinstance(schema, dict):
@@ -160,7 +172,7 @@ def _strip_titles(schema: Any) -> Any:
     for key, value in schema.items():
         if key == "title" and isinstance(value, str):
             continue
-        if key in ("properties", "$defs", "patternProperties"):  # names here are the user's, "title" among them
+        if key in ("properties", "$defs", "patternProperties"):  # keys are names chosen by the user, possibly "title"
             out[key] = {name: _strip_titles(part) for name, part in value.items()}
         elif key in ("default", "const", "enum", "examples"):
             out[key] = value
@@ -170,7 +182,7 @@ def _strip_titles(schema: Any) -> Any:
 
 
 def _inline_refs(root: dict[str, Any]) -> dict[str, Any]:
-    """Every $ref replaced by what it means; recursive types stay in $defs, where their $refs point."""
+    """Replace each $ref by its definition. Recursive types stay in $defs and keep their $refs."""
     definitions: dict[str, Any] = root.pop("$defs", {})
     kept: set[str] = set()
 
@@ -225,7 +237,7 @@ def _type_repr(annotation: Any) -> str:
 
 
 def _for_pydantic(annotation: Any) -> Any:
-    """The same type with each `typing.TypedDict` as pydantic wants it: before Python 3.12 it takes only its twin."""
+    """Replace `typing.TypedDict` by `typing_extensions.TypedDict`, which pydantic requires before Python 3.12."""
     if sys.version_info >= (3, 12):
         return annotation
     if typing.is_typeddict(annotation) and type(annotation).__module__ == "typing":
@@ -248,4 +260,4 @@ def _for_pydantic(annotation: Any) -> Any:
     new = tuple(_for_pydantic(a) if not isinstance(a, list) else a for a in args)
     if new == args:
         return annotation
-    return typing.Union[new] if origin is pytypes.UnionType else origin[new]  # noqa: UP007  # the members are values
+    return typing.Union[new] if origin is pytypes.UnionType else origin[new]  # noqa: UP007  # members are only known here

@@ -1,7 +1,6 @@
-"""Tools: plain functions with a schema for the model, and a set of them that answers the model's calls.
+"""Tools: functions with a schema that the model can call, and sets of tools that execute its calls.
 
-Knows no tokens, no chat and no engine. No registry: a tool is the object that the agent was given, whatever a later
-cell gives the same name.
+There is no registry: an agent keeps the tool objects it was given, even if a later notebook cell reuses their names.
 """
 
 from __future__ import annotations
@@ -35,11 +34,10 @@ _NOT_GIVEN: Any = object()
 
 
 class Tool(Generic[P, R]):
-    """A function that the model may call. Made by `@tool`; calling it calls the function.
+    """Function that the model can call, created by `@tool`. Calling it calls the function.
 
-    `schema`      what the model is shown; hidden parameters are not in it
-    `try_`        one call as the model would see it
-    `fingerprint` changes with the source, the constants it uses and the schema
+    `schema` is what the model sees; it omits hidden parameters. `try_` runs one call as the model would see it.
+    `fingerprint` changes with the source code, the constants it uses, and the schema.
     """
 
     def __init__(
@@ -59,13 +57,13 @@ class Tool(Generic[P, R]):
         self.source = functions.source_of(function)
         if not _NAME.fullmatch(self.name):
             raise ToolSchemaError(
-                f"a tool needs a name of letters, digits, _ and - that a model can write; got {self.name!r}; "
-                "give one: @af.tool(name=...)"
+                f"the name of a tool must consist of letters, digits, _ and -, got {self.name!r}; "
+                "choose one: @af.tool(name=...)"
             )
         if timeout is not None and not timeout > 0:
-            raise ToolSchemaError(f"{self.name}: timeout={timeout!r}: give seconds above 0, or None for no limit")
+            raise ToolSchemaError(f"{self.name}: timeout={timeout!r} must be above 0 seconds, or None for no limit")
         if max_chars is not None and max_chars < 1:
-            raise ToolSchemaError(f"{self.name}: max_chars={max_chars!r}: give at least 1, or None for no limit")
+            raise ToolSchemaError(f"{self.name}: max_chars={max_chars!r} must be at least 1, or None for no limit")
         self.description, self._arguments, self._hidden, self._method = _signature(self.name, function, frame)
         self._instance: Any = None
         self.__name__, self.__qualname__ = function.__name__, function.__qualname__
@@ -76,12 +74,12 @@ class Tool(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         function = self._bound()
         if inspect.iscoroutinefunction(function):
-            # Awaited like any coroutine, but a forgotten await says so.
+            # Like a coroutine, but a missing await raises a clear error.
             return typing.cast(R, PendingCall(f"{self.name}(...)", lambda: function(*args, **kwargs)))
         return function(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Tool[..., R]:
-        """A tool made of a method belongs to the instance that it is looked up on, as methods do."""
+        """Bind a tool created from a method to the instance on which it is accessed, as for methods."""
         if instance is None or not self._method:
             return self
         bound = copy.copy(self)
@@ -93,11 +91,11 @@ class Tool(Generic[P, R]):
             return pytypes.MethodType(self.function, self._instance)
         return self.function
 
-    # --- what it is ---
+    # --- properties ---
 
     @property
     def schema(self) -> dict[str, Any]:
-        """{"type": "function", "function": {"name", "description", "parameters"}}; a copy."""
+        """Copy of the JSON schema: {"type": "function", "function": {"name", "description", "parameters"}}."""
         return copy.deepcopy(
             {
                 "type": "function",
@@ -116,14 +114,14 @@ class Tool(Generic[P, R]):
 
     @property
     def sandbox_types(self) -> tuple[type, ...]:
-        """The sandbox classes that it asks for: the pools that its agent needs."""
+        """Sandbox classes that the tool requires, and for which the agent needs pools."""
         return tuple(
             dict.fromkeys(injected.sandbox_type for injected in self._hidden.values() if injected.source == "sandbox")
         )
 
     @property
     def task_fields(self) -> tuple[str, ...]:
-        """The task fields that it cannot do without."""
+        """Task fields that the tool requires (`FromTask` parameters without a default)."""
         optional = inspect.signature(self.function).parameters
         return tuple(
             name
@@ -132,7 +130,7 @@ class Tool(Generic[P, R]):
         )
 
     def redefined(self) -> bool:
-        """Whether its name means another tool now, where it was defined: a later cell that ran with other source."""
+        """Return True if a later notebook cell has redefined the tool with different source code."""
         now = functions.current_definition(self.function)
         return isinstance(now, Tool) and now.function is not self.function and now.fingerprint != self.fingerprint
 
@@ -142,7 +140,7 @@ class Tool(Generic[P, R]):
         return f"<Tool {self.name}{self._arguments.signature}{hidden}{unbound}>"
 
     def _repr_html_(self) -> str:
-        """What the model is told of it, and what it is not."""
+        """Visible and hidden parameters, as HTML."""
         asked = self._arguments.schema.get("properties", {})
         needed = self._arguments.schema.get("required", [])
         rows = [
@@ -161,20 +159,32 @@ class Tool(Generic[P, R]):
             + (hidden if self._hidden else "")
         )
 
-    # --- calling it as the model does ---
+    # --- calls of the model ---
 
     @pending_call
     async def try_(
         self, /, *positional: Any, task: Any = _NOT_GIVEN, pool: Any = _NOT_GIVEN, **arguments: Any
     ) -> ToolResult:
-        """One call, exactly as the model would see it: arguments checked, a throw-away lease, failures as text.
+        """Run one call interactively and return its result as the model would see it.
 
-        `task` gives the fields that `FromTask` asks for; `pool` gives the sandbox, and without it one is started for
-        this call and closed after it. A tool whose own argument is named `task` or `pool` gets it as that.
+        Arguments are validated, the sandbox lease is temporary, and failures become text. If the tool itself has an
+        argument named `task` or `pool`, the value is passed to the tool.
+
+        Args:
+            *positional: visible arguments by position.
+            task: task that provides the fields for `FromTask` parameters.
+            pool: pool that provides the sandbox; without it, a sandbox is started for this call and then closed.
+            **arguments: visible arguments by name.
+
+        Raises:
+            TypeError: for too many or duplicate arguments.
+            ToolSchemaError: for a method without an instance.
         """
         visible = list(self._arguments.parameters)
         if len(positional) > len(visible):
-            raise TypeError(f"{self.name} takes {self._arguments.signature}; got {len(positional)} arguments")
+            raise TypeError(
+                f"{self.name} takes {self._arguments.signature}, got {len(positional)} positional arguments"
+            )
         for name, value in zip(visible, positional, strict=False):
             if name in arguments:
                 raise TypeError(f"{self.name} got {name!r} twice")
@@ -190,9 +200,12 @@ class Tool(Generic[P, R]):
             return await self.invoke(arguments, context)
 
     async def invoke(self, arguments: Mapping[str, Any], context: Context, *, raising: bool = False) -> ToolResult:
-        """Run one call. Whatever the tool does comes back as a result; with `raising` its own exception is raised.
+        """Run one call and return its result. Exceptions of the tool become failed results, or propagate if `raising`.
 
-        Raises:  CancelledError if the caller was cancelled, KeyboardInterrupt, ToolSchemaError for an unbound method.
+        Raises:
+            CancelledError: if the caller was cancelled.
+            KeyboardInterrupt: always propagates.
+            ToolSchemaError: for a method without an instance.
         """
         self.require_instance()
         where = f"tool {self.name}"
@@ -203,12 +216,12 @@ class Tool(Generic[P, R]):
                 return ToolResult(False, text, truncated=truncated)
             async with AsyncExitStack() as stack:
                 values |= await self._inject(context, stack)
-                # only now: who waits for a sandbox must not keep others waiting
+                # acquired after the sandbox, so that waiting for one does not occupy a slot
                 async with context.concurrency.tools.slot():
                     outcome = await functions.call_user_function(
                         self._bound(), values, timeout=self.timeout, convert=self._checked_result
                     )
-        except Exception as error:  # the pool, the task, a type's own validator: not the function
+        except Exception as error:  # from the pool, the task or a validator of an argument type, not from the function
             if raising:
                 raise
             return ToolResult(False, f"{self.name} failed.", functions.failure_from(where, error))
@@ -221,7 +234,7 @@ class Tool(Generic[P, R]):
             if isinstance(outcome.error, ToolError):
                 text, truncated = self._truncate(_replace_lone_surrogates(str(outcome.error)))
                 return ToolResult(False, text, seconds=outcome.seconds, truncated=truncated)
-            # The model is told no more: a traceback of ours is nothing that it can mend, and may leak the answer.
+            # No details for the model: it cannot fix the tool, and a traceback may leak the answer.
             found = functions.failure_from(where, outcome.error)
             return ToolResult(False, f"{self.name} failed.", found, seconds=outcome.seconds)
         result: ToolResult = outcome.value
@@ -229,7 +242,7 @@ class Tool(Generic[P, R]):
 
     async def _inject(self, context: Context, stack: AsyncExitStack) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        # Sandboxes in one order everywhere, so that two calls that need the same two cannot wait for each other.
+        # Leased in a fixed global order, so that two calls that need the same two sandboxes cannot deadlock.
         for name, injected in sorted(self._hidden.items(), key=lambda item: item[1].sandbox_type.__qualname__):
             if injected.source == "context":
                 values[name] = context
@@ -252,12 +265,16 @@ class Tool(Generic[P, R]):
         return f"{text[: self.max_chars]}\n[cut: the first {self.max_chars} of {len(text)} characters]", True
 
     def require_instance(self) -> None:
-        """Raises ToolSchemaError for a method that was taken from its class."""
+        """Check that a tool created from a method is bound to an instance.
+
+        Raises:
+            ToolSchemaError: if it was accessed on the class.
+        """
         if self._method and self._instance is None:
             owner = self.__qualname__.rpartition(".")[0].rpartition(".")[2]
             raise ToolSchemaError(
                 f"{self.__qualname__} is a method without an instance; "
-                f"give the tool of one: {owner}(...).{self.__name__}"
+                f"use the tool of an instance: {owner}(...).{self.__name__}"
             )
 
 
@@ -275,16 +292,23 @@ def tool(
     timeout: float | None = 60.0,
     max_chars: int | None = 8192,
 ) -> Tool[P, R] | Callable[[Callable[P, R]], Tool[P, R]]:
-    """Make a function a tool: `@tool`, or `@tool(name=..., timeout=..., max_chars=...)`. It stays callable as before.
+    """Turn a function into a tool: `@tool`, or `@tool(name=..., timeout=...)`. It stays callable as before.
 
-    Every parameter needs a type and a description, in the docstring or as `Annotated[int, "..."]`. Not shown to the
-    model: sandbox classes (leased for the chain), `FromTask[...]` (a task field), `Context`.
+    Every parameter needs a type and a description, in the docstring or as `Annotated[int, "..."]`. Parameters annotated
+    with a sandbox class (leased for the chain), `FromTask[...]` (a task field) or `Context` are injected, and hidden
+    from the model.
 
-    A plain function runs in a thread, a coroutine function on the loop. A method becomes the tool of its instance,
-    which all chains then share: what belongs to one chain is kept in `context.state` or in a sandbox.
+    A sync function runs in a thread, a coroutine function on the event loop. A method becomes a tool of its instance,
+    which all chains share; keep the state of a chain in `context.state` or in a sandbox.
 
-    Units:   timeout in seconds of the function's own run, max_chars in characters of the observation; None is no limit.
-    Raises:  ToolSchemaError naming the function and the parameter.
+    Args:
+        function: the function to decorate.
+        name: name shown to the model; the function's name by default.
+        timeout: limit in seconds for one call of the function, or None.
+        max_chars: maximum length of the observation in characters, or None.
+
+    Raises:
+        ToolSchemaError: names the function and the parameter.
     """
     frame = functions.caller_frame(1)
 
@@ -294,15 +318,19 @@ def tool(
     return decorate if function is None else decorate(function)
 
 
-# --- a set of them -------------------------------------------------------------------------------
+# --- sets of tools -------------------------------------------------------------------------------
 
 
 class ToolSet(Sequence[Tool[..., Any]]):
-    """The tools of one agent, frozen, by name. `tools["name"]` gives one; plain functions become tools."""
+    """Immutable collection of the tools of one agent, indexed by position or name. Plain functions become tools.
+
+    Raises:
+        ToolSchemaError: if two tools have the same name, or one is a method without an instance.
+    """
 
     def __init__(self, tools: Iterable[Tool[..., Any] | Callable[..., Any]] = ()) -> None:
         if isinstance(tools, Tool) or not isinstance(tools, Iterable):
-            raise ToolSchemaError(f"tools={tools!r}: give a list of tools: [{getattr(tools, 'name', '...')}]")
+            raise ToolSchemaError(f"tools={tools!r} must be a list of tools: [{getattr(tools, 'name', '...')}]")
         self._tools = tuple(t if isinstance(t, Tool) else tool(t) for t in tools)
         self._by_name = {t.name: t for t in self._tools}
         for t in self._tools:
@@ -310,7 +338,7 @@ class ToolSet(Sequence[Tool[..., Any]]):
             if self._by_name[t.name] is not t:
                 raise ToolSchemaError(f"two tools are named {t.name!r}; rename one: @af.tool(name=...)")
         self.schemas: tuple[dict[str, Any], ...] = tuple(t.schema for t in self._tools)
-        """What the chat template is given, in order."""
+        """Schemas passed to the chat template, in order."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -318,7 +346,7 @@ class ToolSet(Sequence[Tool[..., Any]]):
 
     @property
     def sandbox_types(self) -> tuple[type, ...]:
-        """The sandbox classes that the tools ask for."""
+        """Sandbox classes that the tools require."""
         return tuple(dict.fromkeys(sandbox_type for t in self._tools for sandbox_type in t.sandbox_types))
 
     @property
@@ -326,11 +354,15 @@ class ToolSet(Sequence[Tool[..., Any]]):
         return " ".join(f"{t.name}={t.fingerprint}" for t in self._tools)
 
     def redefined(self) -> tuple[str, ...]:
-        """Names of the tools that a later cell defined again with other source: these ones still run the old."""
+        """Return the names of tools that a later notebook cell has redefined; this set still runs the old ones."""
         return tuple(t.name for t in self._tools if t.redefined())
 
     def check(self, tasks: Task | Iterable[Task]) -> None:
-        """Raises TaskError at the first task without a field that a tool asks for."""
+        """Check that every task has the fields that the tools require.
+
+        Raises:
+            TaskError: for the first task that lacks one.
+        """
         for task in [tasks] if isinstance(tasks, Task) else tasks:
             for t in self._tools:
                 for name in t.task_fields:
@@ -338,7 +370,7 @@ class ToolSet(Sequence[Tool[..., Any]]):
                         raise TaskError(_missing_field_message(f"tool {t.name}", name, task))
 
     async def call(self, call: ToolCall, context: Context) -> ToolResult:
-        """Run one call of the model. An unreadable call and an unknown name are observations, not failures of ours."""
+        """Run one call of the model. Malformed calls and unknown names give failed results, not exceptions."""
         if call.error is not None:
             return ToolResult(False, call.error)
         if call.name not in self._by_name:
@@ -354,11 +386,18 @@ class ToolSet(Sequence[Tool[..., Any]]):
         around: Callable[[ToolCall], AbstractContextManager[Any]] = lambda _: nullcontext(),
         refused: Mapping[int, ToolResult] = MappingProxyType({}),
     ) -> tuple[ToolCall, ...]:
-        """Run the calls of one turn side by side; the same calls come back in their order, with results.
+        """Run the calls of one turn concurrently.
 
-        Calls that share a sandbox run in the order written, so that what the second sees of the first is no race.
-        around: entered when a call starts and left when it ends, however it ends.
-        refused: by position, the calls that are not to run, and their results.
+        Calls that share a sandbox run in the order written, so that their effects are deterministic.
+
+        Args:
+            calls: the calls, in the order written.
+            context: context of the chain.
+            around: returns a context manager that is entered when a call starts and exited when it ends or fails.
+            refused: results of calls that must not run, by position.
+
+        Returns:
+            The calls in the same order, with their results.
         """
 
         async def one(position: int, call: ToolCall) -> ToolResult:
@@ -380,7 +419,7 @@ class ToolSet(Sequence[Tool[..., Any]]):
 
     def _rerunner(self, call: ToolCall, context: Context) -> Rerun | None:
         known = self._by_name.get(call.name) if call.error is None else None
-        # Weakly: a trajectory that a notebook keeps must not keep the sandboxes of a pool that nobody has any more.
+        # Weak references: a trajectory kept in a notebook must not keep the sandboxes of an unused pool alive.
         return None if known is None else Rerun(known, context.task, tuple(map(weakref.ref, context.pools)))
 
     @overload
@@ -412,7 +451,7 @@ class ToolSet(Sequence[Tool[..., Any]]):
 
 
 def _type_name(schema: dict[str, Any]) -> str:
-    """A JSON schema in a word or two."""
+    """Return a short name for the type of a JSON schema."""
     if "enum" in schema:
         return " | ".join(map(repr, schema["enum"]))
     if "anyOf" in schema:
@@ -423,7 +462,7 @@ def _type_name(schema: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Rerun:
-    """Calls again the very tool that ran, on a throw-away lease. Lost on disk: a pickled one is None."""
+    """Callable that runs the same tool again on a temporary sandbox lease. Pickles as None."""
 
     tool: Tool[..., Any]
     task: Task
@@ -449,27 +488,27 @@ def _placeholder_task() -> Task:
     return Task("none", ({"role": "user", "content": ""},))
 
 
-# --- reading a function --------------------------------------------------------------------------
+# --- function signatures --------------------------------------------------------------------------
 
 
 def _check_function(function: Any) -> None:
     name = getattr(function, "__qualname__", repr(function))
     if isinstance(function, Tool):
-        raise ToolSchemaError(f"{function.name} is a tool already; decorate the function once")
+        raise ToolSchemaError(f"{function.name} is already a tool; decorate the function only once")
     if isinstance(function, staticmethod | classmethod):
         raise ToolSchemaError("put @staticmethod above @af.tool, not below it; a classmethod cannot be a tool")
     if inspect.ismethod(function):
         raise ToolSchemaError(f"{name} is a method of an instance; put @af.tool above its `def` in the class instead")
     if not inspect.isfunction(function):
-        raise ToolSchemaError(f"{name} is no function that `def` made; wrap it in one, with types and a docstring")
+        raise ToolSchemaError(f"{name} must be a function defined with `def`; wrap it in one, with types and docstring")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ToolSchemaError(f"{name} yields; a tool gives one result: return it")
+        raise ToolSchemaError(f"{name} is a generator; a tool must return one result")
 
 
 def _signature(
     owner: str, function: Callable[..., Any], frame: pytypes.FrameType | None
 ) -> tuple[str, Arguments, dict[str, Injection], bool]:
-    """(description, what the model writes, what it does not see, whether it is a method)."""
+    """Return (description, visible arguments, injected parameters, True for a method)."""
     description, documented = parse_docstring(function)
     try:
         annotations = functions.type_hints(function, frame)
@@ -487,13 +526,13 @@ def _signature(
         name = parameter.name
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             star = "*" if parameter.kind is parameter.VAR_POSITIONAL else "**"
-            raise ToolSchemaError(f"{owner}: {star}{name} cannot be shown to a model; name each parameter")
+            raise ToolSchemaError(f"{owner}: {star}{name} cannot be described in a schema; name each parameter")
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ToolSchemaError(
-                f"{owner}: parameter {name!r} is positional-only, but a model writes names; drop the /"
+                f"{owner}: parameter {name!r} is positional-only, but a model passes names; remove the /"
             )
         if name not in annotations:
-            raise ToolSchemaError(f"{owner}: parameter {name!r} has no type; write for example {name}: str")
+            raise ToolSchemaError(f"{owner}: parameter {name!r} has no type; annotate it, for example {name}: str")
         injected = injection(annotations[name])
         if injected is not None:
             hidden[name] = injected
@@ -501,27 +540,27 @@ def _signature(
         text = description_in(annotations[name]) or documented.get(name)
         if not text:
             others = [other for other in documented if other not in inspect.signature(function).parameters]
-            hint = f" (it describes {', '.join(map(repr, others))}, which is no parameter)" if others else ""
+            hint = f" (it describes {', '.join(map(repr, others))}, not in the signature)" if others else ""
             raise ToolSchemaError(
                 f"{owner}: parameter {name!r} has no description{hint}; add to the docstring\n"
-                f"    Args:\n        {name}: what the model should know about it"
+                f"    Args:\n        {name}: description for the model"
             )
         visible.append(Parameter(name, annotations[name], text, parameter.default))
     if not description:
-        raise ToolSchemaError(f'{owner}: no description; begin the function with """What it does, in a sentence."""')
+        raise ToolSchemaError(f'{owner}: no description; add a docstring, for example """Return the current time."""')
     return description, Arguments(owner, visible), hidden, method
 
 
 def _missing_field_message(who: str, name: str, task: Task) -> str:
     have = ", ".join(task.fields) or "none"
-    return f"{who} asks for the field {name!r}, which task {task.id!r} does not have (its fields: {have})"
+    return f"{who} requires the field {name!r}, which task {task.id!r} does not have (its fields: {have})"
 
 
-# --- what the model is shown ---------------------------------------------------------------------
+# --- observations --------------------------------------------------------------------------------
 
 
 def _to_tool_result(value: Any) -> ToolResult:
-    """A returned value as the model reads it: text as it is, None as nothing, all else as compact JSON."""
+    """Convert a return value to a result: strings unchanged, None as "", everything else as compact JSON."""
     from agentfly_kit.sandboxes.result import SandboxResult
 
     if isinstance(value, SandboxResult):
@@ -533,25 +572,28 @@ def _to_text(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, str):
-        return str.__str__(value)  # of a text enum its value, not its name
+        return str.__str__(value)  # the value of a string enum, not its name
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value).decode("utf-8", "replace")
     from pydantic_core import to_jsonable_python
 
     plain = to_jsonable_python(value, inf_nan_mode="constants", bytes_mode="utf8", fallback=_json_fallback)
-    # A date, a path, an enum member is one text: shown bare, as a returned str is.
+    # Dates, paths and enum members are single strings: shown without quotes, like a returned str.
     return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, separators=(",", ":"))
 
 
 def _json_fallback(value: Any) -> Any:
-    """What JSON knows no form for: arrays as lists, anything with a text of its own as that."""
+    """Convert arrays to lists, and other objects that define `__str__` or `__repr__` to strings."""
     if callable(tolist := getattr(value, "tolist", None)):
         return tolist()
     if not any("__str__" in vars(c) or "__repr__" in vars(c) for c in type(value).__mro__[:-1]):
-        raise TypeError(f"a tool returned a {type(value).__qualname__}, which has no text; return str, number or JSON")
+        raise TypeError(
+            f"a tool returned a {type(value).__qualname__}, which has no string representation; "
+            "return a str, number or JSON value"
+        )
     return str(value)
 
 
 def _replace_lone_surrogates(text: str) -> str:
-    """Half of a surrogate pair cannot be tokenized; it becomes the replacement character."""
+    """Replace lone surrogates, which cannot be tokenized, by the replacement character."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if not text.isascii() else text

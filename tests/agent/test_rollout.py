@@ -124,7 +124,7 @@ def test_numpy_becomes_plain_and_what_json_lacks_is_refused_by_name(tmp_path: Pa
     assert back.trajectories[0].task.fields["x"] == {"a": 0.5, "b": [0, 1, 2]}
     before = (tmp_path / "r.jsonl").read_bytes()
     for value, says in ((object(), "a object"), (math.nan, "not JSON compliant"), ({1, 2}, "a set")):
-        with pytest.raises(RunError, match=f"trajectory 'g/0' holds what JSON cannot: .*{says}"):
+        with pytest.raises(RunError, match=f"trajectory 'g/0' cannot be saved as JSON: .*{says}"):
             one(value).save(tmp_path / "r.jsonl")
     assert (tmp_path / "r.jsonl").read_bytes() == before
 
@@ -135,8 +135,8 @@ def test_numpy_becomes_plain_and_what_json_lacks_is_refused_by_name(tmp_path: Pa
         (b"", r"r\.jsonl:1 is damaged"),
         (b"hello\n", r"r\.jsonl:1 is damaged"),
         (b"\xff\xfe\x00", r"r\.jsonl(:1)? (is damaged|cannot be read)"),
-        (b"[]\n", "is no saved rollout|damaged"),
-        (b'{"format": "other"}\n', "is no saved rollout; give a file that Rollout.save wrote"),
+        (b"[]\n", "is not a saved rollout|damaged"),
+        (b'{"format": "other"}\n', "is not a saved rollout; give a file written by Rollout.save"),
         (b'{"format": "agentfly_kit.rollout", "version": 99}\n', r"newer version \(99 > 2\); upgrade"),
     ],
 )
@@ -178,7 +178,9 @@ def test_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Monk
     path = nasty().save(tmp_path / "r.jsonl")
     before = path.read_bytes()
     Full(monkeypatch, name)
-    with pytest.raises(RunError, match=r"r\.jsonl could not be written \(.*No space left.*\); what was there before"):
+    with pytest.raises(
+        RunError, match=r"r\.jsonl could not be written \(.*No space left.*\); an existing file is unchanged"
+    ):
         Rollout().save(path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["r.jsonl"]
@@ -219,7 +221,7 @@ async def test_frames_have_nan_where_nothing_was_sampled() -> None:
     assert list(rollout.to_frame()["trajectory"]) == [t.id for t in rollout]
     assert len(rollout.to_frame("turns")) == sum(len(t.turns) for t in rollout)
     assert nasty(False).to_frame()["reward"].isna().tolist() == [False, True, False, True]
-    with pytest.raises(SettingsError, match="give 'trajectories', 'turns' or 'tokens'"):
+    with pytest.raises(SettingsError, match="kind must be 'trajectories', 'turns' or 'tokens'"):
         rollout.to_frame("rows")  # type: ignore[arg-type]
 
 
@@ -249,7 +251,7 @@ async def test_rescore_refuses_a_reward_that_looks_into_what_was_given_back() ->
         return 1.0
 
     rollout = await played(["5"]).rollout(tasks(2))
-    with pytest.raises(SettingsError, match=r"'won' looks into a Board, .* gave theirs back .*won\.try_\(trajectory\)"):
+    with pytest.raises(SettingsError, match=r"'won' requires a Board, .* are released; .*won\.try_\(trajectory\)"):
         await rollout.rescore([won])
     assert {t.reward for t in rollout} <= {0.0, 1.0}
 
@@ -305,7 +307,7 @@ def test_a_run_is_begun_continued_or_refused(tmp_path: Path) -> None:
 def test_numbers_of_numpy_in_a_fingerprint(tmp_path: Path) -> None:
     Run(tmp_path / "r").claim({"lr": np.float32(0.5)}, resume=True)
     assert Run(tmp_path / "r").claim({"lr": 0.5}, resume=True)
-    with pytest.raises(RunError, match="the run's fingerprint holds what JSON cannot"):
+    with pytest.raises(RunError, match="the run's fingerprint cannot be saved as JSON"):
         Run(tmp_path / "s").claim({"lr": object()}, resume=True)
     assert not (tmp_path / "s").exists()
 
@@ -393,7 +395,7 @@ def test_truncate(tmp_path: Path) -> None:
 def test_a_step_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path / "r")
     run.claim(PRINT, resume=True)
-    with pytest.raises(RunError, match="step 1 holds what JSON cannot"):
+    with pytest.raises(RunError, match="step 1 cannot be saved as JSON"):
         run.append({"step": 1, "loss": math.nan})
     assert run.records == []
 

@@ -94,7 +94,7 @@ async def test_one_row_has_its_views_and_several_refuse_by_name() -> None:
     _, t = await folded()
     for name in VIEWS:
         with pytest.raises(
-            AlignmentError, match=rf"has 3 rows, so there is no one \.{name}.*trajectory\.rows\[0\]\.{name}"
+            AlignmentError, match=rf"has 3 rows, so \.{name} is ambiguous.*trajectory\.rows\[0\]\.{name}"
         ):
             getattr(t, name)
     assert Trajectory("x", TASK, "g", 0, (), "error").rows[0].ids.tolist() == []

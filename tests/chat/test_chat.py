@@ -97,7 +97,7 @@ def test_a_template_that_complains_is_quoted() -> None:
         "{%- if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif -%}\n"
         "{%- for message in (messages",
     )
-    with pytest.raises(ChatTemplateError, match=r"roles \(system, user\): no system here; leave out the role"):
+    with pytest.raises(ChatTemplateError, match=r"roles \(system, user\): no system here; remove the unsupported role"):
         Chat(with_template(template)).prompt([{"role": "system", "content": "x"}, USER])
 
 
@@ -125,11 +125,11 @@ def test_a_generation_prompt_that_is_no_prefix_is_refused() -> None:
     plain = template.replace("{{- message.content or ''", "{{- (message.content or '').split('</think>')[-1]")
     report = check(with_template(plain))
     assert not report.exact
-    assert "what is sampled would not be what is trained" in report.tool_results
+    assert "tokens would differ from the rendered history" in report.tool_results
     assert report.thinking == "unknown"
     with pytest.raises(ChatTemplateError, match=r'cannot take tool results by appending: .*history="append"'):
         Chat(with_template(plain)).observation_ids([tool("5")])
-    with pytest.raises(ChatTemplateError, match="what is sampled would not be what is trained"):
+    with pytest.raises(ChatTemplateError, match="tokens would differ from the rendered history"):
         Chat(with_template(plain)).prompt([USER], SCHEMAS)  # before a token is sampled
     assert Chat(with_template(plain), history="append").observation_ids([tool("5")])
 
@@ -138,9 +138,9 @@ def test_a_template_that_changes_what_came_before_is_refused() -> None:
     template = QWEN_LIKE.replace("{{- message.content or ''", "{{- (message.content or '') ~ ('!' if loop.length > 3)")
     report = check(with_template(template))
     assert not report.exact
-    assert report.tool_results.startswith("it writes history otherwise once more follows: '")
+    assert report.tool_results.startswith("it renders history differently when messages follow: '")
     with pytest.raises(
-        ChatTemplateError, match=r"'\?<\|im_end\|>.* became .*'\?!<\|im_end\|>|writes history otherwise"
+        ChatTemplateError, match=r"'\?<\|im_end\|>.* became .*'\?!<\|im_end\|>|renders history differently"
     ):
         Chat(with_template(template)).observation_ids([USER])
 
@@ -151,7 +151,7 @@ def test_no_stop_token() -> None:
         "{{- 'assistant: ' if add_generation_prompt -}}"
     )
     tokenizer.eos_token = None
-    with pytest.raises(ChatTemplateError, match="which token ends a turn; set"):
+    with pytest.raises(ChatTemplateError, match="defines an end-of-turn token; set"):
         Chat(tokenizer)
 
 
@@ -241,7 +241,7 @@ def test_an_end_of_two_tokens_is_written_once() -> None:
 
 
 def test_unknown_settings_are_refused() -> None:
-    with pytest.raises(SettingsError, match='history=\'render\': give "exact", "append" or "rerender"'):
+    with pytest.raises(SettingsError, match='history=\'render\' must be "exact", "append" or "rerender"'):
         Chat(tiny.tokenizer(), history="render")  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="format='hermez' is not known"):
         Chat(tiny.tokenizer(), format="hermez")
@@ -275,10 +275,10 @@ def test_the_proof_has_a_system_message_and_tools_too() -> None:
     marks = "'!' if loop.length > 3 and lead"
     template = QWEN_LIKE.replace("{{- message.content or ''", f"{{{{- (message.content or '') ~ ({marks})")
     report = check(with_template(template))
-    assert report.tool_results.startswith("it writes history otherwise")
+    assert report.tool_results.startswith("it renders history differently")
     marks = "'!' if loop.length > 3 and tools"
     template = QWEN_LIKE.replace("{{- message.content or ''", f"{{{{- (message.content or '') ~ ({marks})")
-    assert check(with_template(template)).tool_results.startswith("it writes history otherwise")
+    assert check(with_template(template)).tool_results.startswith("it renders history differently")
 
 
 # --- formats of their own, through a whole chain ---

@@ -348,7 +348,7 @@ def test_thinking_that_the_prompt_opens_is_thinking_though_it_is_never_closed() 
 def test_further_stops() -> None:
     mine = Chat(named("qwen2_5"), stop=["</tool_call>"])
     assert mine.token_texts(mine.stop_ids) == ("<|im_end|>", "</tool_call>")
-    with pytest.raises(Exception, match="give texts of one token"):
+    with pytest.raises(Exception, match="give strings of one token"):
         Chat(named("qwen2_5"), stop=["two words"])
 
 

@@ -487,5 +487,5 @@ def test_a_format_of_ones_own() -> None:
 def test_get() -> None:
     assert hermes.name == "hermes"
     assert formats.get(hermes) is hermes
-    with pytest.raises(errors.SettingsError, match="'hermez' is not known; give one of action, code, hermes"):
+    with pytest.raises(errors.SettingsError, match="'hermez' is not known; use one of action, code, hermes"):
         formats.get("hermez")

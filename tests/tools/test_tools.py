@@ -413,20 +413,20 @@ def yields(n: Annotated[int, "a"]) -> Any:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (untyped, "untyped: parameter 'a' has no type; write for example a: str"),
-        (undocumented, "undocumented: parameter 'b' has no description (it describes 'bb', which is no parameter)"),
+        (untyped, "untyped: parameter 'a' has no type; annotate it, for example a: str"),
+        (undocumented, "undocumented: parameter 'b' has no description (it describes 'bb', not in the signature)"),
         (undocumented, "Args:\n        b: "),
-        (starred, "starred: *parts cannot be shown to a model"),
-        (double_starred, "double_starred: **parts cannot be shown to a model"),
+        (starred, "starred: *parts cannot be described in a schema"),
+        (double_starred, "double_starred: **parts cannot be described in a schema"),
         (positional, "positional: parameter 'a' is positional-only"),
         (opaque, "opaque: parameter 'lock' has the type"),
-        (uncallable, "uncallable: parameter 'f' has a type that JSON cannot hold"),
+        (uncallable, "uncallable: parameter 'f' has a type without a JSON representation"),
         (odd_default, "odd_default: parameter 'n' has the default inf"),
         (silent, "silent: no description"),
         (unresolved, "unresolved: an annotation cannot be resolved (name 'Nowhere' is not defined)"),
-        (yields, "yields yields; a tool gives one result"),
-        (len, "len is no function that `def` made"),
-        (calculator, "calculator is a tool already"),
+        (yields, "yields is a generator; a tool must return one result"),
+        (len, "len must be a function defined with `def`"),
+        (calculator, "calculator is already a tool"),
         (classmethod(len), "a classmethod cannot be a tool"),
     ],
 )
@@ -438,7 +438,7 @@ def test_what_cannot_be_a_tool_is_refused_when_decorated(function: Any, words: s
 
 @pytest.mark.parametrize("name", ["", "two words", "9lives", "ä", "x" * 65])
 def test_names_that_a_model_cannot_write(name: str) -> None:
-    with pytest.raises(ToolSchemaError, match="needs a name of letters"):
+    with pytest.raises(ToolSchemaError, match="must consist of letters"):
         tool(name=name)(google)
 
 
@@ -512,7 +512,7 @@ async def test_methods_belong_to_their_instance() -> None:
 
 async def test_an_unbound_method_says_so() -> None:
     with pytest.raises(
-        ToolSchemaError, match=r"Counter.step is a method without an instance; give .*Counter\(...\).step"
+        ToolSchemaError, match=r"Counter.step is a method without an instance; use .*Counter\(...\).step"
     ):
         ToolSet([Counter.step])
     with pytest.raises(ToolSchemaError, match="without an instance"):
@@ -581,7 +581,7 @@ async def test_a_value_without_a_text_is_our_failure() -> None:
     result = await give.try_()
     assert result.observation == "give failed."
     assert result.error is not None
-    assert "returned a Opaque, which has no text" in result.error.message
+    assert "returned a Opaque, which has no string representation" in result.error.message
     assert " at 0x" not in result.error.message
 
 
@@ -639,7 +639,7 @@ async def test_arguments_are_coerced() -> None:
     assert (await add.try_(2, 3)).observation == "5"
     with pytest.raises(TypeError, match="got 'a' twice"):
         await add.try_(1, a=1)
-    with pytest.raises(TypeError, match="got 3 arguments"):
+    with pytest.raises(TypeError, match="got 3 positional arguments"):
         await add.try_(1, 2, 3)
 
 
@@ -946,7 +946,7 @@ async def test_a_missing_field_is_our_failure_unless_it_has_a_default() -> None:
     bare = Task("bare", TASK.messages, {"fact": 1})
     result = await lookup.invoke({"person": "Ann"}, context(bare))
     assert result.error is not None
-    words = "tool lookup asks for the field 'facts', which task 'bare' does not have (its fields: fact)"
+    words = "tool lookup requires the field 'facts', which task 'bare' does not have (its fields: fact)"
     assert result.error.message == words
     with pytest.raises(TaskError) as caught:
         ToolSet([lookup, with_default]).check([TASK, bare])
@@ -1105,7 +1105,7 @@ def test_a_set_is_by_name_and_in_order() -> None:
         tools["nope"]
     with pytest.raises(ToolSchemaError, match="two tools are named 'add'"):
         ToolSet([add, tool(name="add")(google)])
-    with pytest.raises(ToolSchemaError, match=r"give a list of tools: \[add\]"):
+    with pytest.raises(ToolSchemaError, match=r"must be a list of tools: \[add\]"):
         ToolSet(add)  # type: ignore[arg-type]
 
 
@@ -1127,7 +1127,7 @@ async def test_rerun_replays_and_raises_the_tools_own_exception() -> None:
     with pytest.raises(ArithmeticError, match="from inside") as caught:
         await done[1].rerun()
     assert caught.traceback[-1].name == "execute"
-    with pytest.raises(Exception, match="its name was unknown"):
+    with pytest.raises(Exception, match="its tool is unknown"):
         await done[2].rerun()
     assert (await done[3].rerun()).observation == "5"
     assert pool.snapshot().leased == 0

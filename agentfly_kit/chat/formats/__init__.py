@@ -1,4 +1,4 @@
-"""How a tool call is written in text and parsed back. A format knows text only: no tokens, no tools, no models."""
+"""Tool-call formats: rendering tool calls to text, and parsing them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ NAMES = ("action", "code", "hermes", "llama3", "mistral", "qwen3_coder", "react"
 
 
 def get(name: str | Format) -> Format:
-    """The format of that name; a format object (yours, say) is given back as it is."""
+    """Return the format of that name. A `Format` object is returned unchanged.
+
+    Raises:
+        SettingsError: for an unknown name.
+    """
     if isinstance(name, Format):
         return name
     formats: dict[str, Format] = {
@@ -45,19 +49,19 @@ def get(name: str | Format) -> Format:
     }
     if not isinstance(name, str) or name not in formats:
         raise SettingsError(
-            f"format={name!r} is not known; give one of {', '.join(sorted(formats))}, or a subclass of formats.Format"
+            f"format={name!r} is not known; use one of {', '.join(sorted(formats))}, or a subclass of formats.Format"
         )
     return formats[name]
 
 
 def reads(format: Format, write: Callable[[str, dict[str, Any]], str]) -> bool:
-    """Whether a format reads back, whole, the call that `write` writes."""
+    """Return True if the format parses a call rendered by `write` completely and correctly."""
     name, arguments = "get_weather", {"city": "Paris, in France"}
     parsed = format.parse(write(name, arguments))
     return [(c.name, c.arguments, c.error) for c in parsed.calls] == [(name, arguments, None)] and not parsed.content
 
 
 def detect_format(write: Callable[[str, dict[str, Any]], str]) -> Format | None:
-    """The one format that reads back a call as a chat template writes it; None if none does, or several do."""
+    """Return the only format that parses calls as a chat template renders them; None for none or several."""
     found = [format for format in map(get, NAMES) if format.native and reads(format, write)]
     return found[0] if len(found) == 1 else None

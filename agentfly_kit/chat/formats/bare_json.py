@@ -1,4 +1,4 @@
-"""Calls that are bare JSON: Llama 3's objects at the beginning of the text, and Mistral's after [TOOL_CALLS]."""
+"""Formats with JSON calls outside of tags: Llama 3 (at the start of the text) and Mistral (after [TOOL_CALLS])."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ _MISTRAL_SHAPE = '[TOOL_CALLS][{"name": ..., "arguments": {...}}]'
 
 @dataclass(frozen=True)
 class Llama3(Format):
-    """A call is the action's whole text: `{"name": ..., "parameters": {...}}`. Several stand one after another, with
-    or without a semicolon. JSON that has no "name" first is an answer."""
+    """Format of Llama 3, in which the whole action is a call: `{"name": ..., "parameters": {...}}`.
+
+    Several calls follow each other, optionally separated by semicolons. JSON that does not start with "name" or "type"
+    is an answer.
+    """
 
     native = True
 
@@ -43,7 +46,7 @@ class Llama3(Format):
         return "llama3"
 
     def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
-        """Take an action's text apart. Any text is taken; a call that cannot be read says why in `.error`."""
+        """Parse the text of an action. Never raises; malformed calls have `.error`."""
         found = _LLAMA.match(text)
         thinking, text = (None, text) if found else split_thinking(text, -1)
         calls: list[ToolCall] = []
@@ -65,7 +68,7 @@ class Llama3(Format):
             at = end
             found = _LLAMA_NEXT.match(text, at)
         if not calls and text.lstrip().startswith(_LLAMA_TAG):
-            # Said to be a call, and none.
+            # Marked as a call, but not a valid one.
             raw = text.lstrip()[len(_LLAMA_TAG) :].strip()
             if not raw or (raw.startswith("{") and is_cut(raw, 0)):
                 return Parsed("", (), thinking, True, f"the tool call was not closed: write {_LLAMA_SHAPE}")
@@ -74,15 +77,15 @@ class Llama3(Format):
         return Parsed(text[at:].strip(), tuple(calls), thinking)
 
     def render_call(self, call: ToolCall) -> str:
-        """The call as Llama's own template writes it, without blanks."""
+        """Render the call like the template of Llama, but without whitespace."""
         return compact_json({"name": call.name, "parameters": call.arguments})
 
 
 @dataclass(frozen=True)
 class Mistral(Format):
-    """`[TOOL_CALLS]` and a list of calls; or, as newer models write, `[TOOL_CALLS]name[ARGS]{...}` for each.
+    """Format of Mistral: `[TOOL_CALLS]` and a list of calls, or `[TOOL_CALLS]name[ARGS]{...}` per call in newer models.
 
-    An id that the model writes is kept where it is nine letters or digits, because its template asks for it again.
+    Call ids of nine letters or digits are kept, because the template requires them later.
     """
 
     native = True
@@ -92,7 +95,7 @@ class Mistral(Format):
         return "mistral"
 
     def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
-        """Take an action's text apart. Any text is taken; a call that cannot be read says why in `.error`."""
+        """Parse the text of an action. Never raises; malformed calls have `.error`."""
         thinking, text = split_thinking(text, text.find(_MISTRAL))
         calls: list[ToolCall] = []
         content: list[str] = []
@@ -140,7 +143,7 @@ class Mistral(Format):
         return ToolCall(id, name, arguments, error=error, raw=raw or short_repr(str(name)))
 
     def render_call(self, call: ToolCall) -> str:
-        """A list of this one call, with its id where that is one of Mistral's."""
+        """Render a list of this one call, with its id if that is a valid Mistral id."""
         body: dict[str, Any] = {"name": call.name, "arguments": call.arguments}
         if re.fullmatch(r"[A-Za-z0-9]{9}", call.id):
             body["id"] = call.id
@@ -148,5 +151,5 @@ class Mistral(Format):
 
 
 def _is_name(text: str) -> bool:
-    """The beginning of `name[ARGS]{`: no more of the call was written."""
+    """Return True if the text is a prefix of `name[ARGS]{`, that is, of a truncated call."""
     return re.fullmatch(r"[^\s\[\]{}\"]+(?:\[[A-Z_]*\]?)?", text) is not None

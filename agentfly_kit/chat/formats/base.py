@@ -1,4 +1,4 @@
-"""What every format gives: a parsed text, and a call written back. Knows no format in particular."""
+"""Base class of tool-call formats, and shared parsing helpers."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from agentfly_kit.types import ToolCall
 
 @dataclass(frozen=True)
 class Parsed:
-    """One action's text, taken apart. Nothing is executed, and nothing is invented."""
+    """Parsed text of one action."""
 
     content: str
-    """What the model says to the reader: the text outside of calls and thinking, without outer blanks."""
+    """Text outside of calls and thinking, without outer whitespace."""
     calls: tuple[ToolCall, ...] = ()
-    """In the order written. One that cannot be read has `.error`, to be told to the model."""
+    """Calls in the order written. A malformed call has `.error`, which is shown to the model."""
     thinking: str | None = None
-    """None if the model did not think; "" if it opened and closed the tags at once."""
+    """Thinking, or None without thinking tags; "" if the tags are empty."""
     unclosed: bool = False
-    """The text ends inside a tool call. Its beginning is neither a call nor content."""
+    """True if the text ends inside a tool call, whose beginning is then neither a call nor content."""
     complaint: str = ""
-    """With `unclosed`: what to tell the model."""
+    """Error message for the model, if `unclosed`."""
 
 
 class Format(ABC):
-    """How a tool call is written in text. Subclass it for a format of your own.
+    """Base class for the textual format of tool calls. Subclass it for a custom format.
 
-    name    by which it is chosen
-    stop    texts after which an action of this format is over; an agent's sampling stops there
-    native  whether chat templates show the tools in this format; if not, `instructions` are put into the prompt, and
-            results are told as a user's message, by `observation`
+    Attributes:
+        name: name by which it is selected.
+        stop: strings that end an action in this format, and stop sampling.
+        native: True if chat templates render tools in this format. Otherwise `instructions` are added to the prompt,
+            and results become user messages by `observation`.
     """
 
     stop: tuple[str, ...] = ()
@@ -45,31 +46,44 @@ class Format(ABC):
 
     @abstractmethod
     def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
-        """Take an action's text apart. Never raises. tools: schemas, where a format needs types to read arguments."""
+        """Parse the text of an action. Never raises.
+
+        Args:
+            text: text of the action.
+            tools: schemas, for formats that need types to parse arguments.
+        """
 
     @abstractmethod
     def render_call(self, call: ToolCall) -> str:
-        """The text of a call, for demonstrations; `parse` reads it back."""
+        """Render a call, for demonstrations. The inverse of `parse`."""
 
     def instructions(self, tools: Sequence[dict[str, Any]]) -> str:
-        """What to tell a model whose chat template shows it no tools."""
+        """Return the instructions for a model whose chat template does not render tools."""
         example = self.render_call(ToolCall("call-0", "<name>", {"<argument>": "<value>"}))
         return f"You can call these tools:\n{schemas(tools)}\n\nTo call one, write\n{example}\nand wait for its result."
 
     def observation(self, name: str, text: str) -> str:
-        """A tool's result as a user's message, where the chat template knows no role for tools."""
+        """Render a tool result as a user message, for chat templates without a tool role."""
         return f"<tool_response>\n{text}\n</tool_response>"
 
 
 def schemas(tools: Sequence[dict[str, Any]]) -> str:
-    """One line of JSON a tool."""
+    """Return the schemas as JSON, one line per tool."""
     return "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
 
 
 def split_thinking(text: str, opener: int) -> tuple[str | None, str]:
-    """(thinking, the rest). Thinking comes first, in tags; `opener` is where the first call begins, or -1.
+    """Split leading thinking, in tags, from the rest of an action.
 
-    A closing tag alone, before any call, ends thinking that the prompt opened. Thinking that is never closed is all.
+    A closing tag without an opening one, before any call, ends thinking opened by the prompt. Unclosed thinking extends
+    to the end.
+
+    Args:
+        text: text of the action.
+        opener: position of the first call, or -1.
+
+    Returns:
+        The thinking, or None, and the rest of the text.
     """
     if text.lstrip().startswith("<think>"):
         begin = text.index("<think>") + len("<think>")
@@ -81,11 +95,11 @@ def split_thinking(text: str, opener: int) -> tuple[str | None, str]:
     return None, text
 
 
-# --- JSON that a model wrote ---------------------------------------------------------------------
+# --- parsing JSON --------------------------------------------------------------------------------
 
 
 def read_json(text: str, start: int) -> tuple[Any, int, str]:
-    """(value, where it ends, "") of the JSON value that begins at `start`, or (None, start, what is wrong)."""
+    """Parse the JSON value at `start`. Return (value, end, ""), or (None, start, problem)."""
     while start < len(text) and text[start].isspace():
         start += 1
     try:
@@ -95,12 +109,12 @@ def read_json(text: str, start: int) -> tuple[Any, int, str]:
         return None, start, f"is not valid JSON ({error.msg}, character {error.pos - start})"
     except RecursionError:
         return None, start, "is nested too deeply"
-    except ValueError as error:  # an integer of thousands of digits, NaN
+    except ValueError as error:  # an integer with thousands of digits, or NaN
         return None, start, f"is not valid JSON ({error})"
 
 
 def is_cut(text: str, start: int) -> bool:
-    """Whether the JSON value that begins at `start` could go on: the text ends inside a string or a bracket."""
+    """Return True if the JSON value at `start` is incomplete: the text ends inside a string, array or object."""
     depth, quoted, escaped = 0, False, False
     for char in text[start:]:
         if escaped:
@@ -119,7 +133,7 @@ def is_cut(text: str, start: int) -> bool:
 
 
 def check_call(body: Any, keys: Sequence[str] = ("arguments",)) -> tuple[str, dict[str, Any], str]:
-    """(name, arguments, what is wrong). The name is kept where it could be read, for whoever looks at failed calls."""
+    """Return (name, arguments, problem). A readable name is kept even for a malformed call, for diagnosis."""
     if not isinstance(body, dict):
         return "", {}, f"is {json_type(body)}, not an object"
     name = body.get("name")
@@ -130,7 +144,7 @@ def check_call(body: Any, keys: Sequence[str] = ("arguments",)) -> tuple[str, di
     key = next((key for key in keys if key in body), None)
     if key is None:
         others = [key for key in body if key not in ("name", "id", "type")]
-        # A tool without arguments is often called without the key; any other key was meant to be one.
+        # Tools without arguments are often called without the key; any other key is a misspelling of it.
         return name, {}, f'has no "{keys[0]}" (it has {", ".join(map(short_repr, others[:3]))})' if others else ""
     arguments = body[key]
     if not isinstance(arguments, dict):
@@ -139,7 +153,7 @@ def check_call(body: Any, keys: Sequence[str] = ("arguments",)) -> tuple[str, di
 
 
 def encoding_problem(value: Any) -> str:
-    """What in it Python could read but nothing can tokenize, save or send on; "" if all is well."""
+    """Describe what prevents a parsed value from being tokenized, saved or sent; "" if nothing does."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
@@ -150,7 +164,7 @@ def encoding_problem(value: Any) -> str:
 
 
 def json_type(value: Any) -> str:
-    """A JSON value's type, as a model may read it."""
+    """Name the type of a JSON value, for messages to the model."""
     kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number")
 
@@ -160,7 +174,7 @@ def short_repr(text: str) -> str:
 
 
 def compact_json(value: Any) -> str:
-    """JSON without blanks."""
+    """Serialize to JSON without whitespace."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 

@@ -1,4 +1,4 @@
-"""Hermes, as Qwen writes it: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, `<think>...</think>`."""
+"""Hermes format, as in Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, `<think>...</think>`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHAPE = '{"name": ..., "arguments": {...}}'
 
 @dataclass(frozen=True)
 class Hermes(Format):
-    """The format that `chat` templates of Qwen and Hermes models ask for."""
+    """Format requested by the chat templates of Qwen and Hermes models."""
 
     native = True
 
@@ -26,7 +26,7 @@ class Hermes(Format):
         return "hermes"
 
     def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
-        """Take an action's text apart. Any text is taken; a call that cannot be read says why in `.error`."""
+        """Parse the text of an action. Never raises; malformed calls have `.error`."""
         content: list[str] = []
         thinking: list[str] = []
         calls: list[ToolCall] = []
@@ -36,7 +36,7 @@ class Hermes(Format):
             before, kind = text[at : tag.start()], tag.group()
             at = tag.end()
             if kind == "</think>":
-                # Some templates open the tag in the prompt, so an action may begin inside it: all so far was thought.
+                # The prompt may end with an open tag, so all text so far was thinking.
                 if not thought:
                     thinking, content, calls, thought = [text[: tag.start()]], [], [], True
                 else:
@@ -46,7 +46,7 @@ class Hermes(Format):
             if kind == "<think>":
                 thought = True
                 end = text.find("</think>", at)
-                # Cut while thinking: whatever it thought of calling, it did not call.
+                # If truncated while thinking, calls inside the thinking do not count.
                 thinking.append(text[at:] if end < 0 else text[at:end])
                 at = len(text) if end < 0 else end + len("</think>")
                 continue
@@ -66,15 +66,15 @@ class Hermes(Format):
         )
 
     def render_call(self, call: ToolCall) -> str:
-        """The call in compact JSON between its tags."""
+        """Render the call as compact JSON between tags."""
         body = {"name": call.name, "arguments": call.arguments}
         return f"{OPEN}{compact_json(body)}{CLOSE}"
 
 
 def _read(text: str, start: int, id: str) -> tuple[ToolCall | None, int]:
-    """The call whose tag ends at `start`, and where the text goes on. None where it is never closed."""
+    """Parse the call after the tag that ends at `start`. Return the call, or None if it is not closed, and its end."""
     body, end, problem = read_json(text, start)
-    # Looked for after the JSON, so that a closing tag quoted inside an argument ends nothing.
+    # Searched after the JSON, so that a closing tag inside a string argument is ignored.
     close = text.find(CLOSE, end)
     if close < 0:
         return None, len(text)

@@ -1,4 +1,4 @@
-"""Formats for models that were taught none: ReAct's lines, fenced code, and tags around a query or an action."""
+"""Formats for models without a native one: ReAct, fenced code blocks, and tags around a query or action."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ _REACT_SHAPE = 'Action: name\nAction Input: {"argument": value}'
 
 @dataclass(frozen=True)
 class ReAct(Format):
-    """`Thought:`, `Action:`, `Action Input:` lines, and `Final Answer:`. What the model imagines after `Observation:`
-    is not read. One argument may be given as bare text where the tool takes one."""
+    """ReAct format: lines with `Thought:`, `Action:`, `Action Input:` and `Final Answer:`.
+
+    Text after `Observation:`, which the model invents, is ignored. For a tool with a single argument, the input may be
+    plain text instead of JSON.
+    """
 
     stop = ("Observation:",)
 
@@ -40,7 +43,7 @@ class ReAct(Format):
         return "react"
 
     def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
-        """Take an action's text apart. Any text is taken; a call that cannot be read says why in `.error`."""
+        """Parse the text of an action. Never raises; malformed calls have `.error`."""
         first = _ACTION.search(text)
         tagged, text = split_thinking(text, first.start() if first else -1)
         end = len(text)
@@ -77,11 +80,11 @@ class ReAct(Format):
         return Parsed(content.strip(), tuple(calls), thinking, unclosed, complaint)
 
     def render_call(self, call: ToolCall) -> str:
-        """Two lines: the name, and the arguments as JSON."""
+        """Render two lines: the name, and the arguments as JSON."""
         return f"Action: {call.name}\nAction Input: {compact_json(call.arguments)}"
 
     def instructions(self, tools: Sequence[dict[str, Any]]) -> str:
-        """ReAct's lines, with the tools' schemas."""
+        """Return the ReAct instructions with the tool schemas."""
         return (
             f"You can use these tools:\n{schemas(tools)}\n\nThink, then either use a tool:\nThought: ...\n"
             f"Action: the tool's name\nAction Input: its arguments as a JSON object\n"
@@ -93,7 +96,7 @@ class ReAct(Format):
 
 
 def _is_inside_input(text: str, at: int) -> bool:
-    """Whether this place is inside the JSON of an action's input."""
+    """Return True if position `at` is inside the JSON input of an action."""
     for given in _INPUT.finditer(text, 0, at):
         if given.end() < at and text[given.end() :].startswith("{"):
             _, end, problem = read_json(text, given.end())
@@ -105,7 +108,7 @@ def _is_inside_input(text: str, at: int) -> bool:
 def _react_call(
     text: str, name: str, given: re.Match[str] | None, after: int, id: str, tools: Sequence[dict[str, Any]]
 ) -> tuple[ToolCall | None, int]:
-    """The call, and where the text goes on. None where its input is not closed."""
+    """Parse one call. Return the call, or None if its input is incomplete, and its end."""
 
     def failed(problem: str, end: int) -> tuple[ToolCall, int]:
         error = f"the tool call {problem}; write {_REACT_SHAPE}"
@@ -147,7 +150,7 @@ def _only_parameter(tools: Sequence[dict[str, Any]], name: str) -> str | None:
 
 @dataclass(frozen=True)
 class FencedCode(Format):
-    """A fenced block of code is a call of one tool; blocks in other languages are content."""
+    """Format in which a fenced code block is a call of one tool. Blocks in other languages are content."""
 
     tool: str = "python"
     parameter: str = "code"
@@ -158,7 +161,7 @@ class FencedCode(Format):
         return "code"
 
     def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
-        """Take an action's text apart. A fence closes at the beginning of a line."""
+        """Parse the text of an action. A closing fence must be at the start of a line."""
         opening = re.compile(
             rf"^[ \t]*(`{{3,}})[ \t]*({'|'.join(map(re.escape, self.languages))})[ \t]*$", re.MULTILINE
         )
@@ -184,7 +187,7 @@ class FencedCode(Format):
         return Parsed("".join(content).strip(), tuple(calls), thinking, unclosed, complaint)
 
     def render_call(self, call: ToolCall) -> str:
-        """The code in a fence that is longer than any in it."""
+        """Render the code in a fence longer than any fence inside it."""
         code = str(call.arguments.get(self.parameter, ""))
         fence = "`" * max([3, *(len(run) + 1 for run in re.findall(r"`{3,}", code))])
         return f"{fence}{self.languages[0]}\n{code}\n{fence}"
@@ -198,15 +201,18 @@ class FencedCode(Format):
 
 @dataclass(frozen=True)
 class Tags(Format):
-    """`<search>a query</search>` calls one tool with one text; `<answer>` holds the answer. `<action>` is the same for
-    environments. An object with "name" and "arguments" in the tag calls the tool of that name."""
+    """Format with tags: `<search>a query</search>` calls one tool with one string, and `<answer>` holds the answer.
+
+    `<action>` is used likewise for environments. A JSON object with "name" and "arguments" inside the tag calls the
+    tool of that name.
+    """
 
     label: str
     tag: str
     tool: str
     parameter: str
     result_tag: str
-    """The tag around a result."""
+    """Tag around results."""
 
     @property
     def name(self) -> str:
@@ -217,7 +223,7 @@ class Tags(Format):
         return (f"</{self.tag}>", "</answer>")
 
     def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
-        """Take an action's text apart. What stands in <answer> is the content, and ends the text."""
+        """Parse the text of an action. The text inside <answer> is the content; everything after it is ignored."""
         opening, closing = f"<{self.tag}>", f"</{self.tag}>"
         first = min((at for at in (text.find(opening), text.find("<answer>")) if at >= 0), default=-1)
         thinking, text = split_thinking(text, first)
@@ -228,7 +234,7 @@ class Tags(Format):
         while True:
             begin, answered = text.find(opening, at), text.find("<answer>", at)
             if answered >= 0 and (begin < 0 or answered < begin):
-                # Reasoning before an answer is no part of it.
+                # Text before the answer is reasoning, not content.
                 body = text[answered + len("<answer>") :]
                 answer = body.partition("</answer>")[0].strip()
                 at = len(text)
@@ -263,7 +269,7 @@ class Tags(Format):
         )
 
     def render_call(self, call: ToolCall) -> str:
-        """Its text where it is a call of the tag's own tool, and JSON where it is of another."""
+        """Render a call of the default tool as plain text, and calls of other tools as JSON."""
         text = call.arguments.get(self.parameter)
         own = call.name == self.tool and set(call.arguments) == {self.parameter} and isinstance(text, str)
         shut = f"</{self.tag}>" in str(text)

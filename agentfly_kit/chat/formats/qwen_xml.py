@@ -1,4 +1,4 @@
-"""Qwen3-Coder's XML, one tag a parameter: `<tool_call><function=name><parameter=key>value</parameter>...`."""
+"""XML format of Qwen3-Coder, one tag per parameter: `<tool_call><function=name><parameter=key>value</parameter>...`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from agentfly_kit.types import ToolCall
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]*)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]*)>")
-# What looks like an end inside a value is one only where the call goes on as a call does.
+# A closing tag ends a value only if another parameter or the end of the function follows.
 _VALUE_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>))")
 _SHAPE = "<tool_call>\n<function=name>\n<parameter=key>\nvalue\n</parameter>\n</function>\n</tool_call>"
 
 
 @dataclass(frozen=True)
 class QwenXML(Format):
-    """A value is raw text. It is read as JSON unless its parameter is a string, or is unknown and reads as no JSON."""
+    """Format with raw text values, parsed as JSON unless the parameter is a string, or unknown and not valid JSON."""
 
     native = True
 
@@ -37,7 +37,7 @@ class QwenXML(Format):
         return "qwen3_coder"
 
     def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
-        """Take an action's text apart. Any text is taken; a call that cannot be read says why in `.error`."""
+        """Parse the text of an action. Never raises; malformed calls have `.error`."""
         thinking, text = split_thinking(text, text.find(_OPEN))
         content: list[str] = []
         calls: list[ToolCall] = []
@@ -54,7 +54,7 @@ class QwenXML(Format):
         return Parsed("".join(content).strip(), tuple(calls), thinking, unclosed, complaint)
 
     def render_call(self, call: ToolCall) -> str:
-        """The call with a tag for each argument; a text stands as it is, all else as JSON."""
+        """Render the call with one tag per argument: strings unchanged, other values as JSON."""
         values = "".join(
             f"<parameter={key}>\n{value if isinstance(value, str) else compact_json(value)}\n</parameter>\n"
             for key, value in call.arguments.items()
@@ -63,7 +63,7 @@ class QwenXML(Format):
 
 
 def _read(text: str, start: int, id: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall | None, int]:
-    """The call whose tag ends at `start`, and where the text goes on. None where it is never closed."""
+    """Parse the call after the tag that ends at `start`. Return the call, or None if it is not closed, and its end."""
     arguments: dict[str, Any] = {}
     name = problem = ""
     function = _FUNCTION.match(text, start)
