@@ -69,7 +69,7 @@ class Rubric:
 
     @classmethod
     def from_spec(cls, given: Any, max_points: int = 10) -> Rubric:
-        """Build a rubric from a Rubric, from {name: what}, or from rows {"name", "what", "weight"} as in a task's field.
+        """Build a rubric from a Rubric, from {name: what}, or from rows {"name", "what", "weight"} as in a task field.
 
         Raises:  SettingsError for any other value.
         """
