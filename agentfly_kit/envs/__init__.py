@@ -1,6 +1,6 @@
-"""Environments: `af.envs.agent(YourClass, engine, chat=...)`, and task families that are ready made.
+"""Environments: `af.envs.agent(YourClass, engine, chat=...)` for your own class, and ready-made task families.
 
-`af.envs.list()` shows the families; each is a module of this folder, loaded when it is first used.
+`af.envs.list()` lists the families. Each family is a module of this package and is imported on first use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FAMILIES: tuple[str, ...] = (
     "sql",
     "webshop",
 )
-"""A family is added here, and has a module of this name."""
+"""Names of the task families; each is a module of this package. Register a new family here."""
 
 _WHERE = {
     "EnvironmentTool": "base",
@@ -53,8 +53,8 @@ def __dir__() -> builtins.list[str]:
 
 
 def list() -> Any:
-    """A frame of the task families: what each is and needs, how many tasks there are, the licence, and what to type for
-    what is not installed."""
+    """Return a DataFrame of the task families: description, tools, requirements, number of tasks, licence, and the
+    install command of each family whose requirements are missing."""
     import pandas
 
     rows = []

@@ -1,7 +1,6 @@
-"""An environment for an agent: its tool methods, its own reward, its beginning and its end.
+"""Build an agent from an environment class: its tool methods, reward, reset and end of episode.
 
-An environment is any class with `reset(task, seed)`; no base class, no registration. Knows no family: those are the
-other files of this folder.
+An environment is any class with `reset(task, seed)`; it needs no base class and no registration.
 
     class Guess:
         def reset(self, task, seed):
@@ -23,16 +22,17 @@ other files of this folder.
 
     agent = af.envs.agent(Guess, engine, chat=policy.chat)
 
-reset(task, seed)   before each chain; makes everything anew, for the same object serves one chain after another. What
-                    it returns (a text, messages or None) is put under the task. `seed` may be left out.
-tools               methods under @af.tool. Plain ones run in a thread, coroutine functions on the loop.
-done                true once the episode is over: the chain ends, `env_done`. May be left out.
-reward(...)         its score of the chain. May ask for `state`, and by name for what any reward may: final, trajectory,
-                    context, a task's field, a sandbox by its class. May be left out, or replaced by agent(reward=mine).
-state               what rewards may read; left out, the public attributes.
-fork(into)          bring another of the kind into the same state. Left out, a chain that has begun cannot fork.
-cleanup()           when a chain has given it back: end what still runs. May be left out.
-start, alive, close as of any kind of sandbox; may be left out.
+reset(task, seed)   Called before each chain. Must reset all state, because one object serves many chains in turn. The
+                    return value (a string, messages or None) is appended to the task's prompt. `seed` is optional.
+tools               Methods decorated with @af.tool. Sync methods run in a thread, coroutine functions on the loop.
+done                True once the episode is over: the chain then stops with `env_done`. Optional.
+reward(...)         Score of the chain. Parameters are filled by name: `state`, and those of any reward (final,
+                    trajectory, context, a task's field, a sandbox by its class). Optional; agent(reward=mine)
+                    replaces it.
+state               Value that rewards may read. Defaults to a dictionary of the public attributes.
+fork(into)          Copy the state to another instance. Without it, a chain that has started cannot be forked.
+cleanup()           Called after a chain has released the environment: stop whatever is still running. Optional.
+start, alive, close As for any sandbox class. Optional.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ if TYPE_CHECKING:
 K = TypeVar("K")
 OVER = "The episode is over."
 _EXTRA_POOL_SIZE = 4
-"""Sandboxes of a kind that are made for tools and rewards: they are wanted for a moment each."""
+"""Size of the pools created for the sandboxes of tools and rewards, which are leased only briefly."""
 
 
 class EnvironmentTool(Tool[..., Any]):
-    """A tool method of an environment: each chain calls it on the one that it holds."""
+    """A tool method of an environment, called on the instance that the chain has leased."""
 
     def __init__(self, method: Tool[..., Any], sandbox_type: type) -> None:
         self.__dict__.update(method.__dict__)
@@ -70,14 +70,14 @@ class EnvironmentTool(Tool[..., Any]):
 
     @property
     def sandbox_types(self) -> tuple[type, ...]:
-        """The environment, and the sandboxes that the method asks for."""
+        """The environment class and the sandbox classes that the method requests."""
         return (self.sandbox_type, *super().sandbox_types)
 
     def require_instance(self) -> None:
-        """Each chain brings its own."""
+        """Accept the unbound method: each chain supplies its own instance."""
 
     async def invoke(self, arguments: Mapping[str, Any], context: Context, *, raising: bool = False) -> ToolResult:
-        """As of any tool. After the end nothing is run, and the model is told so."""
+        """Call the method as `Tool.invoke` does, or return the observation `OVER` if the episode has ended."""
         try:
             sandbox_type: type[Any] = self.sandbox_type
             async with context.using(sandbox_type) as environment:
@@ -93,40 +93,47 @@ class EnvironmentTool(Tool[..., Any]):
 
 
 def check(sandbox_type: Any) -> None:
-    """Raises SettingsError for what is no environment."""
+    """Check that a class is an environment.
+
+    Raises:  SettingsError for an instance, and for a class without a suitable `reset`.
+    """
     if not isinstance(sandbox_type, type):
         raise SettingsError(
-            f"{sandbox_type!r}: want an environment's class, not an object of it; every chain gets its own"
+            f"the environment must be a class, got the object {sandbox_type!r}; pass its class, since every chain "
+            "gets its own instance"
         )
     if not environments.is_environment(sandbox_type):
         raise SettingsError(
-            f"{sandbox_type.__name__} is no environment: "
-            "give it a method reset(self, task, seed) that begins an episode"
+            f"{sandbox_type.__name__} is not an environment: "
+            "give it a method reset(self, task, seed) that starts an episode"
         )
 
 
 def tools(sandbox_type: type) -> tuple[EnvironmentTool, ...]:
-    """The tool methods of an environment, for `Agent(tools=...)`, in the order they were written."""
+    """Return the tool methods of an environment in definition order, for `Agent(tools=...)`.
+
+    Raises:  SettingsError if the class is not an environment or has no tool.
+    """
     check(sandbox_type)
     found: dict[str, Tool[..., Any]] = {}
     for base in reversed(sandbox_type.__mro__):
         found |= {name: method for name, method in vars(base).items() if isinstance(method, Tool)}
     if not found:
         raise SettingsError(
-            f"{sandbox_type.__name__} has no tool: put @af.tool above the methods that the model may call"
+            f"{sandbox_type.__name__} has no tool: decorate the methods that the model may call with @af.tool"
         )
     return tuple(EnvironmentTool(method, sandbox_type) for method in found.values())
 
 
 def state(environment: Any) -> Any:
-    """Its `state`, or its public attributes by name."""
+    """Return `environment.state`, or a dictionary of its public attributes if it has no `state`."""
     if hasattr(environment, "state"):
         return environment.state
     return {name: value for name, value in vars(environment).items() if not name.startswith("_")}
 
 
 def reward(sandbox_type: type) -> Reward[..., Any] | None:
-    """The environment's own reward, for `Agent(reward=...)`; None where it has none."""
+    """Return the environment's own reward for `Agent(reward=...)`, or None if it defines none."""
     check(sandbox_type)
     method = getattr(sandbox_type, "reward", None)
     if method is None:
@@ -135,7 +142,8 @@ def reward(sandbox_type: type) -> Reward[..., Any] | None:
     names = [p.name for p in parameters]
 
     async def scored(environment: Any, context: Context, trajectory: Any, **more: Any) -> Any:
-        if context.trajectory_id.startswith("try "):  # its own went back: a fresh one is brought into the same state
+        # When a reward is tried on a finished chain, its environment has been released: replay into a fresh one.
+        if context.trajectory_id.startswith("try "):
             await _replay(environment, sandbox_type, context, trajectory)
         ready = {"context": context, "trajectory": trajectory}
         more |= {name: value for name, value in ready.items() if name in names}
@@ -160,7 +168,7 @@ def reward(sandbox_type: type) -> Reward[..., Any] | None:
     from_pool: Any = FromPool
     signed.__signature__ = inspect.Signature([own, *hidden, *others])
     signed.__annotations__ = {**sandboxes, "environment": from_pool[sandbox_type]}
-    signed.__wrapped__ = method  # its source is the reward's, and so its fingerprint
+    signed.__wrapped__ = method  # the fingerprint is computed from the source of the reward, not of this wrapper
     signed.__qualname__, signed.__module__, signed.__doc__ = method.__qualname__, method.__module__, method.__doc__
     return Reward(scored, name=sandbox_type.__name__.lower())
 
@@ -168,7 +176,7 @@ def reward(sandbox_type: type) -> Reward[..., Any] | None:
 def _hints(method: Any) -> dict[str, Any]:
     try:
         return functions.type_hints(method, None)
-    except Exception:  # a name that only a type checker knows: then no parameter asks for a sandbox
+    except Exception:  # a name imported only under TYPE_CHECKING: no parameter can request a sandbox then
         return {}
 
 
@@ -178,7 +186,10 @@ def _is_sandbox(annotation: Any) -> bool:
 
 
 async def _replay(environment: Any, sandbox_type: type, context: Context, trajectory: Any) -> None:
-    """Run the calls of a trajectory again. Raises SandboxError at one that gives something else now."""
+    """Replay the tool calls of a trajectory.
+
+    Raises:  SandboxError if a call returns a different result than it did the first time.
+    """
     methods = {tool.name: tool for tool in tools(sandbox_type)}
     for call in trajectory.tool_calls:
         if call.error is None and call.name in methods and call.result is not None:
@@ -187,17 +198,17 @@ async def _replay(environment: Any, sandbox_type: type, context: Context, trajec
             got = await Tool.invoke(Tool.__get__(methods[call.name], environment), call.arguments, context)
             if (got.ok, got.observation) != (call.result.ok, call.result.observation):
                 raise SandboxError(
-                    f"{sandbox_type.__name__}.{call.name} gave {got.observation!r} when it was run again, and "
-                    f"{call.result.observation!r} at first: the end of this chain cannot be had again"
+                    f"{sandbox_type.__name__}.{call.name} returned {got.observation!r} on replay but "
+                    f"{call.result.observation!r} at first: the final state of this chain cannot be restored"
                 )
 
 
 class ResetHook:
-    """`before_chain` of an agent in an environment: begin the episode, and show what its reset returned."""
+    """`before_chain` hook of an environment's agent: start the episode and return what `reset` returned."""
 
     def __init__(self, sandbox_type: type) -> None:
         self.sandbox_type = sandbox_type
-        self.function = sandbox_type.reset  # type: ignore[attr-defined]  # what makes two runs the same run
+        self.function = sandbox_type.reset  # type: ignore[attr-defined]  # part of the run's fingerprint
 
     async def __call__(self, chain: Chain) -> Any:
         await chain.context.sandbox(self.sandbox_type)
@@ -205,8 +216,12 @@ class ResetHook:
 
 
 def forward_signature(sandbox_type: type, *, omit: Sequence[str] = (), **defaults: Any) -> Callable[[type[K]], type[K]]:
-    """For a class whose `__init__` hands its **settings to another: their names and defaults, but those in `omit`, are
-    its own then, for whoever asks it: a pool, which refuses others when it is made, a Capacity, and a person's `?`."""
+    """Copy the keyword parameters of `sandbox_type.__init__` onto the decorated class's signature.
+
+    For a class whose `__init__` forwards `**settings` to `sandbox_type`. Pools (which reject unknown options when they
+    are created), `Capacity` and `help()` then see the actual parameters. `omit` names parameters to leave out;
+    `defaults` replaces their defaults.
+    """
 
     def decorate(cls: type[K]) -> type[K]:
         own = inspect.signature(cls)
@@ -234,14 +249,21 @@ def agent(
     options: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Agent:
-    """An agent that lives in an environment: each chain leases one, resets it for its task, and gives it back.
+    """Create an agent for an environment class. Each chain leases an instance, resets it for its task and releases it.
 
-    tools, reward   beside the environment's tools; in place of its reward. A reward that reads the environment asks for
-                    it: `world: af.FromPool[Guess]`.
-    pool, size      the pool that the environments come from; else one of `size` is made, and more chains wait. Small
-                    ones are made for other sandboxes that a tool or the reward asks for and that no pool has.
-    options         keyword arguments for the class.
-    settings        the agent's others: max_turns, sampling, seed, pools, ...
+    Args:
+        sandbox_type: the environment class.
+        engine: the engine that samples the actions.
+        chat: the chat of the engine's model.
+        tools: further tools besides those of the environment.
+        reward: replaces the environment's own reward. To read the environment, it declares a parameter such as
+            `world: af.FromPool[Guess]`.
+        pool: the pool of environments; by default a new one is created.
+        size: size of the new pool; further chains wait. Small pools are also created for sandboxes that a tool or
+            the reward requests and no given pool provides.
+        options: keyword arguments for the environment class.
+        **settings: further arguments of `Agent`: max_turns, sampling, seed, pools, ...
+
     Raises:  SettingsError for a class without `reset(task, seed)` or without a tool.
     """
     own = _tools(sandbox_type)
@@ -252,7 +274,9 @@ def agent(
     if pool is None:
         pool = Pool(sandbox_type, size=size, **(options or {}))
     elif options:
-        raise SettingsError(f"options={options!r} are for a pool that is made here; give them to yours")
+        raise SettingsError(
+            f"options must not be given together with a pool, got options={options!r}; pass them to the pool"
+        )
     toolset = ToolSet([*own, *tools])
     scored = RewardSet.coerce(_reward(sandbox_type) if reward is None else reward)
     have = [pool, *(p for p in pools if p is not pool)]
@@ -270,4 +294,4 @@ def agent(
     )
 
 
-_tools, _reward = tools, reward  # `agent` has parameters of these names
+_tools, _reward = tools, reward  # `agent` has parameters with these names

@@ -1,4 +1,4 @@
-"""calculator: questions with whole numbers and a tool that computes them. What the shipped policy learns."""
+"""calculator: arithmetic questions with integers and a calculator tool. The default shipped policy is trained on it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from agentfly_kit.types import Message, Task
 
 
 class Calculator:
-    """It keeps nothing; it is an environment so that all families are used alike."""
+    """Environment without state. It exists so that all families have the same interface."""
 
     async def reset(self, task: Task, seed: int) -> None:
-        """Raises TaskError for an answer that no text can be compared with."""
+        """Check the task.
+
+        Raises:  TaskError if the answer is neither a string nor a number.
+        """
         answer = task.fields.get("answer", "")
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
             raise TaskError(
-                f"task {task.id!r}: its answer {answer!r} is {type(answer).__name__}; want a text or a number"
+                f"task {task.id!r}: answer must be a string or a number, got {answer!r} ({type(answer).__name__})"
             )
 
     @tool
@@ -38,23 +41,23 @@ class Calculator:
             raise ToolError(str(error)) from error
 
     def reward(self, final: str | None, answer: str | float) -> float:
-        """1 for the very value, however it is written."""
+        """Return 1 if the final text has exactly the value of the answer, in any notation, else 0."""
         return float(final is not None and bool(exact.same(final, str(answer))))
 
     async def fork(self, into: Calculator) -> None: ...
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """The shipped ones, for another seed in another order."""
+    """Return the first n shipped tasks as rows; a seed other than 0 samples n of them in random order."""
     shipped = task_sets.load_tasks("calculator").split(split)
     if n > len(shipped):
-        raise SettingsError(f"{len(shipped)} {split} tasks of the calculator ship, and n={n} were asked for")
+        raise SettingsError(f"n must be at most {len(shipped)}, the number of {split} calculator tasks, got {n}")
     chosen = shipped[:n] if seed == 0 else shipped.sample(n, seed)
     return [{"id": t.id, "messages": [dict(m) for m in t.messages], **t.fields} for t in chosen]
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Copies the expression into a call, and tells the result."""
+    """Call the calculator with the expression of the question, then answer with the result."""
     results = tool_outputs(messages)
     if results:
         return results[-1]
@@ -63,20 +66,20 @@ def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Computes or says any number."""
+    """Answer with a random number, or call the calculator on one."""
     number = str(rng.randint(-999, 9999))
     return number if rng.random() < 0.5 else ("calculator", {"expression": number})
 
 
 family = Family(
     name="calculator",
-    what="whole numbers, + - * and brackets, and a tool that computes",
+    what="integer arithmetic with + - * and parentheses, and a calculator tool",
     environment=Calculator,
     rows=rows,
     expert_player=expert_player,
     random_player=random_player,
     max_turns=4,
-    size="2,000 train and 1,024 test ship",
+    size="2,000 train and 1,024 test tasks included",
     splits={"train": 2000, "test": 1024},
 )
 tasks, agent, expert, random_agent = family.tasks, family.agent, family.expert, family.random_agent

@@ -1,8 +1,9 @@
-"""code: write a Python function that passes its tests. An interpreter to try things in, and a grader it never meets.
+"""code: write a Python function that passes its tests, with an interpreter to try code in.
 
-The submitted code is graded by a `Grader`: in fresh processes, of which its own holds no test. Two task sets: "steps"
-(made from a restricted grammar of short instructions; any number) and "problems" (written by hand, as MBPP's are);
-`load` reads MBPP's files. A task of yours has the field `test_list`: asserts.
+A `Grader` tests the submission in fresh processes, separate from the interpreter; the process that runs the submission
+does not contain the tests. There are two task sets: "steps" (any number, generated from a restricted grammar of short
+instructions) and "problems" (hand-written, in the style of MBPP). `load` reads MBPP's files. Your own tasks need the
+field `test_list`, a list of assert statements.
 """
 
 from __future__ import annotations
@@ -33,25 +34,27 @@ _FENCED = re.compile(r"^[ ]{0,3}```[^\n`]*\n(.*?)(?:^[ ]{0,3}```|\Z)", re.DOTALL
 
 
 def code_in(text: str) -> str:
-    """The last fenced block of a text; the text itself where there is none."""
+    """Return the last fenced code block of `text`, or `text` itself if it has none."""
     blocks = _FENCED.findall(text)
     return str(blocks[-1]) if blocks else text
 
 
 @forward_signature(PythonSandbox, packages=False)
 class Code:
-    """One task, an interpreter of the chain's own, and what was submitted.
+    """Environment of one programming task: an interpreter for the chain, and the code that it submits.
 
-    partial     the reward is the share of tests that pass; else 1 for all of them, and 0.
-    seconds     for one run in the interpreter, for loading a submission, and for each of its tests. All tests of a
-                submission may take four times that.
-    sandbox     PythonSandbox's settings, for the interpreter. It starts when the chain first uses it. Those of the
-                grader are its pool's: agent(..., pools=[af.Pool(af.Grader, size=8, packages=False)]).
+    Args:
+        partial: if true, the reward is the fraction of tests that pass; otherwise it is 1 if all pass, else 0.
+        seconds: time limit for one run in the interpreter, for loading a submission, and for each of its tests. All
+            tests of a submission together may take four times as long.
+        **sandbox: settings of the `PythonSandbox` that runs the interpreter. It starts when the chain first uses it.
+            Settings of the grader belong to its pool:
+            agent(..., pools=[af.Pool(af.Grader, size=8, packages=False)]).
     """
 
     def __init__(self, *, partial: bool = True, seconds: float = 5.0, **sandbox: Any) -> None:
         if not 0 < seconds < float("inf"):
-            raise SettingsError(f"seconds={seconds!r}: want a positive number")
+            raise SettingsError(f"seconds must be a positive finite number, got {seconds!r}")
         self._sandbox = PythonSandbox(**({"packages": False} | sandbox))
         self._used = False
         self._partial = partial
@@ -70,19 +73,22 @@ class Code:
         self._sandbox.kill()
 
     async def reset(self, task: Task, seed: int) -> None:
-        """Raises SettingsError for a task without tests."""
+        """Load the tests of the task and clear the interpreter.
+
+        Raises:  SettingsError for a task without tests.
+        """
         tests, setup = task.fields.get("test_list"), task.fields.get("test_setup_code") or ""
         if not _texts(tests) or not isinstance(setup, str):
             raise SettingsError(
-                f"task {task.id!r} has no tests: give it a field 'test_list' such as ['assert f(1) == 2'], and for "
-                "what comes before them 'test_setup_code', a text"
+                f"task {task.id!r} has no valid tests: the field 'test_list' must be a list such as "
+                "['assert f(1) == 2'], and 'test_setup_code', which runs before the tests, a string"
             )
         self._tests, self._setup, self._code = list(tests), setup, str(task.fields.get("code") or "")
         await self.cleanup()
         self.runs, self.submitted, self.done = 0, None, False
 
     async def cleanup(self) -> None:
-        """A new interpreter, and nothing that runs."""
+        """Reset the interpreter if it was used."""
         if self._used:
             if self._sandbox.alive:
                 await self._sandbox.reset()
@@ -111,9 +117,10 @@ class Code:
         return "Submitted."
 
     async def reward(self, final: str | None, grader: Grader) -> dict[str, float]:
-        """The share of tests that pass. What was not submitted by the tool is looked for in the last words.
+        """Return the fraction of tests that pass. Without a submission, grade the last code block of the final text.
 
-        Further metrics: success, of all tests; submitted, by the tool; loads, whether it ran without an error; runs.
+        Further metrics: success (all tests pass), submitted (with the tool), loads (the code runs without an error) and
+        runs (number of interpreter calls).
         """
         source = code_in(final or "") if self.submitted is None else self.submitted
         told = {"reward": 0.0, "success": 0.0, "submitted": float(self.submitted is not None), "loads": 0.0}
@@ -128,7 +135,10 @@ class Code:
         return told | {"reward": reward, "success": float(grade.ok), "loads": float(grade.error is None)}
 
     async def fork(self, into: Code) -> None:
-        """The interpreter's calls are run again in the other. Raises SandboxError where they give something else."""
+        """Copy the state and replay the interpreter's calls in the copy.
+
+        Raises:  SandboxError if a call returns a different result.
+        """
         into._tests, into._setup, into._code = self._tests, self._setup, self._code
         into.runs, into.submitted, into.done = self.runs, self.submitted, self.done
         if self._used:
@@ -142,7 +152,7 @@ def _texts(given: Any) -> TypeGuard[list[str]]:
 
 @functools.lru_cache(maxsize=4096)
 def _built_in_names(code: str) -> tuple[str, ...]:
-    """What a program defines that has the name of something built in: tests that use `sum` then mean this one."""
+    """Return the functions and classes of a program that shadow builtins: tests use them instead of the builtins."""
     try:
         body = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -154,7 +164,7 @@ def _built_in_names(code: str) -> tuple[str, ...]:
 # --- tasks: steps --------------------------------------------------------------------------------
 
 Step = tuple[str, int]
-"""(what, a number where it takes one)."""
+"""(operation, operand). The operand is ignored by operations that take none."""
 STEPS = {
     "add": "x = x + {}",
     "subtract": "x = x - {}",
@@ -165,13 +175,13 @@ STEPS = {
     "negate": "x = -x",
     "square": "x = x * x",
 }
-"""What an instruction says, and the line that does it. This is all of the grammar: a function f(x) of whole numbers
-that does one to three such steps, in order."""
+"""Operation -> line of code. The grammar consists of functions f(x) of integers that apply one to three of these
+operations in order."""
 _ALONE = ("negate", "square")
 
 
 def program(steps: Sequence[Step]) -> str:
-    """The function that does these steps."""
+    """Return the source of the function f that applies these steps."""
     return "\n    ".join(["def f(x):", *(STEPS[what].format(number) for what, number in steps), "return x"])
 
 
@@ -180,7 +190,7 @@ def instruction(steps: Sequence[Step]) -> str:
 
 
 def value(steps: Sequence[Step], x: int) -> int:
-    """What that function gives."""
+    """Return f(x) for the function with these steps."""
     for what, number in steps:
         x = {
             "add": x + number, "subtract": x - number, "multiply by": x * number, "remainder by": x % number,
@@ -190,12 +200,12 @@ def value(steps: Sequence[Step], x: int) -> int:
 
 
 def steps_and_inputs(rng: random.Random) -> tuple[list[Step], list[int]]:
-    """One to three steps, and four inputs that tell them from the same steps with one left out."""
+    """Sample one to three steps and four inputs that detect if any one of the steps is left out."""
     while True:
         steps = [(rng.choice(list(STEPS)), rng.randint(2, 30)) for _ in range(rng.choice((1, 2, 2, 3, 3)))]
         others = [[*steps[:i], *steps[i + 1 :]] for i in range(len(steps))]
         inputs = rng.sample(range(-40, 41), 4)
-        told = len({value(steps, x) for x in inputs}) > 2  # no number alone is the answer
+        told = len({value(steps, x) for x in inputs}) > 2  # rules out constant functions
         if told and all(any(value(steps, x) != value(other, x) for x in inputs) for other in others):
             return steps, inputs
 
@@ -205,8 +215,10 @@ def _split_of(text: str) -> str:
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows of "steps", as MBPP has them: {"id", "question", "code", "test_list", "test_setup_code"}. An instruction is
-    in the split that its own text says."""
+    """Generate "steps" rows in MBPP's format: {"id", "question", "code", "test_list", "test_setup_code"}.
+
+    The split of an instruction is derived from its text, so the splits are disjoint.
+    """
     rng = random.Random(f"code steps {split} {seed}")
     found: dict[str, dict[str, Any]] = {}
     while len(found) < n:
@@ -226,11 +238,11 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def _problems(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """The shipped ones, for another seed in another order."""
+    """Return the first n shipped problems as rows; a seed other than 0 samples n of them in random order."""
     shipped = task_sets.load_tasks("code_problems").split(split)
     if n > len(shipped):
         raise SettingsError(
-            f"{len(shipped)} {split} problems ship, and n={n} were asked for; kind='steps' has any number"
+            f"n must be at most {len(shipped)}, the number of {split} problems, got {n}; kind='steps' has no limit"
         )
     chosen = shipped[:n] if seed == 0 else shipped.sample(n, seed)
     return [{"id": t.id, "messages": [dict(m) for m in t.messages], **t.fields} for t in chosen]
@@ -240,24 +252,29 @@ def _problems(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def load(path: str | os.PathLike[str], *, shown: int | None = 1, ids: Sequence[int] | None = None) -> Tasks:
-    """Tasks of a file as MBPP has it: mbpp.jsonl, sanitized-mbpp.json, the parquet files, or InterCode's ic_mbpp.json.
+    """Load tasks from a file in MBPP's format: mbpp.jsonl, sanitized-mbpp.json, the parquet files, or InterCode's
+    ic_mbpp.json.
 
-    shown   how many tests are told in the question: from one the name of the function is seen, and the others stay
-            unknown to who writes it. None tells all, as MBPP's own prompt does.
-    ids     the `task_id` of the rows that are wanted (without such a column: their positions); left out, all.
+    Rows with a task_id are assigned to MBPP's splits: 1-10 "prompt", 11-510 "test", 511-600 "validation",
+    601-974 "train". Nothing is downloaded; get the files from
+    https://github.com/google-research/google-research/tree/master/mbpp.
 
-    Rows with a task_id are in MBPP's splits: 1-10 "prompt", 11-510 "test", 511-600 "validation", 601-974 "train".
-    Nothing is downloaded: https://github.com/google-research/google-research/tree/master/mbpp has the files.
-    Raises:  TaskError naming file and row, and what is not there.
+    Args:
+        path: the file.
+        shown: number of tests included in the question. One test is enough to show the function's name; the others
+            stay hidden. None includes all, as in MBPP's own prompt.
+        ids: `task_id` of the rows to load (positions, if there is no such column); by default all.
+
+    Raises:  TaskError naming the file, the row and what is missing.
     """
     file = Path(path).expanduser()
     if not file.is_file():
         raise TaskError(
-            f"{file}: no such file; give MBPP's mbpp.jsonl or sanitized-mbpp.json by its path. Nothing is downloaded "
-            "for you: get them from https://github.com/google-research/google-research/tree/master/mbpp"
+            f"{file}: no such file; pass the path of MBPP's mbpp.jsonl or sanitized-mbpp.json. Nothing is downloaded "
+            "automatically: get them from https://github.com/google-research/google-research/tree/master/mbpp"
         )
     if shown is not None and (isinstance(shown, bool) or not isinstance(shown, int) or shown < 0):
-        raise SettingsError(f"shown={shown!r}: want how many tests to tell, or None for all")
+        raise SettingsError(f"shown must be a number of tests, or None for all, got {shown!r}")
     found: dict[int, dict[str, Any]] = {}
     for position, (where, row) in enumerate(task_sets._read_rows(file)):
         made = _mbpp(row, where, shown)
@@ -267,12 +284,14 @@ def load(path: str | os.PathLike[str], *, shown: int | None = 1, ids: Sequence[i
             made["split"] = next(s for last, s in _MBPP_SPLITS if number <= last)
         key = number if known else position
         if key in found:
-            raise TaskError(f"{where}: a second row with the task_id {key}")
+            raise TaskError(f"{where}: duplicate task_id {key}")
         found[key] = {"id": f"{file.stem}-{key:04}", **made}
     if ids is not None:
         for wanted in ids:
             if wanted not in found:
-                raise TaskError(f"ids={wanted!r}: {file.name} has {len(found)} tasks, {min(found)} to {max(found)}")
+                raise TaskError(
+                    f"unknown id {wanted!r}: {file.name} has {len(found)} tasks, {min(found)} to {max(found)}"
+                )
         found = {wanted: found[wanted] for wanted in ids}
     return task_sets.tasks_from(list(found.values()), name=file.stem)
 
@@ -290,8 +309,8 @@ def _mbpp(row: Any, where: str, shown: int | None) -> dict[str, Any]:
     if not (isinstance(text, str) and isinstance(code, str) and _texts(tests) and isinstance(before, str)):
         have = ", ".join(map(str, given)) or type(row).__name__
         raise TaskError(
-            f'{where}: want "text" or "prompt", "code" and "test_list" (asserts) as in MBPP, or "query", "gold" and '
-            f'"tests" as in InterCode; it has {have}'
+            f'{where}: a row must have "text" or "prompt", "code" and "test_list" (asserts) as in MBPP, or "query", '
+            f'"gold" and "tests" as in InterCode; it has {have}'
         )
     tests = [str(test) for test in tests]
     told = tests if shown is None else tests[:shown]
@@ -306,12 +325,12 @@ def _mbpp(row: Any, where: str, shown: int | None) -> dict[str, Any]:
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Knows the program."""
+    """Submit the reference solution."""
     return "submit", {"code": task.fields["code"]}
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Submits some steps, or says something."""
+    """Submit a random program of steps, or answer with an arbitrary text."""
     if rng.random() < 0.2:
         return rng.choice(["I don't know", "```python\nf = max\n```", ""])
     return "submit", {"code": program(steps_and_inputs(rng)[0])}
@@ -319,14 +338,14 @@ def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -
 
 family = Family(
     name="code",
-    what="write a Python function; unit tests as reward, each its part; MBPP's files load",
+    what="write a Python function; the reward is the fraction of unit tests that pass; reads MBPP's files",
     environment=Code,
     rows=rows,
     expert_player=expert_player,
     random_player=random_player,
     max_turns=6,
     max_tokens=256,
-    size='any number of kind="steps" is made; 24 of kind="problems" ship; `load` reads MBPP\'s',
+    size='any number of kind="steps" can be generated; 24 of kind="problems" included; `load` reads MBPP\'s',
     splits={"train": 1000, "test": 256},
 )
 agent, expert, random_agent = family.agent, family.expert, family.random_agent
@@ -335,10 +354,10 @@ agent, expert, random_agent = family.agent, family.expert, family.random_agent
 def tasks(
     n: int | None = None, split: str | None = None, *, seed: int = 0, kind: Literal["steps", "problems"] = "steps"
 ) -> Tasks:
-    """`n` tasks of a split; without a split, both. "steps" are made, "problems" were written by hand."""
+    """Return n tasks of a split, or of both splits by default. "steps" are generated, "problems" are hand-written."""
     if kind == "steps":
         return family.tasks(n, split, seed=seed)
     if kind != "problems":
-        raise SettingsError(f"kind={kind!r}: want 'steps' or 'problems'")
+        raise SettingsError(f"kind must be 'steps' or 'problems', got {kind!r}")
     shipped = task_sets.load_tasks("code_problems").splits
     return dataclasses.replace(family, rows=_problems, splits=shipped).tasks(n, split, seed=seed)

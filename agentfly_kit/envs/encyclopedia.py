@@ -1,5 +1,6 @@
-"""An invented encyclopedia: people, works, towns and countries that do not exist, and questions that lead from one to
-another. The same number makes the same one everywhere. Knows no search.
+"""A fictional encyclopedia of people, works, towns and countries, with multi-hop questions about them.
+
+The same number generates the same encyclopedia on every machine.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ KINDS = {
     "town": {"country": "country", "river": "river"},
     "country": {"capital": "town", "currency": "coin"},
 }
-"""What is told of each kind of thing, and of which kind that is."""
+"""Kind of entry -> {relation: kind of its value}."""
 RELATIONS = tuple(dict.fromkeys(relation for relations in KINDS.values() for relation in relations))
 PEOPLE, WORKS = 80, 60
 MAX_HOPS = 3
-"""Hops of the longest questions."""
+"""Maximum number of hops of a question."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One article: its title, the kind of thing, and what is told of it."""
+    """One article: its title, its kind and its facts, pairs of relation and value."""
 
     title: str
     kind: str
@@ -50,7 +51,7 @@ class Entry:
 
     @property
     def text(self) -> str:
-        """Two sentences."""
+        """The article in two sentences."""
         article = "an" if self.kind[0] in "aeiou" else "a"
         facts = ", and ".join(f"the {relation} is {value}" for relation, value in self.facts)
         return f"{self.title} is {article} {self.kind}. Of {self.title}, {facts}."
@@ -58,32 +59,32 @@ class Entry:
 
 @dataclass(frozen=True)
 class Question:
-    """Where to begin, and what to follow from there on, in order."""
+    """A start entry and the relations to follow from there, in order."""
 
     start: str
     relations: tuple[str, ...]
 
     @property
     def text(self) -> str:
-        """The last relation comes first, as in English."""
+        """The question in English, which names the last relation first."""
         return "What is " + "".join(f"the {relation} of " for relation in reversed(self.relations)) + self.start + "?"
 
 
 def read(text: str) -> Question:
-    """The question of a task's text."""
+    """Parse the text of a task into a Question."""
     *relations, start = text.removeprefix("What is ").removesuffix("?").split(" of ")
     return Question(start, tuple(r.removeprefix("the ") for r in reversed(relations)))
 
 
 @lru_cache(32)
 def entries(world: int = 0) -> dict[str, Entry]:
-    """By title."""
+    """Return the entries of encyclopedia number `world` by title."""
     rng = random.Random(f"encyclopedia {world}")
     people = [f"{a} {b}" for a, b in _pairs(FIRST, LAST, PEOPLE, rng)]
     works = [f"The {a} {b}" for a, b in _pairs(QUALITIES, THINGS, WORKS, rng)]
     home = {town: rng.choice(COUNTRIES) for town in TOWNS}
     for country, town in zip(COUNTRIES, rng.sample(TOWNS, len(COUNTRIES)), strict=True):
-        home[town] = country  # so that each has a capital of its own
+        home[town] = country  # every country needs at least one town, its capital
     coins = dict(zip(COUNTRIES, rng.sample(COINS, len(COINS)), strict=True))
     found: dict[str, Entry] = {}
     for title in works:
@@ -105,9 +106,9 @@ def _pairs(first: tuple[str, ...], second: tuple[str, ...], n: int, rng: random.
 
 
 def path(question: Question, world: int = 0) -> list[tuple[str, str, str]]:
-    """(title, relation, value) of each hop; the last value is the answer.
+    """Return (title, relation, value) of each hop; the last value is the answer.
 
-    Raises:  KeyError for what the encyclopedia does not have.
+    Raises:  KeyError for an unknown title or relation.
     """
     steps, title = [], question.start
     for relation in question.relations:
@@ -119,8 +120,10 @@ def path(question: Question, world: int = 0) -> list[tuple[str, str, str]]:
 
 @lru_cache(32)
 def questions(world: int = 0) -> tuple[Question, ...]:
-    """All of one to three hops that never come back to where they were, in drawn order: a third of each length as far
-    as the shortest reach, then the rest."""
+    """Return all questions of one to three hops that visit no entry twice, in random order.
+
+    Lengths alternate, a third each, until the rarest length is used up; the remaining questions follow.
+    """
     by_length: dict[int, list[Question]] = {n: [] for n in range(1, MAX_HOPS + 1)}
     every = entries(world)
     for title, entry in every.items():

@@ -1,5 +1,7 @@
-"""Exact arithmetic from text: integers, fractions, decimals, powers and roots. Runs no code: what is not arithmetic is
-refused, and so is what would be too large to compute."""
+"""Exact evaluation of arithmetic expressions: integers, fractions, decimals, powers and roots.
+
+Expressions are parsed, never executed. Anything but arithmetic is rejected, and so are results that are too large.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,13 @@ _LATEX = (
 
 
 class NotArithmetic(ValueError):
-    """The text is no expression that can be computed exactly. The message is fit for a model to read."""
+    """Raised for text that is not an exactly computable expression. The message may be shown to a model."""
 
 
 def value(text: str) -> Any:
-    """The exact value as a SymPy number. `^` is a power, as `**` is; `sqrt(...)`, `pi` and `e` are known.
+    """Return the exact value of an expression as a SymPy number.
+
+    `^` and `**` both mean power; `sqrt(...)`, `pi` and `e` are supported.
 
     Raises:  NotArithmetic.
     """
@@ -86,7 +90,7 @@ def _power(base: Any, exponent: Any) -> Any:
 
 
 def shown(number: Any) -> str:
-    """As a text that `value` reads: 1/2, 2*2^(1/2)."""
+    """Format a SymPy number as a string that `value` can parse, such as 1/2 or 2*2^(1/2)."""
     import sympy
 
     text: str = sympy.sstr(number)
@@ -98,7 +102,10 @@ def _bracketed(text: str) -> str:
 
 
 def same(a: str, b: str) -> bool | None:
-    """Whether two texts have the same exact value: 2/4 and 1/2, 8^(1/2) and 2*2^(1/2). None where one is no number."""
+    """Return True if two expressions have the same exact value, such as 2/4 and 1/2 or 8^(1/2) and 2*2^(1/2).
+
+    None if one of them is not arithmetic.
+    """
     try:
         difference = value(a) - value(b)
     except NotArithmetic:
@@ -107,10 +114,12 @@ def same(a: str, b: str) -> bool | None:
 
 
 def equivalent(response: str, answer: str) -> bool:
-    """Whether an answer is right: by exact value; where that cannot be told, by math-verify if it is installed
-    (`pip install "agentfly_kit[envs]"`), which also reads sets, intervals and LaTeX; else by the text.
+    """Return True if a response is equivalent to the reference answer.
 
-    What would compute for ever (towers of powers, factorials, sums and products) is compared as text alone.
+    Exact values are compared first. If one side is not arithmetic, math-verify decides if it is installed
+    (`pip install "agentfly_kit[envs]"`); it also understands sets, intervals and LaTeX. Otherwise the strings are
+    compared. Responses that could take unbounded time (power towers, factorials, sums and products) are only compared
+    as strings.
     """
     exactly = same(response, answer)
     if exactly is not None:
@@ -123,13 +132,14 @@ def equivalent(response: str, answer: str) -> bool:
         from math_verify import parse, verify
     except ModuleNotFoundError:
         return False
-    # Its own timeouts use signals, which only the main thread may set; it warns where they are off.
+    # math-verify's timeouts use signals, which work only in the main thread, so they are disabled here; silence its
+    # warnings about that.
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         gold, given = (parse(f"${text}$", parsing_timeout=None) for text in (answer, response))
         return bool(verify(gold, given, timeout_seconds=None))
-    except Exception:  # what a model writes may be anything; that it cannot be read is no failure of ours
+    except Exception:  # model output is arbitrary text: one that cannot be parsed counts as wrong
         return False
 
 
@@ -138,14 +148,14 @@ _HEAVY = re.compile(r"!|factorial|gamma|zeta|\\(?:[a-z]?binom|choose|sum|prod|i*
 
 
 def _is_heavy(text: str) -> bool:
-    """Whether its value may take more than a moment: nobody can stop a thread that computes."""
+    """Return True if evaluating the text could take long. A running thread cannot be interrupted."""
     if len(text) > _LONGEST_LATEX or _HEAVY.search(text):
         return True
     growth = 1
     for match in re.finditer(r"(?:\^|\*\*|sqrt\s*(?=\[))\s*", text):
         exponent, after = _group(text, match.end())
         if re.search(r"\^|\*\*", exponent) or re.match(r"\s*(?:\^|\*\*)", after):
-            return True  # a tower
+            return True  # a power tower
         for number in re.findall(r"[0-9]+", exponent):
             growth *= max(1, int(number))
     return growth > 10 * _POWER
@@ -155,7 +165,10 @@ _TOKEN = re.compile(r"-?(\\[a-zA-Z]+|[0-9.]+|[a-zA-Z]|)")
 
 
 def _group(text: str, at: int) -> tuple[str, str]:
-    """What stands in brackets from here on, or one number, letter or command with its brackets; and what follows it."""
+    """Split the text from index `at` into its first group and the rest.
+
+    A group is a parenthesized expression, or one number, letter or LaTeX command with its arguments.
+    """
     token = _TOKEN.match(text, at)
     assert token is not None
     end = token.end()

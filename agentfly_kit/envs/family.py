@@ -1,7 +1,7 @@
-"""A task family: an environment with tasks, an expert, a random player, and what it needs. Knows no particular one.
+"""Task families: an environment together with its tasks, an expert, a random player and its requirements.
 
-A family is a module of this folder with `family = Family(...)` and the four names of `faces(family)`; nothing heavy is
-imported before it is used.
+A family is a module of this package that defines `family = Family(...)` and exports `tasks`, `agent`, `expert` and
+`random_agent`. Heavy packages are imported only when they are used.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from agentfly_kit.tasks import Tasks
 from agentfly_kit.types import Message, Sample, Sampling, Task, ToolCall, TurnRequest
 
 Move: TypeAlias = "str | tuple[str, Mapping[str, Any]]"
-"""What a player does: an answer, or the name of a tool and its arguments."""
+"""Action of a scripted player: an answer, or the name of a tool and its arguments."""
 ScriptedPlayer: TypeAlias = Callable[[Task, Sequence[Message], random.Random], Move]
-"""(task, the conversation so far, noise) -> a move."""
+"""(task, messages so far, random generator) -> move."""
 Rows: TypeAlias = Callable[[int, str, int], list[dict[str, Any]]]
-"""(how many, "train" or "test", seed) -> rows as `af.tasks_from` reads them; the first of more are those of fewer."""
+"""(n, "train" or "test", seed) -> n rows for `af.tasks_from`. The first rows do not depend on n."""
 
 
 class PlayerEngine(Engine):
-    """Writes what a player does. Its tokens have the author "script" and mask 0, so that nothing trains on them."""
+    """Engine that plays the moves of a scripted player. Its tokens have the author "script" and mask 0, so they are
+    never trained on."""
 
     tokens = "exact"
     logprobs = "no"
@@ -47,7 +48,7 @@ class PlayerEngine(Engine):
         self, ids: Sequence[int], sampling: Sampling, seed: int, *, request: TurnRequest | None = None
     ) -> Sample:
         if request is None:
-            raise SettingsError("a player needs to know the task; use an Agent")
+            raise SettingsError("a scripted player needs the task of the request; use it through an Agent")
         move = self.play(request.task, request.messages, random.Random(seed))
         if not isinstance(move, str):
             name, arguments = move
@@ -60,7 +61,7 @@ class PlayerEngine(Engine):
 
 @functools.cache
 def small_chat() -> Chat:
-    """That of the policy that ships, for players: they need a tokenizer and no model."""
+    """Return the chat of the shipped calculator policy, for scripted players, which need a tokenizer but no model."""
     from importlib.resources import as_file
 
     from transformers import AutoTokenizer
@@ -71,31 +72,31 @@ def small_chat() -> Chat:
 
 @dataclass(frozen=True)
 class Family:
-    """What a family is made of. `tasks`, `agent`, `expert` and `random_agent` are what a cell uses."""
+    """Definition of a task family. Users call `tasks`, `agent`, `expert` and `random_agent`."""
 
     name: str
     what: str
-    """One sentence."""
+    """Description in one sentence."""
     environment: type
     rows: Rows
     expert_player: ScriptedPlayer
     random_player: ScriptedPlayer
     max_turns: int = 8
     max_tokens: int = 64
-    """Of one action."""
-    size: str = "made when asked for"
-    """How many tasks there are."""
+    """Maximum tokens per action."""
+    size: str = "generated on request"
+    """Number of tasks, in words."""
     licence: str = "that of the project"
     needs: tuple[str, ...] = ()
     """Modules that must be importable."""
     programs: tuple[str, ...] = ()
-    """Programs that must be on the path."""
+    """Programs that must be on PATH."""
     install: str = ""
-    """What to type for them."""
+    """Command that installs `needs` and `programs`."""
     splits: Mapping[str, int] = field(default_factory=lambda: {"train": 512, "test": 128})
-    """Tasks that `tasks()` makes of each split."""
+    """Default number of tasks per split."""
     pool_size: int = 64
-    """Environments that the pool of an agent holds; more chains wait."""
+    """Size of the pool of environments of an agent; further chains wait."""
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -103,19 +104,30 @@ class Family:
         return (*modules, *(name for name in self.programs if shutil.which(name) is None))
 
     def require_installed(self) -> None:
-        """Raises SettingsError naming what is not installed, and what to type."""
+        """Check that the modules and programs of the family are installed.
+
+        Raises:  SettingsError naming the missing ones and the install command.
+        """
         if self.missing:
             raise SettingsError(f"af.envs.{self.name} needs {', '.join(self.missing)}; type: {self.install}")
 
     def tasks(self, n: int | None = None, split: str | None = None, *, seed: int = 0) -> Tasks:
-        """`n` tasks of a split, "train" or "test"; without a split, both. The same ones for the same seed."""
+        """Return the tasks of a split. The same seed gives the same tasks.
+
+        Args:
+            n: number of tasks per split; by default that of `splits`.
+            split: "train" or "test"; by default both.
+            seed: selects the tasks.
+
+        Raises:  SettingsError for an invalid argument, and if a requirement is not installed.
+        """
         self.require_installed()
         if split is not None and split not in self.splits:
-            raise SettingsError(f"split={split!r}: want {' or '.join(map(repr, self.splits))}, or None for all")
+            raise SettingsError(f"unknown split {split!r}; use {' or '.join(map(repr, self.splits))}, or None for all")
         if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
-            raise SettingsError(f"n={n!r}: want at least 1, or None for {dict(self.splits)}")
+            raise SettingsError(f"n must be at least 1, got {n!r}; leave it out for {dict(self.splits)}")
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise SettingsError(f"seed={seed!r}: want a whole number, 0 or more")
+            raise SettingsError(f"seed must be an integer of at least 0, got {seed!r}")
         wanted = self.splits if split is None else {split: self.splits[split]}
         if n is not None:
             wanted = dict.fromkeys(wanted, n)
@@ -127,9 +139,14 @@ class Family:
         return base.tools(self.environment)
 
     def agent(self, engine: Any, *, chat: Any = None, **settings: Any) -> Agent:
-        """An agent in this environment. `engine` may be a policy, which then samples on a LocalEngine.
+        """Create an agent for this environment.
 
-        settings: as of `af.envs.agent`; max_turns and sampling have the family's own defaults.
+        Args:
+            engine: an engine, or a policy, which is then sampled with a `LocalEngine`.
+            chat: the chat of the engine's model; by default that of the policy.
+            **settings: as for `af.envs.agent`; max_turns, size and sampling default to the family's values.
+
+        Raises:  SettingsError if a requirement is not installed, or if `engine` or `chat` is missing.
         """
         self.require_installed()
         if not isinstance(engine, Engine):
@@ -137,22 +154,22 @@ class Family:
             from agentfly_kit.policy.policy import Policy
 
             if not isinstance(engine, Policy):
-                raise SettingsError(f"{engine!r}: give an engine, or a policy such as af.tiny.policy()")
+                raise SettingsError(f"engine must be an engine or a policy such as af.tiny.policy(), got {engine!r}")
             chat = engine.chat if chat is None else chat
             engine = LocalEngine(engine)
         if chat is None:
-            raise SettingsError("give the chat of the engine's model: chat=policy.chat, or af.Chat(tokenizer)")
+            raise SettingsError("chat must be that of the engine's model: pass chat=policy.chat or af.Chat(tokenizer)")
         settings.setdefault("max_turns", self.max_turns)
         settings.setdefault("size", self.pool_size)
         settings.setdefault("sampling", Sampling(max_tokens=self.max_tokens))
         return base.agent(self.environment, engine, chat=chat, **settings)
 
     def expert(self, **settings: Any) -> Agent:
-        """An agent without a model that solves the tasks: what the environment can give at most."""
+        """Create an agent that solves the tasks with a scripted player: an upper bound on the reward."""
         return self._played(self.expert_player, settings)
 
     def random_agent(self, **settings: Any) -> Agent:
-        """An agent without a model that draws its calls and answers: what luck gives."""
+        """Create an agent whose scripted player makes random calls and answers: the chance level of the reward."""
         return self._played(self.random_player, settings)
 
     def _played(self, player: ScriptedPlayer, settings: dict[str, Any]) -> Agent:
@@ -165,18 +182,19 @@ class Family:
 
 
 def int_field(task: Task, name: str, minimum: int = 0, family: str = "") -> int:
-    """A field of a task that is to be a whole number.
+    """Return an integer field of a task.
 
-    Raises:  TaskError naming the task, the field and what it holds.
+    Raises:  TaskError naming the task, the field and its value if the field is missing, is not an integer or is less
+             than `minimum`.
     """
     given = task.fields.get(name)
     if isinstance(given, bool) or not isinstance(given, int) or given < minimum:
-        has = f"is {given!r}" if name in task.fields else "is not there"
-        where = f"; take af.envs.{family}.tasks()" if family else ""
-        raise TaskError(f"task {task.id!r}: its field {name!r} {has}; want a whole number, {minimum} or more{where}")
+        has = f"is {given!r}" if name in task.fields else "is missing"
+        where = f"; use the tasks of af.envs.{family}.tasks()" if family else ""
+        raise TaskError(f"task {task.id!r}: field {name!r} {has}; it must be an integer of at least {minimum}{where}")
     return given
 
 
 def tool_outputs(messages: Sequence[Message]) -> list[str]:
-    """For players: what the tools have answered so far, oldest first."""
+    """Return the tool observations in `messages`, oldest first. A helper for scripted players."""
     return [str(m["content"]) for m in messages if m["role"] == "tool"]

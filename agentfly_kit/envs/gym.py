@@ -1,7 +1,4 @@
-"""Gymnasium both ways: one of its environments for an agent, and one of ours for its wrappers and checkers.
-
-`pip install gymnasium`; nothing here is needed for anything else.
-"""
+"""Adapters from and to Gymnasium environments. Requires `pip install gymnasium`."""
 
 from __future__ import annotations
 
@@ -37,18 +34,24 @@ def from_gymnasium(
     name: str = "act",
     **options: Any,
 ) -> type:
-    """An environment class around one of Gymnasium's, with one tool, `act(action)`.
+    """Wrap a Gymnasium environment as an environment class with one tool, `act(action)`.
 
-    make      its id ("FrozenLake-v1", made with `options`), or a function that gives a fresh one.
-    actions   what the model may write -> Gymnasium's action.
-    show      observation -> what the model reads.
+    Each step's reward is a turn reward, and the chain's reward is their sum. The episode is reset with the task's seed
+    and its field `options`. The environment cannot be forked.
 
-    Each reward of a step is a turn reward, and their sum is the chain's. The episode is reset with the task's seed and
-    its field `options`, so a task is a seed. It cannot fork.
+    Args:
+        make: a Gymnasium id such as "FrozenLake-v1", created with `options`, or a function that returns a new
+            environment.
+        actions: maps each string that the model may write to a Gymnasium action.
+        show: converts an observation to the text that the model reads.
+        name: name of the tool.
+        **options: keyword arguments of `gymnasium.make`.
+
+    Raises:  SettingsError if gymnasium is not installed or `actions` is empty.
     """
     gymnasium = _module()
     if not actions:
-        raise SettingsError("actions={}: give what the model may write for each action: actions={'left': 0, ...}")
+        raise SettingsError("actions must map at least one string to an action, got {}; pass actions={'left': 0, ...}")
     choices = ", ".join(map(repr, actions))
     build = make if callable(make) else lambda: gymnasium.make(make, **options)
 
@@ -81,7 +84,7 @@ def from_gymnasium(
             return ToolResult(True, show(self.observation), reward=float(gain))
 
         def reward(self) -> dict[str, float]:
-            # The steps' rewards are on their turns already; what is left for the chain is nothing.
+            # The rewards of the steps are turn rewards already and must not be counted again.
             return {"reward": 0.0, "total": self.total, "success": float(self.total > 0)}
 
         @property
@@ -97,18 +100,22 @@ def from_gymnasium(
 
 
 def to_gymnasium(sandbox_type: type, task: Task) -> Any:
-    """A `gymnasium.Env` of one of our environments on one task: texts in, texts out.
+    """Wrap an environment class and one task as a `gymnasium.Env` with text actions and text observations.
 
-    An action is a text: a tool call as JSON, {"name": ..., "arguments": {...}}, or an answer, which ends the episode.
-    The observation is the tool's text. Rewards are the tools' turn rewards, and at the end the environment's own. For
-    environments whose methods and reward are plain or coroutine functions; tools that need a sandbox are refused.
+    An action is a string: either a tool call as JSON, {"name": ..., "arguments": {...}}, or an answer, which ends the
+    episode. The observation is the tool's output. Rewards are the tools' turn rewards plus, at the end, the
+    environment's own reward. Methods and reward may be sync or coroutine functions.
+
+    Raises:  SettingsError if gymnasium is not installed, the class is not an environment, or a tool needs a sandbox.
     """
     gymnasium = _module()
     base.check(sandbox_type)
     tools = ToolSet(base.tools(sandbox_type))
     others = [other for t in tools for other in t.sandbox_types if other is not sandbox_type]
     if others:
-        raise SettingsError(f"{sandbox_type.__name__} asks for a {others[0].__name__}, which Gymnasium has no pool for")
+        raise SettingsError(
+            f"a tool of {sandbox_type.__name__} needs a {others[0].__name__}, but Gymnasium environments have no pools"
+        )
 
     class Env(gymnasium.Env):  # type: ignore[misc, name-defined]
         action_space = gymnasium.spaces.Text(4096, charset=string.printable)
@@ -173,7 +180,7 @@ def _call(action: str) -> ToolCall | None:
 
 
 class _Loop:
-    """Gymnasium is synchronous, and a notebook's own loop is running: one of ours, which runs on another thread."""
+    """Event loop on a separate thread. Gymnasium is synchronous, and in a notebook the main thread's loop is busy."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

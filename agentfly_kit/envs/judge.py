@@ -1,8 +1,11 @@
-"""judge: signs for a market stall, judged by a rubric. A scripted judge needs no model; any engine can take its place,
-as options={"judge": af.envs.judge.Judge(af.OpenAIEngine(url, model))}.
+"""judge: write signs for a market stall, graded by a judge with a rubric.
 
-`Judge` is of use beside this family: `judge.reward()` scores any agent's answers, `judge.group_reward()` ranks those of
-a group against each other, `await judge.score(task, answer)` and `await judge.rank(task, answers)` do so in a cell.
+The default judge is scripted and needs no model. Any engine can replace it:
+options={"judge": af.envs.judge.Judge(af.OpenAIEngine(url, model))}.
+
+`Judge` is also useful outside this family: `judge.reward()` scores the answers of any agent, `judge.group_reward()`
+ranks the answers of a group against each other, and `await judge.score(task, answer)` and
+`await judge.rank(task, answers)` do the same interactively.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from agentfly_kit.types import Message, Task
 
 __all__ = ["Criterion", "Judge", "Judgement", "Ranking", "Rubric", "scripted"]
 
-# --- a judge that keeps to its rubric ------------------------------------------------------------
+# --- scripted judge ------------------------------------------------------------------------------
 
 _CHECKS: dict[str, Callable[[str, Any], float]] = {
     "says": lambda text, word: float(
@@ -34,15 +37,22 @@ _CHECKS: dict[str, Callable[[str, Any], float]] = {
     "words": lambda text, most: min(1.0, max(0.0, 2 - len(text.split()) / most)) if text.split() else 0.0,
     "lines": lambda text, most: float(0 < len(text.strip().splitlines()) <= most),
 }
-"""What a criterion's field `check` may be: (text, argument) -> 0 to 1."""
+"""Functions (text, argument) -> score from 0 to 1, by the name used in a criterion's field `check`."""
 
 
 def scripted(question: Task, attempt: int) -> str:
-    """For `ScriptedEngine(scripted)`: applies each criterion's `check`, such as ["says", "fig"], to what is shown."""
+    """Answer a judging question by applying each criterion's `check`, such as ["says", "fig"], to the answers.
+
+    For use as `ScriptedEngine(scripted)`.
+
+    Raises:  SettingsError for a rubric without checks.
+    """
     rows = question.fields.get("rubric")
     if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) and row.get("check") for row in rows):
-        raise SettingsError("the scripted judge needs a rubric of rows with a field 'check', such as ['says', 'fig']")
-    # As a model would, it reads only what stands between the marks.
+        raise SettingsError(
+            "the scripted judge needs a rubric whose rows have a field 'check', such as ['says', 'fig']"
+        )
+    # Like a model, read the answers from the prompt, between the marks.
     shown = str(question.messages[-1]["content"])
     mark = re.findall(r"the mark ([0-9a-f]{16})", str(question.messages[0]["content"]))[0]
     parts = [html.unescape(part.strip("\n")) for part in shown.split(mark)[1::2]][1:]
@@ -63,9 +73,10 @@ def scripted(question: Task, attempt: int) -> str:
 
 
 class Written:
-    """One text, and who judges it.
+    """Environment for writing one text, which a judge scores.
 
-    judge    a Judge; without one, the scripted one.
+    Args:
+        judge: the Judge; by default the scripted one.
     """
 
     def __init__(self, judge: Judge | None = None) -> None:
@@ -86,9 +97,9 @@ class Written:
         return f"{len(text.split())} words, {len(text.strip().splitlines())} lines"
 
     async def reward(self, final: str | None, trajectory: Any) -> dict[str, float]:
-        """The judge's score, from 0 to 1, and its points by criterion. Success is full points; no answer is 0.
+        """Return the judge's score from 0 to 1 and the points per criterion. Success means full points; no answer is 0.
 
-        Raises:  RewardError, which leaves the chain unscored, for a judge that says nothing readable.
+        Raises:  RewardError, which leaves the chain unscored, if the judge's output cannot be parsed.
         """
         found = await self._judge.scored(trajectory.task, final)
         return {**found, "success": float(found["reward"] >= 1), "drafts": float(self.drafts)}
@@ -106,7 +117,7 @@ AVOID = ("cheap", "best", "fresh", "sweet")
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows {"id", "question", "rubric"}; a question is in the split that its own text says, and in no other."""
+    """Generate rows {"id", "question", "rubric"}. The split of a question is derived from its text."""
     rng = random.Random(f"judge {split} {seed}")
     found: dict[str, list[dict[str, Any]]] = {}
     while len(found) < n:
@@ -136,14 +147,14 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Says what the rubric asks for, and measures it first."""
+    """Measure a sign that meets the rubric, then answer with it."""
     asked = {row["name"]: row["check"][1] for row in task.fields["rubric"]}
     sign = f"{asked['fruit'].capitalize()} from {asked['place']}, {asked['price']}{asked['end']}"
     return sign if tool_outputs(messages) else ("measure", {"text": sign})
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Words by luck."""
+    """Measure or answer with random words."""
     words = [
         *rng.choices(FRUITS, k=2),
         rng.choice(FROM),
@@ -156,7 +167,7 @@ def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -
 
 family = Family(
     name="judge",
-    what="signs for a market stall, judged by a rubric: by a script, or by any model as judge",
+    what="signs for a market stall, graded with a rubric by a scripted judge or by any model",
     environment=Written,
     rows=rows,
     expert_player=expert_player,

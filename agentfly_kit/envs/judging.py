@@ -1,11 +1,10 @@
-"""A model that judges what another wrote: by a rubric, or against other answers to the same task. Any engine will do.
+"""LLM as a judge: score an answer with a rubric, or rank several answers to the same task. Works with any engine.
 
-What is judged is data: it stands between marks that it cannot know, and nothing in it can be read as a tag, a turn of
-the conversation or a verdict. A judge that says nothing readable is asked again; after that an answer is unscored, with
-the reason, and never 0. Knows no family and no policy.
+Answers are treated as untrusted data: they are enclosed in marks that they cannot predict and escaped, so that no part
+of them can be parsed as a tag, a turn of the conversation or a verdict. If the judge's output cannot be parsed, the
+question is repeated; after the last attempt the answer is left unscored, with the reason, and never scored 0.
 
-Source:  scoring by a rubric and in pairs, and the bias for a position: Zheng et al., "Judging LLM-as-a-judge",
-         arXiv 2306.05685.
+Source:  scoring by a rubric and in pairs, and position bias: Zheng et al., "Judging LLM-as-a-judge", arXiv 2306.05685.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
 def escaped(text: str) -> str:
-    """The text without anything that a reader, a chat template or our own parser could take for a tag."""
+    """Escape everything that a model, a chat template or the parsers below could read as a tag."""
     return _TAGS.sub(lambda match: _ESCAPES[match[0]], text.encode("utf-8", "replace").decode())
 
 
@@ -39,24 +38,24 @@ def escaped(text: str) -> str:
 
 @dataclass(frozen=True)
 class Criterion:
-    """One thing that is looked at."""
+    """One criterion of a rubric."""
 
     name: str
-    """Letters, digits and _: the judge writes it beside its points."""
+    """Identifier of letters, digits and underscores, which the judge writes next to the points."""
     what: str
-    """What full points are given for."""
+    """Description of an answer that deserves full points."""
     weight: float = 1.0
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\w+", self.name):
-            raise SettingsError(f"a criterion's name is of letters, digits and _; got {self.name!r}")
+            raise SettingsError(f"a criterion's name must consist of letters, digits and _, got {self.name!r}")
         if not (math.isfinite(self.weight) and self.weight > 0):
-            raise SettingsError(f"criterion {self.name!r}: weight={self.weight!r}; give a number above 0")
+            raise SettingsError(f"criterion {self.name!r} has weight={self.weight!r}; it must be positive and finite")
 
 
 @dataclass(frozen=True)
 class Rubric:
-    """What a judge looks at, each from 0 to `max_points` points. The score is their weighted mean, from 0 to 1."""
+    """Criteria with 0 to `max_points` points each. The score is their weighted mean, scaled to 0 to 1."""
 
     criteria: tuple[Criterion, ...]
     max_points: int = 10
@@ -64,13 +63,16 @@ class Rubric:
     def __post_init__(self) -> None:
         names = [criterion.name for criterion in self.criteria]
         if not names or len(set(names)) != len(names):
-            raise SettingsError(f"a rubric has criteria with names of their own; got {names}")
+            raise SettingsError(f"a rubric must have at least one criterion, and unique names, got {names}")
         if self.max_points < 1:
-            raise SettingsError(f"max_points={self.max_points}: at least 1 point")
+            raise SettingsError(f"max_points must be at least 1, got {self.max_points}")
 
     @classmethod
     def from_spec(cls, given: Any, max_points: int = 10) -> Rubric:
-        """From a Rubric, {name: what}, or rows {"name", "what", "weight"} such as a task may hold."""
+        """Build a rubric from a Rubric, from {name: what}, or from rows {"name", "what", "weight"} as in a task field.
+
+        Raises:  SettingsError for any other value.
+        """
         if isinstance(given, Rubric):
             return given
         if isinstance(given, Mapping):
@@ -80,7 +82,7 @@ class Rubric:
             return cls(tuple(Criterion(**row) for row in rows), max_points)
         except (TypeError, KeyError) as error:
             raise SettingsError(
-                f"a rubric is {{name: what}} or rows with 'name' and 'what'; got {given!r} ({error})"
+                f"a rubric must be {{name: what}} or rows with 'name' and 'what', got {given!r} ({error})"
             ) from None
 
     def score(self, points: Mapping[str, float]) -> float:
@@ -90,42 +92,44 @@ class Rubric:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a judge said of one answer."""
+    """Verdict of a judge on one answer."""
 
     score: float | None
-    """From 0 to 1; None is unscored, and `why` says why."""
+    """Score from 0 to 1, or None if the answer could not be scored; the reason is then in `why`."""
     points: Mapping[str, float] = field(default_factory=dict)
-    """Of each criterion, from 0 to 1."""
+    """Points per criterion, scaled to 0 to 1."""
     why: str = ""
     outputs: tuple[str, ...] = ()
-    """What the judge wrote, one text an attempt."""
+    """Raw outputs of the judge, one per attempt."""
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """How answers to one task stand beside each other."""
+    """Comparison of several answers to one task."""
 
     scores: tuple[float | None, ...]
-    """In the order given. Pairwise: the share of the others that it beats, a tie being half of one. Listwise: 1 for the
-    first place, 0 for the last. None where no comparison could be read."""
+    """Score per answer, in the order given. Pairwise: the fraction of the other answers that it beats, a tie counting
+    half. Listwise: 1 for the first rank, 0 for the last. None if no comparison of the answer could be parsed."""
     comparisons: int = 0
-    """Questions that were answered."""
+    """Number of questions with a verdict."""
     failed: int = 0
-    """Questions that were not."""
+    """Number of questions without a verdict."""
     inconsistent: int = 0
-    """Pairs whose verdict followed the order in which they were shown: they count as ties."""
+    """Number of pairs whose verdict depended on the order in which they were shown; they count as ties."""
     why: str = ""
-    """Of the first failure."""
+    """Reason of the first failure."""
 
 
-# --- reading what a judge says -------------------------------------------------------------------
+# --- parsing the judge's output ------------------------------------------------------------------
 
 
 def read_scores(text: str, rubric: Rubric) -> tuple[dict[str, float] | None, str]:
-    """(points of each criterion from 0 to `max_points`, "") or (None, why not). Never raises.
+    """Parse the last <scores>...</scores>: a JSON object, or lines such as `short: 7`. Never raises.
 
-    Read is the last <scores>...</scores>: an object of JSON, or lines such as `short: 7`. Each criterion must be there,
-    once, with a number from 0 to `max_points`: nothing is guessed, and nothing bent into the range.
+    Every criterion must occur exactly once with a number from 0 to `max_points`; values are neither guessed nor
+    clipped.
+
+    Returns: (points per criterion, ""), or (None, reason).
     """
     found = _last(text, "scores")
     if found is None:
@@ -141,10 +145,10 @@ def read_scores(text: str, rubric: Rubric) -> tuple[dict[str, float] | None, str
     for criterion in rubric.criteria:
         values = [value for name, value in named if name == criterion.name]
         if len(values) != 1:
-            return None, f"{criterion.name!r} stands in the scores {len(values)} times"
+            return None, f"{criterion.name!r} occurs {len(values)} times in the scores, not once"
         number = _number(values[0], rubric.max_points)
         if number is None:
-            return None, f"{criterion.name!r} has {str(values[0])[:40]!r}, no number from 0 to {rubric.max_points}"
+            return None, f"{criterion.name!r} has {str(values[0])[:40]!r}, not a number from 0 to {rubric.max_points}"
         points[criterion.name] = number
     return points, ""
 
@@ -159,23 +163,29 @@ def _number(value: Any, max_points: int) -> float | None:
 
 
 def read_choice(text: str) -> tuple[float | None, str]:
-    """(1 for the first, 0 for the second, 0.5 for a tie; "") of the last <better>...</better>, or (None, why not)."""
+    """Parse the last <better>...</better>.
+
+    Returns: (1 for the first answer, 0 for the second or 0.5 for a tie, ""), or (None, reason).
+    """
     found = _last(text, "better")
     choices = {"1": 1.0, "first": 1.0, "2": 0.0, "second": 0.0, "tie": 0.5, "0": 0.5}
     if found is None:
         return None, "there is no <better>...</better>"
     value = choices.get(found.strip().lower())
-    return (None, f"<better> says {found.strip()[:40]!r}, not 1, 2 or tie") if value is None else (value, "")
+    return (None, f"<better> contains {found.strip()[:40]!r}, not 1, 2 or tie") if value is None else (value, "")
 
 
 def read_order(text: str, n: int) -> tuple[list[int] | None, str]:
-    """(the numbers 1 to n in the order of the last <order>...</order>, best first; "") or (None, why not)."""
+    """Parse the last <order>...</order>.
+
+    Returns: (the numbers 1 to n, best first, ""), or (None, reason).
+    """
     found = _last(text, "order")
     if found is None:
         return None, "there is no <order>...</order>"
     numbers = [int(number) for number in re.findall(r"[0-9]{1,6}", found)]
     if sorted(numbers) != list(range(1, n + 1)):
-        return None, f"<order> says {found.strip()[:60]!r}, not each number from 1 to {n} once"
+        return None, f"<order> contains {found.strip()[:60]!r}, not each number from 1 to {n} once"
     return numbers, ""
 
 
@@ -194,13 +204,18 @@ _RULES = (
 
 
 class Judge:
-    """A model that is asked what answers are worth.
+    """A model that scores or ranks answers.
 
-    engine    any: LocalEngine, VLLMEngine, OpenAIEngine, ScriptedEngine.
-    chat      of its model; may be left out where the engine has a policy, or wants messages or a task and no ids.
-    rubric    a Rubric, {name: what full points are for}, or rows; left out, each task's own field `rubric`.
-    attempts  how often one question is asked, each time with another seed, until the answer can be read.
-    timeout   seconds of one attempt.
+    Args:
+        engine: any engine: LocalEngine, VLLMEngine, OpenAIEngine, ScriptedEngine.
+        chat: the chat of the engine's model. Optional if the engine has a policy, or takes messages or a task instead
+            of token ids.
+        rubric: a Rubric, {name: description of full points}, or rows; by default each task's field `rubric`.
+        attempts: maximum number of attempts per question, each with a new seed, until the output can be parsed.
+        timeout: time limit per attempt, in seconds.
+        sampling: sampling settings; by default 512 tokens at temperature 1 for engines with exact token ids, else 0.
+        max_chars: longer answers are shortened in the middle.
+        seed: seed of the sampling and of the marks.
 
         judge = af.envs.judge.Judge(af.OpenAIEngine(url, model), rubric={"short": "At most ten words."})
         agent = af.Agent(engine, chat=chat, reward=judge.reward())                 # each answer by itself
@@ -220,12 +235,14 @@ class Judge:
         seed: int = 0,
     ) -> None:
         if not isinstance(engine, Engine):
-            raise SettingsError(f"{engine!r}: give a judge an engine, such as af.OpenAIEngine(base_url, model)")
+            raise SettingsError(f"got {engine!r} as engine; pass an engine such as af.OpenAIEngine(base_url, model)")
         chat = getattr(getattr(engine, "policy", None), "chat", None) if chat is None else chat
         if chat is None and engine.tokens == "exact" and engine.author == "policy":
-            raise SettingsError(f"{engine!r} is asked with ids: give the judge chat=af.Chat(tokenizer) of its model")
+            raise SettingsError(f"{engine!r} takes token ids: pass the judge chat=af.Chat(tokenizer) of its model")
         if attempts < 1 or max_chars < 1 or not timeout > 0:
-            raise SettingsError(f"attempts={attempts}, max_chars={max_chars}, timeout={timeout}: each is above 0")
+            raise SettingsError(
+                f"got attempts={attempts}, max_chars={max_chars}, timeout={timeout}; each must be positive"
+            )
         self.engine, self.chat = engine, chat
         self.rubric = None if rubric is None else Rubric.from_spec(rubric)
         self.attempts, self.timeout, self.max_chars, self.seed = attempts, timeout, max_chars, seed
@@ -237,9 +254,9 @@ class Judge:
     # --- one answer
 
     async def score(self, task: Task, answer: str) -> Judgement:
-        """What the answer is worth by the rubric. Never raises for what the judge does or says.
+        """Score an answer with the rubric. Failures of the judge are reported in the Judgement, not raised.
 
-        Raises:  SettingsError where there is no rubric.
+        Raises:  SettingsError if neither the judge nor the task has a rubric.
         """
         rubric = self._rubric(task)
         mark = self._mark(task, answer)
@@ -259,9 +276,10 @@ class Judge:
         return Judgement(rubric.score(points), {k: v / rubric.max_points for k, v in points.items()}, "", outputs)
 
     def reward(self, *, weight: float = 1.0, name: str = "judge") -> Reward[..., Any]:
-        """For `Agent(reward=)`: the score of the chain's last answer, and the points of each criterion as metrics.
+        """Return a reward for `Agent(reward=)`: the score of the final answer, with points per criterion as metrics.
 
-        No answer is 0. What could not be judged is unscored, and the trajectory's error says why.
+        A missing answer scores 0. An answer that could not be judged is unscored; the reason is in the trajectory's
+        error.
         """
 
         async def judged(final: str | None, trajectory: Trajectory) -> dict[str, float]:
@@ -270,7 +288,10 @@ class Judge:
         return Reward(judged, name=name, weight=weight, timeout=None)
 
     async def scored(self, task: Task, final: str | None) -> dict[str, float]:
-        """What a reward returns. Raises RewardError, which leaves the chain unscored, for what could not be judged."""
+        """Return the value of the reward for a final answer.
+
+        Raises:  RewardError, which leaves the chain unscored, if the answer could not be judged.
+        """
         if final is None:
             return {"reward": 0.0}
         judgement = await self.score(task, final)
@@ -283,18 +304,24 @@ class Judge:
     async def rank(
         self, task: Task, answers: Sequence[str | None], *, how: Literal["pairwise", "listwise"] = "pairwise"
     ) -> Ranking:
-        """How these answers to one task stand beside each other. Never raises for what the judge does or says.
+        """Rank several answers to one task. Failures of the judge are reported in the Ranking, not raised.
 
-        Every question is asked in two orders, the second the reverse of the first; where a pair's verdicts differ, the
-        place decided and not the answer: a tie. Answers that are alike are shown once and share a score; None, no
-        answer, is not shown and has 0.
-        how:  pairwise, n * (n - 1) questions; listwise, two.
+        Every question is asked twice, with the answers in reverse order the second time. If the verdicts on a pair
+        contradict each other, position decided rather than content, and the pair is a tie. Equal answers are shown once
+        and share a score; None (no answer) is not shown and scores 0.
+
+        Args:
+            task: the task.
+            answers: the answers, None for a missing one.
+            how: "pairwise" asks n * (n - 1) questions, "listwise" two.
+
+        Raises:  SettingsError for another value of `how`.
         """
         if how not in ("pairwise", "listwise"):
-            raise SettingsError(f"how={how!r}: give 'pairwise' or 'listwise'")
+            raise SettingsError(f"how must be 'pairwise' or 'listwise', got {how!r}")
         texts = list(dict.fromkeys(answer for answer in answers if answer is not None))
         if len(texts) < 2:
-            # Nothing to compare: all that was said is worth the same.
+            # Nothing to compare: all given answers are equal.
             return Ranking(tuple(0.0 if a is None else 0.5 if None not in answers else 1.0 for a in answers))
         ranked = await (self._pairs(task, texts) if how == "pairwise" else self._lists(task, texts))
         by_text = dict(zip(texts, ranked.scores, strict=True))
@@ -311,7 +338,7 @@ class Judge:
         for i, j in places:
             there, back = verdicts[i, j][0], verdicts[j, i][0]
             if there is None or back is None or i > j:
-                continue  # a pair that was read in one order only says nothing: its place may have decided
+                continue  # a verdict in one order only may be due to position bias
             same = there == 1 - back
             inconsistent += not same
             value = there if same else 0.5
@@ -348,7 +375,7 @@ class Judge:
                 continue
             for place, number in enumerate(numbers):
                 placed[order[number - 1]].append(place)
-        if failures:  # one order alone would let the place decide
+        if failures:  # a verdict in one order only may be due to position bias
             return Ranking((None,) * n, 2 - len(failures), len(failures), 0, failures[0])
         return Ranking(tuple(1 - sum(p) / len(p) / (n - 1) for p in placed), 2)
 
@@ -370,9 +397,9 @@ class Judge:
     def group_reward(
         self, *, weight: float = 1.0, how: Literal["pairwise", "listwise"] = "pairwise"
     ) -> Callable[[Group], Any]:
-        """For `Agent(group_reward=)`: each chain is paid its place among the answers of its group.
+        """Return a group reward for `Agent(group_reward=)`: each chain's score is its rank in its group.
 
-        Chains that failed are unscored, and no rival. What could not be compared is unscored.
+        Failed chains are unscored and excluded from the comparison. Answers that could not be compared are unscored.
         """
 
         async def ranked(group: Group) -> list[float | None]:
@@ -389,7 +416,7 @@ class Judge:
         if self.rubric is not None:
             return self.rubric
         if "rubric" not in task.fields:
-            raise SettingsError(f"task {task.id!r} has no field 'rubric', and the judge has none: Judge(rubric=...)")
+            raise SettingsError(f"task {task.id!r} has no field 'rubric'; add one, or pass Judge(rubric=...)")
         return Rubric.from_spec(task.fields["rubric"])
 
     def _criteria_section(self, task: Task) -> str:
@@ -398,7 +425,10 @@ class Judge:
         return "\n".join(["Look at:", *(f"- {c.what}" for c in self._rubric(task).criteria), "", ""])
 
     def _mark(self, *parts: Any) -> str:
-        """A word that none of the texts holds, nor could: it depends on the judge's seed, and on all of them."""
+        """Return a delimiter that occurs in none of the texts.
+
+        It is derived from the judge's seed and all the texts, so an answer cannot contain it.
+        """
         texts = [part if isinstance(part, str) else repr(part.messages) for part in parts]
         number = 0
         while True:
@@ -425,7 +455,10 @@ class Judge:
         read: Callable[[str], tuple[Any, str]],
         shown: Mapping[str, Any],
     ) -> tuple[Any, str, tuple[str, ...]]:
-        """(what was read, why nothing was, what was said)"""
+        """Ask the question until `read` can parse the output.
+
+        Returns: (verdict or None, reason if None, outputs of all attempts).
+        """
         messages: tuple[Message, ...] = (
             {"role": "system", "content": _RULES.format(mark=mark)},
             {"role": "user", "content": prompt},
@@ -441,7 +474,7 @@ class Judge:
                 value, why = read(text)
                 if value is not None:
                     return value, "", tuple(outputs)
-            except Exception as error:  # the engine's; a cancelled chain is no Exception
+            except Exception as error:  # an error of the engine; CancelledError is not an Exception and passes through
                 why = f"{type(error).__name__}: {error}"[:500]
         times = f"{self.attempts} attempts" if self.attempts > 1 else "1 attempt"
         return None, f"after {times}: {why}", tuple(outputs)
@@ -457,5 +490,5 @@ class Judge:
         if sample.ids is None:
             return sample.text or ""
         if self.chat is None:
-            raise SettingsError("the engine gave ids; give the judge the chat of its model")
+            raise SettingsError("the engine returned token ids; pass the judge the chat of its model")
         return str(self.chat.parse(sample.ids).content)

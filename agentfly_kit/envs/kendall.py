@@ -1,4 +1,4 @@
-"""Kendall's tau-b of two sequences, and the share of two multisets that they have in common. Knows no database."""
+"""Kendall's tau-b of two sequences, and the overlap of two multisets."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 
 def tau(a: Sequence[Any], b: Sequence[Any]) -> float:
-    """Tau-b: pairs in the same order less pairs in the other, over the pairs that are tied in neither sequence.
+    """Return Kendall's tau-b: (concordant - discordant pairs) / sqrt(untied pairs of a * untied pairs of b).
 
     Shapes:  two sequences of one length n, each of values that can be ordered; O(n log n).
-    Units:   -1 to 1; NaN where one of them has no two different values.
-    Source:  Kendall, "The treatment of ties in ranking problems", Biometrika 33 (1945); the order of pairs is counted
-             as by Knight, JASA 61 (1966).
+    Units:   -1 to 1; NaN if all values of one sequence are equal.
+    Source:  Kendall, "The treatment of ties in ranking problems", Biometrika 33 (1945); discordant pairs are counted
+             with the algorithm of Knight, JASA 61 (1966).
     """
     if len(a) != len(b):
-        raise ValueError(f"tau of {len(a)} and {len(b)} values; want as many")
+        raise ValueError(f"sequences must have the same length, got {len(a)} and {len(b)} values")
     pairs = sorted(zip(a, b, strict=True))
     every = _pairs(len(pairs))
     ties_a, ties_b, ties_both = _ties(a), _ties(b), _ties(pairs)
     if ties_a == every or ties_b == every:
         return math.nan
-    # Sorted by (a, b), a pair in the wrong order of b is one that the sequences order differently.
+    # After sorting by (a, b), the inversions of b are exactly the discordant pairs.
     discordant = _inversions([y for _, y in pairs])[1]
     concordant = every - ties_a - ties_b + ties_both - discordant
     found = (concordant - discordant) / math.sqrt(every - ties_a) / math.sqrt(every - ties_b)
@@ -40,7 +40,7 @@ def _ties(values: Sequence[Hashable]) -> int:
 
 
 def _inversions(values: list[Any]) -> tuple[list[Any], int]:
-    """Sorted, and how many pairs stood the wrong way round."""
+    """Return the sorted values and the number of inversions, by merge sort."""
     if all(x <= y for x, y in pairwise(values)):
         return values, 0
     middle = len(values) // 2
@@ -56,14 +56,14 @@ def _inversions(values: list[Any]) -> tuple[list[Any], int]:
 
 
 def overlap(a: Sequence[Hashable], b: Sequence[Hashable]) -> float:
-    """Intersection over union of two multisets, from 0 to 1; 1 where both are empty."""
+    """Return intersection over union of two multisets, from 0 to 1; 1 if both are empty."""
     have, want = Counter(a), Counter(b)
     union = (have | want).total()
     return (have & want).total() / union if union else 1.0
 
 
 def shared(a: Sequence[str], b: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Of each sequence the values that both have, as often as both have them, in its own order."""
+    """Reduce each sequence to the multiset intersection of both, keeping its own order."""
     common = Counter(a) & Counter(b)
     return _kept(a, common.copy()), _kept(b, common)
 

@@ -1,6 +1,6 @@
-"""lookup: a private store of facts about people, and questions that take one to three look-ups in a row.
+"""lookup: questions about people that take one to three successive look-ups in a private store of facts.
 
-Nothing of the store is in the prompt, and each task has a store of its own: what is not looked up can only be guessed.
+The facts are not in the prompt and every task has its own store, so an answer must be looked up or guessed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CITIES = tuple(
 )
 PETS = tuple("cat dog fish frog goat hen horse mouse owl parrot rabbit tortoise".split())  # noqa: SIM905
 PEOPLE = ("boss", "friend", "mentor")
-"""What leads from one person to another."""
+"""Keys whose value is another person."""
 THINGS = {"city": CITIES, "pet": PETS}
 KEYS = (*PEOPLE, *THINGS)
 
@@ -33,7 +33,8 @@ Store = dict[str, dict[str, str]]
 
 
 def store(world: int) -> Store:
-    """The facts of a world: ten people, for each a boss, a friend and a mentor among the others, a city and a pet."""
+    """Generate the facts of world number `world`: ten people, each with a boss, a friend and a mentor among the others,
+    a city and a pet."""
     rng = random.Random(f"lookup world {world}")
     people = rng.sample(NAMES, 10)
     return {
@@ -45,7 +46,7 @@ def store(world: int) -> Store:
 
 @dataclass(frozen=True)
 class Question:
-    """Whom to begin with, and what to look up from there on, in order."""
+    """A person to start from and the keys to look up from there, in order."""
 
     name: str
     keys: tuple[str, ...]
@@ -55,7 +56,7 @@ class Question:
         return "What is " + "'s ".join((self.name, *self.keys)) + "?"
 
     def steps(self, facts: Store) -> list[tuple[str, str, str]]:
-        """(of, what, value) of each look-up."""
+        """Return (of, what, value) for each look-up."""
         steps, name = [], self.name
         for key in self.keys:
             steps.append((name, key, facts[name][key]))
@@ -64,23 +65,23 @@ class Question:
 
 
 def read(text: str) -> Question:
-    """The question of a task's text."""
+    """Parse the text of a task into a Question."""
     name, *keys = text.removeprefix("What is ").removesuffix("?").split("'s ")
     return Question(name, tuple(keys))
 
 
 def question(facts: Store, rng: random.Random) -> Question:
-    """One, two or three look-ups, a third of each."""
+    """Sample a question of one, two or three look-ups with equal probability."""
     hops = rng.randint(1, 3)
     return Question(rng.choice(list(facts)), (*(rng.choice(PEOPLE) for _ in range(hops - 1)), rng.choice(KEYS)))
 
 
 _FIRST = {"train": 0, "test": 1_000_000}
-"""Where the worlds of each split begin."""
+"""Number of the first world of each split."""
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows {"id", "question", "answer", "world"}; every one has a world of its own, and no world is in both splits."""
+    """Generate rows {"id", "question", "answer", "world"}. Each has its own world; the splits share none."""
     found = []
     for i in range(n):
         world = 2_000_000 * seed + _FIRST[split] + i
@@ -93,14 +94,17 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
 
 
 class Lookup:
-    """The store of one task."""
+    """Environment with the store of facts of one task."""
 
     async def reset(self, task: Task, seed: int) -> None:
-        """Raises TaskError for a world that is no number, and for an answer that no text can be."""
+        """Load the store of the task.
+
+        Raises:  TaskError if the field `world` is not an integer or the answer is not a string.
+        """
         self.facts = store(int_field(task, "world", family="lookup"))
         answer = task.fields.get("answer", "")
         if not isinstance(answer, str):
-            raise TaskError(f"task {task.id!r}: its answer {answer!r} is {type(answer).__name__}; want a text")
+            raise TaskError(f"task {task.id!r}: answer must be a string, got {answer!r} ({type(answer).__name__})")
         self.asked: list[tuple[str, str]] = []
 
     @tool
@@ -119,7 +123,7 @@ class Lookup:
         return self.facts[of][what]
 
     async def reward(self, final: str | None, answer: str) -> float:
-        """1 for the very word."""
+        """Return 1 if the final text equals the answer, ignoring surrounding whitespace, else 0."""
         return float(final is not None and final.strip() == answer.strip())
 
     async def fork(self, into: Lookup) -> None:
@@ -127,7 +131,7 @@ class Lookup:
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Follows the question, one look-up a turn, and answers with the last result."""
+    """Follow the question with one look-up per turn and answer with the last result."""
     asked = read(str(task.messages[-1]["content"]))
     results = tool_outputs(messages)
     if len(results) == len(asked.keys):
@@ -136,7 +140,7 @@ def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Looks up anything of anybody, or says any word."""
+    """Look up a random fact or answer with a random word."""
     if rng.random() < 0.5:
         return rng.choice((*NAMES, *CITIES, *PETS))
     return "lookup", {"of": rng.choice(NAMES), "what": rng.choice(KEYS)}
@@ -150,7 +154,7 @@ family = Family(
     expert_player=expert_player,
     random_player=random_player,
     max_turns=6,
-    size="1,500 train and 512 test ship; any number is made",
+    size="1,500 train and 512 test tasks included; any number can be generated",
     splits={"train": 1500, "test": 512},
 )
 tasks, agent, expert, random_agent = family.tasks, family.agent, family.expert, family.random_agent

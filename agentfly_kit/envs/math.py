@@ -1,4 +1,4 @@
-"""math: exact answers, fractions, powers and roots; right is what has the same value, however it is written."""
+"""math: exact values of fractions, powers and roots. An answer is correct if it has the right value in any notation."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from agentfly_kit.types import Message, Task
 
 
 class Math(Calculator):
-    """The calculator, with answers that may be written in many ways."""
+    """Calculator environment whose answers may be written in any equivalent form."""
 
     def reward(self, final: str | None, answer: str | float) -> float:
-        """1 for the same value; what is no number goes to math-verify, if that is installed."""
+        """Return 1 for an equivalent answer, else 0. Non-numeric answers are checked by math-verify if installed."""
         return float(final is not None and exact.equivalent(final, str(answer)))
 
 
@@ -27,7 +27,7 @@ _FORMS = (
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows {"id", "question", "answer"}; an expression is in the split that its own text says, and in no other."""
+    """Generate rows {"id", "question", "answer"}. The split of an expression is derived from its text."""
     rng = random.Random(f"math {split} {seed}")
     found: dict[str, str] = {}
     while len(found) < n:
@@ -43,7 +43,7 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Copies the expression into a call, and tells the result."""
+    """Call the calculator with the expression of the question, then answer with the result."""
     results = tool_outputs(messages)
     if results:
         return results[-1]
@@ -53,7 +53,7 @@ def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -
 
 family = Family(
     name="math",
-    what="exact values of fractions, powers and roots; 2/4 is 1/2, 8^(1/2) is 2*2^(1/2)",
+    what="exact values of fractions, powers and roots, in any notation: 2/4 or 1/2, 8^(1/2) or 2*2^(1/2)",
     environment=Math,
     rows=rows,
     expert_player=expert_player,

@@ -1,4 +1,4 @@
-"""maze: find the way out of a 5 x 5 maze that is only seen from where one stands. Shaped and sparse rewards."""
+"""maze: find the way out of a 5 x 5 maze, seeing only the current cell. Sparse or shaped rewards."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Cell = tuple[int, int]
 
 
 class Grid:
-    """A maze without loops, where one begins, and the exit."""
+    """A maze without loops, with a start and an exit."""
 
     def __init__(self, which: int, far: int) -> None:
-        """which: the number of the maze. far: the steps from the beginning to the exit, or the most that there are."""
+        """Generate maze number `which`. The exit is `far` steps from the start, or as far as the maze allows."""
         rng = random.Random(f"maze {which}")
         here: Cell = (rng.randrange(WIDTH), rng.randrange(WIDTH))
         self.open: dict[Cell, set[str]] = {(x, y): set() for x in range(WIDTH) for y in range(WIDTH)}
@@ -52,11 +52,11 @@ class Grid:
         return found
 
     def ways(self, cell: Cell) -> list[str]:
-        """The open ways in one order: that of a set of words is another in every process, and with it the maze was."""
+        """Return the open directions in a fixed order: set order varies between processes and would change the maze."""
         return [way for way in STEPS if way in self.open[cell]]
 
     def toward(self, cell: Cell) -> str:
-        """The way that leads to the exit."""
+        """Return the direction of the shortest path to the exit."""
         return min(self.ways(cell), key=lambda way: self.away[beside(cell, way)])
 
 
@@ -68,10 +68,11 @@ def beside(cell: Cell, way: str) -> Cell:
 
 
 class Maze:
-    """One walk through one maze.
+    """Environment of one walk through one maze.
 
-    shaped   each step is paid its part of the way: the turn rewards of a walk from the start to the exit add up to 1,
-             whatever detours it makes. Otherwise only arriving is paid, 1.
+    Args:
+        shaped: if true, each step's turn reward is the progress that it makes; the rewards of any walk from start to
+            exit sum to 1, including detours. Otherwise only reaching the exit is rewarded, with 1.
     """
 
     def __init__(self, shaped: bool = False) -> None:
@@ -107,7 +108,7 @@ class Maze:
         return ToolResult(True, text, reward=nearer if self.shaped else None)
 
     async def reward(self) -> dict[str, float]:
-        """Sparse: 1 for being out. Shaped: nothing more than the turns were paid. `success` is the same in both."""
+        """Sparse: 1 on reaching the exit. Shaped: 0 here, since each step was rewarded. `success` is 1 at the exit."""
         return {"reward": 0.0 if self.shaped else float(self.done), "success": float(self.done), "steps": self.steps}
 
     async def fork(self, into: Maze) -> None:
@@ -115,7 +116,7 @@ class Maze:
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows {"id", "question", "maze", "far"}: mazes of 3 to 7 steps; no maze is in both splits."""
+    """Generate rows {"id", "question", "maze", "far"} with 3 to 7 steps to the exit. The splits share no maze."""
     first = 2_000_000 * seed + (1_000_000 if split == "test" else 0)
     mark = "" if seed == 0 else f"{seed}-"
     return [
@@ -125,7 +126,7 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Knows the maze, and takes the shortest way."""
+    """Take the shortest path."""
     grid = Grid(task.fields["maze"], task.fields["far"])
     cell = grid.start
     for _ in tool_outputs(messages):
@@ -134,13 +135,13 @@ def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Goes anywhere, walls included."""
+    """Go in a random direction, possibly into a wall."""
     return "go", {"way": rng.choice(list(STEPS))}
 
 
 family = Family(
     name="maze",
-    what="find the way out of a 5 x 5 maze; options={'shaped': True} pays each step",
+    what="find the way out of a 5 x 5 maze; options={'shaped': True} rewards each step",
     environment=Maze,
     rows=rows,
     expert_player=expert_player,

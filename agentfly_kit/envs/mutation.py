@@ -1,7 +1,7 @@
-"""Mistakes that are put into a program on purpose, each in one line: another comparison, operator, number or name.
+"""Mutations of Python programs: single-line bugs that change a comparison, an operator, a number or a name.
 
-Knows no repository and no test. Source: DeMillo, Lipton and Sayward, "Hints on test data selection", Computer 11 (4),
-1978, and the operators that mutation testing has used since.
+Source: DeMillo, Lipton and Sayward, "Hints on test data selection", Computer 11 (4), 1978, and the usual operators of
+mutation testing.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Mutation:
-    """One line, as it was and as it became."""
+    """A change of one line: `right` is the original, `broken` the mutated line."""
 
     line: int
-    """The first is 1."""
+    """Line number, starting at 1."""
     right: str
     broken: str
     kind: str
-    """comparison, operator, logic, number, name or negation."""
+    """One of comparison, operator, logic, number, name and negation."""
 
     def __str__(self) -> str:
         return f"line {self.line}: {self.right.strip()} -> {self.broken.strip()}"
 
 
 def mutations(source: str) -> list[Mutation]:
-    """Every mistake that can be put into this Python text and gives one that still compiles, in the order of its lines.
+    """Return all mutations of a Python source after which it still compiles, in the order of lines.
 
-    Raises:  SyntaxError for a text that is no Python.
+    Raises:  SyntaxError if `source` is not valid Python.
     """
     lines = source.splitlines()
     found: dict[tuple[int, str], Mutation] = {}
     for kind, line, start, end, new in _edits(ast.parse(source), lines):
         right = lines[line - 1]
-        # Columns of ast are bytes.
+        # ast counts columns in UTF-8 bytes.
         data = right.encode()
         broken = (data[:start] + new.encode() + data[end:]).decode()
         if broken == right or (line, broken) in found:
@@ -69,7 +69,7 @@ def mutations(source: str) -> list[Mutation]:
 
 
 def _edits(tree: ast.AST, lines: list[str]) -> Iterator[tuple[str, int, int, int, str]]:
-    """(kind, line, first byte, byte behind the last, new text)"""
+    """Yield (kind, line, first byte, end byte, new text) for each possible replacement."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             for left, op, right in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False):
@@ -105,12 +105,12 @@ def _edits(tree: ast.AST, lines: list[str]) -> Iterator[tuple[str, int, int, int
 def _between(
     kind: str, left: ast.expr, right: ast.expr, old: str, new: str, lines: list[str]
 ) -> Iterator[tuple[str, int, int, int, str]]:
-    """The operator between two operands of one line."""
+    """Yield the replacement of the operator between two operands that are on one line."""
     if left.end_lineno != right.lineno or left.end_col_offset is None:
         return
     line, start = right.lineno, left.end_col_offset
     between = lines[line - 1].encode()[start : right.col_offset].decode()
-    # Brackets may stand around the operands; nothing else does.
+    # Only parentheses and whitespace can surround the operator.
     match = re.fullmatch(rf"[\s)]*({re.escape(old)})[\s(]*", between)
     if match:
         yield kind, line, start + match.start(1), start + match.end(1), new

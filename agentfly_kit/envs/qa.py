@@ -1,4 +1,4 @@
-"""Scores of a short answer: exact match and F1 after SQuAD's normalisation. Knows no environment."""
+"""Metrics for short answers: exact match and F1 after SQuAD's normalisation."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from agentfly_kit.errors import SettingsError
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 FIELDS = ("answers", "golden_answers", "answer")
-"""Where a task may have its right answers: one text, or a list of equally good ones."""
+"""Task fields that may contain the reference answers: one string, or a list of equally good ones."""
 
 
 def normalised(text: str) -> str:
-    """Lower case, no punctuation, no articles, single blanks.
+    """Convert to lower case, remove punctuation and articles, and collapse whitespace.
 
     Source: Rajpurkar et al. 2016, SQuAD, arXiv 1606.05250, and its evaluation script.
     """
@@ -26,14 +26,16 @@ def normalised(text: str) -> str:
 
 
 def exact_match(response: str, answers: Iterable[str]) -> float:
-    """1 if it is one of the answers after normalisation, else 0."""
+    """Return 1 if the response equals one of the answers after normalisation, else 0."""
     response = normalised(response)
     return float(any(response == normalised(answer) for answer in answers))
 
 
 def f1(response: str, answers: Iterable[str]) -> float:
-    """The best over the answers of the harmonic mean of precision and recall of words; words count as often as they
-    stand there. Where one side has no word at all: 1 if both have none, else 0."""
+    """Return the maximum over the answers of the F1 score of words, counted with multiplicity.
+
+    If one side has no words, the score is 1 if both have none, else 0.
+    """
     return max((_f1(normalised(response).split(), normalised(answer).split()) for answer in answers), default=0.0)
 
 
@@ -45,7 +47,7 @@ def _f1(response: list[str], answer: list[str]) -> float:
 
 
 def extract_answer(final: str | None) -> str | None:
-    """What a final text answers: what its last <answer> holds, else all of it; None for no text."""
+    """Return the content of the last <answer> tag in the final text, or the whole text without one; None for None."""
     if final is None:
         return None
     tagged = _ANSWER.findall(final)
@@ -53,9 +55,9 @@ def extract_answer(final: str | None) -> str | None:
 
 
 def answers_of(fields: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """The right answers of a task.
+    """Return the reference answers of a task.
 
-    Raises:  SettingsError where it has none.
+    Raises:  SettingsError if it has none.
     """
     for name in FIELDS:
         if name in fields:
@@ -63,5 +65,5 @@ def answers_of(fields: Mapping[str, Any], where: str) -> tuple[str, ...]:
             found = (given,) if isinstance(given, str | int | float) else tuple(given or ())
             if found and all(isinstance(answer, str | int | float) for answer in found):
                 return tuple(map(str, found))
-            raise SettingsError(f"{where}: {name}={given!r}: want a text, or a list of at least one text")
-    raise SettingsError(f"{where} has none of the fields {', '.join(FIELDS)}; give one to score an answer by")
+            raise SettingsError(f"{where}: got {name}={given!r}; it must be a string, or a non-empty list of strings")
+    raise SettingsError(f"{where} has none of the fields {', '.join(FIELDS)}; add one with the reference answer")

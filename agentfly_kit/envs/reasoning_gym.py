@@ -1,7 +1,7 @@
-"""reasoning_gym: the questions and verifiers of the package of that name, with a calculator.
+"""reasoning_gym: questions and verifiers of the reasoning_gym package, with a calculator tool.
 
-`tasks(n, split, datasets=("chain_sum", "gcd"))` chooses among its hundred kinds; each answer is scored by the kind's
-own verifier, which may give part of the point.
+`tasks(n, split, datasets=("chain_sum", "gcd"))` selects from its hundred datasets. Each answer is scored by the
+dataset's own verifier, which may give partial credit.
 """
 
 from __future__ import annotations
@@ -20,33 +20,36 @@ from agentfly_kit.tasks import Tasks
 from agentfly_kit.types import Message, Task
 
 DATASETS = ("basic_arithmetic", "chain_sum", "gcd", "lcm", "letter_counting", "spell_backward")
-"""What `tasks` takes where it is not told."""
+"""Default datasets of `tasks`."""
 
 
 def _package() -> Any:
-    with warnings.catch_warnings():  # cellpylib, which it brings, compares with `is`, and Python says so the first time
+    with warnings.catch_warnings():  # its dependency cellpylib compares literals with `is`, which Python warns about
         warnings.simplefilter("ignore", SyntaxWarning)
         import reasoning_gym
     return reasoning_gym
 
 
 class ReasoningGym(Calculator):
-    """The calculator, and the verifier of the question's kind."""
+    """Calculator environment with the verifier of the question's dataset."""
 
     async def reset(self, task: Task, seed: int) -> None:
-        """Raises TaskError for a task of another kind than the package has."""
+        """Check the task.
+
+        Raises:  TaskError if the package does not have the task's dataset.
+        """
         await super().reset(task, seed)
         _package()
         from reasoning_gym.factory import DATASETS as known
 
         name = task.fields.get("dataset")
         if not isinstance(name, str) or name not in known:
-            raise TaskError(f"task {task.id!r}: its field dataset={name!r} is none of reasoning_gym's; take `tasks()`")
+            raise TaskError(f"task {task.id!r}: reasoning_gym has no dataset {name!r}; use the tasks of `tasks()`")
 
-    def reward(  # type: ignore[override]  # what it asks for is given by name
+    def reward(  # type: ignore[override]  # parameters are filled by name
         self, final: str | None, answer: str, dataset: str, metadata: dict[str, Any], question_text: str
     ) -> float:
-        """What its verifier says, from 0 to 1; none of an answer is 0."""
+        """Return the verifier's score of the final text, from 0 to 1; 0 without an answer."""
         if final is None:
             return 0.0
         entry = {"question": question_text, "answer": answer, "metadata": metadata}
@@ -54,8 +57,10 @@ class ReasoningGym(Calculator):
 
 
 def rows(n: int, split: str, seed: int = 0, datasets: Sequence[str] = DATASETS) -> list[dict[str, Any]]:
-    """Rows {"id", "messages", "question", "answer", "dataset", "metadata"}, the kinds in turn; a question is in the
-    split that its own text says, and in no other."""
+    """Generate rows {"id", "messages", "question_text", "answer", "dataset", "metadata"}, alternating the datasets.
+
+    The split of a question is derived from its text, so the splits are disjoint.
+    """
     package = _package()
     from reasoning_gym.factory import DATASETS as known
 
@@ -63,7 +68,7 @@ def rows(n: int, split: str, seed: int = 0, datasets: Sequence[str] = DATASETS) 
         if name not in known:
             raise SettingsError(f"reasoning_gym has no dataset {name!r}; it has {', '.join(sorted(known))}")
     if not datasets:
-        raise SettingsError(f"datasets=(): give at least one, such as {DATASETS}")
+        raise SettingsError(f"datasets must contain at least one name, got (); use for example {DATASETS}")
     size = 20 * n + 100
     sources = [iter(package.create_dataset(name, size=size, seed=seed)) for name in datasets]
     mark = "" if seed == 0 else f"{seed}-"
@@ -77,7 +82,7 @@ def rows(n: int, split: str, seed: int = 0, datasets: Sequence[str] = DATASETS) 
             if mine and question not in seen:
                 break
         else:
-            raise SettingsError(f"the dataset {name!r} has too few different questions for n={n}; ask for fewer")
+            raise SettingsError(f"the dataset {name!r} has too few different questions for n={n}; reduce n")
         seen.add(question)
         found.append(
             {
@@ -93,18 +98,18 @@ def rows(n: int, split: str, seed: int = 0, datasets: Sequence[str] = DATASETS) 
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Knows the answer."""
+    """Answer with the reference answer."""
     return str(task.fields["answer"])
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Says any number."""
+    """Answer with a random number."""
     return str(rng.randint(100, 9999))
 
 
 family = Family(
     name="reasoning_gym",
-    what="a hundred kinds of generated questions, each with its own verifier",
+    what="generated questions from a hundred datasets, each with its own verifier",
     environment=ReasoningGym,
     rows=rows,
     expert_player=expert_player,
@@ -122,7 +127,7 @@ agent, expert, random_agent = family.agent, family.expert, family.random_agent
 def tasks(
     n: int | None = None, split: str | None = None, *, seed: int = 0, datasets: Sequence[str] = DATASETS
 ) -> Tasks:
-    """`n` tasks of a split from these datasets in turn; without a split, both."""
+    """Return n tasks of a split, or of both splits by default, alternating the datasets."""
 
     chosen = dataclasses.replace(family, rows=functools.partial(rows, datasets=tuple(datasets)))
     return chosen.tasks(n, split, seed=seed)

@@ -1,16 +1,16 @@
-"""repo: a small repository in which something is wrong; files, a shell, and its tests as the reward.
+"""repo: repair a bug in a small repository, with file tools and a shell. The reward is that all its tests pass.
 
-A chain has a folder of its own, in a FileSandbox. What it is graded by is none of it: the reward takes the program's
-files out of the folder, and a Grader runs the repository's own tests against them, also those that nobody sees, in
-processes in which nothing of the chain ever ran. Edited tests, a conftest.py or a patched assert change nothing there.
+Each chain works in its own folder, in a FileSandbox. Grading is independent of that folder: the reward reads the
+program's files from it, and a Grader runs the original tests, including hidden ones, against them in fresh processes.
+Edited tests, a conftest.py or a patched assert therefore have no effect.
 
-    tasks = af.envs.repo.tasks()                     # mistakes in the repository `stall`, which ships
-    rows = await af.envs.repo.bugs("my/folder")      # mistakes in yours: af.tasks_from(rows)
+    tasks = af.envs.repo.tasks()                     # bugs in the included repository `stall`
+    rows = await af.envs.repo.bugs("my/folder")      # bugs in your own: af.tasks_from(rows)
 
-A repository is a folder with `tests/test_*.py` (functions test_..., plain asserts) and, where there is one, `hidden/`
-with tests that no chain sees. A task has three fields: `repository`, a folder (left out, what ships); `bugs`, the lines
-that are broken before the chain begins; `failing`, the tests that fail then. Or, instead of the first two, `files` and
-`tests`, each {path: text}.
+A repository is a folder with `tests/test_*.py` (functions test_..., plain asserts) and optionally `hidden/` with tests
+that the chain cannot see. A task has three fields: `repository`, a folder (by default the included one); `bugs`, the
+lines to break before the chain starts; and `failing`, the tests that fail because of them. Instead of the first two it
+may have `files` and `tests`, each {path: text}.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task
 
 Texts = dict[str, str]
-"""Path within the repository -> text."""
+"""Path relative to the repository -> file content."""
 
 # --- repositories --------------------------------------------------------------------------------
 
@@ -50,21 +50,21 @@ _MOST_FILES, _MOST_BYTES = 500, 2**21
 
 @dataclass(frozen=True)
 class Repository:
-    """A program, its tests, and tests of it that no chain sees."""
+    """A program with visible and hidden tests."""
 
     files: Mapping[str, str]
-    """All but the tests."""
+    """All files except tests."""
     tests: Mapping[str, str]
-    """tests/test_*.py and hidden/test_*.py; whatever else is in `hidden/` belongs to nobody."""
+    """tests/test_*.py and hidden/test_*.py. Other files in `hidden/` are ignored."""
 
     @property
     def seen(self) -> Texts:
-        """What a chain finds in its folder."""
+        """Files that the chain finds in its folder: all but the hidden tests."""
         return {**self.files, **{path: text for path, text in self.tests.items() if not path.startswith(_HELD_BACK)}}
 
     @property
     def modules(self) -> list[str]:
-        """What the tests may import: every Python file, by its dotted name, and the packages above it."""
+        """Modules that the tests may import: the dotted name of every Python file and of its parent packages."""
         found: set[str] = set()
         for path in self.files:
             parts = path.removesuffix(".py").removesuffix("/__init__").split("/")
@@ -74,9 +74,9 @@ class Repository:
 
     @functools.cached_property
     def cases(self) -> tuple[tuple[str, str], ...]:
-        """(path, name of the function) of every test, in order.
+        """(path, function name) of every test, in order.
 
-        Raises:  TaskError for a test file that is no Python.
+        Raises:  TaskError for a test file that is not valid Python.
         """
         found = []
         for path, text in sorted(self.tests.items()):
@@ -93,7 +93,7 @@ class Repository:
 
     @functools.cached_property
     def _needs(self) -> dict[str, frozenset[str]]:
-        """Path of each Python file -> paths of those that it imports, also by way of others."""
+        """Path of each Python file -> paths of the files that it imports, directly or indirectly."""
         paths = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in self.files}
         direct = {
             path: _imported(text, paths) for path, text in {**self.files, **self.tests}.items() if path.endswith(".py")
@@ -110,8 +110,11 @@ class Repository:
         return found
 
     def reached_by(self, files: Mapping[str, str]) -> frozenset[str]:
-        """Paths of the tests that could go another way with these Python files in place of the repository's: those that
-        import one that differs, or one that imports it. A file more or less, or a broken import, may change all."""
+        """Return the paths of the tests whose result could change if `files` replaced the repository's Python files.
+
+        These are the tests that import a changed file, directly or indirectly. If files were added or removed, or
+        imports changed, these are all tests.
+        """
         own = {path: text for path, text in self.files.items() if path.endswith(".py")}
         differ = {path for path, text in files.items() if own.get(path) != text}
         if own.keys() != files.keys() or any(_imports(files[path]) != _imports(own[path]) for path in differ):
@@ -119,20 +122,25 @@ class Repository:
         return frozenset(path for path in self.tests if differ & self._needs[path])
 
     def broken(self, bugs: Iterable[Mapping[str, Any]]) -> Repository:
-        """With these lines changed. Raises TaskError for one that is not there as the bug says."""
+        """Return a copy of the repository with the bugs applied.
+
+        Raises:  TaskError if a line does not have the content that its bug expects.
+        """
         files = dict(self.files)
         for bug in bugs:
             lines = files.get(bug["file"], "").splitlines(keepends=True)
             at = bug["line"] - 1
             if not 0 <= at < len(lines) or lines[at].rstrip("\n") != bug["right"]:
-                raise TaskError(f"the repository has no line {bug['right']!r} at {bug['file']}:{bug['line']}")
+                raise TaskError(
+                    f"the repository does not have the line {bug['right']!r} at {bug['file']}:{bug['line']}"
+                )
             lines[at] = bug["broken"] + "\n"
             files[bug["file"]] = "".join(lines)
         return Repository(files, self.tests)
 
 
 def _imports(text: str) -> tuple[str, ...] | None:
-    """Its import statements, and None for what is no Python or imports in other ways."""
+    """Return the import statements of a source, or None if it is not valid Python."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -141,7 +149,7 @@ def _imports(text: str) -> tuple[str, ...] | None:
 
 
 def _imported(text: str, paths: Mapping[str, str]) -> set[str]:
-    """Of the modules in {dotted name: path}, those that a text imports, and the packages that they are in."""
+    """Return the paths of the modules and packages in {dotted name: path} that a source imports."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         names: list[str] = []
@@ -160,15 +168,15 @@ def _is_test(path: str) -> bool:
 
 
 def repository(folder: str | Path | None = None) -> Repository:
-    """That of a folder; without one, `stall`, which ships. Files that are no text, and hidden folders, are left out.
+    """Read the repository in a folder, by default the included `stall`. Binary and hidden files are skipped.
 
-    Raises:  SettingsError for no folder, one without tests, or one that is too large to be carried into every chain.
+    Raises:  SettingsError if the folder does not exist, has no tests, or is too large to copy into every chain.
     """
     if folder is None:
         return _shipped()
     top = Path(folder)
     if not top.is_dir():
-        raise SettingsError(f"repository={str(folder)!r}: there is no such folder")
+        raise SettingsError(f"repository must be an existing folder, got {str(folder)!r}")
     return _read(top, str(folder))
 
 
@@ -198,20 +206,20 @@ def _read(top: Traversable, name: str) -> Repository:
             size += len(text)
             if len(files) + len(tests) >= _MOST_FILES or size > _MOST_BYTES:
                 raise SettingsError(
-                    f"the repository {name!r} has more than {_MOST_FILES} files or {_MOST_BYTES // 2**20} MB of text: "
-                    "every chain gets a copy of it"
+                    f"the repository {name!r} has more than {_MOST_FILES} files or {_MOST_BYTES // 2**20} MB of text, "
+                    "which is too much: every chain gets a copy of it"
                 )
             if _is_test(path):
                 tests[path] = text
             elif not path.startswith(_HELD_BACK) and path not in _OURS:
                 files[path] = text
     if not tests:
-        raise SettingsError(f"the repository {name!r} has no tests/test_*.py, so nothing could be graded")
+        raise SettingsError(f"the repository {name!r} has no tests/test_*.py; add tests, which grade the result")
     return Repository(dict(sorted(files.items())), dict(sorted(tests.items())))
 
 
 _OURS = ("bugs.jsonl", "ORIGIN.md")
-"""What lies beside the repository that ships, and is none of it."""
+"""Files next to the included repository that are not part of it."""
 
 # --- grading -------------------------------------------------------------------------------------
 
@@ -237,16 +245,25 @@ async def grade(
     seconds: float = 3.0,
     total: float = 30.0,
 ) -> dict[str, str | None]:
-    """Run the repository's own tests against other files of it, in fresh processes: {test: None, or why it failed}.
+    """Run the repository's tests against other versions of its files, in fresh processes.
 
-    only     paths of the test files to run; None is all.
-    seconds  of one test; total: of all. See `Grader.grade` for what tests may do: they are handed data.
+    See `Grader.grade` for the restrictions on tests: they receive data, not the program's own objects.
+
+    Args:
+        grader: the grader that runs the tests.
+        repository: the repository with the original tests.
+        files: the files to test, by path.
+        only: paths of the test files to run; by default all.
+        seconds: time limit per test.
+        total: time limit for all tests.
+
+    Returns: {test: None if it passed, else the error}.
     """
     cases = [case for case in repository.cases if only is None or case[0] in only]
     if not cases:
         return {}
     texts = {path: repository.tests[path] for path, _ in cases}
-    # As text within text: its names are then none that the submission is asked for.
+    # Wrapped in exec, so that the names that it defines are not taken for names of the submission.
     setup = f"exec({f'files = {texts!r}' + _LOAD!r}, globals())"
     found: Grade = await grader.grade(
         "",
@@ -268,10 +285,11 @@ async def grade(
 
 @forward_signature(FileSandbox)
 class Repo:
-    """One working copy, and the tests of its task.
+    """Environment with a working copy of a repository and the tests of its task.
 
-    seconds     that one command in the shell may take.
-    sandbox     FileSandbox's settings: isolation, memory_mb, disk_mb, ...
+    Args:
+        seconds: time limit of one shell command.
+        **sandbox: settings of `FileSandbox`: isolation, memory_mb, disk_mb, ...
     """
 
     def __init__(self, *, seconds: float = 20.0, **sandbox: Any) -> None:
@@ -281,7 +299,7 @@ class Repo:
         self._used = False
         self.done = False
         self.edits = 0
-        """Changes of files by the tools, those taken back not counted."""
+        """Number of file changes by tools, minus those undone."""
 
     async def start(self) -> None:
         await self._sandbox.start()
@@ -301,9 +319,9 @@ class Repo:
         self._sandbox.kill()
 
     async def reset(self, task: Task, seed: int) -> None:
-        """The task's repository with its bugs, in an empty folder.
+        """Clear the folder and copy the task's repository, with its bugs, into it.
 
-        Raises:  SettingsError, TaskError for a task whose repository is none.
+        Raises:  SettingsError, TaskError for an invalid repository or bug.
         """
         self._repository = _broken_repository(task)
         self.done, self.edits = False, 0
@@ -312,7 +330,7 @@ class Repo:
         await self._sandbox.seed(self._repository.seen)
 
     async def cleanup(self) -> None:
-        """An empty folder, and nothing that runs."""
+        """Empty the folder and stop all processes in it."""
         if self._used:
             await self._sandbox.reset()
             self._used = False
@@ -398,7 +416,7 @@ class Repo:
         return "Submitted."
 
     async def sources(self) -> dict[str, str]:
-        """The program as the chain left it: what is readable text in its Python files."""
+        """Return the program's Python files as the chain left them, by path. Unreadable files are skipped."""
         found: dict[str, str] = {}
         try:
             names = await self._sandbox.list(".", depth=12)
@@ -410,7 +428,7 @@ class Repo:
                 continue
             try:
                 text = await self._sandbox.read(name)
-            except ToolError:  # a link that leads out, a device, no text, too long: not a file of the program
+            except ToolError:  # a link out of the folder, a device, a binary or too long file: not part of the program
                 continue
             size += len(text)
             if len(found) >= _MOST_FILES or size > _MOST_BYTES:
@@ -419,16 +437,16 @@ class Repo:
         return found
 
     async def reward(self, grader: Grader, failing: Sequence[str] = ()) -> dict[str, float]:
-        """1 if every test passes, those too that no chain sees; otherwise 0, however many do.
+        """Return 1 if all tests pass, including hidden ones, else 0.
 
-        Graded is the folder as the chain left it, submitted or not. Further metrics: fixed, the share of the tests that
-        failed at first and pass now; kept, that of the others which still pass, as far as they were run: once a repair
-        has failed, no more are. And edits, submitted.
+        The folder is graded as the chain left it, submitted or not. Further metrics: fixed, the fraction of initially
+        failing tests that pass now; kept, the fraction of the other tests that still pass (tests that were not run
+        count as unchanged: if the bug is not fixed, the remaining ones are skipped); edits; submitted.
         """
         was = self._repository
         now = await self.sources()
         first = set(failing)
-        # What the changes cannot reach goes as it went before the chain began.
+        # Tests that the changes cannot affect keep their initial result and are not run.
         only = was.reached_by(now) if first else frozenset(was.tests)
         results = {f"{path}::{name}": f"{path}::{name}" not in first for path, name in was.cases}
         others = {path: text for path, text in was.files.items() if not path.endswith(".py")}
@@ -437,7 +455,7 @@ class Repo:
             graded = await grade(grader, was, others | now, only=paths)
             results |= {name: why is None for name, why in graded.items()}
             if not all(results[name] for name in first & results.keys()):
-                break  # it is 0 already
+                break  # the reward is 0 already
         fixed = [passed for name, passed in results.items() if name in first]
         kept = [passed for name, passed in results.items() if name not in first]
         good = all(fixed) and all(kept)
@@ -447,31 +465,34 @@ class Repo:
         }  # fmt: skip
 
     async def fork(self, into: Repo) -> None:
-        """A copy of the folder and of the shell. Raises SandboxError while something runs in the background."""
+        """Copy the folder and the shell.
+
+        Raises:  SandboxError while background processes are running.
+        """
         into._used = True
         await self._sandbox.fork(into._sandbox)
         into._repository, into.done, into.edits = self._repository, self.done, self.edits
 
 
 def _broken_repository(task: Task) -> Repository:
-    """The repository of a task, with its bugs."""
+    """Return the repository of a task with its bugs applied."""
     fields = task.fields
     if "files" in fields:
         files, tests = fields["files"], fields.get("tests")
         if not isinstance(files, Mapping) or not isinstance(tests, Mapping) or not tests:
             raise TaskError(
-                f"task {task.id!r}: `files` and `tests` are each {{path: text}}, and there is a test at least"
+                f"task {task.id!r}: `files` and `tests` must each be {{path: text}}, with at least one test"
             )
         return Repository(dict(files), dict(tests))
     bugs = fields.get("bugs", ())
     if not bugs and "repository" not in fields:
         raise TaskError(
-            f"task {task.id!r} has nothing to mend: give it `bugs`, a `repository`, or `files` and `tests`; "
-            "af.envs.repo.tasks() has some"
+            f"task {task.id!r} has nothing to repair: give it `bugs`, a `repository`, or `files` and `tests`, or use "
+            "af.envs.repo.tasks()"
         )
     if not isinstance(bugs, Sequence) or not all(isinstance(bug, Mapping) and bug.keys() >= _BUG for bug in bugs):
         raise TaskError(
-            f"task {task.id!r}: `bugs` is a list, each with {', '.join(sorted(_BUG))}; it is {bugs!r}"[:400]
+            f"task {task.id!r}: `bugs` must be a list of objects with {', '.join(sorted(_BUG))}, got {bugs!r}"[:400]
         )
     return repository(fields.get("repository")).broken(bugs)
 
@@ -491,9 +512,9 @@ def _shipped_bugs() -> tuple[dict[str, Any], ...]:
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows {"id", "question", "bugs", "failing"}: one mistake in `stall`, in a third of them two, in two of its files.
+    """Generate rows {"id", "question", "bugs", "failing"} with one bug in `stall`, every third with two in two files.
 
-    A line of the program that is broken in one split is broken in no task of the other.
+    The splits are disjoint by line: a line that is broken in one split is not broken in the other.
     """
     rng = random.Random(f"repo {split} {seed}")
     mine = [
@@ -508,7 +529,7 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     while len(found) < n:
         tried += 1
         if tried > 50 * n + 1000:
-            raise SettingsError(f"there are {len(found)} different {split} tasks of repo, and n={n} were asked for")
+            raise SettingsError(f"n must be at most {len(found)}, the number of {split} tasks of repo, got {n}")
         if singles and len(found) % 3 != 2:
             chosen = [singles.pop()]
         else:
@@ -543,11 +564,18 @@ def _question(bugs: Sequence[Mapping[str, Any]]) -> str:
 async def bugs(
     folder: str | Path | None = None, *, most: int = 3, grader: Grader | None = None, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Mistakes that tests notice, put into a repository one at a time: rows for `af.tasks_from`, in the order of lines.
+    """Generate single-line bugs in a repository that its visible tests detect.
 
-    most     of one line, drawn by `seed`.
-    grader   which runs the tests of each; else one is made for this. Takes about a third of a second for each mistake.
-    Raises:  SettingsError where a test fails before anything was broken.
+    Takes about a third of a second per bug.
+
+    Args:
+        folder: the repository; by default the included `stall`.
+        most: maximum number of bugs tried per line, sampled with `seed`.
+        grader: runs the tests; by default a temporary one.
+        seed: seed of the sampling.
+
+    Returns: rows for `af.tasks_from`, in the order of lines.
+    Raises:  SettingsError if a test fails in the unchanged repository.
     """
     whole, place = repository(folder), os.path.abspath(folder or ".")  # noqa: ASYNC240 - it touches no disk
     own = Grader() if grader is None else grader
@@ -555,7 +583,7 @@ async def bugs(
         before = await grade(own, whole, whole.files)
         if wrong := {name: why for name, why in before.items() if why is not None}:
             name, why = next(iter(wrong.items()))
-            raise SettingsError(f"{len(wrong)} tests fail in the repository as it is; the first is {name}:\n{why}")
+            raise SettingsError(f"{len(wrong)} tests fail in the unchanged repository; the first is {name}:\n{why}")
         found = []
         for path, text in whole.files.items():
             if not path.endswith(".py") or path == _RUN.split()[-1]:
@@ -568,7 +596,7 @@ async def bugs(
                 failing = [name for name, why in results.items() if why is not None]
                 shown = [name for name in failing if not name.startswith(_HELD_BACK)]
                 if not shown:
-                    continue  # nobody could notice it
+                    continue  # no visible test detects it
                 row = {"id": f"{path}-{number:03}", **bug, "kind": change.kind, "failing": failing}
                 row["says"] = _failure_line(shown[0], results[shown[0]] or "", whole.tests[shown[0].partition("::")[0]])
                 if folder is not None:
@@ -586,7 +614,7 @@ async def bugs(
 
 
 def _sample_changes(changes: Sequence[mutation.Mutation], most: int, seed: str) -> list[mutation.Mutation]:
-    """At most so many of one line."""
+    """Sample at most `most` changes per line."""
     by_line: dict[int, list[mutation.Mutation]] = {}
     for change in changes:
         by_line.setdefault(change.line, []).append(change)
@@ -599,7 +627,7 @@ def _sample_changes(changes: Sequence[mutation.Mutation], most: int, seed: str) 
 
 
 def _failure_line(test: str, why: str, text: str) -> str:
-    """As run_tests.py says it: the test, the line of it that failed, and how."""
+    """Format a failure as run_tests.py does: the test, the line that failed, and the error."""
     path, _, name = test.partition("::")
     numbers = re.findall(rf'File "{re.escape(path)}", line (\d+)', why)
     lines = text.splitlines()
@@ -609,7 +637,7 @@ def _failure_line(test: str, why: str, text: str) -> str:
 
 
 def remake(path: str | Path) -> int:
-    """Write the mistakes that ship into this file; gives how many there are. Minutes."""
+    """Regenerate the included bugs and write them to a file. Takes minutes. Return their number."""
     found = asyncio.run(bugs())
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found)
     Path(path).write_text(text, encoding="utf-8")
@@ -620,18 +648,19 @@ def remake(path: str | Path) -> int:
 
 
 def patch(bug: Mapping[str, Any], text: str) -> tuple[str, str]:
-    """(old, new) for `edit_file`: the broken line with as many lines above it as make it the only one in this text."""
+    """Return (old, new) for `edit_file` that repairs a bug: the broken line, with enough preceding lines to make it
+    unique in the text."""
     lines = text.splitlines()
     at = bug["line"] - 1
     for above in range(at + 1):
         old = "\n".join(lines[at - above : at + 1])
         if text.count(old) == 1:
             return old, "\n".join([*lines[at - above : at], bug["right"]])
-    raise TaskError(f"{bug['file']}:{bug['line']} has no place of its own")
+    raise TaskError(f"{bug['file']}:{bug['line']} is not unique even with all lines above it")
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Knows which line it is: reads it, puts it right, and submits."""
+    """Read each broken line, repair it, and submit."""
     broken = _broken_repository(task)
     plan: list[Move] = []
     for bug in task.fields["bugs"]:
@@ -645,7 +674,7 @@ def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Changes some operator or number somewhere, or looks at something, or submits."""
+    """Change a random operator or number, look at a file, or submit."""
     files = [path for path in _broken_repository(task).files if path.startswith("stall/")] or ["main.py"]
     path = rng.choice(files)
     luck = rng.random()
@@ -659,14 +688,14 @@ def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -
 
 family = Family(
     name="repo",
-    what="a small repository with a mistake in it; files, a shell, and its tests as reward",
+    what="repair a bug in a small repository with file tools and a shell; its tests are the reward",
     environment=Repo,
     rows=rows,
     expert_player=expert_player,
     random_player=random_player,
     max_turns=16,
     max_tokens=512,
-    size="made of the mistakes that ship, one or two at a time",
+    size="generated from the included bugs, one or two per task",
     splits={"train": 128, "test": 64},
     pool_size=8,
 )

@@ -1,6 +1,6 @@
-"""Finding texts by their words (BM25) or by vectors. Knows no task and no page.
+"""Text retrieval with BM25 or embedding vectors.
 
-bm25s is loaded when the first index is made; a transformers model when a path is given.
+bm25s is imported when the first index is built, transformers only for an embedding model given by its path.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 from agentfly_kit.errors import SettingsError
 
 Embed: TypeAlias = Callable[[list[str]], Any]
-"""n texts -> n vectors of one length: an array (n, d), a tensor or lists."""
+"""Function from n strings to n vectors: an array or tensor of shape (n, d), or nested lists."""
 
 STOP = frozenset(
     "a an and are as at be but by for if in into is it no not of on or such that the their then there these they this "  # noqa: SIM905
@@ -23,21 +23,21 @@ STOP = frozenset(
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words and numbers without the stop words, plural s taken off: Lucene's English analyzer, nearly."""
+    """Tokenize into lower-case words and numbers without stop words and plural s, like Lucene's English analyzer."""
     found = (w for w in re.findall(r"\w+", text.lower()) if w not in STOP)
     return [w[:-1] if len(w) > 3 and w.endswith("s") and not w.endswith("ss") else w for w in found]
 
 
 class Index(Protocol):
-    """What both kinds do."""
+    """Interface of an index."""
 
     def find(self, query: str, k: int) -> list[int]:
-        """At most `k` numbers of texts, the best first; equally good ones in their own order."""
+        """Return the indices of at most k texts, best first; ties keep the order of the texts."""
         ...
 
 
 class WordIndex:
-    """BM25 as Lucene computes it. A text that shares no word with the query is not found.
+    """BM25 index, scored as in Lucene. Texts that share no word with the query are not returned.
 
     Source: Robertson & Zaragoza 2009; Lù 2024, BM25S, arXiv 2407.03618. k1 and b are those of Pyserini.
     """
@@ -53,16 +53,16 @@ class WordIndex:
         self._known = {token for text in tokens for token in text}
 
     def find(self, query: str, k: int) -> list[int]:
-        """As of `Index`."""
+        """Implement `Index.find`."""
         known = [token for token in words(query) if token in self._known]
         if not known:
             return []
-        scores = self._index.get_scores(known).round(4)  # the same order wherever sums are rounded otherwise
+        scores = self._index.get_scores(known).round(4)  # so that rounding errors do not change the order
         return [int(i) for i in (-scores).argsort(kind="stable")[:k] if scores[i] > 0]
 
 
 class VectorIndex:
-    """By the cosine between vectors of an embedding model."""
+    """Index by cosine similarity of embedding vectors."""
 
     def __init__(self, texts: Sequence[str], embed: Embed, *, batch: int = 64) -> None:
         import numpy
@@ -72,43 +72,46 @@ class VectorIndex:
         if not parts:
             raise SettingsError("an index needs at least one text")
         if len({part.shape[1] for part in parts}) > 1:
-            raise SettingsError("the embedding gave vectors of different lengths")
+            raise SettingsError("all embedding vectors must have the same length, got different ones")
         self._vectors = numpy.concatenate(parts)
 
     def find(self, query: str, k: int) -> list[int]:
-        """As of `Index`."""
+        """Implement `Index.find`."""
         scores = (self._vectors @ _vectors(self.embed, [query])[0]).round(6)
         return [int(i) for i in (-scores).argsort(kind="stable")[:k]]
 
 
 def _vectors(embed: Embed, texts: list[str]) -> Any:
-    """(n, d), each of length 1."""
+    """Return the unit-length embeddings, shape (n, d)."""
     import numpy
 
     got = embed(texts)
     array = numpy.asarray(got.detach().cpu() if hasattr(got, "detach") else got, dtype="float32")
     if array.ndim != 2 or len(array) != len(texts):
         raise SettingsError(
-            f"the embedding gave an array of shape {array.shape} for {len(texts)} texts; want ({len(texts)}, d)"
+            f"the embedding returned shape {array.shape} for {len(texts)} texts; it must be ({len(texts)}, d)"
         )
     if not numpy.isfinite(array).all():
-        raise SettingsError("the embedding gave NaN or infinite numbers")
+        raise SettingsError("the embedding returned NaN or infinite values")
     return array / numpy.maximum(numpy.linalg.norm(array, axis=1, keepdims=True), 1e-12)
 
 
 def embedding(model: str | Path | Embed, *, max_tokens: int = 256) -> Embed:
-    """A function as it is; of a folder with a transformers model, the mean of its last states over each text's tokens.
+    """Return an embedding function: `model` itself if it is callable, else one that uses a transformers model.
 
-    Raises:  SettingsError for a folder that is not there; nothing is downloaded.
+    The embedding of a text is then the mean of the model's last hidden states over its tokens, at most `max_tokens`.
+    Nothing is downloaded.
+
+    Raises:  SettingsError if the folder does not contain a loadable model.
     """
     if callable(model):
         return model
     folder = Path(model).expanduser()
     if not (folder / "config.json").exists():
         raise SettingsError(
-            f"no embedding model in {str(folder)!r} (it has no config.json); give the folder of one that you have, or "
-            "a function from texts to vectors. Nothing is downloaded here; `hf download sentence-transformers/"
-            "all-MiniLM-L6-v2 --local-dir minilm` fetches one of about 90 MB"
+            f"no embedding model in {str(folder)!r} (config.json is missing); pass the folder of a local model, or a "
+            "function from strings to vectors. Nothing is downloaded automatically; `hf download sentence-transformers/"
+            "all-MiniLM-L6-v2 --local-dir minilm` fetches a model of about 90 MB"
         )
     import torch
     from transformers import AutoModel, AutoTokenizer
@@ -117,7 +120,7 @@ def embedding(model: str | Path | Embed, *, max_tokens: int = 256) -> Embed:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         encoder = AutoModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
     except Exception as error:
-        raise SettingsError(f"no embedding model could be loaded from {str(folder)!r}: {error}") from error
+        raise SettingsError(f"cannot load the embedding model in {str(folder)!r}: {error}") from error
 
     def embed(texts: list[str]) -> Any:
         if tokenizer.pad_token is None:

@@ -1,9 +1,8 @@
-"""scienceworld: thirty kinds of experiment in a simulated house, by the package of that name and its Java simulator.
+"""scienceworld: thirty kinds of experiment in a house, simulated by the scienceworld package and its Java process.
 
-One chain, one Java process: it takes seconds to start and hundreds of megabytes, so keep a few in a pool and let chains
-wait for them. `agent(...)` makes such a pool; with
-`pool=af.Pool(af.envs.scienceworld.ScienceWorld, size=4, min_idle=4)` of
-your own many agents share it, and a lease finds one that runs.
+Each chain needs a Java process, which takes seconds to start and hundreds of megabytes. Keep a few in a pool and let
+chains wait for them. `agent(...)` creates such a pool. With your own,
+`pool=af.Pool(af.envs.scienceworld.ScienceWorld, size=4, min_idle=4)`, several agents share the running processes.
 """
 
 from __future__ import annotations
@@ -63,27 +62,27 @@ VARIATIONS: Mapping[str, int] = {
     "test-conductivity-of-unknown-substances": 600,
     "use-thermometer": 540,
 }
-"""Kind of task -> how many variations the simulator has, 7,207 in all."""
+"""Kind of task -> number of variations in the simulator, 7,207 in total."""
 KINDS = tuple(VARIATIONS)
 INSTALL_JAVA = "apt-get install default-jre-headless (Debian, Ubuntu), or any Java 8 or newer"
 STEPS = 100
-"""The package's own limit."""
+"""Default limit of the package on commands per task."""
 SIMPLIFICATIONS = ("openContainers", "openDoors", "noElectricalAction", "selfWateringFlowerPots", "teleportAction")
-"""What the simulator knows to make easier; "easy" is all that the kind of task allows."""
+"""Simplifications of the simulator; "easy" enables all that the kind of task allows."""
 _GOLD: dict[tuple[str, int, str], list[str]] = {}
-"""(kind, variation, simplification) -> the simulator's own solution, once it was asked for."""
+"""(kind, variation, simplification) -> the simulator's own solution; filled by loading a task with `gold`."""
 
 
 def variations(kind: str, split: str) -> range:
-    """The variations of a split, as the simulator has them: the first half to train, the last quarter to test, and
-    between them "dev"."""
+    """Return the variations of a split as the simulator defines them: the first half is "train", the next quarter "dev"
+    and the last "test"."""
     if kind not in VARIATIONS:
         raise SettingsError(f"scienceworld has no kind {kind!r}; it has {', '.join(KINDS)}")
     count = VARIATIONS[kind]
     quarter = count // 4
     bounds = {"train": (0, 2 * quarter), "dev": (2 * quarter, 3 * quarter), "test": (3 * quarter, count)}
     if split not in bounds:
-        raise SettingsError(f"split={split!r}: want {', '.join(map(repr, bounds))}")
+        raise SettingsError(f"unknown split {split!r}; use one of {', '.join(map(repr, bounds))}")
     return range(*bounds[split])
 
 
@@ -98,17 +97,18 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _launch(jar: str, options: Sequence[str]) -> tuple[int, str, subprocess.Popen[bytes]]:
-    """Its port, the word to be said there, and the process. As py4j's launch_gateway, which leaves a Java that says no
-    port, and the pipes to it, to Python's collector.
+    """Start the Java process and return its port, its authentication token and the process.
 
-    Raises:  ValueError if it ended before it said its port.
+    This replaces py4j's launch_gateway, which leaks the process and its pipes if Java does not print a port.
+
+    Raises:  ValueError if the process ended before it printed its port.
     """
     from py4j.java_gateway import find_jar_path
 
     process = subprocess.Popen(
         [
-            # It reads its standard input, and ends with whoever started it. The port is on the loopback, and whoever
-            # speaks to it can run anything: so it asks for a word.
+            # The process ends when its standard input is closed, so it does not outlive this one. Clients of the local
+            # port can run arbitrary code, hence the authentication.
             "java", "-classpath", os.pathsep.join((find_jar_path(), jar)), *options, "py4j.GatewayServer",
             "--die-on-broken-pipe", "--enable-auth", "0",
         ],
@@ -125,15 +125,17 @@ def _launch(jar: str, options: Sequence[str]) -> tuple[int, str, subprocess.Pope
 
 
 def _drain(output: IO[bytes]) -> None:
-    """Nobody reads what it prints, and it must not wait for that."""
+    """Discard the output of the process, which would block once the pipe is full."""
     with contextlib.suppress(OSError, ValueError):  # closed
         while output.read(65536):
             pass
 
 
 def _client(wanted: Any, process: subprocess.Popen[bytes]) -> Any:
-    """py4j's client, but for what it does when Java has ended: it would write a traceback to the root logger, which
-    that brings to standard error, and ask once more. Here whoever asked is told by the exception, and nobody else."""
+    """Create a py4j client that only raises an exception when Java has ended.
+
+    The original also logs a traceback to the root logger, which prints it to standard error, and retries.
+    """
     from py4j.java_gateway import GatewayClient, is_fatal_error
     from py4j.protocol import Py4JNetworkError
 
@@ -144,7 +146,7 @@ def _client(wanted: Any, process: subprocess.Popen[bytes]) -> Any:
             connection = self._get_connection()
             try:
                 response = connection.send_command(command)
-            except BaseException:  # an interrupt too: an answer that comes later is nobody's
+            except BaseException:  # including interrupts: a late response must not be read by the next command
                 connection.close(False)
                 raise
             if binary:
@@ -159,14 +161,17 @@ def _client(wanted: Any, process: subprocess.Popen[bytes]) -> Any:
 
 
 class Simulator:
-    """One Java process with the package's simulator. Blocking."""
+    """A Java process with the package's simulator. All methods block."""
 
     def __init__(self, memory_mb: int) -> None:
-        """Raises SettingsError saying what to type for what is missing; SandboxError if it cannot start."""
+        """Start the process.
+
+        Raises:  SettingsError with the install command if a requirement is missing; SandboxError if Java cannot start.
+        """
         if importlib.util.find_spec("scienceworld") is None:
-            raise SettingsError('ScienceWorld is a package; type: pip install "agentfly_kit[envs]"')
+            raise SettingsError('scienceworld is not installed; type: pip install "agentfly_kit[envs]"')
         if shutil.which("java") is None:
-            raise SettingsError(f"ScienceWorld's simulator is Java, and there is no `java`; type: {INSTALL_JAVA}")
+            raise SettingsError(f"ScienceWorld's simulator needs `java`, which is not installed; type: {INSTALL_JAVA}")
         import scienceworld
         from py4j.java_gateway import GatewayParameters, JavaGateway
 
@@ -174,15 +179,15 @@ class Simulator:
         options = [f"-Xmx{memory_mb}m", "-XX:+UseSerialGC", "-XX:+ExitOnOutOfMemoryError", "-XX:TieredStopAtLevel=1"]
         try:
             port, token, self.process = _launch(jar, options)
-            # Whoever drops an environment without closing its pool leaves no process, and no pipe to complain of.
+            # End the process and close its pipes even if the pool is never closed.
             self._end = weakref.finalize(self, _end, self.process)
             wanted = GatewayParameters(auto_field=True, port=port, auth_token=token)
             self.gateway = JavaGateway(_client(wanted, self.process), gateway_parameters=wanted)
             self.server: Any = self.gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
-        except ValueError as error:  # it said no port
+        except ValueError as error:  # it did not print a port
             raise SandboxError(
-                "ScienceWorld's `java` ended before it was ready: see whether `java -version` is 8 or newer, and "
-                f"whether there is room for memory_mb={memory_mb}; a newer one: {INSTALL_JAVA}"
+                "ScienceWorld's `java` ended before it was ready: check that `java -version` is 8 or newer and that "
+                f"memory_mb={memory_mb} is available; to install a newer one: {INSTALL_JAVA}"
             ) from error
         except Exception as error:
             raise SandboxError(f"ScienceWorld's Java process did not start: {type(error).__name__}: {error}") from error
@@ -191,10 +196,10 @@ class Simulator:
         self.server.load(kind, variation, simplification, gold)
         if gold:
             _GOLD[kind, variation, simplification] = list(self.server.getGoldActionSequence())
-            self.server.reset()  # `load` alone makes the world anew; this makes it once more, after it was solved
+            self.server.reset()  # computing the solution has changed the world
 
     def step(self, command: str) -> tuple[str, float, bool]:
-        """What is seen; the score, from -1 to 1; whether the task says that it is over."""
+        """Run a command and return the observation, the score from -1 to 1, and whether the task is completed."""
         said = str(self.server.step(command))
         return said, float(self.server.getScore()), bool(self.server.getCompleted())
 
@@ -216,7 +221,7 @@ class Simulator:
             self.process.kill()
 
     def close(self) -> None:
-        self.server = None  # what it holds is given back while somebody is there to take it
+        self.server = None  # release the Java object while the connection is still open
         try:
             self.gateway.close(keep_callback_server=False, close_callback_server_connections=False)
         finally:
@@ -224,25 +229,26 @@ class Simulator:
 
 
 class ScienceWorld:
-    """One task in a Java process of its own, which is kept from chain to chain.
+    """Environment of one task in a Java process, which is reused from chain to chain.
 
-    memory_mb        of the Java heap; the process has some 100 MB more.
-    steps            commands until the task is over.
-    simplification   as the package has them: "easy", or some of `SIMPLIFICATIONS` with commas.
-    gold             have the simulator solve each task first: seconds, for some kinds half a minute.
+    Args:
+        memory_mb: size of the Java heap; the process needs about 100 MB more.
+        steps: maximum number of commands per task.
+        simplification: "easy", or names of `SIMPLIFICATIONS` separated by commas.
+        gold: let the simulator solve each task first. Takes seconds, for some kinds half a minute.
     """
 
     def __init__(self, memory_mb: int = 512, steps: int = STEPS, simplification: str = "", gold: bool = False) -> None:
         if memory_mb < 128:
-            raise SettingsError(f"memory_mb={memory_mb}: the simulator wants 128 at least")
+            raise SettingsError(f"memory_mb must be at least 128 for the simulator, got {memory_mb}")
         if steps < 1:
-            raise SettingsError(f"steps={steps}: want at least 1")
+            raise SettingsError(f"steps must be at least 1, got {steps}")
         names = [] if simplification in ("", "easy") else simplification.split(",")
         unknown = [name for name in names if name not in SIMPLIFICATIONS]
-        if unknown:  # the simulator would tell the model that
+        if unknown:  # otherwise the simulator would report it in an observation
             raise SettingsError(
-                f"simplification={simplification!r}: there is no {unknown[0]!r}; want 'easy' alone, or with commas "
-                f"some of {', '.join(SIMPLIFICATIONS)}"
+                f"got simplification={simplification!r} with unknown name {unknown[0]!r}; use 'easy' alone, or names "
+                f"separated by commas from {', '.join(SIMPLIFICATIONS)}"
             )
         self.memory_mb, self.limit, self.simplification, self.gold = memory_mb, steps, simplification, gold
         self._simulator: Simulator | None = None
@@ -256,7 +262,7 @@ class ScienceWorld:
 
     @property
     def pid(self) -> int | None:
-        """Of its Java process; None before it was started."""
+        """Process id of the Java process; None before it was started."""
         return None if self._simulator is None else int(self._simulator.process.pid)
 
     def kill(self) -> None:
@@ -268,14 +274,17 @@ class ScienceWorld:
             await asyncio.to_thread(self._simulator.close)
 
     async def _ask(self, method: str, *given: Any) -> Any:
-        """Raises SandboxError where the process is gone."""
+        """Call a method of the simulator in a thread.
+
+        Raises:  SandboxError if the process was not started or has ended.
+        """
         simulator = self._simulator
         if simulator is None:
-            raise SandboxError("this ScienceWorld was not started: lease it from a pool, or await its start()")
+            raise SandboxError("this ScienceWorld is not started: lease it from a pool, or await its start()")
         try:
             return await asyncio.to_thread(getattr(simulator, method), *given)
         except Exception as error:
-            await asyncio.sleep(0.05)  # that it has ended is seen a moment later
+            await asyncio.sleep(0.05)  # the exit of the process is visible only a moment later
             if not simulator.alive:
                 heap = f"; its heap of memory_mb={self.memory_mb} may have been too small"
                 raise SandboxError(f"ScienceWorld's Java process has ended{heap}") from error
@@ -284,11 +293,13 @@ class ScienceWorld:
     async def reset(self, task: Task, seed: int) -> str:
         kind, variation = str(task.fields.get("kind")), task.fields.get("variation")
         if kind not in VARIATIONS:
-            raise SettingsError(f"task {task.id!r}: its field kind={kind!r} is none of {', '.join(KINDS)}")
+            raise SettingsError(f"task {task.id!r}: unknown kind {kind!r}; it must be one of {', '.join(KINDS)}")
         if isinstance(variation, bool) or not isinstance(variation, int) or not 0 <= variation < VARIATIONS[kind]:
-            raise SettingsError(f"task {task.id!r}: variation={variation!r}; {kind} has 0 to {VARIATIONS[kind] - 1}")
+            raise SettingsError(
+                f"task {task.id!r}: invalid variation {variation!r}; {kind} has 0 to {VARIATIONS[kind] - 1}"
+            )
         if "noElectricalAction" in self.simplification and ("power-component" in kind or "conductivity" in kind):
-            raise SettingsError(f"task {task.id!r}: {kind} cannot be done with simplification={self.simplification!r}")
+            raise SettingsError(f"task {task.id!r}: {kind} is impossible with simplification={self.simplification!r}")
         await self._ask("load", kind, variation, self.simplification, self.gold)
         self.commands: list[str] = []
         self.seen: list[str] = []
@@ -310,7 +321,7 @@ class ScienceWorld:
 
     async def _do(self, command: str) -> str:
         command = " ".join(command.encode("utf-8", "replace").decode().split())[:500]
-        command = "" if command.lower() == "reset task" else command  # the chain's record would say otherwise
+        command = "" if command.lower() == "reset task" else command  # a reset would contradict the chain's history
         self.commands.append(command)
         said, self.score, self.completed = await self._ask("step", command)
         self.seen.append(said)
@@ -329,33 +340,33 @@ class ScienceWorld:
 
     @property
     def state(self) -> dict[str, Any]:
-        """For rewards."""
+        """State that rewards may read."""
         return {"score": self.score, "completed": self.completed, "commands": list(self.commands)}
 
     async def reward(self) -> dict[str, float]:
-        """The score's part of 100; a task that was lost for good has -100 there, and 0 here. `success` is all of it."""
+        """Return the score divided by 100, with 0 for a failed task (score -100). `success` is 1 for a score of 100."""
         score = round(100 * self.score)
         return {
             "reward": max(0, score) / 100, "success": float(score >= 100), "score": score, "steps": len(self.commands)
         }  # fmt: skip
 
     async def fork(self, into: ScienceWorld) -> None:
-        """The other has begun the same task, and is given the same commands.
+        """Replay the commands in `into`, which was reset to the same task.
 
-        Raises:  SandboxError where it then sees something else: not everything in this world can be had again.
+        Raises:  SandboxError if an observation differs: parts of the simulation are not reproducible.
         """
         for command, said in zip(self.commands, self.seen, strict=True):
             if await into._do(command) != said:
-                raise SandboxError(f"ScienceWorld cannot fork here: {command!r} gave something else when run again")
+                raise SandboxError(f"ScienceWorld cannot fork here: {command!r} gave a different result on replay")
 
 
 def rows(n: int, split: str, seed: int = 0, kinds: Sequence[str] = KINDS) -> list[dict[str, Any]]:
-    """Rows {"id", "question", "kind", "variation"}, the kinds in turn; each variation once.
+    """Generate rows {"id", "question", "kind", "variation"}, alternating the kinds; each variation occurs once.
 
-    Raises:  SettingsError where these kinds have fewer variations in the split.
+    Raises:  SettingsError if these kinds have fewer than n variations in the split.
     """
     if not kinds:
-        raise SettingsError(f"kinds=(): give at least one of {', '.join(KINDS)}")
+        raise SettingsError(f"kinds must contain at least one of {', '.join(KINDS)}, got ()")
     orders: list[tuple[str, Iterator[int]]] = []
     for kind in kinds:
         own = list(variations(kind, split))
@@ -374,16 +385,16 @@ def rows(n: int, split: str, seed: int = 0, kinds: Sequence[str] = KINDS) -> lis
             found.append({"id": name, "question": "Do the experiment.", "kind": kind, "variation": variation})
         orders = left
     if len(found) < n:
-        raise SettingsError(f"n={n}: these kinds have {len(found)} variations in {split!r}")
+        raise SettingsError(f"n={n} is too large: these kinds have {len(found)} variations in {split!r}")
     return found
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Follows the simulator's own solution; for agents with options={"gold": True}."""
+    """Follow the simulator's own solution. Requires an agent with options={"gold": True}."""
     done = len(tool_outputs(messages))
     golds = [gold for (kind, variation, _), gold in _GOLD.items() if (kind, variation) == _key(task)]
     if not golds:
-        raise SettingsError(f"no solution of {_key(task)} was asked for: give the agent options={{'gold': True}}")
+        raise SettingsError(f"there is no solution of {_key(task)}: create the agent with options={{'gold': True}}")
     return ("act", {"command": golds[-1][done]}) if done < len(golds[-1]) else "Done."
 
 
@@ -392,7 +403,7 @@ def _key(task: Task) -> tuple[Any, Any]:
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Goes about, and does something with what every room has."""
+    """Move around and act on objects that every room has."""
     things = ("door to kitchen", "door to hallway", "air", "agent", "kitchen", "hallway", "stove", "picture", "chair")
     verbs = ("look around", "inventory", "wait", "open {}", "go to {}", "look at {}", "pick up {}", "activate {}")
     return "act", {"command": rng.choice(verbs).format(rng.choice(things))}
@@ -416,15 +427,19 @@ family = Family(
 
 
 def tasks(n: int | None = None, split: str | None = None, *, seed: int = 0, kinds: Sequence[str] = KINDS) -> Tasks:
-    """`n` tasks of a split, the kinds in turn; without a split, both. kinds: only these."""
+    """Return n tasks of a split, or of both splits by default, alternating the given kinds."""
     chosen = dataclasses.replace(family, rows=functools.partial(rows, kinds=tuple(kinds)))
     return chosen.tasks(n, split, seed=seed)
 
 
 def agent(engine: Any, *, size: int = 2, options: Mapping[str, Any] | None = None, **settings: Any) -> Agent:
-    """An agent in this environment, with a pool of `size` Java processes; its chains wait for one as long as it takes.
+    """Create an agent for this environment with a pool of `size` Java processes. Chains wait for one up to a day.
 
-    settings: as of `af.envs.agent`; with `pool=` there is a pool already.
+    Args:
+        engine: an engine, or a policy.
+        size: size of the pool, unless `pool` or `pools` provides one.
+        options: keyword arguments of `ScienceWorld`.
+        **settings: as for `af.envs.agent`.
     """
     family.require_installed()
     if "pool" not in settings and not any(p.kind is ScienceWorld for p in _several(settings.get("pools", ()))):
@@ -438,7 +453,7 @@ def _several(pools: Any) -> Sequence[Any]:
 
 
 def expert(**settings: Any) -> Agent:
-    """An agent without a model that follows the simulator's own solutions, of up to 178 commands."""
+    """Create an agent that follows the simulator's own solutions, of up to 178 commands."""
     if "pool" not in settings:
         settings["options"] = {"gold": True, "steps": 250, **(settings.get("options") or {})}
     settings.setdefault("max_turns", 250)
@@ -447,6 +462,6 @@ def expert(**settings: Any) -> Agent:
 
 
 def random_agent(**settings: Any) -> Agent:
-    """An agent without a model that does whatever comes to its mind."""
+    """Create an agent that sends random commands."""
     chat = settings.pop("chat", None) or small_chat()
     return agent(PlayerEngine(random_player, chat), chat=chat, **settings)

@@ -1,8 +1,8 @@
-"""search: questions of one to three hops over an encyclopedia that can be searched (HotpotQA, Search-R1).
+"""search: questions of one to three hops, answered by searching an encyclopedia (as in HotpotQA and Search-R1).
 
-The corpus that ships is invented, so that nothing of it was ever read before; a corpus of yours is a list of texts, or
-a file of them. Retrieval is BM25, or by vectors where an embedding model is given. The reward is exact match after
-SQuAD's normalisation (`metric="f1"` for F1); both are in the metrics.
+The included corpus is fictional, so that no model has seen it in pretraining. Your own corpus is a list of texts or a
+file. Retrieval uses BM25, or vectors if an embedding model is given. The reward is exact match after SQuAD's
+normalisation, or F1 with `metric="f1"`; the metrics contain both.
 
     agent = af.envs.search.agent(policy, options={"topk": 3})
     agent = af.envs.search.agent(engine, chat=af.Chat(tokenizer, format="search"))      # Search-R1's tags
@@ -33,45 +33,47 @@ from agentfly_kit.types import Message, Task
 Metric = Literal["em", "f1"]
 
 BRIEF: dict[str, Any] = {"brief": True, "topk": 1}
-"""How the policy that ships was taught to search: `agent(af.tiny.policy("search"), options=BRIEF)`."""
+"""Options with which the shipped policy was trained: `agent(af.tiny.policy("search"), options=BRIEF)`."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text that can be found."""
+    """One document of a corpus."""
 
     title: str
     text: str
 
     @property
     def contents(self) -> str:
-        """What is indexed."""
+        """The text to index: title and text."""
         return f"{self.title}\n{self.text}" if self.title else self.text
 
 
 class Corpus:
-    """Documents and their indexes. Each index is made once, when it is first asked for."""
+    """Documents and their indexes. Each index is built once, on first use."""
 
     def __init__(self, documents: Iterable[Document | str | Mapping[str, Any]], *, name: str = "yours") -> None:
         self.name = name
         self.documents = tuple(_document(given, f"document {i} of {name}") for i, given in enumerate(documents))
         if not self.documents:
-            raise SettingsError(f"the corpus {name!r} is empty: give at least one text")
+            raise SettingsError(f"the corpus {name!r} is empty; it must have at least one document")
         self._indexes: dict[Any, Index] = {}
         self._lock = threading.Lock()
 
     @classmethod
     def load(cls, path: str | Path) -> Corpus:
-        """From a .jsonl file: a row has `contents` (Search-R1's: a title in quotes, a line break, the text), or `text`
-        and perhaps `title`.
+        """Load a corpus from a .jsonl file.
 
-        Raises:  SettingsError naming file and line.
+        A row has `contents` (as in Search-R1: a title in quotes, a line break, the text), or `text` and optionally
+        `title`.
+
+        Raises:  SettingsError naming the file and line.
         """
         file = Path(path).expanduser()
         if not file.exists():
             raise SettingsError(
-                f"{file}: no such file; give a .jsonl file whose rows have 'contents', or 'title' and 'text'. Without "
-                "one there is the invented encyclopedia: leave corpus= out. Nothing is downloaded"
+                f"{file}: no such file; pass a .jsonl file whose rows have 'contents', or 'title' and 'text', or leave "
+                "corpus= out to use the fictional encyclopedia. Nothing is downloaded automatically"
             )
         found = []
         with file.open(encoding="utf-8") as lines:
@@ -80,17 +82,19 @@ class Corpus:
                     try:
                         row = json.loads(line)
                     except ValueError as error:
-                        raise SettingsError(f"{file}:{number}: not JSON ({error}); want one object a line") from None
+                        raise SettingsError(
+                            f"{file}:{number}: not JSON ({error}); each line must be one object"
+                        ) from None
                     found.append(_document(row, f"{file}:{number}"))
         return cls(found, name=str(file))
 
     @staticmethod
     def invented(world: int = 0) -> Corpus:
-        """The encyclopedia that ships, or another of its kind."""
+        """Return the fictional encyclopedia with the given number; 0 is the included one."""
         return _invented(world)
 
     def index(self, dense: str | Path | Embed | None = None) -> Index:
-        """BM25, or by the vectors of `dense`; see `retrieval.embedding`."""
+        """Return the BM25 index, or the vector index of the embedding `dense`; see `retrieval.embedding`."""
         key = dense if dense is None or callable(dense) else str(dense)
         with self._lock:
             if key not in self._indexes:
@@ -124,18 +128,20 @@ def _document(given: Any, where: str) -> Document:
             return Document(title.strip().strip('"'), text) if text else Document("", title)
         if isinstance(given.get("text"), str):
             return Document(str(given.get("title") or ""), given["text"])
-    raise SettingsError(f"{where}: want a text, or an object with 'contents', or with 'title' and 'text'")
+    raise SettingsError(f"{where}: must be a string or an object with 'contents', or with 'title' and 'text'")
 
 
 class Search:
-    """One question, and a corpus to search.
+    """Environment with one question and a corpus to search.
 
-    corpus  a `Corpus`, a path, or texts; None for the encyclopedia that ships
-    topk    documents that a search shows
-    dense   an embedding: a function from texts to vectors, or the folder of a transformers model. None is BM25
-    metric  which score is the reward, "em" or "f1"
-    brief   a search shows snippets, without "Doc 1(Title: ...)": of each text the clause that shares most words with
-            the query, words of the title aside; for small models
+    Args:
+        corpus: a `Corpus`, a path, or texts; by default the included encyclopedia.
+        topk: number of documents per search.
+        dense: an embedding: a function from strings to vectors, or the folder of a transformers model. By default BM25
+            is used.
+        metric: the score that is the reward, "em" or "f1".
+        brief: for small models: show a snippet of each document instead of "Doc 1(Title: ...)" and its text. The
+            snippet is the clause that shares most words with the query, not counting words of the title.
     """
 
     def __init__(
@@ -152,23 +158,23 @@ class Search:
         elif corpus is not None and not isinstance(corpus, Corpus):
             corpus = Corpus(corpus)
         if isinstance(topk, bool) or not isinstance(topk, int) or topk < 1:
-            raise SettingsError(f"topk={topk!r}: want at least 1 document")
+            raise SettingsError(f"topk must be at least 1, got {topk!r}")
         if metric not in get_args(Metric):
-            raise SettingsError(f"metric={metric!r}: want 'em' or 'f1'")
+            raise SettingsError(f"metric must be 'em' or 'f1', got {metric!r}")
         self._given, self._topk, self._dense, self._metric, self._brief = corpus, topk, dense, metric, brief
 
     def reset(self, task: Task, seed: int) -> None:
         self.answers = qa.answers_of(task.fields, f"task {task.id}")
         self.support: tuple[str, ...] = tuple(task.fields.get("support") or ())
-        """Titles of the documents that the answer takes, where the task says so."""
+        """Titles of the documents needed for the answer, if the task lists them."""
         world = task.fields.get("world", 0)
         if self._given is None and (isinstance(world, bool) or not isinstance(world, int)):
-            raise SettingsError(f"task {task.id}: world={world!r}: want the number of an encyclopedia")
+            raise SettingsError(f"task {task.id}: field world={world!r} must be the number of an encyclopedia")
         self.corpus = Corpus.invented(world) if self._given is None else self._given
         self.index = self.corpus.index(self._dense)
         self.queries: list[str] = []
         self.seen: list[str] = []
-        """Titles of what was shown."""
+        """Titles of the documents shown so far."""
 
     @tool
     def search(self, query: str) -> str:
@@ -189,8 +195,11 @@ class Search:
         return "\n".join(f'Doc {i}(Title: "{d.title}") {d.text}' for i, d in enumerate(found, 1))
 
     def reward(self, final: str | None) -> dict[str, float]:
-        """Of what the last <answer> holds, or of the whole text: `em` and `f1`; no answer is 0. The stages: `answered`,
-        how often it `searched`, and `found`, the share of the needed documents that it was shown."""
+        """Score the content of the last <answer> tag, or the whole final text, with `em` and `f1`; no answer is 0.
+
+        Further metrics: `answered`; `searched`, the number of searches; and `found`, the fraction of the needed
+        documents that were shown.
+        """
         response = qa.extract_answer(final)
         em, f1 = (
             (0.0, 0.0) if response is None else (qa.exact_match(response, self.answers), qa.f1(response, self.answers))
@@ -207,7 +216,10 @@ class Search:
 
 
 def snippet(document: Document, query: str) -> str:
-    """The clause of the text that shares most words with the query, those of the title aside; all of it for none."""
+    """Return the clause of the document that shares most words with the query, not counting words of the title.
+
+    Return the whole text if no clause shares a word.
+    """
     wanted = set(words(query)) - set(words(document.title))
     clauses = re.split(r"[.,;]\s+(?:and )?", document.text.rstrip("."))
     best = max(clauses, key=lambda clause: len(wanted & set(words(clause))))
@@ -215,12 +227,12 @@ def snippet(document: Document, query: str) -> str:
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows {"id", "question", "answer", "support", "world"}; every fifth question of the encyclopedia is the test's."""
+    """Generate rows {"id", "question", "answer", "support", "world"}. Every fifth question is in the test split."""
     every = encyclopedia.questions(seed)
     chosen = [q for i, q in enumerate(every) if (i % 5 == 4) == (split == "test")]
     if n > len(chosen):
         raise SettingsError(
-            f"n={n}: the encyclopedia has {len(chosen)} questions for {split!r}; ask for fewer, or for another "
+            f"n={n} is too large: the encyclopedia has {len(chosen)} questions for {split!r}; reduce n, or use another "
             "encyclopedia: seed=1"
         )
     mark = "" if seed == 0 else f"{seed}-"
@@ -240,14 +252,14 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Knows the encyclopedia: it searches for each thing on the way, and answers."""
+    """Search for each entry on the path, then answer."""
     way = [*task.fields["support"], task.fields["answer"]]
     at = len(tool_outputs(messages))
     return way[-1] if at == len(way) - 1 else ("search", {"query": way[at]})
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Searches for words of the question, or says any title or word of the encyclopedia."""
+    """Search for a random word of the question, or answer with a random value of the encyclopedia."""
     entries = list(encyclopedia.entries(task.fields["world"]).values())
     if rng.random() < 0.5:
         return rng.choice(rng.choice(entries).facts)[1]
@@ -256,13 +268,13 @@ def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -
 
 family = Family(
     name="search",
-    what="questions of one to three hops over a corpus to search, invented or yours; exact match and F1",
+    what="questions of one to three hops over a searchable corpus, fictional or your own; exact match and F1",
     environment=Search,
     rows=rows,
     expert_player=expert_player,
     random_player=random_player,
     max_turns=6,
-    size="1,200 train and 300 test ship; your own rows and corpus are read",
+    size="1,200 train and 300 test tasks included; your own rows and corpus can be used",
     needs=("bm25s",),
     install="pip install bm25s",
     splits={"train": 1200, "test": 300},

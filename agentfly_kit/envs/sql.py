@@ -1,8 +1,9 @@
-"""sql: questions about a database, answered by queries. A real sqlite or DuckDB database for every chain.
+"""sql: questions about a database, answered with queries. Each chain has its own sqlite or DuckDB database.
 
-Observation and reward are InterCode's: the rows of the last query as a list of tuples, and how far they are those of
-the task's own query. The tasks that ship have small databases, made from a number; `load` reads the files of Spider
-and InterCode. A task of yours has the fields `gold`, a query, and `script`, statements, or `database`, a sqlite file.
+Observation and reward are those of InterCode: the rows of the last query as a list of tuples, and their agreement with
+the rows of the task's reference query. The built-in tasks have small generated databases; `load` reads the files of
+Spider and InterCode. Your own tasks need the field `gold`, a query, and either `script`, SQL statements, or `database`,
+a sqlite file.
 
     af.envs.sql.agent(engine, chat=chat, options={"engine": "duckdb"})
 """
@@ -39,15 +40,15 @@ Rows = list[tuple[Any, ...]]
 
 
 def score(seen: Rows | str | None, wanted: Rows) -> dict[str, float]:
-    """How far the last observation is the wanted rows: {"reward", "success", "overlap", "order"}.
+    """Compare the last observation with the expected rows: {"reward", "success", "overlap", "order"}.
 
-    overlap  intersection over union of the two multisets of rows, each row as its text; 1 where both are empty, 0 for
-             an error or a statement that gives no rows (None).
-    order    Kendall's tau-b of the rows that both have: the one's against the other's at the same place, compared as
-             texts. 1 where it says nothing (one row, or all alike). As there it is not the tau of their ranks: rows in
-             reverse have -1 only if they were in the order of their texts.
-    reward   their product, rounded to two digits where the order counts; it may be below 0.
-    Source:  InterCode, arXiv 2306.14898, and its SQL environment; rows are compared as texts: 1 is not 1.0.
+    overlap  Intersection over union of the two multisets of rows, each row as a string; 1 if both are empty, 0 for an
+             error or a statement without rows (None).
+    order    Kendall's tau-b of the rows that both contain, paired by position and compared as strings; 1 if undefined
+             (a single row, or equal rows). As in InterCode this is not the tau of their ranks: reversed rows score -1
+             only if the rows were sorted as strings.
+    reward   Product of overlap and order, rounded to two digits where order is defined; may be negative.
+    Source:  InterCode, arXiv 2306.14898, and its SQL environment. Rows are compared as strings: 1 differs from 1.0.
     """
     if not isinstance(seen, list):
         return {"reward": 0.0, "success": 0.0, "overlap": 0.0, "order": 0.0}
@@ -65,28 +66,29 @@ def score(seen: Rows | str | None, wanted: Rows) -> dict[str, float]:
 
 @forward_signature(SQLSandbox, omit=("max_rows",), max_output=2**20)
 class SQL:
-    """One database, which the chain may change, and the rows that its task's own query gave before that.
+    """Environment with a database, which the chain may modify, and the rows of the task's reference query.
 
-    engine      "sqlite", or "duckdb" (needs duckdb).
-    seconds     that one query may take; then it is stopped, and an error for the model.
-    most        rows that one query may give.
-    sandbox     SQLSandbox's other settings: isolation, memory_mb, disk_mb, ...
+    Args:
+        engine: "sqlite", or "duckdb" (needs duckdb).
+        seconds: time limit of one query; the model sees an error if it is exceeded.
+        most: maximum number of rows of one query.
+        **sandbox: further settings of `SQLSandbox`: isolation, memory_mb, disk_mb, ...
     """
 
     def __init__(self, engine: str = "sqlite", *, seconds: float = 5.0, most: int = 10_000, **sandbox: Any) -> None:
         if engine == "duckdb" and importlib.util.find_spec("duckdb") is None:
             raise SettingsError(
                 "af.envs.sql with engine='duckdb' needs duckdb; type: pip install \"agentfly_kit[sql]\". "
-                "engine='sqlite' needs nothing"
+                "engine='sqlite' has no requirements"
             )
         self._sandbox = SQLSandbox(engine=engine, max_rows=most, **({"max_output": 2**20} | sandbox))
         self._seconds = seconds
         self.observation: Rows | str | None = None
-        """What the last query gave: rows, the text of an error, or None of a statement without rows."""
+        """Result of the last query: rows, an error message, or None for a statement without rows."""
         self.queries: list[str] = []
         self.errors = 0
         self.gold: Rows = []
-        """What the task's own query gives, before the chain changed anything."""
+        """Rows of the task's reference query on the unmodified database."""
         self.done = False
 
     async def start(self) -> None:
@@ -103,15 +105,15 @@ class SQL:
         self._sandbox.kill()
 
     async def reset(self, task: Task, seed: int) -> None:
-        """A database of the task's own, and its own query run in it.
+        """Create the task's database and run its reference query.
 
-        Raises:  SettingsError for a task without a database, or whose script fails; SandboxError if its query does.
+        Raises:  SettingsError if the task has no database or its script fails; SandboxError if its query fails.
         """
         self.queries, self.errors, self.observation, self.done = [], 0, "", False
         self.gold = []
         gold = task.fields.get("gold")
         if not isinstance(gold, str):
-            raise SettingsError(f"task {task.id!r} has no field 'gold', the query whose rows are wanted")
+            raise SettingsError(f"task {task.id!r} has no field 'gold'; it must contain the reference query")
         await self._fill(task)
         result = await self._sandbox.run(gold, timeout=max(30.0, self._seconds))
         if not result.ok or result.truncated:
@@ -134,7 +136,7 @@ class SQL:
             await self._sandbox.renew(_portable(str(path), path.stat().st_mtime_ns))
         else:
             raise SettingsError(
-                f"task {task.id!r} has no database: give it a field 'script' with statements, or 'database' with a file"
+                f"task {task.id!r} has no database: add a field 'script' with statements, or 'database' with a file"
             )
 
     @tool(max_chars=4096)
@@ -163,16 +165,19 @@ class SQL:
         return "Submitted."
 
     async def reward(self, final: str | None) -> dict[str, float]:
-        """`score` of the last observation, once it was submitted; any last words submit it too.
+        """Return `score` of the last observation if it was submitted; a final answer also counts as submission.
 
-        Further metrics: queries, and errors, how many of them failed.
+        Further metrics: submitted; queries, their number; errors, the number of failed queries.
         """
         submitted = self.done or final is not None
         scored = score(self.observation if submitted else None, self.gold)
         return scored | {"submitted": float(submitted), "queries": len(self.queries), "errors": self.errors}
 
     async def fork(self, into: SQL) -> None:
-        """A copy of the database. Raises SandboxError in an open transaction, or where there are temporary tables."""
+        """Copy the database.
+
+        Raises:  SandboxError during an open transaction, or if there are temporary tables.
+        """
         await self._sandbox.fork(into._sandbox)
         into.queries, into.errors, into.done = list(self.queries), self.errors, self.done
         into.observation, into.gold = self.observation, self.gold
@@ -186,13 +191,13 @@ def _only_reads(query: str) -> bool:
 def _file(task: Task) -> Path:
     path = Path(str(task.fields["database"]))
     if not path.is_file():
-        raise SettingsError(f"task {task.id!r}: its database {str(path)!r} is not there")
+        raise SettingsError(f"task {task.id!r}: the database {str(path)!r} does not exist")
     return path
 
 
 @functools.lru_cache(maxsize=16)
 def _portable(path: str, changed: int) -> str:
-    """The tables of a sqlite file as statements that DuckDB takes too; a column's type is that of its values."""
+    """Return the tables of a sqlite file as SQL statements that DuckDB also accepts. Column types follow the values."""
     with closing(sqlite3.connect(f"{Path(path).resolve().as_uri()}?mode=ro", uri=True)) as connection:
         connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
         names = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%' ORDER BY rowid"
@@ -237,7 +242,7 @@ def _written(value: Any, kind: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-# --- tasks that ship -----------------------------------------------------------------------------
+# --- generated tasks -----------------------------------------------------------------------------
 
 NAMES = (
     "Ada", "Alma", "Amir", "Bela", "Cleo", "Dina", "Egon", "Elif", "Enzo", "Fay", "Finn", "Hugo", "Ida", "Juno", "Kurt",
@@ -247,7 +252,7 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Schema:
-    """Two tables: things, each with a text of few values and two numbers; and what there is to say of that text."""
+    """Two tables: items with a categorical text column and two numeric columns, and an attribute of each category."""
 
     table: str
     key: str
@@ -255,7 +260,7 @@ class Schema:
     text: str
     texts: tuple[str, ...]
     numbers: Mapping[str, tuple[int, int, int]]
-    """name -> (from, below, step); all values of a column differ."""
+    """Column name -> (start, stop, step) of its values, which are all different."""
     other: str
     what: str
     whats: tuple[str, ...]
@@ -286,7 +291,7 @@ SCHEMAS = {
         {"weight": (3, 95, 1), "births": (1, 60, 1)}, "houses", "keeper", NAMES[:8],
     ),
 }  # fmt: skip
-"""By the name in a task's field `db`."""
+"""Schemas by the name in a task's field `db`."""
 
 
 @dataclass(frozen=True)
@@ -311,7 +316,7 @@ class World:
 
 @functools.lru_cache(maxsize=4096)
 def world(db: str, number: int) -> World:
-    """The database of this number: the same one whenever it is asked for."""
+    """Generate the database with the given number, deterministically."""
     s = SCHEMAS[db]
     rng = random.Random(f"sql {db} {number}")
     keys = rng.sample(s.keys, s.size)
@@ -326,11 +331,11 @@ class Question:
     text: str
     gold: str
     hardness: str
-    """As Spider says: easy, medium or hard."""
+    """Spider's difficulty level: easy, medium or hard."""
 
 
 def question(of: World, rng: random.Random) -> Question:
-    """One of eight kinds, about values that are there."""
+    """Sample a question of one of eight kinds, about values that occur in the database."""
     s = of.schema
     key, text, *_ = rng.choice(of.rows)
     number = rng.choice(list(s.numbers))
@@ -377,11 +382,11 @@ def question(of: World, rng: random.Random) -> Question:
 
 
 _FIRST = {"train": 0, "test": 1_000_000}
-"""Where the worlds of each split begin."""
+"""Number of the first world of each split."""
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows {"id", "question", "db", "world", "gold", "hardness"}; each has a world of its own, in one split only."""
+    """Generate rows {"id", "question", "db", "world", "gold", "hardness"}, each with its own database."""
     found = []
     for i in range(n):
         number = 2_000_000 * seed + _FIRST[split] + i
@@ -410,33 +415,36 @@ def load(
     schema: bool = True,
     ids: Sequence[int] | None = None,
 ) -> Tasks:
-    """Tasks of a file as Spider, BIRD or InterCode have it, with the databases that lie in a folder.
+    """Load tasks from a file of Spider, BIRD or InterCode, with the databases in a folder.
 
-    questions   a JSON list of {"question", "query" or "SQL", "db_id"} (Spider, BIRD), or of {"query", "gold", "db"}
-                (InterCode). What BIRD calls "evidence" is said under the question, as its own prompts do.
-    databases   holds NAME/NAME.sqlite, or NAME.sqlite, for each; left out, the folder `database` beside the file.
-    schema      say the tables and their columns under each question. Spider's agents are told, InterCode's not.
-    ids         the positions of the rows that are wanted; left out, all.
+    Nothing is downloaded; get both from https://yale-lily.github.io/spider or the projects' pages.
 
-    Nothing is downloaded: both are fetched by you, from https://yale-lily.github.io/spider and the projects' pages.
-    Raises:  TaskError naming file and row, and what is not there.
+    Args:
+        questions: a JSON list of {"question", "query" or "SQL", "db_id"} (Spider, BIRD), or of {"query", "gold", "db"}
+            (InterCode). BIRD's "evidence" is appended to the question, as in its own prompts.
+        databases: folder with NAME/NAME.sqlite or NAME.sqlite for each database; by default the folder `database` next
+            to the file.
+        schema: put the tables and their columns above each question, as for Spider's agents but not InterCode's.
+        ids: positions of the rows to load; by default all.
+
+    Raises:  TaskError naming the file, the row and what is missing.
     """
     path = Path(questions).expanduser()
     if not path.is_file():
         raise TaskError(
-            f"{path}: no such file; give Spider's dev.json, or InterCode's ic_spider_dev.json, by its path. Nothing is "
-            "downloaded for you: get them from https://yale-lily.github.io/spider"
+            f"{path}: no such file; pass the path of Spider's dev.json or InterCode's ic_spider_dev.json. Nothing is "
+            "downloaded automatically: get them from https://yale-lily.github.io/spider"
         )
     try:
         given = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise TaskError(f"{path.name}: not JSON ({error})") from None
+        raise TaskError(f"{path.name}: not valid JSON ({error})") from None
     if not isinstance(given, list):
-        raise TaskError(f"{path.name}: want a list of rows, and this is {type(given).__name__}")
+        raise TaskError(f"{path.name}: must contain a list of rows, got {type(given).__name__}")
     wanted = range(len(given)) if ids is None else ids
     for i in wanted:
         if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < len(given):
-            raise TaskError(f"ids={i!r}: {path.name} has the rows 0 to {len(given) - 1}")
+            raise TaskError(f"invalid id {i!r}: {path.name} has rows 0 to {len(given) - 1}")
     folder = path.parent / "database" if databases is None else Path(databases).expanduser()
     found, missing = [], set()
     for i in wanted:
@@ -454,8 +462,8 @@ def load(
     if missing:
         names = ", ".join(sorted(missing)[:5]) + (", ..." if len(missing) > 5 else "")
         raise TaskError(
-            f"{folder}: no database for {names}; want {folder}/NAME/NAME.sqlite, as in Spider's archive, or give the "
-            "folder: load(questions, databases)"
+            f"{folder}: no database for {names}; expected {folder}/NAME/NAME.sqlite as in Spider's archive; otherwise "
+            "pass the folder: load(questions, databases)"
         )
     return task_sets.tasks_from(found, name=path.stem)
 
@@ -470,11 +478,11 @@ def _spider(row: Any, where: str) -> dict[str, Any]:
     if not (isinstance(asked, str) and isinstance(gold, str) and isinstance(db, str)):
         have = ", ".join(map(str, shape)) or type(row).__name__
         raise TaskError(
-            f'{where}: want "question", "query" (or "SQL") and "db_id" as in Spider, or "query", "gold" and "db" as in '
-            f"InterCode; it has {have}"
+            f'{where}: a row must have "question", "query" (or "SQL") and "db_id" as in Spider, or "query", "gold" and '
+            f'"db" as in InterCode; it has {have}'
         )
     if not re.fullmatch(r"[\w.\- ]+", db) or db.startswith("."):
-        raise TaskError(f"{where}: {db!r} is no name of a database")
+        raise TaskError(f"{where}: {db!r} is not a valid database name")
     evidence = shape.get("evidence")
     if isinstance(evidence, str) and evidence.strip():
         asked = f"{asked}\nEvidence: {evidence.strip()}"
@@ -490,7 +498,7 @@ def _tables(path: str, changed: int) -> str:
             names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
             columns = {name: connection.execute(f"PRAGMA table_info({_quoted(name)})").fetchall() for name in names}
         except sqlite3.DatabaseError as error:
-            raise TaskError(f"{path}: no database of sqlite that can be read ({error})") from None
+            raise TaskError(f"{path}: not a readable sqlite database ({error})") from None
     return "Tables: " + ", ".join(
         f"{name}({', '.join(str(c[1]) for c in columns[name])})" for name in names if not name.startswith("sqlite_")
     )
@@ -500,12 +508,12 @@ def _tables(path: str, changed: int) -> str:
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Knows the query."""
+    """Execute the reference query and submit."""
     return ("submit", {}) if tool_outputs(messages) else ("execute", {"query": task.fields["gold"]})
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Asks for some columns of some table, and submits or not."""
+    """Select random columns of a random table, then possibly submit."""
     if tool_outputs(messages) and rng.random() < 0.5:
         return "submit", {}
     db = task.fields.get("db")
@@ -517,14 +525,14 @@ def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -
 
 family = Family(
     name="sql",
-    what="questions about a sqlite or DuckDB database; InterCode's observation and reward; Spider's files load",
+    what="questions about a sqlite or DuckDB database; InterCode's observation and reward; reads Spider's files",
     environment=SQL,
     rows=rows,
     expert_player=expert_player,
     random_player=random_player,
     max_turns=6,
     max_tokens=128,
-    size="any number is made; `load` reads Spider's",
+    size="any number can be generated; `load` reads Spider's",
     splits={"train": 1000, "test": 256},
 )
 tasks, agent, expert, random_agent = family.tasks, family.agent, family.expert, family.random_agent

@@ -1,8 +1,8 @@
-"""alfworld: household tasks in a house of text, with ALFWorld's words, commands, six kinds of task and its reward.
+"""alfworld: household tasks in a text world, with the vocabulary, commands, six task types and reward of ALFWorld.
 
-`tasks(n, split, size="full")` makes games from numbers, and needs nothing; `af.load_tasks("alfworld")` has small ones,
-which `af.tiny.policy("alfworld")` learns to win. The original's own games, and any TextWorld game, are played by the
-same agent where the packages are installed: `tasks_in(folder)`; see official.py.
+`tasks(n, split, size="full")` generates games and has no requirements. `af.load_tasks("alfworld")` contains small ones,
+which `af.tiny.policy("alfworld")` learns to win. The same agent also plays ALFWorld's own games and any TextWorld game
+if their packages are installed: `tasks_in(folder)`; see official.py.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
 
 STEPS = 50
-"""The original's usual limit."""
+"""Default limit of the original on commands per game."""
 
 BRIEF: dict[str, Any] = {"steps": 16}
-"""How the policy that ships was taught to keep house, in games of the size "small":
+"""Options with which the shipped policy was trained, in games of the size "small":
 `agent(af.tiny.policy("alfworld"), options=BRIEF)` on `af.load_tasks("alfworld")`."""
 
 
 class ALFWorld:
-    """One game.
+    """Environment of one game.
 
-    steps        commands until the game is over, won or not.
-    admissible   put the list of what can be done under every observation.
+    Args:
+        steps: maximum number of commands per game.
+        admissible: append the list of admissible commands to every observation.
     """
 
     def __init__(self, steps: int = STEPS, admissible: bool = False) -> None:
         if steps < 1:
-            raise SettingsError(f"steps={steps}: want at least 1")
+            raise SettingsError(f"steps must be at least 1, got {steps}")
         self.limit = steps
         self.shows = admissible
 
@@ -112,7 +113,7 @@ class ALFWorld:
 
     @property
     def plan(self) -> list[str]:
-        """Commands that win from here on, by one who knows where everything is."""
+        """Commands that win the game from the current state, computed with full knowledge of the house."""
         if isinstance(self.world, House):
             assert self.game is not None
             return plans.plan(self.world, self.game.goal)
@@ -120,24 +121,24 @@ class ALFWorld:
 
     @property
     def state(self) -> dict[str, Any]:
-        """For rewards."""
+        """State that rewards may read."""
         return {
             "won": self.won, "steps": self.steps, "invalid": self.invalid, "commands": list(self.commands),
             "world": self.world, "game": self.game, **self.stages,
         }  # fmt: skip
 
     async def reward(self) -> dict[str, float]:
-        """1 where the goal is met, else 0. Beside it how far the chain came.
+        """Return 1 if the goal is met, else 0, with the stages that the chain reached as metrics.
 
-        `found` and `taken` are of a thing of the goal's kind. `prepared`: it is clean, hot or cool as wanted, the lamp
-        is on, or the first of two is in its place.
+        `found` and `taken` refer to an object of the goal's type. `prepared` means that it is clean, hot or cool as
+        required, that the lamp is on, or that the first of two objects is in its place.
         """
         score = float(self.won)
         stages = {} if self.game is None else {name: float(was or self.won) for name, was in self.stages.items()}
         return {"reward": score, "success": score, "steps": self.steps, "invalid": self.invalid, **stages}
 
     async def fork(self, into: ALFWorld) -> None:
-        """A game of TextWorld's is begun anew, and its commands are run again."""
+        """Copy the state. A TextWorld game is restarted and its commands are replayed."""
         world = self.world
         into.__dict__.update(self.__dict__)
         into.commands = list(self.commands)
@@ -145,25 +146,25 @@ class ALFWorld:
 
 
 def game_of(task: Task) -> Game:
-    """The game that a task's fields `game` and `size` name.
+    """Return the game given by a task's fields `game` and `size`.
 
-    Raises:  SettingsError for a task without them, or with others than there are.
+    Raises:  SettingsError or TaskError if they are missing or invalid.
     """
     if "game" not in task.fields:
-        raise SettingsError(f"task {task.id!r} has no field game=; take af.envs.alfworld.tasks(), or tasks_in(folder)")
+        raise SettingsError(f"task {task.id!r} has no field 'game'; use af.envs.alfworld.tasks(), or tasks_in(folder)")
     size = task.fields.get("size", "full")
     if size not in get_args(Size):
-        raise SettingsError(f"task {task.id!r}: its field size={size!r}; want {' or '.join(map(repr, get_args(Size)))}")
+        raise SettingsError(f"task {task.id!r}: field size={size!r} must be {' or '.join(map(repr, get_args(Size)))}")
     return games.game(int_field(task, "game", family="alfworld"), size)
 
 
 def rows(n: int, split: str, seed: int = 0, size: Size = "full", kinds: Sequence[str] = KINDS) -> list[dict[str, Any]]:
-    """Rows {"id", "question", "game", "size", "kind"}, the kinds in turn; no game is in both splits."""
+    """Generate rows {"id", "question", "game", "size", "kind"}, alternating the kinds. The splits share no game."""
     for kind in kinds:
         if kind not in KINDS:
-            raise SettingsError(f"kinds has {kind!r}; there is {', '.join(KINDS)}")
+            raise SettingsError(f"unknown kind {kind!r} in kinds; use {', '.join(KINDS)}")
     if not kinds:
-        raise SettingsError(f"kinds=(): give at least one of {', '.join(KINDS)}")
+        raise SettingsError(f"kinds must contain at least one of {', '.join(KINDS)}, got ()")
     first = 2_000_000 * seed + (1_000_000 if split == "test" else 0)
     first -= first % len(KINDS)
     mark = ("" if size == "full" else f"{size}-") + ("" if seed == 0 else f"{seed}-")
@@ -178,19 +179,24 @@ def rows(n: int, split: str, seed: int = 0, size: Size = "full", kinds: Sequence
 
 
 def tasks_in(folder: str | os.PathLike[str], *, kinds: Sequence[str] | None = None) -> Tasks:
-    """Tasks of the original's games (`json_2.1.1/...`), or of other TextWorld games, that lie in a folder.
+    """Load ALFWorld's own games (`json_2.1.1/...`) or other TextWorld games from a folder.
 
-    A folder train, valid_seen or valid_unseen gives the split of the same name. Left out, as the original leaves them
-    out, are games with "movable" or "Sliced" in their path and those that are marked as unsolvable. kinds: only these.
-    Needs the packages at the first chain, not here.
+    A game in a folder named train, valid_seen or valid_unseen belongs to the split of that name. As in the original,
+    games with "movable" or "Sliced" in their path and games marked as unsolvable are skipped. The TextWorld packages
+    are needed only when the first chain runs.
 
-    Raises:  SettingsError for no folder, a folder without a game (says what to fetch), or a file that is no game.
+    Args:
+        folder: the folder, searched recursively.
+        kinds: task types to load; by default all.
+
+    Raises:  SettingsError if the folder does not exist, contains no game (with download instructions), or contains an
+             invalid game file.
     """
     return task_sets.tasks_from(official.rows(folder, kinds), name="alfworld")
 
 
 def _played(task: Task, messages: Sequence[Message]) -> tuple[Game, House]:
-    """For players: the game, and the house as the calls so far have left it."""
+    """Return the game and the state of the house after the tool calls in `messages`. A helper for scripted players."""
     made = game_of(task)
     house = made.house()
     for message in messages:
@@ -202,27 +208,27 @@ def _played(task: Task, messages: Sequence[Message]) -> tuple[Game, House]:
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Follows a plan from wherever the chain is."""
+    """Follow a plan from the current state."""
     made, house = _played(task, messages)
     plan = plans.plan(house, made.goal)
     return ("act", {"command": plan[0]}) if plan else "Done."
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Does anything that can be done."""
+    """Choose a random admissible command."""
     _, house = _played(task, messages)
     return "act", {"command": rng.choice(house.admissible())}
 
 
 family = Family(
     name="alfworld",
-    what="six kinds of household task in a house of text, by ALFWorld's words and rules",
+    what="six types of household task in a text world, with ALFWorld's vocabulary and rules",
     environment=ALFWorld,
     rows=rows,
     expert_player=expert_player,
     random_player=random_player,
     max_turns=STEPS,
-    size="768 train and 192 test ship, of small houses; 2 million a seed are made; the original's from a folder",
+    size="768 train and 192 test tasks in small houses included; 2 million per seed can be generated; reads ALFWorld's",
 )
 agent, expert, random_agent = family.agent, family.expert, family.random_agent
 
@@ -235,6 +241,14 @@ def tasks(
     size: Size = "full",
     kinds: Sequence[str] = KINDS,
 ) -> Tasks:
-    """`n` tasks of a split; without a split, both. size: "full", or "small" with few receptacles. kinds: only these."""
+    """Return n tasks of a split, or of both splits by default.
+
+    Args:
+        n: number of tasks per split.
+        split: "train" or "test".
+        seed: selects the tasks.
+        size: "full", or "small" for houses with few receptacles.
+        kinds: task types to include.
+    """
     chosen = dataclasses.replace(family, rows=functools.partial(rows, size=size, kinds=tuple(kinds)))
     return chosen.tasks(n, split, seed=seed)

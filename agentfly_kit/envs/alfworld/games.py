@@ -1,7 +1,4 @@
-"""Games of the household world: a house and a goal, made from a number. No two numbers of one size give one by design.
-
-Knows the goals' conditions and wording, which are ALFWorld's; not how a goal is reached.
-"""
+"""Generated household games: a house and a goal for each number. Conditions and wording of goals are ALFWorld's."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ from agentfly_kit.envs.alfworld.house import CLEANABLE, COOLABLE, HEATABLE, HOLD
 from agentfly_kit.errors import SettingsError
 
 Size: TypeAlias = Literal["small", "full"]
-"""A room of four or five receptacles with a few things, all of them in the open; or as in ALFWorld's own, with seven to
-thirty receptacles, and things behind doors."""
+"""Size of the room. "small" has four or five receptacles and a few objects, none of them hidden; "full" has seven to
+thirty receptacles, as in ALFWorld, and objects in closed ones."""
 
 WORDING = {
     "pick_and_place_simple": ("put a {} in {}", "put some {} on {}"),
@@ -32,7 +29,7 @@ TREATED = {
     "pick_heat_then_place_in_recep": ("heat", "microwave", HEATABLE),
     "pick_cool_then_place_in_recep": ("cool", "fridge", COOLABLE),
 }
-"""Kind -> (command, where, what can be treated so)."""
+"""Task type -> (command, receptacle, objects that can be treated)."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class Goal:
     kind: str
     thing: str
     place: str
-    """The kind of receptacle; of lamp in "look_at_obj_in_light"."""
+    """Type of the receptacle, or of the lamp in "look_at_obj_in_light"."""
     wording: int = 0
 
     @property
@@ -48,7 +45,7 @@ class Goal:
         return WORDING[self.kind][self.wording].format(self.thing, self.place)
 
     def ready(self, house: House, thing: Name) -> bool:
-        """Whether this thing is of the kind, and in the state, that the goal wants."""
+        """Return True if an object has the type and state that the goal requires."""
         if thing[0] != self.thing:
             return False
         if self.kind not in TREATED:
@@ -57,7 +54,7 @@ class Goal:
         return thing in {"clean": house.clean, "heat": house.hot, "cool": house.cool}[verb]
 
     def placed(self, house: House) -> int:
-        """The most of them that are, ready, in one receptacle of the kind."""
+        """Return the maximum number of ready objects in any one receptacle of the goal's type."""
         inside = [things for place, things in house.inside.items() if place[0] == self.place]
         return max((sum(self.ready(house, thing) for thing in things) for things in inside), default=0)
 
@@ -77,7 +74,7 @@ class Game:
     _house: House
 
     def house(self) -> House:
-        """A fresh one."""
+        """Return a new copy of the initial house."""
         return self._house.copy()
 
     @property
@@ -112,7 +109,7 @@ _ROOMS: dict[Size, dict[str, dict[str, tuple[int, int]]]] = {
         "bedroom": {"bed": (1, 1), "desk": (1, 1), "drawer": (1, 1), "shelf": (1, 1)},
     },
 }  # fmt: skip
-"""Room -> receptacle -> the least and the most of them."""
+"""Room -> receptacle -> (minimum, maximum) number of them."""
 
 _THINGS: dict[Size, dict[str, str]] = {
     "full": {
@@ -134,14 +131,14 @@ _LAMP_STANDS = ("desk", "dresser", "shelf", "sidetable")
 
 @functools.lru_cache(maxsize=4096)
 def game(number: int, size: Size = "full") -> Game:
-    """The game of this number. Its kind goes round with the number; all else is drawn.
+    """Generate the game with the given number. Task types cycle with the number; everything else is random.
 
-    Raises:  SettingsError for a size or a number that there is not.
+    Raises:  SettingsError for an invalid size or number.
     """
     if size not in get_args(Size):
-        raise SettingsError(f"size={size!r}: want {' or '.join(map(repr, get_args(Size)))}")
+        raise SettingsError(f"unknown size {size!r}; use {' or '.join(map(repr, get_args(Size)))}")
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise SettingsError(f"game={number!r}: want a number, 0 or more")
+        raise SettingsError(f"game must be an integer of at least 0, got {number!r}")
     rng = random.Random(f"alfworld {size} {number}")
     kind = KINDS[number % len(KINDS)]
     while True:
@@ -151,7 +148,7 @@ def game(number: int, size: Size = "full") -> Game:
 
 
 def _drawn(rng: random.Random, kind: str, size: Size) -> tuple[Goal, House] | None:
-    """One draw, or None where the room has no goal of the kind."""
+    """Sample a goal and a house, or return None if the sampled room allows no goal of the kind."""
     rooms = _ROOMS[size]
     if kind in TREATED:
         _, at, treated = TREATED[kind]
@@ -164,7 +161,7 @@ def _drawn(rng: random.Random, kind: str, size: Size) -> tuple[Goal, House] | No
     room = rng.choice(fitting)
     places: list[Name] = []
     for place, (low, high) in rooms[room].items():
-        # Counted down, as the original's opening lists them.
+        # In descending order, as in ALFWorld's initial observation.
         places += [(place, n) for n in range(rng.randint(low, high), 0, -1)]
     kinds = sorted({place for place, _ in places})
     all_things = _THINGS[size][room].split()

@@ -1,7 +1,7 @@
-"""A house of the household world: what stands where, and what each command does and says.
+"""State and commands of a household world.
 
-The words, the commands and the conditions are those of ALFWorld's own domain (alfred.pddl and alfred.twl2, MIT),
-without its engine. Knows no task and no goal. Every receptacle has a place of its own here; ALFWorld's may share one.
+Vocabulary, commands and their conditions are those of ALFWorld's domain (alfred.pddl and alfred.twl2, MIT), without its
+engine. Unlike in ALFWorld, no two receptacles share a location.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 Name = tuple[str, int]
-"""("apple", 1) is the "apple 1"."""
+"""(type, number): ("apple", 1) stands for "apple 1"."""
 
 
 def _kinds(text: str) -> frozenset[str]:
@@ -29,7 +29,7 @@ CLEANABLE = _kinds(
 SLICEABLE = _kinds("apple bread egg lettuce potato tomato")
 KNIVES = _kinds("knife butterknife")
 LAMPS = ("desklamp", "floorlamp")
-"""They stay where they are, and can be used."""
+"""Objects that can be used but not taken."""
 
 _TABLE = (
     "alarmclock apple book bowl bread butterknife candle cd cellphone cloth creditcard cup dishsponge egg fork kettle "
@@ -75,10 +75,10 @@ HOLDS: dict[str, frozenset[str]] = {
         "toiletpaperhanger": "toiletpaper",
     }.items()
 }
-"""Which kind of receptacle takes which kinds of object, as ALFWorld's `canContain` has it for these kinds."""
+"""Receptacle type -> object types that it can contain, as in ALFWorld's `canContain`."""
 
 NOTHING = "Nothing happens."
-"""To whatever is no command, or cannot be done now."""
+"""Observation after an unknown command, or one that is not possible in the current state."""
 
 HELP = """
 Available commands:
@@ -123,7 +123,7 @@ def text(name: Name) -> str:
 
 
 def listed(names: Iterable[Name]) -> str:
-    """ "a apple 1, a mug 2, and a mug 1": as the original writes it, whatever the first letter."""
+    """Format a list as the original does: "a apple 1, a mug 2, and a mug 1" (always with the article "a")."""
     parts = [f"a {text(name)}" for name in names]
     if not parts:
         return "nothing"
@@ -132,9 +132,10 @@ def listed(names: Iterable[Name]) -> str:
 
 @dataclass
 class House:
-    """Where everything is. Its agent begins in the middle of the room with empty hands.
+    """State of a house and its agent, who starts in the middle of the room and holds nothing.
 
-    inside   receptacle -> what is in or on it, in the order in which it is listed.
+    Args:
+        inside: receptacle -> its objects, in the order in which they are listed.
     """
 
     inside: dict[Name, list[Name]]
@@ -159,11 +160,11 @@ class House:
 
     @property
     def seen(self) -> list[Name]:
-        """What lies open where the agent stands."""
+        """Objects visible in the receptacle in front of the agent."""
         return [] if self.here is None or self.shut(self.here) else self.inside[self.here]
 
     def where(self, thing: Name) -> Name | None:
-        """The receptacle that it is in; None for what is held."""
+        """Return the receptacle that contains an object, or None for the object that the agent holds."""
         return next((place for place, things in self.inside.items() if thing in things), None)
 
     def room(self) -> str:
@@ -190,10 +191,13 @@ class House:
     # --- doing
 
     def do(self, command: str) -> str:
-        """What the world says; it has changed if that is not `NOTHING`. `put X in/on R` is `move X to R`."""
+        """Execute a command and return the observation, which is `NOTHING` if the command had no effect.
+
+        `put X in/on R` is accepted for `move X to R`.
+        """
         command = " ".join(command.lower().split())
         if command == "look":
-            if self.here is None:  # only the opening lists the room
+            if self.here is None:  # as in ALFWorld, only the initial observation lists the room
                 return "You are in the middle of a room. Looking quickly around you, you see nothing."
             return f"You are facing the {text(self.here)}. Next to it, you see nothing."
         if command == "inventory":
@@ -245,7 +249,7 @@ class House:
     def _examine(self, name: Name) -> str:
         if name == self.here:
             return self._place(name)
-        # The domain's text allows what lies here too; its engine, whenever asked, does not.
+        # ALFWorld's domain also allows objects in the current receptacle, but its engine does not.
         return self._thing(name) if name == self.held else NOTHING
 
     def _use(self, thing: Name) -> str:
@@ -274,7 +278,7 @@ class House:
         return f"You sliced the {text(thing)} with the {text(knife)}."
 
     def admissible(self) -> list[str]:
-        """Every command that does something now, sorted."""
+        """Return all commands that are possible in the current state, sorted."""
         here, held = self.here, self.held
         found = ["help", "inventory", "look", *(f"go to {text(place)}" for place in self.inside if place != here)]
         if here is not None:

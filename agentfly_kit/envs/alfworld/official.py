@@ -1,7 +1,7 @@
-"""Games that TextWorld plays: those of ALFWorld (`game.tw-pddl`), and its own (`.json`, `.z8`).
+"""Games run by TextWorld: those of ALFWorld (`game.tw-pddl`) and TextWorld's own (`.json`, `.z8`).
 
-Needs `textworld`; for `game.tw-pddl` also ALFWorld's planner `fast_downward_textworld`, which is compiled when it is
-installed. Nothing is downloaded: the original's games come by its own command `alfworld-download`.
+Requires `textworld` and, for `game.tw-pddl`, ALFWorld's planner `fast_downward_textworld`, which is compiled on
+installation. Nothing is downloaded; ALFWorld's command `alfworld-download` fetches its games.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from agentfly_kit.errors import SettingsError
 
 SUFFIXES = (".tw-pddl", ".json", ".z8", ".ulx")
 FETCH = (
-    "the original's come by `pip install alfworld` (it compiles for minutes) and `alfworld-download`, into "
-    "~/.cache/alfworld/json_2.1.1; give that folder"
+    "to get the original games, type `pip install alfworld` (compiles for minutes) and `alfworld-download`, and pass "
+    "the folder ~/.cache/alfworld/json_2.1.1"
 )
 _LOADING = threading.Lock()
-"""TextWorld's parsers keep state in their module."""
+"""Serializes calls of TextWorld, whose parsers keep state in their module."""
 
 
 def rows(folder: str | os.PathLike[str], kinds: Sequence[str] | None) -> list[dict[str, Any]]:
-    """Rows {"id", "question", "file", "kind"?, "split"?} of the games in a folder and below."""
+    """Return rows {"id", "question", "file", "kind"?, "split"?} for all games below a folder."""
     root = Path(folder).expanduser()
     if not root.is_dir():
-        raise SettingsError(f"{str(root)!r} is no folder; {FETCH}")
+        raise SettingsError(f"{str(root)!r} is not a folder; {FETCH}")
     found = []
     for path in sorted(root.rglob("*")):
         if path.suffix not in SUFFIXES or path.name == "traj_data.json" or not path.is_file():
@@ -58,7 +58,7 @@ def rows(folder: str | os.PathLike[str], kinds: Sequence[str] | None) -> list[di
             row["split"] = split
         found.append(row)
     if not found:
-        raise SettingsError(f"no game ({', '.join(SUFFIXES)}) in {str(root)!r}; {FETCH}")
+        raise SettingsError(f"no games ({', '.join(SUFFIXES)}) in {str(root)!r}; {FETCH}")
     return found
 
 
@@ -66,7 +66,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SettingsError(f"{str(path)!r} cannot be read as a game: {error}") from error
+        raise SettingsError(f"cannot read {str(path)!r} as a game: {error}") from error
     return read if isinstance(read, dict) else {}
 
 
@@ -74,24 +74,24 @@ def _read(path: Path) -> dict[str, Any]:
     game = _json(path)
     lacks = [name for name in ("pddl_domain", "grammar", "pddl_problem") if not isinstance(game.get(name), str)]
     if lacks:
-        raise SettingsError(f"{str(path)!r} is no game of ALFWorld's: it has no {', '.join(lacks)}")
+        raise SettingsError(f"{str(path)!r} is not an ALFWorld game: it has no {', '.join(lacks)}")
     return game
 
 
 class Session:
-    """One game under way. Blocking; used from one thread at a time."""
+    """A running game. Methods block and must not be called concurrently."""
 
     def __init__(self, file: str) -> None:
         path = Path(file)
         if not path.is_file():
-            raise SettingsError(f"there is no game {file!r}; {FETCH}")
+            raise SettingsError(f"the game {file!r} does not exist; {FETCH}")
         if importlib.util.find_spec("textworld") is None:
-            raise SettingsError(f"{path.name} is played by TextWorld; type: pip install textworld")
+            raise SettingsError(f"{path.name} needs TextWorld; type: pip install textworld")
         if path.suffix == ".tw-pddl":
             _read(path)
             if importlib.util.find_spec("fast_downward") is None:
                 raise SettingsError(
-                    f"{path.name} needs ALFWorld's planner; type: pip install alfworld (it compiles for minutes)"
+                    f"{path.name} needs ALFWorld's planner; type: pip install alfworld (compiles for minutes)"
                 )
         self.file = file
         self.commands: list[str] = []
@@ -113,7 +113,7 @@ class Session:
 
     @property
     def plan(self) -> list[str]:
-        """Commands of TextWorld's own policy from here on, in a copy of the game."""
+        """Commands of TextWorld's own policy from the current state, computed in a copy of the game."""
         import textworld
 
         path = Path(self.file)
@@ -141,7 +141,7 @@ class Session:
         return sorted(self._state.admissible_commands or ())
 
     def copy(self) -> Session:
-        """Another of the same game, after the same commands."""
+        """Return a new session of the same game after replaying the same commands."""
         twin = Session(self.file)
         for command in self.commands:
             twin.do(command)
@@ -149,7 +149,7 @@ class Session:
 
 
 def _demangled() -> Any:
-    """A wrapper of TextWorld's that gives ALFWorld's entities the names that are shown: `Apple|+1.2` is "apple 1"."""
+    """Return a TextWorld wrapper that gives ALFWorld's entities readable names: `Apple|+1.2` becomes "apple 1"."""
     import textworld.core
 
     class Names(textworld.core.Wrapper):  # type: ignore[misc]
@@ -163,7 +163,7 @@ def _demangled() -> Any:
 
 
 def shown(ids: Sequence[str]) -> dict[str, str]:
-    """Entity ids of a game -> the names that ALFWorld shows: the kind, and a number, counted down over sorted ids."""
+    """Map entity ids to the names that ALFWorld shows: the type and a number, descending in the order of sorted ids."""
     kinds = {}
     for each in ids:
         kind, bar, _ = each.partition("_bar_")

@@ -1,4 +1,4 @@
-"""A game of ours as a `game.tw-pddl` that ALFWorld's own engine plays, with the domain and grammar of its package."""
+"""Export of generated games as `game.tw-pddl` files for ALFWorld's own engine."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from agentfly_kit.envs.alfworld.house import (
 from agentfly_kit.errors import SettingsError
 
 _NEEDED = ("sinkbasin", "microwave", "fridge"), ("knife", "butterknife")
-"""Kinds that the domain itself names, whether or not they are in the house."""
+"""Receptacle and object types that the domain refers to, so that they must be declared even if not in the house."""
 
 
 def entity(name: Name) -> str:
-    """The id that ALFWorld shows as this name: it counts down over the sorted ids of a kind."""
+    """Return an entity id that ALFWorld shows as `name`: it numbers the sorted ids of a type in descending order."""
     kind, number = name
     if kind.endswith("basin"):
         return f"{kind.removesuffix('basin')}_bar_{9999 - number}_bar_{kind}"
@@ -32,7 +32,7 @@ def entity(name: Name) -> str:
 
 
 def problem(game: Game) -> str:
-    """The house and the goal in PDDL."""
+    """Return the house and the goal as a PDDL problem."""
     house = game.house()
     places = list(house.inside)
     things = [thing for inside in house.inside.values() for thing in inside]
@@ -100,10 +100,13 @@ def _goal(goal: Goal) -> str:
 
 
 def write(game: Game, file: Path) -> None:
-    """Raises SettingsError where the package `alfworld` is not: its domain and its grammar are in it."""
+    """Write a game as a `game.tw-pddl` file, with the domain and grammar of the package `alfworld`.
+
+    Raises:  SettingsError if `alfworld` is not installed.
+    """
     spec = importlib.util.find_spec("alfworld")
     if spec is None or spec.origin is None:
-        raise SettingsError("ALFWorld's domain is in its package; type: pip install alfworld (it compiles for minutes)")
+        raise SettingsError("the alfworld package is needed for its domain; type: pip install alfworld (compiles)")
     package = Path(spec.origin).parent / "data"
     grammar = (package / "alfred.twl2").read_text(encoding="utf-8").replace("UNKNOWN GOAL", game.goal.text)
     made = {

@@ -1,4 +1,4 @@
-"""Plans: the commands that lead from any state of a house to a goal, by one who sees into every cupboard."""
+"""Planner with full knowledge: commands that lead from any state of a house to a goal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from agentfly_kit.envs.alfworld.house import HOLDS, OPENABLE, House, Name, text
 
 
 class _Walk:
-    """Does what it writes down, in a copy."""
+    """Records commands while executing them in a copy of the house."""
 
     def __init__(self, house: House) -> None:
         self.house = house.copy()
@@ -22,7 +22,7 @@ class _Walk:
             self.do(f"go to {text(place)}")
 
     def reach(self, place: Name) -> None:
-        """Go there, and open it."""
+        """Go to a receptacle and open it if needed."""
         self.go(place)
         if self.house.shut(place):
             self.do(f"open {text(place)}")
@@ -38,7 +38,7 @@ class _Walk:
         self.do(f"take {text(thing)} from {text(place)}")
 
     def drop(self) -> None:
-        """Put what is held anywhere that takes it: here if that will do, else where nothing must be opened."""
+        """Put down the held object: preferably here, else in a receptacle that need not be opened."""
         held = self.house.held
         assert held is not None
         places = [place for place in self.house.inside if held[0] in HOLDS[place[0]]]
@@ -51,16 +51,16 @@ class _Walk:
 
 
 def plan(house: House, goal: Goal) -> list[str]:
-    """Commands that meet the goal from here on; none where it is met. Short, not always the shortest.
+    """Return commands that meet the goal from the current state; empty if it is already met. Not always the shortest.
 
-    Raises:  ValueError for a house in which nothing meets the goal.
+    Raises:  ValueError if the goal cannot be met in this house.
     """
     walk = _Walk(house)
     if goal.met(house):
         return []
     everything = [thing for things in house.inside.values() for thing in things]
     things = [thing for thing in ([house.held] if house.held else []) + everything if thing[0] == goal.thing]
-    # Those that need least come first: what is held, what is ready, what lies here.
+    # Objects that need the fewest commands come first: held, then ready, then in the current receptacle.
     things.sort(key=lambda t: (t != house.held, not goal.ready(house, t), house.where(t) != house.here))
     if goal.kind == "look_at_obj_in_light":
         lamps = [thing for thing in everything if thing[0] == goal.place]

@@ -1,7 +1,7 @@
-"""chess: puzzles against a defender. Mates in one and two ship; Lichess' puzzle files load; the rules are our own.
+"""chess: puzzles against a defender. Includes mates in one and two, and reads Lichess' puzzle files.
 
-Nothing needs python-chess (GPL-3). Where Debian's `stockfish` is, it can play the other side: options={"opponent":
-"stockfish"}.
+The rules are implemented here, without python-chess (GPL-3). If `stockfish` is installed, it can play the other side:
+options={"opponent": "stockfish"}.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ from agentfly_kit.types import Message, Task, ToolResult
 
 
 class Chess:
-    """One puzzle. With the field `mate`, any way to mate in so many moves is right; else the moves of the line are, and
-    any move that mates.
+    """Environment of one puzzle.
 
-    opponent   "best": the reply that is not mated at once, where there is one; "stockfish": its choice; of a puzzle
-               without `mate` always the line's.
-    depth      plies that Stockfish searches.
+    If the task has the field `mate`, any mate within that number of moves is correct. Otherwise the moves of the
+    solution are, and any move that mates.
+
+    Args:
+        opponent: "best" plays a reply that avoids immediate mate if there is one; "stockfish" lets the engine choose.
+            In puzzles without `mate` the reply is always that of the solution.
+        depth: search depth of Stockfish, in plies.
     """
 
     def __init__(self, opponent: str = "best", depth: int = 12) -> None:
         if opponent not in ("best", "stockfish"):
-            raise SettingsError(f"opponent={opponent!r}: want 'best' or 'stockfish'")
+            raise SettingsError(f"opponent must be 'best' or 'stockfish', got {opponent!r}")
         self.opponent, self.depth = opponent, depth
         self._engine: Stockfish | None = None
 
@@ -65,7 +68,7 @@ class Chess:
         self.line = [str(move) for move in fields.get("solution", ())]
         self.mate: int | None = fields.get("mate")
         if not self.line and self.mate is None:
-            raise SettingsError(f"task {task.id!r} is no puzzle: it has neither solution= nor mate=")
+            raise SettingsError(f"task {task.id!r} is not a puzzle: it needs a field 'solution' or 'mate'")
         self.left = self.mate if self.mate is not None else (len(self.line) + 1) // 2
         self.moves: list[str] = []
         self.illegal = 0
@@ -116,7 +119,7 @@ class Chess:
             reply = self.board.read(self.line[played])
             if reply is not None:
                 return reply
-            raise SettingsError(f"the line {self.line} has no legal move at {self.line[played]!r}")
+            raise SettingsError(f"the solution {self.line} contains an illegal move, {self.line[played]!r}")
         if self._engine is not None:
             reply = self.board.read(await asyncio.to_thread(self._engine.best, self.board.fen))
         else:
@@ -136,14 +139,17 @@ class Chess:
 
     @property
     def state(self) -> dict[str, Any]:
-        """For rewards."""
+        """State that rewards may read."""
         return {
             "fen": self.board.fen, "moves": list(self.moves), "won": self.won, "first": self.first,
             "illegal": self.illegal,
         }  # fmt: skip
 
     async def reward(self) -> dict[str, float]:
-        """1 for the mate, or the whole line. `first`: the first move was the solution's; `illegal`: tries at none."""
+        """Return 1 for the mate or the complete solution, else 0.
+
+        Further metrics: `first`, 1 if the first move was correct; `illegal`, the number of illegal moves tried.
+        """
         score = float(self.won)
         return {"reward": score, "success": score, "first": float(self.first or self.won), "illegal": self.illegal}
 
@@ -164,27 +170,29 @@ def _made(n: int, split: str, seed: int) -> tuple[str, ...]:
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows {"id", "question", "fen", "solution", "mate"}: those that ship; beyond them new ones, made now."""
+    """Return rows {"id", "question", "fen", "solution", "mate"}: the included ones, or generated ones if n exceeds them
+    or seed is not 0."""
     shipped = seed == 0 and n <= puzzles.SIZES[split]
     return [json.loads(line) for line in (_shipped(split)[:n] if shipped else _made(n, split, seed))]
 
 
 def tasks_in(file: str | os.PathLike[str], n: int | None = None) -> Tasks:
-    """The first `n` puzzles of a file of Lichess' (columns PuzzleId, FEN, Moves, Rating, Themes; .csv).
+    """Load the first n puzzles of a Lichess puzzle file (.csv with columns PuzzleId, FEN, Moves, Rating, Themes).
 
-    In these files the other side moves first, and its move is made here. Raises SettingsError for a file that is none,
-    and for a row whose position or moves are none, with its line.
+    In these files the opponent moves first; that move is applied to the position.
+
+    Raises:  SettingsError for a missing or malformed file, and for an invalid position or move, naming the line.
     """
     path = Path(file).expanduser()
     if not path.is_file():
-        raise SettingsError(f"there is no file {str(path)!r}; Lichess has its puzzles at database.lichess.org, as CC0")
+        raise SettingsError(f"no such file {str(path)!r}; Lichess publishes its puzzles at database.lichess.org (CC0)")
     found: list[dict[str, Any]] = []
     with path.open(encoding="utf-8", newline="") as lines:
         reader = csv.DictReader(lines)
         lacks = {"PuzzleId", "FEN", "Moves"} - set(reader.fieldnames or ())
         if lacks:
             raise SettingsError(
-                f"{path.name} has no column {', '.join(sorted(lacks))}; want Lichess' puzzle file, unpacked"
+                f"{path.name} has no column {', '.join(sorted(lacks))}; pass Lichess' puzzle file, decompressed"
             )
         for number, row in enumerate(reader, 2):
             if n is not None and len(found) == n:
@@ -203,12 +211,12 @@ def _lichess(row: dict[str, str], where: str) -> dict[str, Any]:
     for i, text in enumerate((first, *line)):
         move = walked.read(text)
         if move is None:
-            raise SettingsError(f"{where}: {text!r} is no legal move in {walked.fen!r}")
+            raise SettingsError(f"{where}: {text!r} is not a legal move in {walked.fen!r}")
         walked = walked.push(move)
         if i == 0:
             board = walked
     if not line:
-        raise SettingsError(f"{where}: want at least two moves, the other side's first")
+        raise SettingsError(f"{where}: a puzzle must have at least two moves, starting with the opponent's")
     side = "White" if board.turn == "w" else "Black"
     return {
         "id": row["PuzzleId"],
@@ -221,27 +229,27 @@ def _lichess(row: dict[str, str], where: str) -> dict[str, Any]:
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Play:
-    """Plays the line that is stored, and knows any mate on the board."""
+    """Play the stored solution."""
     made = len(tool_outputs(messages))
     line = task.fields["solution"]
     return ("play", {"move": line[2 * made]}) if 2 * made < len(line) else "Done."
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Play:
-    """Makes any legal move of the first position, then whatever it thinks is one."""
+    """Play a random move that is legal in the initial position."""
     moves = sorted(str(move) for move in Board.from_fen(task.fields["fen"]).legal())
     return "play", {"move": rng.choice(moves)}
 
 
 family = Family(
     name="chess",
-    what="mates in one and two against a defender; Lichess' puzzle files load",
+    what="mates in one and two against a defender; reads Lichess' puzzle files",
     environment=Chess,
     rows=rows,
     expert_player=expert_player,
     random_player=random_player,
     max_turns=6,
-    size="128 train and 64 test ship; any number is made",
+    size="128 train and 64 test tasks included; any number can be generated",
     splits=dict(puzzles.SIZES),
 )
 tasks, agent, expert, random_agent = family.tasks, family.agent, family.expert, family.random_agent

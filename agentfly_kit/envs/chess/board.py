@@ -1,6 +1,6 @@
-"""The rules of chess: positions, legal moves, check and mate, moves as text. No draws by repetition or by fifty moves.
+"""Rules of chess: positions, legal moves, check, mate, and move notation.
 
-Squares are 0 (a1) to 63 (h8). Knows no puzzle.
+Squares are numbered 0 (a1) to 63 (h8). Draws by repetition and the fifty-move rule are not implemented.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _rays(square: int, ways: tuple[tuple[int, int], ...], far: int) -> tuple[tup
 
 _RAYS = {kind: [_rays(s, ways, 1 if kind in "NK" else 7) for s in range(64)] for kind, ways in _WAYS.items()}
 _ROOKS = {0: "Q", 7: "K", 56: "q", 63: "k"}
-"""Where a rook stands as long as there may be castling on its side."""
+"""Square of each rook -> the castling right that is lost when the rook leaves it."""
 
 
 def square_name(square: int) -> str:
@@ -54,7 +54,7 @@ class Move:
     start: int
     end: int
     into: str = ""
-    """q, r, b or n for a pawn that arrives."""
+    """Piece to promote to: q, r, b or n; empty for other moves."""
 
     def __str__(self) -> str:
         return square_name(self.start) + square_name(self.end) + self.into
@@ -62,19 +62,22 @@ class Move:
 
 @dataclass(frozen=True)
 class Board:
-    """A position. `cells`: "" or a letter, upper case for white."""
+    """A position. `cells` contains the FEN letter of the piece on each square, or ""; upper case is white."""
 
     cells: tuple[str, ...]
     turn: str = WHITE
     castling: str = ""
     passant: int | None = None
-    """The square behind a pawn that has just gone two."""
+    """The en passant square, behind a pawn that has just advanced two squares."""
     halfmoves: int = 0
     number: int = 1
 
     @classmethod
     def from_fen(cls, fen: str) -> Board:
-        """Raises SettingsError for what is no position: a wrong FEN, not one king a side, the waiting side in check."""
+        """Parse a FEN.
+
+        Raises:  SettingsError if it is malformed, does not have one king per side, or the side not to move is in check.
+        """
         parts = fen.split()
         rows = parts[0].split("/") if parts else []
         cells = [""] * 64
@@ -96,7 +99,7 @@ class Board:
         good = good and re.fullmatch(r"-|[a-h][36]", parts[3]) is not None
         good = good and all(number.isdecimal() and len(number) < 6 for number in parts[4:])
         if not good:
-            raise SettingsError(f"{fen!r} is no position; want a FEN, such as {START!r}")
+            raise SettingsError(f"{fen!r} is not a valid position; pass a FEN such as {START!r}")
         passant = None if parts[3] == "-" else square_of(parts[3])
         halfmoves, number = (int(parts[4]), int(parts[5])) if len(parts) == 6 else (0, 1)
         rights = "".join(
@@ -106,7 +109,7 @@ class Board:
         )  # fmt: skip
         board = cls(tuple(cells), parts[1], "".join(s for s in "KQkq" if s in rights), passant, halfmoves, number)
         if board.attacked(board.king(board.other), board.turn):
-            raise SettingsError(f"{fen!r} is no position: the king of the side that has just moved is in check")
+            raise SettingsError(f"{fen!r} is not a valid position: the side that has just moved is in check")
         return board
 
     @property
@@ -123,7 +126,7 @@ class Board:
         return BLACK if self.turn == WHITE else WHITE
 
     def text(self) -> str:
-        """A picture in letters, white below."""
+        """Draw the board with letters, white at the bottom."""
         ranks = [
             f"{rank + 1} " + " ".join(c or "." for c in self.cells[8 * rank : 8 * rank + 8])
             for rank in range(7, -1, -1)
@@ -134,7 +137,7 @@ class Board:
         return self.cells.index("K" if side == WHITE else "k")
 
     def attacked(self, square: int, by: str) -> bool:
-        """Whether a piece of that side could take what stands there."""
+        """Return True if a piece of side `by` attacks the square."""
         cells = self.cells
         own = str.upper if by == WHITE else str.lower
         if any(cells[ray[0]] == own("N") for ray in _RAYS["N"][square]):
@@ -168,7 +171,7 @@ class Board:
         return not self.check and next(self.legal(), None) is None
 
     def legal(self) -> Iterator[Move]:
-        """Moves after which the own king is safe."""
+        """Yield the legal moves: those after which the own king is not in check."""
         for move in self._moves():
             after = self.push(move)
             if not after.attacked(after.king(self.turn), after.turn):
@@ -223,7 +226,7 @@ class Board:
                 yield Move(start, start + 2 * over[1])
 
     def push(self, move: Move) -> Board:
-        """The position after a move, which is not looked at."""
+        """Apply a move without validating it and return the new position."""
         cells = list(self.cells)
         piece, taken = cells[move.start], cells[move.end]
         cells[move.start] = ""
@@ -252,7 +255,7 @@ class Board:
         )  # fmt: skip
 
     def san(self, move: Move) -> str:
-        """As a person writes it: Qh7#."""
+        """Return a move in standard algebraic notation, such as Qh7#."""
         kind = self.cells[move.start].upper()
         takes = bool(self.cells[move.end]) or (kind == "P" and (move.end - move.start) % 8 != 0)
         if kind == "K" and abs(move.end - move.start) == 2:
@@ -277,7 +280,7 @@ class Board:
         return text + ("#" if after.mate else "+" if after.check else "")
 
     def read(self, text: str) -> Move | None:
-        """The legal move that is written so, as "e7e8q" or as "e8=Q+"; None if there is none, or more than one."""
+        """Parse a legal move such as "e7e8q" or "e8=Q+". Return None if no move matches, or more than one."""
         said = text.strip()
         plain = re.sub(r"[+#!?]|\s*e\.p\.$", "", said).replace("0-0-0", "O-O-O").replace("0-0", "O-O")
         for move in self.legal():
@@ -291,16 +294,16 @@ class Board:
         return found[0] if len(found) == 1 else None
 
     def mates(self) -> list[Move]:
-        """Moves that mate at once."""
+        """Return the moves that mate immediately."""
         return [move for move in self.legal() if self.push(move).mate]
 
     def defence(self) -> Move | None:
-        """The reply after which there is no mate at once, where there is one; else the first; None where none is."""
+        """Return the first reply that avoids immediate mate, else the first legal move; None without legal moves."""
         replies = sorted(self.legal(), key=str)
         return next((reply for reply in replies if not self.push(reply).mates()), replies[0] if replies else None)
 
     def mating(self) -> list[Move]:
-        """First moves that mate in two at most, whatever the reply."""
+        """Return the moves that force mate in at most two moves."""
         return [move for move in self.legal() if self._mates_next(self.push(move))]
 
     @staticmethod
@@ -311,6 +314,6 @@ class Board:
         return all(after.push(reply).mates() for reply in replies)
 
     def flipped(self) -> Board:
-        """The same with the colours exchanged, for positions without castling."""
+        """Return the position with colours exchanged. Valid only without castling rights."""
         rows = [self.cells[8 * rank : 8 * rank + 8] for rank in range(7, -1, -1)]
         return replace(self, cells=tuple(c.swapcase() for row in rows for c in row), turn=self.other)

@@ -1,6 +1,6 @@
-"""Puzzles: mates in one and in two with one solution, made by drawing positions and searching them through.
+"""Puzzle generator: mates in one and two with a unique solution, found by exhaustive search of random positions.
 
-python -m agentfly_kit.envs.chess.puzzles --out data/chess      # what ships, made again
+python -m agentfly_kit.envs.chess.puzzles --out data/chess      # regenerate the included puzzles
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ SIZES = {"train": 128, "test": 64}
 
 
 def random_position(rng: random.Random) -> Board | None:
-    """A position with few pieces and white to move, or None where this draw is none."""
+    """Sample a position with few pieces and white to move, or return None if the sampled one is invalid."""
     cells = [""] * 64
     pieces = ["K", "k"]
     pieces += rng.choice(("Q", "QN", "QB", "QR", "RR", "QP", "RRN", "RBN", "QNP", "RRB", "QRB"))
     pieces += ["pnbrq"[min(rng.randrange(5), rng.randrange(5))] for _ in range(rng.randint(1, 5))]
-    # Kings at an edge, as they are when they are mated.
+    # Black kings are mostly placed at the edge, where mates are more likely.
     edge = [s for s in range(64) if s % 8 in (0, 7) or s // 8 in (0, 7)]
     for piece in pieces:
         home = edge if piece == "k" and rng.random() < 0.8 else range(8, 56) if piece in "pP" else range(64)
@@ -37,7 +37,7 @@ def random_position(rng: random.Random) -> Board | None:
 
 
 def puzzle(rng: random.Random, mate: int) -> tuple[Board, list[Move]]:
-    """A position with exactly one first move that mates in so many, and the line: its moves and the best replies."""
+    """Sample a position with exactly one first move that mates in `mate` moves, and the solution with best replies."""
     while True:
         board = random_position(rng)
         if board is None:
@@ -63,12 +63,12 @@ def puzzle(rng: random.Random, mate: int) -> tuple[Board, list[Move]]:
 
 
 def made(n: int, *, seed: int = 0, mates: Sequence[int] = (1, 2), split: str = "train") -> Iterator[dict[str, Any]]:
-    """Rows {"id", "question", "fen", "solution", "mate"}: `n` puzzles of this number, mates in one and two in turn.
+    """Generate n rows {"id", "question", "fen", "solution", "mate"}, alternating the given mates.
 
-    Another seed, or another split, gives others. A tenth of a second to a second each.
+    The puzzles depend on seed and split. Each takes a tenth of a second to a second.
     """
     if not mates or not set(mates) <= {1, 2}:
-        raise SettingsError(f"mates={tuple(mates)!r}: want 1, 2 or both")
+        raise SettingsError(f"mates must be 1, 2 or both, got {tuple(mates)!r}")
     for i in range(n):
         rng = random.Random(f"chess {split} {seed} {i}")
         mate = mates[i % len(mates)]
@@ -88,7 +88,7 @@ def made(n: int, *, seed: int = 0, mates: Sequence[int] = (1, 2), split: str = "
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make what ships again."""
+    """Regenerate the included puzzles."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Stockfish as a player: the program of that name, spoken to by UCI. Debian has it; GPL-3, and never required."""
+"""Stockfish as an opponent, through UCI. The program is optional (GPL-3; packaged by Debian)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from agentfly_kit.errors import SandboxError, SettingsError
 
 
 class Stockfish:
-    """One engine with one thread and 16 MB. Blocking. The same position and depth give the same move."""
+    """A Stockfish process with one thread and 16 MB of hash. Deterministic for a position and depth. Methods block."""
 
     def __init__(self, depth: int = 12, program: str | None = None) -> None:
-        """Raises SettingsError where it is not installed; SandboxError if it does not answer as UCI says."""
+        """Start the process.
+
+        Raises:  SettingsError if Stockfish is not installed; SandboxError if it does not respond as UCI requires.
+        """
         if isinstance(depth, bool) or not 1 <= depth <= 40:
-            raise SettingsError(f"depth={depth}: want 1 to 40")
+            raise SettingsError(f"depth must be from 1 to 40, got {depth}")
         found = program or shutil.which("stockfish") or shutil.which("stockfish", path="/usr/games")
         if not found or not os.access(found, os.X_OK):
             raise SettingsError(
-                f"there is no {program or 'stockfish'}; type: apt-get install stockfish, or take opponent='best'"
+                f"cannot find {program or 'stockfish'}; type: apt-get install stockfish, or use opponent='best'"
             )
         self.depth = depth
         self._process = subprocess.Popen(
@@ -37,7 +40,10 @@ class Stockfish:
         return self._process.poll() is None
 
     def best(self, fen: str) -> str:
-        """Its move, as "e2e4". Raises SandboxError if it ends."""
+        """Return the best move, such as "e2e4".
+
+        Raises:  SandboxError if the process ends.
+        """
         self._command("ucinewgame\nisready", "readyok")
         return self._command(f"position fen {fen}\ngo depth {self.depth}", "bestmove").split()[1]
 
@@ -51,7 +57,7 @@ class Stockfish:
         for line in self._process.stdout:
             if line.startswith(until):
                 return line
-        raise SandboxError(f"Stockfish ended before it said {until!r}")
+        raise SandboxError(f"Stockfish ended before it sent {until!r}")
 
     def close(self) -> None:
         if self.alive:

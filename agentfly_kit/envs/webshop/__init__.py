@@ -1,16 +1,16 @@
-"""webshop: find, configure and buy what an instruction asks for, in a shop of text pages (Yao et al. 2022).
+"""webshop: find, configure and buy the product that an instruction asks for, in a shop of text pages (Yao et al. 2022).
 
-Search, results of ten a page, item pages with options and sub pages, Buy Now; the pages' texts, what can be clicked and
-the reward are WebShop's. The catalogue that ships is invented; WebShop's own files are read by `Catalogue.load`.
+The pages (search, ten results per page, items with options and subpages, Buy Now), their text, the clickable elements
+and the reward are those of WebShop. The included catalogue is fictional; `Catalogue.load` reads WebShop's own files.
 
     tasks = af.envs.webshop.tasks(200, "train")
     mine = af.envs.webshop.Catalogue.load("folder with items_shuffle_1000.json")
     agent = af.envs.webshop.agent(policy, options={"catalogue": mine})
     tasks = af.envs.webshop.tasks(catalogue=mine)
 
-The reward asks a tagger for the nouns of titles. `nouns="words"` is a stand-in for it and the default with the invented
-catalogue; with yours it is "auto": spaCy's small English model where it is installed, else the stand-in. `scoring.py`
-says what the stand-in does.
+The reward compares nouns of titles, which WebShop finds with a part-of-speech tagger. `nouns="words"` selects an
+approximation without a tagger and is the default with the fictional catalogue. With your own catalogue the default is
+"auto": spaCy's small English model if it is installed, else the approximation; see `scoring.likely_nouns`.
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ __all__ = [
 ]
 
 BRIEF: dict[str, Any] = {"brief": True, "page_size": 3}
-"""The shop that the policy which ships was warmed up in: `agent(af.tiny.policy("webshop"), options=BRIEF)`."""
+"""Options with which the shipped policy was pretrained: `agent(af.tiny.policy("webshop"), options=BRIEF)`."""
 
 _ACTION = re.compile(r"\s*(.+?)\[(.+)\]\s*", re.DOTALL)
 
 
 class Shop:
-    """One visit to the shop, without tools: see `WebShop` and `WebShopText`.
+    """Environment of one visit to the shop, without tools; see `WebShop` and `WebShopText`.
 
-    catalogue        a `Catalogue`, or the folder with WebShop's files; None for the invented one
-    nouns            "words", "spacy", "auto", or a function from a title to its nouns
-    page_size        products on a page of results
-    rich             pages mark the buttons, as WebShop's `text_rich`
-    show_attributes  item pages have a tab with the product's attributes, as an option of WebShop
-    brief            pages without the instruction and the navigation, results by their number: for small models
+    Args:
+        catalogue: a `Catalogue`, or the folder with WebShop's files; by default the fictional one.
+        nouns: "words", "spacy", "auto", or a function from a title to its nouns.
+        page_size: number of products per page of results.
+        rich: mark buttons on the pages, as WebShop's `text_rich`.
+        show_attributes: add a tab with the product's attributes to item pages, an option of WebShop.
+        brief: for small models: omit the instruction and navigation from pages, and select results by number.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Shop:
         if catalogue is not None and not isinstance(catalogue, Catalogue):
             catalogue = _loaded(str(catalogue))
         if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
-            raise SettingsError(f"page_size={page_size!r}: want at least 1 product a page; WebShop has 10")
+            raise SettingsError(f"page_size must be at least 1, got {page_size!r}; WebShop uses 10")
         self._given = catalogue
         self._nouns = find_nouns(("words" if catalogue is None else "auto") if nouns is None else nouns)
         self._page_size, self._rich, self._show_attributes, self._brief = page_size, rich, show_attributes, brief
@@ -84,33 +85,33 @@ class Shop:
         self.enter(_of_task(task, self._given), task.fields["goal"])
         if self.goal["instruction_text"] not in str(task.messages[-1]["content"]):
             raise SettingsError(
-                f"task {task.id}: goal {task.fields['goal']} of {self.catalogue!r} is another one, "
-                f"{self.goal['instruction_text']!r}; make tasks and agent of one catalogue: "
+                f"task {task.id} does not match goal {task.fields['goal']} of {self.catalogue!r}, "
+                f"{self.goal['instruction_text']!r}; create tasks and agent with the same catalogue: "
                 "tasks(catalogue=mine), agent(..., options={'catalogue': mine})"
             )
         return None if self._brief else self.page.text(self._rich)
 
     def enter(self, catalogue: Catalogue, goal: int) -> None:
-        """Begin a visit for the goal of that number."""
+        """Start a visit for the goal with the given number."""
         self.catalogue = catalogue
         self.goal: dict[str, Any] = catalogue.goal(goal)
         self.keywords: str | None = None
         self.found: list[str] = []
-        """ASINs of the last search."""
+        """ASINs found by the last search."""
         self.number = 1
         self.asin: str | None = None
         self.subpage: str | None = None
         self.options: dict[str, str] = {}
         self.seen: list[str] = []
-        """Products whose page was opened."""
+        """ASINs of the products whose page was opened."""
         self.bought: str | None = None
         self.done = False
 
-    # --- where one is ---
+    # --- current page ---
 
     @property
     def page(self) -> pages.Page:
-        """The one that is shown now."""
+        """The current page."""
         text = self.goal["instruction_text"]
         if self.bought is not None:
             return pages.done(self._product(self.bought), self.options, self.goal, self._score()["reward"])
@@ -130,7 +131,7 @@ class Shop:
 
     @property
     def clickables(self) -> tuple[str, ...]:
-        """What `click` takes on this page."""
+        """Values that `click` accepts on the current page."""
         return self.page.clickables
 
     @property
@@ -147,17 +148,17 @@ class Shop:
             return "\n".join(self.page.parts)
         return self.page.text(self._rich)
 
-    # --- what one does ---
+    # --- actions ---
 
     def searched(self, keywords: str) -> str:
-        """What the tool `search` says."""
+        """Search, and return the observation of the tool `search`."""
         if not keywords.strip():
             raise ToolError("give keywords to search for")
         self._search(keywords)
         return self._text
 
     def clicked(self, value: str) -> str:
-        """What the tool `click` says."""
+        """Click, and return the observation of the tool `click`."""
         before = dict(self.options)
         if not self._click(value):
             if self._brief:
@@ -173,7 +174,7 @@ class Shop:
         self.number, self.asin, self.subpage, self.options = 1, None, None, {}
 
     def _click(self, value: str) -> bool:
-        """Whether there was something to click."""
+        """Click on an element of the page. Return False if there is no such element."""
         value = value.strip().lower()
         if value not in self.clickables:
             return False
@@ -217,9 +218,11 @@ class Shop:
         }
 
     async def reward(self) -> dict[str, float]:
-        """WebShop's, from 0 to 1, of what was bought; nothing bought is 0. `success` is a reward of 1. The stages: the
-        goal's own product was looked at, something was bought, and of it the share of attributes and options, price
-        and type."""
+        """Return WebShop's reward for the purchase, from 0 to 1; 0 if nothing was bought.
+
+        Further metrics: `success`, a reward of 1; `found`, the goal's own product was opened; `bought`; and the parts
+        of the reward: fractions of attributes and options, price and type.
+        """
         got = self._score()
         return got | {
             "success": float(got["reward"] >= 1.0),
@@ -233,7 +236,7 @@ class Shop:
 
 
 class WebShop(Shop):
-    """The shop with two tools. What is not on the page is told to the model with what is."""
+    """The shop with the tools `search` and `click`. A click on a missing element returns the list of clickable ones."""
 
     @tool
     def search(self, keywords: str) -> str:
@@ -255,8 +258,10 @@ class WebShop(Shop):
 
 
 class WebShopText(Shop):
-    """The shop with WebShop's own actions in one tool: `search[keywords]` and `click[value]`; anything else changes
-    nothing and shows the page again. With `format="action"` a model writes <action>search[red shoes]</action>."""
+    """The shop with WebShop's own actions, `search[keywords]` and `click[value]`, in one tool.
+
+    Any other action shows the page again. With `format="action"` a model writes <action>search[red shoes]</action>.
+    """
 
     @tool
     def act(self, action: str) -> str:
@@ -284,8 +289,8 @@ def _of_task(task: Task, given: Catalogue | None) -> Catalogue:
     missing = [name for name in ("goal", *(() if given else ("world",))) if name not in task.fields]
     if missing:
         raise SettingsError(
-            f"task {task.id} has no {missing[0]!r}: make tasks with af.envs.webshop.tasks(...), and if they are of "
-            "your files, give the agent options={'catalogue': yours} too"
+            f"task {task.id} has no field {missing[0]!r}: create tasks with af.envs.webshop.tasks(...); for your own "
+            "catalogue, also pass options={'catalogue': yours} to the agent"
         )
     return Catalogue.invented(int_field(task, "world", family="webshop")) if given is None else given
 
@@ -294,16 +299,16 @@ def _of_task(task: Task, given: Catalogue | None) -> Catalogue:
 
 
 def rows(n: int, split: str, seed: int = 0, catalogue: Catalogue | None = None) -> list[dict[str, Any]]:
-    """Rows {"id", "question", "world", "goal"}: the instruction and the goal's number.
+    """Return rows {"id", "question", "world", "goal"} with the instruction and the goal's number.
 
-    Of the invented catalogue every fifth product is the test's, and no instruction is in both splits. Of WebShop's full
-    set of human goals 0 to 499 are the test's and those from 1,500 on for training, as there; of a smaller one a fifth
-    is the test's.
+    In the fictional catalogue every fifth product belongs to the test split, and no instruction is in both splits. In
+    WebShop's full set of human goals, 0 to 499 are the test split and those from 1,500 the training split, as in the
+    original; in smaller sets a fifth is the test split.
     """
     of = Catalogue.invented(seed) if catalogue is None else catalogue
     numbers = _split(of, split, invented=catalogue is None)
     if n > len(numbers):
-        raise SettingsError(f"n={n}: {of!r} has {len(numbers)} different goals for {split!r}; ask for fewer")
+        raise SettingsError(f"n={n} is too large: {of!r} has {len(numbers)} different goals for {split!r}; reduce n")
     mark = "" if seed == 0 or catalogue is not None else f"{seed}-"
     world = {"world": seed} if catalogue is None else {}
     return [
@@ -339,7 +344,7 @@ def _split(of: Catalogue, split: str, invented: bool) -> list[int]:
 
 
 def plan(task: Task, options: Mapping[str, Any]) -> list[Move]:
-    """Everything that an expert does: search by the title, go to the product, choose, buy."""
+    """Return the actions of an expert: search for the title, open the product, choose the options, buy."""
     given = options.get("catalogue")
     catalogue = _of_task(task, given if given is None or isinstance(given, Catalogue) else _loaded(str(given)))
     goal = catalogue.goal(task.fields["goal"])
@@ -363,12 +368,12 @@ def plan(task: Task, options: Mapping[str, Any]) -> list[Move]:
 def expert_player(
     task: Task, messages: Sequence[Message], rng: random.Random, options: Mapping[str, Any] | None = None
 ) -> Move:
-    """Knows which product is meant."""
+    """Buy the goal's own product, following `plan`."""
     return plan(task, options or {})[len(tool_outputs(messages))]
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Searches for a word of the instruction, then clicks anything that it sees, or buys."""
+    """Search for a word of the instruction, then click on random parts of the page, or buy."""
     seen = tool_outputs(messages)
     if not seen or rng.random() < 0.1:
         return "search", {"keywords": rng.choice(str(task.messages[-1]["content"]).split())}
@@ -378,13 +383,13 @@ def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -
 
 family = Family(
     name="webshop",
-    what="find, configure and buy what an instruction asks for; WebShop's pages and reward",
+    what="find, configure and buy the product that an instruction asks for; WebShop's pages and reward",
     environment=WebShop,
     rows=rows,
     expert_player=expert_player,
     random_player=random_player,
     max_turns=15,
-    size="1,500 train and 400 test ship, of an invented catalogue; WebShop's files are read",
+    size="1,500 train and 400 test tasks of a fictional catalogue included; reads WebShop's files",
     needs=("bm25s", "rapidfuzz"),
     install="pip install bm25s rapidfuzz",
     splits={"train": 1500, "test": 400},
@@ -393,7 +398,7 @@ agent, random_agent = family.agent, family.random_agent
 
 
 def expert(**settings: Any) -> Agent:
-    """An agent without a model that buys what is asked for, with the same `options` as `agent`."""
+    """Create an agent that buys the requested product with a scripted player. Takes the same `options` as `agent`."""
     known = functools.partial(expert_player, options=settings.get("options") or {})
     return dataclasses.replace(family, expert_player=known).expert(**settings)
 
@@ -401,7 +406,10 @@ def expert(**settings: Any) -> Agent:
 def tasks(
     n: int | None = None, split: str | None = None, *, seed: int = 0, catalogue: Catalogue | str | None = None
 ) -> Tasks:
-    """`n` tasks of a split, "train" or "test"; without a split, both. catalogue: yours, or the folder of its files."""
+    """Return n tasks of a split, "train" or "test", or of both by default.
+
+    `catalogue` is your own Catalogue or the folder with its files; by default the fictional one.
+    """
     if catalogue is None:
         return family.tasks(n, split, seed=seed)
     family.require_installed()

@@ -1,6 +1,6 @@
-"""The products of a shop, what people ask of it, and how it is searched. Reads and writes WebShop's files.
+"""Catalogue of a shop: its products, goals and search. Reads WebShop's files, or uses the fictional shop of goods.py.
 
-Nothing is downloaded. A catalogue without files is the invented one of goods.py.
+Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from agentfly_kit.envs.webshop import goods
 from agentfly_kit.errors import SettingsError
 
 FOUND = 50
-"""What a search gives at most."""
+"""Maximum number of search results."""
 SEED = 233
-"""With which WebShop shuffles its goals."""
+"""Seed with which WebShop shuffles its goals."""
 BOUNDS = tuple(10.0 * i for i in range(1, 100))
 UNBOUNDED = 1_000_000.0
 _WANTED = ("items", "ins", "human_ins")
 _HELP = (
-    "WebShop's own are items_shuffle_1000.json, items_ins_v2_1000.json and items_human_ins.json (or those of the full "
-    "set), fetched by the setup script of github.com/princeton-nlp/WebShop; put them into one folder and type "
-    "af.envs.webshop.Catalogue.load(folder). Without them there is the invented catalogue: leave catalogue= out"
+    "WebShop's files are items_shuffle_1000.json, items_ins_v2_1000.json and items_human_ins.json (or those of the "
+    "full set), fetched by the setup script of github.com/princeton-nlp/WebShop; put them into one folder and type "
+    "af.envs.webshop.Catalogue.load(folder). To use the fictional catalogue instead, leave catalogue= out"
 )
 
 
 @dataclass(frozen=True)
 class Product:
-    """One of them, as the pages show it and the reward reads it."""
+    """A product with the fields that the pages and the reward use."""
 
     asin: str
     title: str
     description: str
     bullets: tuple[str, ...]
     price: float
-    """What it costs: of a range, one draw from it."""
+    """Price; for a price range, a random value within it."""
     price_text: str
     options: Mapping[str, tuple[str, ...]]
-    """Values by name, in lower case."""
+    """Option values by option name, in lower case."""
     attributes: tuple[str, ...]
     category: str
     query: str
@@ -56,11 +56,16 @@ class Product:
 class Catalogue:
     """Products, goals and a search over them.
 
-    items         a list of products as in items_shuffle.json
-    attributes    by ASIN, as in items_ins_v2.json
-    instructions  by ASIN, as in items_human_ins.json; without them the goals are WebShop's synthetic ones
-    seed          draws prices from ranges and the goals' bounds. WebShop's own draws have no seed: bounds differ from
-                  one start of it to the next, and so from these.
+    Args:
+        items: a list of products as in items_shuffle.json.
+        attributes: attributes by ASIN, as in items_ins_v2.json.
+        instructions: instructions by ASIN, as in items_human_ins.json; without them the goals are WebShop's synthetic
+            ones.
+        name: name for messages.
+        seed: seed for prices within ranges and for the goals' price bounds. WebShop itself samples them without a seed,
+            so its bounds differ between runs and from these.
+
+    Raises:  SettingsError for items that do not have WebShop's format.
     """
 
     def __init__(
@@ -82,20 +87,20 @@ class Catalogue:
                 continue
             self.products[asin] = self._product(asin, item)
         if not self.products:
-            raise SettingsError(f"the catalogue {name!r} has no product with an ASIN of at most 10 letters. {_HELP}")
+            raise SettingsError(f"the catalogue {name!r} has no product with an ASIN of at most 10 characters. {_HELP}")
         goals = self._asked(instructions) if instructions else self._synthetic()
         random.Random(seed).shuffle(goals)
         self.goals: tuple[dict[str, Any], ...] = tuple(goals)
-        """In WebShop's order where the products stand in its order: keys asin, category, query, name, product_category,
+        """Goals, in WebShop's order if the products are. Keys: asin, category, query, name, product_category,
         instruction_text, attributes, price_upper, goal_options, weight."""
 
-    # --- where it comes from ---
+    # --- loading ---
 
     @classmethod
     def load(cls, items: str | Path, ins: str | Path | None = None, human_ins: str | Path | None = None) -> Catalogue:
-        """From WebShop's files: a folder that holds them, or each by its path.
+        """Load WebShop's files: pass the folder that contains them, or the path of each.
 
-        Raises:  SettingsError naming the file that is not there or not what it should be, and where to get it.
+        Raises:  SettingsError naming the file that is missing or invalid, and where to get it.
         """
         first = Path(items).expanduser()
         if first.is_dir():
@@ -103,7 +108,7 @@ class Catalogue:
             human_ins = human_ins or next(iter(sorted(first.glob("items_human_ins*.json"))), None)
             found = sorted(first.glob("items_shuffle*.json"))
             if not found:
-                raise SettingsError(f"{first} holds no items_shuffle*.json. {_HELP}")
+                raise SettingsError(f"{first} contains no items_shuffle*.json. {_HELP}")
             first = found[0]
         rows = _read(first, list)
         known = _read(Path(ins).expanduser(), dict) if ins is not None else None
@@ -112,20 +117,28 @@ class Catalogue:
 
     @staticmethod
     def invented(world: int = 0) -> Catalogue:
-        """The one that ships, or another of its kind."""
+        """Return the fictional catalogue with the given number; 0 is the included one."""
         return _invented(world)
 
-    # --- what it is asked ---
+    # --- goals and search ---
 
     def goal(self, number: int) -> dict[str, Any]:
-        """Raises SettingsError for a number out of range."""
+        """Return the goal with the given number.
+
+        Raises:  SettingsError for a number out of range.
+        """
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(self.goals):
-            raise SettingsError(f"goal {number!r}: the catalogue {self.name!r} has goals 0 to {len(self.goals) - 1}")
+            raise SettingsError(
+                f"invalid goal {number!r}: the catalogue {self.name!r} has goals 0 to {len(self.goals) - 1}"
+            )
         return self.goals[number]
 
     def find(self, keywords: str) -> list[str]:
-        """ASINs, the best first, at most 50. The first word may be one of WebShop's: <r> gives any products, <a>, <c>
-        and <q> those with this attribute, category or query."""
+        """Search and return at most 50 ASINs, best first.
+
+        As in WebShop, the first word may select another search: <r> for random products; <a>, <c> and <q> for products
+        with the given attribute, category or query.
+        """
         kind, _, rest = keywords.strip().partition(" ")
         rest = rest.strip().lower()
         every = self.products.values()
@@ -143,7 +156,7 @@ class Catalogue:
 
     @functools.cached_property
     def index(self) -> WordIndex:
-        """Of title, description, first bullet and options."""
+        """BM25 index of title, description, first bullet and options."""
         return WordIndex([_searched(p) for p in self.products.values()])
 
     def __repr__(self) -> str:
@@ -214,7 +227,7 @@ class Catalogue:
         return goals
 
     def _bound(self, price: float) -> tuple[float, str]:
-        """The larger of two of the next four tens above the price, and the words for it."""
+        """Sample a price bound and its wording: the larger of two of the next four multiples of ten above the price."""
         above = [bound for bound in BOUNDS if bound > price][:4]
         if len(above) < 2:
             return UNBOUNDED, ""
@@ -260,8 +273,8 @@ def _read(path: Path, kind: type) -> Any:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise SettingsError(f"{path} is not JSON ({error}); was it downloaded to its end? {_HELP}") from None
+        raise SettingsError(f"{path} is not JSON ({error}); is the download complete? {_HELP}") from None
     if not isinstance(value, kind):
         shape = "a list of products" if kind is list else "an object with a key for each ASIN"
-        raise SettingsError(f"{path}: want {shape}, got {type(value).__name__}. {_HELP}")
+        raise SettingsError(f"{path} must contain {shape}, got {type(value).__name__}. {_HELP}")
     return value

@@ -1,6 +1,6 @@
-"""An invented shop: products, their attributes and what people ask for, in the very shapes of WebShop's files.
+"""Generator of a fictional shop: products, attributes and instructions in the format of WebShop's files.
 
-Knows no page and no reward. The same number makes the same shop everywhere.
+The same number generates the same shop on every machine.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ PACKS = ("single", "double", "family")
 _COLOR, _SIZE, _FLAVOR, _SCENT, _PACK = "color", "size", "flavor", "scent", "pack"
 VALUES = {_COLOR: COLORS, _SIZE: SIZES, _FLAVOR: FLAVORS, _SCENT: FLAVORS, _PACK: PACKS}
 PER_KIND = 18
-"""Products of each kind."""
+"""Number of products of each kind."""
 ASKED = 5
-"""What people ask for, of each product."""
+"""Number of instructions per product."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Kinds of goods that share a shelf, attributes, options and what they cost."""
+    """Kinds of products that share a category, attributes, options and a price range."""
 
     shelf: str
     category: str
@@ -35,7 +35,7 @@ class Group:
     attributes: tuple[str, ...]
     options: tuple[str, ...]
     cost: tuple[int, int]
-    """Whole dollars, from and to."""
+    """(lowest, highest) price in whole dollars."""
 
 
 GROUPS = (
@@ -76,13 +76,13 @@ WORDS = tuple(
         ]
     )
 )
-"""Every word of a title, an option and a request, in lower case."""
+"""All words of titles, options and instructions, in lower case."""
 
 Files = tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]
 
 
 def make(world: int = 0) -> Files:
-    """(items, attributes by ASIN, instructions by ASIN) of one invented shop, as WebShop's three files hold them."""
+    """Generate (items, attributes by ASIN, instructions by ASIN) of a shop, in the format of WebShop's three files."""
     rng = random.Random(f"webshop goods {world}")
     items: list[dict[str, Any]] = []
     known: dict[str, Any] = {}
@@ -110,7 +110,7 @@ def make(world: int = 0) -> Files:
 
 
 def _some(values: tuple[str, ...], rng: random.Random) -> list[str]:
-    """Some of them, at least three (or all that there are), in their own order."""
+    """Sample three to five of the values (or all, if there are fewer), keeping their order."""
     chosen = set(rng.sample(values, rng.randint(min(3, len(values)), min(5, len(values)))))
     return [value for value in values if value in chosen]
 
@@ -142,7 +142,7 @@ def _item(
 def _asked(
     asin: str, kind: str, attributes: list[str], options: dict[str, list[str]], n: int, rng: random.Random
 ) -> dict[str, Any]:
-    """What one person asks for: one or two attributes, and an option of each name."""
+    """Generate an instruction that asks for one or two attributes and a value of each option."""
     wanted = rng.sample(attributes[:2], 2) if n % 2 == 0 else [rng.choice(attributes)]
     chosen = {name: rng.choice(values) for name, values in options.items()}
     words = " and ".join(f"{name} {value}" for name, value in chosen.items())

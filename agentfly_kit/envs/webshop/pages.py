@@ -1,6 +1,6 @@
-"""The pages of the shop as text, and what on each can be clicked. Knows no reward.
+"""Text pages of the shop and their clickable elements.
 
-Source: what WebShop's text environment shows (the visible strings of its pages, joined by " [SEP] ").
+Source: the observations of WebShop's text environment (the visible strings of its pages, joined by " [SEP] ").
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ ATTRIBUTES = "Attributes"
 
 @dataclass(frozen=True)
 class Page:
-    """Strings in order; `clicks` are those that can be clicked, as they are written."""
+    """A page: its strings in order, and in `clicks` those that can be clicked."""
 
     parts: tuple[str, ...]
     clicks: tuple[str, ...] = ()
     chosen: frozenset[str] = field(default_factory=frozenset)
-    """Option values that were clicked."""
+    """Option values that have been selected."""
 
     @property
     def clickables(self) -> tuple[str, ...]:
-        """As `click` takes them: in lower case."""
+        """Clickable strings in lower case, as `click` accepts them."""
         return tuple(dict.fromkeys(text.lower() for text in self.clicks))
 
     def text(self, rich: bool = False) -> str:
-        """Joined by [SEP]; `rich` marks the buttons and which of them were clicked."""
+        """Return the strings joined by [SEP]; `rich` puts each on a line and marks buttons and selected ones."""
         if not rich:
             return " [SEP] ".join(self.parts)
         marked = []
@@ -45,12 +45,12 @@ class Page:
 
 
 def search(instruction: str) -> Page:
-    """The first page."""
+    """Return the start page."""
     return Page(("WebShop", "Instruction:", instruction, SEARCH), (SEARCH,))
 
 
 def results(instruction: str, found: Sequence[Product], number: int, total: int) -> Page:
-    """One page of what was found; `number` from 1. "Next >" is always there, past the end too."""
+    """Return page `number` (from 1) of the results. As in WebShop, it always has "Next >", even on the last page."""
     buttons = (*((PREVIOUS,) if number > 1 else ()), NEXT)
     items = tuple(text for p in found for text in (p.asin, p.title, p.price_text))
     head = ("Instruction:", instruction, BACK, f"Page {number} (Total results: {total})")
@@ -58,7 +58,7 @@ def results(instruction: str, found: Sequence[Product], number: int, total: int)
 
 
 def item(instruction: str, product: Product, chosen: Mapping[str, str], show_attributes: bool) -> Page:
-    """A product: options first, then what it is."""
+    """Return the page of a product: first its options, then its description."""
     options = tuple(text for name, values in product.options.items() for text in (name, *values))
     tabs = (*SUBPAGES, ATTRIBUTES) if show_attributes else SUBPAGES
     about = (product.title, f"Price: {product.price_text}", "Rating: N.A.")
@@ -71,7 +71,7 @@ def item(instruction: str, product: Product, chosen: Mapping[str, str], show_att
 
 
 def sub(instruction: str, product: Product, name: str) -> Page:
-    """A page behind an item's; there are no reviews, as in WebShop's own text pages of products without any."""
+    """Return a subpage of an item. Reviews are empty, as in WebShop for products without any."""
     texts: dict[str, tuple[str, ...]] = {
         "Description": (product.description,),
         "Features": product.bullets,
@@ -82,28 +82,28 @@ def sub(instruction: str, product: Product, name: str) -> Page:
 
 
 def done(product: Product, options: Mapping[str, str], goal: Mapping[str, Any], reward: float) -> Page:
-    """The last page. The episode is over then: no model reads the score."""
+    """Return the last page. The episode is over then, so no model reads the score on it."""
     none = (part for name in ("attrs", "category", "query", "product category") for part in (name, "None"))
     bought = ("Purchased", "asin", product.asin, "options", json.dumps(dict(options)), *none)
     wanted = {"asin": "asin", "options": "goal_options", "attrs": "attributes", "price upper": "price_upper"}
-    wanted |= {"instuction text": "instruction_text"}  # so it is written there
+    wanted |= {"instuction text": "instruction_text"}  # spelled this way in WebShop
     target = ("Target", *(part for name, key in wanted.items() for part in (name, str(goal[key]))))
     thanks = ("Thank you for shopping with us!", "Your code:", "None", "(Paste it in your MTurk interface.)")
     score = ("Your score (min 0.0, max 1.0)", str(reward), "Reward Details", "None")
     return Page((*thanks, *bought, *target, *score))
 
 
-# --- the same in few words, for a policy of a few hundred thousand parameters ----------------------
+# --- brief pages, for policies of a few hundred thousand parameters --------------------------------
 
 
 def brief_results(found: Sequence[Product], number: int) -> Page:
-    """A line a product; it is clicked by its number on the page."""
+    """Return a results page with one line per product, which is clicked by its number on the page."""
     buttons = (BACK, *((PREVIOUS,) if number > 1 else ()), NEXT)
     lines = tuple(f"{i} {p.title.lower()} ${p.price:g}" for i, p in enumerate(found, 1))
     return Page(lines or ("nothing found",), (*buttons, *(str(i) for i in range(1, len(found) + 1))))
 
 
 def brief_item(product: Product, chosen: Mapping[str, str], show_attributes: bool) -> Page:
-    """What can be chosen, a line an option."""
+    """Return the page of a product with one line per option."""
     full = item("", product, chosen, show_attributes)
     return Page(tuple(f"{name}: {' '.join(values)}" for name, values in product.options.items()), full.clicks)

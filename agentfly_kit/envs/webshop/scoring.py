@@ -1,4 +1,4 @@
-"""WebShop's reward: what of a goal the bought product meets. Knows no page and no search.
+"""WebShop's reward: how well the bought product meets the goal.
 
     r = r_type * (attributes met + options met + [price <= bound]) / (attributes + options + 1)
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from agentfly_kit.envs.webshop.catalogue import Product
 
 Nouns: TypeAlias = Callable[[str], Sequence[str]]
-"""A title -> its nouns in lower case, each as often as it stands there."""
+"""Function from a title to its nouns in lower case, with repetitions."""
 
 ALIKE = 85
-"""A `token_set_ratio` above this is a match."""
+"""Threshold of `token_set_ratio` above which two strings match."""
 MODEL = "en_core_web_sm"
 
 COLORS = tuple(
@@ -36,33 +36,33 @@ COLORS = tuple(
     "rainbow red rose royal rust sand sapphire seashell silver skull slate steel stone stonewash sunflower tan "
     "taupe teal tiger turquoise violet walnut wheat white wine yellow".split()
 )
-"""The words for colours that the reward knows, in its order."""
+"""Colour words that the reward recognizes, in the original's order, which matters to `color_of`."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a purchase is worth, and why."""
+    """Reward of a purchase and its parts."""
 
     reward: float
     attributes: int
-    """Of the goal's, how many the product has."""
+    """Number of the goal's attributes that the product has."""
     options: int
-    """Of the goal's, how many were chosen."""
+    """Number of the goal's options that were chosen."""
     price: bool
-    """Whether it costs at most the bound."""
+    """True if the price is at most the goal's bound."""
     kind: float
     """r_type: 1, 0.5, 0.1 or 0."""
 
 
 def score(product: Product, goal: Mapping[str, Any], options: Iterable[str], nouns: Nouns) -> Score:
-    """Of buying `product` with these option values for `goal`.
+    """Score the purchase of `product` with the given option values for `goal`.
 
-    Source: as of the module. An option that is met by two of the goal's counts for both, as there.
+    Source: as for the module. As in the original, one chosen option may match several options of the goal.
     """
     attributes = sum(_has(product, wanted) for wanted in goal["attributes"])
     wanted_options = goal["goal_options"]
     chosen = [color_of(value) for value in options]
-    if isinstance(wanted_options, Mapping):  # synthetic goals: name and value together, colours as they are
+    if isinstance(wanted_options, Mapping):  # synthetic goals: pairs of name and value, colours not normalised
         wanted_values = [str(pair) for pair in wanted_options.items()]
     else:
         wanted_values = [color_of(value) for value in wanted_options]
@@ -74,7 +74,7 @@ def score(product: Product, goal: Mapping[str, Any], options: Iterable[str], nou
 
 
 def _has(product: Product, wanted: str) -> bool:
-    """An attribute that is much like it; else the very words in title, bullets or description."""
+    """Return True if an attribute is similar, or if title, bullets or description contain the exact string."""
     if any(alike(have, wanted) > ALIKE for have in product.attributes):
         return True
     places = (product.title, " ".join(product.bullets), product.description)
@@ -82,7 +82,7 @@ def _has(product: Product, wanted: str) -> bool:
 
 
 def type_factor(product: Product, goal: Mapping[str, Any], nouns: Nouns) -> float:
-    """1 for the same kind of thing; less where neither query, shelf nor the title's nouns agree."""
+    """Return r_type: 1 for a product of the same type, less if query, category and nouns of the title disagree."""
     have, wanted = nouns(product.title), nouns(goal["name"])
     title = len(set(have) & set(wanted)) / len(wanted) if wanted else 0.2
     shelves = (_levels(product.product_category), _levels(goal["product_category"]))
@@ -99,12 +99,13 @@ def _levels(category: str) -> set[str]:
 
 
 def color_of(text: str) -> str:
-    """The first colour of the list, in its order, that stands anywhere in the text; else the text."""
+    """Return the first colour in `COLORS` that occurs in the text, or the text itself."""
     return next((color for color in COLORS if color in text), text)
 
 
 def alike(a: str, b: str) -> int:
-    """`token_set_ratio` as thefuzz gives it, 0 to 100: letters of Latin-1 above ASCII dropped, lower case, rounded."""
+    """Return `token_set_ratio` as thefuzz computes it, 0 to 100: in lower case, without the non-ASCII characters of
+    Latin-1, rounded."""
     from rapidfuzz import fuzz, utils
 
     one, two = (utils.default_process(text.translate(_LATIN)) for text in (a, b))
@@ -130,21 +131,26 @@ _ENDINGS = re.compile(r".{2,}(able|ible|ful|less|ous|ive|ish|proof|resistant|fri
 
 
 def likely_nouns(text: str) -> list[str]:
-    """A stand-in for a tagger: words of at least three letters that are no common adjective, colour, size or function
-    word, and do not end like an adjective. It takes more for nouns than a tagger does, brands among them."""
+    """Guess the nouns of a text without a tagger.
+
+    Keeps words of at least three letters that are not common adjectives, colours, sizes or function words and do not
+    end like an adjective. Returns more words than a tagger would, including brands.
+    """
     words = re.findall(r"[^\W\d_]+(?:['’-][^\W\d_]+)*", text.lower())
     return [w for w in words if len(w) >= 3 and w not in _OTHERS and not _ENDINGS.fullmatch(w)]
 
 
 @functools.cache
 def spacy_nouns() -> Nouns:
-    """spaCy's tags NOUN and PROPN, by its small English model, which WebShop uses.
+    """Return a function that finds NOUN and PROPN tags with spaCy's small English model, as WebShop does.
 
-    Raises:  SettingsError with what to type. Nothing is downloaded.
+    Nothing is downloaded.
+
+    Raises:  SettingsError with the install command if spaCy or the model is missing.
     """
     missing = missing_tagger()
     if missing:
-        raise SettingsError(f"nouns='spacy' needs {missing}; or give nouns='words', or a function of your own")
+        raise SettingsError(f"nouns='spacy' needs {missing}; or pass nouns='words', or a function")
     tagger = importlib.import_module("spacy").load(MODEL)
 
     @functools.lru_cache(100_000)
@@ -155,7 +161,7 @@ def spacy_nouns() -> Nouns:
 
 
 def missing_tagger() -> str:
-    """What to type for spaCy and its model; "" where both are installed."""
+    """Return the missing package, spaCy or its model, with its install command; "" if both are installed."""
     if importlib.util.find_spec("spacy") is None:
         return f"spaCy; type: pip install spacy && python -m spacy download {MODEL}"
     if importlib.util.find_spec(MODEL) is None:
@@ -164,7 +170,10 @@ def missing_tagger() -> str:
 
 
 def find_nouns(choice: str | Nouns) -> Nouns:
-    """ "words", "spacy", "auto" (spaCy where it is installed), or a function."""
+    """Return the function for "words", "spacy", "auto" (spaCy if installed, else "words"), or the given function.
+
+    Raises:  SettingsError for any other choice, and for "spacy" if it is not installed.
+    """
     if callable(choice):
         return choice
     if choice == "auto":
@@ -173,4 +182,4 @@ def find_nouns(choice: str | Nouns) -> Nouns:
         return likely_nouns
     if choice == "spacy":
         return spacy_nouns()
-    raise SettingsError(f"nouns={choice!r}: want 'auto', 'words', 'spacy', or a function from a title to its nouns")
+    raise SettingsError(f"nouns must be 'auto', 'words', 'spacy' or a function from a title to nouns, got {choice!r}")
