@@ -447,7 +447,7 @@ async def test_a_text_only_engine_is_told_the_new_row_alone() -> None:
     assert (t.reward, len(t.rows), t.exact) == (1.0, 2, False)
     assert [len(told) for told in Text.told] == [1, 1]
     assert str(Text.told[1][0]["content"]).endswith("So far: 2")
-    with pytest.raises(AlignmentError, match="gives text only"):
+    with pytest.raises(AlignmentError, match="engine is text-only"):
         _ = t.rows[1].ids
 
 
