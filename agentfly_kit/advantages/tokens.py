@@ -79,13 +79,13 @@ def gae(
     discount_observations=True (slime) also skips, but discounts by the distance in tokens.
 
     trajectory_index: rows of one trajectory, in the given order, form one episode: the value after the last action
-    token of a row is that of the first one of the next row, and rewards of later rows reach earlier ones. Compaction is then
-    treated like an observation, also with observations="step": the tokens that it removes and writes are not steps.
-    With None every row is an episode of its own, and a compacted row ends with value 0, unless `bootstrap` gives the
-    value of its end.
+    token of a row is that of the first one of the next row, and rewards of later rows reach earlier ones. Compaction is
+    then treated like an observation, also with observations="step": the tokens that it removes and writes are not
+    steps. With None every row is an episode of its own, and a compacted row ends with value 0, unless `bootstrap` gives
+    the value of its end.
 
     Shapes:  token_rewards, values, mask (B, T) or (T,); turns (B, T) ids, read at action tokens; bootstrap (B,), the
-             value of the state in which a row was cut, 0 for a row that ended by itself (with trajectory_index, that
+             value of the state in which a row was truncated, 0 for a row that ended (with trajectory_index, that
              of a trajectory's last row is read); trajectory_index (B,).
     Units:   reward.
     Raises:  ValueError for an infinite reward, a required value that is not finite, a turn id that reappears after
@@ -237,9 +237,9 @@ def optimal_token_baseline(
 
     The baseline is the mean reward to go of the group at that position, with each row weighted by its accumulated
     squared gradient norm: the running sum over action tokens of |e_token - p|^2 = 1 - 2 p(token) + sum p^2, which is
-    that of the gradient of the token's logprob with respect to its logits. Positions count action tokens. If only one row of a group is that
-    long, see `singleton`: 0, or the plain reward to go (verl). With `trajectory_index`, positions continue over the
-    rows of a trajectory.
+    that of the gradient of the token's logprob with respect to its logits. Positions count action tokens. If only one
+    row of a group is that long, see `singleton`: 0, or the plain reward to go (verl). With `trajectory_index`,
+    positions continue over the rows of a trajectory.
 
     Shapes:  token_rewards, mask, logprobs, sum_squared_probs (B, T), groups, trajectory_index (B,) -> (B, T).
     Units:   reward.

@@ -178,7 +178,8 @@ def dppo(
 
     The distance is that of the Bernoulli distributions "this token or another": |p - q| for "tv",
     KL(Bernoulli(q) || Bernoulli(p)) for "kl", with q the probability under old_logprobs, which should be
-    those of the sampler. Unlike a clip on the ratio, this permits large ratios of rare tokens. A usual threshold for "kl" is 0.05.
+    those of the sampler. Unlike a clip on the ratio, this permits large ratios of rare tokens. A usual
+    threshold for "kl" is 0.05.
 
     Shapes:  (B, T) each -> (B, T).
     Units:   clip: probability for "tv", nats for "kl".
