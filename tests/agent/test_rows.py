@@ -103,7 +103,7 @@ async def test_one_row_has_its_views_and_several_refuse_by_name() -> None:
 @pytest.mark.parametrize("rows", [(1,), (0, 2), (0, 1, 0), (-1, 0)])
 def test_rows_that_do_not_count_up_are_refused(rows: tuple[int, ...]) -> None:
     turns = tuple(Turn("prompt", "task", (1,), row=row) for row in rows)
-    with pytest.raises(AlignmentError, match="counted from 0"):
+    with pytest.raises(AlignmentError, match="count up from 0"):
         _ = Trajectory("x", TASK, "g", 0, turns, "answered").rows
 
 
