@@ -443,7 +443,7 @@ def test_a_field_that_no_task_has_is_refused_at_once() -> None:
     def turned(turn: Turn) -> int:  # a name of per="turn" only
         return 1
 
-    with pytest.raises(RewardError, match="asks for 'turn'"):
+    with pytest.raises(RewardError, match="requires 'turn'"):
         turned.check(TASK)
 
 

@@ -1,12 +1,11 @@
-"""Advantages: rewards (and values) in, one number a trajectory or a token out.
+"""Advantage estimators: one number per trajectory or per token, from rewards and optionally values.
 
-Pure functions: no model, no config object, no gradient. They do not know what a trajectory, a tool or a tokenizer is,
-and not what the loss does with the result. Lists, arrays and tensors of any float type are taken; half precision is
-computed and returned in float32.
+Pure functions without model, config object or gradient, independent of the loss. They accept lists, arrays and tensors
+of any float type; half precision is computed and returned in float32.
 
-What all of them keep to: a reward that is NaN (or None in a list) is unscored, is left out of every mean and gets
-advantage 0; an infinite one raises. Whatever stands where the mask is 0 is never read, so that inserting observation
-tokens anywhere changes no action's advantage. Axis letters: N trajectories (or rows), K rewards, B rows, T tokens.
+Conventions of all estimators: a reward that is NaN (or None in a list) is unscored, is excluded from every mean and
+has advantage 0; an infinite one raises ValueError. Values where the mask is 0 are never read, so inserting observation
+tokens does not change the advantage of any action. Axes: N trajectories (or rows), K rewards, B rows, T tokens.
 """
 
 from agentfly_kit.advantages.outcomes import (

@@ -1,4 +1,4 @@
-"""What an estimator is given: numbers of any kind, groups, masks; checked, and brought to tensors once."""
+"""Conversion and validation of the inputs of estimators: numbers, groups and masks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentfly_kit.errors import AlignmentError, SettingsError
 
 
 class Listable(Protocol):
-    """A numpy array or a pandas series, without importing either."""
+    """NumPy array or pandas series, without importing either."""
 
     def tolist(self) -> Any: ...
 
@@ -32,7 +32,7 @@ def _none_to_nan(x: Any) -> Any:
 
 
 def as_floats(x: Any, name: str, like: Tensor | None = None) -> Tensor:
-    """A detached float tensor, float32 or wider: sums in half precision lose whole rewards."""
+    """Convert to a detached tensor of float32 or wider, because sums in half precision lose whole rewards."""
     if isinstance(x, Tensor):
         out = x.detach()
     else:
@@ -63,7 +63,7 @@ def check_no_inf(x: Tensor, name: str) -> None:
 
 
 def require_finite(x: Tensor, where: Tensor, name: str, why: str) -> Tensor:
-    """x, 0 where it is not needed; an error names the first place that is needed and not finite."""
+    """Return x, with 0 outside `where`. Raise ValueError with the first index inside that is not finite."""
     bad = where & ~torch.isfinite(x)
     if bool(bad.any()):
         place = bad.nonzero()[0].tolist()
@@ -77,7 +77,7 @@ def check_choice(name: str, given: object, wanted: tuple[object, ...]) -> None:
 
 
 def group_index(groups: Groups, n: int, device: torch.device) -> Tensor:
-    """(N,) group of each row as 0, 1, 2, ...; ids may be ints, strings or anything hashable."""
+    """Number the groups 0, 1, 2, ... and return the number of each row, (N,). Ids may be any hashable objects."""
     if isinstance(groups, str):
         raise AlignmentError(f"groups={groups!r} is one string; give a list with a group id for each of {n} rows")
     if isinstance(groups, Tensor):
@@ -91,7 +91,7 @@ def group_index(groups: Groups, n: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class GroupedRewards:
-    """Rewards with their groups; every method gives each row a number of its own group's scored members."""
+    """Rewards with their groups. Methods return a statistic of the scored members of its group for each row."""
 
     reward: Tensor  # (N,), 0 where unscored
     scored: Tensor  # (N,) bool
@@ -101,7 +101,7 @@ class GroupedRewards:
     def from_rewards(cls, rewards: Numbers, groups: Groups) -> GroupedRewards:
         r = as_floats(rewards, "rewards")
         if r.ndim != 1:
-            raise AlignmentError(f"rewards has shape {tuple(r.shape)}; wanted (N,), one number a trajectory")
+            raise AlignmentError(f"rewards has shape {tuple(r.shape)}; wanted (N,), one number per trajectory")
         check_no_inf(r, "rewards")
         scored = ~torch.isnan(r)
         return cls(torch.where(scored, r, 0.0), scored, group_index(groups, len(r), r.device))
@@ -128,14 +128,14 @@ class GroupedRewards:
 
     @property
     def flat(self) -> Tensor:
-        """Where the scored rewards of a group are all equal."""
+        """True in groups whose scored rewards are all equal."""
         return self._group_max(self.reward) == -self._group_max(-self.reward)
 
     def minus_weighted_mean(self, weights: Tensor) -> Tensor:
-        """Reward minus the group's weighted mean; exactly 0 where a group is flat.
+        """Return reward minus the weighted mean of the group, and exactly 0 in flat groups.
 
-        Without that rule three rewards of 0.1 leave a residue of 1e-9, and dividing it by a std of the same size makes
-        an advantage out of rounding. Weights that are all 0 count as equal.
+        Otherwise three rewards of 0.1 would leave a residue of 1e-9, and dividing it by a std of the same size would
+        turn rounding errors into an advantage. If all weights are 0, they are treated as equal.
         """
         none = self.group_sum(weights) <= 0
         w = torch.where(none, 1.0, weights)
@@ -146,7 +146,7 @@ class GroupedRewards:
         return self.minus_weighted_mean(torch.ones_like(self.reward))
 
     def std(self, kind: Std, eps: float) -> Tensor:
-        """Std + eps; 1 for `kind=None`."""
+        """Return std + eps, or 1 for `kind=None`."""
         if kind is None:
             return torch.ones_like(self.reward)
         n = self.count - 1 if kind == "sample" else self.count
@@ -154,15 +154,15 @@ class GroupedRewards:
         return torch.sqrt(variance) + eps
 
     def singleton(self, advantages: Tensor, rule: Singleton) -> Tensor:
-        """The advantage of a row alone in its group: 0, or its own reward."""
+        """Set the advantage of rows that are alone in their group: 0, or the reward itself."""
         return torch.where(self.count == 1, self.reward if rule == "raw" else 0.0, advantages)
 
 
 class EpisodeRows:
-    """Rows of one trajectory end to end, in the order in which they are given: (B, T) to (R, n T) and back.
+    """Concatenation of the rows of each trajectory, in the given order: (B, T) to (R, n T) and back.
 
-    What is between them, the padding of one and the prompt of the next, is stepped over like an observation. Without
-    `trajectory_index` every row is its own.
+    Tokens in between (the padding of one row and the prompt of the next) are skipped like observations. Without
+    `trajectory_index` every row is its own trajectory.
     """
 
     def __init__(self, trajectory_index: Groups | None, rows: int, device: torch.device) -> None:
@@ -181,7 +181,7 @@ class EpisodeRows:
         self.is_single_row = self.max_rows == 1
 
     def concat(self, x: Tensor) -> Tensor:
-        """Rows that a trajectory does not have are 0, and False."""
+        """Concatenate rows; missing rows of a trajectory are 0 (False)."""
         if self.is_single_row:
             return x
         out = x.new_zeros(self.num_trajectories, self.max_rows, x.shape[1])
@@ -193,23 +193,23 @@ class EpisodeRows:
 
     @property
     def first_rows(self) -> Tensor:
-        """(R,): the first row of each trajectory."""
+        """Index of the first row of each trajectory, (R,)."""
         return (self.position == 0).nonzero()[:, 0]
 
     @property
     def last_rows(self) -> Tensor:
-        """(R,): the last row of each trajectory."""
+        """Index of the last row of each trajectory, (R,)."""
         last = dict(zip(self.index.tolist(), range(len(self.index)), strict=True))
         return torch.tensor([last[i] for i in range(self.num_trajectories)], dtype=torch.long, device=self.index.device)
 
     def any_in_trajectory(self, rows: Tensor) -> Tensor:
-        """(B,): whether any row of its trajectory is true."""
+        """Return for each row whether any row of its trajectory is True, (B,)."""
         return torch.zeros_like(self.index).index_add(0, self.index, rows.long())[self.index] > 0
 
 
 @dataclass(frozen=True)
 class TokenRewards:
-    """Token rewards with their mask: rewards are 0 and the mask is False on trajectories that are not scored."""
+    """Token rewards with their mask. On unscored trajectories rewards are 0 and the mask is False."""
 
     reward: Tensor  # (B, T)
     mask: Tensor  # (B, T) bool

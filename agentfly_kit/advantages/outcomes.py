@@ -1,4 +1,4 @@
-"""One advantage a trajectory: its reward against those of its group."""
+"""Outcome-level estimators: one advantage per trajectory, relative to its group."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def grpo(
     Shapes:  rewards (N,), groups (N,) ints or strings -> (N,).
     Units:   reward in; group standard deviations out (reward, with std=None).
     Raises:  ValueError if a reward is infinite. NaN is unscored: left out, advantage 0.
-    Source:  DeepSeekMath, arXiv 2402.03300, 4.1.2. It does not say which std: see `std`. Nor what a group of one gets:
-             see `singleton`. A group whose rewards are all equal gives exactly 0.
+    Source:  DeepSeekMath, arXiv 2402.03300, 4.1.2. It leaves open which std (see `std`) and the advantage in a group of
+             one (see `singleton`). A group whose rewards are all equal gives exactly 0.
     """
     check_choice("std", std, ("sample", "population", None))
     check_choice("singleton", singleton, ("zero", "raw"))
@@ -43,12 +43,12 @@ def grpo(
 
 
 def dr_grpo(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> Tensor:
-    """Reward minus group mean, not divided by a std, so that easy and hard tasks keep their own weight.
+    """Reward minus group mean, not divided by a std, so that tasks of all difficulties keep their weight.
 
     Shapes:  rewards (N,), groups (N,) -> (N,).
     Units:   reward.
     Raises:  ValueError if a reward is infinite. NaN is unscored.
-    Source:  Understanding R1-Zero-Like Training, arXiv 2503.20783, 3.2. Its other half is the aggregation "fixed".
+    Source:  Understanding R1-Zero-Like Training, arXiv 2503.20783, 3.2. It also requires the aggregation "fixed".
     """
     return grpo(rewards, groups, std=None, singleton=singleton)
 
@@ -70,7 +70,7 @@ def rloo(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> 
 def remax(rewards: Numbers, groups: Groups | None = None, *, baselines: Numbers) -> Tensor:
     """Reward minus the reward of the greedy answer to the same task.
 
-    Shapes:  rewards (N,), baselines (N,) -> (N,). groups is not read; it is there so that all are called alike.
+    Shapes:  rewards (N,), baselines (N,) -> (N,). groups is unused; it exists for a uniform signature.
     Units:   reward.
     Raises:  ValueError if a reward or a baseline is infinite. NaN in either is unscored.
     Source:  ReMax, arXiv 2310.10505.
@@ -87,7 +87,7 @@ def remax(rewards: Numbers, groups: Groups | None = None, *, baselines: Numbers)
 def opo(rewards: Numbers, groups: Groups, *, lengths: Numbers, singleton: Singleton = "zero") -> Tensor:
     """Reward minus the length-weighted mean reward of the group.
 
-    It is the baseline of least variance if the squared size of a trajectory's gradient grows with its length.
+    This baseline has the least variance if the squared norm of a trajectory's gradient is proportional to its length.
 
     Shapes:  rewards (N,), groups (N,), lengths (N,) in *action* tokens -> (N,).
     Units:   reward.
@@ -112,11 +112,11 @@ def gpg(
     rescale: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Reward minus group mean, scaled up by the share of trajectories that carry no gradient.
+    """Reward minus group mean, rescaled to compensate for trajectories without gradient.
 
     A group whose rewards are all equal adds nothing to the sum but stays in the denominator; rescale=True multiplies by
     scored trajectories / those in groups that are not flat. verl's code counts non-zero *rewards* there instead, which
-    agrees with this only by accident.
+    agrees with this only by coincidence.
 
     Shapes:  rewards (N,), groups (N,) -> (N,).
     Units:   reward, times at least 1.
@@ -140,12 +140,12 @@ def grpo_passk(
     singleton: Singleton = "zero",
     eps: float = 1e-6,
 ) -> Tensor:
-    """What a trajectory adds to the *best* reward among k.
+    """Contribution of a trajectory to the *best* reward among k.
 
-    The mean, over the k-subsets of its group that contain it, of the best with it minus the best without it. k=None is
-    the whole group: then only the best trajectory gets anything, its lead over the second (verl). Averaged over
-    trajectories and times k it is, with std=None, an unbiased gradient of the expected best of k. A group with fewer
-    than k scored trajectories uses all it has.
+    The mean, over the k-subsets of its group that contain it, of the best reward with it minus the best without it.
+    With k=None, the whole group, only the best trajectory has a nonzero advantage, its lead over the second (verl).
+    With std=None, the mean over trajectories times k is an unbiased gradient of the expected best of k. A group with
+    fewer than k scored trajectories uses all of them.
 
     Shapes:  rewards (N,), groups (N,) -> (N,), never negative.
     Units:   group standard deviations (reward, with std=None).
@@ -166,7 +166,7 @@ def grpo_passk(
         size = n if k is None else min(k, n)
         rows = rows[torch.argsort(g.reward[rows], stable=True)]
         best = g.reward[rows].tolist()
-        # In a subset where the sorted i-th is best, the sorted j-th is second in C(j, size - 2) ways.
+        # In sorted order, subsets with the i-th as best have the j-th as second in C(j, size - 2) ways.
         ways = [comb(j, size - 2) / comb(n - 1, size - 1) for j in range(n)]
         lead = [sum(ways[j] * (best[i] - best[j]) for j in range(i)) for i in range(n)]
         out[rows] = torch.tensor(lead, dtype=out.dtype, device=out.device)
@@ -183,20 +183,20 @@ def gdpo(
     singleton: Singleton = "zero",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Several rewards, each normalised in its group before they are added, so that none drowns another.
+    """Sum of several rewards, each normalised in its group first, so that none dominates.
 
-    The sum is then whitened over all scored trajectories of the call (whiten=True), so that its size does not grow with
-    the number of rewards.
+    The sum is then whitened over all scored trajectories of the call (whiten=True), so that its scale does not grow
+    with the number of rewards.
 
     Shapes:  rewards (N, K), groups (N,), weights (K,), default 1 each -> (N,).
     Units:   standard deviations.
-    Raises:  ValueError if a reward is infinite. A trajectory with a NaN among its rewards is unscored altogether.
+    Raises:  ValueError if a reward is infinite. A trajectory with a NaN among its rewards is unscored.
     Source:  GDPO, arXiv 2601.05242. verl's code whitens over tokens, so that long rows count more; this counts rows.
     """
     check_choice("std", std, ("sample", "population", None))
     r = as_floats(rewards, "rewards")
     if r.ndim != 2:
-        raise AlignmentError(f"rewards has shape {tuple(r.shape)}; wanted (N, K), one column a reward")
+        raise AlignmentError(f"rewards has shape {tuple(r.shape)}; wanted (N, K), one column per reward")
     w = [1.0] * r.shape[1] if weights is None else list(weights)
     if len(w) != r.shape[1]:
         raise AlignmentError(f"{len(w)} weights for {r.shape[1]} rewards; give one weight for each")
@@ -211,12 +211,12 @@ def gdpo(
 def maxrl(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> Tensor:
     """(r - mean) / mean of the group: the gradient of log success instead of success, so that hard tasks weigh more.
 
-    For rewards 0 and 1 and a group of n, its mean over rows is an unbiased gradient of log p cut off after n - 1 terms,
-    sum_{k<n-1} (1 - p)^k grad p.
+    For rewards 0 and 1 and a group of n, its mean over rows is an unbiased gradient of log p truncated after n - 1
+    terms, sum_{k<n-1} (1 - p)^k grad p.
 
     Shapes:  rewards (N,), groups (N,) -> (N,). A group of zeros gives zeros.
     Units:   group means.
-    Raises:  ValueError if a reward is infinite or negative: it stands for a chance of success. NaN is unscored.
+    Raises:  ValueError if a reward is infinite or negative, because it represents a success rate. NaN is unscored.
     Source:  MaxRL, arXiv 2602.02710, Algorithm 1.
     """
     check_choice("singleton", singleton, ("zero", "raw"))
@@ -236,13 +236,13 @@ def trajectory_level(
     estimator: Callable[..., Tensor] = grpo,
     **options: Any,
 ) -> Tensor:
-    """One advantage a *trajectory*, handed to all of its rows.
+    """One advantage per *trajectory*, shared by all of its rows.
 
-    Estimated by row, a trajectory of many rows pulls its group's mean towards its own reward: with rewards 1 and 0 in
-    three rows and one, row level gives 0.5, 0.5, 0.5, -1.5 where trajectory level gives ±0.7071.
+    Estimated per row, a trajectory with many rows pulls the mean of its group towards its own reward: for rewards 1
+    (three rows) and 0 (one row), row level gives 0.5, 0.5, 0.5, -1.5, and trajectory level ±0.7071.
 
-    Shapes:  rewards, groups, trajectory_index (N,), one entry a row -> (N,).
-    Units:   the estimator's; options are handed on to it.
+    Shapes:  rewards, groups, trajectory_index (N,), one entry per row -> (N,).
+    Units:   those of the estimator, which receives `options`.
     Raises:  ValueError if the rows of one trajectory differ in group or in reward.
     Source:  Agent Lightning v1, its rollout-level advantage.
     """

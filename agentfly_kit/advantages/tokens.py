@@ -1,4 +1,4 @@
-"""One advantage a token: rewards still to come, against values or against a group."""
+"""Token-level estimators: one advantage per token, from rewards to go relative to values or to a group."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from agentfly_kit.errors import AlignmentError, SettingsError
 
 
 def _gae_recursion(reward: Tensor, value: Tensor, steps: Tensor, discount: Tensor, lam: float, last: Tensor) -> Tensor:
-    """The GAE recursion over the positions where `steps` is true; all others are stepped over.
+    """Run the GAE recursion over the positions where `steps` is True, skipping all others.
 
-    discount (B, T) is applied between a step and the step after it; last (B,) is the value after the last step.
+    discount (B, T) is applied between a step and the next; last (B,) is the value after the last step.
     """
     adv = torch.zeros_like(reward)
     next_value, carry = last, torch.zeros_like(last)
@@ -42,7 +42,7 @@ def _gae_recursion(reward: Tensor, value: Tensor, steps: Tensor, discount: Tenso
 
 
 def _discounts(steps: Tensor, gamma: float, over_gaps: bool, like: Tensor) -> Tensor:
-    """gamma, or gamma ** (distance to the next step) when observation tokens are discounted too."""
+    """Return gamma, or gamma ** (distance to the next step) if observation tokens are discounted too."""
     if not over_gaps or gamma == 1.0:
         return torch.full_like(like, gamma)
     out = torch.full_like(like, gamma)
@@ -50,7 +50,7 @@ def _discounts(steps: Tensor, gamma: float, over_gaps: bool, like: Tensor) -> Te
     for t in range(like.shape[1] - 1, -1, -1):
         out[:, t] = gamma**gap
         gap = torch.where(steps[:, t], 1.0, gap + 1.0)
-    # Positions after the last step must not lengthen its gap: they are padding, or nothing is sampled after them.
+    # Positions after the last step must not lengthen its gap: nothing is sampled after them.
     after_last = steps.flip(1).cumsum(1).flip(1) == 1
     return torch.where(after_last, gamma, out)
 
@@ -68,28 +68,27 @@ def gae(
     discount_observations: bool = False,
     trajectory_index: Groups | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation; raw (advantages, returns), 0 where masked, not whitened.
+    """Generalised advantage estimation. Returns (advantages, returns), not whitened, 0 where masked.
 
-    A step is an action token or, with `turns`, a whole turn: its reward is the sum of its token rewards, its value is
-    the one at its first action token, and all its action tokens get its advantage and return.
+    A step is an action token or, with `turns`, a whole turn: its reward is the sum of its token rewards, its value that
+    at its first action token, and all its action tokens share its advantage and return.
 
-    observations="skip" (verl) steps over tokens with mask 0: the value after the last token of an action is the value
-    of the next *action* token. "step" (TRL PPO, torchtune) makes an ordinary time step, discounted and read by the
-    critic, of every token between a row's first and last action token: values must then be finite there too.
-    discount_observations=True (slime) keeps skipping, but discounts by the distance in tokens.
+    observations="skip" (verl) skips tokens with mask 0: the value after the last token of an action is the value
+    of the next *action* token. "step" (TRL PPO, torchtune) makes every token between the first and last
+    action token of a row a time step, with discount and value: values must then be finite there too.
+    discount_observations=True (slime) also skips, but discounts by the distance in tokens.
 
-    trajectory_index: rows of one trajectory, in the given order, are one episode: the value after a row's last
-    action token is that of the next row's first one, and the reward of a later row reaches the earlier ones. A
-    compaction is
-    then to GAE what an observation is, also under observations="step": what it takes away and what it writes are no
-    steps. None takes every row for an episode of its own, in which a row that was folded ended with nothing, unless
-    `bootstrap` says what was still to come.
+    trajectory_index: rows of one trajectory, in the given order, form one episode: the value after the last action
+    token of a row is that of the first one of the next row, and rewards of later rows reach earlier ones. Compaction is
+    then treated like an observation, also with observations="step": the tokens that it removes and writes are not
+    steps. With None every row is an episode of its own, and a compacted row ends with value 0, unless `bootstrap` gives
+    the value of its end.
 
     Shapes:  token_rewards, values, mask (B, T) or (T,); turns (B, T) ids, read at action tokens; bootstrap (B,), the
-             value of the state in which a row was cut, 0 for a row that ended by itself (with trajectory_index, that
+             value of the state in which a row was truncated, 0 for a row that ended (with trajectory_index, that
              of a trajectory's last row is read); trajectory_index (B,).
     Units:   reward.
-    Raises:  ValueError for an infinite reward, a value that is needed and not finite, a turn id that comes back after
+    Raises:  ValueError for an infinite reward, a required value that is not finite, a turn id that reappears after
              another. A row with a NaN reward at an action token is unscored, and so is its trajectory: all 0.
     Source:  arXiv 1506.02438, eq. 16; turns: the same recursion with a turn for a step.
     """
@@ -101,7 +100,7 @@ def gae(
     if bootstrap is not None:
         b = as_floats(bootstrap, "bootstrap", v).reshape(-1)
         if b.shape != last.shape:
-            raise AlignmentError(f"bootstrap has shape {tuple(b.shape)}; wanted ({len(last)},), one value a row")
+            raise AlignmentError(f"bootstrap has shape {tuple(b.shape)}; wanted ({len(last)},), one value per row")
         last = require_finite(b, tok.mask.any(1), "bootstrap", "(0 for a row that was not cut)")
     last = last[tok.rows.last_rows]
 
@@ -114,11 +113,11 @@ def gae(
 
     steps = tok.mask
     if observations == "step":
-        # Between the first and the last action token. What comes after is padding or was never acted upon.
+        # Between the first and last action token; no action follows later tokens.
         steps = (tok.mask.cumsum(1) > 0) & (tok.mask.flip(1).cumsum(1).flip(1) > 0)
     why = "at every action token" if observations == "skip" else "between the first and last action token"
     v = require_finite(v, steps, "values", why)
-    discount = _discounts(steps, gamma, discount_observations, v)  # from row to row is one step
+    discount = _discounts(steps, gamma, discount_observations, v)  # the next row is one step away
     concat = tok.rows.concat
     adv = tok.rows.split(_gae_recursion(concat(r), concat(v), concat(steps), concat(discount), lam, last))
     return tok.out(adv), tok.out(adv + v)
@@ -201,7 +200,7 @@ def reinforce_plus_plus_baseline(
 ) -> Tensor:
     """Reward of the row minus the mean of its group, on every action token, whitened over the batch.
 
-    With `trajectory_index`, the reward of all rows of the trajectory, which have one vote in their group together.
+    With `trajectory_index`, rewards are summed over the rows of a trajectory, which count once in their group.
 
     Shapes:  token_rewards, mask (B, T), groups, trajectory_index (B,) -> (B, T).
     Units:   as in `reinforce_plus_plus`.
@@ -212,7 +211,7 @@ def reinforce_plus_plus_baseline(
     check_choice("std", std, ("sample", "population", None))
     check_choice("singleton", singleton, ("zero", "raw"))
     tok = TokenRewards.from_arrays(token_rewards, mask, trajectory_index)
-    # A trajectory without any scored action token has no say in its group's mean.
+    # A trajectory without scored action tokens does not count in the mean of its group.
     whole = torch.zeros_like(tok.reward[:, 0]).index_add(0, tok.rows.index, tok.reward.sum(1))[
         : tok.rows.num_trajectories
     ]
@@ -234,13 +233,13 @@ def optimal_token_baseline(
     singleton: Singleton = "zero",
     trajectory_index: Groups | None = None,
 ) -> Tensor:
-    """Reward to come minus a baseline of its own for each token position.
+    """Reward to go minus a separate baseline for each token position.
 
-    The baseline is the group's mean reward to come at that position, each row weighted by the gradient it has gathered
-    so far: the running sum over action tokens of |e_token - p|^2 = 1 - 2 p(token) + sum p^2, the squared length of the
-    gradient of the token's logprob in its logits. Positions count action tokens. Where only one row of a group is that
-    long, `singleton`: 0, or the bare reward to come (verl). With `trajectory_index`, rows of one
-    trajectory are counted through.
+    The baseline is the mean reward to go of the group at that position, with each row weighted by its accumulated
+    squared gradient norm: the running sum over action tokens of |e_token - p|^2 = 1 - 2 p(token) + sum p^2, which is
+    that of the gradient of the token's logprob with respect to its logits. Positions count action tokens. If only one
+    row of a group is that long, see `singleton`: 0, or the plain reward to go (verl). With `trajectory_index`,
+    positions continue over the rows of a trajectory.
 
     Shapes:  token_rewards, mask, logprobs, sum_squared_probs (B, T), groups, trajectory_index (B,) -> (B, T).
     Units:   reward.
@@ -261,7 +260,7 @@ def optimal_token_baseline(
     row, at = steps.nonzero(as_tuple=True)
     position = steps.cumsum(1)[row, at]
     group = group_index(groups, len(tok.mask), energy.device)[first_rows][row]
-    # One group for each (group, position), so that everything said of groups holds for positions.
+    # Use one group per (group, position), so that all group statistics are per position.
     key = torch.unique(torch.stack([group, position], 1), dim=0, return_inverse=True)[1]
     g = GroupedRewards(to_come[row, at], torch.ones_like(row, dtype=torch.bool), key)
     out = zero.clone()

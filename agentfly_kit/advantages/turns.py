@@ -1,4 +1,4 @@
-"""One advantage a turn: turns that began in one state, and turns that forked chains share."""
+"""Turn-level estimators: turns that start in the same state, and turns shared by forked chains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from agentfly_kit.errors import AlignmentError
 
 
 def _pad_ragged(rows: list[list[float]], like: Tensor) -> Tensor:
-    """(N, K), 0 after the end of each row."""
+    """Pad rows with 0 to shape (N, K)."""
     width = max(map(len, rows), default=0)
     return torch.tensor([r + [0.0] * (width - len(r)) for r in rows], dtype=like.dtype, device=like.device).reshape(
         len(rows), width
@@ -45,11 +45,11 @@ def gigpo(
 ) -> Tensor:
     """GRPO over trajectories plus `weight` times GRPO over the turns that started in the same state.
 
-    A turn's own number is the discounted reward from it on; it is compared with the turns, of all trajectories of the
-    group, whose state (anything hashable: an observation, a page) is equal.
+    The return of a turn is the discounted reward from that turn on. It is compared with the turns of all trajectories
+    of the group whose state (any hashable object: an observation, a page) is equal.
 
-    Shapes:  rewards (N,), groups (N,); turn_rewards, states: N lists, one entry a turn -> (N, K), K the most turns, 0
-             after a trajectory's last. turn_rewards holds the outcome too, on the turn that earned it.
+    Shapes:  rewards (N,), groups (N,); turn_rewards, states: N lists, one entry per turn -> (N, K), K the maximum
+             number of turns, padded with 0. turn_rewards includes the outcome, on the turn that earned it.
     Units:   group standard deviations (reward, with std=None).
     Raises:  ValueError if a reward is infinite. A trajectory with a NaN reward, or one on a turn, is unscored.
     Source:  GiGPO, arXiv 2505.10978; std=None is its F_norm = 1.
@@ -62,10 +62,12 @@ def gigpo(
     for i, (given, at) in enumerate(zip(turn_rewards, states, strict=True)):
         row = as_floats(given, f"turn_rewards[{i}]").tolist()
         if len(row) != len(at):
-            raise AlignmentError(f"trajectory {i}: {len(row)} turn rewards, {len(at)} states; give one each a turn")
+            raise AlignmentError(
+                f"trajectory {i}: {len(row)} turn rewards, {len(at)} states; give one of each per turn"
+            )
         to_come = 0.0
         per_turn.append([to_come := x + gamma * to_come for x in reversed(row)][::-1])
-    sums = torch.tensor([sum(x) for x in per_turn], dtype=r.dtype, device=r.device)  # NaN or inf if a turn has it
+    sums = torch.tensor([sum(x) for x in per_turn], dtype=r.dtype, device=r.device)  # NaN or inf if any turn reward is
     check_no_inf(sums, "turn_rewards")
     r = torch.where(torch.isnan(sums), torch.nan, r)
     episode = grpo(r, index, std=std, singleton=singleton, eps=eps)
@@ -78,15 +80,15 @@ def gigpo(
 
 
 def branch_weights(turn_ids: Sequence[Sequence[Hashable]], groups: Groups) -> Tensor:
-    """Weight of each leaf of a group's tree of turns: the product of 1 / branches along its path.
+    """Return the weight of each leaf of a tree of turns: the product of 1 / branches along its path.
 
-    The weights of a group sum to 1. A weighted mean over leaves is then unbiased where a plain one is not: a chain that
-    was forked often has many leaves and outvotes the others. (Unbiased as long as the number of branches at a turn is
-    settled before they are sampled; topping a group up with fresh chains afterwards breaks it at the root.)
+    The weights of a group sum to 1. The weighted mean over leaves is unbiased, unlike the plain mean, in which a chain
+    that was forked often has too many leaves. (It is unbiased if the number of branches at a turn is fixed before they
+    are sampled; adding new chains to a group afterwards violates this at the root.)
 
-    Shapes:  turn_ids: N paths from the first turn to the last, equal ids within a group being the same turn;
+    Shapes:  turn_ids: N paths from the first turn to the last, in which equal ids within a group mean the same turn;
              groups (N,) -> (N,) float64.
-    Raises:  ValueError if two leaves of a group have one path, or a turn has two parents.
+    Raises:  ValueError if two leaves of a group have the same path, or a turn has two parents.
     """
     index = group_index(groups, len(turn_ids), torch.device("cpu")).tolist()
     children: dict[Hashable, set[Hashable]] = {}
@@ -121,17 +123,18 @@ def arpo(
     singleton: Singleton = "zero",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Advantages of the turns of forked chains: one row a leaf, shared turns repeated in every row that has them.
+    """Advantages of the turns of forked chains: one row per leaf, with shared turns repeated in every row.
 
-    soft: GRPO over the leaves, the same on all turns of a row. hard: a turn shared by several leaves gets the mean of
-    their advantages, the others their own; with a token mean or sum and inside the clip it has the gradient of soft.
-    inverse_branching: mean and std are weighted by `branch_weights`, and a row's advantage is multiplied by its weight
-    times the group's leaves, so that forking does not move what is estimated. Without forks all three are `grpo`.
+    soft: GRPO over the leaves, the same on all turns of a row. hard: a turn shared by several leaves has the mean of
+    their advantages; with a token mean or sum and inside the clip, the gradient equals that of soft.
+    inverse_branching: mean and std are weighted by `branch_weights`, and the advantage of a row is multiplied by its
+    weight times the number of leaves of the group, so that forking does not change the expectation. Without forks all
+    three equal `grpo`.
 
-    Shapes:  rewards, groups (N,), one entry a leaf; turn_ids as in `branch_weights` -> (N, K), K the longest path.
+    Shapes:  rewards, groups (N,), one entry per leaf; turn_ids as in `branch_weights` -> (N, K), K the longest path.
     Units:   group standard deviations (reward, with std=None).
     Raises:  ValueError if a reward is infinite, or for `turn_ids` that are not a tree. NaN is unscored.
-    Source:  ARPO, arXiv 2507.19849, 3.2 and Appendix C.2; inverse_branching is this kit's.
+    Source:  ARPO, arXiv 2507.19849, 3.2 and Appendix C.2; inverse_branching is specific to this package.
     """
     check_choice("attribution", attribution, ("soft", "hard", "inverse_branching"))
     check_choice("std", std, ("sample", "population", None))
@@ -145,7 +148,7 @@ def arpo(
         w = w / g.group_sum(w).clamp(min=torch.finfo(w.dtype).tiny)
         a = g.minus_weighted_mean(w)
         if std is not None:
-            # Of equal weights 1/n the correction leaves (n - 1) / n, as it must.
+            # Bessel correction for weights; for equal weights 1/n it is (n - 1) / n.
             grain = 1 - g.group_sum(w.square()) if std == "sample" else torch.ones_like(w)
             variance = g.group_sum(w * a.square()) / torch.where(grain > 0, grain, 1.0)
             a = a / (torch.sqrt(variance) + eps)

@@ -1,4 +1,4 @@
-"""Mean 0 and std 1 over all action tokens of a batch."""
+"""Whitening: mean 0 and std 1 over all action tokens of a batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def whitened(x: Tensor, mask: Tensor, std: Std, eps: float, what: str) -> Tensor
         return torch.zeros_like(x)
     kept = x[mask]
     if bool((kept == kept[0]).all()):
-        return torch.zeros_like(x)  # as in a flat group: do not divide rounding by rounding
+        return torch.zeros_like(x)  # as in a flat group: do not divide rounding errors by each other
     mean = kept.mean()
     scale = 1.0 if std is None else kept.std(unbiased=std == "sample") + eps
     return torch.where(mask, (torch.where(mask, x, 0.0) - mean) / scale, 0.0)
@@ -36,12 +36,12 @@ def whitened(x: Tensor, mask: Tensor, std: Std, eps: float, what: str) -> Tensor
 def whiten(advantages: Numbers, mask: Any, *, std: Std = "sample", eps: float = 1e-6) -> Tensor:
     """Shift and scale to mean 0 and std 1 over all action tokens of the batch; 0 where masked.
 
-    Whiten the whole minibatch at once: the result depends on what is in it. std=None only shifts.
+    Whiten the whole minibatch in one call, because the result depends on its composition. std=None only shifts.
 
     Shapes:  advantages, mask (B, T) -> (B, T).
     Units:   standard deviations over action tokens.
-    Raises:  ValueError if an advantage at an action token is not finite. No action token at all: zeros and a warning.
-             Equal advantages everywhere: exactly 0.
+    Raises:  ValueError if an advantage at an action token is not finite. Without action tokens: zeros and a warning. If
+             all advantages are equal: exactly 0.
     Source:  as in most PPO code; studied in arXiv 2006.05990 ("per minibatch advantage normalization").
     """
     check_choice("std", std, ("sample", "population", None))

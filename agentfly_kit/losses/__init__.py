@@ -1,12 +1,13 @@
-"""Losses: logprobs and advantages in, one number a token out; `aggregate` makes one number of them.
+"""Loss functions: per-token losses from logprobs and advantages, and `aggregate`, which reduces them to a scalar.
 
-Pure functions of tensors. They do not know the policy, the optimizer, or how a batch was split. Everything per token is
-(B, T), or (T,) for one row, and is indexed by the predicted token. Every input is replaced where the mask is 0 *before*
-any subtraction or exp, so that NaN or inf there (which records hold on purpose) reaches neither value nor gradient; the
-result is 0 there. Half precision is computed and returned in float32.
+Pure functions of tensors, independent of the policy, the optimizer, and the split of a batch. Per-token values have
+shape (B, T), or (T,) for one row, and are indexed by the predicted token. Inputs are replaced where the mask is 0
+*before* any subtraction or exp, so that NaN or inf there (which records contain on purpose) reaches neither value nor
+gradient; the result is 0 there. Half precision is computed and returned in float32.
 
-The sign: a loss is minimised. The unit of a policy loss is the advantage's, of a KL nats a token. All policy losses are
-called alike, f(logprobs, old_logprobs, advantages, mask, ...), where an advantage is (B, T), or (B,) for one a row.
+Sign: losses are minimised. Units: a policy loss has the unit of the advantage, a KL is in nats per token. All policy
+losses have the signature f(logprobs, old_logprobs, advantages, mask, ...), with advantages of shape (B, T), or (B,) for
+one per row.
 """
 
 from agentfly_kit.losses.clipping import clip_fraction, clipped

@@ -1,4 +1,4 @@
-"""Where the clip of `ppo` binds."""
+"""Diagnostics of the clip of `ppo`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def clipped(
     clip_high: float | None = None,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """Where the clip of `ppo` binds, given the advantage's sign: those action tokens get no gradient.
+    """Return True where the clip of `ppo` binds, given the sign of the advantage. These tokens have zero gradient.
 
     Shapes:  as `ppo` -> (B, T) bool.
     """
@@ -26,7 +26,7 @@ def clipped(
     m = as_bool_mask(mask, logprobs)
     a = masked(advantages, m, "advantages")
     ratio = torch.exp(log_ratio(logprobs, old_logprobs, m))
-    # An advantage is 0 where masked, so nothing binds there.
+    # Masked advantages are 0, so the clip never binds there.
     binds = ((a > 0) & (ratio > 1 + high)) | ((a < 0) & (ratio < 1 - clip))
     if dual_clip is not None:
         binds |= (a < 0) & (ratio > dual_clip)
@@ -43,7 +43,7 @@ def clip_fraction(
     clip_high: float | None = None,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """Share of action tokens where the clip of `ppo` binds (see `clipped`).
+    """Fraction of action tokens where the clip of `ppo` binds (see `clipped`).
 
     Shapes:  as `ppo` -> ().
     """

@@ -1,4 +1,4 @@
-"""The loss of a value head."""
+"""Loss of the value head."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from agentfly_kit.losses.inputs import as_bool_mask, check_nonnegative, masked
 
 
 def value(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None = None) -> Tensor:
-    """Half the squared error to the return; with `clip` the larger of it and that of a value kept near the old one.
+    """Half the squared error to the return. With `clip`, the maximum of it and the error of the clipped value.
+
+    The clipped value is limited to old_values ± clip.
 
     Shapes:  (B, T) each -> (B, T). old_values may be None without `clip`.
     Units:   reward squared.
     Raises:  SettingsError for a negative clip.
-    Source:  the clipped form is in the code of PPO (arXiv 1707.06347), not in its text; arXiv 2005.12729 looks into it.
+    Source:  the clipped form is in the code of PPO (arXiv 1707.06347), not in its text; studied in arXiv 2005.12729.
     """
     check_nonnegative("clip", clip)
     m = as_bool_mask(mask, values)

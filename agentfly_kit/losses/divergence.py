@@ -1,4 +1,4 @@
-"""KL: its estimators from logprobs, the exact one from logits, and a coefficient that follows a target."""
+"""KL divergence: estimators from logprobs, the exact value from logits, and an adaptive coefficient."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ KLKind: TypeAlias = Literal["k1", "abs", "k2", "k3", "k3+"]
 
 
 def kl(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = "k3", mask: Tensor | None = None) -> Tensor:
-    """Estimate of KL(policy || reference) at each token sampled from the policy, from its two logprobs alone.
+    """Estimate KL(policy || reference) at each token sampled from the policy, from its two logprobs.
 
     With d = log p - log q:  k1 d,  abs |d|,  k2 d²/2,  k3 exp(-d) - 1 + d,  and k3+ the value of k3 with the gradient
-    of k2. k1 and k3 are unbiased values; only k2 (and so k3+) has the gradient of the KL in expectation. k1's expected
-    gradient is 0: in the reward it is right, in a loss it does nothing but noise.
+    of k2. The values of k1 and k3 are unbiased; only k2 (and hence k3+) has the gradient of the KL in expectation. The
+    expected gradient of k1 is 0: it is correct in a reward, but only adds noise in a loss.
 
     Shapes:  (B, T) each -> (B, T), 0 where masked.
-    Units:   nats a token.
+    Units:   nats per token.
     Raises:  SettingsError for an unknown kind. UserWarning for k1 when logprobs carry a gradient.
     Source:  Schulman, "Approximating KL divergence" (2020): k1, k2, k3.
     """
@@ -32,7 +32,7 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = "k3", mask: Tensor
     if kind == "k1":
         if d.requires_grad:
             warnings.warn(
-                "kl(kind='k1') in a loss: the expected gradient of k1 is 0, so it adds noise and no pull to the "
+                "kl(kind='k1') in a loss: the expected gradient of k1 is 0, so it adds noise, but no pull to the "
                 "reference; use kind='k2' or 'k3+', or put k1 in the reward (under torch.no_grad())",
                 UserWarning,
                 stacklevel=2,
@@ -50,10 +50,10 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = "k3", mask: Tensor
 def kl_full(logits: Tensor, ref_logits: Tensor, mask: Tensor) -> Tensor:
     """Exact KL(policy || reference) of the two next-token distributions at each action token.
 
-    A token that both forbid (logit -inf) adds nothing; one that only the reference forbids makes the KL infinite.
+    Tokens with logit -inf in both contribute 0; a token with logit -inf only in the reference makes the KL infinite.
 
     Shapes:  logits, ref_logits (B, T, V), mask (B, T) -> (B, T).
-    Units:   nats a token.
+    Units:   nats per token.
     """
     if logits.shape != ref_logits.shape or logits.shape[:-1] != mask.shape:
         raise AlignmentError(
@@ -61,7 +61,7 @@ def kl_full(logits: Tensor, ref_logits: Tensor, mask: Tensor) -> Tensor:
             "wanted (B, T, V) twice and (B, T)"
         )
     m = mask.to(device=logits.device, dtype=torch.bool)
-    # Only the rows that count are ever read: V is large, and poison elsewhere stays where it is.
+    # Read only positions inside the mask: V is large, and NaN elsewhere must not spread.
     wide = torch.promote_types(logits.dtype, torch.float32)
     log_p = torch.log_softmax(logits[m].to(wide), -1)
     log_q = torch.log_softmax(ref_logits[m].to(wide), -1)
@@ -73,11 +73,11 @@ def kl_full(logits: Tensor, ref_logits: Tensor, mask: Tensor) -> Tensor:
 
 
 def adaptive_kl_coef(coef: float, kl: float, *, target: float, steps: float, horizon: float = 10_000) -> float:
-    """The next KL coefficient: up when the KL is above its target, down when below, slowly.
+    """Return the next KL coefficient, slowly increased if the KL is above its target and decreased if below.
 
-    coef (1 + clip(kl / target - 1, -0.2, 0.2) steps / horizon). A fixed coefficient is simply not updated.
+    coef (1 + clip(kl / target - 1, -0.2, 0.2) steps / horizon). For a fixed coefficient, do not call this.
 
-    Units:   kl and target in nats a token, steps and horizon in trajectories.
+    Units:   kl and target in nats per token, steps and horizon in trajectories.
     Raises:  SettingsError unless target and horizon are above 0.
     Source:  Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593, 2.2.
     """
@@ -91,7 +91,7 @@ def approx_kl(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """Mean over action tokens of (ratio - 1) - log ratio: k3 of KL(old || new), for tokens sampled from the old policy.
 
     Shapes:  (B, T) each -> (). Never negative.
-    Units:   nats a token.
+    Units:   nats per token.
     Source:  Schulman, "Approximating KL divergence" (2020).
     """
     m = as_bool_mask(mask, logprobs)

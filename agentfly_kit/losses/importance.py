@@ -1,4 +1,4 @@
-"""Weights for tokens that came from another distribution than the trainer's."""
+"""Importance weights for tokens sampled from another distribution than that of the trainer."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def importance_weights(
     floor: float = 0.0,
     beyond: Literal["truncate", "mask"] = "truncate",
 ) -> Tensor:
-    """Truncated importance sampling: trainer's over sampler's probability, kept in (floor, cap). A weight for the loss.
+    """Truncated importance weights: probability under the trainer over that under the sampler, limited to [floor, cap].
 
-    level="token" weighs each token by its own ratio; "sequence" each token of a row by the row's ratio, the product of
-    its tokens' (unbiased before truncation, and far more spread). beyond="truncate" puts a weight outside on the bound,
-    "mask" puts it to 0, which drops the token or the whole row.
+    level="token" weights each token by its own ratio; "sequence" weights all tokens of a row by the product of their
+    ratios (unbiased before truncation, but with far higher variance). beyond="truncate" clamps weights outside the
+    bounds; "mask" sets them to 0, which drops the token or the whole row.
 
     Shapes:  (B, T) each -> (B, T), 0 where masked, no gradient. Multiply the per-token loss by it.
     Raises:  SettingsError unless 0 <= floor <= cap.
@@ -48,10 +48,10 @@ def importance_weights(
 
 @torch.no_grad()
 def effective_sample_size(weights: Tensor, mask: Tensor, *, level: Literal["token", "sequence"] = "token") -> Tensor:
-    """Share of the sample that is left after weighing: (sum w)^2 / (n sum w^2), 1 for equal weights.
+    """Effective sample size as a fraction of the sample: (sum w)^2 / (n sum w^2), 1 for equal weights.
 
-    Shapes:  weights, mask (B, T) -> (). level="sequence" counts rows, by the weight that all tokens of a row share.
-    Units:   share of action tokens, or of rows that have one; 0 when nothing is left.
+    Shapes:  weights, mask (B, T) -> (). level="sequence" counts rows by the weight shared by all tokens of a row.
+    Units:   fraction of action tokens, or of rows with action tokens; 0 if all weights are 0.
     Source:  Kish (1965).
     """
     check_choice("level", level, ("token", "sequence"))

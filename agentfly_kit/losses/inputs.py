@@ -1,4 +1,4 @@
-"""What a loss is given: everything is replaced where the mask is 0 before anything is computed from it."""
+"""Validation of the inputs of losses, and replacement of values where the mask is 0."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from torch import Tensor
 
 from agentfly_kit.errors import AlignmentError, SettingsError
 
-# exp(20) = 5e8. Far past it a float32 ratio is inf, and inf times the zero gradient of a clipped token is NaN. A token
-# beyond the limit gets no gradient. Where no clip would have stopped it already (a negative advantage, a ratio of 5e8)
-# that is the lesser harm.
+# exp(20) = 5e8. A far larger float32 ratio is inf, and inf times the zero gradient of a clipped token is NaN. Tokens
+# beyond the limit get no gradient, which matters only without a clip (negative advantage and a ratio of 5e8).
 MAX_LOG_RATIO = 20.0
 
 
@@ -24,7 +23,7 @@ def check_nonnegative(name: str, given: float | None) -> None:
 
 
 def upper_clip(clip: float, clip_high: float | None, dual_clip: float | None = None) -> float:
-    """The upper clip: clip_high, or clip where that is None."""
+    """Return the upper clip: clip_high, or clip if that is None."""
     check_nonnegative("clip", clip)
     check_nonnegative("clip_high", clip_high)
     if dual_clip is not None and not dual_clip > 1:
@@ -41,7 +40,7 @@ def as_bool_mask(mask: Tensor | None, like: Tensor) -> Tensor:
 
 
 def masked(x: Tensor, mask: Tensor, name: str) -> Tensor:
-    """x at action tokens, 0 elsewhere, in float32 or wider. A (B,) or (B, 1) x is one number a row."""
+    """Return x at action tokens and 0 elsewhere, in float32 or wider. (B,) or (B, 1) is one number per row."""
     if x.ndim == 1 and mask.ndim == 2 and len(x) == len(mask):
         x = x.unsqueeze(1)
     if x.shape != mask.shape:

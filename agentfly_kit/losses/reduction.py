@@ -1,4 +1,4 @@
-"""One number of many tokens: whose tokens weigh how much."""
+"""Aggregation of per-token losses to a scalar."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ def aggregate(
     empty_rows: Literal["exclude", "count"] = "exclude",
     count: Literal["trajectories", "rows"] = "trajectories",
 ) -> Tensor:
-    """One loss from per-token losses. What a mean is taken over decides whose tokens weigh how much.
+    """Reduce per-token losses to a scalar. The mode determines the weight of each token.
 
     token_mean           sum / action tokens: long rows weigh more.            total: action tokens
     seq_mean_token_mean  mean over rows of each row's mean: rows weigh equal.  total: rows
     seq_mean_token_sum   mean over rows of each row's sum.                     total: rows
     fixed                sum / (rows x denominator), the denominator a         total: rows
-                         configured number of tokens a row (Dr.GRPO).
+                         configured number of tokens per row (Dr.GRPO).
     trajectory_mean      each trajectory's tokens over its own action tokens,  total: trajectories (rows,
                          then over the number of trajectories.                 for count="rows")
 
-    `total` is that count over the whole minibatch, on all ranks: with it, micro-batches *add up* to the loss of the
-    whole. None counts what is here. A trajectory whose rows are spread over micro-batches also needs
+    `total` is that count over the whole minibatch, on all ranks: with it, the losses of micro-batches *add up* to that
+    of the minibatch. None counts this call only. A trajectory whose rows are spread over micro-batches also needs
     `trajectory_tokens`, the action tokens of each row's whole trajectory. No denominator depends on padding.
 
-    empty_rows: is a row without action tokens a row? "exclude" (verl) no, "count" (TRL, SkyRL) yes.
-    count="rows" divides trajectory_mean by rows instead, as Agent Lightning's own code does.
+    empty_rows: whether rows without action tokens count as rows: "exclude" (verl) or "count" (TRL, SkyRL).
+    count="rows" divides trajectory_mean by the number of rows instead, as Agent Lightning's own code does.
 
     Shapes:  per_token, mask (B, T) or (T,); trajectory_index (B,) ids; trajectory_tokens (B,) -> ().
-    Raises:  SettingsError for an option that does not fit `how`. Nothing to average: 0 and a RuntimeWarning.
+    Raises:  SettingsError for an option that does not fit `how`. Without action tokens: 0 and a RuntimeWarning.
     Source:  DAPO, arXiv 2503.14476, 3.3 (token mean); arXiv 2503.20783, 3.2 (fixed); Agent Lightning
              v1 (trajectory mean).
     """
@@ -56,13 +56,13 @@ def aggregate(
     check_choice("empty_rows", empty_rows, ("exclude", "count"))
     check_choice("count", count, ("trajectories", "rows"))
     if (how == "fixed") != (denominator is not None):
-        raise SettingsError(f"how={how!r} with denominator={denominator!r}; 'fixed' needs one, and no other takes it")
+        raise SettingsError(f"how={how!r} with denominator={denominator!r}; only 'fixed' takes one, and requires it")
     if denominator is not None and not denominator > 0:
-        raise SettingsError(f"denominator={denominator!r}; wanted the tokens a row is divided by, above 0")
+        raise SettingsError(f"denominator={denominator!r}; wanted a number of tokens per row, above 0")
     if (how == "trajectory_mean") != (trajectory_index is not None):
         raise SettingsError(
-            f"how={how!r} with trajectory_index={trajectory_index!r}; 'trajectory_mean' needs "
-            "ids, and no other takes them"
+            f"how={how!r} with trajectory_index={trajectory_index!r}; only 'trajectory_mean' "
+            "takes ids, and requires them"
         )
     if per_token.ndim == 1:
         per_token, mask = per_token.unsqueeze(0), mask.unsqueeze(0)

@@ -1,4 +1,4 @@
-"""Policy losses: one number a token from ratio and advantage."""
+"""Policy losses, per token, from ratio and advantage."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def ppo(
 ) -> Tensor:
     """Clipped surrogate: -min(ratio A, clip(ratio, 1 - clip, 1 + clip_high) A).
 
-    clip_high=None is `clip`; a larger one is DAPO's clip-higher. dual_clip=c (> 1) bounds the loss of a token with a
-    negative advantage by c |A|: without it a ratio far above 1 there has no bound.
+    clip_high=None means `clip`; a larger value gives clip-higher (DAPO). dual_clip=c (> 1) bounds the loss of tokens
+    with a negative advantage by c |A|; otherwise it is unbounded there.
 
-    Shapes:  (B, T) each; advantages also (B,), one a row -> (B, T).
-    Units:   the advantage's.
+    Shapes:  (B, T) each; advantages also (B,), one per row -> (B, T).
+    Units:   those of the advantage.
     Raises:  SettingsError for a negative clip or a dual_clip that is not above 1.
     Source:  PPO, arXiv 1707.06347, eq. 7; clip-higher: DAPO, arXiv 2503.14476, 3.1; dual clip: arXiv 1912.09729, eq. 5.
     """
@@ -44,17 +44,17 @@ def ppo(
 def reinforce(logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
     """-A log p: the policy gradient itself, for one update on fresh samples.
 
-    Shapes:  (B, T) each -> (B, T). old_logprobs is not read; it is there so that all policy losses are called alike.
-    Source:  Williams (1992). Correct stale samples with `importance_weights` times the loss.
+    Shapes:  (B, T) each -> (B, T). old_logprobs is unused; it exists for a uniform signature.
+    Source:  Williams (1992). For stale samples, multiply the loss by `importance_weights`.
     """
     m = as_bool_mask(mask, logprobs)
     return torch.where(m, -masked(advantages, m, "advantages") * masked(logprobs, m, "logprobs"), 0.0)
 
 
 def gpg(logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
-    """The loss of Group Policy Gradient: that of `reinforce`. What is its own is in `advantages.gpg`.
+    """Loss of Group Policy Gradient, equal to `reinforce`. The difference is in `advantages.gpg`.
 
-    Shapes:  (B, T) each -> (B, T). old_logprobs is not read.
+    Shapes:  (B, T) each -> (B, T). old_logprobs is unused.
     Source:  GPG, arXiv 2504.02546.
     """
     return reinforce(logprobs, old_logprobs, advantages, mask)
@@ -70,8 +70,8 @@ def gspo(
 ) -> Tensor:
     """PPO's clip on the ratio of the whole row, the geometric mean of its tokens' ratios.
 
-    In the GSPO-token form: each token has the row's ratio for a value and its own gradient, so that advantages may
-    differ by token. With one advantage a row and "seq_mean_token_mean" it is GSPO exactly.
+    This is the GSPO-token form: each token has the value of the row's ratio but its own gradient, so that advantages
+    may differ per token. With one advantage per row and "seq_mean_token_mean" it equals GSPO.
 
     Shapes:  (B, T) each -> (B, T).
     Source:  GSPO, arXiv 2507.18071, eq. 5 (GSPO-token); the default clips are those of its 5.1.
@@ -95,8 +95,8 @@ def gmpo(
 ) -> Tensor:
     """Geometric mean of the row's ratios, each clipped on its own: to (e^-clip, e^clip_high), in log space.
 
-    A quantity of the row: each action token carries the row's loss, so "seq_mean_token_mean" gives the published
-    objective. The row's advantage is the mean of its tokens'.
+    Each action token has the loss of its row, so "seq_mean_token_mean" gives the published objective. The advantage of
+    a row is the mean over its tokens.
 
     Shapes:  (B, T) each -> (B, T).
     Source:  GMPO, arXiv 2507.20673; its clip is (e^-0.4, e^0.4).
@@ -120,10 +120,10 @@ def sapo(
     tau: float = 1.0,
     tau_negative: float = 1.05,
 ) -> Tensor:
-    """A soft gate instead of a clip: -A (4 / tau) sigmoid(tau (ratio - 1)).
+    """Soft gate instead of a clip: -A (4 / tau) sigmoid(tau (ratio - 1)).
 
-    Its slope in the ratio is 1 on policy and fades on both sides, faster for a larger tau; tau_negative is the tau of
-    tokens with an advantage of 0 or less.
+    The slope in the ratio is 1 on policy and decays on both sides, faster for a larger tau. tau_negative replaces tau
+    at tokens with an advantage of 0 or less.
 
     Shapes:  (B, T) each -> (B, T).
     Raises:  SettingsError if a tau is not above 0.
@@ -150,8 +150,8 @@ def cispo(
 ) -> Tensor:
     """-sg(clipped ratio) A log p: the ratio is only a weight, so that no token loses its gradient.
 
-    bounds="both" (verl, SkyRL) clips the weight to (1 - clip, 1 + clip_high); "upper" (TRL) only caps it at
-    1 + clip_high and does not read `clip`. TRL's `epsilon_high` is that cap itself: its 5 is clip_high=4 here.
+    bounds="both" (verl, SkyRL) clips the weight to (1 - clip, 1 + clip_high); "upper" (TRL) only limits it to
+    1 + clip_high and ignores `clip`. In TRL, `epsilon_high` is the limit itself: 5 there is clip_high=4 here.
 
     Shapes:  (B, T) each -> (B, T).
     Source:  MiniMax-M1, arXiv 2506.13585, eq. 4 and 5. The paper sets no lower bound in its runs.
@@ -176,9 +176,10 @@ def dppo(
 ) -> Tensor:
     """-M ratio A, where M drops a token whose update would push the two policies further apart than `clip`.
 
-    The distance is that of "this token or another one": |p - q| for "tv", KL(Bernoulli(q) || Bernoulli(p)) for "kl",
-    with q the probability under old_logprobs, which should be the sampler's own. Unlike a clip on the ratio it lets a
-    rare token's ratio move far. A usual threshold for "kl" is 0.05.
+    The distance is that of the Bernoulli distributions "this token or another": |p - q| for "tv",
+    KL(Bernoulli(q) || Bernoulli(p)) for "kl", with q the probability under old_logprobs, which should be
+    those of the sampler. Unlike a clip on the ratio, this permits large ratios of rare tokens. A usual
+    threshold for "kl" is 0.05.
 
     Shapes:  (B, T) each -> (B, T).
     Units:   clip: probability for "tv", nats for "kl".
@@ -195,7 +196,7 @@ def dppo(
         if divergence == "tv":
             far = (p - q).abs()
         else:
-            # 1 - p of a near-certain token is below float32's grain.
+            # For near-certain tokens 1 - p is below float32 precision.
             other = torch.log1p(-q.clamp(max=1 - 1e-7)) - torch.log1p(-p.clamp(max=1 - 1e-7))
             far = q * (log_q - log_p) + (1 - q) * other
         dropped = ((a > 0) & (p > q) & (far > high)) | ((a < 0) & (p < q) & (far > clip))
@@ -203,7 +204,7 @@ def dppo(
 
 
 def _covariance(logprobs: Tensor, advantages: Tensor, m: Tensor) -> Tensor:
-    """(A - mean A)(log p - mean log p), the means over the action tokens of this call; -inf where masked."""
+    """Return (A - mean A)(log p - mean log p), with means over the action tokens of this call; -inf where masked."""
     lp, a = masked(logprobs, m, "logprobs").detach(), masked(advantages, m, "advantages")
     n = m.sum().clamp(min=1)
     return torch.where(m, (a - a.sum() / n) * (lp - lp.sum() / n), -torch.inf)
@@ -222,11 +223,11 @@ def clip_cov(
     high: float = 5.0,
     seed: int = 0,
 ) -> Tensor:
-    """`ppo`, with a random few of the tokens that drive entropy down taken out.
+    """`ppo` without the loss of a few random tokens that reduce entropy most.
 
-    Those with low < covariance of advantage and logprob < high whose clip does not bind; of them `share` of all action
-    tokens are drawn, at least one if there is one. Means and draw are over this call: give the whole minibatch, and a
-    new seed each time.
+    Candidates are tokens whose clip does not bind and whose covariance of advantage and logprob is between `low` and
+    `high`. Of these, `share` of all action tokens are drawn, at least one if there are any. Means and draws are per
+    call: pass the whole minibatch, and a new seed each time.
 
     Shapes:  (B, T) each -> (B, T).
     Source:  The Entropy Mechanism of RL for Reasoning Language Models, arXiv 2505.22617 (Clip-Cov).
@@ -253,12 +254,12 @@ def kl_cov(
     share: float = 2e-4,
     coef: float = 1.0,
 ) -> Tensor:
-    """-ratio A, with coef |log ratio| added on the tokens of highest covariance of advantage and logprob.
+    """-ratio A, plus coef |log ratio| on the tokens with the highest covariance of advantage and logprob.
 
-    `share` of all action tokens, at least one. There is no clip. Means and choice are over this call.
+    These are `share` of all action tokens, at least one. There is no clip. Means and selection are per call.
 
     Shapes:  (B, T) each -> (B, T).
-    Source:  arXiv 2505.22617 (KL-Cov); |log ratio| as the penalty is its code's choice.
+    Source:  arXiv 2505.22617 (KL-Cov); the penalty |log ratio| follows its code.
     """
     m = as_bool_mask(mask, logprobs)
     d = log_ratio(logprobs, old_logprobs, m)

@@ -103,7 +103,7 @@ async def test_one_row_has_its_views_and_several_refuse_by_name() -> None:
 @pytest.mark.parametrize("rows", [(1,), (0, 2), (0, 1, 0), (-1, 0)])
 def test_rows_that_do_not_count_up_are_refused(rows: tuple[int, ...]) -> None:
     turns = tuple(Turn("prompt", "task", (1,), row=row) for row in rows)
-    with pytest.raises(AlignmentError, match="counted from 0"):
+    with pytest.raises(AlignmentError, match="count up from 0"):
         _ = Trajectory("x", TASK, "g", 0, turns, "answered").rows
 
 
@@ -447,7 +447,7 @@ async def test_a_text_only_engine_is_told_the_new_row_alone() -> None:
     assert (t.reward, len(t.rows), t.exact) == (1.0, 2, False)
     assert [len(told) for told in Text.told] == [1, 1]
     assert str(Text.told[1][0]["content"]).endswith("So far: 2")
-    with pytest.raises(AlignmentError, match="gives text only"):
+    with pytest.raises(AlignmentError, match="engine is text-only"):
         _ = t.rows[1].ids
 
 

@@ -226,7 +226,7 @@ def test_every_action_ends_once() -> None:
     other = mine.tokenizer.pad_token_id
     assert mine.observation_ids([USER], after=(*said, other)) == whole
     assert mine.observation_ids([USER], after=()) == whole
-    with pytest.raises(SettingsError, match="no messages"):
+    with pytest.raises(SettingsError, match="messages is empty"):
         mine.observation_ids([])
 
 

@@ -302,7 +302,7 @@ def test_a_tool_that_prints_our_marks_moves_nothing() -> None:
 
 
 def test_where_no_format_reads_the_calls_it_is_said() -> None:
-    with pytest.warns(UserWarning, match="no format reads the calls that the chat template of .* teaches: as hermes"):
+    with pytest.warns(UserWarning, match="no format reads the calls that the chat template of .* teaches: with hermes"):
         chat("glm4moe").prompt([USER], [TOOL])
 
 

@@ -649,11 +649,11 @@ def test_errors_say_what_was_given_and_what_is_wanted() -> None:
     x, m = torch.zeros(2, 3), torch.ones(2, 3)
     with pytest.raises(SettingsError, match=r"how='mean'; wanted one of 'token_mean', 'seq_mean_token_mean'"):
         losses.aggregate(x, m, "mean")  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="how='fixed' with denominator=None; 'fixed' needs one"):
+    with pytest.raises(SettingsError, match="how='fixed' with denominator=None; only 'fixed' takes one"):
         losses.aggregate(x, m, "fixed")
     with pytest.raises(SettingsError, match="'token_mean' with denominator=3"):
         losses.aggregate(x, m, "token_mean", denominator=3)
-    with pytest.raises(SettingsError, match="'trajectory_mean' needs ids"):
+    with pytest.raises(SettingsError, match="only 'trajectory_mean' takes ids"):
         losses.aggregate(x, m, "trajectory_mean")
     with pytest.raises(AlignmentError, match="3 trajectory ids for 2 rows"):
         losses.aggregate(x, m, "trajectory_mean", trajectory_index=[1, 2, 3])
