@@ -33,7 +33,7 @@ class PendingCall(Coroutine[Any, Any, T], Generic[T]):
     def _running(self) -> Coroutine[Any, Any, T]:
         if self._coroutine is None:
             if self._start is None:
-                raise RuntimeError(f"{self._name} was awaited already; call it again for a second run")
+                raise RuntimeError(f"{self._name} was already awaited; call it again to run it again")
             # Create the coroutine only now: if `await` is forgotten, Python does not add a second warning to ours.
             self._coroutine, self._start = self._start(), None
         return self._coroutine
@@ -41,7 +41,7 @@ class PendingCall(Coroutine[Any, Any, T], Generic[T]):
     def __await__(self) -> Generator[Any, Any, T]:
         # Check here, because two awaits would otherwise silently share one coroutine.
         if self._start is None and self._coroutine is not None:
-            raise RuntimeError(f"{self._name} was awaited already; call it again for a second run")
+            raise RuntimeError(f"{self._name} was already awaited; call it again to run it again")
         return self._running().__await__()
 
     def send(self, value: Any) -> Any:

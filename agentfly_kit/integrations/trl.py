@@ -141,7 +141,9 @@ def step_options(args: Any) -> dict[str, Any]:
             raise SettingsError(f"{name}={getattr(args, name)!r} of GRPOConfig has no counterpart in ppo_step")
     kind, level = args.loss_type, args.importance_sampling_level
     if kind not in _AGGREGATES or (level == "sequence" and kind in ("cispo", "sapo")):
-        raise SettingsError(f"loss_type={kind!r} with importance_sampling_level={level!r} has no counterpart here")
+        raise SettingsError(
+            f"loss_type={kind!r} with importance_sampling_level={level!r} has no counterpart in ppo_step"
+        )
     if level == "sequence" and args.beta and args.use_bias_correction_kl:
         raise SettingsError(
             "use_bias_correction_kl with importance_sampling_level='sequence' weights the KL by the row's ratio, which "
@@ -169,7 +171,7 @@ def step_options(args: Any) -> dict[str, Any]:
         out |= {"loss": "gspo" if level == "sequence" else "ppo", "clip": low, "clip_high": high}
         if args.delta is not None:
             if level == "sequence":
-                raise SettingsError("delta with importance_sampling_level='sequence' has no counterpart here")
+                raise SettingsError("delta with importance_sampling_level='sequence' has no counterpart in ppo_step")
             out["dual_clip"] = args.delta
     if args.entropy_coef:
         if how != "token_mean":

@@ -688,7 +688,7 @@ class _FrozenBase(Policy):
             return super().score(batch, want, micro_tokens=micro_tokens)
 
     def __repr__(self) -> str:
-        return f"Policy(the base under an adapter, {self.size:,} parameters, frozen, {self.device})"
+        return f"Policy(base model of an adapter, {self.size:,} parameters, frozen, {self.device})"
 
 
 def _run_decoder(decoder: Any, ids: Tensor, attention: Tensor | None = None) -> Tensor:

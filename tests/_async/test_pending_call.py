@@ -69,7 +69,7 @@ async def test_an_exception_comes_through() -> None:
 async def test_two_awaits_of_one_call_are_refused() -> None:
     pending = evaluate(1)
     await pending
-    with pytest.raises(RuntimeError, match=r"evaluate\(\.\.\.\) was awaited already; call it again"):
+    with pytest.raises(RuntimeError, match=r"evaluate\(\.\.\.\) was already awaited; call it again"):
         await pending
 
 

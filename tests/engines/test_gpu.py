@@ -102,7 +102,7 @@ def test_what_cannot_go_over_cuda_ipc_is_told(monkeypatch: pytest.MonkeyPatch) -
         return
     here = gpu_uuid(DEVICE)
     assert here and ipc_unavailable_reason(policy, [here]) == ""
-    assert "and vLLM on GPU-other" in ipc_unavailable_reason(policy, ["GPU-other"])
+    assert "but vLLM is on GPU-other" in ipc_unavailable_reason(policy, ["GPU-other"])
     assert "2 workers" in ipc_unavailable_reason(policy, [here, here])
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert "expandable_segments" in ipc_unavailable_reason(policy, [here])

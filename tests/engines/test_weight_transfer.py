@@ -244,7 +244,7 @@ async def test_without_room_it_says_where_it_looked(monkeypatch: pytest.MonkeyPa
     policy = agents.fresh()
     monkeypatch.setattr(weight_transfer, "_SHM_DIR", str(tmp_path / "no"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nothing"))
-    with pytest.raises(EngineError, match=r"no space for 1\.\d MiB of weights in .*/no or .*/nothing: .*; free some"):
+    with pytest.raises(EngineError, match=r"no room for 1\.\d MiB of weights in .*/no or .*/nothing: .*; free space"):
         async with Delivery(policy, "shm", 1 << 26):
             pytest.fail("it was held")
     async with asyncio.timeout(60):
@@ -273,7 +273,7 @@ def test_why_not_over_cuda_ipc() -> None:
     assert ipc_unavailable_reason(policy, [""]) == "the policy is on cpu, not on a CUDA device"
     other = agents.fresh()
     other.model.register_buffer("elsewhere", torch.empty(1, device="meta"))
-    assert ipc_unavailable_reason(other, ["GPU-1"]) == "the policy lies on 2 devices, cpu, meta"
+    assert ipc_unavailable_reason(other, ["GPU-1"]) == "the policy is on 2 devices, cpu, meta"
     with pytest.raises(ValueError, match="is on GPU GPU-1, but this process uses no GPU"):
         open_buffer({"transport": "ipc", "gpu_uuid": "GPU-1"}, torch.device("cpu"))
 

@@ -427,8 +427,8 @@ class Delivery:
                 self._buffer = SharedMemory(size)
             except OSError as error:
                 raise EngineError(
-                    f"no space for {size / 2**20:.1f} MiB of weights in {_SHM_DIR} or {tempfile.gettempdir()}: {error}; free "
-                    "some, or set TMPDIR to a folder with enough space"
+                    f"no room for {size / 2**20:.1f} MiB of weights in {_SHM_DIR} or {tempfile.gettempdir()}: {error}; "
+                    "free space, or set TMPDIR to a folder with enough space"
                 ) from error
         self._pack(0)
 
