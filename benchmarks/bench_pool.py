@@ -40,7 +40,7 @@ async def level(name: Any, rounds: int, crowd: int) -> dict[str, Any]:
         megabytes = weight([sandbox, *started]) / 1024 / (len(started) + 1)
         out[f"memory of each of {len(started) + 1} idle, MB (PSS)"] = (
             round(megabytes, 2) or None
-        )  # a container's are the engine's
+        )  # None for containers, whose processes belong to the engine
         out["idle ones a GB"] = round(1024 / megabytes) if megabytes else None
         for each in started:
             await each.close()

@@ -150,7 +150,7 @@ def memory(file: str, micro_tokens: int) -> float:
 
 
 def peak() -> float:
-    """Return the peak resident memory in MiB. getrusage is unsuitable: its peak is inherited from the parent process."""
+    """Return the peak resident memory in MiB. getrusage is unsuitable: its peak is inherited from the parent."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
