@@ -1,8 +1,8 @@
-"""Sandboxes in containers, and a pool over HTTP: how long things take. JSON on standard output; times in ms.
+"""Benchmark sandboxes in containers and a pool over HTTP. Writes JSON to standard output; times in ms.
 
-Beside them, on the same engine in the same run: `exec` in a running container for each call, and a container for each
-call, which is what a code tool does without an attached worker. Without `--engine` podman's API service is started on a
-private socket, with an image of this machine's own Python (as the tests do).
+Baselines on the same engine in the same run, as used by code tools without an attached worker: one `exec` in a running
+container per call, and one container per call. Without `--engine`, podman's API service is started on a private socket
+with an image of this machine's Python, as in the tests.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ async def attached(place: Container, rounds: int) -> dict[str, Any]:
 
 
 async def engine_alone(cli: list[str], environment: dict[str, str], rounds: int) -> dict[str, Any]:
-    """By the engine's own command: docker-py's own exec and run once hung here, on podman's service, for minutes."""
+    """Measure the engine's command-line client; docker-py's exec and run have hung for minutes on podman's service."""
     box = "agentfly-bench"
 
     async def call(*arguments: str) -> str:
@@ -90,7 +90,7 @@ async def engine_alone(cli: list[str], environment: dict[str, str], rounds: int)
 
 
 async def over_http(rounds: int) -> dict[str, Any]:
-    """Server and client in one process, a thread apart; the sandbox is a strict one of this machine."""
+    """Measure server and client in two threads of one process, with a strict sandbox on this machine."""
     out: dict[str, Any] = {}
     async with Pool(PythonSandbox, size=1) as near, serve_pool(near) as server:
         async with near.lease() as sandbox:
@@ -109,7 +109,7 @@ async def over_http(rounds: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def engine(url: str | None) -> Iterator[tuple[str, list[str], dict[str, str]]]:
-    """Where it listens, and its command with the environment for that."""
+    """Yield the URL of the container engine, its command and the environment for it."""
     if url:
         yield url, ["docker", "--host", url], dict(os.environ)
         return
@@ -138,7 +138,7 @@ async def main(url: str | None, rounds: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=200, help="calls a measurement")
-    parser.add_argument("--engine", help=f"where an engine listens that has the image {containers.IMAGE}")
+    parser.add_argument("--rounds", type=int, default=200, help="calls per measurement")
+    parser.add_argument("--engine", help=f"URL of an engine that has the image {containers.IMAGE}")
     arguments = parser.parse_args()
     print(json.dumps(asyncio.run(main(arguments.engine, arguments.rounds)), indent=2))

@@ -1,8 +1,8 @@
-"""`make bench-envs`: steps a second, leases and memory of each environment, begun anew for each chain and from a pool.
+"""`make bench-envs`: steps per second, lease times and memory of each environment, with and without reuse by a pool.
 
-A step is one action of the random player, a tool call with its observation or an answer; no model runs. Memory is what
-the process and its children use more than before, with one environment of the family open that has served all chains. A
-family at a time, each with a line on standard error as soon as it is measured; JSON of all on standard output.
+A step is one action of the random player: a tool call with its observation, or an answer. No model runs. Memory is the
+increase of the process and its children, with one open environment that has served all chains. Families are measured
+one after another, each reported on standard error when done; JSON of all is written to standard output.
 
     make bench-envs ARGS="--families maze scienceworld --tasks 4"
 """
@@ -20,7 +20,7 @@ import agentfly_kit as af
 
 
 def memory() -> float:
-    """MB of this process and all below it; shared pages are counted in parts."""
+    """Return the memory of this process and all its descendants in MB, with shared pages divided (PSS)."""
     pending, total = [os.getpid()], 0
     while pending:
         pid = pending.pop()
@@ -40,7 +40,7 @@ async def measured(name: str, count: int) -> dict[str, Any]:
         return {"missing": of.family.install}
     tasks = of.tasks(count, "train")
     found: dict[str, Any] = {}
-    first = of.random_agent(size=1)  # what is imported and built once
+    first = of.random_agent(size=1)  # warm up: imports and other one-time costs
     await first.rollout(tasks[:1])
     for each in first.pools:
         await each.close()

@@ -1,19 +1,18 @@
-"""How well and how fast a shipped policy learns its task: several seeds, held-out tasks, cpu seconds.
+"""Benchmark how well and how fast a shipped policy learns: several seeds, held-out tasks, CPU seconds.
 
     make bench-learning            # or: python benchmarks/bench_learning.py --seeds 5 --out learning.json
     python benchmarks/bench_learning.py --family webshop --seeds 3 --algorithms grpo --steps 12
 
-JSON goes to standard output (and to --out), a line a run to standard error. "cpu seconds" are this process's, so a
-busy machine counts little; time spent in evaluation is not in them, nor what
-sandboxes use in processes of their own. "first batch" is the first iteration whose sampled
-training chains succeed in 90 % of cases or more: its episodes include that iteration's own.
+Writes JSON to standard output (and to --out), and one line per run to standard error. "cpu seconds" are those of this
+process, which makes them robust to other load; they exclude evaluation and processes of sandboxes. "to good" means up
+to and including the first iteration in which at least 90 % of the sampled training chains succeed.
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two threads make a model this small slower
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before importing torch: more threads slow such a small model down
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import argparse
@@ -89,7 +88,7 @@ def _value(node: ast.expr) -> int:
 
 @af.reward
 def exact(final: str | None, answer: str) -> float:
-    """1 for the very number."""
+    """Return 1 for the exact answer, else 0."""
     return float(final == answer)
 
 
@@ -111,7 +110,7 @@ def agent_of(family: str, policy: Any, seed: int) -> Any:
 async def learn(
     family: str, algorithm: str, seed: int, steps: int, tasks: Any, held_out: Any, greedy: bool = True
 ) -> dict[str, Any]:
-    """One run from the shipped policy."""
+    """Train once, starting from the shipped policy."""
     policy = af.tiny.policy(family, value_head=algorithm == "ppo")
     agent = agent_of(family, policy, seed)
     config = af.TrainConfig(steps=steps, advantage=ADVANTAGE[algorithm], seed=seed)
@@ -141,7 +140,7 @@ async def learn(
 
 
 async def measure(agent: Any, held_out: Any, also_greedy: bool = True) -> dict[str, Any]:
-    """Success on held-out tasks, sampled and greedy apart; intervals are 95 %, by bootstrap over tasks."""
+    """Return the success on held-out tasks, sampled and greedy, with 95 % intervals by bootstrap over tasks."""
     sampled = await af.evaluate(agent, held_out)
     greedy = (await af.evaluate(agent, held_out, greedy=True)).success if also_greedy else None
     return {
@@ -155,7 +154,7 @@ async def measure(agent: Any, held_out: Any, also_greedy: bool = True) -> dict[s
 
 
 def summary(family: str, algorithm: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Over seeds; a run that never had a good batch counts as infinitely slow, so the median says so."""
+    """Summarize runs over seeds. Runs that never reach a good batch count as infinitely slow in the medians."""
     after = [run["after"]["sampled"] for run in runs]
     never = float("inf")
     cpu = statistics.median(run["cpu_seconds_to_good"] or never for run in runs)
@@ -186,7 +185,7 @@ def first_good(run: dict[str, Any]) -> float | None:
 
 
 def picture(family: str, runs: list[dict[str, Any]]) -> str:
-    """Success of the training batches by iteration, a line a run, as SVG: for a page of docs/learning."""
+    """Plot the success of the training batches by iteration as SVG, one line per run, for docs/learning."""
     left, right, top, bottom = 46.0, 444.0, 14.0, 190.0
     colours, dashes, marks = ("#3b6fb6", "#c2572b", "#3f8f57"), ("", "6 3", "2 3"), ("___", "---", "...")
     most = max(len(run["batches"]) for run in runs)
@@ -227,10 +226,12 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", choices=sorted(ADVANTAGE), default=sorted(ADVANTAGE))
     parser.add_argument("--family", choices=sorted(BARS), default="calculator")
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--held-out", type=int, default=None, help="held-out tasks to evaluate on; all")
+    parser.add_argument("--held-out", type=int, default=None, help="number of held-out tasks; default: all")
     parser.add_argument("--sampled-only", action="store_true", help="no greedy evaluation")
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--picture", type=Path, default=None, help="an .svg of the batches' success, for docs/learning")
+    parser.add_argument(
+        "--picture", type=Path, default=None, help="write a plot of the success as .svg, for docs/learning"
+    )
     given = parser.parse_args()
     import torch
     import transformers

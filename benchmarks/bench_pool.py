@@ -1,7 +1,7 @@
-"""Sandboxes and pools: how long things take, and how much they weigh. JSON on standard output; times in ms.
+"""Benchmark time and memory of sandboxes and pools. Writes JSON to standard output; times in ms.
 
-Beside them, in the same run on the same machine: a bare `python -c`, which is what a code tool does without a pool,
-and with --container IMAGE a container as the sandbox's place.
+Baselines in the same run: a plain `python -c`, as used by code tools without a pool, and with --container IMAGE
+sandboxes in containers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ async def level(name: Any, rounds: int, crowd: int) -> dict[str, Any]:
         megabytes = weight([sandbox, *started]) / 1024 / (len(started) + 1)
         out[f"memory of each of {len(started) + 1} idle, MB (PSS)"] = (
             round(megabytes, 2) or None
-        )  # a container's are the engine's
+        )  # None for containers, whose processes belong to the engine
         out["idle ones a GB"] = round(1024 / megabytes) if megabytes else None
         for each in started:
             await each.close()
@@ -48,7 +48,7 @@ async def level(name: Any, rounds: int, crowd: int) -> dict[str, Any]:
 
         times: list[float] = []
         bare: list[float] = []
-        for _ in range(max(20, rounds // 2) + 1):  # in turn: what the machine does meanwhile meets both
+        for _ in range(max(20, rounds // 2) + 1):  # alternate, so that other load affects both alike
             bare.append(await took(python))
             times.append(await took(start))
             await started.pop().close()
@@ -81,7 +81,7 @@ async def level(name: Any, rounds: int, crowd: int) -> dict[str, Any]:
 
 
 async def crowded(name: str, leases: int, waiters: int, size: int) -> dict[str, Any]:
-    """Many waiters on few sandboxes, all the time: is the order kept, and how long does the unluckiest wait?"""
+    """Measure the order of service and the longest wait with many waiters on few sandboxes."""
     asked: list[str] = []
     served: list[str] = []
     waits: list[float] = []
@@ -113,7 +113,7 @@ async def crowded(name: str, leases: int, waiters: int, size: int) -> dict[str, 
 
 
 def weight(sandboxes: list[PythonSandbox]) -> int:
-    """kB of all of them together."""
+    """Return the total memory of sandboxes in kB."""
     roots = {sandbox.pid for sandbox in sandboxes}
     pids = {pid for root in roots if root for pid in below(root)}
     return sum(map(pss, pids))
@@ -128,7 +128,7 @@ def below(root: int) -> list[int]:
 
 
 def pss(pid: int) -> int:
-    """Memory of a process in kB, shared pages divided among those that share them."""
+    """Return the proportional set size of a process in kB: shared pages are divided among the sharing processes."""
     try:
         with open(f"/proc/{pid}/smaps_rollup") as file:
             return next((int(line.split()[1]) for line in file if line.startswith("Pss:")), 0)
@@ -137,7 +137,7 @@ def pss(pid: int) -> int:
 
 
 async def python(*options: str) -> None:
-    """A code tool's call without a pool."""
+    """Run `python -c`, as a code tool without a pool does."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, *options, "-c", "print(1 + 1)", stdout=subprocess.DEVNULL
     )
@@ -168,9 +168,9 @@ async def main(rounds: int, crowd: int, leases: int, container: str | None) -> d
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=200, help="calls a measurement")
-    parser.add_argument("--crowd", type=int, default=64, help="sandboxes that are idle together")
+    parser.add_argument("--rounds", type=int, default=200, help="calls per measurement")
+    parser.add_argument("--crowd", type=int, default=64, help="number of concurrently idle sandboxes")
     parser.add_argument("--leases", type=int, default=10_000)
-    parser.add_argument("--container", metavar="IMAGE", help="measure this image too, on the container engine here")
+    parser.add_argument("--container", metavar="IMAGE", help="also measure sandboxes in this container image")
     given = parser.parse_args()
     print(json.dumps(asyncio.run(main(given.rounds, given.crowd, given.leases, given.container)), indent=2))

@@ -1,14 +1,14 @@
-"""What sampling and orchestration cost: ratios against real rivals, in one run, JSON on standard output.
+"""Benchmark sampling and orchestration against baselines in one run. Writes JSON to standard output.
 
     make bench-rollout            # or: python benchmarks/bench_rollout.py --rounds 9 --out figures.json
 
-engine   sampled tokens a cpu second of `LocalEngine` (chains as coroutines, exact logprobs and entropies) beside
-         transformers `generate` called once a turn on the whole batch (no logprobs asked), beside a bare decode loop
-         over the same cache with nothing around it, at two and five turns, batch 64. Rivals alternate with it, round by
-         round; every round does the same work, so of each the cheapest counts: what is dearer is other programs' doing.
-chains   `ScriptedEngine` at 20 ms a turn and 200 ms tools: wall time of 64 chains over one chain's own latencies, and
-         cost a trajectory at 4,096 chains over the same at 64, with the memory of a waiting chain.
-vllm     where vLLM is installed: the same chains through `VLLMEngine`, whose cpu time is that of all its processes.
+engine   Sampled tokens per CPU second of `LocalEngine` (chains as coroutines, exact logprobs and entropies), compared
+         with transformers `generate` called once per turn on the whole batch (without logprobs), and with a plain
+         decode loop over the same cache; two and five turns, batch size 64. The candidates alternate. Every round does
+         the same work, so the fastest round of each counts; slower ones are due to other load.
+chains   `ScriptedEngine` with 20 ms per turn and 200 ms per tool call: wall time of 64 chains relative to the latencies
+         of one chain, CPU cost per trajectory with 4,096 chains relative to 64, and memory per waiting chain.
+vllm     If vLLM is installed: the same chains with `VLLMEngine`. Its CPU time includes all its processes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from agentfly_kit.engines.local.sampling import sample_tokens
 from agentfly_kit.types import Task, TurnRequest
 
 PROMPT, NEW, OBSERVATION = 28, 24, 12
-"""Tokens: as in the calculator task."""
+"""Lengths in tokens, as in the calculator task."""
 
 
 def prompts(policy: af.Policy, batch: int) -> list[list[int]]:
@@ -54,7 +54,7 @@ def observation(turn: int) -> list[int]:
 
 
 def ours(policy: af.Policy, batch: int, turns: int) -> int:
-    """Tokens sampled."""
+    """Sample with `LocalEngine` and return the number of sampled tokens."""
     engine = af.LocalEngine(policy)
     asyncio.run(chains_of(engine, policy, batch, turns))
     assert engine.sampled == batch * turns * NEW
@@ -62,7 +62,7 @@ def ours(policy: af.Policy, batch: int, turns: int) -> int:
 
 
 async def chains_of(engine: Any, policy: af.Policy, batch: int, turns: int, again: int = 0) -> None:
-    """again: another number, other noise."""
+    """Run a batch of chains concurrently. `again` selects the random seeds."""
     sampling = af.Sampling(max_tokens=NEW)
     task = Task("bench", ({"role": "user", "content": "?"},))
 
@@ -79,13 +79,13 @@ async def chains_of(engine: Any, policy: af.Policy, batch: int, turns: int, agai
 
 
 def cpu_of_all() -> float:
-    """cpu seconds of this process and of all below it."""
+    """Return the CPU seconds of this process and all its descendants."""
     parents, seconds = {}, {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # it has just ended
+            continue  # the process has ended in the meantime
         pid = int(stat.parent.name)
         parents[pid] = int(fields[1])
         seconds[pid] = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
@@ -147,7 +147,7 @@ def generate(policy: af.Policy, batch: int, turns: int) -> int:
 
 @torch.inference_mode()
 def bare(policy: af.Policy, batch: int, turns: int) -> int:
-    """The same cache, the same draw; rows in step, nothing else."""
+    """Decode all rows in lockstep with the same cache and sampling as the engine, without any scheduling."""
     cache = KVCache(batch, PROMPT + turns * (NEW + OBSERVATION) + 1)
     decoder = policy.model.get_decoder()
 
@@ -225,7 +225,7 @@ def chain_figures() -> dict[str, Any]:
     numbers = itertools.count()
 
     async def wall(count: int) -> tuple[float, float]:
-        # Questions that were never asked: at 64 as at 4,096 each is rendered and encoded, once.
+        # New questions in every call, so that each must be rendered and encoded, with 64 chains as with 4,096.
         asked = [next(numbers) for _ in range(count)]
         tasks = [Task(f"t{i}", ({"role": "user", "content": f"question {i}"},)) for i in asked]
         began, cpu = time.perf_counter(), time.process_time()
@@ -234,7 +234,7 @@ def chain_figures() -> dict[str, Any]:
         return time.perf_counter() - began, time.process_time() - cpu
 
     async def waiting(count: int) -> float:
-        """Bytes a chain holds while it waits, beside what it will return."""
+        """Return the memory of a waiting chain in bytes, without that of its result."""
         gate = asyncio.Event()
 
         @af.tool

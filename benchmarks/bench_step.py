@@ -1,17 +1,16 @@
-"""A GRPO iteration here beside one of TRL's GRPOTrainer: same policy, tasks, tool, settings; cpu seconds, one process.
+"""Compare a GRPO iteration with one of TRL's GRPOTrainer: same policy, tasks, tool and settings; CPU seconds.
 
     make bench-step                # or: python benchmarks/bench_step.py --steps 20 --out step.json
     python benchmarks/bench_step.py --family lookup     # state in an environment; TRL's `environment_factory`
 
-An iteration is 64 episodes (8 tasks, 8 chains each), one update, no KL. Both start from the shipped policy,
-and learn at the same rate from the same tasks in the same order; the first --steps iterations are timed, all that each
-trainer does in them included, its setup and imports not. TRL gets the tool as a plain function and the reward as the
-two lines that it is; generation is transformers' own. The trainers take turns, --repeats times. Every repeat does the
-same work, so of each iteration the cheapest counts, here and there: what is dearer is other programs' doing. A figure
-is the mean over the iterations.
+An iteration consists of 64 episodes (8 tasks with 8 chains each) and one update without KL. Both trainers start from
+the shipped policy and use the same learning rate and the same tasks in the same order. The first --steps iterations are
+timed completely, without setup and imports. TRL uses the tool and the reward as plain functions, and transformers'
+`generate`. The trainers alternate --repeats times. Every repeat does the same work, so the fastest run of each
+iteration counts; slower ones are due to other load. Results are means over the iterations.
 
-ours              as `af.train` does it, groups without signal left out of the update
-ours, every row   the same with every row run
+ours              `af.train` as it is: groups without signal are left out of the update
+ours, every row   the same, but with all rows in the update
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ import agentfly_kit as af
 
 BARS = {"calculator": (2.8, 3.5), "lookup": (2.1, 3.0)}
 TURNS = {"calculator": 4, "lookup": 6}
-"""Actions a chain may take, here and there."""
+"""Maximum number of actions per chain, for both trainers."""
 LR = 3e-4
 
 
@@ -71,12 +70,12 @@ def _value(node: ast.expr) -> int:
 
 @af.reward
 def exact(final: str | None, answer: str) -> float:
-    """1 for the very number."""
+    """Return 1 for the exact answer, else 0."""
     return float(final == answer)
 
 
 class Store:
-    """The lookup family's environment, as TRL wants one: the same facts, the same words."""
+    """The environment of the lookup family in TRL's format, with the same facts and texts."""
 
     def __init__(self) -> None:
         self._facts: dict[str, dict[str, str]] = {}
@@ -124,7 +123,7 @@ def ours(family: str, tasks: Any, steps: int, *, every_row: bool) -> dict[str, A
         epochs=1,
         lr=LR,
         lr_end=None,
-        # Of a function that it does not know the step assumes nothing, and runs every row.
+        # With a custom loss function, the step cannot skip rows without signal and runs all of them.
         loss=(lambda *given: af.losses.ppo(*given)) if every_row else "ppo",
         checkpoint_every=steps,
     )
@@ -142,7 +141,7 @@ def ours(family: str, tasks: Any, steps: int, *, every_row: bool) -> dict[str, A
 
 
 def each(clock: list[float]) -> list[float]:
-    """cpu seconds of each iteration; what comes before the first is the first one's."""
+    """Return the CPU seconds of each iteration; the time before the first belongs to the first."""
     return [after - before for before, after in itertools.pairwise(clock)]
 
 
@@ -203,7 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--family", choices=sorted(BARS), default="calculator")
-    parser.add_argument("--repeats", type=int, default=6, help="of each iteration the cheapest counts")
+    parser.add_argument("--repeats", type=int, default=6, help="runs per trainer; the fastest of each iteration counts")
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -218,7 +217,7 @@ def main() -> None:
             ("ours", lambda: ours(given.family, tasks, given.steps, every_row=False)),
             ("ours, every row", lambda: ours(given.family, tasks, given.steps, every_row=True)),
         ):
-            gc.collect()  # what one leaves behind is no work of the next one's
+            gc.collect()  # so that no run pays for the garbage of the previous one
             runs[name].append(run())
     cost = {
         name: sum(map(min, zip(*(run["cpu"] for run in found), strict=True))) / given.steps

@@ -1,18 +1,19 @@
-"""What an update costs beside a plain supervised step over the same rows, in cpu seconds.
+"""Compare the cost of an update with that of a plain supervised step over the same rows, in CPU seconds.
 
     make bench-update              # or: python benchmarks/bench_update.py --repeats 9 --out update.json
 
-The rows are one batch of calculator episodes from the shipped policy: 128 of them, four minibatches of 32, one epoch.
-No row is dropped (advantages are made so that none is 0). Beside `ppo_step`:
+The rows are a batch of 128 calculator episodes of the shipped policy, in four minibatches of 32 and one epoch. No row
+is dropped, because all advantages are non-zero. Baselines for `ppo_step`:
 
 padded   the usual supervised step: each minibatch padded to its longest row, logits at every position, cross-entropy on
          the same tokens, backward, gradient clipping, AdamW
-sorted   the same after sorting rows by length, in micro-batches of as many padded tokens as ppo_step's
+sorted   the same after sorting rows by length, in micro-batches with as many padded tokens as those of ppo_step
 
-All are run in turn in one process, and the best of the repeats counts. JSON goes to standard output.
+All run alternately in one process, and the best of the repeats counts. JSON is written to standard output.
 
---memory measures instead how far a step of 64 to 4,096 rows raises the peak of resident memory (a process each),
-with the policy's own micro_tokens and with none; one minibatch, so that the batch is all that grows.
+With --memory, measure instead by how much a step of 64 to 4,096 rows raises the peak resident memory, in one process
+each, with the policy's own micro_tokens and without a limit. The step has a single minibatch, so that only the batch
+grows.
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ def _value(node: ast.expr) -> int:
 
 @af.reward
 def exact(final: str | None, answer: str) -> float:
-    """1 for the very number."""
+    """Return 1 for the exact answer, else 0."""
     return float(final == answer)
 
 
 async def collect(policy: Any, rows: int) -> Any:
-    """A batch whose every row has an advantage."""
+    """Sample a batch in which every row has a non-zero advantage."""
     engine = af.LocalEngine(policy)
     agent = af.Agent(
         engine,
@@ -91,7 +92,7 @@ async def collect(policy: Any, rows: int) -> Any:
 
 
 def supervised(policy: Any, optimizer: Any, batch: Any, *, by_length: bool, size: int = 32) -> None:
-    """Cross-entropy on the sampled tokens: forward, backward, clip, step, for each minibatch."""
+    """Minimize cross-entropy on the sampled tokens: forward, backward, clip and step for each minibatch."""
     model = policy.model
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
     for start in range(0, len(batch), size):
@@ -116,7 +117,7 @@ def supervised(policy: Any, optimizer: Any, batch: Any, *, by_length: bool, size
 
 
 def measure(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, dict[str, Any]]:
-    """Best and median cpu seconds of each, run in turn so that what else the machine does hits all alike."""
+    """Return best and median CPU seconds of each run; they alternate, so that other load affects all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     last: dict[str, Any] = {}
     for _ in range(repeats + 1):
@@ -137,7 +138,7 @@ def measure(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, dict[
 
 
 def memory(file: str, micro_tokens: int) -> float:
-    """MiB that one step raises the peak of this process by, after a step on a few rows has warmed everything up."""
+    """Return by how many MiB a step raises the peak memory of this process, after a warm-up step on a few rows."""
     with open(file, "rb") as stream:
         few, many = pickle.load(stream)
     policy = af.tiny.policy("calculator")
@@ -149,14 +150,17 @@ def memory(file: str, micro_tokens: int) -> float:
 
 
 def peak() -> float:
-    """MiB. Not getrusage, whose peak a process inherits from the one that started it."""
+    """Return the peak resident memory in MiB. getrusage is unsuitable: its peak is inherited from the parent."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
 def memories() -> dict[str, dict[str, float]]:
-    """Every row is one that was sampled: what the same row again would share, the step runs once. Sampled in this
-    process, whose peak that raises, and stepped in another."""
+    """Measure the peak memory of steps with growing batches.
+
+    All rows are sampled, because the step would share the computation of copied rows. Sampling raises the peak of this
+    process, so the step runs in another one.
+    """
     policy = af.tiny.policy("calculator")
     few = asyncio.run(collect(policy, 64))
     out: dict[str, dict[str, float]] = {}
@@ -193,10 +197,10 @@ def main() -> None:
     reference = judged.reference()
     returns = torch.where(batch.mask, batch.rewards[:, None].expand(batch.ids.shape), 0.0)
     full = batch.replace(returns=returns, values=torch.zeros_like(returns))
-    # A learning rate of 0 would let AdamW do the same work and leave the weights: every repeat then sees the same rows.
+    # The learning rate is so small that AdamW does the usual work but all repeats see practically the same weights.
     mine, theirs = af.adamw(policy, 1e-12), torch.optim.AdamW(policy.model.parameters(), lr=1e-12, fused=True)
     judging = af.adamw(judged, 1e-12)
-    # The batch was sampled once and ages with every repeat: by 1e-12 a step, so it stays as good as new.
+    # The batch is sampled once and becomes stale with every repeat, but negligibly at a learning rate of 1e-12.
     step = {"minibatch": 32, "old_logprobs": "engine", "max_lag": None}
     runs: dict[str, Callable[[], Any]] = {
         "ppo_step": lambda: af.ppo_step(policy, mine, batch, **step),

@@ -1,7 +1,7 @@
-"""What the views cost: first paint, scrolling, what travels, a busy pool's view, and many views at once.
+"""Benchmark the widgets: first paint, scrolling, transferred data, the view of a busy pool, and many views.
 
-In a real JupyterLab and Chromium. JSON on standard output; `met` says of each bar whether the figure is within it. On a
-busy machine trust Chromium's counters more than the clock. Needs what tests/browser.py needs.
+Uses a real JupyterLab and Chromium, with the requirements of tests/browser.py. Writes JSON to standard output; `met`
+shows for each limit in `BARS` if it is met. Under load, Chromium's counters are more reliable than wall-clock times.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ pool = Pool(Box, size=256)
 leases = [await pool.acquire(owner=f"calc-{i // 8}/{i % 8}") for i in range(256)]
 
 async def churn(seconds):
-    '''Fifty changes of hands a second; gives the share of a core that this process used.'''
+    '''Release and lease fifty times per second, and return the fraction of a core that this process used.'''
     end, began, cpu = time.perf_counter() + seconds, time.perf_counter(), time.process_time()
     i = 0
     while time.perf_counter() < end:
@@ -77,9 +77,9 @@ def payload(nb: browser.Notebook) -> dict[str, int]:
 
 
 def counters(nb: browser.Notebook) -> Any:
-    """A function that gives what Chromium counted since its last call: milliseconds and numbers."""
+    """Return a function that returns Chromium's counters since its last call: durations in ms, and counts."""
     session = nb.context.new_cdp_session(nb.page)
-    session.send("Performance.enable", {"timeDomain": "threadTicks"})  # cpu time, whatever else the machine does
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})  # CPU time, which other load does not affect
     last: dict[str, float] = {}
 
     def since() -> dict[str, int]:
@@ -133,7 +133,7 @@ def token_view(lab: browser.Lab, rounds: int) -> dict[str, Any]:
         assert nb.errors == [], nb.errors
     return {
         "tokens": tokens, "token_view_paint_ms": round(statistics.median(took)), "each": [round(x) for x in took],
-        # A screen further, and two frames: 33 ms where nothing is late.
+        # Scroll by one screen and wait for two frames: 33 ms without delays.
         "scroll_ms_median_and_slowest": [[round(x) for x in each] for each in jumps],
         "scroll_chromium": counted[-1], "payload": travels,
     }  # fmt: skip
@@ -212,7 +212,7 @@ def many_views(lab: browser.Lab) -> dict[str, Any]:
         nb.activeCellIndex = 2; nb.activeCell.model.sharedModel.setSource("show(20)");
         await window.jupyterapp.commands.execute('notebook:run-cell'); }"""
     sizes, heaps = [], []
-    for _ in range(10):  # the same cell again: its earlier views are left
+    for _ in range(10):  # run the same cell again; its earlier views stay alive
         nb.page.evaluate(cell)
         nb.page.wait_for_timeout(700)
         sizes.append(nb.python(rss) - start)
@@ -220,7 +220,7 @@ def many_views(lab: browser.Lab) -> dict[str, Any]:
     out["kernel_mib_a_view"] = round(sizes[-1] / 2**20 / 200, 3)
     out["kernel_mib_after_each_20_views"] = [round(x / 2**20, 1) for x in sizes]
     out["page_mib_after_each_20_views"] = [round(x / 2**20) for x in heaps]
-    out["models_not_waited_for"] = nb.late  # by anywidget, which gives them two seconds
+    out["models_not_waited_for"] = nb.late  # models for which anywidget gave up waiting after two seconds
     nb.close()
     assert nb.errors == [], nb.errors
     return out

@@ -1,4 +1,4 @@
-"""How benchmarks time an awaited call. Imported by those beside it."""
+"""Timing of awaited calls, shared by the benchmarks in this folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 
 def spread(times: Sequence[float]) -> dict[str, float]:
-    """p50 and p99 of times in ms. Of fewer than a hundred the p99 is the longest."""
+    """Return p50 and p99 of times in ms. With fewer than a hundred times, p99 is the maximum."""
     ordered = sorted(times)
     return {
         "p50": round(statistics.median(ordered), 3),
@@ -17,12 +17,12 @@ def spread(times: Sequence[float]) -> dict[str, float]:
 
 
 async def took(call: Callable[[], Awaitable[object]]) -> float:
-    """ms"""
+    """Return the duration of an awaited call in ms."""
     began = time.perf_counter()
     await call()
     return (time.perf_counter() - began) * 1e3
 
 
 async def timed(call: Callable[[], Awaitable[object]], count: int) -> dict[str, float]:
-    """p50 and p99 in ms; the first call is thrown away."""
+    """Return p50 and p99 of `count` calls in ms, after one warm-up call."""
     return spread([await took(call) for _ in range(count + 1)][1:])

@@ -345,7 +345,7 @@ family = Family(
     random_player=random_player,
     max_turns=6,
     max_tokens=256,
-    size='any number of kind="steps" can be generated; 24 of kind="problems" included; `load` reads MBPP\'s',
+    size='any number of kind="steps" can be generated; 24 of kind="problems" included; `load` reads MBPP\'s files',
     splits={"train": 1000, "test": 256},
 )
 agent, expert, random_agent = family.agent, family.expert, family.random_agent

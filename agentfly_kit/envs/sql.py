@@ -532,7 +532,7 @@ family = Family(
     random_player=random_player,
     max_turns=6,
     max_tokens=128,
-    size="any number can be generated; `load` reads Spider's",
+    size="any number can be generated; `load` reads Spider's files",
     splits={"train": 1000, "test": 256},
 )
 tasks, agent, expert, random_agent = family.tasks, family.agent, family.expert, family.random_agent

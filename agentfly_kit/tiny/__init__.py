@@ -1,8 +1,9 @@
-"""The small policies that ship: their tasks, tokenizer, model, and the warm-up that made them.
+"""The shipped small policies: their tasks, tokenizer, model, and the supervised pretraining that produced them.
 
-Knows no engine, no agent and no reward. A policy here is made to be taught from: it can copy an expression into a tool
-call and read the result, but says "I don't know" or guesses most of the time, so that there is something to learn in a
-minute on one core. `calculator` is here; the demonstrations of the others have a file each, which `_LESSONS` names.
+These policies are starting points for reinforcement learning. The calculator policy can copy an expression into a tool
+call and read the result, but mostly answers "I don't know" or guesses, so that there is something to learn within a
+minute on one core. This module contains `calculator`; the demonstrations of the other policies are in one module each,
+listed in `_LESSONS`.
 
     python -m agentfly_kit.tiny tasks --out data/calculator
     python -m agentfly_kit.tiny policy --out data/policies/calculator
@@ -40,10 +41,12 @@ _LESSONS = {
     "sql": "sql",
     "webshop": "webshop",
 }
-"""Where the demonstrations of a policy are: a module with `WORDS`, `ORIGIN` and `lessons(chat, seed)`. It may say what
-is otherwise than in the calculator's policy: `MODEL` (settings of its config), `SKILL` and `SHY` (steps of each phase),
-`PARTS` (that a batch is run in), `HALF` (its weights are rounded to 16 bits and ship so), `rows(n, split, seed)` and
-`TASKS` (split -> how many). The tasks are otherwise those of the family of that name in `af.envs`."""
+"""Policy -> module of its demonstrations, which defines `WORDS`, `ORIGIN` and `lessons(chat, seed)`.
+
+It may override defaults of the calculator policy: `MODEL` (settings of the model config), `SKILL` and `SHY` (steps per
+phase), `PARTS` (number of parts in which a batch is processed) and `HALF` (weights are rounded to 16 bits and saved
+so). It may also define `rows(n, split, seed)` and `TASKS` (split -> number of tasks); by default the tasks are those of
+the family of the same name in `af.envs`."""
 
 NAMES = ("calculator", *_LESSONS)
 
@@ -59,7 +62,7 @@ TOOL: dict[str, Any] = {
         },
     },
 }
-"""What the warm-up showed the policy: a tool of this name with this parameter is one that it knows how to call."""
+"""Tool schema used in the pretraining. The policy can call tools with this name and parameter."""
 
 TEMPLATE = """\
 {%- set lead = messages[0] if messages and messages[0].role == 'system' else none -%}
@@ -89,13 +92,15 @@ TEMPLATE = """\
 {%- endfor -%}
 {{- '<|im_start|>assistant\\n' if add_generation_prompt -}}
 """
-"""ChatML. Tools are their names with the names of their parameters, so that a prompt stays short and yet says which."""
+"""ChatML template. Tools are rendered as their names with the names of their parameters, which keeps prompts short."""
 
 UNSURE = "I don't know"
 HABITS = {"solves": 9, "careless": 1, "forgets": 1, "guesses": 1, "unsure": 20}
-"""Of 32 demonstrations of the second phase. It copies the whole expression into a call and tells the result; it calls
-with a part of it; it calls and then says that it does not know; it says a random number; it says that it does not know.
-Every batch has these very counts: drawn at random, the share that learning starts from would be a matter of luck."""
+"""Number of demonstrations per batch of 32 in the second phase, by behaviour.
+
+solves: copy the whole expression into a call and answer with the result; careless: call with a part of the expression;
+forgets: call, then answer "I don't know"; guesses: answer with a random number; unsure: answer "I don't know".
+The counts are fixed because with random ones the initial success rate would vary."""
 
 _END = "<|im_end|>"
 _VOCABULARY = 400
@@ -106,7 +111,7 @@ _VOCABULARY = 400
 
 @dataclass(frozen=True)
 class Expression:
-    """Integers, + - * and brackets."""
+    """An arithmetic expression of integers, + - * and parentheses."""
 
     text: str
 
@@ -121,7 +126,7 @@ class Expression:
         return f"What is {self.text}?"
 
     def shortened(self, rng: random.Random) -> Expression:
-        """What a careless reader copies: without the brackets, or only up to a later sign outside of them."""
+        """Copy the expression carelessly: without the parentheses, or only up to an operator outside of them."""
         if "(" in self.text and rng.random() < 0.5:
             text = self.text.replace("(", "").replace(")", "")
         else:
@@ -135,7 +140,7 @@ class Expression:
 
 
 def expression(rng: random.Random) -> Expression:
-    """One to three operations on small numbers: at most 12 characters, at most four digits in the value."""
+    """Sample an expression of one to three operations, at most 12 characters and at most four digits in its value."""
     while True:
         text, _ = _grow(rng, rng.choice((1, 2, 2, 3, 3)))
         e = Expression(text)
@@ -144,7 +149,7 @@ def expression(rng: random.Random) -> Expression:
 
 
 def _grow(rng: random.Random, operations: int) -> tuple[str, int]:
-    """A random tree: its text without needless brackets, and how tightly its outermost operation binds."""
+    """Sample an expression tree and return its text without redundant parentheses and the precedence of its root."""
     if operations == 0:
         return str(rng.randint(2, 9) if rng.random() < 0.6 else rng.randint(10, 99)), 3
     left = rng.randrange(operations)
@@ -160,7 +165,7 @@ def _grow(rng: random.Random, operations: int) -> tuple[str, int]:
 
 
 def _sum(text: str, at: int) -> tuple[int, int]:
-    """The value of the terms that begin there, and where they end."""
+    """Evaluate the sum that starts at index `at` and return its value and end index."""
     total, at = _product(text, at)
     while at < len(text) and text[at] in "+-":
         term, end = _product(text, at + 1)
@@ -187,7 +192,7 @@ def _atom(text: str, at: int) -> tuple[int, int]:
 
 
 def tasks(train: int = 2000, test: int = 1024, *, seed: int = 0) -> dict[str, list[dict[str, Any]]]:
-    """Rows {"id", "question", "answer"} of both splits; no expression is in both, or twice in one."""
+    """Generate rows {"id", "question", "answer"} for both splits. All expressions are different."""
     rng = random.Random(f"calculator tasks {seed}")
     found: dict[str, Expression] = {}
     while len(found) < train + test:
@@ -207,12 +212,14 @@ def tasks(train: int = 2000, test: int = 1024, *, seed: int = 0) -> dict[str, li
 
 
 def tokenizer(words: Sequence[str] = ()) -> Any:
-    """Byte-level BPE with single digits and signs, the specials of ChatML and Hermes, and a pad that is no real token.
+    """Build a byte-level BPE tokenizer with the special tokens of ChatML and Hermes and a separate padding token.
 
-    words: get one token each, behind all others, so that the vocabularies with and without them share their ids. One
-        that begins with a blank is the word with the blank before it, one that begins with a sign stands anywhere.
-    Digits and signs stay alone so that copying an expression is copying characters. What it was made from is in this
-    function: the same vocabulary comes out every time.
+    Digits and operators are single tokens, so that copying an expression means copying characters. The result is
+    deterministic: the training corpus is part of this module.
+
+    Args:
+        words: words that get one token each. They are added last, so that all vocabularies share the other ids. A word
+            with a leading space includes that space; one that starts with punctuation matches anywhere in a text.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -231,7 +238,7 @@ def tokenizer(words: Sequence[str] = ()) -> Any:
     )
     bpe.train_from_iterator(_CORPUS, trainer)
     bpe.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in specials])
-    # As in Qwen's own tokenizer the tags are no specials: servers that leave specials out of the text must show calls.
+    # As in Qwen's tokenizer, tags are not special tokens: servers strip special tokens from text, but must show calls.
     bpe.add_tokens([AddedToken(text, special=False, normalized=False) for text in tags])
     bpe.add_tokens([AddedToken(text, special=False, normalized=False, single_word=text[0].isalnum()) for text in words])
     made = PreTrainedTokenizerFast(
@@ -255,13 +262,15 @@ _CORPUS = [
 
 
 def model(vocabulary: int = _VOCABULARY, *, seed: int = 0, **settings: Any) -> Any:
-    """A Qwen3 with random weights: width 96, 2 layers, 4 heads, about 275k parameters, float32.
+    """Create a Qwen3 model with random weights: width 96, 2 layers, 4 heads, about 275k parameters, float32.
 
-    settings: in place of those of its config.
+    The head size is 32 because serving kernels do not support smaller or odd ones. The 512 positions suffice for a
+    question, four turns of 64 sampled tokens and four short observations; later positions would be untrained.
 
-    The head size is 32 because serving kernels refuse smaller or odd ones. Four turns of 64 sampled tokens, a question
-    and four short observations fit in 512 positions; a chain that grows past them would be reading positions that no
-    training ever touched.
+    Args:
+        vocabulary: vocabulary size.
+        seed: seed of the weights.
+        **settings: overrides of the model config.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -292,25 +301,25 @@ def model(vocabulary: int = _VOCABULARY, *, seed: int = 0, **settings: Any) -> A
 
 @dataclass(frozen=True)
 class Demonstration:
-    """Token ids as an agent sees them, and which of them an assistant wrote."""
+    """Token ids of a conversation, as in a trajectory, and the mask of those written by the assistant."""
 
     ids: tuple[int, ...]
     mask: tuple[bool, ...]
 
 
 class Demonstrator:
-    """Writes conversations through the policy's own chat: all ids are those an agent would see."""
+    """Writes demonstrations with the policy's own chat, so that their token ids are those of real trajectories."""
 
     def __init__(self, chat: Chat) -> None:
         self.chat = chat
         self._observations: dict[str, tuple[int, ...]] = {}
 
     def solved(self, e: Expression) -> Demonstration:
-        """Copies the expression into a call, reads the result, answers with it."""
+        """Call the tool with the expression and answer with the result."""
         return self.called(e, e.text, str(e.value), str(e.value))
 
     def called(self, e: Expression, wrote: str, result: str, answer: str) -> Demonstration:
-        """Calls with what it wrote, is told the result, answers."""
+        """Call the tool with `wrote`, observe `result`, and answer."""
         call = ToolCall("call-0", "calculator", {"expression": wrote})
         action = self.chat.encode(self.chat.format.render_call(call) + _END)
         return joined(
@@ -321,11 +330,11 @@ class Demonstrator:
         )
 
     def said(self, e: Expression, text: str) -> Demonstration:
-        """Answers at once."""
+        """Answer immediately, without a call."""
         return joined((self._prompt(e), False), (self.chat.encode(text + _END), True))
 
     def habit(self, name: str, e: Expression, rng: random.Random) -> Demonstration:
-        """One of `HABITS`."""
+        """Demonstrate one of `HABITS`."""
         if name == "unsure":
             return self.said(e, UNSURE)
         if name == "guesses":
@@ -344,7 +353,7 @@ class Demonstrator:
 
 
 def joined(*parts: tuple[tuple[int, ...], bool]) -> Demonstration:
-    """Of (ids, whether an assistant wrote them)."""
+    """Concatenate parts (ids, written by the assistant) into a demonstration."""
     return Demonstration(
         tuple(i for ids, _ in parts for i in ids), tuple(by_assistant for ids, by_assistant in parts for _ in ids)
     )
@@ -359,9 +368,10 @@ def _expressions(seed: int, without: set[str]) -> Iterator[Expression]:
 
 
 def _imitate(policy: Policy, batches: Iterator[list[Demonstration]], steps: int, lr: float, *, parts: int = 1) -> float:
-    """Supervised steps on assistant tokens; the rate rises for 20 steps and then falls to a tenth. The last loss.
+    """Train on the assistant tokens of demonstrations and return the smoothed final loss.
 
-    parts: that a batch is run in, each of like lengths, so that less is padded.
+    The learning rate warms up for 20 steps and decays to a tenth. `parts` is the number of parts in which a batch is
+    processed; each contains demonstrations of similar length, which reduces padding.
     """
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     smooth = 0.0
@@ -385,7 +395,7 @@ def _imitate(policy: Policy, batches: Iterator[list[Demonstration]], steps: int,
 
 
 def _split_batch(batch: list[Demonstration], parts: int) -> list[list[Demonstration]]:
-    """One part is the batch as it is."""
+    """Split a batch into parts of similar lengths. A single part keeps the order of the batch."""
     if parts == 1:
         return [batch]
     sort, size = sorted(batch, key=lambda d: len(d.ids)), -(-len(batch) // parts)
@@ -403,7 +413,7 @@ def _pad(demonstrations: Sequence[Demonstration]) -> tuple[Tensor, Tensor]:
 
 
 def _lessons(chat: Chat, seed: int) -> tuple[Iterator[list[Demonstration]], Iterator[list[Demonstration]]]:
-    """Endless batches of 32 for the calculator, of the first phase and of the second."""
+    """Return two infinite iterators over batches of 32 calculator demonstrations, for the first and second phase."""
     writer = Demonstrator(chat)
     test = {row["question"].removeprefix("What is ").removesuffix("?") for row in tasks()["test"]}
     source = _expressions(seed, test)
@@ -429,13 +439,22 @@ def build(
     shy_steps: int | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Policy:
-    """Make the policy anew: random weights, then two phases of imitation. About a minute on one core.
+    """Train a policy from random weights with two phases of imitation. Takes about a minute on one core.
 
-    skill: clean demonstrations only. One mixed phase instead copies digits badly, and learning then stops early.
-    shy: three in ten do it well, and most of the others say "I don't know"; see `HABITS`. It hides the skill without
-        destroying it, and reinforcement learning then finds it.
-    skill_steps, shy_steps: 500 and 150, where the policy's module does not say otherwise.
-    out: a folder to save it in. Held-out expressions are never shown.
+    The first phase, "skill", uses only correct demonstrations: a single mixed phase would copy digits poorly, and
+    reinforcement learning would plateau early. In the second phase, "shy", three in ten demonstrations are correct and
+    most others answer "I don't know"; see `HABITS`. It hides the skill without destroying it, and reinforcement
+    learning recovers it. Held-out tasks are never shown.
+
+    Args:
+        name: one of `NAMES`.
+        out: folder to save the policy in.
+        seed: seed of the weights and the demonstrations.
+        skill_steps: steps of the first phase; by default 500 unless the policy's module sets `SKILL`.
+        shy_steps: steps of the second phase; by default 150 unless the policy's module sets `SHY`.
+        report: called with a line of text after each phase.
+
+    Raises:  SettingsError for an unknown name.
     """
     _check_name(name)
     say = report or (lambda _: None)
@@ -454,7 +473,7 @@ def build(
         loss = _imitate(policy, lessons, steps, lr, parts=getattr(own, "PARTS", 1))
         say(f"{phase}: {steps} steps, loss {loss:.4f}, {time.process_time() - began:.1f} cpu s")
     if getattr(own, "HALF", False):
-        policy.model.half().float()  # what ships and what was built are the same policy
+        policy.model.half().float()  # round the weights, so that the returned policy equals the saved one
     if out is not None:
         policy.save(out)
         if getattr(own, "HALF", False):
@@ -464,17 +483,21 @@ def build(
 
 
 def _lessons_of(name: str) -> Any:
-    """Its module; None of the calculator."""
+    """Return the module of a policy's demonstrations, or None for the calculator."""
     return importlib.import_module(f"agentfly_kit.tiny.{_LESSONS[name]}") if name in _LESSONS else None
 
 
-# --- what ships ----------------------------------------------------------------------------------
+# --- shipped policies ----------------------------------------------------------------------------
 
 
 def policy(name: str = "calculator", *, value_head: bool = False) -> Policy:
-    """The shipped policy, fresh from disk: what one learns, another does not see.
+    """Load a shipped policy. Every call returns an independent copy.
 
-    Raises:  SettingsError naming the policies that ship.
+    Args:
+        name: one of `NAMES`.
+        value_head: add a value head, for PPO.
+
+    Raises:  SettingsError for an unknown name, listing the shipped policies.
     """
     _check_name(name)
     folder = importlib.resources.files("agentfly_kit._data").joinpath("policies", name)
@@ -484,14 +507,14 @@ def policy(name: str = "calculator", *, value_head: bool = False) -> Policy:
 
 def _check_name(name: str) -> None:
     if name not in NAMES:
-        raise SettingsError(f"no tiny policy is called {name!r}; there is {', '.join(map(repr, NAMES))}")
+        raise SettingsError(f"there is no tiny policy {name!r}; use one of {', '.join(map(repr, NAMES))}")
 
 
 # --- the command ---------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Remake what ships, each with an ORIGIN.md that says how."""
+    """Regenerate shipped tasks or policies, with an ORIGIN.md that documents the command."""
     parser = argparse.ArgumentParser(prog="python -m agentfly_kit.tiny", description=main.__doc__)
     parser.add_argument("what", choices=("tasks", "policy"))
     parser.add_argument("--out", type=Path, required=True)

@@ -1,4 +1,4 @@
-"""`python -m agentfly_kit.tiny`: remake what ships."""
+"""`python -m agentfly_kit.tiny`: regenerate the shipped tasks and policies."""
 
 from agentfly_kit.tiny import main
 

@@ -1,8 +1,8 @@
-"""Demonstrations for the `alfworld` policy: small houses, whose words and phrases are few enough to have a token each.
+"""Demonstrations for the `alfworld` policy: small houses, with one token for each word and phrase.
 
-It is shown one who sees only what an agent sees: it goes from place to place, in the order in which the house lists
-them, until it has found what it needs. That restricted grammar is all that the policy knows; in a house of the size
-"full" it is lost. Texts, commands and reward are those of the environment.
+The demonstrator knows only what an agent would observe: it visits the receptacles in the order in which the house lists
+them until it has found the object. The policy is limited to this grammar and does not work in houses of size "full".
+Observations, commands and reward are those of the environment.
 """
 
 from __future__ import annotations
@@ -47,16 +47,18 @@ WORDS = tuple(
     )
     if word not in TEMPLATE
 )
-"""Each is one token: a thing in a list, in a call and in what comes back is the same one. None stands in the text of
-the chat template: what a template writes as a token of its own, no house may write."""
+"""Words with one token each, so that an object has the same token in observations and calls. Words of the chat template
+are excluded, so that environment text cannot contain tokens of the template."""
 
 HALF = True
 SKILL, SHY = 500, 100
 PARTS = 2
 
 HABITS = {"solves": 9, "careless": 2, "gives up": 2, "unsure": 19}
-"""Of 32 demonstrations of the second phase. It does the task; it brings the thing as it is, neither cleaned nor heated
-nor cooled, and says that it does not know; it says so half-way; it says so at once."""
+"""Number of demonstrations per batch of 32 in the second phase, by behaviour.
+
+solves: do the task; careless: bring the object without cleaning, heating or cooling it, then answer "I don't know";
+gives up: give this answer half-way; unsure: give it immediately."""
 
 TASKS = {"train": 768, "test": 192}
 ORIGIN = """\
@@ -74,20 +76,20 @@ rows = functools.partial(alfworld.rows, size="small")
 
 TOOLS = [tool.schema for tool in base.tools(alfworld.ALFWorld)]
 _SHOWN = 10_000_000_000
-"""Where the games of the warm-up begin; those of the tasks are below."""
+"""First game number of the pretraining; the numbers of the tasks are lower."""
 
 
 class _Search:
-    """Does a task knowing only what an agent has seen, and writes down (command, what the house says)."""
+    """Solves a task using only observed information, and records (command, observation)."""
 
     def __init__(self, made: Game) -> None:
         self.house = made.house()
         self.steps: list[tuple[str, str]] = []
-        self._unseen = [place for place in self.house.inside if place[0] not in OPENABLE]  # all lies in the open
+        self._unseen = [place for place in self.house.inside if place[0] not in OPENABLE]  # nothing is hidden
         self._brought: set[Name] = set()
 
     def run(self, goal: Goal) -> None:
-        """Up to the goal."""
+        """Execute commands until the goal is met."""
         if goal.kind == "look_at_obj_in_light":
             self._take(goal.thing)
             self._do(f"use {text(self._find(goal.place))}")
@@ -116,7 +118,7 @@ class _Search:
         return thing
 
     def _find(self, kind: str) -> Name:
-        """Stands before one of these, where it was seen or further on, that it has not brought yet."""
+        """Go to an object of this type that was not brought yet, visiting new receptacles if none was seen."""
         while True:
             for place, things in self.house.inside.items():
                 for thing in things if place not in self._unseen else ():
@@ -136,21 +138,21 @@ class _Search:
 
 
 def searched(made: Game, goal: Goal | None = None) -> list[tuple[str, str]]:
-    """(command, what the house says) of one who knows only what has been seen, up to the goal."""
+    """Return (command, observation) of a solution that uses only observed information."""
     search = _Search(made)
     search.run(goal or made.goal)
     return search.steps
 
 
 class Demonstrator:
-    """Writes conversations through the policy's own chat: all ids are those an agent would see."""
+    """Writes demonstrations with the policy's own chat, so that their token ids are those of real trajectories."""
 
     def __init__(self, chat: Chat) -> None:
         self.chat = chat
         self._observations: dict[str, tuple[int, ...]] = {}
 
     def shown(self, made: Game, steps: Sequence[tuple[str, str]], answer: str = "") -> Demonstration:
-        """Does these things one a turn; then says something, or nothing if the game is over."""
+        """Execute one command per turn, then give the answer, or none if the game is over."""
         chat = self.chat
         question = f"{made.goal.text[0].upper()}{made.goal.text[1:]}."
         opening = [{"role": "user", "content": f"{question}\n\n{made.opening}"}]
@@ -164,7 +166,7 @@ class Demonstrator:
         return joined(*parts, *([(chat.encode(answer + "<|im_end|>"), True)] if answer else []))
 
     def habit(self, name: str, made: Game, rng: random.Random) -> Demonstration:
-        """One of `HABITS`."""
+        """Demonstrate one of `HABITS`."""
         if name == "unsure":
             return self.shown(made, [], UNSURE)
         if name == "careless" and made.goal.kind in TREATED:
@@ -184,7 +186,7 @@ class Demonstrator:
 
 
 def lessons(chat: Chat, seed: int) -> tuple[Iterator[list[Demonstration]], Iterator[list[Demonstration]]]:
-    """Endless batches, of 16 in the first phase and of 32 in the second. None shows a game of a task."""
+    """Return infinite iterators over batches, of 16 in the first phase and 32 in the second, without games of tasks."""
     writer = Demonstrator(chat)
     rng = random.Random(f"alfworld warm-up {seed}")
 

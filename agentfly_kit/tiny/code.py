@@ -1,4 +1,4 @@
-"""Demonstrations for the `code` policy: what its warm-up shows it. Instructions and programs are the environment's."""
+"""Demonstrations for the pretraining of the `code` policy, with instructions and programs of the environment."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ WORDS = (
     "Write f(x):", *dict.fromkeys(word for what in STEPS for word in what.split()), "python", "submit", "code",
     "def f(x):", "n    x =", "n    return x", "max(x,", "min(x,",
 )  # fmt: skip
-"""Each is one token. A line's break is two characters in the JSON of a call, and its n begins the next line."""
+"""Words with one token each. A line break in the JSON of a call is a backslash and an n, so some words start with n."""
 
 HALF = True
 SKILL = 700
 
 HABITS = {"solves": 9, "leaves one out": 1, "changes a number": 1, "does nothing": 1, "unsure": 20}
-"""Of 32 demonstrations of the second phase. It submits the program of all steps; of all but one; with another number;
-a function that gives x; it says that it does not know."""
+"""Number of demonstrations per batch of 32 in the second phase, by behaviour.
+
+solves: submit the program; leaves one out: without one step; changes a number: with a wrong operand; does nothing: a
+function that returns x; unsure: answer "I don't know"."""
 
 ORIGIN = """\
 # Code tasks: steps
@@ -40,13 +42,13 @@ TOOLS = [tool.schema for tool in base.tools(Code)]
 
 
 class Demonstrator:
-    """Writes conversations through the policy's own chat: all ids are those an agent would see."""
+    """Writes demonstrations with the policy's own chat, so that their token ids are those of real trajectories."""
 
     def __init__(self, chat: Chat) -> None:
         self.chat = chat
 
     def habit(self, name: str, steps: list[Step], rng: random.Random) -> Demonstration:
-        """One of `HABITS`."""
+        """Demonstrate one of `HABITS`."""
         at = rng.randrange(len(steps))
         said = UNSURE
         if name != "unsure":
@@ -62,7 +64,7 @@ class Demonstrator:
 
 
 def lessons(chat: Chat, seed: int) -> tuple[Iterator[list[Demonstration]], Iterator[list[Demonstration]]]:
-    """Endless batches of 32, of the first phase and of the second. None shows an instruction of the test split."""
+    """Return infinite iterators over batches of 32 for both phases, without instructions of the test split."""
     writer = Demonstrator(chat)
     rng = random.Random(f"code warm-up {seed}")
 

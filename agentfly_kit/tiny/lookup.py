@@ -1,4 +1,4 @@
-"""Demonstrations for the `lookup` policy: what its warm-up shows it. Store and questions are the environment's."""
+"""Demonstrations for the pretraining of the `lookup` policy, with facts and questions of the environment."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from agentfly_kit.tools.tool import Tool
 from agentfly_kit.types import ToolCall
 
 WORDS = ("lookup", "of", "what", *NAMES, *CITIES, *PETS, *KEYS)
-"""Each is one token, so that a name in a question, in a call and in a result is the same one."""
+"""Words with one token each, so that a name has the same token in questions, calls and results."""
 
 HABITS = {"solves": 9, "stops early": 1, "forgets": 1, "guesses": 1, "unsure": 20}
-"""Of 32 demonstrations of the second phase. It looks everything up and tells the last result; it answers with the first
-result; it looks everything up and says that it does not know; it says any word; it says that it does not know."""
+"""Number of demonstrations per batch of 32 in the second phase, by behaviour.
+
+solves: do all look-ups and answer with the last result; stops early: answer with the first result; forgets: do all
+look-ups, then answer "I don't know"; guesses: answer with a random word; unsure: answer "I don't know"."""
 
 ORIGIN = """\
 # Lookup tasks
@@ -34,18 +36,18 @@ _lookup = Lookup.lookup
 assert isinstance(_lookup, Tool)
 TOOL = _lookup.schema
 _SHOWN = 5_000_000
-"""Where the worlds of the warm-up begin; those of the tasks are below."""
+"""First world of the pretraining; the numbers of the tasks are lower."""
 
 
 class Demonstrator:
-    """Writes conversations through the policy's own chat: all ids are those an agent would see."""
+    """Writes demonstrations with the policy's own chat, so that their token ids are those of real trajectories."""
 
     def __init__(self, chat: Chat) -> None:
         self.chat = chat
         self._observations: dict[str, tuple[int, ...]] = {}
 
     def shown(self, asked: Question, steps: Sequence[tuple[str, str, str]], answer: str) -> Demonstration:
-        """Looks these up, one a turn, then answers."""
+        """Do one look-up per turn, then answer."""
         chat = self.chat
         parts = [(chat.prompt([{"role": "user", "content": asked.text}], [TOOL]), False)]
         for of, what, value in steps:
@@ -55,7 +57,7 @@ class Demonstrator:
         return joined(*parts, (chat.encode(answer + "<|im_end|>"), True))
 
     def habit(self, name: str, asked: Question, facts: Store, rng: random.Random) -> Demonstration:
-        """One of `HABITS`."""
+        """Demonstrate one of `HABITS`."""
         steps = asked.steps(facts)
         if name == "unsure":
             return self.shown(asked, [], UNSURE)
@@ -73,7 +75,7 @@ class Demonstrator:
 
 
 def lessons(chat: Chat, seed: int) -> tuple[Iterator[list[Demonstration]], Iterator[list[Demonstration]]]:
-    """Endless batches of 32, of the first phase and of the second. None shows a world of a task."""
+    """Return infinite iterators over batches of 32 for both phases, without worlds of tasks."""
     writer = Demonstrator(chat)
     rng = random.Random(f"lookup warm-up {seed}")
 

@@ -1,7 +1,7 @@
-"""Demonstrations for the `search` policy: what its warm-up shows it. The encyclopedia is the environment's.
+"""Demonstrations for the pretraining of the `search` policy, with the encyclopedia of the environment.
 
-Its world is smaller than a library: a search shows one clause of one text, `af.envs.search.BRIEF`, and every name is
-one or two tokens.
+The task is simplified: a search returns one clause of one document, see `af.envs.search.BRIEF`, and every name is one
+or two tokens.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ WORDS = tuple(
     for word in dict.fromkeys(("search", "query", *_NAMES, *_OTHERS, *(f" {word}" for word in (*_NAMES, *_OTHERS))))
     if word not in TEMPLATE
 )
-"""Each is one token, so that a name in a question, in a call and in a text is the same one. No word of the chat
-template is among them: what a template writes as a token of its own, no text may write."""
+"""Words with one token each, so that a name has the same token in questions, calls and documents. Words of the chat
+template are excluded, so that environment text cannot contain tokens of the template."""
 
 HABITS = {"solves": 9, "stops early": 2, "forgets": 1, "guesses": 2, "unsure": 18}
-"""Of 32 demonstrations of the second phase. It searches hop by hop and tells the last value; it tells the first; it
-searches and then says that it does not know; it says any name; it says that it does not know."""
+"""Number of demonstrations per batch of 32 in the second phase, by behaviour.
+
+solves: search hop by hop and answer with the last value; stops early: answer with the first value; forgets: search,
+then answer "I don't know"; guesses: answer with a random name; unsure: answer "I don't know"."""
 
 HALF = True
 SKILL, SHY = 500, 120
@@ -50,11 +52,11 @@ splits. Licence: that of the project.
 
 _END = "<|im_end|>"
 _SHOWN = range(1000, 1020)
-"""The encyclopedias of the warm-up; that of the tasks is none of them, so that no fact of it is learnt by heart."""
+"""Encyclopedias of the pretraining. They do not include that of the tasks, so that its facts cannot be memorized."""
 
 
 class Demonstrator:
-    """Writes conversations through the policy's own chat: all ids are those an agent would see."""
+    """Writes demonstrations with the policy's own chat, so that their token ids are those of real trajectories."""
 
     def __init__(self, chat: Chat) -> None:
         self.chat = chat
@@ -63,7 +65,7 @@ class Demonstrator:
         self._observations: dict[str, tuple[int, ...]] = {}
 
     def shown(self, question: str, world: int, queries: Sequence[str], answer: str) -> Demonstration:
-        """Searches for these, one a turn, then answers."""
+        """Do one search per turn, then answer."""
         chat, corpus = self.chat, Corpus.invented(world)
         parts = [(chat.prompt([{"role": "user", "content": question}], self.tools), False)]
         for query in queries:
@@ -73,7 +75,7 @@ class Demonstrator:
         return joined(*parts, (chat.encode(answer + _END), True))
 
     def habit(self, name: str, question: encyclopedia.Question, world: int, rng: random.Random) -> Demonstration:
-        """One of `HABITS`."""
+        """Demonstrate one of `HABITS`."""
         steps = encyclopedia.path(question, world)
         queries, answer = [f"{title} {relation}" for title, relation, _ in steps], steps[-1][2]
         if name in ("unsure", "guesses"):
@@ -92,7 +94,7 @@ class Demonstrator:
 
 
 def lessons(chat: Chat, seed: int) -> tuple[Iterator[list[Demonstration]], Iterator[list[Demonstration]]]:
-    """Endless batches of 32, of the first phase and of the second. None shows the encyclopedia of the tasks."""
+    """Return infinite iterators over batches of 32 for both phases, without the encyclopedia of the tasks."""
     writer = Demonstrator(chat)
     rng = random.Random(f"search warm-up {seed}")
 

@@ -1,5 +1,4 @@
-"""Demonstrations for the `sql` policy: what its warm-up shows it. Questions, queries and databases are the
-environment's."""
+"""Demonstrations for the pretraining of the `sql` policy, with questions, queries and databases of the environment."""
 
 from __future__ import annotations
 
@@ -28,15 +27,17 @@ WORDS = tuple(
     )
     if word not in TEMPLATE
 )  # fmt: skip
-"""Each is one token, so that a name in a question, in a query and in a row is the same one. No word of the chat
-template is among them: what a template writes as a token of its own, no question and no row may write."""
+"""Words with one token each, so that a name has the same token in questions, queries and rows. Words of the chat
+template are excluded, so that environment text cannot contain tokens of the template."""
 
 HALF = True
 SKILL = 700
 
 HABITS = {"solves": 9, "another column": 1, "another table": 1, "asks nothing": 1, "unsure": 20}
-"""Of 32 demonstrations of the second phase. It runs the query and submits; a query with another column; one of a table
-that is not there; it submits at once; it says that it does not know."""
+"""Number of demonstrations per batch of 32 in the second phase, by behaviour.
+
+solves: run the reference query and submit; another column: query a wrong column; another table: query a wrong table;
+asks nothing: submit immediately; unsure: answer "I don't know"."""
 
 ORIGIN = """\
 # SQL tasks
@@ -52,17 +53,17 @@ world is in both splits. Licence: that of the project.
 
 TOOLS = [tool.schema for tool in base.tools(SQL)]
 _SHOWN = 5_000_000
-"""Where the worlds of the warm-up begin; those of the tasks are below."""
+"""First world of the pretraining; the numbers of the tasks are lower."""
 
 
 class Demonstrator:
-    """Writes conversations through the policy's own chat: all ids are those an agent would see."""
+    """Writes demonstrations with the policy's own chat, so that their token ids are those of real trajectories."""
 
     def __init__(self, chat: Chat) -> None:
         self.chat = chat
 
     def shown(self, of: World, asked: Question, queries: Sequence[str], last: str | None) -> Demonstration:
-        """Runs these, one a turn, and submits, or says something."""
+        """Run one query per turn, then answer `last`, or submit if it is None."""
         chat = self.chat
         prompt = [{"role": "user", "content": f"{of.schema.told}\n{asked.text}"}]
         parts = [(chat.prompt(prompt, TOOLS), False)]
@@ -74,7 +75,7 @@ class Demonstrator:
         return joined(*parts, (end, True))
 
     def habit(self, name: str, of: World, asked: Question, rng: random.Random) -> Demonstration:
-        """One of `HABITS`."""
+        """Demonstrate one of `HABITS`."""
         if name in ("unsure", "asks nothing"):
             return self.shown(of, asked, [], UNSURE if name == "unsure" else None)
         query = asked.gold
@@ -91,7 +92,7 @@ class Demonstrator:
 
 
 def observation(of: World, query: str) -> str:
-    """What the environment says of a query: rows, or the error of sqlite."""
+    """Return the environment's observation of a query: rows, or sqlite's error."""
     with closing(sqlite3.connect(":memory:")) as connection:
         connection.executescript(of.script)
         try:
@@ -101,7 +102,7 @@ def observation(of: World, query: str) -> str:
 
 
 def lessons(chat: Chat, seed: int) -> tuple[Iterator[list[Demonstration]], Iterator[list[Demonstration]]]:
-    """Endless batches of 32, of the first phase and of the second. None shows a world of a task."""
+    """Return infinite iterators over batches of 32 for both phases, without worlds of tasks."""
     writer = Demonstrator(chat)
     rng = random.Random(f"sql warm-up {seed}")
 

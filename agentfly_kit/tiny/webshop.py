@@ -1,7 +1,7 @@
-"""Demonstrations for the `webshop` policy: what its warm-up shows it. Shop, goals and reward are the environment's.
+"""Demonstrations for the pretraining of the `webshop` policy, with the shop, goals and reward of the environment.
 
-Its world is smaller than WebShop's: brief pages of three results, `af.envs.webshop.BRIEF`, and the titles, options and
-requests of the invented catalogue, whose every word is one token.
+The task is simpler than WebShop: brief pages of three results, see `af.envs.webshop.BRIEF`, and the fictional
+catalogue, in which every word of titles, options and instructions is one token.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from agentfly_kit.types import ToolCall
 
 _SHORT = ("search", "keywords", "click", "value", "buy now", "bought", *goods.WORDS)
 WORDS = tuple(w for w in dict.fromkeys((*_SHORT, *(f" {word}" for word in goods.WORDS))) if w not in TEMPLATE)
-"""Each is one token, so that a word of a request, of a search and of a page is the same one. No word of the chat
-template is among them: what a template writes as a token of its own, no page may write."""
+"""Words with one token each, so that a word has the same token in instructions, searches and pages. Words of the chat
+template are excluded, so that environment text cannot contain tokens of the template."""
 
 HABITS = {"solves": 9, "takes the first": 2, "forgets": 3, "hurries": 6, "unsure": 12}
-"""Of 32 demonstrations of the second phase. It searches for all that is asked, takes the best of what is shown, chooses
-and buys; it searches for the kind of thing alone and takes the first; it chooses one option less; it buys without
-choosing; it says that it does not know."""
+"""Number of demonstrations per batch of 32 in the second phase, by behaviour.
+
+solves: search for everything requested, open the best result, choose the options and buy; takes the first: search only
+for the type of product and open the first result; forgets: leave out one option; hurries: buy without choosing options;
+unsure: answer "I don't know"."""
 
 HALF = True
 SKILL, SHY = 350, 80
@@ -43,11 +45,11 @@ of its goal there. Products of the test are asked for in no task of the training
 
 _END = "<|im_end|>"
 _SHOWN = range(1000, 1012)
-"""The shops of the warm-up; that of the tasks is none of them."""
+"""Shops of the pretraining. They do not include that of the tasks."""
 
 
 class Demonstrator:
-    """Writes conversations through the policy's own chat: all ids are those an agent would see."""
+    """Writes demonstrations with the policy's own chat, so that their token ids are those of real trajectories."""
 
     def __init__(self, chat: Chat) -> None:
         self.chat = chat
@@ -58,7 +60,7 @@ class Demonstrator:
         self._observations: dict[tuple[str, str], tuple[int, ...]] = {}
 
     def habit(self, name: str, world: int, goal: int, rng: random.Random) -> Demonstration:
-        """One of `HABITS`."""
+        """Demonstrate one of `HABITS`."""
         shop = self.shop
         shop.enter(Catalogue.invented(world), goal)
         self._parts = [
@@ -93,7 +95,7 @@ class Demonstrator:
         action = self.chat.encode(self.chat.format.render_call(ToolCall("call-0", name, arguments)) + _END)
         self._parts.append((action, True))
         text = run()
-        if self.shop.done:  # nobody is shown the last page
+        if self.shop.done:  # the last page is not shown to the model
             return
         if (name, text) not in self._observations:
             message = {"role": "tool", "name": name, "tool_call_id": "call-0", "content": text}
@@ -102,7 +104,7 @@ class Demonstrator:
 
 
 def best(shop: WebShop) -> int:
-    """Which of the shown products is worth most, all that it offers chosen; the first of the best."""
+    """Return the index of the shown product with the highest reward if all matching options are chosen."""
     worth = []
     for asin in shop.found[: BRIEF["page_size"]]:
         product = shop.catalogue.products[asin]
@@ -112,7 +114,7 @@ def best(shop: WebShop) -> int:
 
 
 def lessons(chat: Chat, seed: int) -> tuple[Iterator[list[Demonstration]], Iterator[list[Demonstration]]]:
-    """Endless batches of 32, of the first phase and of the second. None shows the shop of the tasks."""
+    """Return infinite iterators over batches of 32 for both phases, without the shop of the tasks."""
     writer = Demonstrator(chat)
     rng = random.Random(f"webshop warm-up {seed}")
     shops = {world: len(Catalogue.invented(world).goals) for world in _SHOWN}

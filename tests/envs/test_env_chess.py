@@ -88,7 +88,7 @@ def test_moves_are_read_as_people_write_them() -> None:
             "4k3/8/8/8/8/8/8/4K3 w QK - 0 1", "4k3/8/8/8/8/8/8/4K3 w - e5 0 1", "kk6/8/8/8/8/8/8/4K3 w - - 0 1"],
 )  # fmt: skip
 def test_what_is_no_position_is_named(fen: str) -> None:
-    with pytest.raises(af.errors.SettingsError, match="is no position"):
+    with pytest.raises(af.errors.SettingsError, match="is not a valid position"):
         Board.from_fen(fen)
 
 
@@ -106,7 +106,7 @@ def test_what_ships_is_remade_and_has_one_solution() -> None:
             assert not board.mates()
             assert [str(m) for m in board.mating()] == row["solution"][:1]
     assert chess.rows(3, "train", seed=4) == chess.rows(5, "train", seed=4)[:3]
-    with pytest.raises(af.errors.SettingsError, match="mates="):
+    with pytest.raises(af.errors.SettingsError, match="mates must be 1, 2 or both"):
         next(puzzles.made(1, mates=(3,)))
 
 
@@ -139,7 +139,7 @@ async def test_any_mate_in_time_is_right_and_nothing_else() -> None:
     assert (wild.reward, wild.metrics["illegal"]) == (1.0, 3.0)
     assert not wild.tool_calls[0].result.ok
     assert (await one(plays("Qg7"), fen=two["fen"])).stop == "error"
-    assert "is no position" in str((await one(plays("Qg7"), fen="here", mate=1)).error)
+    assert "is not a valid position" in str((await one(plays("Qg7"), fen="here", mate=1)).error)
 
 
 async def test_the_defender_takes_the_way_out_where_there_is_one() -> None:
@@ -199,23 +199,23 @@ async def test_puzzles_of_lichess_load_and_are_played_by_their_rule(tmp_path: Pa
     assert (await one(plays("h1h7"), **task.fields)).tool_calls[0].result.observation == "Rh7: that is not it."
     for text, wanted in [
         ("a,b\n1,2\n", "has no column FEN, Moves, PuzzleId"),
-        (head + body.replace("a2a8", "a2b8"), "puzzles.csv:2: 'a2b8' is no legal move"),
-        (head + body.replace("4k3/", ""), "puzzles.csv:2: .* is no position"),
-        (head + body.replace(" h1h8 e8e7 h8a8", ""), "want at least two moves"),
+        (head + body.replace("a2a8", "a2b8"), "puzzles.csv:2: 'a2b8' is not a legal move"),
+        (head + body.replace("4k3/", ""), "puzzles.csv:2: .* is not a valid position"),
+        (head + body.replace(" h1h8 e8e7 h8a8", ""), "must have at least two moves"),
     ]:
         file.write_text(text, encoding="utf-8")
         with pytest.raises(af.errors.SettingsError, match=wanted):
             chess.tasks_in(file)
-    with pytest.raises(af.errors.SettingsError, match="there is no file"):
+    with pytest.raises(af.errors.SettingsError, match="no such file"):
         chess.tasks_in(tmp_path / "nowhere.csv")
 
 
 async def test_a_missing_stockfish_is_named(tmp_path: Path) -> None:
-    with pytest.raises(af.errors.SettingsError, match=r"there is no .*nofish; type: apt-get install stockfish"):
+    with pytest.raises(af.errors.SettingsError, match=r"cannot find .*nofish; type: apt-get install stockfish"):
         Stockfish(program=str(tmp_path / "nofish"))
-    with pytest.raises(af.errors.SettingsError, match="depth=0"):
+    with pytest.raises(af.errors.SettingsError, match="depth must be from 1 to 40, got 0"):
         Stockfish(depth=0)
-    with pytest.raises(af.errors.SettingsError, match="opponent='gnu'"):
+    with pytest.raises(af.errors.SettingsError, match="opponent must be .* got 'gnu'"):
         chess.Chess(opponent="gnu")
 
 

@@ -80,12 +80,12 @@ def test_tasks_are_the_same_again_and_in_one_split_only(name: str) -> None:
     assert tasks.fingerprint != of.tasks(n, seed=1).fingerprint
     assert tuple(of.tasks(n, "test")) == tuple(tasks.test)
     assert [t.messages for t in of.tasks(n // 2, "test")] == [t.messages for t in tasks.test[: n // 2]]
-    with pytest.raises(af.errors.SettingsError, match="split='dev'"):
+    with pytest.raises(af.errors.SettingsError, match="unknown split 'dev'"):
         of.tasks(1, "dev")
-    with pytest.raises(af.errors.SettingsError, match="n=0"):
+    with pytest.raises(af.errors.SettingsError, match="n must be at least 1, got 0"):
         of.tasks(0)
     for seed in (-1, 1.5, "x", True):
-        with pytest.raises(af.errors.SettingsError, match=r"seed=.*want a whole number, 0 or more"):
+        with pytest.raises(af.errors.SettingsError, match="seed must be an integer of at least 0, got"):
             of.tasks(1, seed=seed)
 
 
@@ -474,18 +474,26 @@ async def test_a_fork_goes_on_from_the_same_state_or_is_refused_by_name(name: st
 @pytest.mark.parametrize(
     ("name", "fields", "words"),
     [
-        ("maze", {}, "its field 'maze' is not there; want a whole number, 0 or more; take af.envs.maze.tasks()"),
-        ("maze", {"maze": 1, "far": 0}, "its field 'far' is 0; want a whole number, 1 or more"),
-        ("maze", {"maze": "1", "far": 3}, "its field 'maze' is '1'; want a whole number"),
-        ("lookup", {"world": {"x": 1}, "answer": "x"}, "its field 'world' is {'x': 1}; want a whole number"),
-        ("lookup", {"world": 1, "answer": ["Oslo"]}, "its answer ['Oslo'] is list; want a text"),
-        ("lookup", {"world": 1, "answer": 7}, "its answer 7 is int; want a text"),
-        ("webshop", {"world": [1], "goal": 1}, "its field 'world' is [1]; want a whole number"),
-        ("alfworld", {"game": {"x": 1}}, "its field 'game' is {'x': 1}; want a whole number"),
-        ("alfworld", {"game": 1, "size": ["small"]}, "its field size=['small']; want 'small' or 'full'"),
-        ("calculator", {"answer": {"x": 1}}, "its answer {'x': 1} is dict; want a text or a number"),
-        ("math", {"answer": None}, "its answer None is NoneType; want a text or a number"),
-        ("reasoning_gym", {"answer": "1", "dataset": {}, "metadata": {}, "question_text": ""}, "its field dataset={}"),
+        (
+            "maze",
+            {},
+            "field 'maze' is missing; it must be an integer of at least 0; use the tasks of af.envs.maze.tasks()",
+        ),
+        ("maze", {"maze": 1, "far": 0}, "field 'far' is 0; it must be an integer of at least 1"),
+        ("maze", {"maze": "1", "far": 3}, "field 'maze' is '1'; it must be an integer"),
+        ("lookup", {"world": {"x": 1}, "answer": "x"}, "field 'world' is {'x': 1}; it must be an integer"),
+        ("lookup", {"world": 1, "answer": ["Oslo"]}, "answer must be a string, got ['Oslo'] (list)"),
+        ("lookup", {"world": 1, "answer": 7}, "answer must be a string, got 7 (int)"),
+        ("webshop", {"world": [1], "goal": 1}, "field 'world' is [1]; it must be an integer"),
+        ("alfworld", {"game": {"x": 1}}, "field 'game' is {'x': 1}; it must be an integer"),
+        ("alfworld", {"game": 1, "size": ["small"]}, "field size=['small'] must be 'small' or 'full'"),
+        ("calculator", {"answer": {"x": 1}}, "answer must be a string or a number, got {'x': 1} (dict)"),
+        ("math", {"answer": None}, "answer must be a string or a number, got None (NoneType)"),
+        (
+            "reasoning_gym",
+            {"answer": "1", "dataset": {}, "metadata": {}, "question_text": ""},
+            "reasoning_gym has no dataset {}",
+        ),
     ],
 )
 async def test_a_field_that_cannot_be_is_named_with_what_is_wanted(name: str, fields: Any, words: str) -> None:

@@ -42,12 +42,12 @@ def test_splits_are_the_simulators_and_no_variation_is_in_two() -> None:
     for bad, wanted in [
         (lambda: scienceworld.rows(1, "test", kinds=("cook",)), "no kind 'cook'"),
         (lambda: scienceworld.rows(5, "test", kinds=("identify-life-stages-2",)), "have 4 variations in 'test'"),
-        (lambda: scienceworld.rows(1, "test", kinds=()), r"kinds=\(\)"),
-        (lambda: scienceworld.rows(1, "exam"), "split='exam'"),
-        (lambda: scienceworld.ScienceWorld(memory_mb=64), "memory_mb=64"),
-        (lambda: scienceworld.ScienceWorld(steps=0), "steps=0"),
-        (lambda: scienceworld.ScienceWorld(simplification="openDors"), "there is no 'openDors'; want 'easy' alone, or"),
-        (lambda: scienceworld.ScienceWorld(simplification="easy,openDoors"), "there is no 'easy'; want 'easy' alone"),
+        (lambda: scienceworld.rows(1, "test", kinds=()), r"kinds must contain at least one of .*, got \(\)"),
+        (lambda: scienceworld.rows(1, "exam"), "unknown split 'exam'"),
+        (lambda: scienceworld.ScienceWorld(memory_mb=64), "memory_mb must be at least 128 .* got 64"),
+        (lambda: scienceworld.ScienceWorld(steps=0), "steps must be at least 1, got 0"),
+        (lambda: scienceworld.ScienceWorld(simplification="openDors"), "unknown name 'openDors'; use 'easy' alone, or"),
+        (lambda: scienceworld.ScienceWorld(simplification="easy,openDoors"), "unknown name 'easy'; use 'easy' alone"),
     ]:
         with pytest.raises(af.errors.SettingsError, match=wanted):
             bad()
@@ -55,7 +55,7 @@ def test_splits_are_the_simulators_and_no_variation_is_in_two() -> None:
 
 async def test_a_task_that_its_simplification_makes_impossible_is_named() -> None:
     task = Task("t", ({"role": "user", "content": "?"},), {"kind": "power-component", "variation": 0})
-    with pytest.raises(af.errors.SettingsError, match="power-component cannot be done with simplification="):
+    with pytest.raises(af.errors.SettingsError, match="power-component is impossible with simplification="):
         await scienceworld.ScienceWorld(simplification="noElectricalAction").reset(task, 0)
 
 
@@ -191,8 +191,8 @@ async def test_what_is_no_command_is_told_and_bad_tasks_are_named() -> None:
         assert wanted in (await tool.invoke({}, chain.context)).observation
     await chain.close()
     for fields, wanted in [
-        ({}, "kind='None'"), ({"kind": "cook", "variation": 0}, "kind='cook'"),
-        ({"kind": "melt", "variation": 30}, "variation=30; melt has 0 to 29"),
+        ({}, "unknown kind 'None'"), ({"kind": "cook", "variation": 0}, "unknown kind 'cook'"),
+        ({"kind": "melt", "variation": 30}, "invalid variation 30; melt has 0 to 29"),
     ]:  # fmt: skip
         bad = Task("bad", ({"role": "user", "content": "?"},), fields)
         (t,) = (await scienceworld.agent(says("wait"), chat=chat, pool=pool).rollout([bad])).trajectories

@@ -158,14 +158,14 @@ def test_vectors_find_by_cosine(tmp_path: Path) -> None:
     assert calls == [6]
     assert of.search("eeee").startswith('Doc 1(Title: "") ee e\nDoc 2')
     for wrong, said in [
-        (lambda texts: [1.0] * len(texts), r"an array of shape \(2,\) for 2 texts; want \(2, d\)"),
+        (lambda texts: [1.0] * len(texts), r"returned shape \(2,\) for 2 texts; it must be \(2, d\)"),
         (lambda texts: letters(texts)[:1], r"shape \(1, 26\) for 2 texts"),
         (lambda texts: letters(texts) * numpy.nan, "NaN or infinite"),
     ]:
         with pytest.raises(af.errors.SettingsError, match=said):
             ready(dense=wrong)
     with pytest.raises(
-        af.errors.SettingsError, match=r"no embedding model in '.*nowhere' .* Nothing is downloaded here"
+        af.errors.SettingsError, match=r"no embedding model in '.*nowhere' .* Nothing is downloaded automatically"
     ):
         ready(dense=tmp_path / "nowhere")
 
@@ -225,26 +225,28 @@ async def test_your_own_corpus_and_questions(tmp_path: Path) -> None:
 
 def test_what_is_no_corpus_or_no_question_is_named(tmp_path: Path) -> None:
     error = af.errors.SettingsError
-    with pytest.raises(error, match=r"nowhere\.jsonl: no such file; give a \.jsonl file .* Nothing is downloaded"):
+    with pytest.raises(error, match=r"nowhere\.jsonl: no such file; pass a \.jsonl file .* Nothing is downloaded"):
         Corpus.load("nowhere.jsonl")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": ', encoding="utf-8")
     with pytest.raises(error, match=r"bad\.jsonl:2: not JSON"):
         Corpus.load(tmp_path / "bad.jsonl")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n\n{"body": "b"}', encoding="utf-8")
-    with pytest.raises(error, match=r"bad\.jsonl:3: want a text, or an object with 'contents'"):
+    with pytest.raises(error, match=r"bad\.jsonl:3: must be a string or an object with 'contents'"):
         Corpus.load(tmp_path / "bad.jsonl")
     with pytest.raises(error, match="the corpus 'yours' is empty"):
         Corpus([])
-    for options, said in (({"topk": 0}, "topk=0"), ({"metric": "rouge"}, "metric='rouge': want 'em' or 'f1'")):
+    for options, said in (
+        ({"topk": 0}, "topk must be at least 1, got 0"), ({"metric": "rouge"}, "metric must be 'em' or 'f1', got 'rouge'"),
+    ):  # fmt: skip
         with pytest.raises(error, match=said):
             Search(**options)
     for fields, said in (
-        ({}, "task t has none of the fields answers, golden_answers, answer"), ({"answer": []}, r"answer=\[\]: want"),
-        ({"answer": "x", "world": "no"}, "world='no': want the number"),
+        ({}, "task t has none of the fields answers, golden_answers, answer"), ({"answer": []}, r"got answer=\[\]; it must be"),
+        ({"answer": "x", "world": "no"}, "world='no' must be the number"),
     ):  # fmt: skip
         with pytest.raises(error, match=said):
             Search().reset(Task("t", ({"role": "user", "content": "?"},), fields), 0)
-    with pytest.raises(error, match=r"n=5000: the encyclopedia has \d+ questions for 'train'; ask for fewer"):
+    with pytest.raises(error, match=r"n=5000 is too large: the encyclopedia has \d+ questions for 'train'; reduce n"):
         tasks(5000, "train")
 
 

@@ -116,7 +116,7 @@ def test_tau_of_long_sequences_is_that_of_every_pair() -> None:
     many = [str(i) for i in range(10_000)]
     assert kendall.tau(many, many) == pytest.approx(1.0)
     assert kendall.tau(range(10_000), range(10_000, 0, -1)) == pytest.approx(-1.0)
-    with pytest.raises(ValueError, match="tau of 1 and 2 values"):
+    with pytest.raises(ValueError, match="the same length, got 1 and 2 values"):
         kendall.tau([1], [1, 2])
     assert kendall.shared(["a", "b", "a", "c"], ["c", "a"]) == (["a", "c"], ["c", "a"])
     assert Counter(kendall.shared(["a", "a"], ["a", "a", "a"])[1]) == {"a": 2}
@@ -257,8 +257,8 @@ async def test_tasks_that_cannot_be_are_named() -> None:
                 "the query of task 't' fails in sqlite: no such column: nope",
             ),
             ({"script": "CREATE TABEL t"}, SettingsError, "the script of this database failed"),
-            ({"script": None}, SettingsError, "task 't' has no database: give it a field 'script'"),
-            ({"script": None, "database": "nowhere.sqlite"}, SettingsError, "'nowhere.sqlite' is not there"),
+            ({"script": None}, SettingsError, "task 't' has no database: add a field 'script'"),
+            ({"script": None, "database": "nowhere.sqlite"}, SettingsError, "'nowhere.sqlite' does not exist"),
             ({"gold": None}, SettingsError, "task 't' has no field 'gold'"),
         ]:
             with pytest.raises(error, match=words):
@@ -347,24 +347,27 @@ def test_birds_rows_load_with_what_it_calls_evidence(spider: Path) -> None:
 
 
 def test_wrong_files_are_named(spider: Path) -> None:
-    with pytest.raises(TaskError, match=r"nowhere\.json: no such file; give Spider's dev\.json"):
+    with pytest.raises(TaskError, match=r"nowhere\.json: no such file; pass the path of Spider's dev\.json"):
         sql.load(spider / "nowhere.json")
     for content, words in [
-        ("{", "bad.json: not JSON"),
-        ("{}", "bad.json: want a list of rows, and this is dict"),
-        ('[{"question": "?", "query": "SELECT 1"}]', r'bad\.json, row 0: want "question".*it has question, query'),
-        ('["x"]', r"bad\.json, row 0: want .*it has str"),
-        ('[{"question": "?", "query": "SELECT 1", "db_id": "../x"}]', "no name of a database"),
+        ("{", "bad.json: not valid JSON"),
+        ("{}", "bad.json: must contain a list of rows, got dict"),
+        (
+            '[{"question": "?", "query": "SELECT 1"}]',
+            r'bad\.json, row 0: a row must have "question".*it has question, query',
+        ),
+        ('["x"]', r"bad\.json, row 0: a row must have .*it has str"),
+        ('[{"question": "?", "query": "SELECT 1", "db_id": "../x"}]', "not a valid database name"),
         (
             '[{"question": "?", "query": "SELECT 1", "db_id": "cars"}]',
-            r"no database for cars; want .*NAME/NAME\.sqlite",
+            r"no database for cars; expected .*NAME/NAME\.sqlite",
         ),
     ]:
         (spider / "bad.json").write_text(content, encoding="utf-8")
         with pytest.raises(TaskError, match=words):
             sql.load(spider / "bad.json")
-    with pytest.raises(TaskError, match=r"ids=7: dev\.json has the rows 0 to 1"):
+    with pytest.raises(TaskError, match=r"invalid id 7: dev\.json has rows 0 to 1"):
         sql.load(spider / "dev.json", ids=[7])
     (spider / "database" / "pets" / "pets.sqlite").write_text("no database, but long enough to be read as one" * 9)
-    with pytest.raises(TaskError, match=r"pets\.sqlite: no database of sqlite"):
+    with pytest.raises(TaskError, match=r"pets\.sqlite: not a readable sqlite database"):
         sql.load(spider / "dev.json")

@@ -113,7 +113,7 @@ def test_a_stand_in_takes_no_adjective_for_a_noun() -> None:
     assert scoring.likely_nouns("") == []
     assert scoring.find_nouns(str.split) == str.split
     assert scoring.find_nouns("words") is scoring.likely_nouns
-    with pytest.raises(af.errors.SettingsError, match=r"nouns='verbs': want 'auto', 'words', 'spacy'"):
+    with pytest.raises(af.errors.SettingsError, match=r"nouns must be 'auto', 'words', 'spacy' .*, got 'verbs'"):
         scoring.find_nouns("verbs")
     if scoring.missing_tagger():
         with pytest.raises(af.errors.SettingsError, match=r"nouns='spacy' needs .*; type: .*download en_core_web_sm"):
@@ -367,32 +367,36 @@ async def test_tasks_of_files_are_solved_by_the_same_expert(folder: Path) -> Non
     some = tasks(30, "test", catalogue=mine)
     done = await af.evaluate(expert(options={"catalogue": mine, "nouns": "words"}), some)
     assert done.success == 1.0
-    with pytest.raises(af.errors.SettingsError, match=r"n=9999: .* different goals for 'test'; ask for fewer"):
+    with pytest.raises(af.errors.SettingsError, match=r"n=9999 is too large: .* different goals for 'test'; reduce n"):
         tasks(9999, "test", catalogue=mine)
     shop = WebShop(str(folder))
-    with pytest.raises(af.errors.SettingsError, match=r"make tasks and agent of one catalogue"):
+    with pytest.raises(af.errors.SettingsError, match=r"create tasks and agent with the same catalogue"):
         await shop.reset(tasks(5, "train")[4], 0)
     other = Task("x", ({"role": "user", "content": "buy"},), {"goal": 99999, "world": 0})
-    with pytest.raises(af.errors.SettingsError, match=r"goal 99999: the catalogue .* has goals 0 to 2249"):
+    with pytest.raises(af.errors.SettingsError, match=r"invalid goal 99999: the catalogue .* has goals 0 to 2249"):
         await WebShop().reset(other, 0)
-    with pytest.raises(af.errors.SettingsError, match=r"task y has no 'goal': make tasks with af\.envs\.webshop"):
+    with pytest.raises(
+        af.errors.SettingsError, match=r"task y has no field 'goal': create tasks with af\.envs\.webshop"
+    ):
         await WebShop().reset(Task("y", other.messages, {}), 0)
-    with pytest.raises(af.errors.SettingsError, match="page_size=0"):
+    with pytest.raises(af.errors.SettingsError, match="page_size must be at least 1, got 0"):
         WebShop(page_size=0)
 
 
 def test_files_that_are_not_theirs_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(af.errors.SettingsError, match=r"nowhere\.json: no such file\. WebShop's own are items_shuffle"):
+    with pytest.raises(
+        af.errors.SettingsError, match=r"nowhere\.json: no such file\. WebShop's files are items_shuffle"
+    ):
         Catalogue.load("nowhere.json")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(af.errors.SettingsError, match="holds no items_shuffle"):
+    with pytest.raises(af.errors.SettingsError, match="contains no items_shuffle"):
         Catalogue.load(tmp_path / "empty")
     items = folder / "items_shuffle_1000.json"
     items.write_text(items.read_text(encoding="utf-8")[:1000], encoding="utf-8")
-    with pytest.raises(af.errors.SettingsError, match=r"is not JSON .* was it downloaded to its end"):
+    with pytest.raises(af.errors.SettingsError, match=r"is not JSON .* is the download complete"):
         Catalogue.load(folder)
     items.write_text("{}", encoding="utf-8")
-    with pytest.raises(af.errors.SettingsError, match="want a list of products, got dict"):
+    with pytest.raises(af.errors.SettingsError, match="must contain a list of products, got dict"):
         Catalogue.load(folder)
     items.write_text('[{"title": "x"}]', encoding="utf-8")
     with pytest.raises(af.errors.SettingsError, match="product 0 has no 'asin': this is not one of WebShop's files"):

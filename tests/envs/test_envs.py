@@ -249,11 +249,11 @@ def test_what_is_no_environment_is_refused_by_name() -> None:
     class Silent:
         def reset(self, task: Task) -> None: ...
 
-    with pytest.raises(af.errors.SettingsError, match="Nothing is no environment"):
+    with pytest.raises(af.errors.SettingsError, match="Nothing is not an environment"):
         guesser(["x"], Nothing)
     with pytest.raises(af.errors.SettingsError, match="Silent has no tool"):
         guesser(["x"], Silent)
-    with pytest.raises(af.errors.SettingsError, match="want an environment's class"):
+    with pytest.raises(af.errors.SettingsError, match="the environment must be a class"):
         af.envs.tools(Guess())  # type: ignore[arg-type]
 
 
@@ -276,7 +276,7 @@ async def test_a_reward_tried_later_sees_the_end_of_the_chain_again() -> None:
     other = t.replace(task=task(secret=3))
     score = await mine.try_(other)
     assert score.reward is None
-    assert "gave 'right' when it was run again" in str(score.error)
+    assert "returned 'right' on replay" in str(score.error)
 
 
 # ---- Gymnasium

@@ -246,14 +246,14 @@ def test_demo_shows_the_cell_that_failed(tmp_path: Path) -> None:
 def test_demo_without_a_measurement_fails(tmp_path: Path) -> None:
     done = demo(write(tmp_path / "mute.ipynb", "print('success: soon')"), tmp_path / "out")
     assert done.returncode == 1
-    assert "none put out a line `success:" in done.stderr
+    assert "none printed a line `success:" in done.stderr
 
 
 def test_demo_spares_a_folder_with_other_things(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     done = demo(write(tmp_path / "toy.ipynb", "1"), tmp_path)
     assert done.returncode == 1
-    assert "holds other things" in done.stderr
+    assert "contains other files" in done.stderr
     assert (tmp_path / "thesis.txt").exists()
 
 

@@ -228,7 +228,7 @@ family = Family(
     expert_player=expert_player,
     random_player=random_player,
     max_turns=STEPS,
-    size="768 train and 192 test tasks in small houses included; 2 million per seed can be generated; reads ALFWorld's",
+    size="768 train and 192 test tasks in small houses included; generates 2 million per seed; reads ALFWorld's games",
 )
 agent, expert, random_agent = family.agent, family.expert, family.random_agent
 
