@@ -5,8 +5,8 @@ or on how many processes share it: what a token weighs is computed over the whol
 
 How a gradient is made. All losses are functions of what the forward gave at the sampled tokens: logprobs, values,
 entropies, N numbers each. They are differentiated down to these numbers first, on leaves of their own, and one backward
-then takes these gradients through the model. So no loss sees a grid with holes, a token's gradient is known (one that
-the clip holds is one whose gradient is 0), and a loss of the whole minibatch can be split like any other.
+then takes these gradients through the model. So no loss sees a grid with holes, and a token's gradient is known (one
+that the clip holds is one whose gradient is 0).
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from agentfly_kit.ppo.objective import (
     Objective,
     TokenLoss,
     aggregate_options,
-    batch_gradient,
 )
 from agentfly_kit.ppo.old_logprobs import EXACT_GAP, Correction, resolve_old_logprobs, sampler_weights
 from agentfly_kit.ppo.optimizer import clip_and_step
@@ -83,6 +82,8 @@ def ppo_step(
 
     loss: the name of one in `losses`, or a function (logprobs, old_logprobs, advantages, mask) -> (B, T), such as
         functools.partial(af.losses.cispo, bounds="upper"). A function of your own is given whole rows of a micro-batch.
+        "clip_cov" and "kl_cov" look at the whole minibatch: it must fit into one micro-batch of `micro_tokens`, in one
+        process. "clip_cov" draws with its own `seed`; give another in a functools.partial.
     clip, clip_high, dual_clip: those of the loss; None is its own default (0.2 for ppo).
     aggregate: how per-token losses become one, or the options of `losses.aggregate`, such as {"how": "trajectory_mean",
         "count": "rows"}. Sequence means and losses take a row for a sequence, also where a trajectory has several.
@@ -111,7 +112,8 @@ def ppo_step(
     detail: keep (B, T) tensors of what the step did to every token.
     cancel: when set, stop at the next micro-batch (with several processes: update); weights stay at the last update.
     Raises:  BatchError for a batch without advantages or of another vocabulary; TrainingError when a gradient is not
-             finite, with the weights left at the last update; SettingsError for options that contradict each other.
+             finite, with the weights left at the last update; SettingsError for options that contradict each other,
+             or a loss of the whole minibatch where that would be split.
     Source:  PPO, arXiv 1707.06347, eq. 7; masked as docs/conventions.md says.
     """
     started = time.perf_counter()
@@ -134,6 +136,10 @@ def ppo_step(
     )
     ranks = DistributedStep(accelerator)
     ranks.check_same_batch(batch)
+    generator = torch.Generator().manual_seed(seed)
+    schedule = [minibatches(batch, minibatch, generator) for _ in range(epochs)]
+    if objective.loss.needs_minibatch:
+        _check_not_split(objective.loss.name, batch, schedule, forward.micro_tokens, ranks)
     phases = PhaseTimer()
 
     with single_torch_thread(policy):
@@ -145,7 +151,9 @@ def ppo_step(
         flat = len(batch.groups[batch.mask.any(1)].unique()) - len(batch.groups[live].unique())
 
         whole_batch = minibatch is None or minibatch >= len(batch.first_rows)
-        defer_probe = whole_batch and ranks.is_single and bool(live.any()) and not (detail or objective.loss.batch_wide)
+        defer_probe = (
+            whole_batch and ranks.is_single and bool(live.any()) and not (detail or objective.loss.needs_minibatch)
+        )
         old_logp, gap = resolve_old_logprobs(forward, batch, old_logprobs, defer=defer_probe)
         ref_logprobs = batch.ref_logprobs
         if ref_logprobs is None and reference is not None and (kl_coef > 0 or detail):
@@ -158,10 +166,13 @@ def ppo_step(
         known = not bool(torch.isnan(batch.entropies[batch.mask]).any())
         data = StepInputs(batch, old_logp, ref_logprobs, weights)
 
-        def differentiate(running: torch.Tensor, sums: RunningStats, whole: Any) -> float:
+        def differentiate(running: torch.Tensor, sums: RunningStats) -> float:
             """The gradient of a minibatch. Returns the largest gap to the old logprobs, if it is asked for."""
             largest = 0.0
-            for picked in forward.micro_batches(ranks.local_rows(batch, running), batch):
+            local = ranks.local_rows(batch, running)
+            # A loss that needs the whole minibatch runs unsplit, which was checked to fit.
+            unsplit = objective.loss.needs_minibatch and len(local) > 0
+            for picked in [local] if unsplit else forward.micro_batches(local, batch):
                 if ranks.is_single:
                     raise_if_cancelled(cancel, optimizer)
                 micro = data.select(picked, policy.device)
@@ -170,7 +181,7 @@ def ppo_step(
                     largest = max(largest, float((got.logprob.detach() - micro.old_logprobs).abs().max()))
                     if largest > EXACT_GAP:
                         break
-                gradients = objective.differentiate(got, micro, sums, whole)
+                gradients = objective.differentiate(got, micro, sums)
                 phases.lap("forward")
                 tensors = [t for t, g in gradients if g is not None]
                 torch.autograd.backward(tensors, [g for _, g in gradients if g is not None])
@@ -178,19 +189,15 @@ def ppo_step(
             return largest
 
         totals, last_epoch = RunningStats(), RunningStats()
-        generator = torch.Generator().manual_seed(seed)
         updates, norms, tokens, stopped = 0, 0.0, 0, False
-        for _ in range(epochs):
+        for parts in schedule:
             last_epoch, tokens = RunningStats(), 0
-            for rows in minibatches(batch, minibatch, generator):
+            for rows in parts:
                 data.token_weight = objective.token_weights(batch, rows)
                 running = rows[live[rows]]
                 optimizer.zero_grad(set_to_none=False)
                 sums = RunningStats()
-                whole = None
-                if objective.loss.batch_wide:
-                    whole = batch_gradient(forward, objective, data, running, seed + updates, ranks, cancel)
-                measured = differentiate(running, sums, whole)
+                measured = differentiate(running, sums)
                 if (
                     gap is None and measured > EXACT_GAP
                 ):  # the engine computes otherwise, and the weights are still its own
@@ -200,7 +207,7 @@ def ppo_step(
                     data = StepInputs(batch, old_logp, ref_logprobs, weights)
                     data.token_weight = objective.token_weights(batch, rows)
                     sums = RunningStats()
-                    differentiate(running, sums, whole)
+                    differentiate(running, sums)
                 elif gap is None:
                     gap = measured
                 if not ranks.is_single:
@@ -338,6 +345,24 @@ def _check(
         raise BatchError(
             "the batch was sampled under top-p, top-k or min-p, and the ratio would be wrong by the mass that was "
             "kept; give correction='token' or 'sequence'"
+        )
+
+
+def _check_not_split(
+    loss: str, batch: Batch, schedule: list[list[torch.Tensor]], micro_tokens: int, ranks: DistributedStep
+) -> None:
+    """Reject a loss of the whole minibatch where a minibatch would be split over micro-batches or processes."""
+    if not ranks.is_single:
+        raise SettingsError(
+            f"loss={loss!r} is computed over the whole minibatch, and several processes would split it; "
+            "run it in one process (accelerator=None), or use another loss"
+        )
+    largest = max(len(rows) * int(batch.lengths[rows].max()) for parts in schedule for rows in parts)
+    if largest > micro_tokens:
+        raise SettingsError(
+            f"loss={loss!r} is computed over the whole minibatch, which must fit into one micro-batch: the largest "
+            f"minibatch has {largest} padded tokens and micro_tokens is {micro_tokens}; set micro_tokens to at least "
+            f"{largest}, or use a smaller minibatch"
         )
 
 
