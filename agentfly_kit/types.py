@@ -785,7 +785,8 @@ class Stats:
     effective_sample_size: float = math.nan
     """Share of the sample that is left after `correction=` weighed it: of tokens, or of rows."""
     sampler_gap: float = math.nan
-    """Largest |engine logprob - trainer logprob| before the first update, where it was measured."""
+    """Largest |engine logprob - trainer logprob| before the first update: over up to eight rows of the batch with
+    old_logprobs="auto", and over all of them where they were recomputed; NaN with "engine"."""
     reward_mean: float = math.nan
     reward_std: float = math.nan
     advantage_mean: float = math.nan

@@ -34,7 +34,7 @@ from agentfly_kit.ppo.objective import (
     TokenLoss,
     aggregate_options,
 )
-from agentfly_kit.ppo.old_logprobs import EXACT_GAP, Correction, resolve_old_logprobs, sampler_weights
+from agentfly_kit.ppo.old_logprobs import Correction, resolve_old_logprobs, sampler_weights
 from agentfly_kit.ppo.optimizer import clip_and_step
 from agentfly_kit.ppo.stats import PhaseTimer, RunningStats
 from agentfly_kit.ppo.token_detail import token_detail
@@ -96,10 +96,10 @@ def ppo_step(
     micro_tokens: padded tokens a forward (None: the policy's own choice); it bounds memory and changes nothing else.
     target_kl: stop before the next minibatch once approx_kl of an update exceeds it.
     old_logprobs: the ratio's denominator. "engine" takes the sampler's logprobs, "recompute" the policy's before the
-        first update, "auto" the sampler's if they are of this policy version and a probe agrees to 1e-4. It is each row
-        of the first update where that is all of the batch, and otherwise eight rows spread over it, the longest one
-        among them: those find an engine that computes otherwise, and not one row that was recorded wrongly;
-        "recompute" compares all of them. Either way the gap is `stats.sampler_gap`.
+        first update, "auto" the sampler's if they are of this policy version and agree with the policy's to 1e-4 in up
+        to eight rows spread over the batch, the longest one among them. Those eight find an engine that computes
+        otherwise, not one row that was recorded wrongly; "recompute" compares all rows. `stats.sampler_gap` is the
+        largest gap over the rows that were compared.
     correction: weigh tokens by p_old / p_sampler: "token", "sequence", or the options of `losses.importance_weights`,
         such as {"level": "sequence", "cap": 5.0, "beyond": "mask"}. What truncated sampling kept belongs to p_sampler.
     max_lag: a batch with a token that was sampled more updates ago is refused, for it says little about the policy as
@@ -150,11 +150,7 @@ def ppo_step(
             live = (torch.where(batch.mask, batch.advantages, 0.0) != 0).any(1)
         flat = len(batch.groups[batch.mask.any(1)].unique()) - len(batch.groups[live].unique())
 
-        whole_batch = minibatch is None or minibatch >= len(batch.first_rows)
-        defer_probe = (
-            whole_batch and ranks.is_single and bool(live.any()) and not (detail or objective.loss.needs_minibatch)
-        )
-        old_logp, gap = resolve_old_logprobs(forward, batch, old_logprobs, defer=defer_probe)
+        old_logp, gap = resolve_old_logprobs(forward, batch, old_logprobs)
         ref_logprobs = batch.ref_logprobs
         if ref_logprobs is None and reference is not None and (kl_coef > 0 or detail):
             ref_logprobs = forward.score(batch, {"logprob"}, reference)["logprob"]
@@ -166,28 +162,6 @@ def ppo_step(
         known = not bool(torch.isnan(batch.entropies[batch.mask]).any())
         data = StepInputs(batch, old_logp, ref_logprobs, weights)
 
-        def differentiate(running: torch.Tensor, sums: RunningStats) -> float:
-            """The gradient of a minibatch. Returns the largest gap to the old logprobs, if it is asked for."""
-            largest = 0.0
-            local = ranks.local_rows(batch, running)
-            # A loss that needs the whole minibatch runs unsplit, which was checked to fit.
-            unsplit = objective.loss.needs_minibatch and len(local) > 0
-            for picked in [local] if unsplit else forward.micro_batches(local, batch):
-                if ranks.is_single:
-                    raise_if_cancelled(cancel, optimizer)
-                micro = data.select(picked, policy.device)
-                got = forward(micro, entropy=entropy_coef > 0 or not known, value=objective.value_coef > 0)
-                if gap is None:
-                    largest = max(largest, float((got.logprob.detach() - micro.old_logprobs).abs().max()))
-                    if largest > EXACT_GAP:
-                        break
-                gradients = objective.differentiate(got, micro, sums)
-                phases.lap("forward")
-                tensors = [t for t, g in gradients if g is not None]
-                torch.autograd.backward(tensors, [g for _, g in gradients if g is not None])
-                phases.lap("backward")
-            return largest
-
         totals, last_epoch = RunningStats(), RunningStats()
         updates, norms, tokens, stopped = 0, 0.0, 0, False
         for parts in schedule:
@@ -197,19 +171,19 @@ def ppo_step(
                 running = rows[live[rows]]
                 optimizer.zero_grad(set_to_none=False)
                 sums = RunningStats()
-                measured = differentiate(running, sums)
-                if (
-                    gap is None and measured > EXACT_GAP
-                ):  # the engine computes otherwise, and the weights are still its own
-                    optimizer.zero_grad(set_to_none=False)
-                    old_logp, gap = resolve_old_logprobs(forward, batch, "recompute")
-                    weights, sample_size = sampler_weights(batch, old_logp, correction)
-                    data = StepInputs(batch, old_logp, ref_logprobs, weights)
-                    data.token_weight = objective.token_weights(batch, rows)
-                    sums = RunningStats()
-                    differentiate(running, sums)
-                elif gap is None:
-                    gap = measured
+                local = ranks.local_rows(batch, running)
+                # A loss that needs the whole minibatch runs unsplit, which was checked to fit.
+                unsplit = objective.loss.needs_minibatch and len(local) > 0
+                for picked in [local] if unsplit else forward.micro_batches(local, batch):
+                    if ranks.is_single:
+                        raise_if_cancelled(cancel, optimizer)
+                    micro = data.select(picked, policy.device)
+                    got = forward(micro, entropy=entropy_coef > 0 or not known, value=objective.value_coef > 0)
+                    gradients = objective.differentiate(got, micro, sums)
+                    phases.lap("forward")
+                    tensors = [t for t, g in gradients if g is not None]
+                    torch.autograd.backward(tensors, [g for _, g in gradients if g is not None])
+                    phases.lap("backward")
                 if not ranks.is_single:
                     ranks.sum_gradients(optimizer)
                     if ranks.sum_stats(sums.tensor(cancel is not None and cancel.is_set()), sums):
@@ -250,7 +224,7 @@ def ppo_step(
         explained_variance=_explained_variance(batch),
         ratio_max=1 + totals["ratio"],
         effective_sample_size=sample_size,
-        sampler_gap=math.nan if gap is None else gap,
+        sampler_gap=gap,
         reward_mean=float(scored.mean()),
         reward_std=float(scored.std()) if len(scored) > 1 else 0.0,
         advantage_mean=float(batch.advantages[batch.mask].mean()),
