@@ -842,10 +842,3 @@ _HEADLINE_STATS = (
     "reward_mean",
 )
 """What a person looks at first."""
-
-
-def check_sequence(name: str, value: Any) -> Sequence[Any]:
-    """Refuse a text where a list is wanted (a str is a sequence too, of its letters)."""
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise SettingsError(f"{name}={value!r}: give a list")
-    return value
