@@ -816,7 +816,8 @@ class Stats:
     effective_sample_size: float = math.nan
     """Effective fraction of tokens or rows after weighting by `correction=`."""
     sampler_gap: float = math.nan
-    """Largest |engine logprob - trainer logprob| before the first update; NaN if not measured."""
+    """Largest |engine logprob - trainer logprob| before the first update: over at most eight rows of the batch with
+    old_logprobs="auto", over all rows with "recompute"; NaN with "engine"."""
     reward_mean: float = math.nan
     reward_std: float = math.nan
     advantage_mean: float = math.nan
@@ -871,15 +872,5 @@ _HEADLINE_STATS = (
     "sampler_gap",
     "reward_mean",
 )
-"""Statistics shown first in the notebook view."""
-
-
-def check_sequence(name: str, value: Any) -> Sequence[Any]:
-    """Return `value` if it is a sequence other than a string.
-
-    Raises:
-        SettingsError: otherwise. A str is a sequence of its characters, which is never intended here.
-    """
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise SettingsError(f"{name} must be a list, got {value!r}")
-    return value
+    """Largest |engine logprob - trainer logprob| before the first update: over at most eight rows of the batch with
+    old_logprobs="auto", over all rows with "recompute"; NaN with "engine"."""

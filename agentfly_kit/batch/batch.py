@@ -46,16 +46,6 @@ def drop_counts(dropped: Iterable[Dropped]) -> dict[str, int]:
     return out
 
 
-@dataclass(frozen=True)
-class Packed:
-    """Rows laid end to end without padding. `starts` (B + 1,) marks where each begins."""
-
-    ids: Tensor
-    mask: Tensor
-    positions: Tensor
-    starts: Tensor
-
-
 @dataclass(frozen=True, eq=False)
 class Batch:
     """B rows padded on the right to T tokens. Rows of a trajectory are in the order they were made."""
@@ -172,17 +162,6 @@ class Batch:
                     )
                 changes[name] = torch.where(mask, value.float(), torch.nan)
         return replace(self, **changes)
-
-    def packed(self) -> Packed:
-        """Rows end to end, in order: N = lengths.sum() tokens, for a kernel that takes rows of any length.
-
-        No step here uses it: on a CPU packed rows need a dense mask over all N tokens, and were 1.75 times slower; on a
-        GPU it was not tried. `ppo_step` runs what rows have in common once (`policy/prefix_tree.py`), and pads rows of
-        like length.
-        """
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
-        positions = torch.arange(self.ids.shape[1])[None].expand_as(self.ids)
-        return Packed(self.ids[self.attention], self.mask[self.attention], positions[self.attention], starts)
 
     def __repr__(self) -> str:
         left = f", {len(self.dropped)} left out" if self.dropped else ""

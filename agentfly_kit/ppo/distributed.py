@@ -52,12 +52,6 @@ class DistributedStep:
                 mine.append(i)
         return rows[mine]
 
-    def sum_tensor(self, value: Tensor, device: torch.device) -> Tensor:
-        if self.is_single:
-            return value
-        out: Tensor = self.accelerator.reduce(value.to(device), reduction="sum")
-        return out.to(value.device)
-
     def sum_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """In one message."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -123,11 +123,10 @@ class RowSubset:
 
 
 def raise_if_cancelled(
-    cancel: threading.Event | None, optimizer: torch.optim.Optimizer | None, *, force: bool = False
+    cancel: threading.Event | None, optimizer: torch.optim.Optimizer, *, force: bool = False
 ) -> None:
     if force or (cancel is not None and cancel.is_set()):
-        if optimizer is not None:
-            optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         raise asyncio.CancelledError("ppo_step was cancelled; the weights are those of the last update")
 
 

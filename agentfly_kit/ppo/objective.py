@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
@@ -18,8 +17,7 @@ from torch import Tensor
 from agentfly_kit import losses
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.ppo.distributed import DistributedStep
-from agentfly_kit.ppo.micro_batch import Forward, MicroBatch, StepInputs, raise_if_cancelled
+from agentfly_kit.ppo.micro_batch import MicroBatch
 from agentfly_kit.ppo.stats import RunningStats
 
 TokenLoss = Callable[..., Tensor]
@@ -30,21 +28,31 @@ LossName = Literal[
 
 _ROW_WISE = ("gspo", "gmpo")
 """Losses in which a token's loss depends on its whole row: they need rows, the others only tokens."""
-_BATCH_WIDE = ("clip_cov", "kl_cov")
-"""Losses in which it depends on the whole minibatch, rows without advantage included."""
+_MINIBATCH_WISE = ("clip_cov", "kl_cov")
+"""Losses in which it depends on the whole minibatch, which must then be one micro-batch."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A policy loss, and what of the minibatch it must be shown at once."""
+    """A policy loss, and how much of a minibatch it has to see at once."""
 
     function: TokenLoss
-    needs_rows: bool
-    """It needs (B, T) rows; else N tokens will do."""
-    batch_wide: bool
-    is_custom: bool
-    """A function of the user's: nothing is known of it."""
-    seeded: bool = False
+    name: str
+    """Its name in `losses`; empty for a custom function, of which nothing is known."""
+
+    @property
+    def is_custom(self) -> bool:
+        return not self.name
+
+    @property
+    def needs_rows(self) -> bool:
+        """True if it takes (B, T) rows; otherwise N tokens will do."""
+        return self.is_custom or self.name in _ROW_WISE
+
+    @property
+    def needs_minibatch(self) -> bool:
+        """True if a token's loss depends on the whole minibatch, rows without advantage included."""
+        return self.name in _MINIBATCH_WISE
 
     @classmethod
     def resolve(cls, loss: Any, clip: float | None, clip_high: float | None, dual_clip: float | None) -> Loss:
@@ -58,7 +66,7 @@ class Loss:
                 )
             inner = loss.func if isinstance(loss, functools.partial) else loss
             name = next((n for n in get_args(LossName) if inner is getattr(losses, n)), "")
-            return cls(loss, name in _ROW_WISE or not name, name in _BATCH_WIDE, not name, name == "clip_cov")
+            return cls(loss, name)
         if loss not in get_args(LossName):
             known = ", ".join(get_args(LossName))
             raise SettingsError(f"loss={loss!r}: give one of {known}, or a function such as af.losses.ppo")
@@ -66,18 +74,15 @@ class Loss:
         takes = inspect.signature(function).parameters
         if unknown := [name for name in options if name not in takes]:
             raise SettingsError(f"{unknown[0]}={options[unknown[0]]!r} with loss={loss!r}, which takes no {unknown[0]}")
-        made = functools.partial(function, **options) if options else function
-        return cls(made, loss in _ROW_WISE, loss in _BATCH_WIDE, False, loss == "clip_cov")
+        return cls(functools.partial(function, **options) if options else function, loss)
 
-    def __call__(self, logprobs: Tensor, micro: MicroBatch, seed: int = 0) -> Tensor:
+    def __call__(self, logprobs: Tensor, micro: MicroBatch) -> Tensor:
         """(N,) of (N,)."""
-        more = {"seed": seed} if self.seeded else {}
         if not self.needs_rows:
-            return self.function(
-                logprobs, micro.old_logprobs, micro.advantages, torch.ones_like(micro.old_logprobs).bool(), **more
-            )
+            everywhere = torch.ones_like(micro.old_logprobs).bool()
+            return self.function(logprobs, micro.old_logprobs, micro.advantages, everywhere)
         grid = [micro.grid(x) for x in (logprobs, micro.old_logprobs, micro.advantages)]
-        out = self.function(*grid, micro.mask, **more)
+        out = self.function(*grid, micro.mask)
         if tuple(out.shape) != tuple(micro.mask.shape):
             raise SettingsError(f"the loss function gave {tuple(out.shape)} for {tuple(micro.mask.shape)} tokens")
         return out[micro.mask]
@@ -116,7 +121,7 @@ class Objective:
     def only_advantage(self) -> bool:
         """Whether a row without advantage has no gradient."""
         quiet = self.value_coef == 0 and self.kl_coef == 0 and self.entropy_coef == 0
-        return quiet and not self.loss.is_custom and not self.loss.batch_wide
+        return quiet and not self.loss.is_custom and not self.loss.needs_minibatch
 
     def token_weights(self, batch: Batch, rows: Tensor) -> Tensor:
         """What each token's loss is multiplied by, over the whole minibatch: (B, T), 0 outside of `rows`.
@@ -135,26 +140,21 @@ class Objective:
         out[rows] = torch.autograd.grad(one, per_token)[0]
         return out
 
-    def policy_loss(self, leaf: Tensor, micro: MicroBatch, seed: int = 0) -> Tensor:
-        per_token = self.loss(leaf, micro, seed)
+    def policy_loss(self, leaf: Tensor, micro: MicroBatch) -> Tensor:
+        per_token = self.loss(leaf, micro)
         if not per_token.requires_grad:
             raise SettingsError("the loss function gave something without a gradient in the logprobs")
         if micro.importance_weights is not None:
             per_token = per_token * micro.importance_weights
         return (per_token * micro.token_weight).sum()
 
-    def differentiate(
-        self, got: Any, micro: MicroBatch, sums: RunningStats, whole: tuple[Tensor, Tensor] | None
-    ) -> list[tuple[Tensor, Tensor | None]]:
+    def differentiate(self, got: Any, micro: MicroBatch, sums: RunningStats) -> list[tuple[Tensor, Tensor | None]]:
         """The forward's tensors with the objective's gradient in each. Adds to the statistics."""
         logp = got.logprob
         leaf = logp.detach().requires_grad_()
-        if whole is None:
-            policy_loss = self.policy_loss(leaf, micro)
-            policy_grad = torch.autograd.grad(policy_loss, leaf)[0]
-            policy_loss = policy_loss.detach()
-        else:  # the loss of the minibatch was taken before; its value is spread over the tokens that carry it
-            policy_grad, policy_loss = whole[0][micro.positions].to(leaf.device), whole[1][micro.positions].sum()
+        policy_loss = self.policy_loss(leaf, micro)
+        policy_grad = torch.autograd.grad(policy_loss, leaf)[0]
+        policy_loss = policy_loss.detach()
         gradient, total = policy_grad, policy_loss
         out: list[tuple[Tensor, Tensor | None]] = []
         if self.kl_coef > 0:
@@ -197,36 +197,3 @@ def is_clipped(policy_grad: Tensor, micro: MicroBatch) -> Tensor:
     """Tokens that have an advantage and get no gradient from it: the clip binds."""
     held = (policy_grad == 0) & (micro.advantages != 0)
     return held if micro.importance_weights is None else held & (micro.importance_weights != 0)
-
-
-@torch.no_grad()
-def batch_gradient(
-    forward: Forward,
-    objective: Objective,
-    data: StepInputs,
-    rows: Tensor,
-    seed: int,
-    ranks: DistributedStep,
-    cancel: threading.Event | None,
-) -> tuple[Tensor, Tensor]:
-    """For a loss of the whole minibatch: its gradient in each logprob, and its value a token. (B, T) both.
-
-    It costs a forward without gradients, and is the same whatever the micro-batches.
-    """
-    device = forward.policy.device
-    logprobs = torch.zeros(data.batch.ids.shape)
-    for picked in forward.micro_batches(ranks.local_rows(data.batch, rows), data.batch):
-        if ranks.is_single:
-            raise_if_cancelled(cancel, None)
-        micro = data.select(picked, device)
-        logprobs[micro.positions] = forward(micro, entropy=False, value=False).logprob.cpu()
-    logprobs = ranks.sum_tensor(logprobs, device)
-    everything = data.select(rows, device)
-    with torch.enable_grad():
-        leaf = logprobs[everything.positions].to(device).requires_grad_()
-        loss = objective.policy_loss(leaf, everything, seed)
-        policy_grad = torch.autograd.grad(loss, leaf)[0]
-    gradient, value = torch.zeros(data.batch.ids.shape), torch.zeros(data.batch.ids.shape)
-    gradient[everything.positions] = policy_grad.cpu()
-    value[everything.positions] = float(loss.detach()) / len(leaf)
-    return gradient, value

@@ -18,10 +18,8 @@ Correction = Literal["token", "sequence"] | Mapping[str, Any]
 
 EXACT_GAP = 1e-4
 """nats: an engine whose logprobs are closer than this to a full forward is taken at its word."""
-
-
 _PROBE_ROWS = 8
-"""Rows."""
+"""Rows in which the engine's logprobs are compared with the policy's before the first update."""
 
 
 def sampler_weights(batch: Batch, old_logprobs: Tensor, correction: Any) -> tuple[Tensor | None, float]:
@@ -40,31 +38,33 @@ def sampler_weights(batch: Batch, old_logprobs: Tensor, correction: Any) -> tupl
     return weights, float(losses.effective_sample_size(weights, batch.mask, level=level))
 
 
-def resolve_old_logprobs(
-    forward: Forward, batch: Batch, source: str, *, defer: bool = False
-) -> tuple[Tensor, float | None]:
-    """The ratio's denominator (B, T), and the largest gap to the engine's logprobs where it was measured.
+def resolve_old_logprobs(forward: Forward, batch: Batch, source: str) -> tuple[Tensor, float]:
+    """The ratio's denominator (B, T), and the largest measured gap to the engine's logprobs; NaN if none was measured.
 
-    defer: the first update runs every row that matters, so that it can measure the gap by the way: the gap is None.
+    "auto" compares up to eight rows (`_probe_rows`), "recompute" all of them, "engine" none.
     """
 
-    def gap(rows: Tensor, scored: Tensor) -> float:
+    def largest_gap(rows: Tensor, scored: Tensor) -> float:
         mask = batch.mask[rows]
         return float((scored[mask] - batch.logprobs[rows][mask]).abs().max())
 
-    if source == "recompute":
-        scored = forward.score(batch, {"logprob"})["logprob"]
-        return scored, gap(torch.arange(len(batch)), scored)
-    if source == "auto":
-        measured = math.inf
-        if bool((batch.versions[batch.mask] == forward.policy.version).all()):
-            if defer:
-                return batch.logprobs, None
-            some = torch.linspace(0, len(batch) - 1, min(_PROBE_ROWS, len(batch))).long()
-            some[0] = batch.lengths.argmax()  # a gap grows with what came before
-            some = some.unique()
-            measured = gap(some, forward.score(RowSubset(batch, some), {"logprob"})["logprob"])
-        if measured > EXACT_GAP:
-            return resolve_old_logprobs(forward, batch, "recompute")
-        return batch.logprobs, measured
-    return batch.logprobs, math.nan
+    if source == "engine":
+        return batch.logprobs, math.nan
+    if source == "auto" and bool((batch.versions[batch.mask] == forward.policy.version).all()):
+        rows = _probe_rows(batch)
+        gap = largest_gap(rows, forward.score(RowSubset(batch, rows), {"logprob"})["logprob"])
+        if gap <= EXACT_GAP:
+            return batch.logprobs, gap
+    scored = forward.score(batch, {"logprob"})["logprob"]
+    return scored, largest_gap(torch.arange(len(batch)), scored)
+
+
+def _probe_rows(batch: Batch) -> Tensor:
+    """Rows with sampled tokens: all if there are at most `_PROBE_ROWS`, else so many spread over the batch, the longest
+    among them."""
+    rows = batch.mask.any(1).nonzero()[:, 0]
+    if len(rows) <= _PROBE_ROWS:
+        return rows
+    probed = rows[torch.linspace(0, len(rows) - 1, _PROBE_ROWS).long()]
+    probed[0] = rows[batch.lengths[rows].argmax()]  # a gap grows with what came before
+    return probed.unique()

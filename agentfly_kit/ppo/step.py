@@ -5,8 +5,8 @@ or on how many processes share it: what a token weighs is computed over the whol
 
 How a gradient is made. All losses are functions of what the forward gave at the sampled tokens: logprobs, values,
 entropies, N numbers each. They are differentiated down to these numbers first, on leaves of their own, and one backward
-then takes these gradients through the model. So no loss sees a grid with holes, a token's gradient is known (one that
-the clip holds is one whose gradient is 0), and a loss of the whole minibatch can be split like any other.
+then takes these gradients through the model. So no loss sees a grid with holes, and a token's gradient is known (one
+that the clip holds is one whose gradient is 0).
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ from agentfly_kit.ppo.objective import (
     Objective,
     TokenLoss,
     aggregate_options,
-    batch_gradient,
 )
-from agentfly_kit.ppo.old_logprobs import EXACT_GAP, Correction, resolve_old_logprobs, sampler_weights
+from agentfly_kit.ppo.old_logprobs import Correction, resolve_old_logprobs, sampler_weights
 from agentfly_kit.ppo.optimizer import clip_and_step
 from agentfly_kit.ppo.stats import PhaseTimer, RunningStats
 from agentfly_kit.ppo.token_detail import token_detail
@@ -83,6 +82,8 @@ def ppo_step(
 
     loss: the name of one in `losses`, or a function (logprobs, old_logprobs, advantages, mask) -> (B, T), such as
         functools.partial(af.losses.cispo, bounds="upper"). A function of your own is given whole rows of a micro-batch.
+        "clip_cov" and "kl_cov" look at the whole minibatch: it must fit into one micro-batch of `micro_tokens`, in one
+        process. "clip_cov" draws with its own `seed`; give another in a functools.partial.
     clip, clip_high, dual_clip: those of the loss; None is its own default (0.2 for ppo).
     aggregate: how per-token losses become one, or the options of `losses.aggregate`, such as {"how": "trajectory_mean",
         "count": "rows"}. Sequence means and losses take a row for a sequence, also where a trajectory has several.
@@ -95,10 +96,10 @@ def ppo_step(
     micro_tokens: padded tokens a forward (None: the policy's own choice); it bounds memory and changes nothing else.
     target_kl: stop before the next minibatch once approx_kl of an update exceeds it.
     old_logprobs: the ratio's denominator. "engine" takes the sampler's logprobs, "recompute" the policy's before the
-        first update, "auto" the sampler's if they are of this policy version and a probe agrees to 1e-4. It is each row
-        of the first update where that is all of the batch, and otherwise eight rows spread over it, the longest one
-        among them: those find an engine that computes otherwise, and not one row that was recorded wrongly;
-        "recompute" compares all of them. Either way the gap is `stats.sampler_gap`.
+        first update, "auto" the sampler's if they are of this policy version and agree with the policy's to 1e-4 in up
+        to eight rows spread over the batch, the longest one among them. Those eight find an engine that computes
+        otherwise, not one row that was recorded wrongly; "recompute" compares all rows. `stats.sampler_gap` is the
+        largest gap over the rows that were compared.
     correction: weigh tokens by p_old / p_sampler: "token", "sequence", or the options of `losses.importance_weights`,
         such as {"level": "sequence", "cap": 5.0, "beyond": "mask"}. What truncated sampling kept belongs to p_sampler.
     max_lag: a batch with a token that was sampled more updates ago is refused, for it says little about the policy as
@@ -111,7 +112,8 @@ def ppo_step(
     detail: keep (B, T) tensors of what the step did to every token.
     cancel: when set, stop at the next micro-batch (with several processes: update); weights stay at the last update.
     Raises:  BatchError for a batch without advantages or of another vocabulary; TrainingError when a gradient is not
-             finite, with the weights left at the last update; SettingsError for options that contradict each other.
+             finite, with the weights left at the last update; SettingsError for options that contradict each other,
+             or a loss of the whole minibatch where that would be split.
     Source:  PPO, arXiv 1707.06347, eq. 7; masked as docs/conventions.md says.
     """
     started = time.perf_counter()
@@ -134,6 +136,10 @@ def ppo_step(
     )
     ranks = DistributedStep(accelerator)
     ranks.check_same_batch(batch)
+    generator = torch.Generator().manual_seed(seed)
+    schedule = [minibatches(batch, minibatch, generator) for _ in range(epochs)]
+    if objective.loss.needs_minibatch:
+        _check_not_split(objective.loss.name, batch, schedule, forward.micro_tokens, ranks)
     phases = PhaseTimer()
 
     with single_torch_thread(policy):
@@ -144,9 +150,7 @@ def ppo_step(
             live = (torch.where(batch.mask, batch.advantages, 0.0) != 0).any(1)
         flat = len(batch.groups[batch.mask.any(1)].unique()) - len(batch.groups[live].unique())
 
-        whole_batch = minibatch is None or minibatch >= len(batch.first_rows)
-        defer_probe = whole_batch and ranks.is_single and bool(live.any()) and not (detail or objective.loss.batch_wide)
-        old_logp, gap = resolve_old_logprobs(forward, batch, old_logprobs, defer=defer_probe)
+        old_logp, gap = resolve_old_logprobs(forward, batch, old_logprobs)
         ref_logprobs = batch.ref_logprobs
         if ref_logprobs is None and reference is not None and (kl_coef > 0 or detail):
             ref_logprobs = forward.score(batch, {"logprob"}, reference)["logprob"]
@@ -158,51 +162,28 @@ def ppo_step(
         known = not bool(torch.isnan(batch.entropies[batch.mask]).any())
         data = StepInputs(batch, old_logp, ref_logprobs, weights)
 
-        def differentiate(running: torch.Tensor, sums: RunningStats, whole: Any) -> float:
-            """The gradient of a minibatch. Returns the largest gap to the old logprobs, if it is asked for."""
-            largest = 0.0
-            for picked in forward.micro_batches(ranks.local_rows(batch, running), batch):
-                if ranks.is_single:
-                    raise_if_cancelled(cancel, optimizer)
-                micro = data.select(picked, policy.device)
-                got = forward(micro, entropy=entropy_coef > 0 or not known, value=objective.value_coef > 0)
-                if gap is None:
-                    largest = max(largest, float((got.logprob.detach() - micro.old_logprobs).abs().max()))
-                    if largest > EXACT_GAP:
-                        break
-                gradients = objective.differentiate(got, micro, sums, whole)
-                phases.lap("forward")
-                tensors = [t for t, g in gradients if g is not None]
-                torch.autograd.backward(tensors, [g for _, g in gradients if g is not None])
-                phases.lap("backward")
-            return largest
-
         totals, last_epoch = RunningStats(), RunningStats()
-        generator = torch.Generator().manual_seed(seed)
         updates, norms, tokens, stopped = 0, 0.0, 0, False
-        for _ in range(epochs):
+        for parts in schedule:
             last_epoch, tokens = RunningStats(), 0
-            for rows in minibatches(batch, minibatch, generator):
+            for rows in parts:
                 data.token_weight = objective.token_weights(batch, rows)
                 running = rows[live[rows]]
                 optimizer.zero_grad(set_to_none=False)
                 sums = RunningStats()
-                whole = None
-                if objective.loss.batch_wide:
-                    whole = batch_gradient(forward, objective, data, running, seed + updates, ranks, cancel)
-                measured = differentiate(running, sums, whole)
-                if (
-                    gap is None and measured > EXACT_GAP
-                ):  # the engine computes otherwise, and the weights are still its own
-                    optimizer.zero_grad(set_to_none=False)
-                    old_logp, gap = resolve_old_logprobs(forward, batch, "recompute")
-                    weights, sample_size = sampler_weights(batch, old_logp, correction)
-                    data = StepInputs(batch, old_logp, ref_logprobs, weights)
-                    data.token_weight = objective.token_weights(batch, rows)
-                    sums = RunningStats()
-                    differentiate(running, sums, whole)
-                elif gap is None:
-                    gap = measured
+                local = ranks.local_rows(batch, running)
+                # A loss that needs the whole minibatch runs unsplit, which was checked to fit.
+                unsplit = objective.loss.needs_minibatch and len(local) > 0
+                for picked in [local] if unsplit else forward.micro_batches(local, batch):
+                    if ranks.is_single:
+                        raise_if_cancelled(cancel, optimizer)
+                    micro = data.select(picked, policy.device)
+                    got = forward(micro, entropy=entropy_coef > 0 or not known, value=objective.value_coef > 0)
+                    gradients = objective.differentiate(got, micro, sums)
+                    phases.lap("forward")
+                    tensors = [t for t, g in gradients if g is not None]
+                    torch.autograd.backward(tensors, [g for _, g in gradients if g is not None])
+                    phases.lap("backward")
                 if not ranks.is_single:
                     ranks.sum_gradients(optimizer)
                     if ranks.sum_stats(sums.tensor(cancel is not None and cancel.is_set()), sums):
@@ -243,7 +224,7 @@ def ppo_step(
         explained_variance=_explained_variance(batch),
         ratio_max=1 + totals["ratio"],
         effective_sample_size=sample_size,
-        sampler_gap=math.nan if gap is None else gap,
+        sampler_gap=gap,
         reward_mean=float(scored.mean()),
         reward_std=float(scored.std()) if len(scored) > 1 else 0.0,
         advantage_mean=float(batch.advantages[batch.mask].mean()),
@@ -338,6 +319,24 @@ def _check(
         raise BatchError(
             "the batch was sampled under top-p, top-k or min-p, and the ratio would be wrong by the mass that was "
             "kept; give correction='token' or 'sequence'"
+        )
+
+
+def _check_not_split(
+    loss: str, batch: Batch, schedule: list[list[torch.Tensor]], micro_tokens: int, ranks: DistributedStep
+) -> None:
+    """Reject a loss of the whole minibatch where a minibatch would be split over micro-batches or processes."""
+    if not ranks.is_single:
+        raise SettingsError(
+            f"loss={loss!r} is computed over the whole minibatch, and several processes would split it; "
+            "run it in one process (accelerator=None), or use another loss"
+        )
+    largest = max(len(rows) * int(batch.lengths[rows].max()) for parts in schedule for rows in parts)
+    if largest > micro_tokens:
+        raise SettingsError(
+            f"loss={loss!r} is computed over the whole minibatch, which must fit into one micro-batch: the largest "
+            f"minibatch has {largest} padded tokens and micro_tokens is {micro_tokens}; set micro_tokens to at least "
+            f"{largest}, or use a smaller minibatch"
         )
 
 

@@ -55,7 +55,6 @@ def fingerprint(agent: Agent, tasks: Sequence[Task], config: TrainConfig, start:
             **({} if agent.max_tool_calls is None else {"max_tool_calls": agent.max_tool_calls}),
             "max_invalid_calls": agent.max_invalid_calls,
             "timeout": agent.timeout,
-            **({} if agent.max_tool_calls is None else {"max_tool_calls": agent.max_tool_calls}),
             "sampling": dataclasses.asdict(agent.sampling),
             "seed": agent.seed,
             "engine": type(agent.engine).__name__,

@@ -65,11 +65,6 @@ def test_every_tensor_has_one_alignment() -> None:
     assert batch.groups.tolist() == [0, 1]
     assert batch.temperatures.tolist() == pytest.approx([1.0, 0.7])
     assert repr(batch) == "Batch(2 rows, 6 wide, 4 action tokens)"
-    packed = batch.packed()
-    assert packed.ids.tolist() == [1, 2, 3, 4, 5, 6, 1, 2]
-    assert packed.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
-    assert packed.starts.tolist() == [0, 6, 8]
-    assert packed.mask.int().tolist() == [0, 0, 1, 1, 0, 1, 0, 1]
 
 
 async def test_real_rows_are_the_trajectories() -> None:
@@ -209,17 +204,3 @@ async def test_forks_repeat_their_prefix_as_rows_of_their_own() -> None:
     assert len(batch) == 2
     assert len(set(batch.trajectory_index.tolist())) == 2
     assert batch.ids[0].tolist() == batch.ids[1].tolist()
-
-
-async def test_packed_rows_are_the_rows() -> None:
-    rollout = await played(lambda task, turn: "7" * (1 + int(task.fields["answer"]))).rollout(
-        [Task(str(i), TASK.messages, {"answer": str(i)}) for i in range(4)]
-    )
-    batch = collate(rollout)
-    packed = batch.packed()
-    assert len(packed.ids) == int(batch.lengths.sum()) == int(packed.starts[-1])
-    for i, (a, b) in enumerate(zip(packed.starts.tolist(), packed.starts.tolist()[1:], strict=False)):
-        n = int(batch.lengths[i])
-        assert torch.equal(packed.ids[a:b], batch.ids[i, :n])
-        assert torch.equal(packed.mask[a:b], batch.mask[i, :n])
-        assert packed.positions[a:b].tolist() == list(range(n))

@@ -139,10 +139,11 @@ def test_a_model_that_runs_trees_otherwise_is_given_rows(family: str, attention:
 
 
 @pytest.mark.parametrize("micro", [None, 8])
-def test_an_engine_that_computes_otherwise_is_found_in_the_first_update(micro: int | None) -> None:
-    """Whichever row it shows in: what was added up before it is forgotten, and all are scored anew."""
+def test_an_engine_that_computes_otherwise_is_found_before_the_first_update(micro: int | None) -> None:
+    """In a batch of eight rows or fewer each is probed: whichever it shows in, all are scored again."""
     policy = random_policy(0)
     batch = batch_of(policy)
+    assert len(batch) <= 8
     shortest = int(batch.lengths.argmin())
     wrong = batch.logprobs.clone()
     wrong[shortest] -= 0.01
@@ -156,8 +157,8 @@ def test_an_engine_that_computes_otherwise_is_found_in_the_first_update(micro: i
     wanted, weights = after(other, old_logprobs="recompute")
     stats, got = after(other)
     assert stats.sampler_gap == pytest.approx(0.01, abs=1e-4) == wanted.sampler_gap
-    assert torch.equal(got, weights), "nothing of the first try is left"
+    assert torch.equal(got, weights)
     exact, _ = after(batch)
     assert 0 < exact.sampler_gap < 1e-4
     quiet, _ = after(batch.replace(advantages=torch.where(batch.mask, 0.0, math.nan)))
-    assert 0 < quiet.sampler_gap < 1e-4, "with no row to run it is probed as ever"
+    assert 0 < quiet.sampler_gap < 1e-4, "rows without advantage are probed too"

@@ -19,6 +19,7 @@ from agentfly_kit.chat.chat import Chat
 from agentfly_kit.errors import AlignmentError, BatchError, SettingsError, TrainingError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import adamw, objective, ppo_step, ppo_step_async, step
+from agentfly_kit.ppo.old_logprobs import _probe_rows
 from agentfly_kit.types import Sampling, Task, Trajectory, Turn
 
 TASK = Task("t", ({"role": "user", "content": "?"},))
@@ -412,6 +413,29 @@ def test_the_probe_looks_at_the_longest_row() -> None:
     stats = ppo_step(policy, adamw(policy, 1e-9), dataclasses.replace(batch, logprobs=wrong))
     assert stats.sampler_gap == pytest.approx(0.01, abs=1e-4)
     assert stats.approx_kl == pytest.approx(0, abs=1e-6), "recomputed"
+    alone = batch.mask & (torch.arange(len(batch)) == int(batch.lengths.argmin()))[:, None]
+    stats = ppo_step(policy.copy(), adamw(policy, 1e-9), batch.replace(mask=alone))
+    assert 0 < stats.sampler_gap < 1e-4, "rows without a trained token are not probed"
+
+
+@pytest.mark.parametrize("minibatch", [None, 2])
+def test_a_probe_compares_eight_rows_and_recomputing_all_of_them(minibatch: int | None) -> None:
+    """Also where the first update runs the whole batch. A row recorded wrongly is found only if it is probed."""
+    policy = random_policy(0)
+    batch = join([batch_of(policy) for _ in range(3)])
+    assert len(batch) > 8
+    for row in range(len(batch)):
+        wrong = batch.logprobs.clone()
+        wrong[row] -= 0.01
+        given = dataclasses.replace(batch, logprobs=wrong)
+        options: dict[str, Any] = {"minibatch": minibatch, "epochs": 1}
+        twin = policy.copy()
+        stats = ppo_step(twin, adamw(twin, 1e-9), given, **options)
+        probed = row in set(_probe_rows(batch).tolist())
+        assert stats.sampler_gap == pytest.approx(0.01 if probed else 0, abs=1e-4)
+        twin = policy.copy()
+        stats = ppo_step(twin, adamw(twin, 1e-9), given, old_logprobs="recompute", **options)
+        assert stats.sampler_gap == pytest.approx(0.01, abs=1e-4)
 
 
 def test_a_stale_batch_is_refused_unless_it_is_allowed() -> None:

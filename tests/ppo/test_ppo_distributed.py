@@ -15,7 +15,7 @@ import torch
 from test_ppo_more import Kept, judged, made
 
 from agentfly_kit.batch.batch import Batch
-from agentfly_kit.errors import BatchError
+from agentfly_kit.errors import BatchError, SettingsError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import adamw, gather, ppo_step
 
@@ -23,7 +23,7 @@ pytest.importorskip("accelerate")
 
 CASES: dict[str, dict[str, Any]] = {
     "ppo": {"minibatch": 5, "epochs": 2, "clip": 0.1, "correction": "token", "entropy_coef": 0.01},
-    "whole minibatch": {"loss": "clip_cov", "aggregate": "seq_mean_token_mean"},
+    "sequence means": {"loss": "sapo", "aggregate": "seq_mean_token_mean"},
     "fewer rows than processes": {"loss": "gspo", "minibatch": 1},
     "value and reference": {"kl_coef": 0.1, "aggregate": "trajectory_mean", "target_kl": 10.0},
     "stops early": {"minibatch": 4, "epochs": 4, "target_kl": 1e-12},
@@ -59,6 +59,8 @@ def run(accelerator: Any = None) -> dict[str, Any]:
         mine = slice(8 * accelerator.process_index, 8 * accelerator.process_index + 8)
         assert torch.equal(together.logprobs[mine][together.mask[mine]], half.logprobs[half.mask])
         ppo_step(policy, adamw(policy), together, old_logprobs="engine", accelerator=accelerator)
+        with pytest.raises(SettingsError, match=r"loss='clip_cov' is computed over .* several processes"):
+            ppo_step(policy, adamw(policy), together, loss="clip_cov", accelerator=accelerator)
         with pytest.raises(BatchError, match="gather"):
             ppo_step(policy, adamw(policy), half, old_logprobs="engine", accelerator=accelerator)
     return out

@@ -23,6 +23,7 @@ from agentfly_kit.trainer.loop import train
 from agentfly_kit.types import Sampling, Task, Trajectory, Turn
 
 LOSSES = ("ppo", "reinforce", "gpg", "gspo", "gmpo", "sapo", "cispo", "dppo", "clip_cov", "kl_cov")
+WHOLE_MINIBATCH = ("clip_cov", "kl_cov")
 HOWS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed", "trajectory_mean")
 
 
@@ -134,10 +135,9 @@ def plain(policy: Policy, batch: Batch, function: Any, how: str, **options: Any)
 def test_every_loss_has_the_gradient_of_its_definition_whatever_the_split(name: str) -> None:
     policy = agents.random_policy(3)
     batch = made(policy)
-    function = functools.partial(getattr(losses, name), **({"seed": 5} if name == "clip_cov" else {}))
-    wanted = plain(policy, batch, function, "seq_mean_token_mean")
-    for micro in (1, 40, 10_000):
-        got, stats = gradient(policy, batch, loss=name, aggregate="seq_mean_token_mean", micro_tokens=micro, seed=5)
+    wanted = plain(policy, batch, getattr(losses, name), "seq_mean_token_mean")
+    for micro in (10_000,) if name in WHOLE_MINIBATCH else (1, 40, 10_000):
+        got, stats = gradient(policy, batch, loss=name, aggregate="seq_mean_token_mean", micro_tokens=micro)
         agents.assert_same_gradient(got, wanted)
         assert stats.tokens == int(batch.mask.sum())
 
@@ -152,21 +152,38 @@ def test_every_aggregate_has_the_gradient_of_its_definition(how: str) -> None:
     agents.assert_same_gradient(got, wanted)
 
 
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_a_batch_wide_loss_counts_rows_without_advantage(name: str) -> None:
+@pytest.mark.parametrize("name", WHOLE_MINIBATCH)
+def test_a_loss_of_the_whole_minibatch_counts_rows_without_advantage(name: str) -> None:
     """Means and the choice of tokens are over the whole minibatch, so no row may be left out."""
     policy = agents.random_policy(3)
     batch = made(policy)
     zero = batch.advantages.clone()
     zero[::3] = 0.0
     batch = batch.replace(advantages=zero)
-    options = {"share": 0.2, "low": 0.0} if name == "clip_cov" else {"share": 0.2}
+    options = {"share": 0.2, "low": 0.0, "seed": 2} if name == "clip_cov" else {"share": 0.2}
     function = functools.partial(getattr(losses, name), **options)
-    seeded = functools.partial(function, seed=2) if name == "clip_cov" else function
-    wanted = plain(policy, batch, seeded, "token_mean")
-    got, stats = gradient(policy, batch, loss=function, micro_tokens=30, seed=2)
+    wanted = plain(policy, batch, function, "token_mean")
+    got, stats = gradient(policy, batch, loss=function)
     agents.assert_same_gradient(got, wanted)
     assert stats.dropped_groups == 0
+
+
+@pytest.mark.parametrize("loss", [*WHOLE_MINIBATCH, functools.partial(losses.kl_cov, share=0.2)])
+def test_a_loss_of_the_whole_minibatch_is_refused_where_that_would_be_split(
+    loss: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = agents.random_policy(3)
+    batch = made(policy)
+    whole = len(batch) * int(batch.lengths.max())
+    with monkeypatch.context() as patch:
+        patch.setattr(policy.model, "forward", lambda *args, **kwargs: pytest.fail("nothing may be computed before"))
+        patch.setattr(policy, "score", lambda *args, **kwargs: pytest.fail("nothing may be computed before"))
+        said = f"_cov' is computed over the whole minibatch.*has {whole} padded tokens and micro_tokens is {whole - 1};"
+        with pytest.raises(SettingsError, match=said):
+            gradient(policy, batch, loss=loss, micro_tokens=whole - 1, old_logprobs="auto")
+    gradient(policy, batch, loss=loss, micro_tokens=whole)
+    _, stats = gradient(policy, batch, loss=loss, micro_tokens=whole - 1, minibatch=6, epochs=2)
+    assert stats.updates == 4
 
 
 def test_a_clip_reaches_the_loss_and_one_that_does_not_fit_is_refused() -> None:
