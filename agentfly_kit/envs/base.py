@@ -206,7 +206,7 @@ class ResetHook:
 
 def forward_signature(sandbox_type: type, *, omit: Sequence[str] = (), **defaults: Any) -> Callable[[type[K]], type[K]]:
     """For a class whose `__init__` hands its **settings to another: their names and defaults, but those in `omit`, are
-    its own then, for whoever asks it: a pool, which refuses others when it is made, a Capacity, and a person's `?`."""
+    its own then, for whoever asks it: a pool, which refuses others when it is made, and a person's `?`."""
 
     def decorate(cls: type[K]) -> type[K]:
         own = inspect.signature(cls)
