@@ -18,7 +18,6 @@ _WHERE = {
     "Chat": "chat.chat",
     "Container": "sandboxes.host.container",
     "Context": "tools.context",
-    "Capacity": "pool.capacity",
     "Failure": "types",
     "FileSandbox": "sandboxes.files",
     "FromPool": "tools.context",

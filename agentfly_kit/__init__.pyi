@@ -25,7 +25,6 @@ from agentfly_kit.integrations import trl as trl
 from agentfly_kit.integrations.remote_pool.client import RemotePool as RemotePool
 from agentfly_kit.integrations.remote_pool.server import serve_pool as serve_pool
 from agentfly_kit.policy.policy import Policy as Policy
-from agentfly_kit.pool.capacity import Capacity as Capacity
 from agentfly_kit.pool.pool import Pool as Pool
 from agentfly_kit.pool.pool import pools as pools
 from agentfly_kit.ppo import adamw as adamw

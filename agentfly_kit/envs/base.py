@@ -219,7 +219,7 @@ def forward_signature(sandbox_type: type, *, omit: Sequence[str] = (), **default
     """Copy the keyword parameters of `sandbox_type.__init__` onto the decorated class's signature.
 
     For a class whose `__init__` forwards `**settings` to `sandbox_type`. Pools (which reject unknown options when they
-    are created), `Capacity` and `help()` then see the actual parameters. `omit` names parameters to leave out;
+    are created) and `help()` then see the actual parameters. `omit` names parameters to leave out;
     `defaults` replaces their defaults.
     """
 

@@ -26,7 +26,6 @@ from typing import Any, Generic, Self, TypeVar, cast
 from .. import _html
 from .._async.interrupts import keep_interruptible
 from ..errors import IsolationError, PoolClosed, PoolTimeout, SandboxError, SettingsError
-from .capacity import Capacity
 from .environment import is_environment
 from .state import (
     Cancelled,
@@ -36,7 +35,6 @@ from .state import (
     Died,
     Effects,
     Event,
-    Evict,
     PoolState,
     Recycle,
     Released,
@@ -230,7 +228,6 @@ class Pool(Generic[S]):
     healthy          `healthy(sandbox)`, plain or async, after each reset: one for which it is false, or raises, is
                      replaced. A kind's own method `healthy()` is asked where this is not given.
     max_starting     how many may be on their way up at once.
-    capacity         memory and processes that this pool shares with others, see Capacity.
     acquire_timeout  seconds that a lease is waited for when the one who waits says nothing else.
     start_timeout    seconds that a sandbox may take to start, or to be reset. Then it is cancelled, and another takes
                      its place; for `close` it is 5 seconds, then `kill`. One that catches its cancellation and goes on
@@ -257,7 +254,6 @@ class Pool(Generic[S]):
         max_lease: float = 3600.0,
         healthy: Callable[[S], object] | None = None,
         max_starting: int | None = 8,
-        capacity: Capacity | None = None,
         acquire_timeout: float = 120.0,
         start_timeout: float = 60.0,
         **options: Any,
@@ -295,13 +291,11 @@ class Pool(Generic[S]):
         self._check_options()
         self._sandboxes: dict[int, S] = {}
         sandboxes = self._sandboxes  # not self: a pool must go when its last name goes, not at the next collection
-        self.capacity = capacity
         self._healthy = healthy
-        state = PoolState(
+        self._state = PoolState(
             size, min_idle, alive=lambda slot: _is_alive(sandboxes.get(slot)), max_starting=max_starting,
             max_uses=max_uses, max_age=max_age, max_lease=max_lease,
         )  # fmt: skip
-        self._state = state
         self._lock = threading.Lock()
         self._dropped: deque[int] = deque()  # leases that were collected, not released
         self._leases: weakref.WeakValueDictionary[int, Lease[S]] = weakref.WeakValueDictionary()  # by slot
@@ -316,23 +310,7 @@ class Pool(Generic[S]):
         self._sequence = 0
         self._notifying = False
         self._finalizer = weakref.finalize(self, _kill_all, sandboxes)
-        if capacity is not None:
-            me = weakref.ref(self)
-            number = capacity.join(self, self.name, self._cost(), _sender(me, Wakeup()), _sender(me, Evict()))
-            state.share(functools.partial(capacity.take, number), functools.partial(capacity.must_yield, number))
-            self._number_in_capacity = number
         self.number = register(self)
-
-    def _cost(self) -> dict[str, Any]:
-        """What one sandbox may use: what was said here, or the kind's default."""
-        try:
-            parameters = inspect.signature(self.sandbox_type).parameters
-        except (TypeError, ValueError):
-            parameters = {}  # type: ignore[assignment]
-        said = {name: parameter.default for name, parameter in parameters.items() if name in ("memory_mb", "processes")}
-        cost = {name: value for name, value in {**said, **self.options}.items() if name in ("memory_mb", "processes")}
-        parts = getattr(self.sandbox_type, "parts", 1)  # one that is made of several, each with these limits
-        return {name: value if value is None else value * parts for name, value in cost.items()}
 
     def _check_options(self) -> None:
         try:
@@ -534,8 +512,6 @@ class Pool(Generic[S]):
         self._dispatch(CloseAll())
         await self._wait_for_tasks(None)
         self._finalizer()  # what another, closed event loop was about to close
-        if self.capacity is not None:
-            self.capacity.leave(self._number_in_capacity)
 
     async def __aenter__(self) -> Self:
         return self
@@ -555,12 +531,6 @@ class Pool(Generic[S]):
         with self._lock:
             now = time.monotonic()
             effects = self._state.handle(event, now, may_start)
-            if self.capacity is not None:
-                s = self._state
-                self.capacity.publish(
-                    self._number_in_capacity, held=len(s.slots), closing=s.count("closing"), idle=s.count("idle"),
-                    short=s.starved, oldest=s.starved_since,
-                )  # fmt: skip
             for change, slot, owner, detail in effects.changes:
                 self._sequence += 1
                 if self._listeners:
@@ -587,8 +557,6 @@ class Pool(Generic[S]):
         self._notify()
         if self._dropped:
             self._kill_dropped()
-        if self.capacity is not None:
-            self.capacity.settle()
 
     def _resolve_tickets(self, effects: Effects) -> None:
         for number, slot in effects.grant:
@@ -845,17 +813,6 @@ class Pool(Generic[S]):
             text += "raise size=, or look for a lease held while sampling; a chain stepped by hand keeps its sandbox "
             text += "until `await chain.close()`"
         return text if s.error is None else f"{text}; the last start failed: {s.error}"
-
-
-def _sender(pool: weakref.ref[Pool[Any]], event: Event) -> Callable[[], None]:
-    """Tells a pool something, as long as it is there."""
-
-    def send() -> None:
-        found = pool()
-        if found is not None:
-            found._dispatch(event)
-
-    return send
 
 
 # --- any object as a sandbox ---------------------------------------------------------------------

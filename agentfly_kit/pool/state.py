@@ -10,7 +10,6 @@ closing still counts against the size: there are never more than `size` sandboxe
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -107,11 +106,6 @@ class Wakeup:
 
 
 @dataclass(frozen=True, slots=True)
-class Evict:
-    """Somebody else needs the room of one that is idle."""
-
-
-@dataclass(frozen=True, slots=True)
 class CloseAll:
     """The pool ends."""
 
@@ -128,7 +122,6 @@ Event = (
     | TurnChanged
     | Recycle
     | Wakeup
-    | Evict
     | CloseAll
 )
 
@@ -180,9 +173,6 @@ class PoolState:
     Age of a lease: who has held a sandbox for `max_lease` seconds loses it, and it is closed, for whatever runs in it
     may go on.
 
-    Room: `room` is asked before a start (None: there is always room), `must_yield(since)` when a sandbox comes back or
-    is idle: whether somebody else has waited for its room since before `since`.
-
     The breaker: after `max_failures` starts in a row have failed, and while nothing else could serve them, waiters are
     refused with the last error; so is everybody who comes within the pause, which doubles with each further failure.
     After any failure one start at a time is tried; else at most `max_starting` at once.
@@ -191,8 +181,7 @@ class PoolState:
     def __init__(
         self, size: int, min_idle: int = 0, *, alive: Callable[[int], bool] = lambda slot: True, max_failures: int = 3,
         backoff: float = 1.0, max_backoff: float = 60.0, max_starting: int | None = None, max_uses: int | None = None,
-        max_age: float | None = None, max_lease: float = float("inf"), room: Callable[[], bool] | None = None,
-        must_yield: Callable[[float], bool] = lambda since: False,
+        max_age: float | None = None, max_lease: float = float("inf"),
     ) -> None:  # fmt: skip
         self.size = size
         self.min_idle = min_idle
@@ -212,17 +201,8 @@ class PoolState:
         self._max_lease = max_lease
         self.next_expiry = float("inf")
         """No lease is too old before this, in the seconds of `now`."""
-        self._room, self._must_yield = room, must_yield
-        self.starved = 0
-        """Sandboxes that would have been started, had there been room."""
-        self.starved_since = float("inf")
-        """Since when the first waiter has waited for whom there was no room."""
         self._next = 1
         self._was_used = False
-
-    def share(self, room: Callable[[], bool], must_yield: Callable[[float], bool]) -> None:
-        """From now on others use the same room."""
-        self._room, self._must_yield = room, must_yield
 
     def count(self, *states: SlotState) -> int:
         return sum(slot.state in states for slot in self.slots.values())
@@ -253,8 +233,6 @@ class PoolState:
                 self._start_failed(slot, error, permanent, now, effects)
             case Released(_, reusable) if slot and slot.state == "leased":
                 why = self._retire_reason(slot, now) if reusable else ""
-                if not why and self._must_yield(self.oldest):
-                    why = "its room is needed"
                 self._move(slot, "closing" if why or not reusable or self.closed else "resetting", now, effects, why)
             case Reset() if slot and slot.state == "resetting":
                 self._move(slot, "idle", now, effects)
@@ -273,10 +251,6 @@ class PoolState:
                 effects.changes.append(("turn", slot.id, slot.owner, str(turn)))
             case Recycle(_, close) if slot and slot.state != "closing":
                 self._recycle(slot, close or not may_start, now, effects)
-            case Evict():
-                idle = [slot for slot in self.slots.values() if slot.state == "idle"]
-                if idle:
-                    self._move(min(idle, key=lambda slot: slot.since), "closing", now, effects, "its room is needed")
             case CloseAll() if not self.closed:
                 self.closed = True
                 effects.changes.append(("pool closed", None, None, ""))
@@ -291,11 +265,6 @@ class PoolState:
             if may_start:
                 self._start(now, effects)
         return effects
-
-    @property
-    def oldest(self) -> float:
-        """Since when the first waiter has waited; infinite if nobody does."""
-        return next(iter(self.waiters.values())).since if self.waiters else float("inf")
 
     def order(self) -> list[int]:
         """The tickets that wait, in the order in which they would be served now."""
@@ -413,7 +382,6 @@ class PoolState:
             effects.grant.append((ticket, slot.id))
 
     def _start(self, now: float, effects: Effects) -> None:
-        self.starved, self.starved_since = 0, float("inf")
         if now < self.blocked_until:
             if not self.count("starting", "idle", "leased", "resetting"):
                 self._refuse_all(self.last_error, effects)
@@ -424,15 +392,9 @@ class PoolState:
             wanted = max(wanted, self.min_idle - self.count("idle") - coming)
         if self.failures:
             wanted = min(wanted, 1 - self.count("starting"))
-        needed = len(self.waiters) - coming
         if self._max_starting is not None:
             wanted = min(wanted, self._max_starting - self.count("starting"))
-        for begun in range(min(wanted, self.size - len(self.slots))):
-            if self._room is not None and not self._room():
-                self.starved = max(0, min(needed - begun, self.size - len(self.slots)))
-                if self.starved:
-                    self.starved_since = next(itertools.islice(self.waiters.values(), coming + begun, None)).since
-                return
+        for _ in range(min(wanted, self.size - len(self.slots))):
             slot = Slot(self._next, "starting", now, created=now)
             self._next += 1
             self.slots[slot.id] = slot

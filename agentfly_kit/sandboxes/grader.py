@@ -91,9 +91,6 @@ class Grader:
     The settings are PythonSandbox's, and hold for each of the two; isolation="none" keeps nothing apart.
     """
 
-    parts: ClassVar[int] = 2
-    """Sandboxes that one of these is, for whoever counts memory and processes."""
-
     def __init__(
         self,
         *,

@@ -111,14 +111,13 @@ async def test_a_group_begins_alike_and_the_task_may_name_its_seed() -> None:
 
 @pytest.mark.parametrize("family", ["code", "repo", "sql"])
 async def test_settings_that_go_to_a_sandbox_inside_are_known_by_name(family: str) -> None:
-    """They are refused when the agent is made, not when its first chain wants a sandbox; and a Capacity counts them."""
+    """They are refused when the agent is made, not when its first chain wants a sandbox."""
     module = getattr(af.envs, family)
     for wrong in ("memry_mb", "max_rows"):
         with pytest.raises(SettingsError, match=rf"takes no {wrong}=; it takes .*seconds=, .*memory_mb="):
             module.agent(af.ScriptedEngine(["x"]), chat=af.tiny.policy().chat, options={wrong: 64})
     agent = module.agent(af.ScriptedEngine(["x"]), chat=af.tiny.policy().chat, options={"memory_mb": 64, "seconds": 3})
     (pool, *_) = agent.pools
-    assert pool._cost() == {"memory_mb": 64, "processes": 32}
     made = pool.sandbox_type(**pool.options)
     assert made._sandbox.limits.memory_mb == 64
     for name, parameter in inspect.signature(pool.sandbox_type).parameters.items():

@@ -13,13 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from agentfly_kit.errors import IsolationError, PoolClosed, PoolTimeout, SandboxError, SettingsError
 from agentfly_kit.pool import state as pool_state
-from agentfly_kit.pool.capacity import Capacity
 from agentfly_kit.pool.pool import Pool, PoolEvent, pools
 from agentfly_kit.pool.state import PoolState
 
@@ -415,138 +414,6 @@ async def test_only_so_many_start_at_once():
         assert most == 3
         for lease in leases:
             await lease.release()
-
-
-# --- several kinds under one capacity ------------------------------------------------------------
-
-
-class Small(Notes):
-    def __init__(self, memory_mb: int = 100, processes: int = 4) -> None:
-        super().__init__()
-
-
-class Large(Small):
-    def __init__(self, memory_mb: int = 300, processes: int = 4) -> None:
-        super().__init__()
-
-
-async def test_kinds_share_a_capacity_and_an_idle_one_gives_way():
-    both = Capacity(memory_mb=400, processes=100)
-    async with Pool(Small, size=4, capacity=both) as small, Pool(Large, size=4, capacity=both) as large:
-        leases = [await small.acquire(f"s{i}") for i in range(4)]
-        assert repr(both) == "<Capacity 400 of 400 memory_mb, 16 of 100 processes, 2 pools>"
-        with pytest.raises(PoolTimeout):
-            await large.acquire("too much", timeout=0.02)
-        for lease in leases:
-            await lease.release()
-        assert small.snapshot().idle == 4
-        held = await large.acquire("l", timeout=2)  # three of the small ones are closed for it
-        assert (small.snapshot().idle, large.snapshot().leased, both.used["memory_mb"]) == (1, 1, 400)
-        waiting = [asyncio.ensure_future(small.acquire(f"w{i}", timeout=2)) for i in range(2)]
-        await until(lambda: small.snapshot().leased == 1)
-        await asyncio.sleep(0.005)
-        assert small.snapshot().waiting == 1, "no room for a second one"
-        await held.release()  # not reset: its room is needed
-        for lease in await asyncio.gather(*waiting):
-            await lease.release()
-        assert large.snapshot().idle == 0
-    assert both.used == {"memory_mb": 0, "processes": 0, "sandboxes": 0}
-
-
-async def test_under_a_capacity_the_first_to_come_is_served_first_of_whatever_kind():
-    both = Capacity(sandboxes=1)
-    served: list[str] = []
-    async with Pool(Small, size=1, capacity=both) as small, Pool(Large, size=1, capacity=both) as large:
-
-        async def chain(pool: Pool[Any], name: str) -> None:
-            async with pool.lease(name, timeout=5):
-                served.append(name)
-
-        held = await small.acquire("holder")
-        tasks = []
-        for name in ("s0", "l1", "s2", "s3", "l4"):
-            tasks.append(asyncio.ensure_future(chain(small if name[0] == "s" else large, name)))
-            await asyncio.sleep(0.002)
-        await held.release()
-        await asyncio.gather(*tasks)
-    assert served == ["s0", "l1", "s2", "s3", "l4"]
-
-
-async def test_a_capacity_survives_closed_and_collected_pools_and_bad_settings():
-    with pytest.raises(SettingsError, match="at least one of"):
-        Capacity()
-    with pytest.raises(SettingsError, match="sandboxes=0"):
-        Capacity(sandboxes=0)
-    both = Capacity(memory_mb=300)
-    with pytest.raises(SettingsError, match=r"memory_mb=301.*more than the whole capacity of 300"):
-        Pool(Small, memory_mb=301, capacity=both)
-    with pytest.raises(SettingsError, match=r"no memory_mb= of its own"):
-        Pool(Notes, capacity=both)
-    large: Pool[Any] | None = Pool(Large, capacity=both)
-    small = Pool(Small, capacity=both)
-    taken = await large.acquire()
-    waiting = asyncio.ensure_future(small.acquire(timeout=2))
-    await asyncio.sleep(0.002)
-    await large.close()  # takes the lease, and gives its room to whoever waits
-    await (await waiting).release()
-    del taken
-    large = Pool(Large, capacity=both)
-    async with large.lease(timeout=2):
-        pass
-    large = None
-    gc.collect()
-    leases = await asyncio.gather(*(small.acquire(timeout=2) for _ in range(3)))
-    await small.close()
-    assert len({lease.id for lease in leases}) == 3
-
-
-def test_a_capacity_over_event_loops_that_come_and_go():
-    both = Capacity(sandboxes=1)
-    small, large = Pool(Small, size=1, capacity=both), Pool(Large, size=1, capacity=both)
-
-    async def use(pool: Pool[Any]) -> None:
-        async with pool.lease(timeout=2):
-            pass
-
-    for pool in (small, large, small, large):
-        asyncio.run(use(pool))
-    asyncio.run(small.close())
-    asyncio.run(large.close())
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data(), memory=st.integers(300, 900), order=st.lists(st.integers(0, 2), min_size=1, max_size=24))
-def test_a_capacity_is_never_exceeded_and_nobody_starves(data: Any, memory: int, order: list[int]):
-    """Chains of three kinds come in any order and hold for any time: the sum holds, and each is served in the end."""
-
-    class Third(Small):
-        def __init__(self, memory_mb: int = 150, processes: int = 4) -> None:
-            super().__init__()
-
-    costs = {Small: 100, Large: 300, Third: 150}
-    pauses = data.draw(st.lists(st.integers(0, 5), min_size=len(order), max_size=len(order)))
-
-    async def run() -> None:
-        both = Capacity(memory_mb=memory)
-        pools = [Pool(kind, size=4, capacity=both, acquire_timeout=30) for kind in costs]
-
-        async def chain(kind: int, pause: int) -> None:
-            async with pools[kind].lease():
-                assert sum(costs[type(one)] for one in Notes.open) <= memory
-                for _ in range(pause):
-                    await asyncio.sleep(0)
-
-        tasks = []
-        for kind, pause in zip(order, pauses, strict=True):
-            tasks.append(asyncio.ensure_future(chain(kind, pause)))
-            if pause > 2:
-                await asyncio.sleep(0)
-        await asyncio.gather(*tasks)
-        assert all(pool.snapshot().waiting == 0 for pool in pools)
-        for pool in pools:
-            await pool.close()
-
-    asyncio.run(run())
 
 
 # --- state, death, failure -----------------------------------------------------------------------
@@ -980,7 +847,7 @@ class StateMachine(RuleBasedStateMachine):
 
     @initialize(
         size=st.integers(1, 4), min_idle=st.integers(0, 2), uses=st.sampled_from((None, 1, 3)),
-        age=st.sampled_from((None, 5.0)), starting=st.sampled_from((None, 1, 2)), room=st.integers(1, 5),
+        age=st.sampled_from((None, 5.0)), starting=st.sampled_from((None, 1, 2)),
         lease=st.sampled_from((12.0, 1000.0)),
     )  # fmt: skip
     def begin(
@@ -990,16 +857,13 @@ class StateMachine(RuleBasedStateMachine):
         uses: int | None,
         age: float | None,
         starting: int | None,
-        room: int,
         lease: float,
     ) -> None:
         self.dead: set[int] = set()
-        self.room, self.size, self.starting = room, size, starting or size
-        self.yielding = False
+        self.size, self.starting = size, starting or size
         self.state = PoolState(
             size, min(min_idle, size), alive=lambda slot: slot not in self.dead, max_uses=uses, max_age=age,
-            max_starting=starting, max_lease=lease, room=lambda: len(self.state.slots) < self.room,
-            must_yield=lambda since: self.yielding,
+            max_starting=starting, max_lease=lease,
         )  # fmt: skip
         self.effects: dict[int, str] = {}  # slot -> what the pool was told to do with it
         self.queues: dict[str, list[int]] = {}  # run -> its tickets
@@ -1129,21 +993,6 @@ class StateMachine(RuleBasedStateMachine):
             assert after == "closing" or not close
             self.by_hand = None
 
-    @rule(yielding=st.booleans())
-    def others_need_room(self, yielding: bool) -> None:
-        self.yielding = yielding
-
-    @rule(room=st.integers(1, 5))
-    def room_changes(self, room: int) -> None:
-        self.room = room
-        self.tell(pool_state.Wakeup())
-
-    @rule()
-    def evicted(self) -> None:
-        idle = self.state.count("idle")
-        self.tell(pool_state.Evict())
-        assert self.state.count("idle") <= max(0, idle - 1)
-
     @rule(sure=st.integers(0, 19))
     def close_all(self, sure: int) -> None:
         if sure == 0 and not self.state.closed:
@@ -1165,9 +1014,8 @@ class StateMachine(RuleBasedStateMachine):
         idle = [slot.id for slot in s.slots.values() if slot.state == "idle"]
         assert not (s.waiters and idle), "nobody waits beside a free sandbox"
         if s.waiters and not s.closed:
-            # Somebody is coming for every waiter: something is leased or under way, or it is said that there is no
-            # room. Nobody waits for nothing.
-            assert len(idle) < len(s.slots) or s.starved
+            # Somebody is coming for every waiter: something is leased or under way. Nobody waits for nothing.
+            assert len(idle) < len(s.slots)
 
 
 StateMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

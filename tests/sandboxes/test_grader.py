@@ -14,7 +14,6 @@ from test_sandbox_python import few, nothing_left  # noqa: F401  (nothing_left i
 
 import agentfly_kit as af
 from agentfly_kit.errors import SandboxError, SettingsError
-from agentfly_kit.pool.capacity import Capacity
 from agentfly_kit.sandboxes import Grade
 
 SECRET = "the answer is 8431907"
@@ -354,12 +353,6 @@ async def test_it_can_be_closed_cancelled_and_killed(nothing_left: None):  # noq
     await grader.close()
     with pytest.raises(SandboxError, match="closed"):
         await grader.grade(ADD, TESTS)
-
-
-def test_its_two_halves_are_both_counted():
-    capacity = Capacity(memory_mb=1024)
-    pool = af.Pool(af.Grader, size=8, memory_mb=256, capacity=capacity)
-    assert pool._cost() == {"memory_mb": 512, "processes": 64}
 
 
 # --- on another machine --------------------------------------------------------------------------
