@@ -872,5 +872,3 @@ _HEADLINE_STATS = (
     "sampler_gap",
     "reward_mean",
 )
-    """Largest |engine logprob - trainer logprob| before the first update: over at most eight rows of the batch with
-    old_logprobs="auto", over all rows with "recompute"; NaN with "engine"."""

@@ -1,0 +1,78 @@
+"""Fields are described where `?`, Shift-Tab and help() find them: in the docstring of their class."""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentfly_kit as af
+from agentfly_kit import types
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = sorted((ROOT / "agentfly_kit").rglob("*.py")) + sorted((ROOT / "widgets").rglob("*.py"))
+PUBLIC = {name: getattr(af, name) for name in af._WHERE} | {
+    name: value for name, value in vars(types).items() if getattr(value, "__module__", "") == types.__name__
+}
+DATACLASSES = {n: v for n, v in PUBLIC.items() if isinstance(v, type) and dataclasses.is_dataclass(v)}
+SECTION = re.compile(r"^(?:Args|Attributes):\n((?: .*\n?|\n(?= ))*)", re.MULTILINE)
+
+
+def public_fields(cls: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls) if not field.name.startswith("_")}
+
+
+def described(doc: str) -> list[str]:
+    """The names of the entries of a docstring's `Args:` and `Attributes:` sections."""
+    entries = [
+        line for section in SECTION.findall(doc) for line in re.findall(r"^ {4}(\S[^:\n]*)", section, re.MULTILINE)
+    ]
+    return [name for entry in entries for name in entry.removesuffix(", and any other keyword").split(", ")]
+
+
+def test_no_string_literal_stands_below_an_assignment() -> None:
+    """Nothing displays one: a field belongs into its class's docstring, anything else gets a comment above it."""
+    wrong = []
+    for path in LIBRARY:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for body in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
+                for before, each in itertools.pairwise(body) if isinstance(body, list) else ():
+                    if (
+                        isinstance(before, ast.Assign | ast.AnnAssign)
+                        and isinstance(each, ast.Expr)
+                        and isinstance(each.value, ast.Constant)
+                        and isinstance(each.value.value, str)
+                    ):
+                        wrong.append(f"{path.relative_to(ROOT)}:{each.lineno} {each.value.value.splitlines()[0]}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", DATACLASSES)
+def test_a_public_dataclass_names_each_field_in_its_docstring(name: str) -> None:
+    cls = DATACLASSES[name]
+    doc = inspect.getdoc(cls) or ""
+    missing = [field for field in sorted(public_fields(cls)) if not re.search(rf"\b{field}\b", doc)]
+    assert not missing, f"{name}: {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("name", DATACLASSES)
+def test_a_section_of_a_public_dataclass_names_fields_that_exist(name: str) -> None:
+    """In their order."""
+    cls = DATACLASSES[name]
+    names = described(inspect.getdoc(cls) or "")
+    unknown = [each for each in names if each not in public_fields(cls) and not hasattr(cls, each)]
+    assert not unknown, f"{name}: {', '.join(unknown)}"
+    fields = [field.name for field in dataclasses.fields(cls) if field.name in names]
+    assert [each for each in names if each in fields] == fields
+
+
+@pytest.mark.parametrize("cls", [af.TrainConfig, af.Sampling, af.Budget, af.Agent], ids=lambda cls: cls.__name__)
+def test_every_setting_is_described(cls: Any) -> None:
+    doc = inspect.getdoc(cls) or ""
+    assert set(described(doc)) == public_fields(cls)
+    bare = re.findall(r"^ {4}(\w+)$", doc, re.MULTILINE)
+    assert not bare, f"{', '.join(bare)}: say what it means, its unit, and what None means"
