@@ -12,13 +12,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the report."""
+    """One row of the report.
+
+    Attributes:
+        what
+        state
+        ok
+        advice: Command to run if something is missing or could be improved.
+    """
 
     what: str
     state: str
     ok: bool
     advice: str = ""
-    """Command to run if something is missing or could be improved."""
 
 
 @dataclass(frozen=True)

@@ -22,27 +22,41 @@ class Evaluation:
     """Results of an evaluation, as means over tasks.
 
     Intervals are at the 95 % level, by bootstrap over *tasks*, because chains of one task are not independent.
+
+    Attributes:
+        success: mean@k: success rate of the scored chains of a task, averaged over tasks.
+        low: Lower end of the interval of `success`.
+        high: Upper end of the interval of `success`.
+        pass_at_k: Fraction of tasks that at least one of k chains solves.
+        reward: Mean reward of the scored chains.
+        tasks: Number of tasks with a scored chain.
+        samples: Number of chains per task, k.
+        turns: Mean number of actions per chain.
+        calls: Mean number of tool calls per chain.
+        tokens: Sampled tokens per chain; NaN for text-only engines.
+        unscored: Share of chains without a reward.
+        truncated: Share of chains that a limit cut off.
+        greedy: Whether the most probable tokens were taken instead of samples.
+        metrics: Other metrics of the rewards by name, such as stages of a task; means over the scored chains that have
+            them.
+        seconds: Wall-clock time of the rollouts.
+        rollout: The chains.
     """
 
     success: float
-    """mean@k: success rate of the scored chains of a task, averaged over tasks."""
     low: float
     high: float
     pass_at_k: float
-    """Fraction of tasks that at least one of k chains solves."""
     reward: float
     tasks: int
     samples: int
-    """Number of chains per task, k."""
     turns: float
     calls: float
     tokens: float
-    """Sampled tokens per chain; NaN for text-only engines."""
     unscored: float
     truncated: float
     greedy: bool
     metrics: dict[str, float] = field(hash=False)
-    """Other metrics of the rewards by name, such as stages of a task; means over the scored chains that have them."""
     seconds: float = field(compare=False)
     rollout: Rollout = field(repr=False, compare=False)
 

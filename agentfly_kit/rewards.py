@@ -29,29 +29,34 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Per: TypeAlias = Literal["trajectory", "turn"]
 
+# Parameter names with injected values, by kind of reward. All other names refer to task fields.
 _INJECTED_NAMES = {
     "trajectory": ("final", "trajectory", "context"),
     "turn": ("final", "trajectory", "context", "turn", "observation"),
 }
-"""Parameter names with injected values, by kind of reward. All other names refer to task fields."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """Score of one trajectory by one reward or a set of rewards."""
+    """Score of one trajectory by one reward or a set of rewards.
+
+    Attributes:
+        reward: None if unscored.
+        metrics: Value of each reward under its own name, and further returned numbers under theirs.
+        error: First failure, if any reward failed.
+        turn_rewards: Sum of the `per="turn"` rewards of each action, by index in `trajectory.turns`.
+        extras: Returned values that are not numbers, by name.
+        arguments: Injected values by parameter name.
+        name
+        seconds
+    """
 
     reward: float | None
-    """None if unscored."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Value of each reward under its own name, and further returned numbers under theirs."""
     error: Failure | None = None
-    """First failure, if any reward failed."""
     turn_rewards: dict[int, float] = field(default_factory=dict)
-    """Sum of the `per="turn"` rewards of each action, by index in `trajectory.turns`."""
     extras: dict[str, Any] = field(default_factory=dict)
-    """Returned values that are not numbers, by name."""
     arguments: dict[str, Any] = field(default_factory=dict, compare=False)
-    """Injected values by parameter name."""
     name: str = "reward"
     seconds: float = field(default=0.0, compare=False)
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+# One chat message: {"role": "system" | "user" | "assistant" | "tool", "content": str, ...}.
 Message: TypeAlias = dict[str, Any]
-"""One chat message: {"role": "system" | "user" | "assistant" | "tool", "content": str, ...}."""
 
 TurnKind: TypeAlias = Literal["prompt", "action", "observation", "forced"]
 
@@ -49,18 +49,18 @@ StopReason: TypeAlias = Literal[
     "error",  # failure of the host, pool, server or code, not of the model; see `Trajectory.error`
 ]
 
+# Stop reasons of budgets that several chains share.
 BUDGET_STOPS: frozenset[str] = frozenset(
     f"{whose}_{what}" for whose in ("group", "run") for what in ("tokens", "turns", "tool_calls", "seconds")
 )
-"""Stop reasons of budgets that several chains share."""
 
+# Stop reasons that truncate a chain before it has finished.
 TRUNCATED_STOPS: frozenset[str] = BUDGET_STOPS | {
     "max_turns", "turn_tokens", "chain_tokens", "chain_tool_calls", "context_full", "timeout",
 }  # fmt: skip
-"""Stop reasons that truncate a chain before it has finished."""
 
+# Stop reasons after which no reward is computed, because the model did not cause them.
 UNSCORED_STOPS: frozenset[str] = frozenset({"cancelled", "error"})
-"""Stop reasons after which no reward is computed, because the model did not cause them."""
 
 
 def _read_only_array(values: Any, dtype: str) -> npt.NDArray[Any]:
@@ -77,6 +77,11 @@ def _read_only_array(values: Any, dtype: str) -> npt.NDArray[Any]:
 @dataclass(frozen=True)
 class Task:
     """One problem for an agent: the initial messages, and named fields that rewards and tools can request.
+
+    Attributes:
+        id: Name of the task, unique within a set of tasks.
+        messages: The messages that open the chain; at least one.
+        fields: What rewards and tools may ask for, by name.
 
     Raises:
         TaskError: if `id` is empty, or a message has no role or no content.
@@ -119,19 +124,26 @@ class Sampling:
 
     Recorded logprobs are those after temperature and before any truncation (top-p, top-k, min-p).
 
+    Args:
+        temperature: Divisor of the logits, at least 0. 0 always takes the most probable token (greedy).
+        max_tokens: Maximum number of tokens per action; `Agent(max_tokens=)` limits the whole chain.
+        top_p: Sample only from the most probable tokens whose probabilities sum up to at least this value, above 0 and
+            at most 1. 1 turns it off.
+        top_k: 0 disables top-k.
+        min_p: Sample only from tokens that have at least this fraction of the probability of the most probable token,
+            from 0 to 1. 0 turns it off.
+        stop: Strings that end an action. The last sampled token is kept whole; only the parser truncates the text.
+
     Raises:
         SettingsError: for a value out of range.
     """
 
     temperature: float = 1.0
     max_tokens: int = 256
-    """Maximum number of tokens per action; `Agent(max_tokens=)` limits the whole chain."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 disables top-k."""
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
-    """Strings that end an action. The last sampled token is kept whole; only the parser truncates the text."""
 
     def __post_init__(self) -> None:
         stop: Any = self.stop  # accept a single string, which tuple() would split into characters
@@ -166,13 +178,19 @@ class Sampling:
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """Context of a sampling request, for text-only and scripted engines and as the key of the KV cache."""
+    """Context of a sampling request, for text-only and scripted engines and as the key of the KV cache.
+
+    Attributes:
+        task: The task of the chain.
+        turn: Index of the action in its chain, starting at 0.
+        session: Id of the chain. `engine.release(session)` frees the KV cache kept under this key.
+        messages: The conversation so far.
+        tools: The schemas of the tools that the model may call.
+    """
 
     task: Task
     turn: int
-    """Index of the action in its chain, starting at 0."""
     session: str
-    """Id of the chain. `engine.release(session)` frees the KV cache kept under this key."""
     messages: tuple[Message, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
 
@@ -181,26 +199,31 @@ class TurnRequest:
 class Sample:
     """One sampled action. Ids are never trimmed: a sampled stop token is kept as the last id.
 
+    Attributes:
+        ids: None for text-only engines.
+        logprobs: After temperature and before truncation, in nats; None if the engine does not report them.
+        entropies: Exact entropy of the distribution that `logprobs` refers to, in nats per token.
+        stop: Why sampling ended: at a stop token ("stop"), at `Sampling.max_tokens` ("length"), at a text of
+            `Sampling.stop` ("string"), or because the request was aborted ("abort").
+        versions: Version of the policy that sampled each token.
+        kept_mass: Probability mass left by top-p, top-k and min-p at each token; None without truncation.
+        text: Set only by text-only engines.
+        calls: Tool calls, if the server has already parsed them out of `text`.
+        seconds: Time that the engine took.
+
     Raises:
         EngineError: if both `ids` and `text` are None.
         AlignmentError: if a per-token field differs in length from `ids`.
     """
 
     ids: tuple[int, ...] | None
-    """None for text-only engines."""
     logprobs: tuple[float, ...] | None
-    """After temperature and before truncation, in nats; None if the engine does not report them."""
     entropies: tuple[float, ...] | None
-    """Exact entropy of the distribution that `logprobs` refers to, in nats per token."""
     stop: Literal["stop", "length", "string", "abort"]
     versions: tuple[int, ...] | None
-    """Version of the policy that sampled each token."""
     kept_mass: tuple[float, ...] | None = None
-    """Probability mass left by top-p, top-k and min-p at each token; None without truncation."""
     text: str | None = None
-    """Set only by text-only engines."""
     calls: tuple[ToolCall, ...] | None = None
-    """Tool calls, if the server has already parsed them out of `text`."""
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -216,13 +239,19 @@ class Sample:
 
 @dataclass(frozen=True)
 class Distribution:
-    """Next-token distribution, most probable token first."""
+    """Next-token distribution, most probable token first.
+
+    Attributes:
+        ids: Token ids.
+        texts: The text of each token.
+        logprobs: Of each token, in nats.
+        entropy: Entropy of the whole distribution, in nats.
+    """
 
     ids: tuple[int, ...]
     texts: tuple[str, ...]
     logprobs: tuple[float, ...]
     entropy: float
-    """Entropy of the whole distribution, in nats."""
 
     def __repr__(self) -> str:
         head = ", ".join(f"{t!r} {math.exp(lp):.3f}" for t, lp in list(zip(self.texts, self.logprobs, strict=True))[:5])
@@ -246,10 +275,16 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Failure:
-    """Serializable record of an exception, which keeps no stack frames alive."""
+    """Serializable record of an exception, which keeps no stack frames alive.
+
+    Attributes:
+        where: Component that failed: "tool calculator", "reward exact", "engine", "pool", ...
+        type: Name of the exception's class.
+        message: The exception as text.
+        traceback: The formatted traceback.
+    """
 
     where: str
-    """Component that failed: "tool calculator", "reward exact", "engine", "pool", ..."""
     type: str
     message: str
     traceback: str = ""
@@ -270,20 +305,28 @@ class Failure:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """Result of one tool call. `observation` is exactly the text shown to the model."""
+    """Result of one tool call. `observation` is exactly the text shown to the model.
+
+    Attributes:
+        ok: Whether the call succeeded.
+        observation: The text that the model is shown.
+        error: Unexpected failure, with traceback. None if the call succeeded or the tool raised `ToolError`.
+        seconds: Time that the call took.
+        truncated: Whether the observation was shortened.
+        reward: Turn reward given by the tool.
+        done: True if the tool ends the chain.
+        env_done: True if the environment has ended the episode, which ends the chain too.
+        metrics: Numbers that the tool reported, by name.
+    """
 
     ok: bool
     observation: str
     error: Failure | None = None
-    """Unexpected failure, with traceback. None if the call succeeded or the tool raised `ToolError`."""
     seconds: float = field(default=0.0, compare=False)
     truncated: bool = False
     reward: float | None = None
-    """Turn reward given by the tool."""
     done: bool = False
-    """True if the tool ends the chain."""
     env_done: bool = False
-    """True if the environment has ended the episode, which ends the chain too."""
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -295,17 +338,26 @@ class ToolResult:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One tool call written by the model. `result` is set after it has run; `error` if it could not be parsed."""
+    """One tool call written by the model. `result` is set after it has run; `error` if it could not be parsed.
+
+    Attributes:
+        id: Name of the call, which its result refers to.
+        name: Name of the tool.
+        arguments: Arguments by name.
+        result: What the call gave; None before it ran.
+        error: Parse error, which is shown to the model; `name` may then be empty.
+        raw: The text from which the call was parsed, where the format keeps it.
+        rerunner: `call -> awaitable`, set by a running chain so that `rerun` calls the same tool object. Not saved to
+            disk.
+    """
 
     id: str
     name: str
     arguments: dict[str, Any]
     result: ToolResult | None = None
     error: str | None = None
-    """Parse error, which is shown to the model; `name` may then be empty."""
     raw: str = ""
     rerunner: Any = field(default=None, repr=False, compare=False)
-    """`call -> awaitable`, set by a running chain so that `rerun` calls the same tool object. Not saved to disk."""
 
     def rerun(self) -> Any:
         """Call the tool again with the same arguments, on a temporary sandbox lease.
@@ -368,6 +420,27 @@ class Turn:
 
     `sampled` is set when the tokens are made: True if and only if the policy sampled every id of the turn.
 
+    Attributes:
+        kind: "prompt", "action", "observation" or "forced".
+        author: "task" (prompt), "policy", "script", "person", "tool", "hook", or the name of a role.
+        ids: None for text-only engines.
+        sampled: Whether this policy sampled every id of the turn.
+        logprobs: Of each id, in nats; required for a sampled turn.
+        entropies: Of the distribution behind each id, in nats; None where the engine gives none.
+        kept_mass: Probability that top-p, top-k or min-p kept, for each id; None when nothing was cut.
+        versions: Policy version behind each id; required for a sampled turn.
+        text: Decoded ids, for display and parsing; never encoded again.
+        token_texts: Text of each token, for token views. The strings are shared, so this costs one pointer per token.
+        messages: Content of the turn as chat messages, for rewards, text-only engines and display.
+        tool_calls: Calls written by an action; on the following observation, the same calls with their results.
+        stop: Stop reason of the engine for an action: stop, length, string or abort.
+        reward: Turn reward, credited to the last preceding action token.
+        seed: Seed with which the turn was sampled, if it was.
+        seconds: Time that the turn took.
+        label: Position in the chain, for display: "turn 3 of 6".
+        parent: The turn that it follows; None for the first one.
+        row: Index of the row of the chain that holds this turn. Compaction or a re-rendered history starts a new row.
+
     Raises:
         AlignmentError: if a per-token field differs in length from `ids`, or a sampled turn has no ids, logprobs or
             versions.
@@ -375,33 +448,23 @@ class Turn:
 
     kind: TurnKind
     author: str
-    """"task" (prompt), "policy", "script", "person", "tool", "hook", or the name of a role."""
     ids: tuple[int, ...] | None
-    """None for text-only engines."""
     sampled: bool = False
     logprobs: tuple[float, ...] | None = None
     entropies: tuple[float, ...] | None = None
     kept_mass: tuple[float, ...] | None = None
     versions: tuple[int, ...] | None = None
     text: str = ""
-    """Decoded ids, for display and parsing; never encoded again."""
     token_texts: tuple[str, ...] | None = field(default=None, repr=False)
-    """Text of each token, for token views. The strings are shared, so this costs one pointer per token."""
     messages: tuple[Message, ...] = ()
-    """Content of the turn as chat messages, for rewards, text-only engines and display."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Calls written by an action; on the following observation, the same calls with their results."""
     stop: str | None = None
-    """Stop reason of the engine for an action: stop, length, string or abort."""
     reward: float | None = None
-    """Turn reward, credited to the last preceding action token."""
     seed: int | None = None
     seconds: float = field(default=0.0, compare=False)
     label: str = field(default="", compare=False)
-    """Position in the chain, for display: "turn 3 of 6"."""
     parent: Turn | None = field(default=None, repr=False, compare=False)
     row: int = 0
-    """Index of the row of the chain that holds this turn. Compaction or a re-rendered history starts a new row."""
 
     def __post_init__(self) -> None:
         if self.ids is None:
@@ -440,15 +503,19 @@ class Row:
 
     `ids`, `action_mask`, `logprobs`, `entropies`, `versions`, `token_texts` and `turn_index` concatenate the values of
     its turns; each has shape (T,).
+
+    Attributes:
+        trajectory: Id of the trajectory.
+        index: Index in `trajectory.rows`, starting at 0.
+        turns: The turns of the row, in order.
+        start: Index of the first turn in `trajectory.turns`.
+        tools: The schemas that were in the prompt.
     """
 
     trajectory: str
-    """Id of the trajectory."""
     index: int
-    """Index in `trajectory.rows`, starting at 0."""
     turns: tuple[Turn, ...]
     start: int = 0
-    """Index of the first turn in `trajectory.turns`."""
     tools: tuple[dict[str, Any], ...] = field(default=(), repr=False)
 
     def __len__(self) -> int:
@@ -551,29 +618,38 @@ class Trajectory:
     `rows` holds its token sequences: a single one, unless compaction or a re-rendered history started another. `ids`,
     `action_mask`, `logprobs`, `entropies`, `versions`, `token_texts` and `turn_index` are those of the single row, each
     of shape (T,); with several rows they raise `AlignmentError`, and `rows` must be used instead.
+
+    Attributes:
+        id: Unique within a run; the key that joins rows, data frames and widgets.
+        task: The task that the chain was given.
+        group: Id shared by all chains of one task in one rollout.
+        chain: Index in the group, starting at 0.
+        turns: Turns of all rows, in order.
+        stop: Stop reason: why the chain ended.
+        reward: None means unscored, which is excluded from every mean; it never counts as 0.0.
+        metrics: Numbers that the rewards reported, by name.
+        error: What failed, for a chain that ended with an error or could not be scored.
+        seed: Seed of the chain.
+        sampling: How its actions were sampled.
+        seconds: Wall-clock time of the chain.
+        tools: Tool schemas in the prompt.
+        dropped: Reason why a training step excluded the trajectory; None if it was used, or not yet part of a step.
     """
 
     id: str
-    """Unique within a run; the key that joins rows, data frames and widgets."""
     task: Task
     group: str
-    """Id shared by all chains of one task in one rollout."""
     chain: int
-    """Index in the group, starting at 0."""
     turns: tuple[Turn, ...]
-    """Turns of all rows, in order."""
     stop: str
     reward: float | None = None
-    """None means unscored, which is excluded from every mean; it never counts as 0.0."""
     metrics: dict[str, float] = field(default_factory=dict)
     error: Failure | None = None
     seed: int = 0
     sampling: Sampling = field(default_factory=Sampling)
     seconds: float = field(default=0.0, compare=False)
     tools: tuple[dict[str, Any], ...] = ()
-    """Tool schemas in the prompt."""
     dropped: str | None = None
-    """Reason why a training step excluded the trajectory; None if it was used, or not yet part of a step."""
 
     # --- tokens ---
 
@@ -731,7 +807,12 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Group:
-    """Trajectories of one task in one rollout, among which rewards are compared."""
+    """Trajectories of one task in one rollout, among which rewards are compared.
+
+    Attributes:
+        id: Name of the group, unique within a run.
+        trajectories: Its chains, in order.
+    """
 
     id: str
     trajectories: tuple[Trajectory, ...]
@@ -770,6 +851,18 @@ class RolloutEvent:
 
     Events of a rollout arrive in the order of `sequence`, without gaps. Events of one chain nest: every "start" has a
     matching "end", even after a failure or cancellation, and the first and last event have kind "chain".
+
+    Attributes:
+        sequence: Number of the event within the rollout, without gaps.
+        kind: "chain", "turn", "tool" or "reward".
+        phase: "start" or "end".
+        trajectory: Id of the chain.
+        task: Id of its task.
+        turn: Index of the action; of a chain or a reward, the number of actions so far.
+        state: "waiting", "sampling", "tool", "scoring", "done", "failed" or "cancelled".
+        time: Seconds since the start of the rollout.
+        detail: Text (end of a turn), tool name (tool), stop reason (end of a chain), or description of a failure.
+        call: Id of the call, for tool events. The calls of one action run concurrently.
     """
 
     sequence: int
@@ -780,11 +873,8 @@ class RolloutEvent:
     turn: int
     state: Literal["waiting", "sampling", "tool", "scoring", "done", "failed", "cancelled"]
     time: float
-    """Seconds since the start of the rollout."""
     detail: str = ""
-    """Text (end of a turn), tool name (tool), stop reason (end of a chain), or description of a failure."""
     call: str = ""
-    """Id of the call, for tool events. The calls of one action run concurrently."""
 
 
 # --- one optimisation step -----------------------------------------------------------------------
@@ -792,53 +882,69 @@ class RolloutEvent:
 
 @dataclass(frozen=True)
 class Stats:
-    """Statistics of one `ppo_step`; means over action tokens unless documented otherwise."""
+    """Statistics of one `ppo_step`; means over action tokens unless documented otherwise.
+
+    Attributes:
+        loss: Total loss, the mean over updates.
+        policy_loss: Policy loss, the mean over updates.
+        approx_kl: Mean of k3(new, old) in nats per token, from the forward passes of the last epoch. Rows without
+            signal are skipped (see `dropped_groups`) and not part of the mean; with `target_kl` all rows run, and the
+            mean is over all action tokens.
+        clip_fraction: Fraction of action tokens whose clip binds, given the sign of the advantage, in the last epoch.
+        entropy: Exact entropy at the sampling temperature, in nats per token.
+        grad_norm: Gradient norm before clipping, mean over updates.
+        value_loss: Value loss, the mean over updates; NaN without one.
+        kl_reference: KL to the reference policy, by the requested estimator, in nats per token.
+        explained_variance: Share of the variance of the returns that the values explain; NaN without values.
+        ratio_max: 1 plus the largest deviation of a probability ratio from 1.
+        effective_sample_size: Effective fraction of tokens or rows after weighting by `correction=`.
+        sampler_gap: Largest |engine logprob - trainer logprob| before the first update: over at most eight rows of the
+            batch with old_logprobs="auto", over all rows with "recompute"; NaN with "engine".
+        reward_mean: Mean reward of the trajectories in the batch.
+        reward_std: Standard deviation of their rewards.
+        advantage_mean: Mean advantage of the action tokens.
+        unscored: Fraction of trajectories without a reward.
+        truncated: Share of trajectories that a limit cut off.
+        updates: Number of optimizer steps.
+        rows: Number of rows in the batch.
+        tokens: Action tokens trained on per epoch.
+        dropped_groups: Groups skipped because their gradient is exactly zero.
+        dropped: Number of excluded trajectories by reason: unscored, truncated, or the reason given by a filter.
+        stopped_early: Whether `target_kl` ended the step.
+        lr: Learning rate of the policy.
+        seconds: Wall-clock time of the step.
+        phases: Seconds per phase: old, forward, backward, optimizer.
+        detail: With detail=True, (B, T) float32 arrays on the rows of the batch: logprobs before and after, ratio, ...
+        batch: With detail=True: the batch.
+    """
 
     loss: float
     policy_loss: float
     approx_kl: float
-    """Mean of k3(new, old) in nats per token, from the forward passes of the last epoch.
-
-    Rows without signal are skipped (see `dropped_groups`) and not part of the mean; with `target_kl` all rows run, and
-    the mean is over all action tokens.
-    """
     clip_fraction: float
-    """Fraction of action tokens whose clip binds, given the sign of the advantage, in the last epoch."""
     entropy: float
-    """Exact entropy at the sampling temperature, in nats per token."""
     grad_norm: float
-    """Gradient norm before clipping, mean over updates."""
     value_loss: float = math.nan
     kl_reference: float = math.nan
-    """KL to the reference policy, by the requested estimator, in nats per token."""
     explained_variance: float = math.nan
     ratio_max: float = math.nan
     effective_sample_size: float = math.nan
-    """Effective fraction of tokens or rows after weighting by `correction=`."""
     sampler_gap: float = math.nan
-    """Largest |engine logprob - trainer logprob| before the first update: over at most eight rows of the batch with
-    old_logprobs="auto", over all rows with "recompute"; NaN with "engine"."""
     reward_mean: float = math.nan
     reward_std: float = math.nan
     advantage_mean: float = math.nan
     unscored: float = 0.0
-    """Fraction of trajectories without a reward."""
     truncated: float = 0.0
     updates: int = 0
     rows: int = 0
     tokens: int = 0
-    """Action tokens trained on per epoch."""
     dropped_groups: int = 0
-    """Groups skipped because their gradient is exactly zero."""
     dropped: dict[str, int] = field(default_factory=dict)
-    """Number of excluded trajectories by reason: unscored, truncated, or the reason given by a filter."""
     stopped_early: bool = False
     lr: float = math.nan
     seconds: float = field(default=0.0, compare=False)
     phases: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
-    """Seconds per phase: old, forward, backward, optimizer."""
     detail: dict[str, Any] | None = field(default=None, compare=False, repr=False)
-    """With detail=True, (B, T) float32 arrays on the rows of the batch: logprobs before and after, ratio, ..."""
     batch: Any = field(default=None, compare=False, repr=False)
 
     def scalars(self) -> dict[str, float]:

@@ -26,8 +26,8 @@ from ipywidgets import widget_serialization
 from agentfly_kit._html import escape_control_chars as escape_control_chars
 
 HERE = Path(__file__).parent
+# Bytes of a static form; a notebook of many views stays under a megabyte.
 STATIC_LIMIT = 100_000
-"""Bytes of a static form; a notebook of many views stays under a megabyte."""
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 
 
@@ -185,16 +185,18 @@ class View(anywidget.AnyWidget):
     """Base of the widgets. A subclass sets `stem`, and gives `_static` and `__repr__`.
 
     `is_open` is true while a page shows the view. Errors in a callback are put on the page (`_notice`) and kept.
+
+    Attributes:
+        settable: The traits that a page may set.
+        actions: What a page may ask for by `context.ask(name, value)`: the method `_do_<name>(value)`, plain or async.
+        is_open: Not synced: set from the pages' own messages.
     """
 
     stem: ClassVar[str] = ""
     settable: ClassVar[frozenset[str]] = frozenset()
-    """The traits that a page may set."""
     actions: ClassVar[frozenset[str]] = frozenset()
-    """What a page may ask for by `context.ask(name, value)`: the method `_do_<name>(value)`, plain or async."""
 
     is_open = traitlets.Bool(False)
-    """Not synced: set from the pages' own messages."""
     _notice = traitlets.Unicode("").tag(sync=True)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -33,8 +33,8 @@ class ChainsView(Opener):
         {"chain", "chain_tokens", "chain_stepper", "chain_code", "chain_leave"}
     )
 
+    # The picked one: {"id", "name", "agent"}; empty when none is.
     _chain = traitlets.Dict().tag(sync=True)
-    """The picked one: {"id", "name", "agent"}; empty when none is."""
     _cell = traitlets.Dict().tag(sync=True)
 
     def _trajectory(self, id: str) -> Any:

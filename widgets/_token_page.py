@@ -17,8 +17,8 @@ _KINDS = {
     "observation": "background-color:rgba(40,160,90,0.14);border-bottom:1px dashed #4a9a6a",
     "forced": "background-color:rgba(200,150,20,0.18);border-bottom:2px dashed #a08020",
 }
+# Rows that are in sight at once; the others open with a click, so that a page of many rows stays a page.
 _OPEN_ROWS = 4
-"""Rows that are in sight at once; the others open with a click, so that a page of many rows stays a page."""
 _BLUE, _ORANGE = "40,120,220", "220,110,30"
 
 

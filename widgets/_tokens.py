@@ -25,20 +25,28 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Signal:
-    """How one number a token is named and drawn."""
+    """How one number a token is named and drawn.
+
+    Attributes:
+        name
+        label
+        scale: "up": a bar from the bottom. "down": a bar that hangs from the top, longer when lower. "around": from
+            `middle`, up or down. "flag": set or not.
+        unit
+        middle
+        fixed: A domain that does not depend on the data.
+        says
+        telling: Which end to jump to and to list first: "high", "low", or "far" from the middle.
+    """
 
     name: str
     label: str
     scale: str = "up"
-    """"up": a bar from the bottom. "down": a bar that hangs from the top, longer when lower. "around": from `middle`,
-    up or down. "flag": set or not."""
     unit: str = ""
     middle: float = 0.0
     fixed: tuple[float, float] | None = None
-    """A domain that does not depend on the data."""
     says: str = ""
     telling: str = "high"
-    """Which end to jump to and to list first: "high", "low", or "far" from the middle."""
 
 
 SIGNALS = {
@@ -123,7 +131,23 @@ def flags(piece: str) -> int:
 
 @dataclass
 class Row:
-    """Tokens `start` to `start + len(ids)` of one row of a trajectory."""
+    """Tokens `start` to `start + len(ids)` of one row of a trajectory.
+
+    Attributes:
+        id
+        task
+        chain
+        reward
+        stop
+        start
+        ids
+        token_texts
+        turn
+        turns: (kind, author) of every turn of the trajectory.
+        mask
+        signals
+        note
+    """
 
     id: str
     task: str
@@ -135,7 +159,6 @@ class Row:
     token_texts: tuple[str, ...]
     turn: npt.NDArray[np.int64]
     turns: tuple[tuple[str, str], ...]
-    """(kind, author) of every turn of the trajectory."""
     mask: npt.NDArray[np.bool_]
     signals: dict[str, Floats] = field(default_factory=dict)
     note: str = ""

@@ -23,13 +23,18 @@ class ChainStepper(Opener):
     """Step a chain in the browser: `ChainStepper(chain)`, or `ChainStepper(agent, task)` for a new one.
 
     It drives the very chain that the cell holds: what a cell does is seen here, what a click does is done there.
-    chain, chains   the one in sight; it and the forks that were made here
-    trajectory      what finish() gave, or None
-    error           what the last click raised; it is on the page too
-    selection       the chain in sight, as it is now: `.to_frame("turns")`, `.to_frame("tokens")`
-    opened          the TokenView of its tokens that the page shows below, or None
-    to_code()       a cell that makes the same chain again
-    top             next tokens to show; 0 asks the engine for none
+    `to_code()` gives a cell that makes the same chain again.
+
+    Args:
+        top: Number of next tokens to show; 0 asks the engine for none.
+
+    Attributes:
+        chain: The chain in sight.
+        chains: The chain and the forks that were made here.
+        trajectory: What `finish()` gave, or None.
+        error: What the last click raised; the page shows it too.
+        selection: The chain in sight, as it is now: `.to_frame("turns")`, `.to_frame("tokens")`.
+        opened: The TokenView of its tokens that the page shows below, or None.
     """
 
     stem: ClassVar[str] = "chain_stepper"

@@ -19,8 +19,8 @@ from ._base import LiveView, count, escape, sendable, tag
 from ._tokens import some
 from .chain_stepper import _named
 
+# A sign beside each state's word, so that neither colour nor reading is needed to tell them apart.
 SIGNS = {"leased": "●", "idle": "○", "starting": "◐", "resetting": "◑", "closing": "✕"}
-"""A sign beside each state's word, so that neither colour nor reading is needed to tell them apart."""
 _TINTS = {
     "leased": "40,120,220",
     "idle": "40,160,90",
@@ -79,8 +79,8 @@ class PoolView(LiveView):
     actions: ClassVar[frozenset[str]] = frozenset({"take", "give_back", "reset", "close", "code"})
 
     _state = traitlets.Dict().tag(sync=True)
+    # Numbers of sandboxes. One that ended stays in it, and counts no more.
     _selected: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    """Numbers of sandboxes. One that ended stays in it, and counts no more."""
     _code = traitlets.Dict().tag(sync=True)
 
     def __init__(self, pool: Any) -> None:

@@ -19,8 +19,8 @@ from ._base import count, escape, number, sendable, shared_prefix, tag
 from ._chains import ChainsView
 from .chain_stepper import _named
 
+# Rows of the table on the page; `to_frame()` has all.
 _ROWS = 200
-"""Rows of the table on the page; `to_frame()` has all."""
 _BARS = 10
 
 KINDS = {
@@ -38,11 +38,17 @@ class RewardForm(ChainsView):
     """The rewards of saved trajectories beside those of a reward that is being written, and which of them flipped.
 
     Run the cell that defines the reward again, and the form scores again by itself (`follow=False`: only the button
-    does). reward: a reward, a function, or several. rollout: a Rollout, its trajectories, or the path of a saved one.
-    Nothing is sampled and the rollout is not changed.
+    does). Nothing is sampled and the rollout is not changed.
 
     `await form.score()` is the button; `form.rescored` is the rollout with the new rewards, `form.to_frame()` a row a
-    trajectory, `form.picked` the trajectory that was clicked. agent: who made them, to open one in the stepper.
+    trajectory, `form.picked` the trajectory that was clicked.
+
+    Args:
+        reward: A reward, a function, or several.
+        rollout: A Rollout, its trajectories, or the path of a saved one.
+        agent: The agent that made them, to open one in the stepper.
+        follow: Whether to score again when the cell that defines the reward has run again.
+
     Raises:  RewardError where the reward asks for a task field that is not there.
     """
 
@@ -67,8 +73,8 @@ class RewardForm(ChainsView):
         self._picked: str | None = None
         self._agent = agent
         self._scoring: asyncio.Future[Any] | None = None
+        # The rollout with the new rewards; None before it was scored once.
         self.rescored: Any = None
-        """The rollout with the new rewards; None before it was scored once."""
         super().__init__(self._kept)
         self._show()
         self._unhook = _after_each_cell(self) if follow else lambda: None

@@ -26,14 +26,16 @@ _TINTS = {
     "cancelled": "128,128,128",
 }  # fmt: skip
 _ENDS = ("done", "stopped", "failed")
+# Seconds over which the rate is taken.
 _WINDOW = 20.0
-"""Seconds over which the rate is taken."""
 
 
 class RolloutView(ChainsView, LiveView):
     """A lane a chain, counts, rate and time left, and buttons to pause, resume and stop: `RolloutView(run)`.
 
-    run: what `agent.rollout(...)` gave, before or while it is awaited; or a training run: the rollout of its step.
+    Args:
+        run: what `agent.rollout(...)` gave, before or while it is awaited; or a training run: the rollout of its step.
+
     A chain that is over can be picked: its tokens, itself in the stepper, or as Python; `view.selection` has it.
     The buttons work while a cell awaits the run. At most 10 updates a second, whatever the number of chains.
     `view.counts` has what was last sent.
@@ -43,10 +45,10 @@ class RolloutView(ChainsView, LiveView):
     actions: ClassVar[frozenset[str]] = frozenset({"pause", "resume", "stop"}) | ChainsView.picking
 
     _about = traitlets.Dict().tag(sync=True)
+    # Trajectory ids; sent again only when there are others.
     _names: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    """Trajectory ids; sent again only when there are others."""
+    # Texts beside the states (tools, stop reasons), each once; the buffers hold their index.
     _details: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    """Texts beside the states (tools, stop reasons), each once; the buffers hold their index."""
     _buffers = traitlets.Dict().tag(sync=True)
 
     def __init__(self, run: Any) -> None:

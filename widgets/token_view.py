@@ -30,9 +30,11 @@ from ._tokens import (
 class TokenView(View):
     """Tokens coloured by a signal. Click, shift-click or drag selects; arrow keys walk; `view.selection` has it.
 
-    Source: a Trajectory, a sequence of them, a Group, a Rollout, a Batch, or the Stats of a step with detail=True.
-    compare: a second source; its numbers are joined by (trajectory id, token span) and shown as ′ and Δ.
-    agent:   who made them, for "step by hand": a chain with the trajectory's turns in a ChainStepper, `view.stepper`.
+    Args:
+        source: a Trajectory, a sequence of them, a Group, a Rollout, a Batch, or the Stats of a step with detail=True.
+        compare: a second source; its numbers are joined by (trajectory id, token span) and shown as ′ and Δ.
+        agent: who made them, for "step by hand": a chain with the trajectory's turns in a ChainStepper, `view.stepper`.
+
     Raises:  TypeError for anything else, ValueError for a signal that the source does not have.
     """
 
@@ -41,14 +43,14 @@ class TokenView(View):
     actions: ClassVar[frozenset[str]] = frozenset({"code", "stepper"})
 
     signal = traitlets.Unicode("mask").tag(sync=True)
+    # Rows, turns, vocabulary of shown pieces, legend numbers. Small: one entry a turn, none a token.
     _about = traitlets.Dict().tag(sync=True)
-    """Rows, turns, vocabulary of shown pieces, legend numbers. Small: one entry a turn, none a token."""
     _buffers = traitlets.Dict().tag(sync=True)
+    # [row, first, last + 1] in the row's own tokens.
     _selected: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    """[row, first, last + 1] in the row's own tokens."""
     _code = traitlets.Unicode("").tag(sync=True)
+    # Model of the ChainStepper below.
     _child = traitlets.Unicode("").tag(sync=True)
-    """Model of the ChainStepper below."""
 
     def __init__(self, source: Any, compare: Any = None, *, signal: str = "mask", agent: Any = None) -> None:
         rows = rows_of(source)

@@ -15,10 +15,10 @@ import traitlets
 from ._base import Opener, count, escape, json_text, number, sendable, tag
 from .chain_stepper import ChainStepper
 
+# Results that are kept.
 _KEPT = 50
-"""Results that are kept."""
+# Characters of an observation in the static form and on the page.
 _SHOWN = 60_000
-"""Characters of an observation in the static form and on the page."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,22 @@ class Calls:
 class ToolForm(Opener):
     """Fields from the tool's schema, a call, and exactly the text that the model would see.
 
-    tool: a Tool, or a function with types and a docstring. task: a Task, for what the tool takes from it. pool: where
-    its sandbox comes from; without one a sandbox is started for each call and closed after it. Of a pool it keeps no
-    more than a weak reference, so that it is closed when nobody else has it. agent: one that has this tool, for "In a
-    chain": a chain of the task begins with the call that the fields hold, in a ChainStepper below, `form.opened`.
+    Args:
+        tool: A Tool, or a function with types and a docstring.
+        pool: Where its sandbox comes from; without one, a sandbox is started for each call and closed after it. The
+            form keeps only a weak reference to the pool, which is closed when nobody else has it.
+        task: A Task, for what the tool takes from it.
+        agent: An agent that has this tool, for "In a chain": a chain of the task begins with the call that the fields
+            hold, in a ChainStepper below, `form.opened`.
 
     `await form.call(expression="2+3")` is the button; `form.result` and `form.results` are what came back;
     `form.selection` is the call in sight, the last one until an earlier one is picked: `.to_frame()` has it as a row,
     and `form.to_frame()` all; `form.to_code()` gives it as a line for a cell. `form.fill(...)` fills the fields.
+
+    Attributes:
+        draft: The arguments as the model would write them: a JSON text, which need not be valid.
+        busy
+
     Raises:  ToolSchemaError for a function that is no tool yet and cannot be one.
     """
 
@@ -82,13 +90,12 @@ class ToolForm(Opener):
     actions: ClassVar[frozenset[str]] = frozenset({"call", "cancel", "pick", "chain", "leave"})
 
     draft = traitlets.Unicode("{}").tag(sync=True)
-    """The arguments as the model would write them: a JSON text, which need not be valid."""
     busy = traitlets.Bool(False).tag(sync=True)
     _about = traitlets.Dict().tag(sync=True)
+    # The call in sight.
     _result = traitlets.Dict().tag(sync=True)
-    """The call in sight."""
+    # [number, arguments in short, ok] of those that are kept.
     _calls: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    """[number, arguments in short, ok] of those that are kept."""
 
     def __init__(self, tool: Any, pool: Any = None, task: Any = None, *, agent: Any = None) -> None:
         from agentfly_kit.tools.tool import Tool
@@ -105,8 +112,8 @@ class ToolForm(Opener):
             raise ValueError(f"agent={agent!r} has no tool {self.tool.name!r}, so no chain of it can call that")
         self._pool = weakref.ref(pool) if pool is not None else None
         self._task = task
+        # (arguments, ToolResult) of the last calls, oldest first.
         self.results: list[tuple[Any, Any]] = []
-        """(arguments, ToolResult) of the last calls, oldest first."""
         self._made = 0
         self._picked: int | None = None
         self._agent = agent

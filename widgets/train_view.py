@@ -23,7 +23,19 @@ from ._chains import ChainsView
 
 @dataclass(frozen=True)
 class Panel:
-    """One small chart: a line a step, and points with an interval where the run was evaluated."""
+    """One small chart: a line a step, and points with an interval where the run was evaluated.
+
+    Attributes:
+        key
+        label
+        unit
+        points
+        low
+        high
+        fixed
+        band: The ends of the line's own interval.
+        extra: Shown only where a run recorded it.
+    """
 
     key: str
     label: str
@@ -33,9 +45,7 @@ class Panel:
     high: str = ""
     fixed: tuple[float, float] | None = None
     band: tuple[str, str] | None = None
-    """The ends of the line's own interval."""
     extra: bool = False
-    """Shown only where a run recorded it."""
 
 
 PANELS = (
@@ -63,8 +73,8 @@ PANELS = (
     Panel("unscored", "unscored", "share", extra=True),
 )  # fmt: skip
 _KEYS = tuple(dict.fromkeys(key for p in PANELS for key in (p.key, p.points, p.low, p.high, *(p.band or ())) if key))
+# Trajectories of a step that are listed; `view.rollout` has all.
 _ROWS = 200
-"""Trajectories of a step that are listed; `view.rollout` has all."""
 
 
 def read_steps(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -183,8 +193,14 @@ class TrainView(ChainsView, LiveView):
     Pointing at a chart, or the arrow keys, show every number of a step; Enter or a click keeps it in `view.step` and
     lists its trajectories, where the run kept them (`TrainConfig(save_rollouts=True)`): `view.rollout`. Pause and stop
     act on the first run that can, also while a cell awaits it. At most 10 updates a second. A folder is read when the
-    view is made, when a page opens it, and by `view.refresh()`. names: one a run. agent: for a listed trajectory to be
-    opened in the stepper; a live run has its own. `view.selection` has the trajectory that was clicked.
+    view is made, when a page opens it, and by `view.refresh()`. `view.selection` has the trajectory that was clicked.
+
+    Args:
+        names: One name per run.
+        agent: The agent with which a listed trajectory is opened in the stepper; a live run has its own.
+
+    Attributes:
+        step: The step that was picked in the browser; None when none is.
     """
 
     stem: ClassVar[str] = "train_view"
@@ -192,11 +208,10 @@ class TrainView(ChainsView, LiveView):
     actions: ClassVar[frozenset[str]] = frozenset({"pause", "resume", "stop", "open"}) | ChainsView.picking
 
     step = traitlets.Int(None, allow_none=True).tag(sync=True)
-    """The step that was picked in the browser; None when none is."""
     _about = traitlets.Dict().tag(sync=True)
     _buffers = traitlets.Dict().tag(sync=True)
+    # The trajectories of the picked step.
     _list = traitlets.Dict().tag(sync=True)
-    """The trajectories of the picked step."""
 
     def __init__(self, run: Any, *others: Any, names: Sequence[str] | None = None, agent: Any = None) -> None:
         runs = [run, *others]
@@ -205,8 +220,8 @@ class TrainView(ChainsView, LiveView):
         given = list(names) if names is not None else [None] * len(runs)
         self._sources = [_Source(each, name) for each, name in zip(runs, given, strict=True)]
         live = [each for each in runs if not isinstance(each, str | os.PathLike) and hasattr(each, "subscribe")]
+        # The trajectories of the step that was opened last, as a Rollout; None before one was.
         self.rollout: Any = None
-        """The trajectories of the step that was opened last, as a Rollout; None before one was."""
         self._agent = agent
         super().__init__(run if self._sources[0].path is None else None, _together(live) if live else None)
         self._show()
@@ -450,8 +465,8 @@ def _page(about: dict[str, Any], runs: Sequence[_Source], title: str) -> str:
 
 _INKS = ("#0b5fa5", "#a8430a", "#17683f", "#74369a", "#57606a", "#b3261e")
 _DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 2", "10 4")
+# How the lines of several runs are told apart without their colour.
 _MARKS = ("━", "╍", "┅", "╺╸", "┈", "╌")
-"""How the lines of several runs are told apart without their colour."""
 
 
 def _first(values: npt.NDArray[np.float32]) -> float:

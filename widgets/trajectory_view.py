@@ -18,8 +18,8 @@ from ._tokens import is_trajectory, some
 from .chain_stepper import ChainStepper, _call, _named
 from .token_view import TokenView
 
+# Trajectories that are shown side by side at once.
 _ABREAST = 12
-"""Trajectories that are shown side by side at once."""
 _TEXT = 6000
 OUTCOMES = ("success", "failed", "unscored", "dropped")
 SIGNS = {"success": "✓", "failed": "✗", "unscored": "–", "dropped": "⌀"}
@@ -27,7 +27,11 @@ SIGNS = {"success": "✓", "failed": "✗", "unscored": "–", "dropped": "⌀"}
 
 @dataclass(frozen=True)
 class _Entry:
-    """What the view keeps of a trajectory: its texts, by reference, and its numbers; not its tokens."""
+    """What the view keeps of a trajectory: its texts, by reference, and its numbers; not its tokens.
+
+    Attributes:
+        keys: One a turn, equal where two chains have the same turn: what they share is found by it.
+    """
 
     id: str
     task: str
@@ -41,16 +45,19 @@ class _Entry:
     says: str
     turns: tuple[tuple[Any, ...], ...]
     keys: tuple[Any, ...]
-    """One a turn, equal where two chains have the same turn: what they share is found by it."""
 
 
 class TrajectoryView(Opener):
     """Trajectories to filter, sort and search; those selected side by side, turn by turn, down to their tokens.
 
-    Source: a Rollout, a Group, an Evaluation, a Batch, the Stats of a step, or trajectories.
-    batch:  a Batch of them: those that it left out have a badge that says why.
-    agent:  the agent that made them, for "open in the stepper".
-    selection   the selected trajectories; select(ids) sets them from Python
+    Args:
+        source: a Rollout, a Group, an Evaluation, a Batch, the Stats of a step, or trajectories.
+        batch: a Batch of them: those that it left out have a badge that says why.
+        agent: the agent that made them, for "open in the stepper".
+
+    Attributes:
+        selection: the selected trajectories; select(ids) sets them from Python.
+
     Raises:  TypeError for what holds no trajectories.
     """
 
@@ -61,11 +68,11 @@ class TrajectoryView(Opener):
     _about = traitlets.Dict().tag(sync=True)
     _buffers = traitlets.Dict().tag(sync=True)
     _selected: traitlets.List[Any] = traitlets.List().tag(sync=True)
+    # The selected ones, turn by turn.
     _detail = traitlets.Dict().tag(sync=True)
-    """The selected ones, turn by turn."""
     _query = traitlets.Unicode("").tag(sync=True)
+    # Where the searched text is: a bit a trajectory.
     _found = traitlets.Dict().tag(sync=True)
-    """Where the searched text is: a bit a trajectory."""
     _code = traitlets.Dict().tag(sync=True)
 
     def __init__(self, source: Any, *, batch: Any = None, agent: Any = None) -> None:

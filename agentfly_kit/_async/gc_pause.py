@@ -14,13 +14,13 @@ import gc
 import threading
 from collections.abc import Iterator
 
+# Additional allocations per running chain before the young generation is collected.
+#
+# A chain of three turns allocates about this many objects that are not freed immediately, and keeps 60 to 90 of them
+# while it waits.
 _OBJECTS_PER_CHAIN = 250
-"""Additional allocations per running chain before the young generation is collected.
-
-A chain of three turns allocates about this many objects that are not freed immediately, and keeps 60 to 90 of them
-while it waits."""
+# Number of collections of the middle generation between two full collections; Python's default is 10.
 _FULL_COLLECTION_INTERVAL = 100
-"""Number of collections of the middle generation between two full collections; Python's default is 10."""
 _lock = threading.Lock()
 _entered = 0
 _chains = 0

@@ -28,15 +28,15 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+# Duration in seconds from which a call counts as stalling the shared worker.
 _STALL_SECONDS = 0.002
-"""Duration in seconds from which a call counts as stalling the shared worker."""
+# Maximum time in seconds for which a result is held back to be delivered together with later ones.
 _MAX_DELIVERY_DELAY = 0.001
-"""Maximum time in seconds for which a result is held back to be delivered together with later ones."""
 _count = itertools.count(1)
 
+# Value and exception of a call. They are stored as a pair instead of setting the exception on the future, because
+# futures reject StopIteration, and SystemExit would stop the event loop.
 ValueOrError = tuple[Any, BaseException | None]
-"""Value and exception of a call. They are stored as a pair instead of setting the exception on the future, because
-futures reject StopIteration, and SystemExit would stop the event loop."""
 
 
 class CallTimeout(Exception):
@@ -115,8 +115,8 @@ def _set_results(done: list[tuple[_Call, ValueOrError]]) -> None:
 
 # --- the worker ------------------------------------------------------------------------------------
 
+# Slow functions, with the number of fast calls after which they may use the shared worker again.
 _slow: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Slow functions, with the number of fast calls after which they may use the shared worker again."""
 _QUICK_CALLS_TO_RETURN = 16
 
 
@@ -142,16 +142,16 @@ class _SharedWorker:
 
     def __init__(self) -> None:
         self.waiting: deque[_Call] = deque()
+        # Finished calls that have not been delivered yet.
         self.done: list[tuple[_Call, ValueOrError]] = []
-        """Finished calls that have not been delivered yet."""
+        # Time at which the first of them finished.
         self.first_done_at = 0.0
-        """Time at which the first of them finished."""
+        # Start time of the running call; None if idle.
         self.began: float | None = None
-        """Start time of the running call; None if idle."""
+        # True while a thread runs this worker.
         self.has_thread = False
-        """True while a thread runs this worker."""
+        # Event loops with a scheduled `_watch_for_stall` for this worker.
         self.watched_by: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
-        """Event loops with a scheduled `_watch_for_stall` for this worker."""
 
     @property
     def is_stalled(self) -> bool:

@@ -36,54 +36,65 @@ from agentfly_kit.types import UNSCORED_STOPS, Failure, Group, Message, RolloutE
 
 @dataclass(frozen=True, eq=False)
 class Agent:
-    """Settings: which engine writes, how its text becomes tokens, which tools it has and how its chains are scored."""
+    """Settings: which engine writes, how its text becomes tokens, which tools it has and how its chains are scored.
+
+    Args:
+        engine: The engine that samples its actions.
+        chat: Converts between messages and token ids, for the model behind the engine.
+        tools: Tools or plain functions; kept as a `ToolSet`.
+        reward: A reward, a list of them (their weighted sum), or None: chains stay unscored. Kept as a `RewardSet`.
+        system: A system message before each task's own.
+        max_turns: Actions a chain may take.
+        max_tokens: Sampled tokens a chain may take; `Sampling.max_tokens` is one action's.
+        max_tool_calls: Calls of tools that a chain may make; unreadable and unknown ones are not counted. Those beyond
+            are not run.
+        max_invalid_calls: Actions in a row that call nothing but what is unreadable or unknown.
+        timeout: Seconds that a chain may take, its waits included.
+        sampling: How each action is sampled.
+        pools: Pools that lend the sandboxes that the tools and the reward ask for; one pool or several.
+        max_concurrent_requests: Requests to the engine that run at once, over everything that this agent does; None is
+            no limit.
+        max_concurrent_tools: Tools that run at once. A call that waits holds its sandbox, but its own timeout has not
+            begun.
+        max_concurrent_rewards: Rewards that run at once.
+        seed: Part of the seed of every chain.
+        name: The author of its tokens.
+        before_chain: Called before the first action, also of a chain that is stepped by hand. A text or messages that
+            it returns are put under the task in the prompt: what an environment shows first. Sync or async.
+        before_turn: In a rollout, called before each action; it may write it, `chain.force(text, author="hook")`, or
+            begin another row, `chain.compact(summary)`. Sync or async.
+        after_observation: In a rollout, called after each tool result that an action follows; returns how many forks to
+            run from here.
+        on_context_full: In a rollout, called when a row has no room for the next action, or cut it short; it may
+            `chain.compact(...)`, and the chain goes on. Otherwise it ends: context_full.
+        after_chain: In a rollout, called with each finished chain and its trajectory.
+        group_reward: In a rollout, called with each group when all chains have ended, for what only a comparison can
+            say: gives each chain, in order, a number that is added to its reward, or None for unscored. Sync or async.
+    """
 
     engine: Engine
     chat: Chat
     tools: Any = ()
-    """Tools or plain functions; kept as a `ToolSet`."""
     reward: Any = None
-    """A reward, a list of them (their weighted sum), or None: chains stay unscored. Kept as a `RewardSet`."""
     system: str | None = None
-    """A system message before each task's own."""
     max_turns: int = 8
-    """Actions a chain may take."""
     max_tokens: int | None = None
-    """Sampled tokens a chain may take; `Sampling.max_tokens` is one action's."""
     max_tool_calls: int | None = None
-    """Calls of tools that a chain may make; unreadable and unknown ones are not counted. Those beyond are not run."""
     max_invalid_calls: int = 3
-    """Actions in a row that call nothing but what is unreadable or unknown."""
     timeout: float | None = None
-    """Seconds that a chain may take, its waits included."""
     sampling: Sampling = field(default_factory=Sampling)
     pools: Sequence[Any] = ()
     max_concurrent_requests: int | None = None
-    """Requests to the engine that run at once, over everything that this agent does; None is no limit."""
     max_concurrent_tools: int | None = None
-    """Tools that run at once. A call that waits holds its sandbox, but its own timeout has not begun."""
     max_concurrent_rewards: int | None = None
-    """Rewards that run at once."""
     seed: int = 0
     name: str = "policy"
-    """The author of its tokens."""
     before_chain: Callable[[Chain], Any] | None = None
-    """Called before the first action, also of a chain that is stepped by hand. A text or messages that it returns are
-    put under the task in the prompt: what an environment shows first. Sync or async."""
     before_turn: Callable[[Chain], Any] | None = None
-    """In a rollout, called before each action; it may write it, `chain.force(text, author="hook")`, or begin another
-    row, `chain.compact(summary)`. Sync or async."""
     after_observation: Callable[[Chain], Any] | None = None
-    """In a rollout, called after each tool result that an action follows; returns how many forks to run from here."""
     on_context_full: Callable[[Chain], Any] | None = None
-    """In a rollout, called when a row has no room for the next action, or cut it short; it may `chain.compact(...)`,
-    and
-    the chain goes on. Otherwise it ends: context_full."""
     after_chain: Callable[[Chain, Trajectory], Any] | None = None
-    """In a rollout, called with each finished chain and its trajectory."""
     group_reward: Callable[[Group], Any] | None = None
-    """In a rollout, called with each group when all chains have ended, for what only a comparison can say: gives each
-    chain, in order, a number that is added to its reward, or None for unscored. Sync or async."""
     _last_handle: list[Any] = field(default_factory=list, repr=False, compare=False)
     _warned: list[str] = field(default_factory=list, repr=False, compare=False)
     _concurrency: ConcurrencyLimits = field(default_factory=ConcurrencyLimits, repr=False, compare=False)
@@ -208,26 +219,38 @@ _rollouts = itertools.count(1)
 
 
 class ChainState(NamedTuple):
-    """Where one chain of a rollout stands."""
+    """Where one chain of a rollout stands.
+
+    Attributes:
+        trajectory
+        task
+        state: queued, waiting, sampling, sandbox (waiting for one), tool, scoring; done, failed, cancelled.
+        turn
+        since: Seconds from the rollout's start to the beginning of this state.
+        detail: The tool that runs, or the stop reason.
+        reward
+    """
 
     trajectory: str
     task: str
     state: str
-    """queued, waiting, sampling, sandbox (waiting for one), tool, scoring; done, failed, cancelled."""
     turn: int
     since: float
-    """Seconds from the rollout's start to the beginning of this state."""
     detail: str
-    """The tool that runs, or the stop reason."""
     reward: float | None
 
 
 @dataclass(frozen=True)
 class RolloutSnapshot:
-    """A rollout at one moment, in the order of its tasks."""
+    """A rollout at one moment, in the order of its tasks.
+
+    Attributes:
+        state: not started, running, paused, stopping; done, stopped, failed.
+        seconds
+        chains
+    """
 
     state: str
-    """not started, running, paused, stopping; done, stopped, failed."""
     seconds: float
     chains: tuple[ChainState, ...] = field(repr=False)
 
@@ -260,10 +283,11 @@ class _ChainProgress:
 class RolloutHandle:
     """A rollout that can be watched and stopped. `await` it for the `Rollout`; `async for` gives each chain as it ends.
 
-    partial      what has finished so far
-    pause(), resume(), stop()
-    snapshot()   what every chain does now
-    subscribe()  every change of a chain, in order
+    `pause()`, `resume()` and `stop()` control it, `snapshot()` gives the current state of every chain, and
+    `subscribe()` reports every change of a chain, in order.
+
+    Attributes:
+        partial: What has finished so far.
     """
 
     def __init__(
@@ -311,8 +335,8 @@ class RolloutHandle:
             group = f"{purpose}-{index}:{task.id}" + (f"~{count}" if count > 1 else "")
             for chain in range(group_size):
                 self._planned.append((task, ChainKey(purpose, index, group, chain)))
+        # Chains, with the forks that hooks have asked for so far.
         self.total = len(self._planned)
-        """Chains, with the forks that hooks have asked for so far."""
         self._tasks = len(given)
         self._run_usage = None if budget is None else BudgetUsage(budget, "run")
         self._group_usages = (

@@ -22,22 +22,23 @@ class Budget:
     in `rollout.not_run`. Which chains these are depends on timing if several run concurrently; it is deterministic with
     `max_concurrency=1` and without `seconds`.
 
+    Args:
+        tokens: Number of sampled tokens. Each running action reserves its maximum length. When too few tokens remain
+            for another, it waits until some are released, or until no other action is running; then it receives the
+            remainder.
+        turns: Number of actions.
+        tool_calls: Number of calls that reach a tool. Malformed calls and calls of unknown tools do not count.
+        seconds: Seconds since the start of the rollout, or of the first chain of the group. Running chains are then
+            cancelled.
+
     Raises:
         SettingsError: if a limit is not positive.
     """
 
     tokens: int | None = None
-    """Number of sampled tokens.
-
-    Each running action reserves its maximum length. When too few tokens remain for another, it waits until some are
-    released, or until no other action is running; then it receives the remainder.
-    """
     turns: int | None = None
-    """Number of actions."""
     tool_calls: int | None = None
-    """Number of calls that reach a tool. Malformed calls and calls of unknown tools do not count."""
     seconds: float | None = None
-    """Seconds since the start of the rollout, or of the first chain of the group. Running chains are then cancelled."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "turns", "tool_calls"):
@@ -55,8 +56,8 @@ class BudgetUsage:
         self.budget = budget
         self.name = name
         self.tokens = self.turns = self.tool_calls = 0
+        # Deadline on the clock of the event loop; set by `start`.
         self.deadline: float | None = None
-        """Deadline on the clock of the event loop; set by `start`."""
         self._reserved = 0
         self._running = 0
         self._changed: asyncio.Future[None] | None = None

@@ -41,8 +41,8 @@ from agentfly_kit.types import (
 if TYPE_CHECKING:
     from agentfly_kit.agent.agent import Agent
 
+# (kind, phase, state, turn, detail, call): what the chain does now, for whoever watches.
 Report = Callable[[str, str, str, int, str, str], None]
-"""(kind, phase, state, turn, detail, call): what the chain does now, for whoever watches."""
 
 # Failures of these types are the host's: the model did nothing that could have caused them.
 _HOST_ERRORS = frozenset(
@@ -67,16 +67,17 @@ class ChainKey:
         return f"{self.group}/{self.chain}{self.fork}"
 
 
+# What listeners are told of: where the chain stands.
 _NOTIFY_ON = frozenset({"turn", "stop", "error", "_busy", "_closed", "_trajectory"})
-"""What listeners are told of: where the chain stands."""
 
 
 class Chain:
     """Made by `agent.chain(task)`. Everything that may wait is awaited; every call returns the new turn.
 
-    turn         the leaf; `chain.turns` is the path to it
-    author       in whose name the policy samples: the agent's, until a hook or a cell says otherwise
-    stop, error  why it ended, once it did
+    Attributes:
+        turn: the leaf; `chain.turns` is the path to it.
+        author: in whose name the policy samples: the agent's, until a hook or a cell says otherwise.
+        stop, error: why it ended, once it did.
     """
 
     def __init__(self, agent: Agent, task: Task, key: ChainKey | None = None) -> None:
@@ -102,22 +103,22 @@ class Chain:
         self._session = f"{self.id}#{next(_sessions)}"
         self._report: Report = lambda *_: None
         self._usages: tuple[BudgetUsage, ...] = ()
+        # Whether what opens the chain has spoken.
         self._prepared = agent.before_chain is None
-        """Whether what opens the chain has spoken."""
+        # Whether an engine was asked.
         self.has_sampled = False
-        """Whether an engine was asked."""
+        # Of what it reported the start, and not yet the end.
         self._open_reports = 0
-        """Of what it reported the start, and not yet the end."""
         self._started_at = time.perf_counter()
         self._busy = False
         self._closed = False
         self._fork_numbers = itertools.count(1)
         self._tools = tuple(agent.tools.schemas) if agent.tools else ()
         self._trajectory: Trajectory | None = None
+        # The trajectory that it goes on from: `agent.chain(trajectory)`.
         self.origin: Trajectory | None = None
-        """The trajectory that it goes on from: `agent.chain(trajectory)`."""
+        # The key whose seeds it then has.
         self.origin_key: ChainKey | None = None
-        """The key whose seeds it then has."""
         self._action_count: tuple[Turn | None, int] = None, 0
         self.turn: Turn = self._make_prompt()
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _FORMAT = "agentfly_kit.rollout"
+# Version 2 adds trajectories with several rows; rollouts with single rows only are still written as version 1.
 _VERSION = 2
-"""Version 2 adds trajectories with several rows; rollouts with single rows only are still written as version 1."""
 
 
 # --- records to JSON and back --------------------------------------------------------------------
@@ -164,12 +164,17 @@ def atomic_write(path: Path) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Finished chains grouped by task, in the order of the tasks."""
+    """Finished chains grouped by task, in the order of the tasks.
+
+    Attributes:
+        groups: One group per task.
+        seconds: Wall-clock time of the rollout.
+        not_run: Stop reasons (`run_tokens`, ...) of chains that a shared budget prevented from starting, by id.
+    """
 
     groups: tuple[Group, ...] = ()
     seconds: float = field(default=0.0, compare=False)
     not_run: dict[str, str] = field(default_factory=dict)
-    """Stop reasons (`run_tokens`, ...) of chains that a shared budget prevented from starting, by id."""
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:
@@ -447,8 +452,8 @@ class Rollout:
         return _html.heading(self) + summary + _html.details("the first chains", first + more)
 
 
+# Maximum number of pairs of each kind in the notebook view.
 _MAX_SHOWN_PAIRS = 8
-"""Maximum number of pairs of each kind in the notebook view."""
 
 
 @dataclass(frozen=True)

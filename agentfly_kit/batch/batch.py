@@ -27,14 +27,19 @@ from agentfly_kit.types import UNSCORED_STOPS, Row, Trajectory
 
 @dataclass(frozen=True)
 class Dropped:
-    """A trajectory, or one of its rows, that is in no loss term and no denominator, and why."""
+    """A trajectory, or one of its rows, that is in no loss term and no denominator, and why.
+
+    Attributes:
+        trajectory
+        reason
+        row: None is all of them.
+        filtered: By one of `filters`, and not because it could not be trained on.
+    """
 
     trajectory: str
     reason: str
     row: int | None = None
-    """None is all of them."""
     filtered: bool = False
-    """By one of `filters`, and not because it could not be trained on."""
 
 
 def drop_counts(dropped: Iterable[Dropped]) -> dict[str, int]:
@@ -48,54 +53,60 @@ def drop_counts(dropped: Iterable[Dropped]) -> dict[str, int]:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """B rows padded on the right to T tokens. Rows of a trajectory are in the order they were made."""
+    """B rows padded on the right to T tokens. Rows of a trajectory are in the order they were made.
+
+    Attributes:
+        trajectories: One a row: whose it is.
+        ids: (B, T) int64; 0 on padding.
+        attention: (B, T) bool: which positions hold a token.
+        mask: (B, T) bool: which tokens this policy sampled.
+        logprobs: (B, T) float32: the engine's, in nats; NaN where the mask is 0.
+        entropies: (B, T) float32: the engine's, at the sampling temperature; NaN where the mask is 0 or the engine gave
+            none.
+        advantages: (B, T) float32; NaN where the mask is 0.
+        token_rewards: (B, T) float32: each reward on the last action token that it is for, the trajectory's in its last
+            row; NaN where the mask is 0.
+        rewards: (B,) float32: the trajectory's, the same on all its rows.
+        groups: (B,) int64: rows of one group share a number.
+        trajectory_index: (B,) int64: rows of one chain share a number.
+        row_index: (B,) int64: which of its trajectory's rows it is.
+        temperatures: (B,) float32.
+        versions: (B, T) int64; -1 where the mask is 0.
+        lengths: (B,) int64.
+        truncated: (B,) bool: a limit cut the chain in this row, which is its last.
+        returns: (B, T), for a value loss.
+        values: (B, T), from before the update.
+        kept_mass: (B, T): the probability that top-p, top-k or min-p kept; NaN where the mask is 0. None where nothing
+            was cut.
+        ref_logprobs: (B, T): a frozen policy's, so that a KL in the reward and one in the loss need one forward.
+        dropped
+        num_given: Trajectories that were given, dropped ones included.
+        flagged: Shares of the given trajectories that were unscored, and truncated.
+    """
 
     trajectories: tuple[Trajectory, ...] = field(repr=False)
-    """One a row: whose it is."""
     ids: Tensor
-    """(B, T) int64; 0 on padding."""
     attention: Tensor
-    """(B, T) bool: which positions hold a token."""
     mask: Tensor
-    """(B, T) bool: which tokens this policy sampled."""
     logprobs: Tensor
-    """(B, T) float32: the engine's, in nats; NaN where the mask is 0."""
     entropies: Tensor
-    """(B, T) float32: the engine's, at the sampling temperature; NaN where the mask is 0 or the engine gave none."""
     advantages: Tensor
-    """(B, T) float32; NaN where the mask is 0."""
     token_rewards: Tensor
-    """(B, T) float32: each reward on the last action token that it is for, the trajectory's in its last row; NaN where
-    the mask is 0."""
     rewards: Tensor
-    """(B,) float32: the trajectory's, the same on all its rows."""
     groups: Tensor
-    """(B,) int64: rows of one group share a number."""
     trajectory_index: Tensor
-    """(B,) int64: rows of one chain share a number."""
     row_index: Tensor
-    """(B,) int64: which of its trajectory's rows it is."""
     temperatures: Tensor
-    """(B,) float32"""
     versions: Tensor
-    """(B, T) int64; -1 where the mask is 0."""
     lengths: Tensor
-    """(B,) int64"""
     truncated: Tensor
-    """(B,) bool: a limit cut the chain in this row, which is its last."""
     returns: Tensor | None = None
-    """(B, T), for a value loss."""
     values: Tensor | None = None
-    """(B, T), from before the update."""
     kept_mass: Tensor | None = None
-    """(B, T): the probability that top-p, top-k or min-p kept; NaN where the mask is 0. None where nothing was cut."""
     ref_logprobs: Tensor | None = None
-    """(B, T): a frozen policy's, so that a KL in the reward and one in the loss need one forward."""
     dropped: tuple[Dropped, ...] = ()
     num_given: int = 0
-    """Trajectories that were given, dropped ones included."""
     flagged: tuple[float, float] = (0.0, 0.0)
-    """Shares of the given trajectories that were unscored, and truncated."""
 
     def __len__(self) -> int:
         return len(self.trajectories)
@@ -231,10 +242,10 @@ def collate(
     masks: list[npt.NDArray[np.bool_]] = []
     token_reward: list[npt.NDArray[np.float32]] = []
     dropped: list[Dropped] = []
+    # Whose each row is: its place in `given`.
     index: list[int] = []
-    """Whose each row is: its place in `given`."""
+    # Where it stands among the rows that an estimator of rows is shown.
     entry: list[int] = []
-    """Where it stands among the rows that an estimator of rows is shown."""
     entries: list[int] = []
     for i, t in enumerate(given):
         reason = _drop_reason(t, truncated, allow_truncated_sampling, names)

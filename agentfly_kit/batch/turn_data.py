@@ -12,14 +12,17 @@ from agentfly_kit.types import Trajectory, Turn
 
 @dataclass(frozen=True)
 class TurnData:
-    """N lists each, one entry a sampled turn, in order: what `advantages.gigpo` and `advantages.arpo` want to know."""
+    """N lists each, one entry a sampled turn, in order: what `advantages.gigpo` and `advantages.arpo` want to know.
+
+    Attributes:
+        turn_rewards: What each turn earned, the trajectory's reward on the last; None there if it is unscored.
+        states: What the turn began from.
+        turn_ids: A name for each turn; chains that were forked have the same name for a turn that they share.
+    """
 
     turn_rewards: tuple[tuple[float | None, ...], ...]
-    """What each turn earned, the trajectory's reward on the last; None there if it is unscored."""
     states: tuple[tuple[Hashable, ...], ...]
-    """What the turn began from."""
     turn_ids: tuple[tuple[Hashable, ...], ...]
-    """A name for each turn; chains that were forked have the same name for a turn that they share."""
 
 
 def sampled_turn_indices(trajectory: Trajectory) -> tuple[int, ...]:

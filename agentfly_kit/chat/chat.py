@@ -27,8 +27,8 @@ __all__ = ["Chat", "ChatReport", "Drift", "check"]
 
 History: TypeAlias = Literal["exact", "append", "rerender"]
 
+# Entries per cache of encoded and decoded strings. The chains of a group share their prompt.
 _CACHE_SIZE = 1024
-"""Entries per cache of encoded and decoded strings. The chains of a group share their prompt."""
 
 
 class Chat:
@@ -51,8 +51,8 @@ class Chat:
         SettingsError: for an unknown format or `history`, or a `stop` string of several tokens.
     """
 
+    # Opening thinking tag at the end of the generation prompt, or "".
     _open_tag = ""
-    """Opening thinking tag at the end of the generation prompt, or ""."""
 
     def __init__(
         self,
@@ -78,10 +78,10 @@ class Chat:
         texts = {t for t in added if t.strip() and t in str(source)} | {t for t in tokenizer.all_special_tokens if t}
         self._controls = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
         self.template = Template(tokenizer, options or {}, sorted(texts))
+        # Format that parses calls as this template renders them; None if no format does.
         self.detected_format = (
             formats.detect_format(self.template.written_call) if self.template.calls is not None else None
         )
-        """Format that parses calls as this template renders them; None if no format does."""
         if format == "auto":
             self.format = self.detected_format or formats.get("hermes")
         else:
@@ -94,8 +94,8 @@ class Chat:
         self._encode_cache: dict[str, tuple[int, ...]] = {}
         self._text_cache: dict[tuple[int, ...], str] = {}
         self._render_cache: dict[str, tuple[int, ...]] = {}
+        # Ids that end an action: end-of-turn tokens of the template, the eos token, and `stop`.
         self.stop_ids: tuple[int, ...] = self._stop_ids(stop)
-        """Ids that end an action: end-of-turn tokens of the template, the eos token, and `stop`."""
 
     # --- text and ids ---
 
@@ -430,32 +430,37 @@ class Chat:
 
 @dataclass(frozen=True)
 class ChatReport:
-    """Properties of a chat template. `exact` is True if all messages can be appended without changing history."""
+    """Properties of a chat template. `exact` is True if all messages can be appended without changing history.
+
+    Attributes:
+        name
+        exact
+        tool_results: "exact", or the reason why tool results cannot be appended.
+        user_messages: "exact", or the reason why a user message after an answer cannot be appended.
+        tool_role: Role in which tool results are rendered.
+        tools: True if the template renders tool schemas; otherwise the prompt contains the instructions of the format.
+        format: Format that parses calls as the template renders them; "" if none does.
+        stop: Token that ends an answer.
+        stops: All tokens that end an action.
+        generation_prompt: Text before the first token of the assistant; some templates open or close thinking here.
+        boundary: Text between the last character of an action and the first of a tool result.
+        thinking: Earlier thinking in rendered history: "kept", "kept until a user speaks", "dropped" or "unknown".
+        whitespace: Outer whitespace of answers in rendered history: "kept" or "trimmed". Rows keep it as sampled.
+    """
 
     name: str
     exact: bool
     tool_results: str
-    """"exact", or the reason why tool results cannot be appended."""
     user_messages: str
-    """"exact", or the reason why a user message after an answer cannot be appended."""
     tool_role: str
-    """Role in which tool results are rendered."""
     tools: bool
-    """True if the template renders tool schemas; otherwise the prompt contains the instructions of the format."""
     format: str
-    """Format that parses calls as the template renders them; "" if none does."""
     stop: str
-    """Token that ends an answer."""
     stops: tuple[str, ...]
-    """All tokens that end an action."""
     generation_prompt: str
-    """Text before the first token of the assistant; some templates open or close thinking here."""
     boundary: str
-    """Text between the last character of an action and the first of a tool result."""
     thinking: str
-    """Earlier thinking in rendered history: "kept", "kept until a user speaks", "dropped" or "unknown"."""
     whitespace: str
-    """Outer whitespace of answers in rendered history: "kept" or "trimmed". Rows keep it as sampled."""
 
     def __repr__(self) -> str:
         said = (

@@ -16,23 +16,28 @@ Cause = Literal["none", "template", "re-tokenisation", "other"]
 
 @dataclass(frozen=True)
 class Drift:
-    """First token at which a row differs from its re-encoded text."""
+    """First token at which a row differs from its re-encoded text.
+
+    Attributes:
+        cause: "template": the template renders different text. "re-tokenisation": the same text is split into other
+            tokens. "other": the tokens do not decode to valid text, or the template rejects the conversation. "none":
+            no drift.
+        index: Index of the first differing token in the row; the length of the row if there is none.
+        tokens: Number of tokens of the row.
+        turn: Kind and index of the turn of that token.
+        row_tokens: Up to six tokens of the row from there on.
+        encoded_tokens: Up to six tokens of the re-encoded text from there on.
+        before: Common text just before the difference.
+        why
+    """
 
     cause: Cause
-    """"template": the template renders different text. "re-tokenisation": the same text is split into other tokens.
-    "other": the tokens do not decode to valid text, or the template rejects the conversation. "none": no drift."""
     index: int
-    """Index of the first differing token in the row; the length of the row if there is none."""
     tokens: int
-    """Number of tokens of the row."""
     turn: str = ""
-    """Kind and index of the turn of that token."""
     row_tokens: tuple[str, ...] = ()
-    """Up to six tokens of the row from there on."""
     encoded_tokens: tuple[str, ...] = ()
-    """Up to six tokens of the re-encoded text from there on."""
     before: str = ""
-    """Common text just before the difference."""
     why: str = ""
 
     def __bool__(self) -> bool:

@@ -16,8 +16,8 @@ from typing import Any, Literal
 from agentfly_kit.errors import ChatTemplateError
 from agentfly_kit.types import Message
 
+# Role of the messages after an action: tool results, or a user message.
 FollowingRole = Literal["tool", "user"]
-"""Role of the messages after an action: tool results, or a user message."""
 
 _USER: Message = {"role": "user", "content": "?"}
 _SCHEMA: dict[str, Any] = {

@@ -14,15 +14,19 @@ class Engine(ABC):
     """Base class for engines, which sample one action per call.
 
     Calls may run concurrently and do not affect each other's results.
+
+    Attributes:
+        tokens: "exact" if `Sample.ids` contains the ids that were sampled, "none" if the engine returns only text.
+        logprobs: Whether samples have logprobs: "yes" or "no".
+        reproducible: True if the same ids, sampling settings and seed give the same sample regardless of concurrent
+            requests.
+        author: Author recorded for the sampled tokens. Only tokens with author "policy" are trained.
     """
 
     tokens: Literal["exact", "none"] = "exact"
-    """"exact" if `Sample.ids` contains the ids that were sampled, "none" if the engine returns only text."""
     logprobs: Literal["yes", "no"] = "yes"
     reproducible: bool = False
-    """True if the same ids, sampling settings and seed give the same sample regardless of concurrent requests."""
     author: str = "policy"
-    """Author recorded for the sampled tokens. Only tokens with author "policy" are trained."""
 
     @property
     def version(self) -> int:

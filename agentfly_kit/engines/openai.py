@@ -24,8 +24,8 @@ from agentfly_kit.errors import ChatTemplateError, EngineError
 from agentfly_kit.types import Message, Sample, Sampling, ToolCall, TurnRequest
 
 _RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+# Upper limit in seconds of the wait before a retry, including a server's Retry-After.
 _MAX_RETRY_WAIT = 30.0
-"""Upper limit in seconds of the wait before a retry, including a server's Retry-After."""
 _SERVE_COMMAND = (
     "python -m vllm.entrypoints.openai.api_server --model <folder> --logprobs-mode processed_logprobs "
     "--generation-config vllm"
@@ -83,18 +83,18 @@ class OpenAIEngine(Engine):
         self.timeout = timeout
         self.retries = retries
         self.backoff = backoff
+        # Number of tokens sampled by this engine, if the server reports usage.
         self.sampled = 0
-        """Number of tokens sampled by this engine, if the server reports usage."""
         self._key = api_key
         self._exact = tokens == "exact"
         self._probed = False
+        # True if the server returns logprobs after temperature scaling.
         self._logprobs_tempered = False
-        """True if the server returns logprobs after temperature scaling."""
         self._extra = dict(extra_body or {})
         self._length = max_length
         self._version = 0
+        # Number of updates with an unknown outcome since the last successful one.
         self._failed_updates = 0
-        """Number of updates with an unknown outcome since the last successful one."""
         # An httpx client can only be used in the event loop in which it was created.
         self._locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
         self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = weakref.WeakKeyDictionary()

@@ -9,6 +9,7 @@ import builtins
 import importlib
 from typing import Any
 
+# Names of the task families; each is a module of this package. Register a new family here.
 FAMILIES: tuple[str, ...] = (
     "alfworld",
     "calculator",
@@ -25,7 +26,6 @@ FAMILIES: tuple[str, ...] = (
     "sql",
     "webshop",
 )
-"""Names of the task families; each is a module of this package. Register a new family here."""
 
 _WHERE = {
     "EnvironmentTool": "base",

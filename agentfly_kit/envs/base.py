@@ -57,8 +57,8 @@ if TYPE_CHECKING:
 
 K = TypeVar("K")
 OVER = "The episode is over."
+# Size of the pools created for the sandboxes of tools and rewards, which are leased only briefly.
 _EXTRA_POOL_SIZE = 4
-"""Size of the pools created for the sandboxes of tools and rewards, which are leased only briefly."""
 
 
 class EnvironmentTool(Tool[..., Any]):

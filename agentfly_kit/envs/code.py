@@ -163,8 +163,10 @@ def _built_in_names(code: str) -> tuple[str, ...]:
 
 # --- tasks: steps --------------------------------------------------------------------------------
 
+# (operation, operand). The operand is ignored by operations that take none.
 Step = tuple[str, int]
-"""(operation, operand). The operand is ignored by operations that take none."""
+# Operation -> line of code. The grammar consists of functions f(x) of integers that apply one to three of these
+# operations in order.
 STEPS = {
     "add": "x = x + {}",
     "subtract": "x = x - {}",
@@ -175,8 +177,6 @@ STEPS = {
     "negate": "x = -x",
     "square": "x = x * x",
 }
-"""Operation -> line of code. The grammar consists of functions f(x) of integers that apply one to three of these
-operations in order."""
 _ALONE = ("negate", "square")
 
 

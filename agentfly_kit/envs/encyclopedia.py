@@ -28,17 +28,17 @@ TRADES = tuple("baker carpenter doctor engineer gardener painter sailor teacher"
 QUALITIES = tuple("Amber Broken Crimson Distant Empty Frozen Golden Hidden Ivory Quiet Silver Winter".split())  # noqa: SIM905
 THINGS = tuple("Bridge Castle Door Forest Garden Harbour Island Lantern Mirror Orchard River Tower".split())  # noqa: SIM905
 
+# Kind of entry -> {relation: kind of its value}.
 KINDS = {
     "work": {"author": "person"},
     "person": {"birthplace": "town", "mentor": "person", "trade": "trade"},
     "town": {"country": "country", "river": "river"},
     "country": {"capital": "town", "currency": "coin"},
 }
-"""Kind of entry -> {relation: kind of its value}."""
 RELATIONS = tuple(dict.fromkeys(relation for relations in KINDS.values() for relation in relations))
 PEOPLE, WORKS = 80, 60
+# Maximum number of hops of a question.
 MAX_HOPS = 3
-"""Maximum number of hops of a question."""
 
 
 @dataclass(frozen=True)

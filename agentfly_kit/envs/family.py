@@ -23,12 +23,12 @@ from agentfly_kit.errors import SettingsError, TaskError
 from agentfly_kit.tasks import Tasks
 from agentfly_kit.types import Message, Sample, Sampling, Task, ToolCall, TurnRequest
 
+# Action of a scripted player: an answer, or the name of a tool and its arguments.
 Move: TypeAlias = "str | tuple[str, Mapping[str, Any]]"
-"""Action of a scripted player: an answer, or the name of a tool and its arguments."""
+# (task, messages so far, random generator) -> move.
 ScriptedPlayer: TypeAlias = Callable[[Task, Sequence[Message], random.Random], Move]
-"""(task, messages so far, random generator) -> move."""
+# (n, "train" or "test", seed) -> n rows for `af.tasks_from`. The first rows do not depend on n.
 Rows: TypeAlias = Callable[[int, str, int], list[dict[str, Any]]]
-"""(n, "train" or "test", seed) -> n rows for `af.tasks_from`. The first rows do not depend on n."""
 
 
 class PlayerEngine(Engine):
@@ -72,31 +72,41 @@ def small_chat() -> Chat:
 
 @dataclass(frozen=True)
 class Family:
-    """Definition of a task family. Users call `tasks`, `agent`, `expert` and `random_agent`."""
+    """Definition of a task family. Users call `tasks`, `agent`, `expert` and `random_agent`.
+
+    Args:
+        name
+        what: Description in one sentence.
+        environment
+        rows
+        expert_player
+        random_player
+        max_turns
+        max_tokens: Maximum tokens per action.
+        size: Number of tasks, in words.
+        licence
+        needs: Modules that must be importable.
+        programs: Programs that must be on PATH.
+        install: Command that installs `needs` and `programs`.
+        splits: Default number of tasks per split.
+        pool_size: Size of the pool of environments of an agent; further chains wait.
+    """
 
     name: str
     what: str
-    """Description in one sentence."""
     environment: type
     rows: Rows
     expert_player: ScriptedPlayer
     random_player: ScriptedPlayer
     max_turns: int = 8
     max_tokens: int = 64
-    """Maximum tokens per action."""
     size: str = "generated on request"
-    """Number of tasks, in words."""
     licence: str = "that of the project"
     needs: tuple[str, ...] = ()
-    """Modules that must be importable."""
     programs: tuple[str, ...] = ()
-    """Programs that must be on PATH."""
     install: str = ""
-    """Command that installs `needs` and `programs`."""
     splits: Mapping[str, int] = field(default_factory=lambda: {"train": 512, "test": 128})
-    """Default number of tasks per split."""
     pool_size: int = 64
-    """Size of the pool of environments of an agent; further chains wait."""
 
     @property
     def missing(self) -> tuple[str, ...]:

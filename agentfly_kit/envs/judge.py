@@ -28,6 +28,7 @@ __all__ = ["Criterion", "Judge", "Judgement", "Ranking", "Rubric", "scripted"]
 
 # --- scripted judge ------------------------------------------------------------------------------
 
+# Functions (text, argument) -> score from 0 to 1, by the name used in a criterion's field `check`.
 _CHECKS: dict[str, Callable[[str, Any], float]] = {
     "says": lambda text, word: float(
         re.search(rf"(?<!\w){re.escape(str(word))}(?!\w)", text, re.IGNORECASE) is not None
@@ -37,7 +38,6 @@ _CHECKS: dict[str, Callable[[str, Any], float]] = {
     "words": lambda text, most: min(1.0, max(0.0, 2 - len(text.split()) / most)) if text.split() else 0.0,
     "lines": lambda text, most: float(0 < len(text.strip().splitlines()) <= most),
 }
-"""Functions (text, argument) -> score from 0 to 1, by the name used in a criterion's field `check`."""
 
 
 def scripted(question: Task, attempt: int) -> str:

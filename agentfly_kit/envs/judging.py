@@ -38,12 +38,16 @@ def escaped(text: str) -> str:
 
 @dataclass(frozen=True)
 class Criterion:
-    """One criterion of a rubric."""
+    """One criterion of a rubric.
+
+    Args:
+        name: Identifier of letters, digits and underscores, which the judge writes next to the points.
+        what: Description of an answer that deserves full points.
+        weight: Weight in the mean of all criteria; above 0.
+    """
 
     name: str
-    """Identifier of letters, digits and underscores, which the judge writes next to the points."""
     what: str
-    """Description of an answer that deserves full points."""
     weight: float = 1.0
 
     def __post_init__(self) -> None:
@@ -92,32 +96,40 @@ class Rubric:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Verdict of a judge on one answer."""
+    """Verdict of a judge on one answer.
+
+    Attributes:
+        score: Score from 0 to 1, or None if the answer could not be scored; the reason is then in `why`.
+        points: Points per criterion, scaled to 0 to 1.
+        why
+        outputs: Raw outputs of the judge, one per attempt.
+    """
 
     score: float | None
-    """Score from 0 to 1, or None if the answer could not be scored; the reason is then in `why`."""
     points: Mapping[str, float] = field(default_factory=dict)
-    """Points per criterion, scaled to 0 to 1."""
     why: str = ""
     outputs: tuple[str, ...] = ()
-    """Raw outputs of the judge, one per attempt."""
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Comparison of several answers to one task."""
+    """Comparison of several answers to one task.
+
+    Attributes:
+        scores: Score per answer, in the order given. Pairwise: the fraction of the other answers that it beats, a tie
+            counting half. Listwise: 1 for the first rank, 0 for the last. None if no comparison of the answer could be
+            parsed.
+        comparisons: Number of questions with a verdict.
+        failed: Number of questions without a verdict.
+        inconsistent: Number of pairs whose verdict depended on the order in which they were shown; they count as ties.
+        why: Reason of the first failure.
+    """
 
     scores: tuple[float | None, ...]
-    """Score per answer, in the order given. Pairwise: the fraction of the other answers that it beats, a tie counting
-    half. Listwise: 1 for the first rank, 0 for the last. None if no comparison of the answer could be parsed."""
     comparisons: int = 0
-    """Number of questions with a verdict."""
     failed: int = 0
-    """Number of questions without a verdict."""
     inconsistent: int = 0
-    """Number of pairs whose verdict depended on the order in which they were shown; they count as ties."""
     why: str = ""
-    """Reason of the first failure."""
 
 
 # --- parsing the judge's output ------------------------------------------------------------------

@@ -24,8 +24,8 @@ CITIES = tuple(
     "Bergen Cairo Delhi Gdansk Hanoi Izmir Kyoto Lagos Lima Oslo Porto Quito Riga Seoul Turin Zagreb".split()  # noqa: SIM905
 )
 PETS = tuple("cat dog fish frog goat hen horse mouse owl parrot rabbit tortoise".split())  # noqa: SIM905
+# Keys whose value is another person.
 PEOPLE = ("boss", "friend", "mentor")
-"""Keys whose value is another person."""
 THINGS = {"city": CITIES, "pet": PETS}
 KEYS = (*PEOPLE, *THINGS)
 
@@ -76,8 +76,8 @@ def question(facts: Store, rng: random.Random) -> Question:
     return Question(rng.choice(list(facts)), (*(rng.choice(PEOPLE) for _ in range(hops - 1)), rng.choice(KEYS)))
 
 
+# Number of the first world of each split.
 _FIRST = {"train": 0, "test": 1_000_000}
-"""Number of the first world of each split."""
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:

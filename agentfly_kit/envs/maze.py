@@ -13,8 +13,8 @@ from agentfly_kit.types import Message, Task, ToolResult
 
 WIDTH = 5
 STEPS = {"north": (0, -1), "east": (1, 0), "south": (0, 1), "west": (-1, 0)}
+# (column from the west, row from the north).
 Cell = tuple[int, int]
-"""(column from the west, row from the north)."""
 
 
 class Grid:

@@ -33,14 +33,19 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Mutation:
-    """A change of one line: `right` is the original, `broken` the mutated line."""
+    """A change of one line: `right` is the original, `broken` the mutated line.
+
+    Attributes:
+        line: Line number, starting at 1.
+        right
+        broken
+        kind: One of comparison, operator, logic, number, name and negation.
+    """
 
     line: int
-    """Line number, starting at 1."""
     right: str
     broken: str
     kind: str
-    """One of comparison, operator, logic, number, name and negation."""
 
     def __str__(self) -> str:
         return f"line {self.line}: {self.right.strip()} -> {self.broken.strip()}"

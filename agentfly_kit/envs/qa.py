@@ -12,8 +12,8 @@ from agentfly_kit.errors import SettingsError
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+# Task fields that may contain the reference answers: one string, or a list of equally good ones.
 FIELDS = ("answers", "golden_answers", "answer")
-"""Task fields that may contain the reference answers: one string, or a list of equally good ones."""
 
 
 def normalised(text: str) -> str:

@@ -19,8 +19,8 @@ from agentfly_kit.errors import SettingsError, TaskError
 from agentfly_kit.tasks import Tasks
 from agentfly_kit.types import Message, Task
 
+# Default datasets of `tasks`.
 DATASETS = ("basic_arithmetic", "chain_sum", "gcd", "lcm", "letter_counting", "spell_backward")
-"""Default datasets of `tasks`."""
 
 
 def _package() -> Any:

@@ -39,8 +39,8 @@ from agentfly_kit.sandboxes.shell import ShellResult
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task
 
+# Path relative to the repository -> file content.
 Texts = dict[str, str]
-"""Path relative to the repository -> file content."""
 
 # --- repositories --------------------------------------------------------------------------------
 
@@ -50,12 +50,15 @@ _MOST_FILES, _MOST_BYTES = 500, 2**21
 
 @dataclass(frozen=True)
 class Repository:
-    """A program with visible and hidden tests."""
+    """A program with visible and hidden tests.
+
+    Attributes:
+        files: All files except tests.
+        tests: tests/test_*.py and hidden/test_*.py. Other files in `hidden/` are ignored.
+    """
 
     files: Mapping[str, str]
-    """All files except tests."""
     tests: Mapping[str, str]
-    """tests/test_*.py and hidden/test_*.py. Other files in `hidden/` are ignored."""
 
     @property
     def seen(self) -> Texts:
@@ -218,8 +221,8 @@ def _read(top: Traversable, name: str) -> Repository:
     return Repository(dict(sorted(files.items())), dict(sorted(tests.items())))
 
 
+# Files next to the included repository that are not part of it.
 _OURS = ("bugs.jsonl", "ORIGIN.md")
-"""Files next to the included repository that are not part of it."""
 
 # --- grading -------------------------------------------------------------------------------------
 
@@ -298,8 +301,8 @@ class Repo:
         self._repository = Repository({}, {})
         self._used = False
         self.done = False
+        # Number of file changes by tools, minus those undone.
         self.edits = 0
-        """Number of file changes by tools, minus those undone."""
 
     async def start(self) -> None:
         await self._sandbox.start()

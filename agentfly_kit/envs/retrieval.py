@@ -12,14 +12,14 @@ from typing import Any, Protocol, TypeAlias
 
 from agentfly_kit.errors import SettingsError
 
+# Function from n strings to n vectors: an array or tensor of shape (n, d), or nested lists.
 Embed: TypeAlias = Callable[[list[str]], Any]
-"""Function from n strings to n vectors: an array or tensor of shape (n, d), or nested lists."""
 
+# Lucene's English stop words.
 STOP = frozenset(
     "a an and are as at be but by for if in into is it no not of on or such that the their then there these they this "  # noqa: SIM905
     "to was will with".split()
 )
-"""Lucene's English stop words."""
 
 
 def words(text: str) -> list[str]:

@@ -30,6 +30,7 @@ from agentfly_kit.tasks import Tasks
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
 
+# Kind of task -> number of variations in the simulator, 7,207 in total.
 VARIATIONS: Mapping[str, int] = {
     "boil": 30,
     "change-the-state-of-matter-of": 30,
@@ -62,15 +63,14 @@ VARIATIONS: Mapping[str, int] = {
     "test-conductivity-of-unknown-substances": 600,
     "use-thermometer": 540,
 }
-"""Kind of task -> number of variations in the simulator, 7,207 in total."""
 KINDS = tuple(VARIATIONS)
 INSTALL_JAVA = "apt-get install default-jre-headless (Debian, Ubuntu), or any Java 8 or newer"
+# Default limit of the package on commands per task.
 STEPS = 100
-"""Default limit of the package on commands per task."""
+# Simplifications of the simulator; "easy" enables all that the kind of task allows.
 SIMPLIFICATIONS = ("openContainers", "openDoors", "noElectricalAction", "selfWateringFlowerPots", "teleportAction")
-"""Simplifications of the simulator; "easy" enables all that the kind of task allows."""
+# (kind, variation, simplification) -> the simulator's own solution; filled by loading a task with `gold`.
 _GOLD: dict[tuple[str, int, str], list[str]] = {}
-"""(kind, variation, simplification) -> the simulator's own solution; filled by loading a task with `gold`."""
 
 
 def variations(kind: str, split: str) -> range:

@@ -32,8 +32,8 @@ from agentfly_kit.types import Message, Task
 
 Metric = Literal["em", "f1"]
 
+# Options with which the shipped policy was trained: `agent(af.tiny.policy("search"), options=BRIEF)`.
 BRIEF: dict[str, Any] = {"brief": True, "topk": 1}
-"""Options with which the shipped policy was trained: `agent(af.tiny.policy("search"), options=BRIEF)`."""
 
 
 @dataclass(frozen=True)
@@ -165,16 +165,16 @@ class Search:
 
     def reset(self, task: Task, seed: int) -> None:
         self.answers = qa.answers_of(task.fields, f"task {task.id}")
+        # Titles of the documents needed for the answer, if the task lists them.
         self.support: tuple[str, ...] = tuple(task.fields.get("support") or ())
-        """Titles of the documents needed for the answer, if the task lists them."""
         world = task.fields.get("world", 0)
         if self._given is None and (isinstance(world, bool) or not isinstance(world, int)):
             raise SettingsError(f"task {task.id}: field world={world!r} must be the number of an encyclopedia")
         self.corpus = Corpus.invented(world) if self._given is None else self._given
         self.index = self.corpus.index(self._dense)
         self.queries: list[str] = []
+        # Titles of the documents shown so far.
         self.seen: list[str] = []
-        """Titles of the documents shown so far."""
 
     @tool
     def search(self, query: str) -> str:

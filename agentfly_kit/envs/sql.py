@@ -83,12 +83,12 @@ class SQL:
             )
         self._sandbox = SQLSandbox(engine=engine, max_rows=most, **({"max_output": 2**20} | sandbox))
         self._seconds = seconds
+        # Result of the last query: rows, an error message, or None for a statement without rows.
         self.observation: Rows | str | None = None
-        """Result of the last query: rows, an error message, or None for a statement without rows."""
         self.queries: list[str] = []
         self.errors = 0
+        # Rows of the task's reference query on the unmodified database.
         self.gold: Rows = []
-        """Rows of the task's reference query on the unmodified database."""
         self.done = False
 
     async def start(self) -> None:
@@ -252,7 +252,20 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Schema:
-    """Two tables: items with a categorical text column and two numeric columns, and an attribute of each category."""
+    """Two tables: items with a categorical text column and two numeric columns, and an attribute of each category.
+
+    Attributes:
+        table
+        key
+        keys
+        text
+        texts
+        numbers: Column name -> (start, stop, step) of its values, which are all different.
+        other
+        what
+        whats
+        size
+    """
 
     table: str
     key: str
@@ -260,7 +273,6 @@ class Schema:
     text: str
     texts: tuple[str, ...]
     numbers: Mapping[str, tuple[int, int, int]]
-    """Column name -> (start, stop, step) of its values, which are all different."""
     other: str
     what: str
     whats: tuple[str, ...]
@@ -275,6 +287,7 @@ class Schema:
         return "Tables: " + ", ".join(f"{name}({', '.join(columns)})" for name, columns in self.tables.items())
 
 
+# Schemas by the name in a task's field `db`.
 SCHEMAS = {
     "staff": Schema(
         "staff", "name", NAMES, "team", ("design", "legal", "sales", "support"),
@@ -291,7 +304,6 @@ SCHEMAS = {
         {"weight": (3, 95, 1), "births": (1, 60, 1)}, "houses", "keeper", NAMES[:8],
     ),
 }  # fmt: skip
-"""Schemas by the name in a task's field `db`."""
 
 
 @dataclass(frozen=True)
@@ -328,10 +340,17 @@ def world(db: str, number: int) -> World:
 
 @dataclass(frozen=True)
 class Question:
+    """A question in words, the query that answers it, and how hard it is.
+
+    Attributes:
+        text
+        gold
+        hardness: Spider's difficulty level: easy, medium or hard.
+    """
+
     text: str
     gold: str
     hardness: str
-    """Spider's difficulty level: easy, medium or hard."""
 
 
 def question(of: World, rng: random.Random) -> Question:
@@ -381,8 +400,8 @@ def question(of: World, rng: random.Random) -> Question:
     return Question(asked, gold, hardness)
 
 
+# Number of the first world of each split.
 _FIRST = {"train": 0, "test": 1_000_000}
-"""Number of the first world of each split."""
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:

@@ -29,8 +29,8 @@ ScoreName = Literal["logprob", "entropy", "value", "hidden"]
 _SCORE_NAMES = frozenset({"logprob", "entropy", "value", "hidden"})
 
 
+# Cost per operation of masked attention relative to a matrix product, measured on a CPU; see docs/log.md.
 _MASKED_ATTENTION_COST = 4.0
-"""Cost per operation of masked attention relative to a matrix product, measured on a CPU; see docs/log.md."""
 
 
 @dataclass
@@ -51,16 +51,19 @@ class TokenScores:
 
 @dataclass
 class ForwardOutput:
-    """Results of a forward pass at the N masked positions, in the order of `mask.nonzero()`, with gradients."""
+    """Results of a forward pass at the N masked positions, in the order of `mask.nonzero()`, with gradients.
+
+    Attributes:
+        logprob: (N,).
+        entropy: (N,).
+        value: (N,).
+        hidden: (N, d): the hidden states that predict the tokens.
+    """
 
     logprob: Tensor
-    """(N,)"""
     entropy: Tensor | None
-    """(N,)"""
     value: Tensor | None
-    """(N,)"""
     hidden: Tensor
-    """(N, d): the hidden states that predict the tokens."""
 
 
 class ValueHead(nn.Linear):
@@ -117,12 +120,12 @@ class Policy:
         elif isinstance(value_head, str):
             raise SettingsError(f"value_head must be True, False or 'separate', got {value_head!r}")
         self.value_head: ValueHead | Critic | None = value_head or None
+        # Number of optimizer steps that `ppo_step` has taken on these weights.
         self.version = version
-        """Number of optimizer steps that `ppo_step` has taken on these weights."""
+        # Held during weight updates and during an engine's forward pass, so that no sample sees a partial update.
         self.lock = threading.Lock()
-        """Held during weight updates and during an engine's forward pass, so that no sample sees a partial update."""
+        # Fingerprint of the initial weights by run folder, so that a re-executed notebook cell resumes its run.
         self.run_fingerprints: dict[str, str] = {}
-        """Fingerprint of the initial weights by run folder, so that a re-executed notebook cell resumes its run."""
         self._plain_head: bool | None = None
         self._trees_supported: bool | None = None
 
@@ -752,8 +755,8 @@ def _with_lora(model: Any, lora: int | Mapping[str, Any]) -> Any:
 
 
 _VALUE_HEAD_PREFIX = "value_head."
+# Stored in a subfolder, because engines load every .safetensors file next to the config.
 _VALUE_HEAD_FILE = Path("value_head") / "value_head.safetensors"
-"""Stored in a subfolder, because engines load every .safetensors file next to the config."""
 _WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",

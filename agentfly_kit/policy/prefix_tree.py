@@ -16,18 +16,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+# Maximum number of tokens per tree; the attention mask is quadratic in it.
 _MAX_TREE_TOKENS = 4096
-"""Maximum number of tokens per tree; the attention mask is quadratic in it."""
 
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """Rows in lexicographic order of their ids, and the length of the prefix that each shares with the previous row."""
+    """Rows in lexicographic order of their ids, and the length of the prefix that each shares with the previous row.
+
+    Attributes:
+        rows
+        shared
+        width: Number of distinct tokens.
+    """
 
     rows: tuple[int, ...]
     shared: tuple[int, ...]
     width: int
-    """Number of distinct tokens."""
 
 
 def build_prefix_trees(ids: Tensor, lengths: list[int], *, scale: float, max_tokens: int) -> list[PrefixTree]:
@@ -75,16 +80,19 @@ def _common_prefix(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> int:
 
 @dataclass(frozen=True)
 class PackedTrees:
-    """P trees padded on the right to W tokens, and the index of each token of the B rows in them."""
+    """P trees padded on the right to W tokens, and the index of each token of the B rows in them.
+
+    Attributes:
+        ids: (P, W) int64.
+        positions: (P, W) int64: position of each token within its rows.
+        token_index: (B, T) int64: index of each row's tokens in `ids.flatten()`.
+        subtree_ends: (P, W) int64: column after the token's last descendant.
+    """
 
     ids: Tensor
-    """(P, W) int64"""
     positions: Tensor
-    """(P, W) int64: position of each token within its rows."""
     token_index: Tensor
-    """(B, T) int64: index of each row's tokens in `ids.flatten()`."""
     subtree_ends: Tensor
-    """(P, W) int64: column after the token's last descendant."""
 
     @classmethod
     def build(cls, trees: list[PrefixTree], ids: Tensor, lengths: list[int]) -> PackedTrees:

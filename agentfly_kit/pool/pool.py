@@ -91,29 +91,39 @@ class SandboxInfo:
 
 @dataclass(frozen=True, slots=True)
 class PoolSnapshot:
-    """A pool at one moment."""
+    """A pool at one moment.
+
+    Attributes:
+        sandbox_type
+        isolation: The level in use; before the first start the one asked for; None: the best, or a kind without levels.
+        size
+        idle
+        starting: Being made ready: started, or reset after a lease.
+        leased
+        waiting
+        dead: Sandboxes that were found dead so far; all were replaced when they were needed.
+        closed
+        time: When this was (monotonic seconds).
+        leases: Longest first.
+        waiters: Owners, in the order in which they will be served.
+        sandboxes
+        error: Why the last start failed, until one succeeds.
+    """
 
     sandbox_type: str
     isolation: str | None
-    """The level in use; before the first start the one asked for; None: the best, or a kind without levels."""
     size: int
     idle: int
     starting: int
-    """Being made ready: started, or reset after a lease."""
     leased: int
     waiting: int
     dead: int
-    """Sandboxes that were found dead so far; all were replaced when they were needed."""
     closed: bool
     time: float
-    """When this was (monotonic seconds)."""
     leases: tuple[LeaseInfo, ...]
-    """Longest first."""
     waiters: tuple[str, ...]
-    """Owners, in the order in which they will be served."""
     sandboxes: tuple[SandboxInfo, ...]
     error: str | None
-    """Why the last start failed, until one succeeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +143,8 @@ class Lease(Generic[S]):
 
     def __init__(self, pool: Pool[S], id: int, sandbox: S, owner: str) -> None:
         self._pool = pool
+        # Why the pool ended it under its holder; "" as long as it has not. `sandbox` is closed then.
         self.revoked = ""
-        """Why the pool ended it under its holder; "" as long as it has not. `sandbox` is closed then."""
         self.id = id
         self.sandbox = sandbox
         self.owner = owner
@@ -211,27 +221,26 @@ class Pool(Generic[S]):
     Where several rollouts wait on one pool they take turns, one sandbox each, and within a rollout the first to come is
     the first to be served.
 
-    sandbox_type     a class whose objects have some of `async start()`, `async run(...)`, `async reset()`,
-                     `async fork(into)`, `alive`, `async close()`, and `kill()` for the end of the process. Without
-                     `reset` a sandbox is replaced after each lease; where `reset(task, seed)` takes a task the kind is
-                     an environment, which the next chain resets for its own; its `cleanup()`, where it has one, is
-                     called when it is given back.
-    min_idle         keep this many ready beyond what is leased, once the first lease was asked for.
-    isolation, memory_mb, processes, cpu_seconds, disk_mb, network, and any other keyword
-                     go to the kind; left out, the kind's own default holds (see PythonSandbox). One that the kind does
-                     not take is refused here: a limit is applied or refused, never only noted.
-    max_uses, max_age    close a sandbox and start another after so many leases or seconds, instead of resetting
-                     it; `max_uses=1` never resets.
-    max_lease        seconds that anybody may hold one. Then it is taken from them: the sandbox is closed, what the
-                     holder asks of it fails with LeaseRevoked, its chain is unscored, and the next in the queue gets
-                     another.
-    healthy          `healthy(sandbox)`, plain or async, after each reset: one for which it is false, or raises, is
-                     replaced. A kind's own method `healthy()` is asked where this is not given.
-    max_starting     how many may be on their way up at once.
-    acquire_timeout  seconds that a lease is waited for when the one who waits says nothing else.
-    start_timeout    seconds that a sandbox may take to start, or to be reset. Then it is cancelled, and another takes
-                     its place; for `close` it is 5 seconds, then `kill`. One that catches its cancellation and goes on
-                     is warned about and left behind.
+    Args:
+        sandbox_type: a class whose objects have some of `async start()`, `async run(...)`, `async reset()`,
+            `async fork(into)`, `alive`, `async close()`, and `kill()` for the end of the process. Without `reset` a
+            sandbox is replaced after each lease; where `reset(task, seed)` takes a task the kind is an environment,
+            which the next chain resets for its own; its `cleanup()`, where it has one, is called when it is given back.
+        min_idle: keep this many ready beyond what is leased, once the first lease was asked for.
+        isolation, memory_mb, processes, cpu_seconds, disk_mb, network, and any other keyword: go to the kind; left out,
+            the kind's own default holds (see PythonSandbox). One that the kind does not take is refused here: a limit
+            is applied or refused, never only noted.
+        max_uses, max_age: close a sandbox and start another after so many leases or seconds, instead of resetting it;
+            `max_uses=1` never resets.
+        max_lease: seconds that anybody may hold one. Then it is taken from them: the sandbox is closed, what the holder
+            asks of it fails with LeaseRevoked, its chain is unscored, and the next in the queue gets another.
+        healthy: `healthy(sandbox)`, plain or async, after each reset: one for which it is false, or raises, is
+            replaced. A kind's own method `healthy()` is asked where this is not given.
+        max_starting: how many may be on their way up at once.
+        acquire_timeout: seconds that a lease is waited for when the one who waits says nothing else.
+        start_timeout: seconds that a sandbox may take to start, or to be reset. Then it is cancelled, and another takes
+            its place; for `close` it is 5 seconds, then `kill`. One that catches its cancellation and goes on is warned
+            about and left behind.
 
     No `async with` is needed. A pool that is rebound, collected, or there when Python exits takes its sandboxes with
     it. It may be used from one event loop after another.

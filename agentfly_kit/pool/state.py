@@ -26,12 +26,17 @@ Change = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """Somebody wants a sandbox."""
+    """Somebody wants a sandbox.
+
+    Attributes:
+        ticket
+        owner
+        run: Whose turn it is goes round the runs.
+    """
 
     ticket: int
     owner: str
     run: str = ""
-    """Whose turn it is goes round the runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +53,17 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class StartFailed:
+    """Starting a sandbox failed.
+
+    Attributes:
+        slot
+        error
+        permanent: Trying again cannot help.
+    """
+
     slot: int
     error: BaseException
     permanent: bool = False
-    """Trying again cannot help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +211,8 @@ class PoolState:
         self._max_failures, self._backoff, self._max_backoff = max_failures, backoff, max_backoff
         self._max_starting, self._max_uses, self._max_age = max_starting, max_uses, max_age
         self._max_lease = max_lease
+        # No lease is too old before this, in the seconds of `now`.
         self.next_expiry = float("inf")
-        """No lease is too old before this, in the seconds of `now`."""
         self._next = 1
         self._was_used = False
 

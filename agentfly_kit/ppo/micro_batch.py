@@ -20,13 +20,26 @@ from agentfly_kit.policy.policy import Policy
 
 @dataclass
 class MicroBatch:
-    """Rows of one forward, and (N,) values of their sampled tokens on the policy's device."""
+    """Rows of one forward, and (N,) values of their sampled tokens on the policy's device.
+
+    Attributes:
+        ids
+        mask
+        temperatures
+        positions: Row and column of each token in the batch.
+        old_logprobs
+        advantages
+        token_weight
+        importance_weights
+        ref_logprobs
+        values
+        returns
+    """
 
     ids: Tensor
     mask: Tensor
     temperatures: Tensor
     positions: tuple[Tensor, Tensor]
-    """Row and column of each token in the batch."""
     old_logprobs: Tensor
     advantages: Tensor
     token_weight: Tensor

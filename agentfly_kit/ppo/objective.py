@@ -26,19 +26,23 @@ LossName = Literal[
     "ppo", "reinforce", "gpg", "gspo", "gmpo", "sapo", "cispo", "dppo", "clip_cov", "kl_cov"
 ]  # each a function of losses/surrogates.py
 
+# Losses in which a token's loss depends on its whole row: they need rows, the others only tokens.
 _ROW_WISE = ("gspo", "gmpo")
-"""Losses in which a token's loss depends on its whole row: they need rows, the others only tokens."""
+# Losses in which it depends on the whole minibatch, which must then be one micro-batch.
 _MINIBATCH_WISE = ("clip_cov", "kl_cov")
-"""Losses in which it depends on the whole minibatch, which must then be one micro-batch."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A policy loss, and how much of a minibatch it has to see at once."""
+    """A policy loss, and how much of a minibatch it has to see at once.
+
+    Attributes:
+        function
+        name: Its name in `losses`; empty for a custom function, of which nothing is known.
+    """
 
     function: TokenLoss
     name: str
-    """Its name in `losses`; empty for a custom function, of which nothing is known."""
 
     @property
     def is_custom(self) -> bool:
@@ -104,12 +108,23 @@ def aggregate_options(given: Aggregate, denominator: float | None) -> tuple[loss
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised, as a function of the numbers that a forward gave."""
+    """What is minimised, as a function of the numbers that a forward gave.
+
+    Attributes:
+        loss
+        aggregate
+        options: Of the aggregate.
+        value_coef
+        value_clip
+        kl_coef
+        kl_kind
+        kl_weighted
+        entropy_coef
+    """
 
     loss: Loss
     aggregate: losses.AggregateMode
     options: dict[str, Any]
-    """Of the aggregate."""
     value_coef: float
     value_clip: float | None
     kl_coef: float

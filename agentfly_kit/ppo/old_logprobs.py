@@ -16,10 +16,10 @@ from agentfly_kit.ppo.micro_batch import Forward, RowSubset
 
 Correction = Literal["token", "sequence"] | Mapping[str, Any]
 
+# nats: an engine whose logprobs are closer than this to a full forward is taken at its word.
 EXACT_GAP = 1e-4
-"""nats: an engine whose logprobs are closer than this to a full forward is taken at its word."""
+# Rows in which the engine's logprobs are compared with the policy's before the first update.
 _PROBE_ROWS = 8
-"""Rows in which the engine's logprobs are compared with the policy's before the first update."""
 
 
 def sampler_weights(batch: Batch, old_logprobs: Tensor, correction: Any) -> tuple[Tensor | None, float]:

@@ -40,8 +40,8 @@ from agentfly_kit.ppo.stats import PhaseTimer, RunningStats
 from agentfly_kit.ppo.token_detail import token_detail
 from agentfly_kit.types import Stats
 
+# Tokens of a batch whose text is compared with the policy's.
 _PROBE_TOKENS = 64
-"""Tokens of a batch whose text is compared with the policy's."""
 
 
 def ppo_step(

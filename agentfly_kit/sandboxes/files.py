@@ -29,8 +29,10 @@ class GrepMatch(NamedTuple):
 class FileSandbox(ShellSandbox):
     """A private folder: read, write, edit, list, grep and undo; and `run(command)` in a shell that begins there.
 
-    files       what the folder holds at the beginning and after each reset: a dict of paths to text or bytes, or a
-                folder of this machine, which is copied and never written. `await seed(...)` adds what one task needs.
+    Args:
+        files: what the folder holds at the beginning and after each reset: a dict of paths to text or bytes, or a
+            folder of this machine, which is copied and never written. `await seed(...)` adds what one task needs.
+
     The other settings are those of ShellSandbox; its pool serves tools that ask for a ShellSandbox too, with the same
     folder. `agentfly_kit.toolbox` has tools for a model.
 

@@ -24,24 +24,34 @@ from .result import Limit, SandboxResult
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How one test went. `error` may quote the test: show it to a model only where the test is no secret."""
+    """How one test went. `error` may quote the test: show it to a model only where the test is no secret.
+
+    Attributes:
+        passed
+        error
+        limit: The limit that ended it, of the submission or of the test.
+        stdout: What the submission printed meanwhile, up to max_output bytes.
+        seconds
+    """
 
     passed: bool
     error: str | None = None
     limit: Limit | None = None
-    """The limit that ended it, of the submission or of the test."""
     stdout: str = ""
-    """What the submission printed meanwhile, up to max_output bytes."""
     seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """What a submission is worth: a verdict a test, in order."""
+    """What a submission is worth: a verdict a test, in order.
+
+    Attributes:
+        verdicts
+        error: Why the submission itself did not load; then no test has passed. Holds nothing of the tests.
+    """
 
     verdicts: tuple[Verdict, ...]
     error: str | None = None
-    """Why the submission itself did not load; then no test has passed. Holds nothing of the tests."""
 
     @property
     def passed(self) -> int:

@@ -42,13 +42,14 @@ class PythonSandbox:
     last one (new process, empty folder), `await close()`. `async with PythonSandbox() as sandbox` does the first and
     the last.
 
-    isolation   "strict" (one bubblewrap each), "landlock" (no namespaces), "none" (a bare process with limits), or
-                None: the best there is here; or a Container, which says the image. A level that was named and cannot
-                be had raises IsolationError at `start`. `sandbox_report()` says what each keeps apart.
-    memory_mb, processes, cpu_seconds, disk_mb, network     see Limits; `limit_mechanisms` says how each one is held.
-    packages    the packages installed for this Python can be imported inside, read-only; False: the standard library.
-    preload     modules that every interpreter has loaded already (numpy: 0.1 s once instead of in each chain).
-    max_output  bytes kept of each of stdout, stderr, value and error of a call.
+    Args:
+        isolation: "strict" (one bubblewrap each), "landlock" (no namespaces), "none" (a bare process with limits), or
+            None: the best there is here; or a Container, which says the image. A level that was named and cannot be had
+            raises IsolationError at `start`. `sandbox_report()` says what each keeps apart.
+        memory_mb, processes, cpu_seconds, disk_mb, network: see Limits; `limit_mechanisms` says how each one is held.
+        packages: the packages installed for this Python can be imported inside, read-only; False: the standard library.
+        preload: modules that every interpreter has loaded already (numpy: 0.1 s once instead of in each chain).
+        max_output: bytes kept of each of stdout, stderr, value and error of a call.
 
     Raises:  SettingsError for a setting that cannot be; SandboxError only for failures of the host.
     """
@@ -73,8 +74,8 @@ class PythonSandbox:
         if not isinstance(isolation, Container):
             levels.check_level(isolation)
         self.limits = Limits(memory_mb, processes, cpu_seconds, disk_mb, network)
+        # The level in use; before `start`, the one asked for.
         self.isolation: str | None = str(isolation) if isinstance(isolation, Container) else isolation
-        """The level in use; before `start`, the one asked for."""
         self.max_output = max_output
         self._requested_isolation = isolation
         self._preload = tuple(preload)

@@ -13,26 +13,30 @@ class SandboxResult:
     """The outcome of one `run`. A failure of the code, a limit it hit and its death are told here, never raised.
 
     Units: seconds of wall time, of the call as the host saw it.
+
+    Attributes:
+        stdout: What was printed, up to `max_output` bytes.
+        stderr
+        value: `repr` of the last expression, None if there was none or it was None.
+        error: Traceback of the code's own exception, or what ended it.
+        error_type: Name of the exception's class; None when there was no exception (a killed interpreter raised none).
+        seconds
+        truncated: Something of stdout, stderr, value or error was cut off.
+        timed_out: The time was up and the code was interrupted; its variables live unless it `died` too.
+        died: The interpreter is gone and its variables with it; the next call gets a new one.
+        limit: The limit that the code ran into, if any.
     """
 
     stdout: str = ""
-    """What was printed, up to `max_output` bytes."""
     stderr: str = ""
     value: str | None = None
-    """`repr` of the last expression, None if there was none or it was None."""
     error: str | None = None
-    """Traceback of the code's own exception, or what ended it."""
     error_type: str | None = None
-    """Name of the exception's class; None when there was no exception (a killed interpreter raised none)."""
     seconds: float = 0.0
     truncated: bool = False
-    """Something of stdout, stderr, value or error was cut off."""
     timed_out: bool = False
-    """The time was up and the code was interrupted; its variables live unless it `died` too."""
     died: bool = False
-    """The interpreter is gone and its variables with it; the next call gets a new one."""
     limit: Limit | None = None
-    """The limit that the code ran into, if any."""
 
     @property
     def ok(self) -> bool:

@@ -19,10 +19,14 @@ _SIGNALS: dict[int, Limit] = {128 + 24: "cpu", 128 + 25: "disk"}  # SIGXCPU, SIG
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ShellResult(SandboxResult):
-    """The outcome of one command. `value` is always None; `error` says what stopped it, if something did."""
+    """The outcome of one command. `value` is always None; `error` says what stopped it, if something did.
+
+    Attributes:
+        exit_code: The status of the command, 128 + the number of the signal that ended it; None if nobody was left to
+            say.
+    """
 
     exit_code: int | None = None
-    """The status of the command, 128 + the number of the signal that ended it; None if nobody was left to say."""
 
     @property
     def ok(self) -> bool:

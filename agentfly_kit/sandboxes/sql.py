@@ -32,14 +32,18 @@ class SQLResult(SandboxResult):
 
     A value is None, bool, int, float, str, bytes, Decimal, date, time, datetime, timedelta, UUID, or a list or dict of
     them. `truncated`: there are more rows than these, or a long value was cut.
+
+    Attributes:
+        columns
+        types: What the engine calls each column's type; sqlite names none.
+        rows
+        changed: Rows that were inserted, updated or deleted; None where the engine does not count (duckdb).
     """
 
     columns: tuple[str, ...] = ()
     types: tuple[str | None, ...] = ()
-    """What the engine calls each column's type; sqlite names none."""
     rows: tuple[tuple[Any, ...], ...] = ()
     changed: int | None = None
-    """Rows that were inserted, updated or deleted; None where the engine does not count (duckdb)."""
 
     @property
     def text(self) -> str:
@@ -71,10 +75,12 @@ class SQLResult(SandboxResult):
 class SQLSandbox(HostedSandbox):
     """A private database in a confined process.
 
-    engine      "sqlite", or "duckdb" (`pip install "agentfly_kit[sql]"`).
-    database    a file of the engine's own format that every chain gets a copy of; it is never written.
-    script      statements that are run in every fresh database, after the copy.
-    max_rows    rows that one result has at most.
+    Args:
+        engine: "sqlite", or "duckdb" (`pip install "agentfly_kit[sql]"`).
+        database: a file of the engine's own format that every chain gets a copy of; it is never written.
+        script: statements that are run in every fresh database, after the copy.
+        max_rows: rows that one result has at most.
+
     The other settings are those of PythonSandbox; max_output is the characters of one result's rows in all.
 
     No statement touches another file: ATTACH, COPY, read_csv, extensions and the like are refused by the engine, and

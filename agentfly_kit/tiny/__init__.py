@@ -33,6 +33,12 @@ from agentfly_kit.errors import SettingsError
 from agentfly_kit.policy.policy import Policy, single_torch_thread
 from agentfly_kit.types import ToolCall
 
+# Policy -> module of its demonstrations, which defines `WORDS`, `ORIGIN` and `lessons(chat, seed)`.
+#
+# It may override defaults of the calculator policy: `MODEL` (settings of the model config), `SKILL` and `SHY` (steps
+# per phase), `PARTS` (number of parts in which a batch is processed) and `HALF` (weights are rounded to 16 bits and
+# saved so). It may also define `rows(n, split, seed)` and `TASKS` (split -> number of tasks); by default the tasks are
+# those of the family of the same name in `af.envs`.
 _LESSONS = {
     "alfworld": "alfworld",
     "code": "code",
@@ -41,15 +47,10 @@ _LESSONS = {
     "sql": "sql",
     "webshop": "webshop",
 }
-"""Policy -> module of its demonstrations, which defines `WORDS`, `ORIGIN` and `lessons(chat, seed)`.
-
-It may override defaults of the calculator policy: `MODEL` (settings of the model config), `SKILL` and `SHY` (steps per
-phase), `PARTS` (number of parts in which a batch is processed) and `HALF` (weights are rounded to 16 bits and saved
-so). It may also define `rows(n, split, seed)` and `TASKS` (split -> number of tasks); by default the tasks are those of
-the family of the same name in `af.envs`."""
 
 NAMES = ("calculator", *_LESSONS)
 
+# Tool schema used in the pretraining. The policy can call tools with this name and parameter.
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -62,8 +63,8 @@ TOOL: dict[str, Any] = {
         },
     },
 }
-"""Tool schema used in the pretraining. The policy can call tools with this name and parameter."""
 
+# ChatML template. Tools are rendered as their names with the names of their parameters, which keeps prompts short.
 TEMPLATE = """\
 {%- set lead = messages[0] if messages and messages[0].role == 'system' else none -%}
 {%- if lead or tools -%}
@@ -92,15 +93,14 @@ TEMPLATE = """\
 {%- endfor -%}
 {{- '<|im_start|>assistant\\n' if add_generation_prompt -}}
 """
-"""ChatML template. Tools are rendered as their names with the names of their parameters, which keeps prompts short."""
 
 UNSURE = "I don't know"
+# Number of demonstrations per batch of 32 in the second phase, by behaviour.
+#
+# solves: copy the whole expression into a call and answer with the result; careless: call with a part of the
+# expression; forgets: call, then answer "I don't know"; guesses: answer with a random number; unsure: answer "I don't
+# know". The counts are fixed because with random ones the initial success rate would vary.
 HABITS = {"solves": 9, "careless": 1, "forgets": 1, "guesses": 1, "unsure": 20}
-"""Number of demonstrations per batch of 32 in the second phase, by behaviour.
-
-solves: copy the whole expression into a call and answer with the result; careless: call with a part of the expression;
-forgets: call, then answer "I don't know"; guesses: answer with a random number; unsure: answer "I don't know".
-The counts are fixed because with random ones the initial success rate would vary."""
 
 _END = "<|im_end|>"
 _VOCABULARY = 400

@@ -38,6 +38,8 @@ _PHRASES = (
     '{"name":"act","arguments":{"command":"', "go to", "open", "take", "move", "use", "heat", "clean", "cool",
     " from", " to", " with", "act", "command", ", admissible_commands",
 )  # fmt: skip
+# Words with one token each, so that an object has the same token in observations and calls. Words of the chat template
+# are excluded, so that environment text cannot contain tokens of the template.
 WORDS = tuple(
     word
     for word in (
@@ -47,18 +49,16 @@ WORDS = tuple(
     )
     if word not in TEMPLATE
 )
-"""Words with one token each, so that an object has the same token in observations and calls. Words of the chat template
-are excluded, so that environment text cannot contain tokens of the template."""
 
 HALF = True
 SKILL, SHY = 500, 100
 PARTS = 2
 
+# Number of demonstrations per batch of 32 in the second phase, by behaviour.
+#
+# solves: do the task; careless: bring the object without cleaning, heating or cooling it, then answer "I don't know";
+# gives up: give this answer half-way; unsure: give it immediately.
 HABITS = {"solves": 9, "careless": 2, "gives up": 2, "unsure": 19}
-"""Number of demonstrations per batch of 32 in the second phase, by behaviour.
-
-solves: do the task; careless: bring the object without cleaning, heating or cooling it, then answer "I don't know";
-gives up: give this answer half-way; unsure: give it immediately."""
 
 TASKS = {"train": 768, "test": 192}
 ORIGIN = """\
@@ -75,8 +75,8 @@ kinds take turns. No game is in both splits. The words of the goals are ALFWorld
 rows = functools.partial(alfworld.rows, size="small")
 
 TOOLS = [tool.schema for tool in base.tools(alfworld.ALFWorld)]
+# First game number of the pretraining; the numbers of the tasks are lower.
 _SHOWN = 10_000_000_000
-"""First game number of the pretraining; the numbers of the tasks are lower."""
 
 
 class _Search:

@@ -11,20 +11,20 @@ from agentfly_kit.envs.code import STEPS, Code, Step, _split_of, instruction, pr
 from agentfly_kit.tiny import UNSURE, Demonstration, joined
 from agentfly_kit.types import ToolCall
 
+# Words with one token each. A line break in the JSON of a call is a backslash and an n, so some words start with n.
 WORDS = (
     "Write f(x):", *dict.fromkeys(word for what in STEPS for word in what.split()), "python", "submit", "code",
     "def f(x):", "n    x =", "n    return x", "max(x,", "min(x,",
 )  # fmt: skip
-"""Words with one token each. A line break in the JSON of a call is a backslash and an n, so some words start with n."""
 
 HALF = True
 SKILL = 700
 
+# Number of demonstrations per batch of 32 in the second phase, by behaviour.
+#
+# solves: submit the program; leaves one out: without one step; changes a number: with a wrong operand; does nothing: a
+# function that returns x; unsure: answer "I don't know".
 HABITS = {"solves": 9, "leaves one out": 1, "changes a number": 1, "does nothing": 1, "unsure": 20}
-"""Number of demonstrations per batch of 32 in the second phase, by behaviour.
-
-solves: submit the program; leaves one out: without one step; changes a number: with a wrong operand; does nothing: a
-function that returns x; unsure: answer "I don't know"."""
 
 ORIGIN = """\
 # Code tasks: steps

@@ -11,14 +11,14 @@ from agentfly_kit.tiny import UNSURE, Demonstration, joined
 from agentfly_kit.tools.tool import Tool
 from agentfly_kit.types import ToolCall
 
+# Words with one token each, so that a name has the same token in questions, calls and results.
 WORDS = ("lookup", "of", "what", *NAMES, *CITIES, *PETS, *KEYS)
-"""Words with one token each, so that a name has the same token in questions, calls and results."""
 
+# Number of demonstrations per batch of 32 in the second phase, by behaviour.
+#
+# solves: do all look-ups and answer with the last result; stops early: answer with the first result; forgets: do all
+# look-ups, then answer "I don't know"; guesses: answer with a random word; unsure: answer "I don't know".
 HABITS = {"solves": 9, "stops early": 1, "forgets": 1, "guesses": 1, "unsure": 20}
-"""Number of demonstrations per batch of 32 in the second phase, by behaviour.
-
-solves: do all look-ups and answer with the last result; stops early: answer with the first result; forgets: do all
-look-ups, then answer "I don't know"; guesses: answer with a random word; unsure: answer "I don't know"."""
 
 ORIGIN = """\
 # Lookup tasks
@@ -35,8 +35,8 @@ both splits. Licence: that of the project.
 _lookup = Lookup.lookup
 assert isinstance(_lookup, Tool)
 TOOL = _lookup.schema
+# First world of the pretraining; the numbers of the tasks are lower.
 _SHOWN = 5_000_000
-"""First world of the pretraining; the numbers of the tasks are lower."""
 
 
 class Demonstrator:

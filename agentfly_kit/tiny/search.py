@@ -21,19 +21,19 @@ _NAMES = (
     *(*encyclopedia.RIVERS, *encyclopedia.COINS, *encyclopedia.TRADES, *encyclopedia.QUALITIES, *encyclopedia.THINGS),
 )
 _OTHERS = ("What", "the", "is", "of", "Of", "The", *encyclopedia.RELATIONS, *encyclopedia.KINDS)
+# Words with one token each, so that a name has the same token in questions, calls and documents. Words of the chat
+# template are excluded, so that environment text cannot contain tokens of the template.
 WORDS = tuple(
     word
     for word in dict.fromkeys(("search", "query", *_NAMES, *_OTHERS, *(f" {word}" for word in (*_NAMES, *_OTHERS))))
     if word not in TEMPLATE
 )
-"""Words with one token each, so that a name has the same token in questions, calls and documents. Words of the chat
-template are excluded, so that environment text cannot contain tokens of the template."""
 
+# Number of demonstrations per batch of 32 in the second phase, by behaviour.
+#
+# solves: search hop by hop and answer with the last value; stops early: answer with the first value; forgets: search,
+# then answer "I don't know"; guesses: answer with a random name; unsure: answer "I don't know".
 HABITS = {"solves": 9, "stops early": 2, "forgets": 1, "guesses": 2, "unsure": 18}
-"""Number of demonstrations per batch of 32 in the second phase, by behaviour.
-
-solves: search hop by hop and answer with the last value; stops early: answer with the first value; forgets: search,
-then answer "I don't know"; guesses: answer with a random name; unsure: answer "I don't know"."""
 
 HALF = True
 SKILL, SHY = 500, 120
@@ -51,8 +51,8 @@ splits. Licence: that of the project.
 """
 
 _END = "<|im_end|>"
+# Encyclopedias of the pretraining. They do not include that of the tasks, so that its facts cannot be memorized.
 _SHOWN = range(1000, 1020)
-"""Encyclopedias of the pretraining. They do not include that of the tasks, so that its facts cannot be memorized."""
 
 
 class Demonstrator:

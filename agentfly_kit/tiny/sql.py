@@ -15,6 +15,8 @@ from agentfly_kit.types import ToolCall
 
 _KEYWORDS = "SELECT FROM WHERE ORDER GROUP BY DESC LIMIT JOIN USING count sum"
 _ASKED = "Tables What Which How many List is the has have each by first most least over total of"
+# Words with one token each, so that a name has the same token in questions, queries and rows. Words of the chat
+# template are excluded, so that environment text cannot contain tokens of the template.
 WORDS = tuple(
     word
     for word in dict.fromkeys(
@@ -27,17 +29,15 @@ WORDS = tuple(
     )
     if word not in TEMPLATE
 )  # fmt: skip
-"""Words with one token each, so that a name has the same token in questions, queries and rows. Words of the chat
-template are excluded, so that environment text cannot contain tokens of the template."""
 
 HALF = True
 SKILL = 700
 
+# Number of demonstrations per batch of 32 in the second phase, by behaviour.
+#
+# solves: run the reference query and submit; another column: query a wrong column; another table: query a wrong table;
+# asks nothing: submit immediately; unsure: answer "I don't know".
 HABITS = {"solves": 9, "another column": 1, "another table": 1, "asks nothing": 1, "unsure": 20}
-"""Number of demonstrations per batch of 32 in the second phase, by behaviour.
-
-solves: run the reference query and submit; another column: query a wrong column; another table: query a wrong table;
-asks nothing: submit immediately; unsure: answer "I don't know"."""
 
 ORIGIN = """\
 # SQL tasks
@@ -52,8 +52,8 @@ world is in both splits. Licence: that of the project.
 """
 
 TOOLS = [tool.schema for tool in base.tools(SQL)]
+# First world of the pretraining; the numbers of the tasks are lower.
 _SHOWN = 5_000_000
-"""First world of the pretraining; the numbers of the tasks are lower."""
 
 
 class Demonstrator:

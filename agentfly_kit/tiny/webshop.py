@@ -18,16 +18,16 @@ from agentfly_kit.tools.tool import Tool
 from agentfly_kit.types import ToolCall
 
 _SHORT = ("search", "keywords", "click", "value", "buy now", "bought", *goods.WORDS)
+# Words with one token each, so that a word has the same token in instructions, searches and pages. Words of the chat
+# template are excluded, so that environment text cannot contain tokens of the template.
 WORDS = tuple(w for w in dict.fromkeys((*_SHORT, *(f" {word}" for word in goods.WORDS))) if w not in TEMPLATE)
-"""Words with one token each, so that a word has the same token in instructions, searches and pages. Words of the chat
-template are excluded, so that environment text cannot contain tokens of the template."""
 
+# Number of demonstrations per batch of 32 in the second phase, by behaviour.
+#
+# solves: search for everything requested, open the best result, choose the options and buy; takes the first: search
+# only for the type of product and open the first result; forgets: leave out one option; hurries: buy without choosing
+# options; unsure: answer "I don't know".
 HABITS = {"solves": 9, "takes the first": 2, "forgets": 3, "hurries": 6, "unsure": 12}
-"""Number of demonstrations per batch of 32 in the second phase, by behaviour.
-
-solves: search for everything requested, open the best result, choose the options and buy; takes the first: search only
-for the type of product and open the first result; forgets: leave out one option; hurries: buy without choosing options;
-unsure: answer "I don't know"."""
 
 HALF = True
 SKILL, SHY = 350, 80
@@ -44,8 +44,8 @@ of its goal there. Products of the test are asked for in no task of the training
 """
 
 _END = "<|im_end|>"
+# Shops of the pretraining. They do not include that of the tasks.
 _SHOWN = range(1000, 1012)
-"""Shops of the pretraining. They do not include that of the tasks."""
 
 
 class Demonstrator:

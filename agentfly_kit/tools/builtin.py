@@ -109,8 +109,8 @@ async def undo_edit(sandbox: FileSandbox) -> str:
     return await sandbox.undo()
 
 
+# Tools that read and edit files; they require a pool of FileSandbox.
 files = (read_file, write_file, edit_file, list_files, search_files, undo_edit)
-"""Tools that read and edit files; they require a pool of FileSandbox."""
 
+# Tools that edit a repository and run its tests; all seven share one FileSandbox and its folder.
 code = (*files, shell)
-"""Tools that edit a repository and run its tests; all seven share one FileSandbox and its folder."""

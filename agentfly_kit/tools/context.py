@@ -37,11 +37,11 @@ class _Marker:
 _FROM_TASK = _Marker("from the task")
 _FROM_POOL = _Marker("from a pool")
 
+# `facts: FromTask[dict]`: the task's field of that name, hidden from the model.
 FromTask: TypeAlias = Annotated[T, _FROM_TASK]
-"""`facts: FromTask[dict]`: the task's field of that name, hidden from the model."""
 
+# `browser: FromPool[Browser]`: a lease from the pool of that kind, for a class that does not look like a sandbox.
 FromPool: TypeAlias = Annotated[T, _FROM_POOL]
-"""`browser: FromPool[Browser]`: a lease from the pool of that kind, for a class that does not look like a sandbox."""
 
 
 class _Lease(Protocol):
@@ -63,11 +63,15 @@ class PoolLike(Protocol):
 
 @dataclass(frozen=True)
 class Injection:
-    """What is handed to a parameter that the model does not see."""
+    """What is handed to a parameter that the model does not see.
+
+    Attributes:
+        source
+        sandbox_type: The sandbox class.
+    """
 
     source: Literal["sandbox", "context", "field"]
     sandbox_type: type = object
-    """The sandbox class."""
 
 
 def injection(annotation: Any) -> Injection | None:
@@ -142,10 +146,10 @@ class Context:
         self.trajectory_id = trajectory_id or task.id
         self.turn = turn
         self.seed = seed
+        # The tools' own: whatever they keep between the turns of this chain. It ends with the chain.
         self.state: dict[str, Any] = {}
-        """The tools' own: whatever they keep between the turns of this chain. It ends with the chain."""
+        # What the `reset` of each environment that the chain holds said, by kind.
         self.reset_results: dict[type, Any] = {}
-        """What the `reset` of each environment that the chain holds said, by kind."""
         self.pools = tuple(pools)
         self.timeout = timeout
         self.concurrency = concurrency

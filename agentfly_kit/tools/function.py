@@ -22,12 +22,18 @@ from agentfly_kit.types import Failure
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of one call: a value, an error (its traceback starts in the function), or a timeout."""
+    """Outcome of one call: a value, an error (its traceback starts in the function), or a timeout.
+
+    Attributes:
+        value
+        error
+        timed_out: After a timeout, "cancelled" (coroutine) or "abandoned" (thread, which cannot be stopped); else "".
+        seconds
+    """
 
     value: Any = None
     error: BaseException | None = None
     timed_out: str = ""
-    """After a timeout, "cancelled" (coroutine) or "abandoned" (thread, which cannot be stopped); else ""."""
     seconds: float = 0.0
 
 

@@ -337,8 +337,8 @@ class ToolSet(Sequence[Tool[..., Any]]):
             t.require_instance()
             if self._by_name[t.name] is not t:
                 raise ToolSchemaError(f"two tools are named {t.name!r}; rename one: @af.tool(name=...)")
+        # Schemas passed to the chat template, in order.
         self.schemas: tuple[dict[str, Any], ...] = tuple(t.schema for t in self._tools)
-        """Schemas passed to the chat template, in order."""
 
     @property
     def names(self) -> tuple[str, ...]:

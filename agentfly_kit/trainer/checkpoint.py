@@ -17,13 +17,17 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class ResumedState:
-    """What a checkpoint says beside the weights that it put in place."""
+    """What a checkpoint says beside the weights that it put in place.
+
+    Attributes:
+        steps: Iterations behind it.
+        kl_coef
+        prefetched: The next iteration's chains, where they had been sampled already.
+    """
 
     steps: int
-    """Iterations behind it."""
     kl_coef: float
     prefetched: Rollout | None
-    """The next iteration's chains, where they had been sampled already."""
 
 
 def save(

@@ -25,91 +25,157 @@ TOKEN_ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Settings of a training run. An iteration is one rollout and one `ppo_step`; an update is one optimizer step."""
+    """Settings of a training run. An iteration is one rollout and one `ppo_step`; an update is one optimizer step.
+
+    Args:
+        steps: Number of iterations of the run.
+        tasks_per_step: Number of tasks sampled in each iteration.
+        group_size: Number of chains sampled for each task; together they form a group.
+        advantage: Advantage estimator: "grpo", "dr_grpo", "rloo", "gigpo", "arpo", "gae", "reinforce_plus_plus" or
+            "reinforce_plus_plus_baseline"; or a function that maps rewards (N,) and groups (N,) to advantages of shape
+            (N,), or (N, K) for one advantage per sampled turn (see `turn_data`). "gae" requires a policy with a value
+            head.
+        advantage_per: How outcome estimators count a chain that has several rows: as one member of its group
+            ("trajectory"), or as one member for each of its rows ("row").
+        authors: Authors whose tokens are trained, when the policy samples on behalf of several roles. None trains the
+            tokens of all of them.
+        gamma: Discount factor of the rewards. Read by "gae", "reinforce_plus_plus" and "gigpo".
+        lam: Lambda of generalized advantage estimation. Read by "gae".
+        whiten: Whether to normalize token-level advantages to mean 0 and standard deviation 1 over the sampled tokens
+            of the batch. Read by "gae", "reinforce_plus_plus" and "reinforce_plus_plus_baseline".
+        difficulty: Name of a task field, or a function of a task, that gives its difficulty as a number. Each pass over
+            the tasks then goes from the lowest difficulty to the highest, and only tasks of equal difficulty are
+            shuffled. None shuffles all tasks.
+        lr: Learning rate of the first iteration. A value head learns at ten times this rate, following the same
+            schedule.
+        lr_end: Learning rate of the last iteration; the rate changes linearly in between. None keeps `lr` throughout.
+        minibatch: Number of trajectories per update, each with all of its rows. None uses the whole batch for each
+            update.
+        epochs: Number of passes over the batch in each iteration.
+        loss: Policy loss: the name of a function in `af.losses`, or a function (logprobs, old_logprobs, advantages,
+            mask) -> (B, T) of per-token losses.
+        aggregate: How per-token losses are reduced to one number: a mode of `af.losses.aggregate`, or a dict of its
+            options, such as {"how": "trajectory_mean", "count": "rows"}.
+        denominator: Number of tokens by which aggregate="fixed" divides each row. Required by that mode and rejected by
+            all others, for which it is None.
+        clip: Clip range of the probability ratio below 1, as far as the loss takes one. None is the default of the
+            loss: 0.2 for "ppo".
+        clip_high: Clip range of the probability ratio above 1 (clip-higher of DAPO). None is the default of the loss:
+            for "ppo", the same as `clip`.
+        dual_clip: Bound on the loss of a token with a negative advantage A: at most dual_clip * |A|; must be above 1.
+            None sets no bound.
+        value_coef: Coefficient of the value loss. Used only with a value head and an estimator that gives returns
+            ("gae").
+        value_clip: Range, in units of reward, within which the value loss clips a new value around the value before the
+            update. None does not clip.
+        kl_coef: Coefficient of the KL penalty towards the reference policy. 0 uses no reference. The reference is the
+            policy as it was before the first iteration; for a policy with an adapter, its base model.
+        kl_kind: Estimator of the KL in the loss and in the statistics: "k1", "abs", "k2", "k3" or "k3+"; see
+            `af.losses.kl`.
+        kl_in: Where the KL penalty is applied: "loss" adds it to the loss; "reward" subtracts the "k1" estimate from
+            the reward of each token before advantages are computed. An outcome estimator then sees the sum over the
+            chain.
+        kl_weighted: Whether to multiply the KL of each token by its ratio to the old policy, which makes the KL and its
+            gradient unbiased on samples of that policy. Applies to kl_in="loss".
+        kl_target: Target KL to the reference policy, in nats per token. The coefficient then starts at `kl_coef` and is
+            adapted after each iteration; see `af.losses.adaptive_kl_coef`. None keeps the coefficient fixed.
+        kl_horizon: Number of trajectories over which the KL coefficient adapts; a larger number adapts more slowly.
+            Used only with `kl_target`.
+        entropy_coef: Coefficient of the entropy bonus, which is subtracted from the loss. 0 adds none.
+        max_grad_norm: Norm to which gradients are clipped before each update. None does not clip.
+        target_kl: Limit of the approximate KL between the old and the new policy, in nats per token: once an update
+            exceeds it, the iteration makes no further updates. None sets no limit.
+        max_kl: Limit of the approximate KL, in nats per token, above which an iteration counts as diverged: the run
+            ends with a TrainingError, the iteration is not recorded, and the policy gets back the weights of the last
+            checkpoint. None sets no limit. A smaller update can destroy the policy too; the run therefore also warns
+            once when the mean reward has stayed below half of its best value for 3 steps in a row. With `difficulty` it
+            does not, because harder tasks lower the reward by themselves.
+        micro_tokens: Number of padded tokens in one forward pass. It bounds the memory and changes nothing else. None
+            is the choice of the policy: 1,536 on a CPU, 32,768 on a GPU.
+        old_logprobs: Log-probabilities in the denominator of the probability ratio: those recorded by the engine
+            ("engine"), those of the policy before the first update ("recompute"), or the engine's if they come from the
+            current policy version and a check finds that they agree ("auto"); see `af.ppo_step`. With `overlap=1`,
+            "auto" means "engine" without a `correction` and "recompute" with one.
+        correction: Importance weights that correct for the difference between the trained policy and the sampler:
+            "token", "sequence", or a dict of options of `af.losses.importance_weights`. Required when the agent samples
+            with top_p, top_k or min_p. None applies none.
+        overlap: 1 samples the chains of the next iteration while the current one updates the weights, so that they come
+            from the weights before the update (one step off-policy); a `LocalEngine` then samples from a copy of the
+            policy. 0 alternates sampling and updating.
+        filters: Functions that select chains to exclude from training, such as those in `af.filters`; each gives a
+            reason. An excluded chain is treated as unscored.
+        refill: Maximum number of times per iteration that further tasks are sampled to replace groups of which
+            `filters` left nothing, until `tasks_per_step` groups remain (dynamic sampling of DAPO). Requires `filters`.
+            0 trains on what is left.
+        autocast: "bfloat16" runs the model in bfloat16; weights, losses and the optimizer keep their own dtype. None
+            runs it in the dtype of its weights.
+        checkpointing: Whether to recompute the activations inside layers in the backward pass instead of keeping them,
+            which saves memory and costs time.
+        truncated: How to treat chains that a limit cut off: "score" trains on them like any other; "mask" excludes
+            their rows after the advantages were computed; "penalty" first subtracts `truncated_penalty` from their
+            reward; "bootstrap" adds the value of the state in which they were cut, and requires advantage="gae". See
+            `af.collate`.
+        truncated_penalty: Amount that truncated="penalty" subtracts from the reward of a truncated chain, in units of
+            reward.
+        max_concurrency: Maximum number of chains that run at the same time, in training and in evaluation.
+        budget: Limit that the chains of an iteration share. Chains that it prevents from starting are not trained on.
+            None sets no limit.
+        group_budget: Limit that the chains of one group share. None sets no limit.
+        evaluate_every: Number of iterations between evaluations on the `eval_tasks=` of `af.train`, which are then
+            required; the last iteration is evaluated as well. 0 never evaluates.
+        checkpoint_every: Number of iterations between checkpoints; the last iteration writes one as well.
+        save_rollouts: Whether to save every training rollout in the folder of the run.
+        seed: Seed of the order of the tasks and of the minibatches. Chains are seeded by `Agent.seed`.
+    """
 
     steps: int = 24
-    """Iterations."""
     tasks_per_step: int = 16
     group_size: int = 8
-    """Chains a task."""
     advantage: str | Callable[..., Tensor] = "grpo"
-    """"grpo", "dr_grpo", "rloo", "gigpo", "arpo", "gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"; or a
-    function (rewards (N,), groups (N,)) -> (N,), or -> (N, K) for each sampled turn (`turn_data`)."""
     advantage_per: AdvantagePer = "trajectory"
-    """For an estimator of outcomes: a chain of several rows is one in its group, or ("row") as many as it has rows."""
     authors: tuple[str, ...] | str | None = None
-    """Whose tokens are trained, where the policy samples in the name of several roles; None is all."""
     gamma: float = 1.0
     lam: float = 0.95
     whiten: bool = True
-    """Whiten token-level advantages over the sampled tokens of the batch (gae, reinforce_plus_plus)."""
     difficulty: str | Callable[[Task], float] | None = None
-    """A task field, or a function of a task: each pass over the tasks goes from the lowest to the highest, and only
-    tasks of one difficulty are shuffled. None shuffles all."""
     lr: float = 3e-4
     lr_end: float | None = 3e-5
-    """Reached linearly at the last iteration; None keeps `lr`."""
     minibatch: int | None = 32
-    """Trajectories an update, each with all its rows."""
     epochs: int = 2
     loss: LossName | Callable[..., Tensor] = "ppo"
     aggregate: Aggregate = "token_mean"
     denominator: float | None = None
     clip: float | None = None
-    """None is the loss's own: 0.2 for "ppo"."""
     clip_high: float | None = None
     dual_clip: float | None = None
     value_coef: float = 0.5
     value_clip: float | None = None
     kl_coef: float = 0.0
     kl_kind: losses.KLKind = "k3"
-    """The reference is the policy as it was before the first iteration; under an adapter, its base."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """"reward" takes it from each token's reward before the advantages; an outcome estimator sees its sum."""
     kl_weighted: bool = False
     kl_target: float | None = None
-    """nats a token: `kl_coef` is then only where the coefficient starts; see `losses.adaptive_kl_coef`."""
     kl_horizon: float = 10_000
-    """Trajectories over which the coefficient adapts."""
     entropy_coef: float = 0.0
     max_grad_norm: float | None = 1.0
     target_kl: float | None = None
-    """nats a token: an iteration makes no further update once one exceeded it."""
     max_kl: float | None = 10.0
-    """nats a token: an iteration whose approx_kl exceeds it has diverged. It ends the run with a TrainingError, is not
-    kept, and the weights go back to the last checkpoint. None keeps whatever comes. A smaller update can destroy the
-    policy too: a run warns once when the mean reward stayed below half of its best value for 3 steps in a row. Not
-    with `difficulty`, where harder tasks lower the reward by themselves."""
     micro_tokens: int | None = None
     old_logprobs: Literal["auto", "engine", "recompute"] = "auto"
-    """The ratio's denominator; see `ppo_step`. With `overlap`, "auto" is "engine" without a correction, and
-    "recompute" with one."""
     correction: Correction | None = None
-    """Importance weights of trainer over sampler; see `ppo_step`."""
     overlap: Literal[0, 1] = 0
-    """1: while an iteration updates the weights, the next one's chains are sampled with those from before (one step off
-    policy; a `LocalEngine` samples them from a copy of the policy). 0 does one after the other."""
     filters: list[Filter] | tuple[Filter, ...] = ()
-    """What is not trained on and why, in the words of `af.filters`: such a chain is left out as if it were unscored."""
     refill: int = 0
-    """DAPO's dynamic sampling: up to so many times an iteration, other tasks are sampled for the groups of which
-    `filters` left nothing, until there are `tasks_per_step` with something to learn from. 0 trains on what is left."""
     autocast: Literal["bfloat16"] | None = None
     checkpointing: bool = False
     truncated: TruncationMode = "score"
-    """What a chain that a limit cut is worth; see `collate`. "bootstrap" needs advantage="gae"."""
     truncated_penalty: float = 0.5
-    """Taken from its reward by truncated="penalty"."""
     max_concurrency: int = 128
     budget: Budget | None = None
-    """What the chains of an iteration may spend together; those that it kept from beginning are not trained on."""
     group_budget: Budget | None = None
-    """The same for the chains of one task."""
     evaluate_every: int = 0
-    """Iterations; 0 is never. Needs `eval_tasks=`."""
     checkpoint_every: int = 1
     save_rollouts: bool = False
-    """Keep every training rollout in the run's folder."""
     seed: int = 0
 
     def __post_init__(self) -> None:

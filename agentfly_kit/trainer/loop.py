@@ -42,16 +42,24 @@ from agentfly_kit.trainer.run_dir import Run, last_success, recent_steps_table
 from agentfly_kit.trainer.task_sampler import TaskSampler
 from agentfly_kit.types import Stats, Task
 
+# Of a record: a filter that says something else of each chain would make a column of each.
 _MAX_REASONS = 16
-"""Of a record: a filter that says something else of each chain would make a column of each."""
 
 
 @dataclass(frozen=True)
 class TrainStep:
-    """What one iteration did. A step that was replayed from the record has only its numbers."""
+    """What one iteration did. A step that was replayed from the record has only its numbers.
+
+    Attributes:
+        step: From 1.
+        record: The numbers of the iteration, as written to the run's folder.
+        stats: What the update did; None if nothing was left to train on, or if the step was replayed.
+        rollout: The chains of the iteration; None if the step was replayed.
+        evaluation: The evaluation after the iteration, if there was one.
+        replayed: Whether the step was read from the run's folder instead of made.
+    """
 
     step: int
-    """From 1."""
     record: dict[str, float] = field(repr=False)
     stats: Stats | None = field(default=None, repr=False)
     rollout: Rollout | None = field(default=None, repr=False)
@@ -99,9 +107,12 @@ def train(
 class TrainRun:
     """A handle. After an interrupt or a break, going on with the same handle, or calling `train` again, continues.
 
-    records, total, subscribe   what has been done, how much there is to do, and who wants to know
-    rollout                     the rollout that runs now, for a live view
-    stop(), pause(), resume()
+    `stop()`, `pause()` and `resume()` control it, and `subscribe()` reports the numbers of each new step.
+
+    Attributes:
+        records: The numbers of each step so far.
+        total: Number of steps of the whole run.
+        rollout: The rollout that runs now, for a live view; None between rollouts.
     """
 
     def __init__(
@@ -169,15 +180,15 @@ class TrainRun:
         self.run.check(self.fingerprint, resume=not self._start_over)
         self._optimizer: torch.optim.Optimizer | None = None
         self._batch_builder = BatchBuilder(policy, config)
+        # The next iteration's chains, sampled while the last one was updated.
         self._prefetched: Rollout | None = None
-        """The next iteration's chains, sampled while the last one was updated."""
+        # With an engine of its own weights, which stay as they are while the policy learns.
         self._prefetch_agent: Agent | None = None
-        """With an engine of its own weights, which stay as they are while the policy learns."""
         self._kl_coef = config.kl_coef
         self._next_index = 0
         self._replay: list[dict[str, float]] = []
+        # Steps that this handle has given out; going on with it replays none of them.
         self._steps_yielded = 0
-        """Steps that this handle has given out; going on with it replays none of them."""
         self._prepared = False
         self._stopping = False
         self._unpaused: asyncio.Event | None = None

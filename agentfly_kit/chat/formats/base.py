@@ -13,18 +13,21 @@ from agentfly_kit.types import ToolCall
 
 @dataclass(frozen=True)
 class Parsed:
-    """Parsed text of one action."""
+    """Parsed text of one action.
+
+    Attributes:
+        content: Text outside of calls and thinking, without outer whitespace.
+        calls: Calls in the order written. A malformed call has `.error`, which is shown to the model.
+        thinking: Thinking, or None without thinking tags; "" if the tags are empty.
+        unclosed: True if the text ends inside a tool call, whose beginning is then neither a call nor content.
+        complaint: Error message for the model, if `unclosed`.
+    """
 
     content: str
-    """Text outside of calls and thinking, without outer whitespace."""
     calls: tuple[ToolCall, ...] = ()
-    """Calls in the order written. A malformed call has `.error`, which is shown to the model."""
     thinking: str | None = None
-    """Thinking, or None without thinking tags; "" if the tags are empty."""
     unclosed: bool = False
-    """True if the text ends inside a tool call, whose beginning is then neither a call nor content."""
     complaint: str = ""
-    """Error message for the model, if `unclosed`."""
 
 
 class Format(ABC):

@@ -205,6 +205,13 @@ class Tags(Format):
 
     `<action>` is used likewise for environments. A JSON object with "name" and "arguments" inside the tag calls the
     tool of that name.
+
+    Args:
+        label
+        tag
+        tool
+        parameter
+        result_tag: Tag around results.
     """
 
     label: str
@@ -212,7 +219,6 @@ class Tags(Format):
     tool: str
     parameter: str
     result_tag: str
-    """Tag around results."""
 
     @property
     def name(self) -> str:

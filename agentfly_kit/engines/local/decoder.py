@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from agentfly_kit.engines.local.kv_cache import SLAB_TOKENS, KVCache
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
+# Maximum number of parameters. The fused weights are a copy, and for larger models the savings are negligible.
 _MAX_PARAMETERS = 1 << 24
-"""Maximum number of parameters. The fused weights are a copy, and for larger models the savings are negligible."""
+# Maximum deviation from the reference, relative to the largest hidden state.
 _TRIAL_GAP = 1e-4
-"""Maximum deviation from the reference, relative to the largest hidden state."""
+# Batch size for which prompt weights are packed. Results per row are bitwise identical for any number of rows.
 _PACKED_ROWS = 64
-"""Batch size for which prompt weights are packed. Results per row are bitwise identical for any number of rows."""
 # Operators used by torch's compiler. They are not public, so fall back to F.linear if they are missing.
 _ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
@@ -58,8 +58,8 @@ class FusedLlamaDecoder:
         self._weights_key: object = None
         self._layers: list[tuple[Tensor, ...]] = []
         self._biases: list[Tensor | None] = []
+        # The four matrices of each layer in oneDNN's packed format, for products over many rows; created lazily.
         self._packed: list[tuple[Tensor, ...]] | None = None
-        """The four matrices of each layer in oneDNN's packed format, for products over many rows; created lazily."""
         self._cos = self._sin = torch.zeros(0)
 
     def __call__(self, cache: KVCache, tokens: Tensor, positions: Tensor, mask: Tensor, *, stamp: object) -> Tensor:

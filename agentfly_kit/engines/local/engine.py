@@ -31,26 +31,26 @@ from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.policy import Policy, single_torch_thread
 from agentfly_kit.types import Sample, Sampling, TurnRequest
 
+# Seconds after which an idle thread exits, so that an unreferenced engine can be garbage-collected.
 _IDLE_SECONDS = 2.0
-"""Seconds after which an idle thread exits, so that an unreferenced engine can be garbage-collected."""
+# Batch sizes are multiples of this, because other sizes use kernels that round differently; see kv_cache.py.
 _ROW_MULTIPLE = 8
-"""Batch sizes are multiples of this, because other sizes use kernels that round differently; see kv_cache.py."""
+# Maximum number of tokens per prefill, including padding.
 _PREFILL_TOKENS = 4096
-"""Maximum number of tokens per prefill, including padding."""
+# Maximum number of tokens per forward pass of a prefill, so that intermediate results fit the processor's cache.
 _PREFILL_FORWARD_TOKENS = 512
-"""Maximum number of tokens per forward pass of a prefill, so that intermediate results fit the processor's cache."""
+# Possible widths of a prefill chunk in tokens.
 _CHUNK_WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256)
-"""Possible widths of a prefill chunk in tokens."""
 
 
+# Capacity of a slot in tokens grows in multiples of this, up to the model's context length.
 _CAPACITY_STEP = 256
-"""Capacity of a slot in tokens grows in multiples of this, up to the model's context length."""
+# A prefill starts when `waiting > running / share`, or when its oldest request has waited for `max_wait` decode steps.
+#
+# Measured for models that `FusedLlamaDecoder` runs, whose decode steps are short compared with a prefill's overhead.
 _PREFILL_BATCH_SHARE, _PREFILL_MAX_WAIT = 1, 12
-"""A prefill starts when `waiting > running / share`, or when its oldest request has waited for `max_wait` decode steps.
-
-Measured for models that `FusedLlamaDecoder` runs, whose decode steps are short compared with a prefill's overhead."""
+# The same for all other models, which were not measured: requests wait less.
 _SLOW_PREFILL_BATCH_SHARE, _SLOW_PREFILL_MAX_WAIT = 4, 8
-"""The same for all other models, which were not measured: requests wait less."""
 
 
 @dataclass(eq=False)
@@ -61,13 +61,13 @@ class _Request:
     session: str | None
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
+    # If positive, return this many entries of the next token's distribution instead of sampling.
     top: int = 0
-    """If positive, return this many entries of the next token's distribution instead of sampling."""
     started: float = field(default_factory=time.perf_counter)
     limit: int = 0
     waited: int = 0
+    # Row in the sample buffers; -1 before the first token.
     buffer_row: int = -1
-    """Row in the sample buffers; -1 before the first token."""
     cancelled: bool = False
 
     def __post_init__(self) -> None:
@@ -125,8 +125,8 @@ class LocalEngine(Engine):
         self._weight_values: Tensor | None = None  # the values seen through those views
         self._vocabulary = 0
         self._tick = 0
+        # Number of context tokens computed so far, excluding copied and reused ones.
         self.prefilled = 0
-        """Number of context tokens computed so far, excluding copied and reused ones."""
         self.sampled = 0
 
     # --- capabilities ---

@@ -20,14 +20,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+# The capacity of a slot and the number of visible tokens in a forward pass are multiples of this.
 _ALIGNMENT = 16
-"""The capacity of a slot and the number of visible tokens in a forward pass are multiples of this."""
+# Tokens per slab, for callers that read slab by slab.
+#
+# With a cold processor cache, a product over contiguous keys takes a third to a half of the time of one over the first
+# tokens of longer slots. Reading one slab too many costs less than that.
 SLAB_TOKENS = 64
-"""Tokens per slab, for callers that read slab by slab.
-
-With a cold processor cache, a product over contiguous keys takes a third to a half of the time of one over the first
-tokens of longer slots. Reading one slab too many costs less than that.
-"""
 
 
 class KVCache:
@@ -56,16 +55,16 @@ class KVCache:
         # One block (slabs, 2 x layers, count, heads, tokens of a slab, head size) per shape of layers, allocated at
         # the first update.
         self._blocks: list[Tensor] = []
+        # Views of the same memory as numpy arrays, where numpy supports it.
         self._numpy_views: list[npt.NDArray[Any] | None] = []
-        """Views of the same memory as numpy arrays, where numpy supports it."""
         self._layer_location: list[
             tuple[int, int]
         ] = []  # by layer: its block, and the index of its keys there; the values follow
         self._rows: Tensor | slice = slice(0, 0)
         self._positions: Tensor = torch.zeros(0)
         self._visible = 0
+        # Number of leading tokens of every slot that are initialized, with keys and values or with zeros.
         self._initialized = 0
-        """Number of leading tokens of every slot that are initialized, with keys and values or with zeros."""
         self._write_index: Tensor | None = None
         self._contiguous_rows: slice | None = None
 

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from agentfly_kit import seeds
 from agentfly_kit.types import Sampling
 
+# Number of tokens for which noise is computed in advance; one token would need as many array operations.
 _NOISE_BLOCK = 16
-"""Number of tokens for which noise is computed in advance; one token would need as many array operations."""
 
 
 class SampleBuffers:

@@ -41,14 +41,14 @@ from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.types import Sample, Sampling, TurnRequest
 
+# vLLM raises lower temperatures to the minimum, which makes recorded logprobs wrong, and rejects higher ones.
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0
-"""vLLM raises lower temperatures to the minimum, which makes recorded logprobs wrong, and rejects higher ones."""
+# Maximum number of tokens that `distribution` returns.
 _MAX_TOP = 256
-"""Maximum number of tokens that `distribution` returns."""
+# Seconds before vLLM's processes are killed; they hold no unique data, and the CPU worker never exits by itself.
 _SHUTDOWN_SECONDS = 1.0
-"""Seconds before vLLM's processes are killed; they hold no unique data, and the CPU worker never exits by itself."""
+# Seconds between checks that the core is alive during a call.
 _HEALTH_CHECK_SECONDS = 0.5
-"""Seconds between checks that the core is alive during a call."""
 _TAIL_LINES = 12
 _ERROR = re.compile(r"\b\w+(Error|Exception)\b: \S")
 
@@ -64,7 +64,9 @@ class VLLMEngine(Engine):
 
     Logprobs are those after temperature and before truncation, entropies are exact, and the probability mass kept by
     top-p, top-k or min-p is recorded; a modified sampler in vLLM's worker computes them. The engine is not
-    reproducible: rounding depends on the batch composition, and on a CPU vLLM crashes on requests with a seed.
+
+    Attributes:
+        reproducible: rounding depends on the batch composition, and on a CPU vLLM crashes on requests with a seed.
 
     Args:
         model: Folder in the transformers layout (as written by `Policy.save`), hub name, or Policy. The weights of a
@@ -119,8 +121,8 @@ class VLLMEngine(Engine):
         self._finalizer: Any = None
         self._lock = threading.Lock()
         self._request_numbers = itertools.count()
+        # Number of tokens sampled so far.
         self.sampled = 0
-        """Number of tokens sampled so far."""
 
     # --- capabilities ---
 
@@ -420,10 +422,10 @@ class _Host:
     def __init__(self, settings: dict[str, Any], version: int) -> None:
         self.version = version
         self.last_transport: str | None = None
+        # Size of the transfer buffer in bytes; 0 for the default.
         self.chunk = 0
-        """Size of the transfer buffer in bytes; 0 for the default."""
+        # Error of a failed update that left the weights undefined; empty if they are valid.
         self.update_failure = ""
-        """Error of a failed update that left the weights undefined; empty if they are valid."""
         self._failed_updates = 0
         self.folder = Path(tempfile.mkdtemp(prefix="agentfly-vllm-"))
         self.log = self.folder / "vllm.log"

@@ -26,20 +26,21 @@ if TYPE_CHECKING:
 
     from agentfly_kit.policy.policy import Policy
 
+# CUDA IPC or shared host memory.
 WeightTransport = Literal["ipc", "shm"]
-"""CUDA IPC or shared host memory."""
+# Part of a tensor in the buffer: [name, dtype, shape, offset in the tensor, offset in the buffer, size], in bytes.
 TensorSlice = list[Any]
-"""Part of a tensor in the buffer: [name, dtype, shape, offset in the tensor, offset in the buffer, size], in bytes."""
+# Name, a tensor with the dtype and shape, and a function that returns the values, merging an adapter if needed.
 WeightSource = tuple[str, "torch.Tensor", "Callable[[], torch.Tensor]"]
-"""Name, a tensor with the dtype and shape, and a function that returns the values, merging an adapter if needed."""
 
+# Maximum size of the buffer in bytes, the only additional memory of a delivery, independent of the model's size.
+#
+# In host memory small chunks are faster, but each chunk costs a message.
 CHUNK: dict[WeightTransport, int] = {"shm": 64 << 20, "ipc": 512 << 20}
-"""Maximum size of the buffer in bytes, the only additional memory of a delivery, independent of the model's size.
-
-In host memory small chunks are faster, but each chunk costs a message."""
+# Alignment of tensors in the buffer in bytes, so that they can be viewed as any dtype.
 _ALIGN = 64
-"""Alignment of tensors in the buffer in bytes, so that they can be viewed as any dtype."""
 _SHM_DIR = "/dev/shm"
+# Arguments of torch's rebuild_cuda_tensor, bytes and integers, set by the sender; the receiver sets the rest.
 _CUDA_HANDLE_FIELDS = (
     "storage_handle",
     "storage_size_bytes",
@@ -49,7 +50,6 @@ _CUDA_HANDLE_FIELDS = (
     "event_handle",
     "event_sync_required",
 )
-"""Arguments of torch's rebuild_cuda_tensor, bytes and integers, set by the sender; the receiver sets the rest."""
 
 
 # --- contents -------------------------------------------------------------------------------------------
@@ -379,8 +379,8 @@ class Delivery:
     def __init__(self, policy: Policy, transport: WeightTransport, limit: int) -> None:
         self.transport: WeightTransport = transport
         self.version = policy.version
+        # True if a worker may already have received weights.
         self.has_sent = False
-        """True if a worker may already have received weights."""
         self._policy = policy
         self._limit = limit
         # With a single thread, the release runs after all other work, even after an error or a cancellation.

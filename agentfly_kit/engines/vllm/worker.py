@@ -16,8 +16,8 @@ from typing import Any
 
 from agentfly_kit.engines.vllm.weight_transfer import ChunkReader, TensorSlice, gpu_uuid, open_buffer
 
+# Number of columns that `exact_sampler` inserts between the logprob of the sampled token and the top logprobs.
 EXTRA_COLUMNS = 2
-"""Number of columns that `exact_sampler` inserts between the logprob of the sampled token and the top logprobs."""
 
 
 class WorkerExtension:
@@ -89,8 +89,8 @@ class _WeightReceiver:
         self._unpacking = ChunkReader()
         self._next = 0
         self._wanted = {name for name, _ in model.named_parameters()}
+        # Names of the loaded parameters; None if the model does not report them.
         self._loaded: set[str] | None = set()
-        """Names of the loaded parameters; None if the model does not report them."""
 
     def receive(self, slices: list[TensorSlice], number: int, last: bool) -> None:
         import torch

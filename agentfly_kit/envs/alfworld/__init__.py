@@ -25,12 +25,12 @@ from agentfly_kit.tasks import Tasks
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
 
+# Default limit of the original on commands per game.
 STEPS = 50
-"""Default limit of the original on commands per game."""
 
+# Options with which the shipped policy was trained, in games of the size "small": `agent(af.tiny.policy("alfworld"),
+# options=BRIEF)` on `af.load_tasks("alfworld")`.
 BRIEF: dict[str, Any] = {"steps": 16}
-"""Options with which the shipped policy was trained, in games of the size "small":
-`agent(af.tiny.policy("alfworld"), options=BRIEF)` on `af.load_tasks("alfworld")`."""
 
 
 class ALFWorld:

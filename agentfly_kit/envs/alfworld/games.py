@@ -11,9 +11,9 @@ from typing import Literal, TypeAlias, get_args
 from agentfly_kit.envs.alfworld.house import CLEANABLE, COOLABLE, HEATABLE, HOLDS, LAMPS, OPENABLE, House, Name
 from agentfly_kit.errors import SettingsError
 
+# Size of the room. "small" has four or five receptacles and a few objects, none of them hidden; "full" has seven to
+# thirty receptacles, as in ALFWorld, and objects in closed ones.
 Size: TypeAlias = Literal["small", "full"]
-"""Size of the room. "small" has four or five receptacles and a few objects, none of them hidden; "full" has seven to
-thirty receptacles, as in ALFWorld, and objects in closed ones."""
 
 WORDING = {
     "pick_and_place_simple": ("put a {} in {}", "put some {} on {}"),
@@ -24,20 +24,28 @@ WORDING = {
     "pick_two_obj_and_place": ("put two {} in {}", "find two {} and put them in {}"),
 }
 KINDS = tuple(WORDING)
+# Task type -> (command, receptacle, objects that can be treated).
 TREATED = {
     "pick_clean_then_place_in_recep": ("clean", "sinkbasin", CLEANABLE),
     "pick_heat_then_place_in_recep": ("heat", "microwave", HEATABLE),
     "pick_cool_then_place_in_recep": ("cool", "fridge", COOLABLE),
 }
-"""Task type -> (command, receptacle, objects that can be treated)."""
 
 
 @dataclass(frozen=True)
 class Goal:
+    """The goal of a game: its kind of task, the thing to handle and the place to bring it to.
+
+    Attributes:
+        kind
+        thing
+        place: Type of the receptacle, or of the lamp in "look_at_obj_in_light".
+        wording
+    """
+
     kind: str
     thing: str
     place: str
-    """Type of the receptacle, or of the lamp in "look_at_obj_in_light"."""
     wording: int = 0
 
     @property
@@ -82,6 +90,7 @@ class Game:
         return f"-= Welcome to TextWorld, ALFRED! =-\n\n{self._house.room()}\n\nYour task is to: {self.goal.text}."
 
 
+# Room -> receptacle -> (minimum, maximum) number of them.
 _ROOMS: dict[Size, dict[str, dict[str, tuple[int, int]]]] = {
     "full": {
         "kitchen": {
@@ -109,7 +118,6 @@ _ROOMS: dict[Size, dict[str, dict[str, tuple[int, int]]]] = {
         "bedroom": {"bed": (1, 1), "desk": (1, 1), "drawer": (1, 1), "shelf": (1, 1)},
     },
 }  # fmt: skip
-"""Room -> receptacle -> (minimum, maximum) number of them."""
 
 _THINGS: dict[Size, dict[str, str]] = {
     "full": {

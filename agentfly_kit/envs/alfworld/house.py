@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+# (type, number): ("apple", 1) stands for "apple 1".
 Name = tuple[str, int]
-"""(type, number): ("apple", 1) stands for "apple 1"."""
 
 
 def _kinds(text: str) -> frozenset[str]:
@@ -28,8 +28,8 @@ CLEANABLE = _kinds(
 )
 SLICEABLE = _kinds("apple bread egg lettuce potato tomato")
 KNIVES = _kinds("knife butterknife")
+# Objects that can be used but not taken.
 LAMPS = ("desklamp", "floorlamp")
-"""Objects that can be used but not taken."""
 
 _TABLE = (
     "alarmclock apple book bowl bread butterknife candle cd cellphone cloth creditcard cup dishsponge egg fork kettle "
@@ -41,6 +41,7 @@ _DESK = (
     "remotecontrol spraybottle statue tissuebox toiletpaper vase watch winebottle"
 )
 _SEAT = "book cellphone cloth creditcard keychain laptop newspaper pillow remotecontrol"
+# Receptacle type -> object types that it can contain, as in ALFWorld's `canContain`.
 HOLDS: dict[str, frozenset[str]] = {
     place: _kinds(things)
     for place, things in {
@@ -75,10 +76,9 @@ HOLDS: dict[str, frozenset[str]] = {
         "toiletpaperhanger": "toiletpaper",
     }.items()
 }
-"""Receptacle type -> object types that it can contain, as in ALFWorld's `canContain`."""
 
+# Observation after an unknown command, or one that is not possible in the current state.
 NOTHING = "Nothing happens."
-"""Observation after an unknown command, or one that is not possible in the current state."""
 
 HELP = """
 Available commands:

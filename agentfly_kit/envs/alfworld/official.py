@@ -23,8 +23,8 @@ FETCH = (
     "to get the original games, type `pip install alfworld` (compiles for minutes) and `alfworld-download`, and pass "
     "the folder ~/.cache/alfworld/json_2.1.1"
 )
+# Serializes calls of TextWorld, whose parsers keep state in their module.
 _LOADING = threading.Lock()
-"""Serializes calls of TextWorld, whose parsers keep state in their module."""
 
 
 def rows(folder: str | os.PathLike[str], kinds: Sequence[str] | None) -> list[dict[str, Any]]:

@@ -19,8 +19,8 @@ from agentfly_kit.envs.alfworld.house import (
 )
 from agentfly_kit.errors import SettingsError
 
+# Receptacle and object types that the domain refers to, so that they must be declared even if not in the house.
 _NEEDED = ("sinkbasin", "microwave", "fridge"), ("knife", "butterknife")
-"""Receptacle and object types that the domain refers to, so that they must be declared even if not in the house."""
 
 
 def entity(name: Name) -> str:

@@ -37,8 +37,8 @@ def _rays(square: int, ways: tuple[tuple[int, int], ...], far: int) -> tuple[tup
 
 
 _RAYS = {kind: [_rays(s, ways, 1 if kind in "NK" else 7) for s in range(64)] for kind, ways in _WAYS.items()}
+# Square of each rook -> the castling right that is lost when the rook leaves it.
 _ROOKS = {0: "Q", 7: "K", 56: "q", 63: "k"}
-"""Square of each rook -> the castling right that is lost when the rook leaves it."""
 
 
 def square_name(square: int) -> str:
@@ -51,10 +51,17 @@ def square_of(name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Move:
+    """A move between two squares, numbered from 0 (a1) to 63 (h8).
+
+    Attributes:
+        start
+        end
+        into: Piece to promote to: q, r, b or n; empty for other moves.
+    """
+
     start: int
     end: int
     into: str = ""
-    """Piece to promote to: q, r, b or n; empty for other moves."""
 
     def __str__(self) -> str:
         return square_name(self.start) + square_name(self.end) + self.into
@@ -62,13 +69,21 @@ class Move:
 
 @dataclass(frozen=True)
 class Board:
-    """A position. `cells` contains the FEN letter of the piece on each square, or ""; upper case is white."""
+    """A position. `cells` contains the FEN letter of the piece on each square, or ""; upper case is white.
+
+    Attributes:
+        cells
+        turn
+        castling
+        passant: The en passant square, behind a pawn that has just advanced two squares.
+        halfmoves
+        number
+    """
 
     cells: tuple[str, ...]
     turn: str = WHITE
     castling: str = ""
     passant: int | None = None
-    """The en passant square, behind a pawn that has just advanced two squares."""
     halfmoves: int = 0
     number: int = 1
 

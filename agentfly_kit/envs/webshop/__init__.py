@@ -45,8 +45,8 @@ __all__ = [
     "tasks",
 ]
 
+# Options with which the shipped policy was pretrained: `agent(af.tiny.policy("webshop"), options=BRIEF)`.
 BRIEF: dict[str, Any] = {"brief": True, "page_size": 3}
-"""Options with which the shipped policy was pretrained: `agent(af.tiny.policy("webshop"), options=BRIEF)`."""
 
 _ACTION = re.compile(r"\s*(.+?)\[(.+)\]\s*", re.DOTALL)
 
@@ -96,14 +96,14 @@ class Shop:
         self.catalogue = catalogue
         self.goal: dict[str, Any] = catalogue.goal(goal)
         self.keywords: str | None = None
+        # ASINs found by the last search.
         self.found: list[str] = []
-        """ASINs found by the last search."""
         self.number = 1
         self.asin: str | None = None
         self.subpage: str | None = None
         self.options: dict[str, str] = {}
+        # ASINs of the products whose page was opened.
         self.seen: list[str] = []
-        """ASINs of the products whose page was opened."""
         self.bought: str | None = None
         self.done = False
 

@@ -20,10 +20,10 @@ from agentfly_kit.envs.retrieval import WordIndex
 from agentfly_kit.envs.webshop import goods
 from agentfly_kit.errors import SettingsError
 
+# Maximum number of search results.
 FOUND = 50
-"""Maximum number of search results."""
+# Seed with which WebShop shuffles its goals.
 SEED = 233
-"""Seed with which WebShop shuffles its goals."""
 BOUNDS = tuple(10.0 * i for i in range(1, 100))
 UNBOUNDED = 1_000_000.0
 _WANTED = ("items", "ins", "human_ins")
@@ -36,17 +36,29 @@ _HELP = (
 
 @dataclass(frozen=True)
 class Product:
-    """A product with the fields that the pages and the reward use."""
+    """A product with the fields that the pages and the reward use.
+
+    Attributes:
+        asin
+        title
+        description
+        bullets
+        price: Price; for a price range, a random value within it.
+        price_text
+        options: Option values by option name, in lower case.
+        attributes
+        category
+        query
+        product_category
+    """
 
     asin: str
     title: str
     description: str
     bullets: tuple[str, ...]
     price: float
-    """Price; for a price range, a random value within it."""
     price_text: str
     options: Mapping[str, tuple[str, ...]]
-    """Option values by option name, in lower case."""
     attributes: tuple[str, ...]
     category: str
     query: str
@@ -90,9 +102,9 @@ class Catalogue:
             raise SettingsError(f"the catalogue {name!r} has no product with an ASIN of at most 10 characters. {_HELP}")
         goals = self._asked(instructions) if instructions else self._synthetic()
         random.Random(seed).shuffle(goals)
+        # Goals, in WebShop's order if the products are. Keys: asin, category, query, name, product_category,
+        # instruction_text, attributes, price_upper, goal_options, weight.
         self.goals: tuple[dict[str, Any], ...] = tuple(goals)
-        """Goals, in WebShop's order if the products are. Keys: asin, category, query, name, product_category,
-        instruction_text, attributes, price_upper, goal_options, weight."""
 
     # --- loading ---
 

@@ -19,15 +19,24 @@ FLAVORS = ("apple", "cherry", "ginger", "honey", "lemon", "mint", "vanilla")
 PACKS = ("single", "double", "family")
 _COLOR, _SIZE, _FLAVOR, _SCENT, _PACK = "color", "size", "flavor", "scent", "pack"
 VALUES = {_COLOR: COLORS, _SIZE: SIZES, _FLAVOR: FLAVORS, _SCENT: FLAVORS, _PACK: PACKS}
+# Number of products of each kind.
 PER_KIND = 18
-"""Number of products of each kind."""
+# Number of instructions per product.
 ASKED = 5
-"""Number of instructions per product."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Kinds of products that share a category, attributes, options and a price range."""
+    """Kinds of products that share a category, attributes, options and a price range.
+
+    Attributes:
+        shelf
+        category
+        kinds
+        attributes
+        options
+        cost: (lowest, highest) price in whole dollars.
+    """
 
     shelf: str
     category: str
@@ -35,7 +44,6 @@ class Group:
     attributes: tuple[str, ...]
     options: tuple[str, ...]
     cost: tuple[int, int]
-    """(lowest, highest) price in whole dollars."""
 
 
 GROUPS = (
@@ -67,6 +75,7 @@ GROUPS = (
 KINDS = tuple(kind for group in GROUPS for kind in group.kinds)
 ATTRIBUTES = tuple(sorted({name for group in GROUPS for name in group.attributes}))
 _ASKS = ("i am looking for {what} {options}", "find me {what} {options}", "i need {what} {options}")
+# All words of titles, options and instructions, in lower case.
 WORDS = tuple(
     dict.fromkeys(
         [
@@ -76,7 +85,6 @@ WORDS = tuple(
         ]
     )
 )
-"""All words of titles, options and instructions, in lower case."""
 
 Files = tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]
 

@@ -19,12 +19,17 @@ ATTRIBUTES = "Attributes"
 
 @dataclass(frozen=True)
 class Page:
-    """A page: its strings in order, and in `clicks` those that can be clicked."""
+    """A page: its strings in order, and in `clicks` those that can be clicked.
+
+    Attributes:
+        parts
+        clicks
+        chosen: Option values that have been selected.
+    """
 
     parts: tuple[str, ...]
     clicks: tuple[str, ...] = ()
     chosen: frozenset[str] = field(default_factory=frozenset)
-    """Option values that have been selected."""
 
     @property
     def clickables(self) -> tuple[str, ...]:

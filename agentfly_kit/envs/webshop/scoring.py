@@ -20,13 +20,14 @@ from agentfly_kit.errors import SettingsError
 if TYPE_CHECKING:
     from agentfly_kit.envs.webshop.catalogue import Product
 
+# Function from a title to its nouns in lower case, with repetitions.
 Nouns: TypeAlias = Callable[[str], Sequence[str]]
-"""Function from a title to its nouns in lower case, with repetitions."""
 
+# Threshold of `token_set_ratio` above which two strings match.
 ALIKE = 85
-"""Threshold of `token_set_ratio` above which two strings match."""
 MODEL = "en_core_web_sm"
 
+# Colour words that the reward recognizes, in the original's order, which matters to `color_of`.
 COLORS = tuple(
     "alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel "  # noqa: SIM905
     "camo caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry "
@@ -36,22 +37,25 @@ COLORS = tuple(
     "rainbow red rose royal rust sand sapphire seashell silver skull slate steel stone stonewash sunflower tan "
     "taupe teal tiger turquoise violet walnut wheat white wine yellow".split()
 )
-"""Colour words that the reward recognizes, in the original's order, which matters to `color_of`."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """Reward of a purchase and its parts."""
+    """Reward of a purchase and its parts.
+
+    Attributes:
+        reward
+        attributes: Number of the goal's attributes that the product has.
+        options: Number of the goal's options that were chosen.
+        price: True if the price is at most the goal's bound.
+        kind: r_type: 1, 0.5, 0.1 or 0.
+    """
 
     reward: float
     attributes: int
-    """Number of the goal's attributes that the product has."""
     options: int
-    """Number of the goal's options that were chosen."""
     price: bool
-    """True if the price is at most the goal's bound."""
     kind: float
-    """r_type: 1, 0.5, 0.1 or 0."""
 
 
 def score(product: Product, goal: Mapping[str, Any], options: Iterable[str], nouns: Nouns) -> Score:

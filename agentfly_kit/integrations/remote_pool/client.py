@@ -74,8 +74,8 @@ class RemoteLease(Generic[S]):
     def __init__(self, pool: RemotePool[S], name: str, id: int, sandbox: S, owner: str) -> None:
         self._pool, self._link = pool, pool._link
         self.name = name
+        # The sandbox's number at the server.
         self.id = id
-        """The sandbox's number at the server."""
         self.sandbox = sandbox
         self.owner = owner
         self.since = time.monotonic()
@@ -117,11 +117,12 @@ class RemoteLease(Generic[S]):
 class RemotePool(Generic[S]):
     """A pool that `serve_pool` lends out, wherever a Pool can be: `Agent(pools=[RemotePool(url, token=token)])`.
 
-    sandbox_type     the class that tools ask for; the server's pool must be of it or of one derived from it. Its
-                     sandboxes come as RemoteSandbox, which has the kind's methods.
-    acquire_timeout  seconds that a lease is waited for when the one who waits says nothing else.
-    patience         seconds for which a server that does not answer is asked again, before RemotePoolError.
-    verify           for https: True, or the file of a certificate authority to believe.
+    Args:
+        sandbox_type: the class that tools ask for; the server's pool must be of it or of one derived from it. Its
+            sandboxes come as RemoteSandbox, which has the kind's methods.
+        acquire_timeout: seconds that a lease is waited for when the one who waits says nothing else.
+        patience: seconds for which a server that does not answer is asked again, before RemotePoolError.
+        verify: for https: True, or the file of a certificate authority to believe.
 
     It connects at its first lease. `await pool.close()` gives back all that it holds; so does its end, however it
     comes: the server takes back what nobody speaks for.

@@ -81,12 +81,12 @@ class _Call(_Message):
 
 
 class _Beat(_Message):
+    # What the client holds, each with its turn.
     leases: dict[Name, Any] = {}
-    """What the client holds, each with its turn."""
+    # Acquires that it waits for.
     requests: list[Name] = []
-    """Acquires that it waits for."""
+    # The last event that it has seen; None: it wants none.
     after: Annotated[int, pydantic.Field(ge=0)] | None = None
-    """The last event that it has seen; None: it wants none."""
     wait: Seconds = 0.0
 
 
@@ -129,10 +129,10 @@ class _Client:
     requests: OrderedDict[str, _Request] = field(default_factory=OrderedDict)
     given_up: OrderedDict[str, None] = field(default_factory=OrderedDict)
     releasing: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    # Requests that were carried out: asked again, they are answered and nothing more.
     recycled: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    """Requests that were carried out: asked again, they are answered and nothing more."""
+    # Leases that the pool ended by itself, until the client has heard.
     ended: OrderedDict[str, _HeldLease] = field(default_factory=OrderedDict)
-    """Leases that the pool ended by itself, until the client has heard."""
 
 
 class PoolServer:
@@ -158,8 +158,8 @@ class PoolServer:
             raise SettingsError(f"max_leases={max_leases}: want at least 1, or None for all of the pool")
         self.pool = pool
         self.host = host
+        # The one that was asked for, or, once it runs, the one it got.
         self.port = port
-        """The one that was asked for, or, once it runs, the one it got."""
         self.token = token or secrets.token_urlsafe(24)
         self.heartbeat = heartbeat
         self.max_body = max_body

@@ -82,15 +82,16 @@ class Container:
     Not root, no capabilities, no new privileges, its own file system, read-only but for /tmp, and the limits of the
     sandbox it is for (memory, processes, processor time, disk, network) held by the engine.
 
-    image    by name, as the engine knows it; it is not pulled. It needs a Python 3.9 or newer.
-    cpus     processors that it may use at once, all its processes together (0.5: half of one). None: all.
-    mounts   {"/path/here": "/path/inside"}, read-only; ":rw" after the inner path lets the code write. A reset leaves
-             it alone. The paths are of the engine's machine.
-    network  the engine's network to be on when the sandbox says network=True. None: its default one.
-    python   what starts Python in the image.
-    runtime  an OCI runtime that the engine knows, "runsc" for gVisor.
-    engine   where it listens: "unix:///run/podman/podman.sock", "tcp://host:port". None: DOCKER_HOST, else the usual
-             sockets of Docker and podman.
+    Attributes:
+        image: by name, as the engine knows it; it is not pulled. It needs a Python 3.9 or newer.
+        cpus: processors that it may use at once, all its processes together (0.5: half of one). None: all.
+        mounts: {"/path/here": "/path/inside"}, read-only; ":rw" after the inner path lets the code write. A reset
+            leaves it alone. The paths are of the engine's machine.
+        network: the engine's network to be on when the sandbox says network=True. None: its default one.
+        python: what starts Python in the image.
+        runtime: an OCI runtime that the engine knows, "runsc" for gVisor.
+        engine: where it listens: "unix:///run/podman/podman.sock", "tcp://host:port". None: DOCKER_HOST, else the usual
+            sockets of Docker and podman.
     """
 
     image: str

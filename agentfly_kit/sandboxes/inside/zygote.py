@@ -151,8 +151,8 @@ class Zygote:
         self.worker = 0
         self.serial = 0
         self.orphan = False
+        # The Landlock rules and the system-call filter that each interpreter applies to itself.
         self.restrictions: tuple[dict[str, Any], bytes] | None = None
-        """The Landlock rules and the system-call filter that each interpreter applies to itself."""
 
     def serve(self) -> None:
         # The host's Ctrl-C and a signal sent from inside must not end the zygote.
