@@ -453,7 +453,7 @@ async def test_update_takes_no_other_policy() -> None:
 
 
 def test_no_slots_are_refused() -> None:
-    with pytest.raises(EngineError, match="slots=0: give at least 1"):
+    with pytest.raises(EngineError, match="slots must be at least 1, got 0"):
         LocalEngine(endless(), slots=0)
 
 

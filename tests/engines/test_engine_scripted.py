@@ -64,7 +64,7 @@ async def test_a_script_that_ends_too_early_says_so() -> None:
 
 
 def test_a_text_is_no_script() -> None:
-    with pytest.raises(EngineError, match="is a list of texts"):
+    with pytest.raises(EngineError, match="must be a list with one text per turn"):
         ScriptedEngine("5")
 
 

@@ -78,7 +78,7 @@ def test_what_is_asked_for_is_checked() -> None:
         random_policy(0).score(rows(), {"logits"})  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="no value head; load it with value_head=True"):
         random_policy(0).score(rows(), {"value"})
-    with pytest.raises(KeyError, match="was not asked for"):
+    with pytest.raises(KeyError, match="was not computed"):
         _ = random_policy(0).score(rows(), {"logprob"})["entropy"]
 
 
@@ -128,7 +128,7 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"not this")
     with pytest.raises(PolicyError, match="cannot load a policy from"):
         Policy.load(folder)
-    with pytest.raises(SettingsError, match="dtype='float33'"):
+    with pytest.raises(SettingsError, match="got 'float33'"):
         Policy.load(folder, dtype="float33")
 
 

@@ -471,7 +471,7 @@ def test_an_adapter_learns_and_its_base_is_the_reference(saved: Any, tmp_path: A
     other = Policy.load(saved, lora=4)
     other.load_state(policy.state())
     assert other.fingerprint() == policy.fingerprint()
-    with pytest.raises(PolicyError, match="another adapter"):
+    with pytest.raises(PolicyError, match="different adapter"):
         other.load_state(base.state())
 
 
