@@ -272,7 +272,7 @@ def test_bad_folders_and_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "game.tw-pddl").write_text('{"grammar": ""}', encoding="utf-8")
     with pytest.raises(af.errors.SettingsError, match="it has no pddl_domain, pddl_problem"):
         alfworld.tasks_in(tmp_path)
-    with pytest.raises(af.errors.SettingsError, match="the game '.*' does not exist"):
+    with pytest.raises(af.errors.SettingsError, match=r"the game '.*' does not exist"):
         official.Session(str(tmp_path / "other.tw-pddl"))
 
 

@@ -215,7 +215,7 @@ async def test_a_missing_stockfish_is_named(tmp_path: Path) -> None:
         Stockfish(program=str(tmp_path / "nofish"))
     with pytest.raises(af.errors.SettingsError, match="depth must be from 1 to 40, got 0"):
         Stockfish(depth=0)
-    with pytest.raises(af.errors.SettingsError, match="opponent must be .* got 'gnu'"):
+    with pytest.raises(af.errors.SettingsError, match=r"opponent must be .* got 'gnu'"):
         chess.Chess(opponent="gnu")
 
 

@@ -187,7 +187,7 @@ async def test_the_problems_that_ship_are_solved_by_their_own_code_and_by_no_con
     assert luck.success == 0
     with pytest.raises(SettingsError, match="n must be at most 8, the number of test problems, got 9"):
         code.tasks(9, "test", kind="problems")
-    with pytest.raises(SettingsError, match="kind must be .* got 'katas'"):
+    with pytest.raises(SettingsError, match=r"kind must be .* got 'katas'"):
         code.tasks(kind="katas")  # type: ignore[arg-type]
 
 
@@ -243,5 +243,5 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     bad.write_text(json.dumps(MBPP) + "\n" + json.dumps(MBPP), encoding="utf-8")
     with pytest.raises(TaskError, match=r"bad\.jsonl:2: duplicate task_id 602"):
         code.load(bad)
-    with pytest.raises(SettingsError, match="shown must be .* got -1"):
+    with pytest.raises(SettingsError, match=r"shown must be .* got -1"):
         code.load(bad, shown=-1)

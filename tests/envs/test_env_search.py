@@ -236,12 +236,14 @@ def test_what_is_no_corpus_or_no_question_is_named(tmp_path: Path) -> None:
     with pytest.raises(error, match="the corpus 'yours' is empty"):
         Corpus([])
     for options, said in (
-        ({"topk": 0}, "topk must be at least 1, got 0"), ({"metric": "rouge"}, "metric must be 'em' or 'f1', got 'rouge'"),
+        ({"topk": 0}, "topk must be at least 1, got 0"),
+        ({"metric": "rouge"}, "metric must be 'em' or 'f1', got 'rouge'"),
     ):  # fmt: skip
         with pytest.raises(error, match=said):
             Search(**options)
     for fields, said in (
-        ({}, "task t has none of the fields answers, golden_answers, answer"), ({"answer": []}, r"got answer=\[\]; it must be"),
+        ({}, "task t has none of the fields answers, golden_answers, answer"),
+        ({"answer": []}, r"got answer=\[\]; it must be"),
         ({"answer": "x", "world": "no"}, "world='no' must be the number"),
     ):  # fmt: skip
         with pytest.raises(error, match=said):
