@@ -442,7 +442,7 @@ def agent(engine: Any, *, size: int = 2, options: Mapping[str, Any] | None = Non
         **settings: as for `af.envs.agent`.
     """
     family.require_installed()
-    if "pool" not in settings and not any(p.kind is ScienceWorld for p in _several(settings.get("pools", ()))):
+    if "pool" not in settings and not any(p.sandbox_type is ScienceWorld for p in _several(settings.get("pools", ()))):
         settings["pool"] = Pool(ScienceWorld, size=size, acquire_timeout=24 * 3600.0, **(options or {}))
         options = None
     return family.agent(engine, options=options, **settings)

@@ -55,7 +55,7 @@ def resolve_old_logprobs(forward: Forward, batch: Batch, source: str) -> tuple[T
         gap = largest_gap(rows, forward.score(RowSubset(batch, rows), {"logprob"})["logprob"])
         if gap <= EXACT_GAP:
             return batch.logprobs, gap
-    scored = forward.score(batch, {"logprob"})["logprob"]
+    scored: Tensor = forward.score(batch, {"logprob"})["logprob"]
     return scored, largest_gap(torch.arange(len(batch)), scored)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from ... import errors
 
-VERSION = 1
+VERSION = 2
 PATH = f"/v{VERSION}"
 _OWN = ("agentfly_kit.sandboxes.", "agentfly_kit.pool.")  # whose records may be asked for by name
 
