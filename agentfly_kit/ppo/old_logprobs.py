@@ -55,7 +55,7 @@ def resolve_old_logprobs(forward: Forward, batch: Batch, source: str) -> tuple[T
         gap = largest_gap(rows, forward.score(RowSubset(batch, rows), {"logprob"})["logprob"])
         if gap <= EXACT_GAP:
             return batch.logprobs, gap
-    scored: Tensor = forward.score(batch, {"logprob"})["logprob"]
+    scored = forward.score(batch, {"logprob"})["logprob"]
     return scored, largest_gap(torch.arange(len(batch)), scored)
 
 
@@ -67,4 +67,5 @@ def _probe_rows(batch: Batch) -> Tensor:
         return rows
     probed = rows[torch.linspace(0, len(rows) - 1, _PROBE_ROWS).long()]
     probed[0] = rows[batch.lengths[rows].argmax()]  # a gap grows with what came before
-    return probed.unique()
+    distinct: Tensor = probed.unique()
+    return distinct

@@ -371,8 +371,8 @@ async def test_a_wrong_token_is_refused_and_told_nothing(server: PoolServer):
             {"Authorization": f"Bearer {TOKEN}x"},
             {"Authorization": TOKEN},
         ):
-            for path in ("/v1/pool", "/v1/acquire", "/v1/beat"):
-                answer = await http.request("GET" if path == "/v1/pool" else "POST", server.url + path, headers=headers)
+            for path in ("/v2/pool", "/v2/acquire", "/v2/beat"):
+                answer = await http.request("GET" if path == "/v2/pool" else "POST", server.url + path, headers=headers)
                 assert answer.status_code == 401, (headers, path)
                 assert "Notes" not in answer.text
     far = RemotePool(server.url, token="not the token at all", sandbox_type=Notes)
@@ -532,7 +532,7 @@ async def test_what_a_client_never_heard_of_goes_back(pool: Pool[Notes]):
         headers = {"Authorization": f"Bearer {TOKEN}"}
 
         async def post(path: str, **body: Any) -> Any:
-            return (await http.post(f"{server.url}/v1/{path}", json={"client": "c", **body}, headers=headers)).json()
+            return (await http.post(f"{server.url}/v2/{path}", json={"client": "c", **body}, headers=headers)).json()
 
         for _ in range(2):
             told = await post("acquire", request="r", wait=1)
@@ -728,7 +728,7 @@ async def test_nonsense_never_breaks_the_server(server: PoolServer, pool: Pool[N
                 raw = bytes(chance.randrange(256) for _ in range(40)) if number % 2 else b"[" * 100_000
             elif number % 7 == 0:
                 raw = raw[: chance.randrange(len(raw))]
-            answer = await http.post(f"{server.url}/v1/{chance.choice(paths)}", content=raw)
+            answer = await http.post(f"{server.url}/v2/{chance.choice(paths)}", content=raw)
             assert answer.status_code in (200, 202, 400, 404, 405, 409, 413, 429), (answer.status_code, raw[:200])
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
