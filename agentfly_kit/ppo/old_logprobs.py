@@ -67,4 +67,4 @@ def _probe_rows(batch: Batch) -> Tensor:
         return rows
     probed = rows[torch.linspace(0, len(rows) - 1, _PROBE_ROWS).long()]
     probed[0] = rows[batch.lengths[rows].argmax()]  # a gap grows with what came before
-    return probed.unique()
+    return torch.unique(probed)
