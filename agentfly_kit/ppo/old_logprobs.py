@@ -67,4 +67,5 @@ def _probe_rows(batch: Batch) -> Tensor:
         return rows
     probed = rows[torch.linspace(0, len(rows) - 1, _PROBE_ROWS).long()]
     probed[0] = rows[batch.lengths[rows].argmax()]  # a gap grows with what came before
-    return torch.unique(probed)
+    distinct: Tensor = probed.unique()
+    return distinct
