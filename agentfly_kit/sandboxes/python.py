@@ -167,7 +167,7 @@ class PythonSandbox:
 
     @property
     def limit_mechanisms(self) -> Mapping[str, str]:
-        """Describe how each limit is enforced; "not limited" for a limit that is not enforced."""
+        """Mechanism that enforces each limit, as text; "not limited" if there is none."""
         if isinstance(self._requested_isolation, Container):
             return self._requested_isolation.limit_mechanisms(self.limits)
         level = self.isolation or levels.resolve_level(None, self.limits)
