@@ -268,9 +268,7 @@ def launch(
         )  # fmt: skip
         if handle.group is not None and _lists_children():
             _confine(handle.group, handle.process)
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # it has exited already; the caller that waits for an answer reports why
+        with contextlib.suppress(BrokenPipeError):  # it has exited already; waiting for its answer reports why
             host.sendall(line)  # the zygote starts nothing before it has the settings
     except BaseException as error:
         handle.destroy()
