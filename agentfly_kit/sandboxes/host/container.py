@@ -347,9 +347,7 @@ def launch(
         handle.stream.boot([isolation.WORKER, Path(__file__).parent.parent / "inside" / "container_relay.py"])
         rlimits: dict[str, int] = {"RLIMIT_CORE": 0, "RLIMIT_NOFILE": 512}
         if limits.memory_mb is not None:
-            rlimits["RLIMIT_DATA"] = (
-                limits.memory_mb * _MEBIBYTE
-            )  # a MemoryError is raised before the group's limit kills
+            rlimits["RLIMIT_DATA"] = limits.memory_mb * _MEBIBYTE  # raises MemoryError before the group's limit kills
         if limits.disk_mb is not None:
             rlimits["RLIMIT_FSIZE"] = limits.disk_mb * _MEBIBYTE
         program = seccomp.program(_PROCESSES.get(arch, arch)) if container.runtime != "runsc" else None
