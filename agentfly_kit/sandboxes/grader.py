@@ -55,6 +55,7 @@ class Grade:
 
     @property
     def passed(self) -> int:
+        """Number of tests that passed."""
         return sum(verdict.passed for verdict in self.verdicts)
 
     @property
@@ -144,27 +145,33 @@ class Grader:
 
     @property
     def alive(self) -> bool:
+        """True if both interpreters can be used or reset."""
         return self._work.alive and self._tests.alive
 
     @property
     def isolation(self) -> str | None:
+        """The isolation level in use; before `start`, the requested one."""
         return self._work.isolation
 
     @property
     def limits(self) -> Limits:
+        """The resource limits of each interpreter."""
         return self._work.limits
 
     @property
     def limit_mechanisms(self) -> Mapping[str, str]:
+        """Mechanism that enforces each limit, as text; "not limited" if there is none."""
         return self._work.limit_mechanisms
 
     async def close(self) -> None:
+        """Close both interpreters, leaving no process and no file behind. Idempotent."""
         try:
             await self._work.close()
         finally:
             await self._tests.close()
 
     def kill(self) -> None:
+        """Close both interpreters immediately, without an event loop."""
         self._work.kill()
         self._tests.kill()
 

@@ -129,6 +129,7 @@ class HostedSandbox:
 
     @property
     def limits(self) -> Limits:
+        """The resource limits of the sandbox."""
         return self._python.limits
 
     @property

@@ -92,7 +92,7 @@ class PythonSandbox:
         self._counts = 0  # serial number of `count` requests
         self._has_interpreter = False  # an interpreter is running
         self._has_state = False  # a call was made since the last reset, so there may be state to lose
-        self._abandoned: bytes | None = None  # unsent rest of a call that was cancelled while it ran
+        self._abandoned: bytes | None = None  # unsent part of a call cancelled while it ran
         self._interrupted = False  # an interrupt may not have been delivered yet
         self._limit_hits = (0, 0)
         self._watches: set[_Watch] = set()

@@ -40,6 +40,7 @@ class SandboxResult:
 
     @property
     def ok(self) -> bool:
+        """True if the code neither raised an error, nor timed out, nor ended the interpreter."""
         return self.error is None and not self.timed_out and not self.died
 
     def __repr__(self) -> str:

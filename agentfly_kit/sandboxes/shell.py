@@ -33,6 +33,7 @@ class ShellResult(SandboxResult):
 
     @property
     def ok(self) -> bool:
+        """True if the command ended in time with exit status 0."""
         return self.exit_code == 0 and not self.timed_out
 
     @property

@@ -116,7 +116,7 @@ class Container:
 
     @property
     def not_isolated(self) -> tuple[str, ...]:
-        """What a container does not protect, as sentences."""
+        """Aspects of the host that a container does not isolate."""
         return NOT_ISOLATED
 
     @property
@@ -258,6 +258,7 @@ class ContainerProcess(SandboxProcess):
 
     @property
     def alive(self) -> bool:
+        """True if the container is connected and was not destroyed."""
         return not self._destroyed and self.stream is not None and not self.stream.ended
 
     def last_error_line(self) -> str:

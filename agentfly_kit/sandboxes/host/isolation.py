@@ -77,7 +77,7 @@ class LevelReport:
         available: True if the level can be used on this machine.
         reason: why the level is unavailable and how to fix it; if it is available, a description of it.
         limits: for each limit, how it is enforced.
-        not_isolated: what the level does not protect.
+        not_isolated: aspects of the host that the level does not isolate.
     """
 
     name: str

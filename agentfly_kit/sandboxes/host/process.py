@@ -100,6 +100,7 @@ class SandboxProcess:
 
     @property
     def alive(self) -> bool:
+        """True if the process is running and was not destroyed."""
         return not self._destroyed and self.process is not None and self.process.poll() is None
 
     def disconnect(self) -> None:
