@@ -1,4 +1,4 @@
-"""Places in which code from a model runs. Kinds of sandbox are classes; a pool lends them to chains."""
+"""Sandboxes that run code written by a model. Each kind of sandbox is a class; a pool leases instances to chains."""
 
 from __future__ import annotations
 

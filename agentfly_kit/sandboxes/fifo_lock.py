@@ -1,4 +1,4 @@
-"""Calls on one sandbox, one after the other. An asyncio.Lock would do it, but would be one event loop's for ever."""
+"""A fair lock that serializes calls on one sandbox. Unlike an asyncio.Lock it is not bound to one event loop."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from contextlib import asynccontextmanager
 
 
 class FifoLock:
-    """Whoever enters waits for all that entered before, in order, whatever event loop they come from."""
+    """An asynchronous lock that is granted in order of arrival and can be used from successive event loops.
+
+    A holder in another event loop is not waited for.
+    """
 
     def __init__(self) -> None:
         self._last: asyncio.Future[None] | None = None
 
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[None]:
-        """Until it is left, everybody who enters later waits."""
+        """Hold the lock in an `async with` block; later callers wait until it ends."""
         loop = asyncio.get_running_loop()
         before, mine = self._last, loop.create_future()
         if before is not None and (before.done() or before.get_loop() is not loop):
@@ -27,7 +30,7 @@ class FifoLock:
             yield
         finally:
             if before is not None and not before.done():
-                # Cancelled while it waited: the next one must not pass before this one would have.
+                # Cancelled while waiting: the next caller must still wait for the earlier one.
                 before.add_done_callback(lambda _: mine.set_result(None))
             else:
                 mine.set_result(None)

@@ -1,6 +1,6 @@
-"""A folder that a chain keeps, with what a model needs to work on code in it, and a shell in the same place.
+"""A persistent folder with file operations for a model that works on code, and a shell in the same folder.
 
-Knows what the calls mean; what does them is inside/files.py, in the interpreter of a PythonSandbox.
+This is the host's side. inside/files.py carries out the operations, in the interpreter of a PythonSandbox.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from .shell import ShellSandbox
 
 
 class GrepMatch(NamedTuple):
-    """A line that `grep` found. Its str is what grep would print."""
+    """A line found by `grep`. `str()` formats it as "path:line: text".
+
+    Attributes:
+        path: path of the file, relative to the sandbox's folder.
+        line: line number, from 1.
+        text: the line, without its newline.
+    """
 
     path: str
     line: int
@@ -27,17 +33,17 @@ class GrepMatch(NamedTuple):
 
 
 class FileSandbox(ShellSandbox):
-    """A private folder: read, write, edit, list, grep and undo; and `run(command)` in a shell that begins there.
+    """A private folder with read, write, edit, list, grep and undo, and a shell (`run(command)`) that starts there.
 
     Args:
-        files: what the folder holds at the beginning and after each reset: a dict of paths to text or bytes, or a
-            folder of this machine, which is copied and never written. `await seed(...)` adds what one task needs.
+        files: initial content of the folder, restored by each reset: a dict from paths to text or bytes, or a folder of
+            this machine, which is copied and never written. `await seed(...)` adds the files of one task.
 
-    The other settings are those of ShellSandbox; its pool serves tools that ask for a ShellSandbox too, with the same
-    folder. `agentfly_kit.toolbox` has tools for a model.
+    The other settings are those of ShellSandbox. A pool of FileSandbox also serves tools that request a ShellSandbox;
+    they share the folder. `agentfly_kit.toolbox` provides tools for a model.
 
-    Paths are relative to the folder, and none leads out of it, by `..`, from the root or through a link. What cannot be
-    done raises ToolError with a sentence that a model can use.
+    Paths are relative to the folder and cannot leave it, whether by `..`, as absolute paths or through links. A failed
+    operation raises ToolError with a message for the model.
     """
 
     _inside_files: ClassVar[tuple[str, ...]] = ("base", "shell", "files")
@@ -68,7 +74,7 @@ class FileSandbox(ShellSandbox):
 
     @classmethod
     def validate_remote_options(cls, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A client of a server may not name files of the server's machine.
+        """Check the arguments of a remote call: a client must not name files on the server's machine.
 
         Raises:  SettingsError if it does.
         """
@@ -76,9 +82,12 @@ class FileSandbox(ShellSandbox):
             raise SettingsError("seed(): from afar, give the files themselves: {path: text or bytes}")
 
     async def seed(self, files: Mapping[str, str | bytes] | str | os.PathLike[str]) -> None:
-        """Put files in place, over what is there: for one task's own, gone at the reset. Not undone by `undo`.
+        """Add the files of one task, overwriting existing ones. A reset removes them; `undo` does not.
 
-        Raises:  SettingsError as for `files=`; SandboxError if they do not fit.
+        Args:
+            files: as for the class: a dict from paths to text or bytes, or a folder of this machine.
+
+        Raises:  SettingsError for invalid `files`; SandboxError if they do not fit.
         """
         entries = hosted.seed_entries(files)
         async with self._lock.acquire():
@@ -86,9 +95,16 @@ class FileSandbox(ShellSandbox):
             await self._put(iter(entries), self._folder)
 
     async def read(self, path: str, start: int = 1, end: int | None = None, *, numbers: bool = False) -> str:
-        """The text of a file, or its lines from `start` (the first is 1) to `end`, that one too.
+        """Return the text of a file, or its lines from `start` (counted from 1) to `end`, inclusive.
 
-        Raises:  ToolError if it is not there, no text, or more than `max_output` characters: nothing is cut in silence.
+        Args:
+            path: path of the file, relative to the folder.
+            start: first line.
+            end: last line; None: the last line of the file.
+            numbers: prefix each line with its number.
+
+        Raises:  ToolError if the file does not exist, is not text, or if the selection has more than `max_output`
+                 characters (it is never silently truncated).
         """
         return str(
             await self._request(
@@ -97,18 +113,25 @@ class FileSandbox(ShellSandbox):
         )
 
     async def write(self, path: str, text: str) -> str:
-        """Make or overwrite a file, and the folders above it; all of it or, where there is no room, nothing."""
+        """Create or overwrite a file, creating its parent folders, and return a summary. The write is atomic."""
         return str(await self._request("write", path=path, text=text, folder=self._folder))
 
     async def edit(self, path: str, old: str, new: str) -> str:
-        """Replace `old`, which must be in the file exactly once, by `new`; gives the lines around it as they are now.
+        """Replace `old`, which must occur exactly once, with `new`, and return the new lines with their context.
 
-        Raises:  ToolError that says where the nearest text is, or in which lines there are several.
+        Raises:  ToolError if `old` is missing (with the closest match) or occurs more than once (with line numbers).
         """
         return str(await self._request("edit", path=path, old=old, new=new, folder=self._folder))
 
     async def list(self, path: str = ".", depth: int = 2) -> tuple[str, ...]:
-        """Names below a folder, those of folders with a / at their end. At most 1000, then how many more."""
+        """List the paths below a folder, with a trailing slash for folders.
+
+        At most 1000 are listed; a last entry then gives the number of the others.
+
+        Args:
+            path: the folder to list.
+            depth: number of levels to descend.
+        """
         if depth < 1:
             raise SettingsError(f"depth={depth}: want at least 1")
         reply = await self._request("list", path=path, depth=depth, folder=self._folder)
@@ -116,12 +139,18 @@ class FileSandbox(ShellSandbox):
         return (*map(str, reply["names"]), *more)
 
     async def grep(self, pattern: str, path: str = ".", max_matches: int = 100) -> tuple[GrepMatch, ...]:
-        """Lines that match a regular expression (Python's), in a file or in all files of text below a folder."""
+        """Return the lines that match a Python regular expression, in one file or in all text files below a folder.
+
+        Args:
+            pattern: the regular expression.
+            path: a file or a folder.
+            max_matches: maximum number of lines to return.
+        """
         reply: dict[str, Any] = await self._request(
             "grep", pattern=pattern, path=path, max_matches=max_matches, folder=self._folder
         )
         return tuple(GrepMatch(str(name), int(line), str(text)) for name, line, text in reply["found"])
 
     async def undo(self, path: str | None = None) -> str:
-        """Take back the last write or edit, or the last one of a file. Says what it did; up to 8 MB are remembered."""
+        """Undo the last write or edit (of `path`, if given) and return a summary. Up to 8 MB of history are kept."""
         return str(await self._request("undo", path=path, folder=self._folder))

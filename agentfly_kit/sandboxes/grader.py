@@ -1,7 +1,7 @@
-"""Tests run against submitted code, in fresh processes that the chain which wrote the code has never seen.
+"""Run tests against submitted code, in fresh processes that the chain that wrote the code never had access to.
 
-Knows how to carry a test's questions to the submission and its answers back; what asks and answers is
-inside/grading.py. Expected outputs of whole programs are compared here, on the host.
+This is the host's side: it relays requests from the tests to the submission, and the replies back. Both ends of that
+protocol are in inside/grading.py. The output of whole programs is compared here, on the host.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .result import Limit, SandboxResult
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How one test went. `error` may quote the test: show it to a model only where the test is no secret.
+    """The result of one test. `error` may quote the test: show it to a model only if the test is not secret.
 
     Attributes:
-        passed
-        error
-        limit: The limit that ended it, of the submission or of the test.
-        stdout: What the submission printed meanwhile, up to max_output bytes.
-        seconds
+        passed: True if the test passed.
+        error: Why the test failed; None if it passed.
+        limit: The limit that stopped the submission or the test, if any.
+        stdout: Output of the submission during the test, up to max_output bytes.
+        seconds: Duration of the test.
     """
 
     passed: bool
@@ -43,11 +43,11 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """What a submission is worth: a verdict a test, in order.
+    """The grade of a submission: one verdict per test, in order.
 
     Attributes:
-        verdicts
-        error: Why the submission itself did not load; then no test has passed. Holds nothing of the tests.
+        verdicts: One Verdict per test.
+        error: Why the submission failed to load, in which case no Python test passed. Never quotes the tests.
     """
 
     verdicts: tuple[Verdict, ...]
@@ -55,16 +55,17 @@ class Grade:
 
     @property
     def passed(self) -> int:
+        """Number of tests that passed."""
         return sum(verdict.passed for verdict in self.verdicts)
 
     @property
     def share(self) -> float:
-        """Of the tests, how many passed, in [0, 1]."""
+        """Fraction of tests that passed, in [0, 1]."""
         return self.passed / len(self.verdicts)
 
     @property
     def ok(self) -> bool:
-        """All passed."""
+        """True if all tests passed."""
         return self.passed == len(self.verdicts)
 
     def __repr__(self) -> str:
@@ -72,7 +73,7 @@ class Grade:
 
 
 class _Half(HostedSandbox):
-    """One of the two interpreters of a Grader."""
+    """One of a Grader's two interpreters: that of the submission or that of the tests."""
 
     _inside_files: ClassVar[tuple[str, ...]] = ("base", "grading")
 
@@ -85,20 +86,21 @@ class _Half(HostedSandbox):
 
 
 class Grader:
-    """Grades what a policy wrote: `grade = await grader.grade(source, tests)`, in fresh processes, capped.
+    """Grade code written by a policy in fresh, resource-limited processes: `await grader.grade(source, tests)`.
 
-    Two confined interpreters that never meet. The submission runs in one, the tests in the other; each call that a test
-    makes is carried over as data, and so is what comes back. Code that is graded has no test, no answer and no verdict
-    in its process: not in a frame, a file, a module or an argument, and what it prints, patches, raises or kills is its
-    own. Both are new for each `grade`: nothing that a chain left in its PythonSandbox is there.
+    The submission and the tests run in two separate confined interpreters. Each call from a test to the submission is
+    relayed as data, and so is its result. The process of the submission contains no test, answer or verdict, whether in
+    a frame, file, module or argument, and whatever the submission prints, patches, raises or kills affects only its own
+    process. Both interpreters are new for each `grade` and see nothing of a chain's PythonSandbox.
 
-    A kind like the others: `af.Pool(af.Grader, size=4)` lends it, and a reward asks for it by type:
+    A Grader is pooled like other sandboxes: `af.Pool(af.Grader, size=4)`. A reward requests one by its type annotation:
 
         @af.reward
         async def solved(final: str | None, tests: list[str], grader: af.Grader) -> float:
             return (await grader.grade(final or "", tests)).share
 
-    The settings are PythonSandbox's, and hold for each of the two; isolation="none" keeps nothing apart.
+    The settings are those of PythonSandbox and apply to each of the two interpreters. isolation="none" does not
+    protect the tests from the submission.
     """
 
     def __init__(
@@ -125,42 +127,51 @@ class Grader:
         self._busy = False
         self._graded = 0
 
-    # --- life ------------------------------------------------------------------------------------
+    # --- lifecycle -------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start both. Raises as PythonSandbox does."""
+        """Start both interpreters.
+
+        Raises:  IsolationError or SandboxError, as `PythonSandbox.start`.
+        """
         await self._work.start()
         await self._tests.start()
 
     async def reset(self) -> None:
-        """New processes, empty folders."""
+        """Restart both interpreters with empty folders."""
         self._used = False
         await self._work.reset()
         await self._tests.reset()
 
     @property
     def alive(self) -> bool:
+        """True if both interpreters can be used or reset."""
         return self._work.alive and self._tests.alive
 
     @property
     def isolation(self) -> str | None:
+        """The isolation level in use; before `start`, the requested one."""
         return self._work.isolation
 
     @property
     def limits(self) -> Limits:
+        """The resource limits of each interpreter."""
         return self._work.limits
 
     @property
     def limit_mechanisms(self) -> Mapping[str, str]:
+        """Mechanism that enforces each limit, as text; "not limited" if there is none."""
         return self._work.limit_mechanisms
 
     async def close(self) -> None:
+        """Close both interpreters, leaving no process and no file behind. Idempotent."""
         try:
             await self._work.close()
         finally:
             await self._tests.close()
 
     def kill(self) -> None:
+        """Close both interpreters immediately, without an event loop."""
         self._work.kill()
         self._tests.kill()
 
@@ -179,7 +190,7 @@ class Grader:
 
     @classmethod
     def validate_remote_options(cls, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A client of a server may not name files of the server's machine.
+        """Check the arguments of a remote call: a client must not name files on the server's machine.
 
         Raises:  SettingsError if it does.
         """
@@ -199,30 +210,33 @@ class Grader:
         timeout: float = 5.0,
         total: float = 60.0,
     ) -> Grade:
-        """Run each test against the submission; a verdict each, in order.
+        """Run each test against the submission and return the verdicts, in order.
 
-        source   the submitted program's text. It is run as a module of the name `module`.
-        tests    each is Python text that passes if it ends without an exception (`assert add(1, 2) == 3`; functions
-                 test_... and unittest.TestCase classes that it defines are run too), or a pair (stdin, stdout): the
-                 submission is run as a whole program, and what it prints must be the same but for blanks at the ends
-                 of lines and empty last lines.
-        setup    Python text that is run before the tests, on their side; they share what it defines.
-        names    of the submission's names, those that are built-in names too (a function `sum`). All others that a test
-                 uses and nobody else defines are the submission's; `from solution import add` works as well.
-        modules  modules among `files` that the tests import. They run on the submission's side.
-        files    in the submission's folder, which it is started in: a dict of paths to contents, or a folder.
-        timeout  seconds for loading the submission, and for each test; total: for all of it.
+        Args:
+            source: source code of the submission. It is run as a module named `module`.
+            tests: each test is either Python code or a pair (stdin, stdout). Python code passes if it raises no
+                exception (`assert add(1, 2) == 3`); functions named test_... and unittest.TestCase classes that it
+                defines are run too. For a pair, the submission is run as a whole program, and its output must equal
+                `stdout` except for whitespace at the ends of lines and empty lines at the end.
+            setup: Python code to run once in the tests' interpreter, before the tests; they share its definitions.
+            names: names to take from the submission although they are also built-in names (such as a function `sum`).
+                All other names that a test uses and does not define are looked up in the submission.
+                `from solution import add` works as well.
+            module: name of the submission's module.
+            modules: modules among `files` that the tests import. They run in the submission's interpreter.
+            files: files for the submission's working directory: a dict from paths to contents, or a folder.
+            timeout: seconds for loading the submission, and for each test.
+            total: seconds for the whole call.
 
-        What crosses between a test and the submission is data: None, bool, numbers, str, bytes, list, tuple, set, dict.
-        Arguments are copies: what the submission does to a list that it was handed is not seen by the test. Another
-        object stays in the submission's process; a test may call it, read and set its attributes and items, iterate
-        over it, take its `len`, `str` and truth, but not compare it: its `==` would be the submission's own. A test
-        cannot hand the submission a function. A built-in exception is raised in the test as itself, another as
-        SubmissionError, an exit too.
+        Only data is exchanged between tests and submission: None, bool, numbers, str, bytes, list, tuple, set, dict.
+        Arguments are copied, so a test does not see the submission modify a list passed to it. Other objects stay in
+        the submission's process, and the test gets a proxy. A test can call a proxy, read and set its attributes and
+        items, iterate over it, and take its `len`, `str` and truth value, but not compare it, because `==` would run
+        the submission's code. A test cannot pass a function to the submission. Built-in exceptions are re-raised in the
+        test with their own type; others, and exits, as SubmissionError.
 
-        Raises:  SettingsError for tests that are wrong by themselves (no Python; a setup that fails without having
-                 asked anything of the submission); SandboxError for failures of the host. Whatever the submission does
-                 is a verdict.
+        Raises:  SettingsError for invalid tests (a syntax error, or a setup that fails before it has used the
+                 submission); SandboxError for failures of the host. Failures of the submission are verdicts.
         """
         cases = list(tests)
         _check(source, cases, timeout, total)
@@ -240,9 +254,14 @@ class Grader:
             return Grade(tuple(verdicts), run.load_error)
 
     async def run(self, source: str, stdin: str = "", timeout: float = 5.0) -> SandboxResult:
-        """Run a program by itself, in a fresh process: what it prints, and how it ended.
+        """Run a whole program in a fresh process and return its output and how it ended.
 
-        Raises:  SandboxError for failures of the host; nothing that the program does.
+        Args:
+            source: source code of the program.
+            stdin: text of its standard input.
+            timeout: seconds until it is stopped.
+
+        Raises:  SandboxError for failures of the host. Failures of the program are not raised.
         """
         _check(source, [(stdin, "")], timeout, timeout)
         async with self._exclusive():
@@ -253,7 +272,7 @@ class Grader:
 
     @contextlib.asynccontextmanager
     async def _exclusive(self) -> AsyncIterator[None]:
-        """Two new processes, for one at a time."""
+        """Reserve this Grader for one call, and start from two fresh processes."""
         if self._busy:
             raise SettingsError("this Grader is at work already; take another, from a pool of them")
         self._busy = True
@@ -268,7 +287,7 @@ class Grader:
 
 
 async def _restart(half: _Half) -> None:
-    """A new process, whatever became of the last one: what cannot be reset is started anew."""
+    """Reset an interpreter, or start a new one if it is dead or cannot be reset."""
     if half.alive:
         try:
             await half.reset()
@@ -280,11 +299,11 @@ async def _restart(half: _Half) -> None:
 
 
 class _InvalidTest(Exception):
-    """A test that is wrong by itself."""
+    """The test itself is invalid, whatever the submission."""
 
 
 class _Grading:
-    """One `grade` on its way."""
+    """State of one running `grade` call."""
 
     def __init__(
         self, work: _Half, tests: _Half, source: str, setup: str, module: str, names: list[str], modules: list[str],
@@ -297,7 +316,7 @@ class _Grading:
         self.total = total
         self.end = self.loop.time() + total
         self.test_end = self.end
-        self.is_new = True  # nothing has run in the submission's interpreter
+        self.is_new = True  # no code has run in the submission's interpreter
         self.is_loaded = False
         self.load_error: str | None = None
         self.are_tests_new = True
@@ -314,15 +333,15 @@ class _Grading:
         return f"it took more than {self.timeout:g} s"
 
     async def call_half(self, half: _Half, name: str, **given: object) -> Any:
-        """One call of one half: its answer, and how its interpreter took it.
+        """Call one of the interpreters and return its answer and its SandboxResult.
 
-        Raises:  _NoAnswer for what it did not answer.
+        Raises:  _NoAnswer if the call was refused, timed out or failed.
         """
         seconds_left = self.seconds_left()
         if seconds_left <= 0:
             raise _NoAnswer(self.timeout_message(), "time")
         try:
-            # The clock inside stops code; this one stops an answer that is never handed over.
+            # `_call` stops code that runs too long; this timeout covers an answer that never arrives.
             async with asyncio.timeout(seconds_left + 2.0):
                 result, reply = await half._call(name, seconds_left, **given)
         except TimeoutError:
@@ -340,7 +359,7 @@ class _Grading:
         return answer
 
     async def fresh(self) -> None:
-        """An interpreter in which nothing of the submission has run."""
+        """Provide an interpreter for the submission in which no code of it has run, with `files` in place."""
         if not self.is_new:
             await _restart(self.work)
         self.is_new = False
@@ -373,7 +392,7 @@ class _Grading:
         return Verdict(error is None, error, limit, self.stdout, self.loop.time() - began)
 
     async def prepare(self) -> None:
-        """The tests' side, up to the first test."""
+        """Prepare the tests' interpreter and run the setup."""
         if self.are_tests_ready:
             return
         if not self.are_tests_new:
@@ -402,13 +421,16 @@ class _Grading:
                 return self.verdict(began, f"in the setup of the tests: {self.setup_error}")
             error, _ = await self.steps(test, setup=False)
         except _NoAnswer as ended:
-            # Where it stands now nobody knows: both begin anew.
+            # The state of both interpreters is unknown now: restart both for the next test.
             self.is_loaded = self.are_tests_ready = False
             return self.verdict(began, str(ended), ended.limit)
         return self.verdict(began, error)
 
     async def steps(self, text: str, setup: bool) -> tuple[str | None, bool]:
-        """A test from its beginning to its end: why it failed, and whether it asked the submission anything."""
+        """Run a test, relaying its requests to the submission.
+
+        Returns:  the error (None if it passed), and whether the test used the submission.
+        """
         step = await self.call_tests("begin", text=text, setup=setup)
         while "ask" in step:
             answer, _ = await self.call_half(self.work, "answer", question=step["ask"])
@@ -441,7 +463,7 @@ class _Grading:
 
 
 class _NoAnswer(Exception):
-    """A half did not answer, and what that says of the test."""
+    """An interpreter did not answer. Carries the error and the limit to report in the verdict."""
 
     def __init__(self, text: str, limit: Limit | None) -> None:
         super().__init__(text)

@@ -1,7 +1,7 @@
-"""What the kinds that are built on a Python interpreter share: a program that lives in it, and calls to that.
+"""Base class of sandboxes built on a Python interpreter: a program that runs in it, and calls to that program.
 
-Isolation, limits, clocks, cancellation and the ending of all that runs are PythonSandbox's. A kind adds the files
-inside/*.py, which are sent into the interpreter as text when they are first needed there, also after its death.
+PythonSandbox provides isolation, limits, timeouts, cancellation and cleanup. A subclass adds files from inside/*.py,
+whose source is sent to the interpreter when it is first needed, and again after a restart of the interpreter.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .result import SandboxResult
 G = TypeVar("G", bound="HostedSandbox")
 
 _HERE = Path(__file__).parent / "inside"
-_CHUNK_BYTES = 256 * 1024  # bytes of a file that travel in one call
+_CHUNK_BYTES = 256 * 1024  # bytes of a file sent in one call
 _COPY_SECONDS = 60.0
-_MAX_ANSWER = 2**27  # characters of an answer: what comes from inside is not to be believed
+_MAX_ANSWER = 2**27  # maximum length of an answer in characters; answers from inside are untrusted
 _PROGRAM_MISSING = "name '_agentfly' is not defined"
 
 
 @functools.cache
 def _program_cell(names: tuple[str, ...]) -> str:
-    """A cell that defines `_agentfly`, a namespace with the calls, unless it is there."""
+    """Return a cell that defines `_agentfly`, the namespace of the program, unless it is already defined."""
     parts = []
     for name in names:
         lines = (_HERE / f"{name}.py").read_text(encoding="utf-8").splitlines()
@@ -43,15 +43,15 @@ def _program_cell(names: tuple[str, ...]) -> str:
         f"    exec(compile({part!r}, {name!r}, 'exec', dont_inherit=True), _space)\n"
         for name, part in zip(names, parts, strict=True)
     )
-    # It has its name only when it is whole: a call that is cancelled may interrupt this.
+    # `_agentfly` is bound last, because a cancelled call may interrupt this cell.
     return f"if '_agentfly' not in globals():\n    _space = {{'__name__': '_agentfly'}}\n{body}    _agentfly = _space\n"
 
 
 class HostedSandbox:
-    """A sandbox whose inside is a program in a PythonSandbox. The settings are PythonSandbox's.
+    """Base class of sandboxes that run a program in a PythonSandbox. The settings are those of PythonSandbox.
 
-    A kind sets `_inside_files` and makes calls with `_call` (a result, whatever happens) or `_request` (an answer or a
-    ToolError); `_setup` is what it does in a fresh sandbox before the first call.
+    A subclass sets `_inside_files` and makes calls with `_call` (always returns a result) or `_request` (returns an
+    answer or raises ToolError). It overrides `_setup` to prepare a fresh sandbox before the first call.
     """
 
     _inside_files: ClassVar[tuple[str, ...]] = ("base",)
@@ -79,12 +79,12 @@ class HostedSandbox:
         self._calls = 0
         self._lock = FifoLock()
 
-    # --- life ------------------------------------------------------------------------------------
+    # --- lifecycle -------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start it and make it ready. Does nothing if it runs.
+        """Start and set up the sandbox. Does nothing if it is running.
 
-        Raises:  IsolationError if the level cannot be had, SandboxError if it does not come up.
+        Raises:  IsolationError if the isolation level is unavailable, SandboxError if the process does not start.
         """
         async with self._lock.acquire():
             await self._start()
@@ -101,10 +101,10 @@ class HostedSandbox:
         self._ready = True
 
     async def _setup(self) -> None:
-        """Nothing, unless the kind has something to put in place."""
+        """Prepare a fresh sandbox. The default does nothing."""
 
     async def reset(self) -> None:
-        """Kill all that runs inside, empty its folders, begin anew.
+        """Kill all processes inside, empty the folders and set the sandbox up again.
 
         Raises:  SandboxError if that fails; the sandbox is then dead.
         """
@@ -119,35 +119,36 @@ class HostedSandbox:
 
     @property
     def alive(self) -> bool:
-        """It can be used, or reset."""
+        """True if the sandbox can be used or reset."""
         return self._python.alive
 
     @property
     def isolation(self) -> str | None:
-        """The level in use; before `start`, the one asked for."""
+        """The isolation level in use; before `start`, the requested one."""
         return self._python.isolation
 
     @property
     def limits(self) -> Limits:
+        """The resource limits of the sandbox."""
         return self._python.limits
 
     @property
     def limit_mechanisms(self) -> Mapping[str, str]:
-        """How each limit is held, in words; "not limited" where nothing holds it."""
+        """Mechanism that enforces each limit, as text; "not limited" if there is none."""
         return self._python.limit_mechanisms
 
     @property
     def pid(self) -> int | None:
-        """The host's process id of the sandbox's outermost process."""
+        """Process id, on the host, of the sandbox's outermost process."""
         return self._python.pid
 
     async def close(self) -> None:
-        """End it: no process and no file is left. May be called twice, and while a call runs, which then ends."""
+        """Close the sandbox, leaving no process and no file behind. Idempotent. A running call is ended."""
         self._closed = True
         await self._python.close()
 
     def kill(self) -> None:
-        """As `close`, at once and without an event loop. Not from another thread while a call runs."""
+        """Close the sandbox immediately, without an event loop. Not safe from another thread while a call runs."""
         self._closed = True
         self._python.kill()
 
@@ -172,7 +173,10 @@ class HostedSandbox:
     # --- calls -----------------------------------------------------------------------------------
 
     async def _call(self, name: str, timeout: float, **given: object) -> tuple[SandboxResult, dict[str, Any] | None]:
-        """One call, in its turn: how the interpreter took it, and {"answer": ...}, {"refused": ...} or None."""
+        """Call the program under the lock.
+
+        Returns:  the interpreter's result, and {"answer": ...}, {"refused": ...} or None.
+        """
         if not 0 < timeout < float("inf"):
             raise SettingsError(f"timeout={timeout!r}: want a positive number of seconds")
         async with self._lock.acquire():
@@ -183,14 +187,14 @@ class HostedSandbox:
             return await self._send(name, timeout, **given)
 
     async def _request(self, name: str, timeout: float = 10.0, **given: object) -> Any:
-        """One call that gives an answer.
+        """Call the program under the lock and return its answer.
 
-        Raises:  ToolError, for a model to read, if it is refused, takes too long, or dies.
+        Raises:  ToolError, for a model to read, if the call is refused, times out, or the interpreter dies.
         """
         return _answer(name, timeout, *await self._call(name, timeout, **given))
 
     async def _request_locked(self, name: str, **given: object) -> Any:
-        """As `_request`, from within a turn."""
+        """Like `_request`, for callers that hold the lock."""
         return _answer(name, _COPY_SECONDS, *await self._send(name, _COPY_SECONDS, **given))
 
     async def _send(self, name: str, timeout: float, **given: object) -> tuple[SandboxResult, dict[str, Any] | None]:
@@ -209,7 +213,7 @@ class HostedSandbox:
                     total = None
                 text += part
         finally:
-            self._python._history.clear()  # nobody replays these, and they hold whole files
+            self._python._history.clear()  # these calls are never replayed, and they contain whole files
         if total is None or len(text) > total:
             return result, None
         try:
@@ -221,7 +225,7 @@ class HostedSandbox:
     # --- its folder ------------------------------------------------------------------------------
 
     async def _put(self, entries: Iterator[dict[str, Any]], folder: str) -> None:
-        """Write files, within a turn; several small ones travel together."""
+        """Write files, batching small ones into one call. The caller holds the lock."""
         batch: list[dict[str, Any]] = []
         size = 0
         try:
@@ -237,7 +241,7 @@ class HostedSandbox:
             raise SandboxError(f"the files of a {type(self).__name__} could not be put in place: {error}") from None
 
     async def _copy_home(self, into: HostedSandbox) -> None:
-        """All of this one's own folder into another's, within a turn of both."""
+        """Copy the sandbox's folder to another sandbox. The caller holds the locks of both."""
         for path, kind, mode, size, mtime, link in await self._request_locked("list_home"):
             if kind == "other":
                 raise SandboxError(
@@ -254,9 +258,9 @@ class HostedSandbox:
 
     @asynccontextmanager
     async def _copying(self: G, into: G) -> AsyncIterator[None]:
-        """The turns of both for the length of a copy; `into` begins empty, and is reset if it does not succeed.
+        """Hold the locks of both sandboxes during a copy. `into` is emptied first, and reset if the copy fails.
 
-        Raises:  SandboxError, by name, for a state that cannot be copied.
+        Raises:  SandboxError, with the reason, for a state that cannot be copied.
         """
         if not isinstance(into, type(self)) or into is self:
             raise SandboxError(f"a {type(self).__name__} forks into another of its kind, not into {into!r}")
@@ -265,7 +269,7 @@ class HostedSandbox:
                 await self._start()
                 await into._start()
                 try:
-                    await into._python.reset()  # the copy brings what `into` was seeded with, as it is now
+                    await into._python.reset()  # the copy includes the seeded files, in their current state
                     yield
                 except ToolError as error:
                     raise SandboxError(f"this {type(self).__name__} cannot fork: {error}") from None
@@ -276,7 +280,7 @@ class HostedSandbox:
 
 
 def _parse_chunk(value: str | None) -> tuple[int | None, str]:
-    """(length of the whole answer, this part of it); (None, "") for what keeps to no protocol."""
+    """Return the length of the whole answer and this chunk of it; (None, "") for invalid data."""
     number, _, text = (value or "").partition(" ")
     if not (number.isascii() and number.isdigit()) or len(number) > 12 or int(number) > _MAX_ANSWER:
         return None, ""
@@ -296,13 +300,14 @@ def _answer(name: str, timeout: float, result: SandboxResult, answer: dict[str, 
     raise ToolError(f"{name} failed: {last}")
 
 
-# --- what a sandbox is seeded with ---------------------------------------------------------------
+# --- initial files ------------------------------------------------------------------------------
 
 
 def seed_entries(files: Mapping[str, str | bytes] | str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Files for `_put`, from a mapping of paths to contents or from a folder of the host, read now.
+    """Read files into entries for `_put`, from a mapping of paths to contents or from a folder of the host.
 
-    Raises:  SettingsError for a path that leads out, a folder that is not there, or a content that is no text or bytes.
+    Raises:  SettingsError for a path that leaves the sandbox's folder, a folder that does not exist, or content that is
+             neither str nor bytes.
     """
     found: list[dict[str, Any]] = []
     if isinstance(files, Mapping):

@@ -1,7 +1,7 @@
-"""A Python interpreter that a chain keeps: variables live from call to call, and are gone with the chain.
+"""A persistent Python interpreter: variables survive from call to call and are discarded with the chain.
 
-Knows how to talk to a zygote and its interpreter (inside/zygote.py) from whatever event loop is running; nothing of
-pools, tools or models. Between calls nothing of it is bound to a loop.
+This is the host's side of the protocol with a zygote and its interpreter (inside/zygote.py). Between calls, nothing is
+bound to an event loop, so successive calls may come from different loops.
 """
 
 from __future__ import annotations
@@ -28,30 +28,32 @@ from .host.limits import Limits
 from .result import Limit, SandboxResult
 
 _START_SECONDS = 30.0
-_CONTROL_SECONDS = 5.0  # a reset that takes longer is a broken sandbox
+_CONTROL_SECONDS = 5.0  # a sandbox whose reset takes longer is considered broken
 _GRACE_SECONDS = 0.5  # between the interrupt, which keeps the variables, and the kill
-_CPU_POLL_SECONDS = 0.25  # how often the processor time of a running call is looked at
-_MAX_OUTPUT_FACTOR = 256  # a call may print this many times what is kept of it, then it is stopped
+_CPU_POLL_SECONDS = 0.25  # how often the CPU time of a running call is checked
+_MAX_OUTPUT_FACTOR = 256  # stop a call once it has printed this many times max_output
 _CHUNK = 65536
 
 
 class PythonSandbox:
     """A persistent, confined Python interpreter.
 
-    `await start()`, `await run(code)` as often as wanted, `await reset()` for an interpreter that knows nothing of the
-    last one (new process, empty folder), `await close()`. `async with PythonSandbox() as sandbox` does the first and
-    the last.
+    Call `await start()`, then `await run(code)` any number of times, `await reset()` for a clean interpreter (new
+    process, empty folder), and finally `await close()`. `async with PythonSandbox() as sandbox` starts and closes it.
 
     Args:
-        isolation: "strict" (one bubblewrap each), "landlock" (no namespaces), "none" (a bare process with limits), or
-            None: the best there is here; or a Container, which says the image. A level that was named and cannot be had
-            raises IsolationError at `start`. `sandbox_report()` says what each keeps apart.
-        memory_mb, processes, cpu_seconds, disk_mb, network: see Limits; `limit_mechanisms` says how each one is held.
-        packages: the packages installed for this Python can be imported inside, read-only; False: the standard library.
-        preload: modules that every interpreter has loaded already (numpy: 0.1 s once instead of in each chain).
-        max_output: bytes kept of each of stdout, stderr, value and error of a call.
+        isolation: "strict" (bubblewrap), "landlock" (no namespaces), "none" (a bare process with limits), a Container,
+            or None for the best level available on this machine. `start` raises IsolationError if the named level is
+            unavailable. `sandbox_report()` lists what each level does not isolate.
+        memory_mb, processes, cpu_seconds, disk_mb, network: see Limits. `limit_mechanisms` describes how each limit is
+            enforced.
+        packages: make the packages installed for this Python importable (read-only). If False, only the standard
+            library is available.
+        preload: modules to import before interpreters are forked, so that every interpreter already has them (numpy:
+            0.1 s once instead of once per chain).
+        max_output: bytes to keep of each of stdout, stderr, value and error, per call.
 
-    Raises:  SettingsError for a setting that cannot be; SandboxError only for failures of the host.
+    Raises:  SettingsError for an invalid setting; SandboxError only for failures of the host.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class PythonSandbox:
         if not isinstance(isolation, Container):
             levels.check_level(isolation)
         self.limits = Limits(memory_mb, processes, cpu_seconds, disk_mb, network)
-        # The level in use; before `start`, the one asked for.
+        # The level in use; before `start`, the requested one.
         self.isolation: str | None = str(isolation) if isinstance(isolation, Container) else isolation
         self.max_output = max_output
         self._requested_isolation = isolation
@@ -84,26 +86,26 @@ class PythonSandbox:
         self._finalizer: weakref.finalize[..., PythonSandbox] | None = None
         self._control: _JSONLines | None = None
         self._replies: _JSONLines | None = None
-        self._serial = 0  # of the interpreter
-        self._call_count = 0  # of the call, over all interpreters
-        self._nonce = 0  # of the call that runs
-        self._counts = 0  # requests for the number of processes
-        self._has_interpreter = False  # an interpreter runs
-        self._has_state = False  # a call was made since the last reset: there may be something to lose
-        self._abandoned: bytes | None = None  # a call was given up while its code ran: what of it is still to be sent
-        self._interrupted = False  # an interrupt may still be on its way
+        self._serial = 0  # number of the current interpreter
+        self._call_count = 0  # calls made, over all interpreters
+        self._nonce = 0  # id of the running call
+        self._counts = 0  # serial number of `count` requests
+        self._has_interpreter = False  # an interpreter is running
+        self._has_state = False  # a call was made since the last reset, so there may be state to lose
+        self._abandoned: bytes | None = None  # unsent part of a call cancelled while it ran
+        self._interrupted = False  # an interrupt may not have been delivered yet
         self._limit_hits = (0, 0)
         self._watches: set[_Watch] = set()
         self._lock = FifoLock()
         self._closed = False
-        self._history: list[tuple[str, float, bytes | None]] = []  # code, timeout, what it gave; None: was stopped
+        self._history: list[tuple[str, float, bytes | None]] = []  # code, timeout, digest of the result (None: stopped)
 
-    # --- life ------------------------------------------------------------------------------------
+    # --- lifecycle ------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the zygote and the first interpreter (about 30 ms). Does nothing if it runs.
+        """Start the zygote and the first interpreter (about 30 ms). Does nothing if the sandbox is running.
 
-        Raises:  IsolationError if the level cannot be had, SandboxError if the process does not come up.
+        Raises:  IsolationError if the isolation level is unavailable, SandboxError if the process does not start.
         """
         if self._closed:
             raise SandboxError("this PythonSandbox is closed; make a new one")
@@ -113,12 +115,12 @@ class PythonSandbox:
         self._has_state = False
         inside = isinstance(
             self._requested_isolation, Container
-        )  # the engine starts it: many may be on their way at once
+        )  # started by the container engine; several can start concurrently
         future = container.launch_executor.submit(self._launch) if inside else process.spawner.submit(self._launch)
         try:
             level, handle = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            future.add_done_callback(_end_launched)  # it may be under way on the other thread
+            future.add_done_callback(_end_launched)  # the launch may be in progress on the other thread
             raise
         self._adopt(level, handle)
         try:
@@ -128,7 +130,7 @@ class PythonSandbox:
                 await self._expect("ready", 0, _START_SECONDS)
             await self._new_interpreter(
                 wipe=False, within=_START_SECONDS
-            )  # it does what it is told in the order of telling
+            )  # commands are processed in order: "ready" need not be awaited
         except SandboxError as error:
             handle.stop()
             stderr_line = handle.last_error_line()
@@ -158,14 +160,14 @@ class PythonSandbox:
 
     @property
     def alive(self) -> bool:
-        """It can be used, or reset. An interpreter that died does not make its sandbox dead."""
+        """True if the sandbox can be used or reset. A sandbox outlives the death of its interpreter."""
         if self._closed or self._handle is None or self._control is None or self._control.ended:
             return False
         return self._handle.alive
 
     @property
     def limit_mechanisms(self) -> Mapping[str, str]:
-        """How each limit is held, in words; "not limited" where nothing holds it."""
+        """Mechanism that enforces each limit, as text; "not limited" if there is none."""
         if isinstance(self._requested_isolation, Container):
             return self._requested_isolation.limit_mechanisms(self.limits)
         level = self.isolation or levels.resolve_level(None, self.limits)
@@ -173,11 +175,11 @@ class PythonSandbox:
 
     @property
     def pid(self) -> int | None:
-        """The host's process id of the sandbox's outermost process."""
+        """Process id, on the host, of the sandbox's outermost process."""
         return None if self._handle is None or self._handle.process is None else self._handle.process.pid
 
     async def reset(self) -> None:
-        """Kill all that runs inside, empty its folders, start a new interpreter (about 2 ms).
+        """Kill all processes inside, empty the folders and start a new interpreter (about 2 ms).
 
         Raises:  SandboxError if that fails; the sandbox is then dead.
         """
@@ -189,10 +191,10 @@ class PythonSandbox:
             await self._new_interpreter(wipe=True)
 
     async def fork(self, into: PythonSandbox) -> None:
-        """Bring another, fresh sandbox into this one's state by replaying every call there.
+        """Copy this sandbox's state to another, fresh sandbox by replaying every call there.
 
-        Raises:  SandboxError if a call was stopped, or replays differently (time, randomness): then this state cannot
-                 be copied, and pretending would be worse. `into` is reset.
+        Raises:  SandboxError if a call was stopped, or if its replay gives a different result (time, randomness), so
+                 that the state cannot be copied faithfully. `into` is then reset.
         """
         if not into.alive:
             await into.start()
@@ -205,9 +207,9 @@ class PythonSandbox:
             raise SandboxError(f"this PythonSandbox cannot fork: call {position} of {len(calls)} {why}")
 
     async def count_processes(self) -> int | None:
-        """The number of processes that run inside, including the interpreter; None where the kernel does not list them.
+        """Return the number of processes inside, including the interpreter; None if the kernel does not list them.
 
-        Raises:  SandboxError if the sandbox is dead or gives no answer.
+        Raises:  SandboxError if the sandbox is dead or does not answer.
         """
         self._counts += 1
         if not self._command("count", serial=self._counts):
@@ -217,7 +219,7 @@ class PythonSandbox:
         return None if processes is None else int(processes)
 
     async def close(self) -> None:
-        """End it: no process and no file is left. May be called twice, and while a call runs, which then ends."""
+        """Close the sandbox, leaving no process and no file behind. Idempotent. A running call is ended."""
         self._closed = True
         handle = self._handle
         if handle is None:
@@ -227,11 +229,11 @@ class PythonSandbox:
         try:
             await asyncio.shield(ending)
         except asyncio.CancelledError:
-            handle.destroy()  # waits for the thread, some ms: nothing may be left when the loop is gone
+            handle.destroy()  # blocks for a few ms until the thread is done: nothing may outlive the event loop
             raise
 
     def kill(self) -> None:
-        """As `close`, at once and without an event loop. Not from another thread while a call runs."""
+        """Close the sandbox immediately, without an event loop. Not safe from another thread while a call runs."""
         self._closed = True
         self._drop()
 
@@ -243,7 +245,7 @@ class PythonSandbox:
             self._finalizer()
 
     def _stop_watching(self) -> None:
-        """No event loop may watch a file that is about to be closed: its number is soon another file's."""
+        """Unregister all file descriptors from event loops, before they are closed and their numbers reused."""
         self._has_interpreter = False
         self._abandoned = None
         for watch in list(self._watches):
@@ -270,13 +272,14 @@ class PythonSandbox:
     # --- a call ----------------------------------------------------------------------------------
 
     async def run(self, code: str, timeout: float = 5.0) -> SandboxResult:
-        """Run code in the chain's interpreter; the last expression's value is echoed.
+        """Run code in the interpreter. The result's `value` is the repr of the last expression.
 
-        When `timeout` seconds are over the code gets a KeyboardInterrupt and its variables live; if it has not ended
-        half a second later it is killed, and the next call finds a new interpreter beside the same files.
+        After `timeout` seconds the code receives a KeyboardInterrupt, which preserves its variables. If it is still
+        running half a second later, it is killed, and the next call gets a new interpreter with the same files.
 
-        Raises:  SandboxError if the sandbox is closed, cannot be brought back to life, or was ended from outside, now
-                 or since the last call: its variables are gone, and `start()` begins anew. Nothing that the code did.
+        Raises:  SandboxError if the sandbox is closed, cannot be restarted, or was killed from outside during this call
+                 or since the last one (its variables are lost; `start()` starts it from scratch). Failures of the code
+                 itself are never raised.
         """
         if not 0 < timeout < float("inf"):
             raise SettingsError(f"timeout={timeout!r}: want a positive number of seconds")
@@ -294,8 +297,8 @@ class PythonSandbox:
                 await self._new_interpreter(wipe=False)
             self._call_count += 1
             self._has_state = True
-            self._history.append((code, timeout, None))  # as it stays if this call is abandoned
-            # A number that nobody can guess: a thread that an earlier call left could write the next reply beforehand.
+            self._history.append((code, timeout, None))  # final if this call is cancelled
+            # The id must be unpredictable: a thread left by an earlier call could otherwise forge the next reply.
             self._nonce = secrets.randbits(62)
             request = json.dumps({"id": self._nonce, "code": code}).encode() + b"\n"
             call = _Call(self, request, timeout)
@@ -313,7 +316,7 @@ class PythonSandbox:
             return result
 
     def _raise_if_ended(self) -> None:
-        """Raises SandboxError if it was ended by somebody else, with variables or files that a chain relies on."""
+        """Raise SandboxError if the sandbox was killed from outside and state that a chain relies on was lost."""
         handle = self._handle
         if self._has_state and handle is not None and not handle.dropped and not self._closed:
             raise SandboxError(
@@ -322,7 +325,7 @@ class PythonSandbox:
             )
 
     async def _finish_abandoned(self, unsent: bytes) -> None:
-        """Get past an abandoned call: its code was interrupted when it was abandoned; if it goes on, kill it."""
+        """Wait for a cancelled call, which was interrupted when it was cancelled; kill it if it keeps running."""
         call = _Call(self, unsent, _GRACE_SECONDS)
         try:
             await call.outcome()
@@ -335,8 +338,10 @@ class PythonSandbox:
         self._command("interrupt")
 
     async def _await_interrupt(self) -> None:
-        """Wait until the zygote has delivered an interrupt: on a busy machine it would hit the next call otherwise, if
-        the one that it was meant for answered first."""
+        """Wait until the zygote has delivered a pending interrupt.
+
+        Otherwise, if the interrupted call answers first, a late interrupt could hit the next call.
+        """
         if self._command("sync", serial=self._call_count):
             await self._expect("sync", self._call_count, _CONTROL_SECONDS)
         self._interrupted = False
@@ -344,7 +349,10 @@ class PythonSandbox:
     # --- the zygote ------------------------------------------------------------------------------
 
     def _command(self, op: str, descriptors: Sequence[int] = (), **message: object) -> bool:
-        """Send to the zygote without waiting: the messages are small and it always reads. False if it is gone."""
+        """Send a command to the zygote without waiting for an answer. Return False if the zygote is gone.
+
+        The send does not block: messages are small and the zygote always reads.
+        """
         handle = self._handle
         if handle is None or handle.control is None or handle.control.fileno() < 0:
             return False
@@ -359,12 +367,12 @@ class PythonSandbox:
         return True
 
     async def _new_interpreter(self, wipe: bool, within: float | None = None) -> None:
-        """A new interpreter, on new channels: nothing that survived the last one could speak on them."""
+        """Start an interpreter on new channels, which no process of the previous interpreter can write to."""
         handle = self._handle
         assert handle is not None
         self._has_interpreter = False
         self._abandoned = None
-        self._interrupted = False  # commands are carried out in order: it has hit the one before, or nobody
+        self._interrupted = False  # commands run in order: a pending interrupt can only reach the previous interpreter
         self._serial += 1
         handle.close_channels()
         handle.data, data = socket.socketpair()
@@ -386,7 +394,7 @@ class PythonSandbox:
             if reply.get("error"):
                 raise SandboxError(f"the sandbox could not be made fresh: {reply['error']}")
         except BaseException:
-            handle.stop()  # half a reset is no reset: this sandbox is not used again
+            handle.stop()  # a partly reset sandbox must not be used again
             handle.dropped = True
             raise
         self._replies = _JSONLines(handle.data, max_bytes=16 * self.max_output + 4096)
@@ -395,7 +403,7 @@ class PythonSandbox:
         self._has_interpreter = True
 
     async def _expect(self, op: str, serial: int, timeout: float) -> dict[str, Any]:
-        """Wait for one message of the zygote; its other messages are of interpreters that are gone."""
+        """Wait for one message from the zygote, skipping those about earlier interpreters."""
         control = self._control
         if control is None or control.socket.fileno() < 0:
             raise SandboxError("the sandbox has died")
@@ -408,7 +416,7 @@ class PythonSandbox:
                     if message.get("op") == op and message.get("serial", 0) == serial and not found.done():
                         found.set_result(message)
                     elif message.get("op") == "exit" and message.get("serial") == self._serial:
-                        self._has_interpreter = False  # the interpreter ended meanwhile
+                        self._has_interpreter = False  # the interpreter exited in the meantime
             except EOFError:
                 watch.stop()
 
@@ -426,7 +434,7 @@ class PythonSandbox:
 
 
 class _Watch:
-    """The files and clocks that an event loop watches for one wait. `stop` ends them all and the wait, once."""
+    """File descriptors and timers registered with an event loop for one wait. `stop` removes them and ends the wait."""
 
     def __init__(self, sandbox: PythonSandbox, done: asyncio.Future[dict[str, Any] | None]) -> None:
         self.sandbox, self.done = sandbox, done
@@ -468,7 +476,7 @@ class _Watch:
 
 
 class _JSONLines:
-    """JSON lines from a non-blocking socket. What comes may be untrusted: bounded, and objects only."""
+    """Reader of JSON objects, one per line, from a non-blocking socket. Input may be untrusted; its size is bounded."""
 
     def __init__(self, source: socket.socket, max_bytes: int = 2**20) -> None:
         self.socket = source
@@ -477,7 +485,10 @@ class _JSONLines:
         self.ended = False
 
     def read(self) -> list[dict[str, Any]]:
-        """The messages that have come. Raises EOFError at the end, ValueError if it is not the protocol."""
+        """Return the messages received so far.
+
+        Raises:  EOFError at the end of the stream, ValueError if the data violates the protocol.
+        """
         while True:
             try:
                 data = self.socket.recv(_CHUNK)
@@ -507,7 +518,7 @@ class _JSONLines:
 
 
 class _Call:
-    """One request on its way: sends it, gathers what is printed, watches the clocks until it is answered or dead."""
+    """One running call: sends the request and collects output until there is an answer, a limit is hit, or it dies."""
 
     def __init__(self, sandbox: PythonSandbox, request: bytes, timeout: float) -> None:
         handle, control, replies = sandbox._handle, sandbox._control, sandbox._replies
@@ -535,7 +546,9 @@ class _Call:
         self.after(timeout, self.on_timeout)
         if self.group is not None and sandbox.limits.cpu_seconds is not None:
             self.cpu_before = self.group.cpu_seconds()
-        self.after(_CPU_POLL_SECONDS, self.check_cpu)  # without a budget too: see _async/interrupts.py
+        self.after(
+            _CPU_POLL_SECONDS, self.check_cpu
+        )  # also without a CPU limit, because it wakes the event loop (see _async/interrupts.py)
 
     def after(self, seconds: float, call: Callable[[], object]) -> None:
         self.watch.timers.append(self.loop.call_later(seconds, call))
@@ -544,7 +557,7 @@ class _Call:
         if not self.done.done():
             self.done.set_result(reply)
 
-    # --- what goes and comes
+    # --- input and output
 
     def send(self) -> None:
         try:
@@ -555,7 +568,7 @@ class _Call:
             self.watch.add_writer(self.replies.socket.fileno(), self.send)
             return
         except OSError:
-            self.request = b""  # it died: the readers will say so
+            self.request = b""  # it died: the readers will notice
         self.watch.remove_writer()
 
     def read_reply(self) -> None:
@@ -565,7 +578,7 @@ class _Call:
                     self.finish(message)
                     return
         except (EOFError, ValueError):
-            # It died, and the zygote's word follows; or it closed the socket, or it does not keep to the protocol.
+            # The interpreter died (the zygote will report it), closed the socket, or violated the protocol.
             self.watch.remove(self.replies.socket.fileno())
             self.kill()
 
@@ -580,7 +593,7 @@ class _Call:
             self.finish(None)
 
     def read_pipe(self, pipe: int, kept: bytearray) -> bool:
-        """Take one piece; True if there was one."""
+        """Read one chunk. Return True if there was one."""
         try:
             data = os.read(pipe, _CHUNK)
         except (BlockingIOError, InterruptedError):
@@ -598,7 +611,7 @@ class _Call:
                 self.stop()
         return True
 
-    # --- the clocks
+    # --- timers
 
     def on_timeout(self) -> None:
         if self.limit is None:
@@ -617,7 +630,7 @@ class _Call:
         self.after(_CPU_POLL_SECONDS, self.check_cpu)
 
     def stop(self) -> None:
-        """Interrupt now, kill soon."""
+        """Interrupt the code now, and kill it after a grace period."""
         self.sandbox._interrupt()
         self.after(_GRACE_SECONDS, self.kill)
 
@@ -639,7 +652,7 @@ class _Call:
         sandbox = self.sandbox
         if not sandbox._closed and sandbox.alive:
             for pipe, kept in zip(self.pipes, self.printed, strict=True):
-                # All that was printed before the answer is in the pipe by now; it holds 16 pages.
+                # Everything printed before the answer is in the pipe by now: at most 16 pages, at least one per read.
                 for _ in range(16):
                     if not self.read_pipe(pipe, kept):
                         break
@@ -665,7 +678,7 @@ class _Call:
             error = _death_message(limit, self.status, self.timeout, sandbox._closed)
         else:
             value, error, error_type = (_encodable(reply.get(name)) for name in ("value", "error", "type"))
-        max_chars = 4 * sandbox.max_output  # the interpreter has cut them already, unless the code inside speaks for it
+        max_chars = 4 * sandbox.max_output  # already cut by the interpreter, unless the code inside forged the reply
         return SandboxResult(
             stdout=self.printed[0].decode("utf-8", "replace"),
             stderr=self.printed[1].decode("utf-8", "replace"),
@@ -681,19 +694,19 @@ class _Call:
 
 
 def _end_launched(future: Future[tuple[str, process.SandboxProcess]]) -> None:
-    """A launch whose caller was cancelled: end what it made."""
+    """Kill the sandbox started by a launch whose caller was cancelled."""
     if not future.cancelled() and future.exception() is None:
         future.result()[1].kill()
 
 
 def _digest(result: SandboxResult) -> bytes:
-    """What a replay must give again, in 32 bytes."""
+    """Hash the parts of a result that a replay must reproduce."""
     same = (result.stdout, result.stderr, result.value, result.error, result.limit, result.truncated)
     return hashlib.sha256(repr(same).encode()).digest()
 
 
 def _encodable(text: object) -> str | None:
-    """Text from inside: it may be of any type, or hold halves of surrogate pairs that nothing later could encode."""
+    """Return untrusted text with lone surrogates replaced, so that it can be encoded; None if it is not a string."""
     return text.encode("utf-8", "replace").decode() if isinstance(text, str) else None
 
 

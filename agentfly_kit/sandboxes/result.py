@@ -1,4 +1,4 @@
-"""What one call of a sandbox gave. Knows nothing of how it ran."""
+"""Result of one call of a sandbox."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ Limit = Literal["time", "memory", "processes", "cpu", "disk", "output"]
 
 @dataclass(frozen=True, slots=True)
 class SandboxResult:
-    """The outcome of one `run`. A failure of the code, a limit it hit and its death are told here, never raised.
+    """The result of one `run`. Exceptions of the code, exceeded limits and crashes are reported here, never raised.
 
-    Units: seconds of wall time, of the call as the host saw it.
+    Units: `seconds` is wall time, measured on the host.
 
     Attributes:
-        stdout: What was printed, up to `max_output` bytes.
-        stderr
-        value: `repr` of the last expression, None if there was none or it was None.
-        error: Traceback of the code's own exception, or what ended it.
-        error_type: Name of the exception's class; None when there was no exception (a killed interpreter raised none).
-        seconds
-        truncated: Something of stdout, stderr, value or error was cut off.
-        timed_out: The time was up and the code was interrupted; its variables live unless it `died` too.
-        died: The interpreter is gone and its variables with it; the next call gets a new one.
-        limit: The limit that the code ran into, if any.
+        stdout: Standard output, up to `max_output` bytes.
+        stderr: Standard error, up to `max_output` bytes.
+        value: `repr` of the last expression; None if there was none or its value was None.
+        error: Traceback of the code's exception, or a description of what stopped the code.
+        error_type: Name of the exception's class; None if there was no exception (for example after a kill).
+        seconds: Duration of the call.
+        truncated: True if part of stdout, stderr, value or error was cut off.
+        timed_out: True if the code was interrupted after the timeout; its variables survive unless it also `died`.
+        died: True if the interpreter ended and its variables are lost; the next call gets a new one.
+        limit: The limit that the code exceeded, if any.
     """
 
     stdout: str = ""
@@ -40,6 +40,7 @@ class SandboxResult:
 
     @property
     def ok(self) -> bool:
+        """True if the code neither raised an error, nor timed out, nor ended the interpreter."""
         return self.error is None and not self.timed_out and not self.died
 
     def __repr__(self) -> str:
@@ -51,7 +52,7 @@ class SandboxResult:
 
     @property
     def text(self) -> str:
-        """All of it, in the order in which a reader of a terminal would see it, with a note for what is missing."""
+        """Output, error and value as one string, as on a terminal, with notes on truncation and restarts."""
         parts = [self.stdout.rstrip("\n"), self.stderr.rstrip("\n"), self.error or "", self.value or ""]
         if self.truncated:
             parts.append("[output cut off]")

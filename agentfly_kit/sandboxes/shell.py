@@ -1,6 +1,7 @@
-"""A shell that a chain keeps: folder, variables and functions live from command to command, and end with the chain.
+"""A persistent shell: working directory, variables and functions survive from command to command.
 
-Knows how commands and their results travel; what runs them is inside/shell.py, in the interpreter of a PythonSandbox.
+This is the host's side: it sends commands and interprets results. inside/shell.py runs the commands, in the interpreter
+of a PythonSandbox.
 """
 
 from __future__ import annotations
@@ -13,28 +14,31 @@ from ..errors import SandboxError, ToolError
 from .hosted import HostedSandbox
 from .result import Limit, SandboxResult
 
-_NO_TERMINAL = re.compile(r"^bash: \[\d+: [^\]]*\] tcsetattr: [^\n]*\n", re.MULTILINE)  # said when a command is killed
+_NO_TERMINAL = re.compile(
+    r"^bash: \[\d+: [^\]]*\] tcsetattr: [^\n]*\n", re.MULTILINE
+)  # printed by bash when a command is killed
 _SIGNALS: dict[int, Limit] = {128 + 24: "cpu", 128 + 25: "disk"}  # SIGXCPU, SIGXFSZ
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ShellResult(SandboxResult):
-    """The outcome of one command. `value` is always None; `error` says what stopped it, if something did.
+    """The result of one command. `value` is always None; `error` describes what stopped the command, if anything.
 
     Attributes:
-        exit_code: The status of the command, 128 + the number of the signal that ended it; None if nobody was left to
-            say.
+        exit_code: Exit status of the command, or 128 + n if signal n ended it; None if the shell died before it could
+            report one.
     """
 
     exit_code: int | None = None
 
     @property
     def ok(self) -> bool:
+        """True if the command ended in time with exit status 0."""
         return self.exit_code == 0 and not self.timed_out
 
     @property
     def text(self) -> str:
-        """As on a terminal, with the status where it is not 0, and a note for what is missing."""
+        """The output as on a terminal, with the exit status if it is not 0, and notes on errors and truncation."""
         parts = [self.stdout.rstrip("\n"), self.stderr.rstrip("\n")]
         if self.truncated:
             parts.append("[output cut off]")
@@ -55,26 +59,27 @@ class ShellResult(SandboxResult):
 
 
 class ShellSandbox(HostedSandbox):
-    """A persistent, confined bash. It begins in its own, empty folder, with this Python first in its PATH.
+    """A persistent, confined bash. It starts in its own, empty folder, with this Python first in its PATH.
 
-    `await start()`, `await run(command)` as often as wanted, `await reset()` for a shell that knows nothing of the last
-    one, `await close()`; or `async with ShellSandbox() as sandbox`. The settings are those of PythonSandbox: isolation,
-    memory_mb, processes (the shell and the process that watches it count), cpu_seconds, disk_mb, network, max_output.
+    Call `await start()`, then `await run(command)` any number of times, `await reset()` for a clean shell, and finally
+    `await close()`; or use `async with ShellSandbox() as sandbox`. The settings are those of PythonSandbox: isolation,
+    memory_mb, processes (which counts the shell and the process that controls it), cpu_seconds, disk_mb, network,
+    max_output.
 
-    Background jobs run on between commands, and end with the lease.
+    Background jobs keep running between commands and end with the lease.
     """
 
     _inside_files: ClassVar[tuple[str, ...]] = ("base", "shell")
     _folder: ClassVar[str] = ""
 
     async def run(self, command: str, timeout: float = 10.0) -> ShellResult:
-        """Run a command, or lines of them, in the chain's shell. It reads nothing from a keyboard.
+        """Run one or more lines of commands in the shell. Standard input is empty.
 
-        After `timeout` seconds what runs is interrupted as by Ctrl-C, 0.2 s later killed; the shell, its variables and
-        older background jobs live. If even that does not help all is killed, and the next command gets a new shell
-        beside the same files.
+        After `timeout` seconds the command is interrupted as by Ctrl-C, and killed 0.2 s later; the shell, its
+        variables and older background jobs survive. If that does not stop it, everything is killed, and the next
+        command gets a new shell with the same files.
 
-        Raises:  SandboxError if the sandbox is closed or cannot be brought back to life; nothing that a command did.
+        Raises:  SandboxError if the sandbox is closed or cannot be restarted. Failures of a command are not raised.
         """
         cpu = self.limits.cpu_seconds
         result, reply = await self._call("run", timeout, command=command, folder=self._folder, cpu_seconds=cpu)
@@ -96,9 +101,9 @@ class ShellSandbox(HostedSandbox):
             error = f"it ran into the {limit} limit; exit status {code}"
         stderr = _NO_TERMINAL.sub("", result.stderr)
         if ended:
-            stderr = stderr.removesuffix("exit\n")  # what bash says when it is left
+            stderr = stderr.removesuffix("exit\n")  # printed by bash when it exits
         elif result.limit is not None and (stderr == "\n" or stderr.endswith("\n\n")):
-            stderr = stderr[:-1]  # and when it is interrupted
+            stderr = stderr[:-1]  # printed by bash when it is interrupted
         return ShellResult(
             stdout=result.stdout,
             stderr=stderr,
@@ -112,12 +117,12 @@ class ShellSandbox(HostedSandbox):
         )
 
     async def fork(self, into: ShellSandbox) -> None:
-        """Bring another sandbox into this one's state: a copy of its files, and of the shell's folder, variables,
-        functions and options. Copies of a level without an own /tmp lie elsewhere, and files that name the old place
-        are not changed.
+        """Copy the files and the shell's state (directory, variables, functions, options) to another sandbox.
 
-        Raises:  SandboxError while a background process runs, which cannot be copied, or where the kernel does not list
-                 processes, so that this cannot be known. `into` is reset.
+        At levels without a private /tmp, the copy has a different path; paths inside files are not adjusted.
+
+        Raises:  SandboxError if a background process is running, which cannot be copied, or if the kernel does not list
+                 processes, so that this is unknown. `into` is then reset.
         """
         async with self._copying(into):
             state = await self._request_locked("dump")
@@ -129,7 +134,7 @@ class ShellSandbox(HostedSandbox):
                 )
 
     async def _check_background(self, shells: int) -> None:
-        """Raises SandboxError unless the interpreter and so many shells are all that runs inside."""
+        """Raise SandboxError if processes other than the interpreter and this number of shells are running inside."""
         processes = await self._python.count_processes()
         if processes is None:
             raise SandboxError(

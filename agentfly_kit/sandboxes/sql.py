@@ -1,6 +1,7 @@
-"""A database that a chain keeps: changes live from query to query, and are gone with the chain.
+"""A persistent database: changes survive from query to query and are discarded with the chain.
 
-Knows how queries and rows travel; what runs them is inside/sql.py, in the interpreter of a PythonSandbox.
+This is the host's side: it sends queries and decodes rows. inside/sql.py runs the queries, in the interpreter of a
+PythonSandbox.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from .hosted import HostedSandbox
 from .result import Limit, SandboxResult
 
 _LIMITS = ("memory", "disk")
-_MAX_CELL_WIDTH = 60  # characters of a cell in the text
+_MAX_CELL_WIDTH = 60  # characters of a cell in `SQLResult.text`
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SQLResult(SandboxResult):
-    """The outcome of one `run`: columns and rows of its last statement.
+    """The result of one `run`: columns and rows of its last statement.
 
     A value is None, bool, int, float, str, bytes, Decimal, date, time, datetime, timedelta, UUID, or a list or dict of
-    them. `truncated`: there are more rows than these, or a long value was cut.
+    these. `truncated` is True if rows are missing or a long value was cut off.
 
     Attributes:
-        columns
-        types: What the engine calls each column's type; sqlite names none.
-        rows
-        changed: Rows that were inserted, updated or deleted; None where the engine does not count (duckdb).
+        columns: Column names.
+        types: The engine's name for the type of each column; None for sqlite, which does not report types.
+        rows: One tuple of values per row.
+        changed: Number of rows inserted, updated or deleted; None if the engine does not count them (duckdb).
     """
 
     columns: tuple[str, ...] = ()
@@ -47,7 +48,7 @@ class SQLResult(SandboxResult):
 
     @property
     def text(self) -> str:
-        """A table, as a model reads it."""
+        """The result as a plain-text table for a model to read, with notes on errors and truncation."""
         parts = [_table(self.columns, self.rows)] if self.columns else []
         if self.columns:
             parts.append(
@@ -77,14 +78,15 @@ class SQLSandbox(HostedSandbox):
 
     Args:
         engine: "sqlite", or "duckdb" (`pip install "agentfly_kit[sql]"`).
-        database: a file of the engine's own format that every chain gets a copy of; it is never written.
-        script: statements that are run in every fresh database, after the copy.
-        max_rows: rows that one result has at most.
+        database: a database file in the engine's format. Every chain gets a copy; the file itself is never written.
+        script: SQL statements to run in every fresh database, after copying `database`.
+        max_rows: maximum number of rows in one result.
 
-    The other settings are those of PythonSandbox; max_output is the characters of one result's rows in all.
+    The other settings are those of PythonSandbox; max_output limits the total number of characters in one result's
+    rows.
 
-    No statement touches another file: ATTACH, COPY, read_csv, extensions and the like are refused by the engine, and
-    the process around it has none of the host's files to give.
+    Statements cannot access other files: the engine rejects ATTACH, COPY, read_csv, extensions and the like, and its
+    process is confined as in a PythonSandbox.
     """
 
     _inside_files: ClassVar[tuple[str, ...]] = ("base", "sql")
@@ -132,12 +134,14 @@ class SQLSandbox(HostedSandbox):
                 raise SettingsError(f"the script of this SQLSandbox failed: {result.error}")
 
     async def run(self, sql: str, timeout: float = 5.0) -> SQLResult:
-        """Run one or more statements; the result is the last one's. Each takes effect at once, unless they BEGIN.
+        """Run one or more statements and return the result of the last one.
 
-        After `timeout` seconds the query is interrupted, and the database is as it was before that statement. If it
-        does not stop, its process is killed, and the next call finds what the last finished statement left.
+        Each statement is committed immediately, unless a transaction was begun with BEGIN.
 
-        Raises:  SandboxError if the sandbox is closed or cannot be brought back to life; nothing that the query did.
+        After `timeout` seconds the query is interrupted, and the effects of the interrupted statement are rolled back.
+        If it does not stop, its process is killed, and the next call sees the state after the last finished statement.
+
+        Raises:  SandboxError if the sandbox is closed or cannot be restarted. Failures of the query are not raised.
         """
         if not 0 < timeout < float("inf"):
             raise SettingsError(f"timeout={timeout!r}: want a positive number of seconds")
@@ -182,7 +186,7 @@ class SQLSandbox(HostedSandbox):
             error = error or "the database gave no readable answer"
         died = result.died
         if limit == "memory" and self.engine == "duckdb" and not died:
-            # An engine that was refused memory may hang in its next query (seen once in 8 with duckdb 2.0).
+            # After a failed allocation, the engine may hang in its next query (seen in 1 of 8 runs with duckdb 2.0).
             died = (await self._python.run("import os\nos._exit(0)")).died
         return SQLResult(
             error=error, error_type=error_type, seconds=result.seconds, truncated=truncated, timed_out=result.timed_out,
@@ -190,12 +194,16 @@ class SQLSandbox(HostedSandbox):
         )  # fmt: skip
 
     async def renew(self, script: str | None = None, *, database: bytes | None = None, timeout: float = 60.0) -> None:
-        """Another database in place of this one, in the same process: some times faster than `reset`, which ends the
-        process and comes back to what the sandbox was made with.
+        """Replace the database with another one, in the same process.
 
-        script, database   as of the class, the file by its content; without both, an empty database.
+        This is several times faster than `reset`, which restarts the process and restores the initial database.
 
-        Raises:  SettingsError if the script fails; SandboxError if the sandbox is closed or has no room.
+        Args:
+            script: SQL statements to run in the new database.
+            database: content of a database file. None: an empty database.
+            timeout: seconds for the script.
+
+        Raises:  SettingsError if the script fails; SandboxError if the sandbox is closed or the database does not fit.
         """
         async with self._lock.acquire():
             await self._start()
@@ -211,9 +219,9 @@ class SQLSandbox(HostedSandbox):
                     raise SettingsError(f"the script of this database failed: {result.error}")
 
     async def fork(self, into: SQLSandbox) -> None:
-        """Bring another sandbox into this one's state: a copy of its database.
+        """Copy the database to another sandbox.
 
-        Raises:  SandboxError in an open transaction, and where there are temporary tables. `into` is reset.
+        Raises:  SandboxError if a transaction is open or there are temporary tables. `into` is then reset.
         """
         if into.engine != self.engine:
             raise SandboxError(f"a SQLSandbox of {self.engine} cannot fork into one of {into.engine}")
@@ -223,7 +231,7 @@ class SQLSandbox(HostedSandbox):
 
 
 def _decode(tagged: Any) -> Any:
-    """The value that inside/sql.py's `tagged` told."""
+    """Decode a value encoded by `tagged` in inside/sql.py."""
     if not isinstance(tagged, dict):
         if isinstance(tagged, list):
             raise ValueError("a list without a tag")
@@ -253,7 +261,7 @@ _DECODERS: dict[str, Any] = {
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """name | age, a line of dashes, and a line a row."""
+    """Format a table: a header such as "name | age", a line of dashes, and one line per row."""
     cells = [[_cell(value) for value in row] for row in rows]
     widths = [max([len(name), *(len(row[at]) for row in cells if at < len(row))]) for at, name in enumerate(columns)]
     lines = [

@@ -1,1 +1,1 @@
-"""What runs on the host's side of a sandbox: processes, isolation, limits and containers."""
+"""The host's side of sandboxes: processes, isolation, limits and containers."""

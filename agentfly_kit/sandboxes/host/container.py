@@ -1,9 +1,9 @@
-"""A container as the place of a sandbox: `isolation=Container("python:3.12-slim")`, on any engine with Docker's API.
+"""Sandboxes in containers: `isolation=Container("python:3.12-slim")`, on any engine with Docker's API.
 
-Knows how to make one, how to reach the zygote in it, and how to leave nothing of it behind; nothing of event loops or
-of Python code. The zygote (inside/zygote.py, inside/container_relay.py) is the container's first process and speaks
-over its standard input and output, to which this process stays attached: a call costs no `exec`, and when this process
-dies, however, the input ends, and with it the container, which removes itself.
+This module creates a container, connects to the zygote in it and removes the container. The zygote (inside/zygote.py,
+inside/container_relay.py) is the container's first process and communicates over its standard input and output, to
+which this process stays attached. Therefore a call needs no `exec`; and when this process dies, for whatever reason,
+the input ends, the container exits, and the engine removes it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from .limits import Group, Limits
 from .process import SandboxProcess
 
 _MEBIBYTE = 2**20
-_OWN_MEMORY = 24  # MB for the zygote, beside the code inside
+_OWN_MEMORY = 24  # MB for the zygote, in addition to the sandbox's limit
 _LABEL = "agentfly.maker"
 _HOME = "/tmp"
 _USER = "65534:65534"
 _CHUNK = 65536
 _API_SECONDS = 60
-_DRAIN_SECONDS = 1.0  # after a container ended: how long what it said may take to reach its reader
+_DRAIN_SECONDS = 1.0  # after the container ended: how long to wait until its last output is delivered
 _PROCESSES = {"amd64": "x86_64", "x86_64": "x86_64", "arm64": "aarch64", "aarch64": "aarch64"}
-# The engine hands over two texts: they become modules of one package, and the second one is run.
+# Reads two source files from standard input, makes them modules of one package, and runs the second one.
 _BOOT = """
 import os, sys, types
 def read(count):
@@ -65,7 +65,7 @@ for name in ("sandbox", "sandbox.zygote", "sandbox.container_relay"):
 sys.argv[:] = [""]
 module.main()
 """
-launch_executor = concurrent.futures.ThreadPoolExecutor(8, "agentfly-container")  # threads start at the first container
+launch_executor = concurrent.futures.ThreadPoolExecutor(8, "agentfly-container")  # starts its threads on first use
 
 NOT_ISOLATED = (
     "the kernel is shared, unless runtime= says otherwise: a hole in it is a hole in the container",
@@ -77,21 +77,21 @@ NOT_ISOLATED = (
 
 @dataclass(frozen=True)
 class Container:
-    """A place for sandboxes: `Pool(PythonSandbox, isolation=Container("python:3.12-slim"))`.
+    """Container isolation for sandboxes: `Pool(PythonSandbox, isolation=Container("python:3.12-slim"))`.
 
-    Not root, no capabilities, no new privileges, its own file system, read-only but for /tmp, and the limits of the
-    sandbox it is for (memory, processes, processor time, disk, network) held by the engine.
+    The code runs without root, capabilities or the ability to gain privileges, in a file system of its own that is
+    read-only except for /tmp. The engine enforces the sandbox's limits (memory, processes, CPU time, disk, network).
 
     Attributes:
-        image: by name, as the engine knows it; it is not pulled. It needs a Python 3.9 or newer.
-        cpus: processors that it may use at once, all its processes together (0.5: half of one). None: all.
-        mounts: {"/path/here": "/path/inside"}, read-only; ":rw" after the inner path lets the code write. A reset
-            leaves it alone. The paths are of the engine's machine.
-        network: the engine's network to be on when the sandbox says network=True. None: its default one.
-        python: what starts Python in the image.
-        runtime: an OCI runtime that the engine knows, "runsc" for gVisor.
-        engine: where it listens: "unix:///run/podman/podman.sock", "tcp://host:port". None: DOCKER_HOST, else the usual
-            sockets of Docker and podman.
+        image: name of an image that the engine already has; it is not pulled. It must contain Python 3.9 or newer.
+        cpus: number of processors that all processes of the container together can use (0.5: half of one). None: all.
+        mounts: {"/path/on/host": "/path/inside"}, mounted read-only; append ":rw" to the inner path to make it
+            writable. A reset does not clear mounts. Host paths refer to the engine's machine.
+        network: name of the engine's network to use if the sandbox has network=True. None: the default network.
+        python: the Python command in the image.
+        runtime: OCI runtime to use, such as "runsc" for gVisor. None: the engine's default.
+        engine: address of the engine: "unix:///run/podman/podman.sock", "tcp://host:port". None: DOCKER_HOST, else the
+            usual sockets of Docker and podman.
     """
 
     image: str
@@ -116,17 +116,17 @@ class Container:
 
     @property
     def not_isolated(self) -> tuple[str, ...]:
-        """What a container does not keep apart."""
+        """Aspects of the host that a container does not isolate."""
         return NOT_ISOLATED
 
     @property
     def inner_mounts(self) -> dict[str, str]:
-        """Path inside -> "ro" or "rw"."""
+        """Mapping from path inside to "ro" or "rw"."""
         split = (inside.removesuffix(":ro") for inside in self.mounts.values())
         return {inside.removesuffix(":rw"): "rw" if inside.endswith(":rw") else "ro" for inside in split}
 
     def limit_mechanisms(self, limits: Limits) -> dict[str, str]:
-        """How each limit is held, in words; "not limited" where nothing holds it."""
+        """Describe how each limit is enforced; "not limited" if it is not."""
         group = "the container's control group, all processes together"
         network = "no interface but its own loopback"
         return {
@@ -144,9 +144,9 @@ class Container:
 
 
 def address(engine: str | None) -> str:
-    """Where the engine listens.
+    """Return the address of the container engine.
 
-    Raises:  IsolationError if nothing says so.
+    Raises:  IsolationError if none is given and none is found.
     """
     if engine or os.environ.get("DOCKER_HOST"):
         return engine or os.environ["DOCKER_HOST"]
@@ -164,7 +164,7 @@ def address(engine: str | None) -> str:
 
 @functools.cache
 def _version(url: str) -> tuple[str, str]:
-    """The API's version and the machine's architecture, asked once; and what an ended process left there is removed."""
+    """Return an engine's API version and architecture, and remove orphaned containers there. Runs once per url."""
     with _client(url, "auto") as api:
         info = api.version()
         _remove_orphans(api)
@@ -173,7 +173,7 @@ def _version(url: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def _client(url: str, version: str = "") -> Any:
-    """A connection to the engine, whose failures become ours."""
+    """Connect to the engine, translating its exceptions into IsolationError and SandboxError."""
     try:
         import docker
         from docker.errors import APIError, DockerException, ImageNotFound
@@ -201,7 +201,7 @@ def _client(url: str, version: str = "") -> Any:
 
 
 def _check_listening(url: str) -> None:
-    """Whether anybody listens: the library leaves its socket open when nobody does."""
+    """Raise IsolationError if the socket does not accept connections; the docker library would leak a socket then."""
     if url.startswith("unix://"):
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(_API_SECONDS)
@@ -212,10 +212,10 @@ def _check_listening(url: str) -> None:
 
 
 def _remove_orphans(api: Any) -> None:
-    """Remove what a maker that was killed between making and starting a container left."""
+    """Remove containers whose owner was killed between creating and starting them."""
     for each in api.containers(all=True, filters={"label": _LABEL}):
         if reaper.is_gone(str((each.get("Labels") or {}).get(_LABEL, ""))):
-            with contextlib.suppress(Exception):  # another process may be sweeping too
+            with contextlib.suppress(Exception):  # another process may be removing it too
                 api.remove_container(each["Id"], force=True)
 
 
@@ -223,7 +223,7 @@ def _remove_orphans(api: Any) -> None:
 
 
 class Usage(Group):
-    """What a container's control group has counted, as far as its zygote has told. The engine owns the group."""
+    """Counters of a container's control group, as last reported by its zygote. The engine owns the group."""
 
     def __init__(self) -> None:
         self.version, self.folders = "", {}
@@ -247,7 +247,7 @@ class Usage(Group):
 
 
 class ContainerProcess(SandboxProcess):
-    """A running container and the stream to its zygote. Made by `launch`."""
+    """A running container and the stream to its zygote. Created by `launch`."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -258,6 +258,7 @@ class ContainerProcess(SandboxProcess):
 
     @property
     def alive(self) -> bool:
+        """True if the container is connected and was not destroyed."""
         return not self._destroyed and self.stream is not None and not self.stream.ended
 
     def last_error_line(self) -> str:
@@ -266,7 +267,7 @@ class ContainerProcess(SandboxProcess):
         return text[-1][:500] if text else ""
 
     def destroy(self) -> None:
-        """End it and take everything away. Blocks for about 0.1 s."""
+        """End the container and release all resources. Blocks for about 0.1 s."""
         with self._lock:
             if self._destroyed:
                 return
@@ -283,27 +284,27 @@ class ContainerProcess(SandboxProcess):
                 with _client(self.url) as api:
                     _remove_container(api, self.id)
             except SandboxError:
-                pass  # the engine is gone, or it will not: its input has ended, and so will it
+                pass  # the engine is gone or refuses; the container exits anyway, because its input has ended
 
     def stop(self) -> None:
-        """Hang up: its zygote then ends it, and it removes itself."""
+        """Disconnect, upon which the zygote exits and the engine removes the container."""
         if os.getpid() == self.owner_pid:
             self.disconnect()
 
     def kill(self) -> None:
-        """As `destroy`, without waiting for the engine."""
+        """Like `destroy`, but without waiting for the engine."""
         with self._lock:
             if self._destroyed:
                 return
             self._destroyed = True
             self.disconnect()
         if os.getpid() == self.owner_pid:
-            with contextlib.suppress(RuntimeError):  # Python is ending: the end of its input must do
+            with contextlib.suppress(RuntimeError):  # Python is shutting down; the end of input ends the container
                 threading.Thread(target=self._remove, name="agentfly-container-removal", daemon=True).start()
 
 
 def _remove_container(api: Any, id: str) -> None:
-    """Remove a container that may be removing itself at this moment."""
+    """Remove a container; it may be in the middle of its own automatic removal."""
     from docker.errors import APIError, NotFound
 
     for _ in range(200):
@@ -312,7 +313,7 @@ def _remove_container(api: Any, id: str) -> None:
         except NotFound:
             return
         except APIError:
-            threading.Event().wait(0.02)  # "removal is already in progress", or it is just ending
+            threading.Event().wait(0.02)  # "removal is already in progress", or it is just exiting
         else:
             return
 
@@ -320,9 +321,9 @@ def _remove_container(api: Any, id: str) -> None:
 def launch(
     container: Container, limits: Limits, preload: Sequence[str], max_output: int, packages: bool = True
 ) -> SandboxProcess:
-    """Make and start a container. Takes about 0.1 s; its zygote says "ready" on the control socket later.
+    """Create and start a container. Takes about 0.1 s; its zygote later sends "ready" on the control socket.
 
-    Raises:  IsolationError if there is no engine or no such image; SandboxError if the engine refuses.
+    Raises:  IsolationError if the engine or the image does not exist; SandboxError if the engine refuses.
     """
     url = address(container.engine)
     handle = ContainerProcess(url)
@@ -347,7 +348,7 @@ def launch(
         handle.stream.boot([isolation.WORKER, Path(__file__).parent.parent / "inside" / "container_relay.py"])
         rlimits: dict[str, int] = {"RLIMIT_CORE": 0, "RLIMIT_NOFILE": 512}
         if limits.memory_mb is not None:
-            rlimits["RLIMIT_DATA"] = limits.memory_mb * _MEBIBYTE  # a MemoryError comes before the kill
+            rlimits["RLIMIT_DATA"] = limits.memory_mb * _MEBIBYTE  # raises MemoryError before the group's limit kills
         if limits.disk_mb is not None:
             rlimits["RLIMIT_FSIZE"] = limits.disk_mb * _MEBIBYTE
         program = seccomp.program(_PROCESSES.get(arch, arch)) if container.runtime != "runsc" else None
@@ -378,14 +379,14 @@ def _config(api: Any, container: Container, limits: Limits, packages: bool = Tru
         mem_limit=memory, memswap_limit=memory, pids_limit=None if limits.processes is None else limits.processes + 1,
         nano_cpus=None if container.cpus is None else int(container.cpus * 1e9),
         shm_size=shm * _MEBIBYTE,
-        # podman gives a read-only container /run and /var/tmp of any size: these are too small to keep anything in.
+        # podman mounts writable /run and /var/tmp without a size limit; these replacements are too small to be used.
         tmpfs={_HOME: f"rw,nosuid,nodev,mode=1777{size}", "/run": "size=4k,mode=0755", "/var/tmp": "size=4k,mode=0755"},
         binds=[f"{here}:{inside.removesuffix(':ro').removesuffix(':rw')}:{'rw' if inside.endswith(':rw') else 'ro'}"
                for here, inside in container.mounts.items()],
         runtime=container.runtime,
     )  # fmt: skip
     variables = isolation.environment(_HOME)
-    del variables["PATH"]  # the image's own
+    del variables["PATH"]  # keep the image's PATH
     return api.create_container_config(
         container.image, [container.python, "-s", *([] if packages else ["-S"]), "-c", _BOOT], entrypoint=[],
         host_config=host,
@@ -395,7 +396,7 @@ def _config(api: Any, container: Container, limits: Limits, packages: bool = Tru
 
 
 def _raw_socket(attached: Any, url: str) -> socket.socket:
-    """The connection itself, apart from the library's objects, which close it when they are collected."""
+    """Duplicate the underlying socket; the library's objects close theirs when they are garbage-collected."""
     connection = getattr(attached, "_sock", attached)
     if type(connection) is not socket.socket:
         raise IsolationError(f"{url}: an engine can be used over unix:// or plain tcp:// (through a tunnel), not TLS")
@@ -412,10 +413,10 @@ def _raw_socket(attached: Any, url: str) -> socket.socket:
 
 
 class Stream:
-    """Carries a zygote's protocol over an attached connection: on the host's side it looks as if the zygote were here.
+    """Tunnel of a zygote's protocol through an attached connection, so that the zygote appears to run on the host.
 
-    A thread of its own, so that nothing is bound to an event loop: the other end of `control` gives it the channels of
-    the interpreters, as it would give them to a zygote.
+    It runs on a thread of its own and is not bound to an event loop. It receives the channels of the interpreters from
+    the other end of `control`, as a local zygote would.
     """
 
     def __init__(self, connection: socket.socket, control: socket.socket, usage: Usage) -> None:
@@ -429,12 +430,12 @@ class Stream:
         self._pipes: tuple[int, ...] = ()
         self._commands = b""
         self._received_fds: list[int] = []
-        self._raw = bytearray()  # with the engine's own headers
+        self._raw = bytearray()  # includes the engine's own headers
         self._inbox = bytearray()
-        self._outgoing: deque[tuple[int, bytes]] = deque()  # (channel, what is still to be handed over), in order
+        self._outgoing: deque[tuple[int, bytes]] = deque()  # (channel, data still to be delivered), in order
 
     def boot(self, files: Sequence[Path]) -> None:
-        """Send the code that is to run inside."""
+        """Send the source code to run inside."""
         for file in files:
             source = file.read_bytes()
             self.connection.sendall(b"%d\n" % len(source) + source)
@@ -443,7 +444,7 @@ class Stream:
         try:
             self._relay()
         except OSError:
-            pass  # one of the two ends is gone
+            pass  # one of the two ends was closed
         finally:
             self.ended = True
             self._drop_channels()
@@ -478,7 +479,7 @@ class Stream:
     # --- to the container
 
     def _command(self) -> bool:
-        """What the host says to the zygote; False at its end."""
+        """Forward commands from the host to the zygote. Return False at the end of the socket."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self.control, _CHUNK, 16)
         except ConnectionError:
@@ -496,7 +497,7 @@ class Stream:
                 for pipe in self._pipes:
                     os.set_blocking(pipe, False)
                 self._serial = message["serial"]
-                # What the last interpreter said and nobody has read; the zygote's own words stay.
+                # Drop unread data of the previous interpreter; keep messages from the zygote.
                 self._outgoing = deque(each for each in self._outgoing if each[0] == CONTROL)
             self.connection.sendall(frame(CONTROL, self._serial, line))
         return bool(data)
@@ -518,7 +519,7 @@ class Stream:
     # --- from the container
 
     def _receive(self) -> bool:
-        """Take what came; False at the end of the container."""
+        """Read from the container. Return False when the container has ended."""
         data = self.connection.recv(_CHUNK)
         self._raw += data
         while len(self._raw) >= 8:
@@ -550,7 +551,7 @@ class Stream:
         return self._pipes[channel - OUT] if self._pipes else None
 
     def _blocked(self) -> int | None:
-        """The file that must take something before anything else can be handed over."""
+        """Return the file descriptor that must become writable before more data can be delivered."""
         if not self._outgoing:
             return None
         target = self._target(self._outgoing[0][0])

@@ -1,8 +1,8 @@
-"""How far the code in a sandbox is kept from the machine: the levels, what each holds, and which are to be had here.
+"""Isolation levels of sandboxes: what each level guarantees, which are available here, and the commands to start them.
 
-Knows how to write the command that starts a zygote at a level; starts nothing but its own probe. A level is never
-lowered in silence: one that was asked for by name and cannot be had raises IsolationError; `None` takes the best and
-says which.
+This module builds the command that starts a zygote at a given level, but runs only its own probes. A level is never
+lowered silently: a level requested by name that is unavailable raises IsolationError; `None` selects the best
+available level and reports it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,15 @@ _PROBE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class LevelReport:
-    """One level: whether it can be had here, why not, how each limit is held, and what it does not keep apart."""
+    """Availability and guarantees of one isolation level on this machine.
+
+    Attributes:
+        name: "strict", "landlock" or "none".
+        available: True if the level can be used on this machine.
+        reason: why the level is unavailable and how to fix it; if it is available, a description of it.
+        limits: for each limit, how it is enforced.
+        not_isolated: aspects of the host that the level does not isolate.
+    """
 
     name: str
     available: bool
@@ -81,7 +89,12 @@ class LevelReport:
 
 @dataclass(frozen=True, repr=False)
 class SandboxReport:
-    """What sandboxes can promise on this machine. `best` is the level that isolation=None takes."""
+    """Isolation levels of this machine and what they guarantee.
+
+    Attributes:
+        best: the level that isolation=None selects.
+        levels: one report per level, strongest first.
+    """
 
     best: str
     levels: tuple[LevelReport, ...]
@@ -96,7 +109,13 @@ class SandboxReport:
 
 
 def sandbox_report(limits: Limits | None = None) -> SandboxReport:
-    """Which isolation levels there are here, how limits are held, and what is not isolated. Takes about 0.1 s once."""
+    """Report which isolation levels are available, how limits are enforced, and what is not isolated.
+
+    Takes about 0.1 s the first time.
+
+    Args:
+        limits: the limits to report on. None: the defaults of Limits.
+    """
     limits = limits or Limits()
     levels = []
     for name in LEVELS:
@@ -107,7 +126,7 @@ def sandbox_report(limits: Limits | None = None) -> SandboxReport:
 
 
 def check_level(isolation: str | None) -> None:
-    """Raises SettingsError for a level that does not exist."""
+    """Raise SettingsError if the level does not exist."""
     if isolation is not None and isolation not in LEVELS:
         names = ", ".join(map(repr, LEVELS))
         raise SettingsError(
@@ -117,9 +136,9 @@ def check_level(isolation: str | None) -> None:
 
 
 def resolve_level(isolation: str | None, limits: Limits) -> str:
-    """The level to use.
+    """Return the level to use.
 
-    Raises:  SettingsError for an unknown name, IsolationError if the named level cannot be had with these limits.
+    Raises:  SettingsError for an unknown level, IsolationError if the named level is unavailable with these limits.
     """
     check_level(isolation)
     if isolation is None:
@@ -136,13 +155,13 @@ def resolve_level(isolation: str | None, limits: Limits) -> str:
 
 
 def best() -> str:
-    """The level that isolation=None takes."""
+    """Return the level that isolation=None selects."""
     return next(level for level in LEVELS if not unavailable_reason(level))
 
 
 @functools.cache
 def warn_below_strict(level: str) -> None:
-    """Warn, once per process, that isolation=None chose a level below "strict", and say what would change that."""
+    """Warn, once per process, that isolation=None selected a level below "strict", and how to change that."""
     warnings.warn(
         f"sandboxes run at isolation={level!r} ({_DESCRIPTIONS[level]}), "
         f"because 'strict' is not available: {strict_unavailable_reason()}. "
@@ -153,14 +172,14 @@ def warn_below_strict(level: str) -> None:
 
 
 def unavailable_reason(level: str) -> str:
-    """Why a level cannot be had here, and what to type; empty if it can. Tried once, with the real thing."""
+    """Return why a level is unavailable and how to fix it; empty if available. Probed once, by starting a process."""
     if level == "strict":
         return strict_unavailable_reason()
     return landlock_unavailable_reason() if level == "landlock" else ""
 
 
 def limit_mechanisms(level: str, limits: Limits, groups: Hierarchy | None) -> dict[str, str]:
-    """How each limit is held at a level, in words; "not limited" where nothing holds it."""
+    """Describe how a level enforces each limit; "not limited" for a limit that is not enforced."""
     group = f"control group ({groups.version}), all processes together" if groups else None
     root = hasattr(os, "geteuid") and os.geteuid() == 0
     linux = sys.platform == "linux"
@@ -189,7 +208,7 @@ def limit_mechanisms(level: str, limits: Limits, groups: Hierarchy | None) -> di
 
 @functools.cache
 def hierarchy() -> Hierarchy | None:
-    """Where control groups can be made here; looked up once, and tried once."""
+    """Return where this process can create control groups, or None if it cannot. Probed once."""
     found = find_hierarchy()
     if found is None:
         return None
@@ -202,7 +221,7 @@ def hierarchy() -> Hierarchy | None:
 
 
 def strict_unavailable_reason() -> str:
-    """Why there is no strict level here, and what to type; empty if there is one. Tried once, with the real command."""
+    """Return why "strict" is unavailable and how to fix it; empty if available. Probed once, with the real command."""
     if sys.platform != "linux":
         return f"needs Linux namespaces; this is {sys.platform}"
     program = shutil.which("bwrap")
@@ -212,7 +231,7 @@ def strict_unavailable_reason() -> str:
 
 
 def landlock_unavailable_reason() -> str:
-    """As `strict_unavailable_reason`, for the level that needs no namespaces."""
+    """Return why "landlock" is unavailable and how to fix it; empty if available. Probed once."""
     if sys.platform != "linux":
         return f"needs Linux's Landlock; this is {sys.platform}"
     if seccomp.program(landlock=6) is None:
@@ -224,7 +243,7 @@ def landlock_unavailable_reason() -> str:
 
 @functools.cache
 def landlock_version() -> int:
-    """Of the kernel's Landlock: 1 files, 3 truncation, 4 TCP, 6 signals; 0 where there is none."""
+    """Return the kernel's Landlock ABI version, or 0. It covers files from 1, truncation from 3, TCP 4, signals 6."""
     if sys.platform != "linux":
         return 0
     return max(0, int(ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
@@ -240,10 +259,10 @@ def _probe_landlock() -> str:
 
 @functools.cache
 def own_user_namespace() -> bool:
-    """Whether a process of this user may enter a user namespace of its own, in which RLIMIT_NPROC counts it alone.
+    """Return True if processes of this user can enter a user namespace of their own, with its own RLIMIT_NPROC count.
 
-    Without it the limit counts all processes of the user, so that one sandbox can use up what another was allowed. Root
-    is never counted.
+    Otherwise RLIMIT_NPROC counts all processes of the user, so one sandbox can use up the quota of another. Root is
+    never counted.
     """
     if sys.platform != "linux" or os.geteuid() == 0 or not _kernel_is_at_least(5, 14) or landlock_version() < 1:
         return False
@@ -260,7 +279,7 @@ def _kernel_is_at_least(*wanted: int) -> bool:
 
 
 def _probe(command: list[str], environment: dict[str, str], passed: tuple[int, ...]) -> str:
-    """Run something that must print 42; else what it said."""
+    """Run a command that must print 42. Return an empty string, or its error message if it does not."""
     try:
         done = subprocess.run(
             command, env=environment, pass_fds=passed, capture_output=True, text=True, timeout=_PROBE_SECONDS,
@@ -275,7 +294,7 @@ def _probe(command: list[str], environment: dict[str, str], passed: tuple[int, .
 
 @functools.cache
 def _probe_strict(program: str) -> str:
-    """Run the interpreter at the strict level. Cached by program: one that is installed later is tried."""
+    """Try the interpreter at the strict level. Cached per path of bwrap, so that a later installation is noticed."""
     filter_ = seccomp_file()
     if filter_ is None:
         return f"no system-call filter has been written for {platform.machine()}"
@@ -295,7 +314,7 @@ def _probe_strict(program: str) -> str:
 
 
 def seccomp_file() -> BinaryIO | None:
-    """The call filter in an anonymous file, at its start; None where there is no filter."""
+    """Return the system-call filter in an anonymous file, positioned at its start; None if there is no filter."""
     program = seccomp.program()
     if program is None:
         return None
@@ -305,8 +324,8 @@ def seccomp_file() -> BinaryIO | None:
     return file
 
 
-# The worker comes compiled, through a file that has no name: to compile it takes longer than to start Python does, and
-# leaves memory behind. Nothing of the working folder may be imported by it.
+# The worker is passed as bytecode in an anonymous file, because compiling it takes longer than starting Python and
+# costs memory. The empty entry of sys.path is removed, so that nothing is imported from the working directory.
 _BOOT = (
     "import sys, marshal; sys.path[:] = filter(None, sys.path); __file__ = '/sandbox/zygote.py'\n"
     "with open(int(sys.argv.pop(1)), 'rb') as program: program = program.read()\n"
@@ -315,12 +334,12 @@ _BOOT = (
 
 
 def run_worker(program_fd: int, *arguments: str) -> list[str]:
-    """The command that runs the worker out of a `worker_file`."""
+    """Return the command that runs the worker from a `worker_file`."""
     return [host_python(), "-s", "-S", "-c", _BOOT, str(program_fd), *arguments]
 
 
 def worker_file() -> BinaryIO:
-    """The compiled worker in an anonymous file, at its start."""
+    """Return the compiled worker in an anonymous file, positioned at its start."""
     file: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115
     file.write(_compiled(WORKER))
     file.seek(0)
@@ -333,18 +352,21 @@ def _compiled(source: Path) -> bytes:
 
 
 def host_python() -> str:
-    """The interpreter itself, past the links of virtual environments: it finds its own library from where it lies."""
+    """Return the path of the Python binary with symlinks resolved; it locates the standard library by that path."""
     return _real(sys.executable)
 
 
 @functools.cache
 def _real(path: str) -> str:
-    """For places that stay where they are as long as this process runs: its own Python's."""
+    """Cached `os.path.realpath`, for paths that cannot change while this process runs, such as its own Python."""
     return os.path.realpath(path)
 
 
 def inside_python(packages: bool = True) -> str:
-    """What `sys.executable` says inside: the virtual environment's, so that a child Python has its packages."""
+    """Return the value of `sys.executable` inside.
+
+    With packages it is the virtual environment's Python, so that child processes find the packages too.
+    """
     if not packages:
         return host_python()
     folder = os.path.realpath(os.path.dirname(sys.executable)) if sys.executable else ""
@@ -352,7 +374,7 @@ def inside_python(packages: bool = True) -> str:
 
 
 def python_folders(with_packages: bool = True) -> list[str]:
-    """Folders that this Python and its packages need. /usr is always there and is left out."""
+    """Return the folders that this Python and its packages need, except those in /usr, which is always visible."""
     places = [sys.base_prefix, os.path.dirname(host_python())]
     if with_packages:
         places += [sys.prefix, *packages()]
@@ -369,7 +391,7 @@ def python_folders(with_packages: bool = True) -> list[str]:
 
 
 def packages() -> list[str]:
-    """Where installed packages lie, for the sandbox's `sys.path`."""
+    """Return the folders of installed packages, for the sandbox's `sys.path`."""
     return list(_packages(sys.prefix, sys.exec_prefix))
 
 
@@ -380,7 +402,7 @@ def _packages(*prefixes: str) -> tuple[str, ...]:
 
 
 def _visible_packages() -> list[str]:
-    """Folders of packages that lie within the interpreter's own, or /usr, and so are seen unless they are covered."""
+    """Return package folders below the interpreter's prefix or /usr, which are visible unless mounted over."""
     bases = (os.path.realpath(sys.base_prefix), "/usr")
     names = (
         sysconfig.get_path(name, vars={"base": base, "platbase": base}) for base in bases for name in _PACKAGE_PATHS
@@ -398,12 +420,12 @@ def _is_within(path: str, folder: str) -> bool:
 
 
 def environment(home: str, path: str = "/usr/local/bin:/usr/bin:/bin") -> dict[str, str]:
-    """All that the code inside finds in its environment: nothing of the host's."""
+    """Return the complete environment of the code inside. Nothing is inherited from the host."""
     return {
         "PATH": path, "HOME": home, "TMPDIR": home, "USER": "sandbox", "LOGNAME": "sandbox", "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": "0",  # the order of a set of strings is then the same in every chain
+        "PYTHONHASHSEED": "0",  # makes the order of a set of strings the same in every chain
         "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUTF8": "1",
-        # One thread each: the pool is what runs in parallel, and thread pools reserve memory that counts.
+        # One thread each: parallelism comes from the pool, and each thread reserves memory that counts as used.
         "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
     }  # fmt: skip
 
@@ -416,10 +438,10 @@ _NETWORK_FILES = ["/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/
 
 
 def inside_path(path: str) -> str:
-    """Where a folder of the host's Python, or a file in it, is found inside a strict sandbox: in its own place.
+    """Return the path, inside a strict sandbox, of a file or folder of the host's Python: usually the same path.
 
-    Not so below /tmp, which is the sandbox's own folder and begins empty: a virtual environment there is shown
-    elsewhere. The interpreter alone cannot move, for it looks for its library in its own place.
+    Paths below /tmp are remapped, because there the sandbox has its own, initially empty folder; a virtual environment
+    in /tmp is mounted elsewhere. The interpreter itself cannot be moved, because it finds its library by its path.
     """
     fixed = any(_is_within(place, path) or _is_within(path, place) for place in (_real(sys.base_prefix), host_python()))
     return path if fixed or not _is_within(path, STRICT_HOME) else f"/sandbox/host{path}"
@@ -430,7 +452,7 @@ def _shm_bytes(limits: Limits) -> int:
 
 
 def landlock_rules(home: str, limits: Limits, packages: bool = True) -> dict[str, object]:
-    """What code at the landlock level may open, and how; all else is refused."""
+    """Return which paths code at the landlock level may open, and how. Landlock denies all others."""
     read = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", *_SYSTEM_FILES, *python_folders(packages)]
     read += ["/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/uptime", "/proc/loadavg", "/proc/version"]
     read += ["/proc/sys/kernel/pid_max", "/sys/devices/system/cpu", str(WORKER)]
@@ -444,10 +466,10 @@ def landlock_rules(home: str, limits: Limits, packages: bool = True) -> dict[str
 def strict_command(
     limits: Limits, seccomp_fd: int, program: str = "bwrap", packages: bool = True
 ) -> tuple[list[str], dict[str, str]]:
-    """bwrap and its options, up to the program to run, and the environment to start bwrap itself in.
+    """Return the bwrap command line, up to the program to run, and the environment in which to start bwrap.
 
-    The environment is clean because bwrap keeps its own, readable inside as /proc/1/environ unless the program is
-    pid 1; both doors are closed here. The order of the mounts counts: a later one hides what lies below it.
+    bwrap keeps its own environment, readable inside as /proc/1/environ unless the program is pid 1. Therefore the
+    environment is minimal, and the program is also pid 1. The order of mounts matters: later mounts hide earlier ones.
     """
     variables = environment(STRICT_HOME)
     command = [shutil.which(program) or program, "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]

@@ -1,6 +1,6 @@
-"""What a sandbox may use, and the control groups that hold it to it.
+"""Resource limits of a sandbox, and the control groups that enforce them.
 
-Knows nothing of sandboxes, of namespaces or of Python code. A limit is applied or the report says that it is not.
+A limit is either enforced or reported as not enforced.
 """
 
 from __future__ import annotations
@@ -19,9 +19,19 @@ from . import reaper
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one sandbox may use between two resets; None is no limit.
+    """Resource limits of one sandbox between two resets. None means no limit.
 
-    Units: memory and disk in MB of 2**20 bytes; processes, with their threads; cpu_seconds of processor time, a call.
+    Units: memory_mb and disk_mb in MB of 2**20 bytes; processes counts threads too; cpu_seconds is CPU time per call.
+
+    Whether a limit applies in total or to each process or file depends on the isolation level and the machine; see
+    `PythonSandbox.limit_mechanisms`.
+
+    Attributes:
+        memory_mb: memory that the code inside can use.
+        processes: number of processes and threads.
+        cpu_seconds: CPU time per call.
+        disk_mb: size of the files written inside.
+        network: True to allow network access.
     """
 
     memory_mb: int | None = 256
@@ -39,7 +49,7 @@ class Limits:
 
 
 _MEBIBYTE = 2**20
-# Beside the code inside: bwrap's own process and the zygote.
+# Allowance for bwrap's own process and the zygote, in addition to the code inside.
 _OWN_PROCESSES = 2
 _OWN_MEMORY = 24 * _MEBIBYTE
 _numbers = itertools.count(1)
@@ -47,14 +57,14 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """Where groups can be made. `roots` maps a controller to the folder in which this process may make a group."""
+    """Places for control groups. `roots` maps each controller to the folder in which this process can create groups."""
 
     version: str  # "v1" or "v2"
     roots: Mapping[str, Path]
 
 
 def find_hierarchy(mounts: str | None = None, own: str | None = None) -> Hierarchy | None:
-    """The control groups that this process may use, or None. The arguments stand in for /proc in tests."""
+    """Find where this process can create control groups; None if nowhere. The arguments replace /proc in tests."""
     try:
         mounts = Path("/proc/self/mounts").read_text() if mounts is None else mounts
         own = Path("/proc/self/cgroup").read_text() if own is None else own
@@ -80,7 +90,7 @@ def find_hierarchy(mounts: str | None = None, own: str | None = None) -> Hierarc
         return Hierarchy("v1", roots)
     if unified is not None:
         here = _own_group(unified, paths.get("", "/"))
-        # A group holding processes hands no controller down, so a neighbour of our own group is what usually works.
+        # A group that contains processes cannot delegate controllers, so usually only a sibling of our own group works.
         for root in (here, here.parent):
             if root.is_relative_to(unified) and os.access(root, os.W_OK) and os.access(root / "cgroup.procs", os.W_OK):
                 try:
@@ -93,15 +103,15 @@ def find_hierarchy(mounts: str | None = None, own: str | None = None) -> Hierarc
 
 
 def _own_group(mount: Path, path: str) -> Path:
-    """A process's own group; inside a container the path may be that of the host, and then the mount itself is it."""
+    """Return the folder of this process's group: the mount itself if `path` is a host path, as in some containers."""
     place = mount / path.lstrip("/")
     return place if place.is_dir() else mount
 
 
 class Group:
-    """One sandbox's control group (one folder for v2, one for each controller for v1).
+    """The control group of one sandbox (one folder for v2, one per controller for v1).
 
-    Raises:  OSError if the kernel refuses; nothing is left behind then.
+    Raises:  OSError if the kernel refuses; then nothing is left behind.
     """
 
     def __init__(self, hierarchy: Hierarchy, limits: Limits) -> None:
@@ -122,7 +132,7 @@ class Group:
         if self.version == "v1":
             if memory is not None:
                 _write(self.folders["memory"] / "memory.limit_in_bytes", memory)
-                # Without this the group swaps instead of stopping; kernels without swap accounting have no such file.
+                # Otherwise the group would swap. Kernels without swap accounting do not have this file.
                 _write(self.folders["memory"] / "memory.memsw.limit_in_bytes", memory, optional=True)
             if processes is not None:
                 _write(self.folders["pids"] / "pids.max", processes)
@@ -136,17 +146,20 @@ class Group:
 
     @property
     def procs_files(self) -> list[str]:
-        """The files into which a process writes 0 to enter."""
+        """Files to which a process writes 0 to enter the group."""
         return [str(folder / "cgroup.procs") for folder in self.folders.values()]
 
     def enter(self, pid: int) -> None:
-        """Put another process in. After a pause the kernel makes the first who does this wait for all processors, 10
-        to 20 ms (the lock against forks, `cgroup_threadgroup_rwsem`, begins with an RCU grace period)."""
+        """Move another process into the group.
+
+        The first move after a pause takes 10 to 20 ms, because taking the kernel's `cgroup_threadgroup_rwsem` starts
+        with an RCU grace period.
+        """
         for file in self.procs_files:
             Path(file).write_text(str(pid))
 
     def cpu_seconds(self) -> float | None:
-        """Processor time of all its processes so far, dead ones too."""
+        """Return the CPU time used so far by all processes of the group, including ended ones; None if unknown."""
         if "cpuacct" in self.folders:
             text = _read(self.folders["cpuacct"] / "cpuacct.usage")
             return int(text) / 1e9 if text else None
@@ -156,7 +169,7 @@ class Group:
         return None
 
     def limit_hits(self) -> tuple[int, int]:
-        """How often it ran out of memory with a kill, and how often a fork was refused."""
+        """Return the number of out-of-memory kills and the number of refused forks."""
         if self.version == "v1":
             memory = _fields(self.folders["memory"] / "memory.oom_control").get("oom_kill", 0)
             return memory, _fields(self.folders["pids"] / "pids.events").get("max", 0)
@@ -168,7 +181,7 @@ class Group:
         return [int(pid) for pid in (_read(folder / "cgroup.procs") or "").split()]
 
     def kill(self, patience: float = 2.0) -> bool:
-        """Kill every process in it; True when it is empty."""
+        """Kill every process in the group. Return True if it is empty, False after `patience` seconds."""
         deadline = time.monotonic() + patience
         while pids := self.processes():
             for folder in self.folders.values():
@@ -185,7 +198,10 @@ class Group:
         return True
 
     def remove(self, patience: float = 1.0) -> bool:
-        """Remove the empty folders; True when they are gone. The kernel may keep one busy for a moment."""
+        """Remove the group's empty folders, retrying for `patience` seconds while the kernel keeps them busy.
+
+        Returns:  True if they are gone.
+        """
         deadline = time.monotonic() + patience
         for folder in self.folders.values():
             while True:
@@ -203,7 +219,7 @@ class Group:
 
 
 def remove_orphans(hierarchy: Hierarchy) -> None:
-    """Remove the groups of makers that were killed, and kill what still runs in them."""
+    """Remove the groups whose owner was killed, and kill the processes left in them."""
     for root in hierarchy.roots.values():
         for folder in root.glob("agentfly-*"):
             if reaper.is_gone(folder.name.removeprefix("agentfly-").rpartition("-")[0]):
@@ -229,7 +245,7 @@ def _read(file: Path) -> str | None:
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """A file of "name number" lines."""
+    """Parse a file of "name number" lines."""
     found = {}
     for line in (_read(file) or "").splitlines():
         name, _, value = line.partition(" ")

@@ -1,8 +1,7 @@
-"""One sandbox's process on the host's side: started, held, and ended without a trace.
+"""The process of one sandbox, seen from the host: starting it, and ending it without leaving anything behind.
 
-Knows nothing of event loops or of Python code: everything here blocks for a moment, and runs on a thread of its own
-or at exit. A `SandboxProcess` owns all that must not be left behind: process, control socket,
-control group, scratch folder.
+Everything here may block briefly, so it is called on threads of its own or at exit, not on an event loop. A
+`SandboxProcess` owns all resources that must be cleaned up: process, control socket, control group, scratch folder.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from .limits import Group, Limits
 T = TypeVar("T")
 
 _MEBIBYTE = 2**20
-_EXIT_SECONDS = 0.5  # s: how long an ending zygote may take before it is killed
+_EXIT_SECONDS = 0.5  # s: grace period for a zygote to exit before it is killed
 _PRELUDE = 'for file in $JOIN; do echo 0 > "$file" || exit 97; done; unset JOIN; exec "$@"'
 
 
 class Spawner:
-    """One thread, alive as long as the process, from which everything is started.
+    """A single thread that starts all sandboxes and lives as long as the process.
 
-    The kernel's "die with your parent" means the parent's *thread*: a sandbox started from a thread of a pool dies when
-    that thread does.
+    PR_SET_PDEATHSIG takes effect when the parent *thread* ends, so a sandbox started from a thread of a thread pool
+    would die with that thread.
     """
 
     def __init__(self) -> None:
@@ -48,6 +47,7 @@ class Spawner:
         self._lock = threading.Lock()
 
     def submit(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Schedule a call on the spawner's thread."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def work() -> None:
@@ -75,7 +75,7 @@ spawner = Spawner()
 
 def _after_fork() -> None:
     global spawner
-    spawner = Spawner()  # the thread is not in the child
+    spawner = Spawner()  # threads do not survive a fork
 
 
 if hasattr(os, "register_at_fork"):
@@ -83,7 +83,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class SandboxProcess:
-    """A started zygote and all that belongs to it. Made by `launch`, ended by `destroy`, which may be called twice."""
+    """A started zygote and its resources. Created by `launch` and released by `destroy`, which is idempotent."""
 
     def __init__(self) -> None:
         self.owner_pid = os.getpid()
@@ -92,18 +92,19 @@ class SandboxProcess:
         self.group: Group | None = None
         self.scratch: str | None = None
         self.errors: BinaryIO | None = None
-        self.data: socket.socket | None = None  # the host's ends of the interpreter's channels
+        self.data: socket.socket | None = None  # host's ends of the channels to the interpreter
         self.pipes: tuple[int, ...] = ()
-        self.dropped = False  # ended by its own host, which knows why
+        self.dropped = False  # ended on purpose by this host
         self._lock = threading.Lock()
         self._destroyed = False
 
     @property
     def alive(self) -> bool:
+        """True if the process is running and was not destroyed."""
         return not self._destroyed and self.process is not None and self.process.poll() is None
 
     def disconnect(self) -> None:
-        """Close the host's ends; the zygote then kills all and exits. Never blocks."""
+        """Close the host's ends of all channels, so that the zygote kills its children and exits. Never blocks."""
         self.close_channels()
         if self.control is not None:
             self.control.close()
@@ -121,7 +122,7 @@ class SandboxProcess:
             self.data = None
 
     def last_error_line(self) -> str:
-        """The last line that the starting process wrote to its stderr: why it did not start."""
+        """Return the last line on the stderr of the starting process: the reason why it failed."""
         if self.errors is None:
             return ""
         self.errors.seek(0)
@@ -129,14 +130,14 @@ class SandboxProcess:
         return lines[-1][:500] if lines else ""
 
     def destroy(self) -> None:
-        """End it and take everything away. Blocks for about 2 ms, at most a few seconds."""
+        """End the process and release all resources. Blocks for about 2 ms, at most a few seconds."""
         with self._lock:
             if self._destroyed:
                 return
             self._destroyed = True
             self.disconnect()
             if os.getpid() != self.owner_pid:
-                return  # a forked copy of the host process: the sandbox is not its own
+                return  # a fork of the host process does not own the sandbox
             process = self.process
             if process is not None:
                 try:
@@ -150,20 +151,20 @@ class SandboxProcess:
                 shutil.rmtree(self.scratch, ignore_errors=True)
 
     def stop(self) -> None:
-        """Kill it where it stands, and wait for that; what is left of it is `destroy`'s."""
+        """Kill the process and wait for it to exit. `destroy` releases its other resources."""
         if self.process is not None and self.process.poll() is None and os.getpid() == self.owner_pid:
             self._kill(self.process)
 
     def kill(self) -> None:
-        """As `destroy`, without asking first."""
+        """Like `destroy`, but without a grace period."""
         if not self._destroyed:
             self.stop()
         self.destroy()
 
     @staticmethod
     def _kill(process: subprocess.Popen[bytes]) -> None:
-        """Kill it and all below it: without namespaces, what a dead zygote leaves behind is nobody's."""
-        _signal(process.pid, signal.SIGSTOP)  # stopped, it still adopts the orphans that its children leave
+        """Kill the process and its descendants. Without namespaces, descendants would survive a dead zygote."""
+        _signal(process.pid, signal.SIGSTOP)  # a stopped process still adopts orphaned descendants
         for _ in range(100):
             pids = [pid for pid in zygote.descendants(process.pid) if not zygote.is_dead(pid)]
             for pid in pids:
@@ -184,17 +185,18 @@ def _signal(pid: int, number: int) -> None:
 
 @functools.cache
 def _reap() -> None:
-    """Once, before the first start: what killed processes left here. Control groups: see isolation.hierarchy."""
+    """Delete folders left by killed processes, once per process. `isolation.hierarchy` does so for control groups."""
     reaper.reap_folders()
 
 
 def launch(
     level: str, limits: Limits, preload: Sequence[str], max_output: int, packages: bool = True
 ) -> SandboxProcess:
-    """Start a zygote, on the spawner's thread. Takes 2 ms, up to 20 where it is moved into its control group; what it
-    is told on the control socket from then on it does once it is up.
+    """Start a zygote; must be called on the spawner's thread. Takes 2 ms, or up to 20 ms with a control group.
 
-    Raises:  SandboxError if it cannot be started at all.
+    Returns before the zygote is ready. It processes commands sent on the control socket as soon as it is.
+
+    Raises:  SandboxError if the process cannot be started.
     """
     _reap()
     handle = SandboxProcess()
@@ -213,13 +215,13 @@ def launch(
         passed.append(inside.fileno())
         rlimits = {"RLIMIT_CORE": 0, "RLIMIT_NOFILE": 512}
         if limits.memory_mb is not None:
-            # Beside the group's limit, which kills: this one gives a MemoryError, and the variables live.
+            # The group's limit kills the process. This one raises a MemoryError first, which preserves variables.
             rlimits["RLIMIT_DATA"] = limits.memory_mb * _MEBIBYTE
         if limits.disk_mb is not None:
             rlimits["RLIMIT_FSIZE"] = limits.disk_mb * _MEBIBYTE
         own_user = level == "landlock" and groups is None and isolation.own_user_namespace()
         if limits.processes is not None and groups is None and level != "none":
-            # In a user namespace of its own the zygote is counted too; without one, all that this user has.
+            # In its own user namespace the zygote counts too; otherwise all processes of this user do.
             rlimits["RLIMIT_NPROC"] = limits.processes + (1 if strict or own_user else _processes_of_this_user() + 1)
         folder = None
         if not strict:
@@ -257,8 +259,8 @@ def launch(
             environment = isolation.environment(home, os.environ.get("PATH", os.defpath))
         command += isolation.run_worker(program_file.fileno(), "zygote", str(inside.fileno()))
         if handle.group is not None and not _lists_children():
-            # A shell enters the group and becomes the sandbox: no code of ours runs between fork and exec, where
-            # another thread's lock could hang it, and a big host process is not copied.
+            # A shell enters the group and then execs the sandbox. A preexec_fn would run Python between fork and exec,
+            # where a lock held by another thread could deadlock, and would make fork copy a large host process.
             environment = {**environment, "JOIN": " ".join(handle.group.procs_files)}
             command = ["/bin/sh", "-c", _PRELUDE, "sandbox", *command]
         handle.process = subprocess.Popen(
@@ -267,8 +269,8 @@ def launch(
         )  # fmt: skip
         if handle.group is not None and _lists_children():
             _confine(handle.group, handle.process)
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, and whoever waits for its answer says why
-            host.sendall(line)  # until it has this, the zygote starts nothing
+        with contextlib.suppress(BrokenPipeError):  # it has exited already; waiting for its answer reports why
+            host.sendall(line)  # the zygote starts nothing before it has the settings
     except BaseException as error:
         handle.destroy()
         if isinstance(error, OSError):
@@ -281,11 +283,12 @@ def launch(
 
 
 def _confine(group: Group, process: subprocess.Popen[bytes]) -> None:
-    """Put what has just been started under its limits, and what it has started meanwhile.
+    """Move a process that was just started, and its descendants, into its control group.
 
-    Beside it, not before: after any pause the kernel makes whoever moves a process wait for all processors, 10 to 20
-    ms, in which bubblewrap and Python start.
-    Raises:  OSError if it is refused.
+    This is done while the process starts, not before, because the first move after a pause waits for a kernel grace
+    period of 10 to 20 ms, during which bubblewrap and Python can start.
+
+    Raises:  OSError if the kernel refuses.
     """
     for _ in range(100):
         outside = {process.pid, *zygote.descendants(process.pid)} - set(group.processes())
@@ -299,12 +302,12 @@ def _confine(group: Group, process: subprocess.Popen[bytes]) -> None:
 
 @functools.cache
 def _lists_children() -> bool:
-    """Whether the kernel tells a process's children. One that does not could hide some from their limits."""
+    """Return True if the kernel lists the children of a process; otherwise some could escape their limits."""
     return os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 
 def _processes_of_this_user() -> int:
-    """With their threads, as the kernel counts them."""
+    """Count the processes of this user, including threads, as RLIMIT_NPROC does."""
     uid, count = os.getuid(), 0
     for folder in os.scandir("/proc"):
         if folder.name.isdigit():
@@ -312,5 +315,5 @@ def _processes_of_this_user() -> int:
                 if folder.stat().st_uid == uid:
                     count += len(os.listdir(f"{folder.path}/task"))
             except OSError:
-                continue  # it ended meanwhile
+                continue  # it has ended in the meantime
     return count

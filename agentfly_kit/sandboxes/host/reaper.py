@@ -1,7 +1,7 @@
-"""Whose a thing is that can outlive its process, and what the killed ones left: control groups, folders, containers.
+"""Owner tags for resources that can outlive their process (control groups, folders, containers), and their cleanup.
 
-A name carries its owner's number, when that process started, and where numbers like it are given: the pid namespace and
-the boot of the machine. A number alone is soon another process's.
+A tag contains the owner's pid and start time, its pid namespace and the boot id of the machine, because a pid alone may
+be reused by another process.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ SCRATCH = "agentfly-sandbox-"
 
 
 def start_time(pid: int) -> str:
-    """When a process started, in ticks since the boot.
+    """Return the start time of a process, in clock ticks since boot.
 
-    Raises:  OSError if there is none of this number.
+    Raises:  OSError if the process does not exist.
     """
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
 @functools.cache
 def _namespace_and_boot() -> tuple[str, str]:
-    """The pid namespace and the boot; empty where the kernel does not tell."""
+    """Return the pid namespace and the boot id; empty strings if unavailable."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")[:12]
         return str(os.stat("/proc/self/ns/pid").st_ino), boot
@@ -45,12 +45,12 @@ def _owner_tag(pid: int) -> str:
 
 
 def owner_tag() -> str:
-    """This process: `pid-start-namespace-boot`."""
+    """Return the tag of this process: `pid-start-namespace-boot`."""
     return _owner_tag(os.getpid())
 
 
 def is_gone(tag: str) -> bool:
-    """Whether the process of a mark has ended. False for one that cannot be seen from here, or for no mark at all."""
+    """Return True if the tagged process has ended; False for an invalid tag or one from another namespace or boot."""
     parts = tag.split("-")
     if len(parts) != 4 or not parts[0].isdigit() or not parts[1].isdigit() or parts[1] == "0":
         return False
@@ -65,15 +65,15 @@ def is_gone(tag: str) -> bool:
 
 
 def reap_folders(top: str | None = None) -> None:
-    """Delete the scratch folders of processes that were killed together with their sandboxes."""
+    """Delete the scratch folders of sandboxes that were killed together with their host process."""
     mine = os.getuid() if hasattr(os, "getuid") else -1
     with contextlib.suppress(OSError), os.scandir(top or tempfile.gettempdir()) as entries:
         for entry in entries:
             owner = entry.name.removeprefix(SCRATCH).rpartition("-")[0]
             if not entry.name.startswith(SCRATCH) or not is_gone(owner):
                 continue
-            # Others may write to this place: only a real folder of our own, never what a link leads to.
-            with contextlib.suppress(OSError):  # another process may be at it too
+            # Other users can write here, so delete only real folders of our own, and never follow links.
+            with contextlib.suppress(OSError):  # another process may be deleting it too
                 status = entry.stat(follow_symlinks=False)
                 if stat.S_ISDIR(status.st_mode) and status.st_uid == mine:
                     zygote.wipe(entry.path, [])

@@ -1,10 +1,10 @@
-"""The system-call filters, as classic BPF programs written out by hand.
+"""System-call filters, as hand-written classic BPF programs.
 
-Knows nothing but system-call numbers. They allow by default: namespaces, a private file tree and dropped capabilities
-do the confining; the filter takes away what reaches round them (new user namespaces, tracing, key rings, kernel
-interfaces with a long list of holes) and what would outlive a reset inside the sandbox (System V and POSIX message
-objects, another process's limits and priority). Where there are no namespaces it also takes what Landlock does not
-know of: sockets, and the modes, owners and times of files.
+The filters allow calls by default. Namespaces, a private file tree and dropped capabilities provide the confinement;
+the filter denies calls that bypass these (new user namespaces, tracing, key rings, kernel interfaces with a long record
+of vulnerabilities) and calls whose effects would survive a reset inside the sandbox (System V and POSIX IPC objects,
+another process's limits and priority). Without namespaces it also denies what Landlock does not cover: sockets, and
+changes to the modes, owners and times of files.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NR, _ARCH, _FIRST, _SECOND = 0, 4, 16, 24  # offsets in struct seccomp_data; low halves of the first two arguments
 
-# name: (x86_64, aarch64), from the kernel's unistd tables; None where the machine has no such call.
+# name: (x86_64, aarch64), from the kernel's unistd tables; None if the architecture does not have the call.
 _DENIED: dict[str, tuple[int | None, int | None]] = {
-    # reaching into other processes, the zygote above all
+    # access to other processes, especially the zygote
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
     "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "move_pages": (279, 239), "migrate_pages": (256, 238),
-    # what a reset could not undo: objects and settings that outlive the process that made them
+    # effects that a reset could not undo: objects and settings that outlive the process that made them
     "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
     "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
     "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181), "setpriority": (141, 140),
@@ -33,7 +33,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
     "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
     "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
-    # kernel interfaces that no exercise in Python needs
+    # kernel interfaces that sandboxed code does not need
     "bpf": (321, 280), "userfaultfd": (323, 282), "perf_event_open": (298, 241), "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "init_module": (175, 105),
     "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104), "kexec_file_load": (320, 294),
@@ -43,7 +43,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "iopl": (172, None), "ioperm": (173, None), "sethostname": (170, 161), "setdomainname": (171, 162),
     "fanotify_init": (300, 262),
 }  # fmt: skip
-# Beside Landlock: it lets any process change what it owns, so long as no file is opened for it.
+# Denied with Landlock, which does not restrict changes to the metadata of a user's own files.
 _MODES: dict[str, tuple[int | None, int | None]] = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
     "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
@@ -51,8 +51,8 @@ _MODES: dict[str, tuple[int | None, int | None]] = {
     "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
     "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469),
 }  # fmt: skip
-_TRUNCATE = {"truncate": (76, 45)}  # by path; Landlock knows it from its third version on
-_SIGNALS: dict[str, tuple[int | None, int | None]] = {  # from its sixth version on
+_TRUNCATE = {"truncate": (76, 45)}  # by path; covered by Landlock from ABI version 3
+_SIGNALS: dict[str, tuple[int | None, int | None]] = {  # covered by Landlock from ABI version 6
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424),
 }  # fmt: skip
@@ -65,7 +65,7 @@ _CLONE, _CLONE3, _PRLIMIT, _AFFINITY, _SOCKET, _IOCTL = (
     (16, 29),
 )
 _NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag
-# unix, inet, inet6, netlink; vsock would reach the machine's host past the network namespace
+# unix, inet, inet6, netlink; vsock is left out because it bypasses the network namespace to reach the host
 _FAMILIES = (1, 2, 10, 16)
 _TIOCSTI = 0x5412
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -78,17 +78,20 @@ def _op(code: int, k: int, jt: int = 0, jf: int = 0) -> bytes:
 def program(
     machine: str | None = None, *, landlock: int | None = None, network: bool = True
 ) -> bytes | None:  # fmt: skip
-    """The filter for this machine, or None where it has not been written (then there is no level but none).
+    """Return the filter for a machine, or None if there is none (then only isolation="none" is available).
 
-    landlock    the version of Landlock beside which it stands instead of namespaces; it then refuses what that
-                version leaves open, and sockets: all of them, or with `network` those that are not of the internet.
+    Args:
+        machine: architecture, as `platform.machine()`. None: that of this machine.
+        landlock: ABI version of Landlock if it is used instead of namespaces, else None. The filter then also denies
+            what that version does not cover, and sockets.
+        network: with `landlock`, allow internet and netlink sockets; if False, deny all sockets.
     """
     machine = machine or platform.machine()
     if machine not in _MACHINES or sys.byteorder != "little":
         return None
     column, arch = _MACHINES[machine]
     out = [_op(_LOAD, _ARCH), _op(_EQUAL, arch, 1, 0), _op(_RETURN, _KILL), _op(_LOAD, _NR)]
-    if machine == "x86_64":  # the x32 numbers are a second way to every call
+    if machine == "x86_64":  # every call has a second, x32 number
         out += [_op(_AT_LEAST, 0x40000000, 0, 1), _op(_RETURN, _EPERM)]
     denied = dict(_DENIED)
     families: tuple[int, ...] = _FAMILIES
@@ -99,7 +102,7 @@ def program(
         number = numbers[column]
         if number is not None:
             out += [_op(_EQUAL, number, 0, 1), _op(_RETURN, _EPERM)]
-    # clone3 takes its flags by pointer, out of a filter's sight: "no such call" makes libc fall back to clone.
+    # A filter cannot inspect the flags of clone3, which are passed by pointer. ENOSYS makes libc fall back to clone.
     out += [_op(_EQUAL, _CLONE3[column], 0, 1), _op(_RETURN, _ENOSYS)]
     out += [_op(_EQUAL, _CLONE[column], 0, 4), _op(_LOAD, _FIRST), _op(_ANY_BIT, _NEW_NAMESPACES, 1, 0)]
     out += [_op(_RETURN, _ALLOW), _op(_RETURN, _EPERM)]

@@ -1,1 +1,1 @@
-"""What runs inside a sandbox. Standard library only: these files are sent in as text, or run from their path."""
+"""Programs that run inside a sandbox. They use only the standard library and are sent in as text or bytecode."""

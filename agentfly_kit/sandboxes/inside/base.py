@@ -1,9 +1,8 @@
-"""What runs in the interpreter of a sandbox for the kinds that are built on it (hosted.py sends it there as text).
+"""Base of the programs of hosted sandboxes, run inside their interpreter. hosted.py sends this file there as text.
 
-It imports only the standard library and knows neither the package nor the host. The files beside it follow it in the
-same namespace and add their calls to CALLS. A call comes as a name and JSON, and gives JSON; an answer too long for one
-line of the interpreter is handed over in pieces. Here too: the sandbox's own folder read and written by pieces, which
-seeds one and copies one into another.
+It imports only the standard library. The other files in this folder run after it in the same namespace and add their
+calls to CALLS. A call is a name and JSON arguments, and its answer is JSON; long answers are fetched in chunks. This
+file also reads and writes the sandbox's folder in chunks, to seed a sandbox or copy one to another.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ CALLS: dict[str, Callable[..., Any]] = {}
 
 
 class Refused(Exception):
-    """What was asked for cannot be done; the text is for the one who asked."""
+    """The request cannot be carried out. The message is for the caller."""
 
 
 class RawRepr:
-    """Text whose repr is itself: the interpreter echoes the repr of a cell's value."""
+    """Text whose repr is the text itself, because the interpreter returns the repr of a cell's value."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -34,7 +33,7 @@ class RawRepr:
 
 
 class ReplyBuffer:
-    """The last answer, until all of it was fetched."""
+    """The last answer, kept until it has been fetched completely."""
 
     text = ""
 
@@ -49,8 +48,8 @@ REPLY = ReplyBuffer()
 
 
 def handle(name: str, arguments: str, size: int) -> RawRepr:
-    """One call. Gives the length of its answer and the first `size` characters."""
-    linecache.clearcache()  # the interpreter keeps the text of every cell, and these cells carry whole files
+    """Make a call, and return the length of its answer and its first `size` characters."""
+    linecache.clearcache()  # the interpreter caches the source of every cell, and these contain whole files
     answer: dict[str, Any]
     try:
         answer = {"answer": CALLS[name](**json.loads(arguments))}
@@ -65,17 +64,17 @@ def home() -> str:
 
 
 def base(folder: str) -> str:
-    """The working folder: one below the sandbox's own, or that itself."""
+    """Return the path of a subfolder of the sandbox's folder, creating it; "" for the sandbox's folder itself."""
     path = os.path.join(home(), folder) if folder else home()
     os.makedirs(path, exist_ok=True)
     return path
 
 
-# --- its folder by pieces ------------------------------------------------------------------------
+# --- the sandbox's folder -------------------------------------------------------------------------
 
 
 def list_home() -> list[list[Any]]:
-    """All that is in the sandbox's own folder: [path, kind, mode, size, mtime in ns, where a link leads]."""
+    """List the content of the sandbox's folder: [path, kind, mode, size, mtime in ns, target of a link] per entry."""
     top, found = home(), []
     device = os.stat(top).st_dev
     unseen = [""]
@@ -105,7 +104,7 @@ def read_chunk(path: str, offset: int, size: int) -> str:
 
 
 def put(entries: list[dict[str, Any]], folder: str) -> None:
-    """Make what `list_home` and `read_chunk` told. A file that comes in several pieces is appended to."""
+    """Create the entries read by `list_home` and `read_chunk`. Later chunks of a file are appended."""
     top = base(folder)
     os.umask(0o022)
     for entry in entries:
@@ -137,7 +136,7 @@ def put(entries: list[dict[str, Any]], folder: str) -> None:
 
 
 def write_new(path: str, mode: int, data: bytes, folder: int | None = None) -> None:
-    """A file with its permissions from the beginning: a level may refuse to change them later."""
+    """Create a file with its final permissions, because an isolation level may forbid changing them later."""
     before = os.umask(0)
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -158,7 +157,7 @@ def chmod_if_allowed(path: str, mode: int) -> None:
     try:
         os.chmod(path, mode)
     except PermissionError:
-        pass  # at the level "landlock" no permission can be changed
+        pass  # the level "landlock" forbids changing permissions
 
 
 CALLS |= {"list_home": list_home, "read_chunk": read_chunk, "put": put}

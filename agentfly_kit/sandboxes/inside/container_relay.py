@@ -1,12 +1,13 @@
-"""The zygote of a container, whose only way to the host is the container's standard input and output.
+"""The zygote of a container, which communicates with the host over the container's standard input and output.
 
-Runs inside, as the container's first process: zygote.py's zygote, with the channels of its interpreters carried as
-frames over that one stream. It imports only the standard library and knows neither the package nor the host;
-host/container.py sends both files in as text.
+It runs as the container's first process and extends the zygote of zygote.py: the channels of its interpreters are
+multiplexed as frames over that one stream. It imports only the standard library. host/container.py sends both files in
+as text.
 
-A frame, in both directions: channel (1 byte), serial of the interpreter (4), length (4), then as many bytes. CONTROL is
-one JSON message of the zygote's protocol; DATA is a piece of an interpreter's own socket, an empty one its end; OUT and
-ERR are what was printed; USAGE is JSON, what the container's control group has counted.
+A frame, in either direction, consists of the channel (1 byte), the serial number of the interpreter (4 bytes), the
+length of the data (4 bytes) and the data. CONTROL is one JSON message of the zygote's protocol; DATA is a chunk of an
+interpreter's socket, or its end if empty; OUT and ERR are printed output; USAGE is JSON with the counters of the
+container's control group.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from .zygote import Zygote, prctl
 
 CONTROL, DATA, OUT, ERR, USAGE = range(5)
 HEAD = struct.Struct("!BII")
-_CHUNK = 65536  # also what a pipe holds
-_FULL = 4 * _CHUNK  # as much waits to be sent; what prints more waits itself
+_CHUNK = 65536  # also the capacity of a pipe
+_FULL = 4 * _CHUNK  # limit for unsent bytes; beyond it, printing code blocks
 _USAGE_SECONDS = 0.2
 _PR_NO_NEW_PRIVS, _PR_SECCOMP, _FILTER = 38, 22, 2
 
@@ -38,7 +39,7 @@ def frame(channel: int, serial: int, data: bytes) -> bytes:
 
 
 def frames(buffer: bytearray) -> Iterator[tuple[int, int, bytes]]:
-    """Take the whole frames from the front of a buffer."""
+    """Remove complete frames from the front of a buffer and yield them."""
     while len(buffer) >= HEAD.size:
         channel, serial, length = HEAD.unpack_from(buffer)
         if len(buffer) < HEAD.size + length:
@@ -49,18 +50,18 @@ def frames(buffer: bytearray) -> Iterator[tuple[int, int, bytes]]:
 
 
 class Relay(Zygote):
-    """A zygote that stands between its interpreter and the stream. One thread; nothing in it waits for the stream."""
+    """A zygote that relays between its interpreter and the stream, on one thread that never blocks on the stream."""
 
     def __init__(self) -> None:
-        super().__init__(_socket.socket(_socket.AF_UNIX))  # never used: frames stand for it
+        super().__init__(_socket.socket(_socket.AF_UNIX))  # never used: messages are sent as frames
         self.inbox = bytearray()
         self.outbox = bytearray()
-        self.unsent = bytearray()  # for the interpreter
-        self.data: _socket.socket | None = None  # our ends of the interpreter's channels
+        self.unsent = bytearray()  # data not yet sent to the interpreter
+        self.data: _socket.socket | None = None  # relay's end of the data channel
         self.pipes: dict[int, int] = {}  # descriptor -> OUT or ERR
         self.wake_pipe: tuple[int, ...] = ()
         self.counts: tuple[int, int] | None = None
-        self.call_running = False  # a call is under way
+        self.call_running = False  # a call is running
         self.usage_read = 0.0
         os.register_at_fork(after_in_child=self.close_in_child)
 
@@ -123,7 +124,7 @@ class Relay(Zygote):
             except BlockingIOError:
                 return
             except OSError:
-                self.outbox.clear()  # nobody listens: the end of the input says so
+                self.outbox.clear()  # the host is gone; the end of the input will be noticed
                 return
             del self.outbox[:sent]
 
@@ -158,7 +159,7 @@ class Relay(Zygote):
     # --- the interpreter
 
     def close_in_child(self) -> None:
-        """In a forked child: what is ours must not be the interpreter's."""
+        """Close the relay's descriptors in a forked child, so that the interpreter does not inherit them."""
         self.close_ends()
         for descriptor in self.wake_pipe:
             os.close(descriptor)
@@ -181,10 +182,10 @@ class Relay(Zygote):
         except BlockingIOError:
             pass
         except OSError:
-            self.unsent.clear()  # it died: the zygote's word follows
+            self.unsent.clear()  # the interpreter died; its exit is reported separately
 
     def read_pipe(self, pipe: int) -> bool:
-        """One piece of what was printed; True if there was one."""
+        """Read one chunk of printed output. Return True if there was one."""
         try:
             data = os.read(pipe, _CHUNK)
         except BlockingIOError:
@@ -197,7 +198,7 @@ class Relay(Zygote):
         return False
 
     def drain(self) -> None:
-        """What is in the pipes now, which is all that was printed before the answer or the death that comes next."""
+        """Forward the content of the pipes, so that output is sent before the answer or exit that followed it."""
         for pipe in list(self.pipes):
             left = _CHUNK
             while left > 0 and pipe in self.pipes:
@@ -239,7 +240,7 @@ class Relay(Zygote):
 
 
 def cgroup_counter(first: str, second: str, name: str) -> int:
-    """A counter of this container's control group, where it can be seen; v1's file, v2's file."""
+    """Read a counter of this container's control group from the v1 or the v2 file; 0 if neither is visible."""
     for path in (first, second):
         try:
             with open(f"/sys/fs/cgroup/{path}") as file:
@@ -252,7 +253,7 @@ def cgroup_counter(first: str, second: str, name: str) -> int:
 
 
 def processor_seconds() -> float | None:
-    """Of all processes of this container so far."""
+    """Return the CPU time used so far by all processes of this container; None if unknown."""
     for path in ("cpuacct/cpuacct.usage", "cpu,cpuacct/cpuacct.usage"):
         try:
             with open(f"/sys/fs/cgroup/{path}") as file:
@@ -264,7 +265,7 @@ def processor_seconds() -> float | None:
 
 
 def writable(keep: list[str]) -> list[str]:
-    """Every mounted folder that can be written, but the user's own: whatever the engine left open is emptied too."""
+    """Return all writable mounted folders except those of the user, including any that the engine mounts by default."""
     found = []
     with open("/proc/self/mounts") as mounts:
         for line in mounts:
@@ -284,7 +285,7 @@ def writable(keep: list[str]) -> list[str]:
 
 
 def restrict(program: bytes) -> None:
-    """A system-call filter beside the engine's own, from here on and for all that is started from here."""
+    """Install a system-call filter, in addition to the engine's, for this process and its descendants."""
     prctl(_PR_NO_NEW_PRIVS, 1)
     if not program:
         return
@@ -304,7 +305,7 @@ def main() -> None:
     except Exception:
         import traceback
 
-        traceback.print_exc()  # for the host, which waits for an answer
+        traceback.print_exc()  # for the host, which is waiting for an answer
         sys.stderr.flush()
     finally:
         try:

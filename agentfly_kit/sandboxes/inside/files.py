@@ -1,8 +1,8 @@
-"""The files of a FileSandbox, from inside: read, written, edited and searched within one folder.
+"""The inner side of a FileSandbox: read, write, edit and search files within one folder.
 
-It follows base.py in one namespace. No path leaves the folder: it is resolved first, and then walked down from the
-folder's descriptor without following a link, so that a process beside it cannot move the ground in between. Errors are
-sentences for the model that made them.
+This file runs after base.py in the same namespace. No path leaves the folder: a path is first resolved, and then opened
+component by component from the folder's descriptor without following links, so that a concurrent process cannot swap in
+a link between check and use. Error messages are written for the model.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from typing import Any
 from .base import CALLS, Refused, base, write_new
 
 UNDO_BYTES = 8 * 2**20
-UNDO: deque[tuple[str, bytes | None]] = deque()  # path, what was in it; None: nothing was there
+UNDO: deque[tuple[str, bytes | None]] = deque()  # path and previous content; None: the file did not exist
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def relative_path(path: str, folder: str) -> str:
-    """A path as it is below the folder, without links and dots."""
+    """Resolve a path and return it relative to the folder.
+
+    Raises:  Refused if it leaves the folder.
+    """
     root = base(folder)
     if "\0" in path:
         raise Refused("a path cannot hold the character NUL")
@@ -37,7 +40,7 @@ def relative_path(path: str, folder: str) -> str:
 
 
 def open_parent(inside: str, folder: str, make: bool = False) -> int:
-    """A descriptor of the folder in which this path's last name lies."""
+    """Open the parent folder of a path and return its descriptor. `make`: create missing folders."""
     try:
         here = os.open(base(folder), FOLDER)
     except OSError as error:
@@ -61,7 +64,7 @@ def open_parent(inside: str, folder: str, make: bool = False) -> int:
 
 
 def read_bytes(path: str, folder: str) -> tuple[str, bytes]:
-    """(the path below the folder, all that is in the file)"""
+    """Return the path relative to the folder, and the content of the file."""
     inside = relative_path(path, folder)
     above = open_parent(inside, folder)
     try:
@@ -105,7 +108,7 @@ def read_text(path: str, folder: str) -> tuple[str, str]:
 
 
 def replace_file(inside: str, folder: str, data: bytes | None) -> None:
-    """Put all of a file in place at once, or leave it as it was. None deletes it."""
+    """Replace the content of a file atomically; on failure it keeps its old content. None deletes the file."""
     above = open_parent(inside, folder, make=data is not None)
     name = inside.rpartition("/")[2]
     new = f".{name[:100]}.{secrets.token_hex(4)}"
@@ -212,7 +215,7 @@ def edit(path: str, old: str, new: str, folder: str) -> str:
 
 
 def closest_match(old: str, text: str) -> str:
-    """Where the model may have meant: the same text with other blanks, else the most similar line."""
+    """Return a hint to the text probably meant: the same text with different whitespace, else the most similar line."""
     lines = text.splitlines()
     wanted = [line.strip() for line in old.strip("\r\n").splitlines()]
     bare = [line.strip() for line in lines]
@@ -231,7 +234,7 @@ def closest_match(old: str, text: str) -> str:
 
 
 def list_folder(path: str, folder: str, depth: int, max_names: int = 1000) -> dict[str, Any]:
-    """{"names": paths below the folder, those of folders with a / at their end; "more": how many were left out}"""
+    """List a folder: {"names": paths, with a trailing slash for folders; "more": number of paths left out}."""
     inside = relative_path(path, folder)
     top = os.path.join(base(folder), inside)
     names: list[str] = []
@@ -260,7 +263,7 @@ def list_folder(path: str, folder: str, depth: int, max_names: int = 1000) -> di
 
 
 def grep(pattern: str, path: str, max_matches: int, folder: str) -> dict[str, Any]:
-    """{"found": [path, line number, line] each; "more": True if there would be more}"""
+    """Search files: {"found": [path, line number, line] per match; "more": True if there are more matches}."""
     try:
         wanted = re.compile(pattern)
     except re.error as error:
@@ -279,7 +282,7 @@ def grep(pattern: str, path: str, max_matches: int, folder: str) -> dict[str, An
         except Refused:
             if name == path:
                 raise
-            continue  # not text, or gone meanwhile
+            continue  # not text, or deleted in the meantime
         for number, line in enumerate(text.splitlines(), 1):
             if wanted.search(line):
                 if len(found) == max_matches:

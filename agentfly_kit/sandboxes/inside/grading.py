@@ -1,8 +1,8 @@
-"""The two insides of a Grader: a submission that answers questions, and tests that ask them.
+"""The inner sides of a Grader: the submission, which answers requests, and the tests, which make them.
 
-It follows base.py in one namespace, in each of the two interpreters, which never meet: the host carries questions and
-answers, as JSON, from one to the other. What crosses is data, or the number of an object that stays where it is; so
-nothing of the submission's, no `==` and no frame, ever runs beside a test.
+This file runs after base.py in the same namespace, in each of two interpreters that are not connected: the host relays
+requests and answers between them as JSON. These contain only data, or numbers of objects that stay in the submission's
+process. Therefore no code of the submission, such as its `==`, ever runs in the process of the tests.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from typing import Any
 
 from .base import CALLS, Refused, home
 
-LONGEST = 2**22  # characters of one question or answer
+LONGEST = 2**22  # maximum characters of one request or answer
 BUILTINS = frozenset([*dir(builtins), "exit", "quit"])
 
 
-# --- what crosses --------------------------------------------------------------------------------
+# --- serialization -------------------------------------------------------------------------------
 
 
 def pack(value: Any, keep: Callable[[Any], Any]) -> Any:
-    """Data as JSON. `keep` gives what stands for anything else, or raises."""
+    """Encode a value for JSON. `keep` encodes any object that is not data, or raises."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -59,9 +59,9 @@ def pack(value: Any, keep: Callable[[Any], Any]) -> Any:
 
 
 def unpack(value: Any, found: Callable[[Any], Any]) -> Any:
-    """What `pack` was given. `found` gives what was kept.
+    """Decode a value encoded by `pack`. `found` returns the object for a reference made by `keep`.
 
-    Raises:  ValueError, TypeError, RecursionError for what no `pack` writes.
+    Raises:  ValueError, TypeError or RecursionError for input that `pack` cannot have written.
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -95,7 +95,7 @@ def dump_json(message: Any) -> str:
 
 
 def format_traceback(error: BaseException, text: str, own: str) -> str:
-    """A traceback from the first frame on of the text that was to be run."""
+    """Format a traceback, starting at the first frame of the given source text."""
     linecache.cache[own] = (len(text), None, text.splitlines(keepends=True), own)
     step = error.__traceback__
     while step is not None and step.tb_frame.f_code.co_filename != own:
@@ -107,7 +107,7 @@ def format_traceback(error: BaseException, text: str, own: str) -> str:
 
 
 class Submission:
-    """The submitted module, and the objects of it that the tests know by number."""
+    """The submitted module, and its objects that the tests refer to by number."""
 
     name = ""
     text = ""
@@ -117,7 +117,7 @@ class Submission:
 
 def keep_object(value: Any) -> dict[str, Any]:
     number = Submission.numbers.setdefault(id(value), len(Submission.objects) + 1)
-    Submission.objects[number] = value  # so that its id stays its own
+    Submission.objects[number] = value  # keeps the object alive, so that its id is not reused
     return {"object": [number, type(value).__name__[:80]]}
 
 
@@ -126,14 +126,14 @@ def get_object(reference: Any) -> Any:
 
 
 def add_exit() -> None:
-    """What every script may use: `site`, which adds it, is not loaded here."""
+    """Add `exit` and `quit` to the builtins, because `site`, which defines them, is not loaded here."""
     for name in ("exit", "quit"):
         if not hasattr(builtins, name):
             setattr(builtins, name, sys.exit)
 
 
 def load(source: str, module: str) -> dict[str, Any]:
-    """Run a submission as a module of this name; its own failure is an answer."""
+    """Run a submission as a module of the given name. Return its error, if any."""
     made = types.ModuleType(module)
     sys.modules[module] = made
     Submission.name, Submission.text = module, source
@@ -171,7 +171,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def answer(question: str) -> str:
-    """One question of the tests', in the submission's process."""
+    """Answer one request of the tests, in the submission's process."""
     if not Submission.name:
         raise Refused("nothing was submitted to this interpreter")
     request = json.loads(question)
@@ -201,7 +201,7 @@ def answer(question: str) -> str:
 
 
 def program(source: str, stdin: str) -> dict[str, Any]:
-    """Run a submission as a whole program that reads its standard input."""
+    """Run a submission as a whole program with the given standard input. Return its error, if any."""
     path = os.path.join(home(), ".stdin")
     with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
         file.write(stdin)
@@ -229,11 +229,11 @@ def program(source: str, stdin: str) -> dict[str, Any]:
 
 
 class SubmissionError(Exception):
-    """The submission raised something that is no built-in exception."""
+    """The submission raised an exception that is not a built-in one, or exited."""
 
 
 def ask_submission(op: str, on: Any, *args: Any, **named: Any) -> Any:
-    """Ask the submission, from the thread of a test; what it raised is raised here."""
+    """Make a request to the submission, from the thread of a test, and re-raise its exception, if any."""
     Tests.has_asked = True
     question = {
         "op": op, "on": on, "args": [pack(each, keep_proxy) for each in args],
@@ -245,12 +245,12 @@ def ask_submission(op: str, on: Any, *args: Any, **named: Any) -> Any:
         name, own, text = str(reply["raised"][0]), str(reply["raised"][1]), str(reply.get("text"))
         kind: Any = getattr(builtins, name, None)
         raised: Exception = SubmissionError(f"{own}: {text}")
-        # A StopIteration would end, unseen, the all() or map() of a test; an exit is no exception of a test's.
+        # A StopIteration would silently end an all() or map() in the test, and an exit must not end the test.
         is_builtin = isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception
         if is_builtin and kind not in (StopIteration, StopAsyncIteration):
             try:
                 raised = kind(text)
-            except TypeError:  # UnicodeDecodeError wants five arguments
+            except TypeError:  # UnicodeDecodeError needs five arguments
                 pass
         raised.__notes__ = [f"in the submission: {str(reply.get('where'))[-2000:]}"]
         raise raised
@@ -266,7 +266,7 @@ def keep_proxy(value: Any) -> dict[str, Any]:
 
 
 class Proxy:
-    """An object of the submission's, which stays in its process."""
+    """A proxy for an object in the submission's process."""
 
     def __init__(self, reference: Any) -> None:
         if not (isinstance(reference, list) and len(reference) == 2 and isinstance(reference[0], int)):
@@ -326,7 +326,7 @@ class Proxy:
 
 
 class RemoteModule(types.ModuleType):
-    """A module of the submission's, as the tests import it."""
+    """A proxy for a module of the submission, for the tests to import."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -335,7 +335,7 @@ class RemoteModule(types.ModuleType):
 
 
 class Tests:
-    """The namespace that the setup left, and the way to the test that runs on its own thread."""
+    """The namespace left by the setup, and the queues to the thread of the running test."""
 
     name = ""
     names: tuple[str, ...] = ()
@@ -359,7 +359,7 @@ def prepare(module: str, names: list[str], modules: list[str]) -> None:
 
 
 def begin(text: str, setup: bool) -> dict[str, Any]:
-    """Run a test, or what comes before all of them, up to its first question or its end."""
+    """Run a test, or the setup, up to its first request or its end."""
     name = "<setup>" if setup else "<test>"
     try:
         tree = ast.parse(text, name)
@@ -368,7 +368,7 @@ def begin(text: str, setup: bool) -> dict[str, Any]:
         return {"broken": f"{type(error).__name__}: {error}"}
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     space = Tests.space if setup else dict(Tests.space)
-    # Of the submission's are the names that nothing else explains: never a built-in one, unless the caller says so.
+    # Names without another definition come from the submission; built-in names do only if listed in `names`.
     wanted = sorted((used - BUILTINS - space.keys()) | (used & set(Tests.names)))
     Tests.has_asked = False
     Tests.out, Tests.back = queue.SimpleQueue(), queue.SimpleQueue()
@@ -377,7 +377,7 @@ def begin(text: str, setup: bool) -> dict[str, Any]:
 
 
 def resume(answer: str) -> dict[str, Any]:
-    """Hand the test its answer, and run it up to the next question or its end."""
+    """Pass an answer to the test, and run it up to its next request or its end."""
     Tests.back.put(answer)
     return Tests.out.get()  # type: ignore[no-any-return]
 
@@ -391,7 +391,7 @@ def test(code: Any, space: dict[str, Any], wanted: list[str], text: str, name: s
                 try:
                     space[each] = ask_submission("getattr", module._reference, each)
                 except AttributeError:
-                    continue  # then it is a NameError where it is used
+                    continue  # raises NameError where it is used
         Tests.has_asked = False
         before = set(space)
         exec(code, space)

@@ -1,8 +1,8 @@
-"""The shell of a ShellSandbox, from inside: one bash that reads a command, runs it in itself, and tells its status.
+"""The inner side of a ShellSandbox: one bash that reads a command, evaluates it and reports its exit status.
 
-It follows base.py in one namespace. The bash is interactive without a terminal, because only such a one drops what
-it runs when it is interrupted and goes on to the next command with its variables. It writes straight into the
-interpreter's own stdout and stderr, so that output survives whatever is killed.
+This file runs after base.py in the same namespace. The bash is interactive, though without a terminal, because only an
+interactive bash abandons the current command on an interrupt and continues with its variables intact. It writes
+directly to the interpreter's stdout and stderr, so that output survives any kill.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 
 from .base import CALLS, Refused, base, home
 
-# Together less than what the host waits between its interrupt and its kill (0.5 s).
+# Their sum must be below the time between the host's interrupt and its kill (0.5 s).
 INTERRUPT_SECONDS, KILL_SECONDS = 0.2, 0.2
-# Options first (a function's text may need extglob), `set` last (with errexit a failing line would end the shell). The
-# lines for variables that nobody may set fail, and are meant to.
+# Options come first, because a function's source may need extglob; `set` comes last, because with errexit a failing
+# line would end the shell. Lines that assign read-only variables are expected to fail.
 DUMP = (
     "{ builtin shopt -p; builtin declare -p; builtin declare -f; builtin alias -p; builtin trap -p; builtin umask -p; "
     "builtin printf 'builtin cd -- %q\\n' \"$PWD\"; builtin set +o; } >"
@@ -31,13 +31,13 @@ DUMP = (
 
 
 def quoted(text: str) -> str:
-    """One line that bash reads as this text: no newline in it, so that no prompt for more lines is written."""
+    """Quote text for bash without newlines, so that bash does not print a continuation prompt."""
     plain = b'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 /.,_-=+:;|&<>(){}[]$"#@%^*~`?!'
     return "$'" + "".join(chr(b) if b in plain else f"\\{b:03o}" for b in text.encode("utf-8", "surrogateescape")) + "'"
 
 
 def descendants(root: int) -> set[int]:
-    """Every living process that descends from `root`; empty where the kernel keeps no list of children."""
+    """Return all living descendants of `root`; empty if the kernel does not list the children of a process."""
     found: set[int] = set()
     unseen = [root]
     while unseen:
@@ -62,7 +62,7 @@ def is_dead(pid: int) -> bool:
 
 
 class Shell:
-    """One bash."""
+    """A running bash process."""
 
     def __init__(self, folder: str) -> None:
         program = shutil.which("bash")
@@ -81,7 +81,7 @@ class Shell:
         )  # fmt: skip
         for descriptor in (commands, statuses, errors):
             os.close(descriptor)
-        # What it said until here was that there is no terminal.
+        # stderr was discarded until here, because bash complains that there is no terminal.
         self.send(f"exec 2>&{errors} {errors}>&-; set +o history +o histexpand; unset HISTFILE PS1 PS2")
         self.seen = b""
         self.known: set[int] = set()
@@ -93,14 +93,14 @@ class Shell:
             data = data[os.write(self.commands, data) :]
 
     def begin(self, command: str) -> None:
-        """Let it run a command. Status and commands travel on files that the command itself does not have."""
+        """Start a command. Commands and exit statuses use descriptors that the command itself does not inherit."""
         self.known = descendants(self.process.pid)
         self.running = secrets.token_hex(8)
         line = f"eval {quoted(command)} </dev/null {self.status_number}>&-"
         self.send(f"{line}\nbuiltin printf '%s %s\\n' {self.running} \"$?\" >&{self.status_number}")
 
     def status(self, seconds: float | None) -> int | None:
-        """The command's exit status; None if there is none in time, or ever, because the shell has ended."""
+        """Wait for the command's exit status; None after `seconds`, or if the shell has ended."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             *lines, self.seen = self.seen.split(b"\n")
@@ -118,9 +118,9 @@ class Shell:
                 self.seen += data
 
     def stop(self) -> int | None:
-        """Interrupt what runs, as Ctrl-C would; kill what does not care. The shell and older jobs live on.
+        """Interrupt the command, as Ctrl-C would, and kill it if it does not end. The shell and older jobs survive.
 
-        Where no process can be seen (the level "landlock") nothing is killed here, and the host kills all.
+        At the level "landlock", where processes are not visible, nothing is killed here; the host kills everything.
         """
         self.signal(signal.SIGINT)
         status = self.status(INTERRUPT_SECONDS)
@@ -141,7 +141,7 @@ class Shell:
             pass
 
     def raise_cpu_limit(self, cpu_seconds: float | None) -> None:
-        """Processor time for one more command: the shell's own runs on from call to call."""
+        """Allow the shell `cpu_seconds` more CPU time, because its CPU time accumulates over commands."""
         if cpu_seconds is None or not hasattr(resource, "prlimit"):
             return
         try:
@@ -151,13 +151,13 @@ class Shell:
             hard = resource.prlimit(self.process.pid, resource.RLIMIT_CPU)[1]
             resource.prlimit(self.process.pid, resource.RLIMIT_CPU, (int(used + cpu_seconds) + 1, hard))
         except OSError:
-            pass  # it has ended, or hides: the next lines see it
+            pass  # the shell has ended or is not visible; the caller notices
 
     def end(self) -> int:
-        """Kill it if it lives; its exit status, as a shell counts: 128 + the signal."""
+        """Kill the shell if it is alive, and return its exit status (128 + n for signal n)."""
         if self.process.poll() is None:
             try:
-                self.process.wait(0.05)  # it may be on its way out
+                self.process.wait(0.05)  # it may be exiting
             except subprocess.TimeoutExpired:
                 self.process.kill()
         code = self.process.wait()
@@ -167,7 +167,7 @@ class Shell:
 
 
 class Current:
-    """Where the one shell is kept."""
+    """Holder of the only shell."""
 
     shell: Shell | None = None
 
@@ -175,14 +175,14 @@ class Current:
 def get_shell(folder: str) -> Shell:
     if Current.shell is None or Current.shell.process.poll() is not None:
         if Current.shell is not None:
-            Current.shell.end()  # a background job of the model's killed it
+            Current.shell.end()  # a background job of the model has killed it
         Current.shell = None
         Current.shell = Shell(base(folder))
     return Current.shell
 
 
 def run(command: str, folder: str, cpu_seconds: float | None) -> dict[str, Any]:
-    """{"exit": its status or None, "ended": the shell is gone with it}"""
+    """Run a command: {"exit": exit status or None, "ended": True if the shell has ended}."""
     if "\0" in command:
         raise Refused("a command cannot hold the character NUL")
     began = False
@@ -195,7 +195,7 @@ def run(command: str, folder: str, cpu_seconds: float | None) -> dict[str, Any]:
         status = shell.status(None)
     except Refused:
         raise
-    except BaseException:  # the time is up (KeyboardInterrupt, the processor's), or the shell died under our hands
+    except BaseException:  # a timeout (KeyboardInterrupt), the CPU limit, or the shell has died
         if Current.shell is not None and began and status is None:
             status = Current.shell.stop()
     ended = status is None
@@ -206,7 +206,7 @@ def run(command: str, folder: str, cpu_seconds: float | None) -> dict[str, Any]:
 
 
 def dump() -> str | None:
-    """The shell's folder, variables, functions and options, as commands; None if no shell is running."""
+    """Return commands that restore the shell's directory, variables, functions and options; None if none is running."""
     if Current.shell is None or Current.shell.process.poll() is not None:
         return None
     path = os.path.join(home(), ".agentfly-shell-state")
@@ -220,7 +220,7 @@ def dump() -> str | None:
 
 
 def load(state: str, old: str, folder: str) -> None:
-    """Bring a new shell into the state that `dump` told. `old`: the home it comes from."""
+    """Restore the state returned by `dump` in a new shell. `old`: the home folder of the dumped shell."""
     path = os.path.join(home(), ".agentfly-shell-state")
     with open(path, "w", errors="surrogateescape") as file:
         file.write(state if old == home() else state.replace(old, home()))

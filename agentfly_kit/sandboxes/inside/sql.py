@@ -1,7 +1,7 @@
-"""The database of a SQLSandbox, from inside: one file, opened by sqlite3 or duckdb, that no statement can leave.
+"""The inner side of a SQLSandbox: a database in one file, opened by sqlite3 or duckdb without access to other files.
 
-It follows base.py in one namespace. A query runs on a thread of its own, because the main one must be free to hear
-that its time is up and to interrupt it.
+This file runs after base.py in the same namespace. A query runs on a thread of its own, so that the main thread can
+receive the interrupt after a timeout and interrupt the query.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 from .base import CALLS, Refused, home
 
 INTERRUPT_SECONDS = 0.01
-LONGEST = 16 * 2**20  # bytes of one value or statement that sqlite takes
+LONGEST = 16 * 2**20  # maximum bytes of one value or statement in sqlite
 SQLITE_DENIED = {sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH}
 PRAGMAS_DENIED = {"temp_store_directory", "data_store_directory", "key", "rekey", "hexkey", "module_list"}
 
 
 class Database:
-    """The open connection, and what must be said of it. `engine` is "" as long as none is open."""
+    """The open connection and its engine, which is "" while no connection is open."""
 
     engine = ""
     connection: Any = None
@@ -36,7 +36,7 @@ def path() -> str:
 
 
 def authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """What sqlite asks before each step of a statement's plan: other files are none of its business."""
+    """Authorizer callback of sqlite: deny statements that can access other files."""
     if action in SQLITE_DENIED:
         return sqlite3.SQLITE_DENY
     if action == sqlite3.SQLITE_PRAGMA and (first or "").lower() in PRAGMAS_DENIED:
@@ -52,7 +52,7 @@ def open_database(engine: str, memory_mb: int | None) -> None:
     connection: Any
     if engine == "sqlite":
         connection = sqlite3.connect(path(), isolation_level=None, check_same_thread=False)
-        connection.execute("PRAGMA synchronous=OFF")  # a kill loses nothing; a power cut takes the sandbox anyway
+        connection.execute("PRAGMA synchronous=OFF")  # safe against kills; the sandbox does not survive a power cut
         connection.execute("PRAGMA temp_store=MEMORY")
         if hasattr(connection, "setlimit"):
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST)
@@ -80,7 +80,7 @@ def close_database() -> None:
 
 
 def renew() -> None:
-    """Nothing is left of the database; the next query opens an empty one, or the file that is put in its place."""
+    """Close and delete the database. The next query opens an empty one, or the file that has replaced it."""
     close_database()
     for end in ("", "-journal", "-wal", "-shm", ".wal"):
         try:
@@ -90,7 +90,7 @@ def renew() -> None:
 
 
 def statements(script: str) -> list[str]:
-    """sqlite3 takes one statement at a time."""
+    """Split a script into statements, because sqlite3 executes one at a time."""
     found, begun = [], 0
     for at, char in enumerate(script):
         if char == ";" and sqlite3.complete_statement(script[begun : at + 1]):
@@ -100,7 +100,7 @@ def statements(script: str) -> list[str]:
 
 
 def interruptible(work: Callable[[], Any]) -> Any:
-    """Run it on a thread. Raises what stopped the wait (an interrupt, say) when the query has ended."""
+    """Run a query on a thread. If the wait is interrupted, stop the query before re-raising the exception."""
     outcome: list[Any] = []
     done = threading.Event()
 
@@ -116,8 +116,8 @@ def interruptible(work: Callable[[], Any]) -> Any:
         threading.Thread(target=target, daemon=True).start()
         done.wait()
     except BaseException:
-        # Again and again: an interrupt that comes before the query has begun is forgotten. While it goes on there is no
-        # answer, and the host kills this process: a query left running would be in the way of the next.
+        # Repeatedly, because an interrupt before the query has begun has no effect. Do not return while the query runs,
+        # since it would block the next one; if it does not stop, the host kills this process.
         while not done.wait(INTERRUPT_SECONDS):
             if Database.connection is not None:
                 Database.connection.interrupt()
@@ -131,7 +131,7 @@ def interruptible(work: Callable[[], Any]) -> Any:
 def query(
     sql: str, engine: str, memory_mb: int | None, max_rows: int, max_chars: int, max_cell_chars: int
 ) -> dict[str, Any]:
-    """Run every statement; the rows are the last one's. `max_chars` in all, `max_cell_chars` in one value."""
+    """Run all statements and return the rows of the last: up to `max_chars` in total, `max_cell_chars` per value."""
     return interruptible(lambda: run_query(sql, engine, memory_mb, max_rows, max_chars, max_cell_chars))  # type: ignore[no-any-return]
 
 
@@ -155,7 +155,7 @@ def run_query(
             reply["types"] = [None if column[1] is None else str(column[1]) for column in cursor.description]
             fetch(cursor, reply, max_rows, max_chars, max_cell_chars)
         if engine == "sqlite":
-            cursor.close()  # a statement that was not read to its end keeps the tables locked
+            cursor.close()  # a statement whose rows were not all read keeps the tables locked
     except Exception as error:
         name = type(error).__name__
         reply["error"], reply["type"] = str(error) or name, name
@@ -186,7 +186,7 @@ def fetch(cursor: Any, reply: dict[str, Any], max_rows: int, max_chars: int, max
 
 
 def tagged(value: Any) -> Any:
-    """A value that JSON has no form for becomes {"kind": text}."""
+    """Encode a value for JSON. Types that JSON lacks become {tag: content}, such as {"date": "2024-01-31"}."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes | bytearray | memoryview):
@@ -211,9 +211,9 @@ def tagged(value: Any) -> Any:
 
 
 def settle(engine: str) -> None:
-    """Write all to the file and close it, so that the file can be copied.
+    """Write all data to the file and close the database, so that the file can be copied.
 
-    Raises:  Refused for what the file does not hold.
+    Raises:  Refused for an open transaction or temporary tables, which are not in the file.
     """
     if Database.engine:
         connection = Database.connection

@@ -1,17 +1,18 @@
-"""What runs inside a sandbox: a zygote that forks one interpreter per chain, and that interpreter.
+"""The program inside a sandbox: a zygote that forks one interpreter per chain, and that interpreter.
 
-Run compiled, by isolation.run_worker, as `zygote FD`; it imports only the standard library and knows neither the
-package nor the host. The zygote never runs code from outside. It holds the control socket, forks a fresh interpreter
-when told to, kills everything it ever forked, and empties the writable folders: a reset is a new process, not a cleared
-namespace. With `probe JSON` it tries the kernel's doors and prints 42.
+isolation.run_worker runs this file, compiled, as `zygote FD`; it imports only the standard library. The zygote never
+runs untrusted code. It owns the control socket, forks a fresh interpreter on request, kills all its descendants, and
+empties the writable folders: a reset is a new process, not a cleared namespace. With `probe JSON` it applies the
+restrictions of the landlock level to itself and prints 42.
 
 Control socket, JSON lines. Host to zygote: the settings once; then {"op": "fresh", "serial", "wipe"} with three file
-descriptors (data, stdout, stderr), {"op": "interrupt"}, {"op": "kill"}, {"op": "sync", "serial"}, which is sent back
-once all before it is done. Zygote to host: {"op": "ready"}, {"op": "fresh", "serial", "error"}, {"op": "exit",
-"serial", "status"}. When the socket ends, the zygote kills everything and exits.
+descriptors (data, stdout, stderr); {"op": "interrupt"}; {"op": "kill"}; {"op": "count", "serial"}; and {"op": "sync",
+"serial"}, which is echoed after all earlier commands are done. Zygote to host: {"op": "ready"}, {"op": "fresh",
+"serial", "error"}, {"op": "exit", "serial", "status"}, {"op": "count", "serial", "processes"} and the echoed sync. When
+the socket ends, the zygote kills everything and exits.
 
-Data socket, JSON lines, straight between host and interpreter: {"id", "code"} gives {"id", "value", "error", "type",
-"truncated", "limit"}. What is printed goes through the two pipes, so that it survives a kill.
+Data socket, JSON lines, directly between host and interpreter: {"id", "code"} is answered by {"id", "value", "error",
+"type", "truncated", "limit"}. Printed output goes through the two pipes, so that it survives a kill.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import sys
 import time
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # typing itself, and the Python halves of ast, socket and traceback, cost a megabyte a sandbox
+if TYPE_CHECKING:  # typing and the Python parts of ast, socket and traceback cost 1 MB per sandbox
     import signal
     from typing import Any, NoReturn, TextIO
 else:
@@ -39,23 +40,23 @@ else:
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 
-libc = ctypes.CDLL(None, use_errno=True)  # once, before any fork: a second one would be pages of each interpreter's own
+libc = ctypes.CDLL(None, use_errno=True)  # loaded before any fork, so that all interpreters share its pages
 
 
-# --- the kernel's doors --------------------------------------------------------------------------
+# --- system calls --------------------------------------------------------------------------------
 
 
 def prctl(option: int, value: int) -> None:
-    """Linux process control; nothing on systems without it."""
+    """Call prctl; does nothing on systems without it."""
     call = getattr(libc, "prctl", None)
     if call is not None:
         call(option, value, 0, 0, 0)
 
 
 def kernel(name: str, *arguments: Any) -> int:
-    """A C function that tells its failure by -1 and errno. Integers go as 64 bits.
+    """Call a C function that reports failure by -1 and errno. Integers are passed as 64 bits.
 
-    Raises:  OSError with the function's name.
+    Raises:  OSError, naming the function, if the call fails.
     """
     result: int = getattr(libc, name)(*(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments))
     if result < 0:
@@ -65,7 +66,7 @@ def kernel(name: str, *arguments: Any) -> int:
 
 
 def enter_user_namespace() -> None:
-    """Enter a user namespace in which this user is the same."""
+    """Enter a new user namespace in which this user keeps its uid and gid."""
     uid, gid = os.getuid(), os.getgid()
     kernel("unshare", 0x10000000)  # NEWUSER
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
@@ -73,17 +74,17 @@ def enter_user_namespace() -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability, now and for every program started from here."""
+    """Drop all capabilities, for this process and all programs that it starts."""
     prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
     prctl(47, 4)  # PR_CAP_AMBIENT, clear all
     for capability in range(64):
-        prctl(24, capability)  # PR_CAPBSET_DROP; those that the kernel does not know fail
+        prctl(24, capability)  # PR_CAPBSET_DROP; fails for capabilities that the kernel does not have
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     kernel("capset", header, (ctypes.c_uint32 * 6)())
 
 
 def filter_calls(program: bytes) -> None:
-    """A system-call filter, from here on and for all that is forked. Needs `drop_capabilities` first."""
+    """Install a system-call filter for this process and its descendants. Needs `drop_capabilities` first."""
     text = ctypes.create_string_buffer(program, len(program))
     # struct sock_fprog: the number of instructions, and where they are
     head = (ctypes.c_uint64 * 2)(len(program) // 8, ctypes.addressof(text))
@@ -91,7 +92,10 @@ def filter_calls(program: bytes) -> None:
 
 
 def landlock(rules: dict[str, Any]) -> int:
-    """A Landlock ruleset, as a file: what is not named is refused. Paths that do not exist are left out."""
+    """Create a Landlock ruleset that denies all but the given paths, and return its file descriptor.
+
+    Paths that do not exist are skipped.
+    """
     abi = rules["abi"]
     every = 0x1FFF | (0x2000 if abi >= 2 else 0) | (0x4000 if abi >= 3 else 0) | (0x8000 if abi >= 5 else 0)
     words = [every, *([0 if rules["network"] else 3] if abi >= 4 else []), *([3] if abi >= 6 else [])]
@@ -115,13 +119,13 @@ def landlock(rules: dict[str, Any]) -> int:
 
 
 def own_limits() -> list[str]:
-    """Files that hold the limits of this process's control group. DuckDB aborts if they exist and cannot be read."""
+    """Return the files with the limits of this process's control group. DuckDB aborts if it cannot read them."""
     found = ["/proc/self/cgroup"]
     with open(found[0]) as file:
         memberships = [line.rstrip("\n").split(":", 2) for line in file]
     for _, controllers, path in memberships:
         for controller in controllers.split(","):
-            if controller in ("", "cpu", "memory"):  # "" is version 2, which has all controllers in one folder
+            if controller in ("", "cpu", "memory"):  # "" is cgroup v2, with all controllers in one folder
                 names = _LIMIT_FILES[controller]
                 root = f"/sys/fs/cgroup/{controller}".rstrip("/")
                 found += [
@@ -141,7 +145,7 @@ _LIMIT_FILES = {
 
 
 class Zygote:
-    """Forks, kills and wipes. `serial` counts the interpreters, so that the host knows which of them ended."""
+    """The process that forks and kills interpreters. `serial` numbers them, so that the host knows which one ended."""
 
     def __init__(self, control: _socket.socket) -> None:
         self.control = control
@@ -155,7 +159,7 @@ class Zygote:
         self.restrictions: tuple[dict[str, Any], bytes] | None = None
 
     def serve(self) -> None:
-        # The host's Ctrl-C and a signal sent from inside must not end the zygote.
+        # Neither Ctrl-C on the host nor a signal sent from inside may end the zygote.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP):
             signal.signal(number, signal.SIG_IGN)
         wake, waker = os.pipe()
@@ -178,10 +182,10 @@ class Zygote:
                     return
 
     def host_died(self, number: int, frame: object) -> None:
-        self.orphan = True  # no exception: it could interrupt a killing or a wiping
+        self.orphan = True  # not an exception, which could interrupt a kill or a wipe
 
     def receive(self) -> bool:
-        """Read what came; False at the end of the socket."""
+        """Read and handle messages. Return False at the end of the socket."""
         try:
             data, extra, _, _ = self.control.recvmsg(65536, _socket.CMSG_SPACE(16 * 4))
         except ConnectionError:
@@ -199,24 +203,24 @@ class Zygote:
         try:
             self.control.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
-            pass  # the host is gone: the next read says so
+            pass  # the host is gone; the next read will notice
 
     def handle(self, message: dict[str, Any]) -> None:
         op = message["op"]
         if op == "settings":
             self.settings = message
             if message.get("own_user"):
-                enter_user_namespace()  # RLIMIT_NPROC then counts this sandbox, not all processes of the user
+                enter_user_namespace()  # RLIMIT_NPROC then counts only this sandbox
             if message["pdeathsig"]:
-                # The end of the socket says the same, unless a forked copy of the host keeps it open. Not SIGKILL: the
-                # zygote must live long enough to kill what it forked.
+                # Usually the socket ends when the host dies, but a fork of the host may keep it open. The signal is not
+                # SIGKILL, because the zygote must live long enough to kill its descendants.
                 signal.signal(signal.SIGTERM, self.host_died)
                 prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
             confine(message)
             program = bytes.fromhex(message["filter"])
             if message["landlock"]:
-                # Each interpreter restricts itself: the zygote stays outside, out of its reach.
-                os.close(landlock(message["landlock"]))  # a kernel that rejects the rules is noticed at the start
+                # Each interpreter restricts itself; the zygote stays unrestricted and out of its reach.
+                os.close(landlock(message["landlock"]))  # fails here, at startup, if the kernel rejects the rules
                 self.restrictions = (message["landlock"], program)
             self.send_message(op="ready")
         elif op == "fresh":
@@ -224,15 +228,13 @@ class Zygote:
             error = None
             try:
                 self.kill_all()
-                set_oom_score(
-                    "0"
-                )  # where the sandbox has the host's own root as its user, the code inside may write this
+                set_oom_score("0")  # code that runs as the host's root can have changed it
                 if message["wipe"]:
                     for folder in self.settings["wipe"]:
                         wipe(folder, self.settings["keep"])
                 self.serial = message["serial"]
                 self.fork(descriptors)
-            except Exception as failure:  # told to the host, which then throws this sandbox away
+            except Exception as failure:  # reported to the host, which then discards this sandbox
                 error = f"{type(failure).__name__}: {failure}"
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -265,7 +267,7 @@ class Zygote:
             self.send_message(op="exit", serial=self.serial, status=os.waitstatus_to_exitcode(status))
 
     def reap(self, options: int = os.WNOHANG) -> bool:
-        """Bury the dead; True if no child is left, alive or dead. With options 0 it waits for that."""
+        """Reap exited children. Return True if none remain, alive or dead. With options 0, wait until then."""
         while True:
             try:
                 pid, status = os.waitpid(-1, options)
@@ -276,7 +278,7 @@ class Zygote:
             self.child_exited(pid, status)
 
     def count(self) -> int | None:
-        """The number of living processes below this one; None where the kernel does not list a process's children."""
+        """Return the number of living descendants; None if the kernel does not list the children of a process."""
         self.reap()
         found = descendants(os.getpid())
         if self.worker and self.worker not in found:
@@ -284,12 +286,12 @@ class Zygote:
         return sum(not is_dead(pid) for pid in found)
 
     def kill_all(self, notify: bool = False) -> None:
-        """Kill and reap all that descends from here; afterwards nothing of the chain is left."""
+        """Kill and reap all descendants. `notify`: report the interpreter's exit to the host."""
         if not notify:
             self.worker = 0
         if os.getpid() == 1:
-            # Alone in a process namespace, -1 is every other process, and the kernel sends to all of them at once: a
-            # fork bomb cannot slip through between a listing and a kill.
+            # As pid 1 of a pid namespace, -1 means all other processes, and the kernel signals them atomically, so that
+            # a fork bomb cannot escape between listing and killing.
             try:
                 os.kill(-1, signal.SIGKILL)
             except ProcessLookupError:
@@ -313,7 +315,7 @@ class Zygote:
 
 
 def is_dead(pid: int) -> bool:
-    """Whether a process has ended: it is gone, or a zombie that nobody has waited for."""
+    """Return True if a process has ended: it does not exist, or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] in "ZX"
@@ -322,7 +324,7 @@ def is_dead(pid: int) -> bool:
 
 
 def passed_descriptors(extra: list[tuple[int, int, bytes]]) -> list[int]:
-    """The file descriptors that came with a message."""
+    """Return the file descriptors in the ancillary data of a message."""
     found: list[int] = []
     for _, kind, data in extra:
         if kind == _socket.SCM_RIGHTS:
@@ -331,7 +333,7 @@ def passed_descriptors(extra: list[tuple[int, int, bytes]]) -> list[int]:
 
 
 def descendants(root: int) -> list[int]:
-    """Every process below `root`. Where the kernel keeps no list of children: empty."""
+    """Return all descendants of `root`; empty if the kernel does not list the children of a process."""
     found: list[int] = []
     unseen = [root]
     while unseen:
@@ -343,16 +345,17 @@ def descendants(root: int) -> list[int]:
                 found += children
                 unseen += children
         except OSError:
-            continue  # it ended meanwhile
+            continue  # it has ended in the meantime
     return found
 
 
 def wipe(folder: str, keep: list[str]) -> None:
-    """Delete all that is in a folder, whatever modes and depths its owner gave it. `keep`: read-only mounts in it.
+    """Delete the content of a folder, whatever its permissions and depth, except the read-only mounts in `keep`.
 
-    A folder below is moved to the top before it is emptied: no path grows long, and nothing recurses.
+    Nested folders are moved to the top before they are emptied, so that neither paths nor recursion grow with the
+    depth.
     """
-    if os.stat(folder).st_uid == os.getuid():  # a container's mounts are root's, and open to all
+    if os.stat(folder).st_uid == os.getuid():  # mounts of a container belong to root and are writable for all
         os.chmod(folder, 0o700)
     mark, number = os.urandom(8).hex(), 0
     while True:
@@ -381,9 +384,9 @@ def wipe(folder: str, keep: list[str]) -> None:
 
 
 def confine(settings: dict[str, Any]) -> None:
-    """Limits that every process of the sandbox inherits, and a zygote that the code inside cannot touch."""
+    """Set the limits that all processes of the sandbox inherit, and protect the zygote from the code inside."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    # Not dumpable: /proc/<zygote>/mem, environ and fd are closed to the code inside, which has the same uid.
+    # Not dumpable: otherwise code inside, which has the same uid, could open /proc/<zygote>/mem, environ and fd.
     prctl(PR_SET_DUMPABLE, 0)
     for name, value in settings["rlimits"].items():
         number = getattr(resource, name, None)
@@ -394,15 +397,15 @@ def confine(settings: dict[str, Any]) -> None:
         try:
             resource.setrlimit(number, (value, value))
         except (ValueError, OSError):
-            pass  # a system without this one: the host's report does not claim it
+            pass  # not supported on this system; the host does not report it as enforced
     sys.path += settings["path"]
-    for name in settings["preload"]:  # every interpreter has these already
+    for name in settings["preload"]:  # inherited by every interpreter
         __import__(name)
-    gc.freeze()  # a collection in a fork would copy every page that it only reads
+    gc.freeze()  # otherwise a collection in a fork would copy pages by writing to them
 
 
 def set_oom_score(score: str) -> None:
-    """How gladly the kernel kills this process when memory runs out."""
+    """Set how likely the kernel is to kill this process when memory runs out."""
     try:
         write("/proc/self/oom_score_adj", score)
     except OSError:
@@ -410,7 +413,7 @@ def set_oom_score(score: str) -> None:
 
 
 def write(path: str, text: str) -> None:
-    """Without a stream: fewer pages of this process's own."""
+    """Write to an existing file without a Python stream, which would dirty more pages."""
     descriptor = os.open(path, os.O_WRONLY)
     try:
         os.write(descriptor, text.encode())
@@ -422,11 +425,11 @@ def write(path: str, text: str) -> None:
 
 
 class CpuLimit(BaseException):
-    """The call used its processor time."""
+    """The call exceeded its CPU time."""
 
 
 class Interpreter:
-    """One `__main__` namespace: cells come in as lines, values and errors go back."""
+    """An interpreter with one `__main__` namespace: runs the cells it receives and returns values and errors."""
 
     def __init__(
         self, settings: dict[str, Any], restrictions: tuple[dict[str, Any], bytes] | None, data: int, out: int, err: int
@@ -443,7 +446,7 @@ class Interpreter:
         if restrictions is not None:
             rules, program = restrictions
             ruleset = landlock({**rules, "paths": [*rules["paths"], *((path, "read") for path in own_limits())]})
-            # A rule holds as long as the kernel caches the entry of /proc that it was made for: an open file keeps it.
+            # A rule for /proc lasts only while the kernel caches the entry; an open descriptor keeps it cached.
             os.open("/proc/self/cgroup", os.O_PATH | os.O_CLOEXEC)
             drop_capabilities()
             kernel("syscall", 446, ruleset, 0)  # landlock_restrict_self
@@ -478,7 +481,7 @@ class Interpreter:
             request = json.loads(line)
             reply = self.run(request["code"])
             if os.getpid() != self.pid:
-                os._exit(0)  # the code forked, and this is the child: it must not answer
+                os._exit(0)  # the code forked and this is the child, which must not answer
             reply["id"] = request["id"]
             self.socket.sendall(json.dumps(reply).encode() + b"\n")
 
@@ -497,7 +500,7 @@ class Interpreter:
             except BaseException as error:
                 self.running = False
                 self.describe_error(reply, error)
-        except BaseException as error:  # an interrupt between the lines above, or no memory to explain with
+        except BaseException as error:  # an interrupt between the lines above, or no memory to format the error
             self.running = False
             reply["type"] = type(error).__name__
             reply["error"] = reply["type"]
@@ -517,7 +520,7 @@ class Interpreter:
             resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 1, hard))
         for name, descriptor in (("stdout", 1), ("stderr", 2)):
             stream = self.streams.get(name)
-            if stream is None or stream.closed:  # a cell may have closed it; the descriptor itself stays open
+            if stream is None or stream.closed:  # a cell may have closed the stream; the descriptor stays open
                 stream = open(  # noqa: SIM115
                     descriptor, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=8192
                 )
@@ -526,7 +529,7 @@ class Interpreter:
             setattr(sys, f"__{name}__", stream)
 
     def execute(self, code: str) -> object:
-        """Run a cell; the value is that of its last statement if that is an expression."""
+        """Run a cell and return the value of its last statement if that is an expression, else None."""
         self.cells += 1
         name = f"<cell {self.cells}>"
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
@@ -543,7 +546,7 @@ class Interpreter:
         return value
 
     def interrupt(self, number: int, frame: object) -> None:
-        if self.running:  # once: the reply itself must not be interrupted
+        if self.running:  # only once: building the reply must not be interrupted
             self.running = False
             raise KeyboardInterrupt("stopped from outside")
 
@@ -554,14 +557,14 @@ class Interpreter:
     def describe_error(self, reply: dict[str, Any], error: BaseException) -> None:
         step = error.__traceback__
         while step is not None and not step.tb_frame.f_code.co_filename.startswith("<cell "):
-            step = step.tb_next  # the frames of this file say nothing to the reader
+            step = step.tb_next  # hide the frames of this file
         last = step
         while last is not None and last.tb_next is not None:
             if last.tb_next.tb_frame.f_code.co_filename == __file__:
-                last.tb_next = None  # the signal handler that raised it
+                last.tb_next = None  # hide the signal handler that raised the error
             else:
                 last = last.tb_next
-        import traceback  # half a megabyte that an interpreter without an error does not need
+        import traceback  # imported late: costs 0.5 MB, which most interpreters never need
 
         name = type(error).__name__
         text = "".join(traceback.format_exception(type(error), error.with_traceback(step), step)).rstrip("\n")
@@ -583,14 +586,14 @@ class Interpreter:
 
 
 def has_room_for_a_stack() -> bool:
-    """Whether a thread's stack could still be mapped. If not, memory is why one did not start, and not their number."""
+    """Return True if a thread's stack can still be mapped. If not, lack of memory kept a thread from starting."""
     import threading
 
     size = threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0]
     try:
         import mmap
 
-        # Private, as a stack is: shared memory is not counted by RLIMIT_DATA.
+        # Private, like a stack, because RLIMIT_DATA does not count shared memory.
         mmap.mmap(-1, size if 0 < size < 2**30 else 8 * 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except (OSError, ImportError, MemoryError):
         return False
@@ -601,7 +604,7 @@ def has_room_for_a_stack() -> bool:
 
 
 def probe(settings: dict[str, Any]) -> None:
-    """Go through the doors that `landlock` needs, as far as a process can by itself, and say 42."""
+    """Apply the restrictions of the landlock level to this process, and print 42 if that succeeds."""
     if settings.get("own_user"):
         enter_user_namespace()
     rules = landlock(settings["landlock"])
@@ -623,7 +626,7 @@ def run_zygote(zygote: Zygote) -> None:
     finally:
         try:
             zygote.kill_all()
-            if zygote.settings.get("scratch"):  # a host that was killed cannot do it
+            if zygote.settings.get("scratch"):  # the host does so too, unless it was killed
                 wipe(zygote.settings["scratch"], zygote.settings["keep"])
                 os.rmdir(zygote.settings["scratch"])
         finally:
