@@ -413,6 +413,7 @@ def _drop_reason(t: Trajectory, truncated: str, allow_truncated_sampling: bool, 
         raise BatchError(f"trajectory {t.id!r} has the reward {t.reward}; give a finite number, or None for unscored")
     if not any(row.sampled_by(*names).any() for row in t.rows):
         return _not_sampled_message(names)
+    # Only greedy or truncated sampling records a kept mass, so such a turn did not use the trajectory's settings.
     by_hand = not t.sampling.truncates and any(turn.sampled and turn.kept_mass is not None for turn in t.turns)
     if t.sampling.greedy or by_hand:
         raise BatchError(
