@@ -150,6 +150,7 @@ class Batch:
                 odd = value[(value != 0) & (value != 1)]
                 what = f"holds {float(odd[0]):g}" if len(odd) else f"is {value.dtype}"
                 raise AlignmentError(f"{name} {what}; give a bool tensor: True where the policy sampled the token")
+        # Values that would make a loss wrong without an error.
         inside = torch.arange(shape[1])[None] < self.lengths[:, None]
         for what, wrong in (
             ("mask is 1 on padding", self.mask & ~inside),
@@ -265,6 +266,8 @@ def collate(
     if not given:
         raise BatchError("collate was given no trajectory; roll some tasks out first")
     flagged = (sum(t.reward is None for t in given) / len(given), sum(t.truncated for t in given) / len(given))
+    # Filters see the original rewards. The penalty is subtracted before advantages are computed, and filtered
+    # trajectories become unscored.
     filtered = drop_reasons(given, filters)
     if truncated == "penalty":
         given = [t.replace(reward=t.reward - penalty) if t.truncated and t.reward is not None else t for t in given]
@@ -281,6 +284,7 @@ def collate(
     # trajectory without sampled tokens has one entry.
     entry: list[int] = []
     entries: list[int] = []
+    # Select the rows to train on and record why the others are left out.
     for i, t in enumerate(given):
         reason = _drop_reason(t, truncated, allow_truncated_sampling, names)
         trained = [row.sampled_by(*names) for row in t.rows]
@@ -304,6 +308,7 @@ def collate(
             tuple(dropped),
         )
 
+    # For each row: its trajectory, and whether it is the last row of that trajectory.
     of = [given[i] for i in index]
     last = [i + 1 == len(index) or index[i + 1] != index[i] for i in range(len(index))]
     numbers: dict[str, int] = {}
@@ -352,6 +357,7 @@ def collate(
         num_given=len(given),
         flagged=flagged,
     )
+    # The estimator sees all trajectories (or rows) that were passed, with NaN for unscored ones.
     if advantages is not None:
         seen, where = (list(range(len(given))), index) if per == "trajectory" else (entries, entry)
         rewards = torch.tensor([math.nan if (r := given[i].reward) is None else float(r) for i in seen])
@@ -444,6 +450,8 @@ def _token_rewards(t: Trajectory, masks: list[npt.NDArray[np.bool_]]) -> list[np
     if len(masks) == 1 and all(turn.reward is None for turn in t.turns):
         out[0][int(masks[0].nonzero()[0][-1])] = t.reward
         return out
+    # List all sampled tokens in order, each with its row, column and turn. A turn reward goes to the last one whose
+    # turn is not later.
     places: list[tuple[int, int]] = []
     turn_of: list[int] = []
     for j, row in enumerate(t.rows):

@@ -27,9 +27,9 @@ LossName = Literal[
     "ppo", "reinforce", "gpg", "gspo", "gmpo", "sapo", "cispo", "dppo", "clip_cov", "kl_cov"
 ]  # each is a function in losses/surrogates.py
 
-# Losses of a token that depend on its whole row. The other losses need only the sampled tokens.
+# Losses whose value at a token depends on the whole row. The others need only the sampled tokens.
 _ROW_WISE = ("gspo", "gmpo")
-# Losses of a token that depend on the whole minibatch, which must therefore be one micro-batch.
+# Losses whose value at a token depends on the whole minibatch, which must therefore be one micro-batch.
 _MINIBATCH_WISE = ("clip_cov", "kl_cov")
 
 
@@ -216,6 +216,7 @@ class Objective:
         policy_loss = policy_loss.detach()
         gradient, total = policy_grad, policy_loss
         out: list[tuple[Tensor, Tensor | None]] = []
+        # KL penalty towards the reference policy.
         if self.kl_coef > 0:
             assert micro.ref_logprobs is not None
             kl = losses.kl(leaf, micro.ref_logprobs, self.kl_kind, torch.ones_like(leaf).bool())
@@ -225,6 +226,7 @@ class Objective:
             total = total + term.detach()
             sums.add("kl_reference", kl.detach().sum())
         out.append((logp, gradient))
+        # Value loss and entropy bonus have gradients in other outputs than the logprobs.
         if got.value is not None:
             assert micro.returns is not None
             value = got.value.detach().requires_grad_()
@@ -240,6 +242,7 @@ class Objective:
             if self.entropy_coef > 0:
                 out.append((got.entropy, -self.entropy_coef * micro.token_weight))
                 total = total - self.entropy_coef * (got.entropy.detach() * micro.token_weight).sum()
+        # Statistics of the ratio; approx_kl is the "k3" estimator.
         sums.add("policy_loss", policy_loss)
         sums.add("loss", total)
         with torch.no_grad():

@@ -59,6 +59,7 @@ class BatchBuilder:
         if config.kl_coef > 0 and config.kl_in == "reward":
             rewards = shaped_rewards(batch, kl_coef)
         rewards = torch.where(batch.mask, rewards, 0.0)
+        # GAE needs values from before the update and, for truncated chains, the value of the state they ended in.
         if name == "gae":
             values = self.policy.score(batch, {"value"}, micro_tokens=config.micro_tokens)["value"]
             bootstrap = None

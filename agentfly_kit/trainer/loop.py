@@ -93,7 +93,7 @@ def train(
     """Create a training run, which starts when it is awaited or iterated: `await run` or `async for step in run`.
 
     Args:
-        agent: Agent that samples the chains. Its engine must sample from `policy`, and it must have a reward.
+        agent: Agent that samples the chains. It must have a reward, and its engine must sample from `policy`.
         policy: Policy to train.
         tasks: Training tasks.
         config: Settings; None uses the defaults of `TrainConfig`.
@@ -246,7 +246,7 @@ class TrainRun:
         return self.run.figure(*names)
 
     def stop(self) -> None:
-        """Stop after the current iteration."""
+        """Stop after the current iteration, which resumes if it is paused."""
         self._stopping = True
         self.resume()
 
@@ -646,7 +646,7 @@ class TrainRun:
     def _make_record(
         self, index: int, rollout: Rollout, stats: Stats | None, evaluation: Evaluation | None
     ) -> dict[str, float]:
-        """Collect the metrics of an iteration. Values that are not finite are left out."""
+        """Collect the metrics of an iteration, leaving out statistics of the update that are not finite."""
         record: dict[str, float] = {"step": index + 1}
         record |= {k: v for k, v in rollout.summary().items() if k != "seconds"}
         keep = (
