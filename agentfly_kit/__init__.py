@@ -1,6 +1,6 @@
-"""agentfly_kit: reinforcement learning of language-model agents that use tools, inside the notebook.
+"""agentfly_kit: reinforcement learning of tool-using language-model agents in a notebook.
 
-Importing it is light and changes nothing: each name is loaded when it is first used.
+The import is cheap and has no side effects: each public name is loaded on first use.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 __version__ = "0.2.0"
 
-# Public name -> the module that defines it. `__init__.pyi` says the same to editors; a test keeps the two in step.
+# Module that defines each public name. `__init__.pyi` repeats this for editors; a test checks that the two agree.
 _WHERE = {
     "Agent": "agent.agent",
     "Batch": "batch.batch",

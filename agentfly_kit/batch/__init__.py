@@ -1,1 +1,1 @@
-"""From trajectories to training tensors: collation, filters, and data per turn."""
+"""Conversion of trajectories into training tensors: collation, filters, and data per turn."""

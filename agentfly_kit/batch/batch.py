@@ -1,7 +1,8 @@
-"""Trajectories to tensors: one alignment for everything, mask 0 on padding, and a reason for each one left out.
+"""Collation of trajectories into tensors, and the reasons for which trajectories are left out.
 
-Knows no model and no loss. A trajectory gives as many rows as it has: one, or several where it was folded. Row i,
-column t of every (B, T) tensor is token t of `rows[i]`, predicted from the tokens before it.
+A trajectory contributes each of its rows: one, or several if it was compacted or its history was re-rendered. Column t
+of row i of every (B, T) tensor refers to token t of `rows[i]`, predicted from the tokens before it. The mask is 0 on
+padding.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from agentfly_kit.types import UNSCORED_STOPS, Row, Trajectory
 
 @dataclass(frozen=True)
 class Dropped:
-    """A trajectory, or one of its rows, that is in no loss term and no denominator, and why.
+    """Record of a trajectory, or one of its rows, that is excluded from every loss term and denominator.
 
     Attributes:
-        trajectory
-        reason
-        row: None is all of them.
-        filtered: By one of `filters`, and not because it could not be trained on.
+        trajectory: Id of the trajectory.
+        reason: Why it was excluded.
+        row: Index of the excluded row; None if all rows are excluded.
+        filtered: Whether one of `filters` excluded it, rather than being unusable for training.
     """
 
     trajectory: str
@@ -43,7 +44,7 @@ class Dropped:
 
 
 def drop_counts(dropped: Iterable[Dropped]) -> dict[str, int]:
-    """Reason -> trajectories of which nothing is left."""
+    """Count the completely excluded trajectories by reason."""
     out: dict[str, int] = {}
     for item in dropped:
         if item.row is None:
@@ -53,35 +54,36 @@ def drop_counts(dropped: Iterable[Dropped]) -> dict[str, int]:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """B rows padded on the right to T tokens. Rows of a trajectory are in the order they were made.
+    """B rows, padded on the right to T tokens. The rows of a trajectory are in the order in which they were made.
 
     Attributes:
-        trajectories: One a row: whose it is.
-        ids: (B, T) int64; 0 on padding.
-        attention: (B, T) bool: which positions hold a token.
-        mask: (B, T) bool: which tokens this policy sampled.
-        logprobs: (B, T) float32: the engine's, in nats; NaN where the mask is 0.
-        entropies: (B, T) float32: the engine's, at the sampling temperature; NaN where the mask is 0 or the engine gave
-            none.
-        advantages: (B, T) float32; NaN where the mask is 0.
-        token_rewards: (B, T) float32: each reward on the last action token that it is for, the trajectory's in its last
-            row; NaN where the mask is 0.
-        rewards: (B,) float32: the trajectory's, the same on all its rows.
-        groups: (B,) int64: rows of one group share a number.
-        trajectory_index: (B,) int64: rows of one chain share a number.
-        row_index: (B,) int64: which of its trajectory's rows it is.
-        temperatures: (B,) float32.
-        versions: (B, T) int64; -1 where the mask is 0.
-        lengths: (B,) int64.
-        truncated: (B,) bool: a limit cut the chain in this row, which is its last.
-        returns: (B, T), for a value loss.
-        values: (B, T), from before the update.
-        kept_mass: (B, T): the probability that top-p, top-k or min-p kept; NaN where the mask is 0. None where nothing
-            was cut.
-        ref_logprobs: (B, T): a frozen policy's, so that a KL in the reward and one in the loss need one forward.
-        dropped
-        num_given: Trajectories that were given, dropped ones included.
-        flagged: Shares of the given trajectories that were unscored, and truncated.
+        trajectories: The trajectory of each row.
+        ids: (B, T) int64 token ids; 0 on padding.
+        attention: (B, T) bool: True where there is a token.
+        mask: (B, T) bool: True where this policy sampled the token.
+        logprobs: (B, T) float32: logprobs recorded by the engine, in nats; NaN where the mask is 0.
+        entropies: (B, T) float32: entropies recorded by the engine, at the sampling temperature, in nats; NaN where the
+            mask is 0 or the engine recorded none.
+        advantages: (B, T) float32: advantages; NaN where the mask is 0.
+        token_rewards: (B, T) float32: each reward at the last action token it applies to, the trajectory's reward in
+            its last row; 0 at other action tokens, NaN where the mask is 0.
+        rewards: (B,) float32: reward of the trajectory, the same in all of its rows.
+        groups: (B,) int64: index of the group.
+        trajectory_index: (B,) int64: index of the trajectory in the batch.
+        row_index: (B,) int64: index of the row in its trajectory.
+        temperatures: (B,) float32: sampling temperatures.
+        versions: (B, T) int64: policy version that sampled the token; -1 where the mask is 0.
+        lengths: (B,) int64: number of tokens.
+        truncated: (B,) bool: True for the last row of a trajectory that a limit cut off.
+        returns: (B, T): targets of the value loss.
+        values: (B, T): values before the update.
+        kept_mass: (B, T): probability mass kept by top-p, top-k or min-p; NaN where the mask is 0. None if nothing was
+            sampled under them.
+        ref_logprobs: (B, T): logprobs under the reference policy, stored so that a KL in the reward and one in the loss
+            share one forward pass.
+        dropped: Trajectories and rows that were excluded, with reasons.
+        num_given: Number of trajectories passed to `collate`, including dropped ones.
+        flagged: Fractions of these trajectories that were unscored and that were truncated.
     """
 
     trajectories: tuple[Trajectory, ...] = field(repr=False)
@@ -113,22 +115,25 @@ class Batch:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The record of each row."""
+        """The rows of the trajectories that the tensors were made from."""
         pairs = zip(self.trajectories, self.row_index.tolist(), strict=True)
         return tuple(t.rows[i] for t, i in pairs)
 
     @property
     def first_rows(self) -> Tensor:
-        """(R,) int64: the first row of each of the R trajectories, for what is said once a trajectory."""
+        """Index of the first row of each of the R trajectories, (R,) int64, to count each trajectory once."""
         first: dict[int, int] = {}
         for i, trajectory in enumerate(self.trajectory_index.tolist()):
             first.setdefault(trajectory, i)
         return torch.tensor(list(first.values()), dtype=torch.int64)
 
     def check(self) -> None:
-        """Raises AlignmentError naming the first tensor that does not fit the others, or holds what nothing can use.
+        """Check shapes, mask and values of all tensors.
 
-        `collate` makes no such batch; `ppo_step` asks for the sake of those that were changed by hand.
+        Batches from `collate` always pass. `ppo_step` calls this to detect errors in batches that were modified later.
+
+        Raises:
+            AlignmentError: If a tensor does not match the others in shape or holds invalid values; it names the first.
         """
         rows, shape = len(self), tuple(self.ids.shape)
         for name in dict.fromkeys((*_PER_ROW_FIELDS, *_PADDING_VALUES)):
@@ -145,6 +150,7 @@ class Batch:
                 odd = value[(value != 0) & (value != 1)]
                 what = f"holds {float(odd[0]):g}" if len(odd) else f"is {value.dtype}"
                 raise AlignmentError(f"{name} {what}; give a bool tensor: True where the policy sampled the token")
+        # Values that would make a loss wrong without an error.
         inside = torch.arange(shape[1])[None] < self.lengths[:, None]
         for what, wrong in (
             ("mask is 1 on padding", self.mask & ~inside),
@@ -163,7 +169,19 @@ class Batch:
                 raise AlignmentError(f"{what}, first in row {int(wrong.nonzero()[0])}")
 
     def replace(self, **changes: Any) -> Batch:
-        """The same rows with other tensors; (B, T) ones are checked for their shape, and NaN where the mask is 0."""
+        """Return a copy of the batch with other tensors.
+
+        Per-token tensors such as advantages are converted to float32 and set to NaN where the mask is 0.
+
+        Args:
+            changes: New values by field name.
+
+        Returns:
+            The new batch.
+
+        Raises:
+            AlignmentError: If a per-token tensor is not of shape (B, T).
+        """
         mask = changes.get("mask", self.mask)
         for name, value in changes.items():
             if name in _PER_TOKEN_FIELDS and value is not None:
@@ -207,23 +225,39 @@ def collate(
     allow_truncated_sampling: bool = False,
     filters: Sequence[Filter] = (),
 ) -> Batch:
-    """Make a batch of a rollout, or of trajectories: a row of the batch for each of their rows.
+    """Collate a rollout, or trajectories, into a batch with one row for each of their rows.
 
-    advantages: a function (rewards (N,), groups (N,)) -> (N,) such as `advantages.grpo`, called on all N trajectories
-        with NaN for the unscored; or a tensor (N,), or (B, T) on the rows that are kept; or None: all NaN, for later.
-        With per="trajectory" also (N, K), one for each sampled turn, as of `gigpo` and `arpo`: see `turn_data`.
-    per: "trajectory" takes an advantage for each trajectory and gives it to all its rows; "row" (verl) shows the
-        function every row as if it were its own trajectory: N is then the rows, each with its trajectory's reward.
-    authors: whose tokens are trained, of those that this policy sampled; None is all. A turn's reward that another
-        author earned is left out.
-    truncated: "score" trains on chains that a limit cut; "mask" leaves their rows out, after the advantages were taken;
-        "penalty" takes `penalty` from their reward first; "bootstrap" is "score" for an estimator that is then told the
-        value of the state in which they were cut: `advantages.gae(bootstrap=)`, see `Policy.bootstrap_values`.
-    allow_truncated_sampling: rows sampled under top-p, top-k or min-p are refused, because the ratio of the update
-        would be wrong by the kept mass; True keeps that mass, for `ppo_step(correction=)`.
-    filters: what else is left out, see `af.filters`: such a chain counts in no mean, as if it were unscored.
-    Raises:  EmptyBatch if no row is left; BatchError if an engine gave text only, or if rows cannot be trained as
-             sampled.
+    Args:
+        rollout: A rollout, a trajectory, or an iterable of trajectories.
+        advantages: A function (rewards (N,), groups (N,)) -> (N,), such as `advantages.grpo`, called on all N
+            trajectories with NaN for unscored ones; or a tensor (N,), or (B, T) on the rows that are kept. With
+            per="trajectory" also (N, K): one advantage per sampled turn, as computed by `gigpo` and `arpo`; see
+            `turn_data`. None leaves all advantages NaN, to be set later.
+        per: "trajectory" takes one advantage per trajectory and assigns it to all of its rows. "row" (verl) passes
+            every row to the function as if it were a trajectory of its own: N is then the number of rows, each with the
+            reward of its trajectory.
+        authors: Authors whose tokens are trained, among the tokens that this policy sampled. None trains all of them. A
+            turn reward earned by another author is left out.
+        truncated: How to treat trajectories that a limit cut off. "score" trains on them. "mask" leaves their rows out
+            after the advantages were computed. "penalty" first subtracts `penalty` from their reward. "bootstrap" is
+            the same as "score", for estimators that receive the value of the state in which they were cut:
+            `advantages.gae(bootstrap=)`, see `Policy.bootstrap_values`.
+        penalty: Amount that truncated="penalty" subtracts, in units of reward.
+        allow_truncated_sampling: Whether to accept rows sampled under top-p, top-k or min-p. By default they are
+            rejected, because the probability ratio of the update would be off by the kept mass. True records that mass
+            for `ppo_step(correction=)`.
+        filters: Further reasons to leave trajectories out, see `af.filters`. A filtered trajectory is treated as
+            unscored and counts in no mean.
+
+    Returns:
+        The batch.
+
+    Raises:
+        EmptyBatch: If no row is left.
+        BatchError: If an engine returned text without token ids, or trajectories cannot be trained on as they were
+            sampled.
+        AlignmentError: If the advantages have the wrong shape.
+        SettingsError: If `truncated`, `per` or a filter is invalid.
     """
     given = _as_trajectories(rollout)
     for name, value, kind in (("truncated", truncated, TruncationMode), ("per", per, AdvantagePer)):
@@ -232,6 +266,8 @@ def collate(
     if not given:
         raise BatchError("collate was given no trajectory; roll some tasks out first")
     flagged = (sum(t.reward is None for t in given) / len(given), sum(t.truncated for t in given) / len(given))
+    # Filters see the original rewards. The penalty is subtracted before advantages are computed, and filtered
+    # trajectories become unscored.
     filtered = drop_reasons(given, filters)
     if truncated == "penalty":
         given = [t.replace(reward=t.reward - penalty) if t.truncated and t.reward is not None else t for t in given]
@@ -242,11 +278,13 @@ def collate(
     masks: list[npt.NDArray[np.bool_]] = []
     token_reward: list[npt.NDArray[np.float32]] = []
     dropped: list[Dropped] = []
-    # Whose each row is: its place in `given`.
+    # Index in `given` of the trajectory of each row.
     index: list[int] = []
-    # Where it stands among the rows that an estimator of rows is shown.
+    # For per="row": the index of each row in `entries`, the trajectories of all rows shown to the estimator. A
+    # trajectory without sampled tokens has one entry.
     entry: list[int] = []
     entries: list[int] = []
+    # Select the rows to train on and record why the others are left out.
     for i, t in enumerate(given):
         reason = _drop_reason(t, truncated, allow_truncated_sampling, names)
         trained = [row.sampled_by(*names) for row in t.rows]
@@ -270,13 +308,14 @@ def collate(
             tuple(dropped),
         )
 
+    # For each row: its trajectory, and whether it is the last row of that trajectory.
     of = [given[i] for i in index]
     last = [i + 1 == len(index) or index[i + 1] != index[i] for i in range(len(index))]
     numbers: dict[str, int] = {}
     group_of = [numbers.setdefault(t.group, len(numbers)) for t in given]
     lengths = torch.tensor([len(row) for row in rows])
     shape = (len(rows), int(lengths.max()))
-    # Filled as arrays: a tensor's slice costs ten times as much, and here are six a row.
+    # Fill NumPy arrays: assigning to a slice of a tensor takes ten times as long, and there are six per row.
     table = {
         "ids": np.zeros(shape, dtype=np.int64),
         "mask": np.zeros(shape, dtype=np.bool_),
@@ -318,6 +357,7 @@ def collate(
         num_given=len(given),
         flagged=flagged,
     )
+    # The estimator sees all trajectories (or rows) that were passed, with NaN for unscored ones.
     if advantages is not None:
         seen, where = (list(range(len(given))), index) if per == "trajectory" else (entries, entry)
         rewards = torch.tensor([math.nan if (r := given[i].reward) is None else float(r) for i in seen])
@@ -343,7 +383,11 @@ def _as_trajectories(rollout: Any) -> list[Trajectory]:
 
 
 def _author_names(authors: str | Sequence[str] | None, given: list[Trajectory]) -> tuple[str, ...]:
-    """The names; () is everybody."""
+    """Normalize `authors=` to a tuple of names, where () stands for all authors.
+
+    Raises:
+        BatchError: If `authors` is empty, or one of them sampled nothing.
+    """
     if authors is None:
         return ()
     names = (authors,) if isinstance(authors, str) else tuple(authors)
@@ -359,7 +403,11 @@ def _not_sampled_message(names: tuple[str, ...]) -> str:
 
 
 def _drop_reason(t: Trajectory, truncated: str, allow_truncated_sampling: bool, names: tuple[str, ...]) -> str | None:
-    """Why a trajectory leaves the batch, or None. What would make the whole batch wrong raises instead."""
+    """Return why a trajectory is left out of the batch, or None if it is kept.
+
+    Raises:
+        BatchError: If it has no token ids or an infinite reward, or was sampled greedily or under truncation.
+    """
     if not t.exact:
         raise BatchError(
             f"trajectory {t.id!r} has no token ids: its engine gives text only, and cannot be trained from"
@@ -371,6 +419,7 @@ def _drop_reason(t: Trajectory, truncated: str, allow_truncated_sampling: bool, 
         raise BatchError(f"trajectory {t.id!r} has the reward {t.reward}; give a finite number, or None for unscored")
     if not any(row.sampled_by(*names).any() for row in t.rows):
         return _not_sampled_message(names)
+    # Only greedy or truncated sampling records a kept mass, so such a turn did not use the trajectory's settings.
     by_hand = not t.sampling.truncates and any(turn.sampled and turn.kept_mass is not None for turn in t.turns)
     if t.sampling.greedy or by_hand:
         raise BatchError(
@@ -387,16 +436,22 @@ def _drop_reason(t: Trajectory, truncated: str, allow_truncated_sampling: bool, 
 
 
 def _token_rewards(t: Trajectory, masks: list[npt.NDArray[np.bool_]]) -> list[npt.NDArray[np.float32]]:
-    """(T,) a row: the trajectory's reward on its last trained token, a turn's on the last sampled one before its end.
+    """Return the token rewards of each row, (T,).
 
-    That token is in the turn's own row, unless nothing was sampled there before it. If it is another author's, the
-    reward is too, and left out.
+    The reward of the trajectory is assigned to its last trained token, the reward of a turn to the last token sampled
+    before the end of the turn. That token is in the row of the turn, unless nothing was sampled in that row before. If
+    another author sampled it, the reward belongs to that author and is left out.
+
+    Raises:
+        BatchError: If no token was sampled before the end of a turn with a reward.
     """
     assert t.reward is not None
     out = [np.where(mask, np.float32(0), np.float32(np.nan)) for mask in masks]
     if len(masks) == 1 and all(turn.reward is None for turn in t.turns):
         out[0][int(masks[0].nonzero()[0][-1])] = t.reward
         return out
+    # List all sampled tokens in order, each with its row, column and turn. A turn reward goes to the last one whose
+    # turn is not later.
     places: list[tuple[int, int]] = []
     turn_of: list[int] = []
     for j, row in enumerate(t.rows):
@@ -421,6 +476,11 @@ def _token_rewards(t: Trajectory, masks: list[npt.NDArray[np.bool_]]) -> list[np
 
 
 def _kept_mass(of: list[Trajectory], rows: list[Row], mask: Tensor) -> Tensor | None:
+    """Return the kept probability mass of each sampled token, (B, T), or None if nothing was sampled under truncation.
+
+    Raises:
+        BatchError: If an engine did not record it.
+    """
     if not any(t.sampling.truncates for t in of):
         return None
     out = torch.full(mask.shape, torch.nan)
@@ -439,10 +499,16 @@ def _kept_mass(of: list[Trajectory], rows: list[Row], mask: Tensor) -> Tensor | 
 
 
 def join(batches: Sequence[Batch]) -> Batch:
-    """One batch of several, in order: their groups and trajectories stay apart, their rows are padded to one width.
+    """Concatenate batches in order. Their groups and trajectories stay distinct; rows are padded to a common width.
 
-    Values, returns, kept mass and reference logprobs are kept if every one has them.
-    Raises:  BatchError if there is none.
+    Args:
+        batches: Batches to join. Values, returns, kept mass and reference logprobs are kept if all batches have them.
+
+    Returns:
+        The joint batch.
+
+    Raises:
+        BatchError: If there are no batches.
     """
     if not batches:
         raise BatchError("join was given no batch")
@@ -478,7 +544,7 @@ def join(batches: Sequence[Batch]) -> Batch:
 
 
 _PER_ROW_FIELDS = ("rewards", "groups", "trajectory_index", "row_index", "temperatures", "lengths", "truncated")
-# What stands on the padding of each tensor.
+# Padding value of each tensor.
 _PADDING_VALUES: dict[str, Any] = dict.fromkeys(
     ("ids", "attention", "mask", "rewards", "temperatures", "lengths", "truncated", "row_index"), 0
 )
@@ -490,6 +556,11 @@ _PADDING_VALUES |= {"versions": -1} | dict.fromkeys(
 def _advantages_per_token(
     batch: Batch, advantages: Any, rewards: Tensor, groups: Tensor, where: list[int], per: AdvantagePer
 ) -> Tensor:
+    """Compute or expand advantages to (B, T). `where` has the index in `rewards` of each row of the batch.
+
+    Raises:
+        AlignmentError: If the advantages have none of the accepted shapes.
+    """
     if callable(advantages):
         advantages = advantages(rewards, groups)
     values = torch.as_tensor(advantages, dtype=torch.float32)
@@ -507,7 +578,7 @@ def _advantages_per_token(
 
 
 def _turn_advantages_per_token(batch: Batch, values: Tensor, where: list[int]) -> Tensor:
-    """(N, K), one a sampled turn of each trajectory -> (B, T)."""
+    """Expand advantages per sampled turn of each trajectory, (N, K), to tokens, (B, T)."""
     out = torch.zeros(batch.ids.shape)
     for i, (t, row) in enumerate(zip(batch.trajectories, batch.rows, strict=True)):
         turns = sampled_turn_indices(t)

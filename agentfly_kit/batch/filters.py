@@ -1,9 +1,10 @@
-"""Filters: which scored chains are not trained on, and why. They see trajectories and groups, and no tensor.
+"""Filters that exclude scored trajectories from training.
 
-A filter is a function of one thing that gives a reason (a text) or None for "keep": `def f(trajectory)` is asked of
-each chain, `def f(group)` of each group, whose chains then leave together. What a filter takes out is as good as
-unscored: no advantage counts it, nor does any loss term or denominator. To keep a chain in its group's mean and only
-its tokens out of the loss, as DAPO does with overlong answers, there is `truncated="mask"`.
+A filter is a function of one argument that returns a reason (a string), or None to keep its argument:
+`def f(trajectory)` is called for each trajectory, `def f(group)` for each group, whose trajectories are then excluded
+together. An excluded trajectory is treated as unscored: it counts in no advantage, loss term or denominator. To keep a
+trajectory in the mean of its group and exclude only its tokens from the loss, as DAPO does with overlong answers, use
+`truncated="mask"`.
 """
 
 from __future__ import annotations
@@ -21,18 +22,36 @@ __all__ = ["drop_reasons", "equal_rewards", "overlong", "tool_errors"]
 
 
 def equal_rewards(group: Group) -> str | None:
-    """Groups whose scored rewards are all one number: they say nothing of which chain was better.
+    """Exclude groups whose scored rewards are all equal, because they do not show which trajectory was better.
 
-    A group with a single scored chain is one. Without this filter such a group gets advantages of exactly 0 and still
-    counts in the denominator of a token mean.
-    Source:  DAPO, arXiv 2503.14476, "dynamic sampling". `TrainConfig(refill=)` samples other groups in their place.
+    This includes groups with a single scored trajectory. Without this filter, the advantages of such a group are
+    exactly 0, but it still counts in the denominator of a token mean. `TrainConfig(refill=)` samples other groups to
+    replace the excluded ones.
+
+    Args:
+        group: Group of trajectories of the same task.
+
+    Returns:
+        The reason, or None to keep the group.
+
+    Source:  DAPO, arXiv 2503.14476, "dynamic sampling".
     """
     scored = {reward for reward in group.rewards if reward is not None}
     return "equal rewards" if len(scored) == 1 else None
 
 
 def overlong(tokens: int | None = None) -> Filter:
-    """Chains with more sampled tokens than `tokens`, or, with None, chains that a limit cut."""
+    """Create a filter that excludes long trajectories.
+
+    Args:
+        tokens: Largest number of sampled tokens to keep. None excludes trajectories that a limit cut off instead.
+
+    Returns:
+        The filter.
+
+    Raises:
+        SettingsError: If `tokens` is below 1.
+    """
     if tokens is not None and tokens < 1:
         raise SettingsError(f"overlong({tokens}): give at least 1 token, or None for chains that a limit cut")
 
@@ -45,7 +64,18 @@ def overlong(tokens: int | None = None) -> Filter:
 
 
 def tool_errors(share: float = 0.0) -> Filter:
-    """Chains in which more than `share` of the tool calls failed; 0 is any."""
+    """Create a filter that excludes trajectories in which too many tool calls failed.
+
+    Args:
+        share: Largest fraction of failed calls to keep, at least 0 and below 1. 0 excludes a trajectory with any failed
+            call.
+
+    Returns:
+        The filter.
+
+    Raises:
+        SettingsError: If `share` is out of range.
+    """
     if not 0 <= share < 1:
         raise SettingsError(f"tool_errors({share}): give a share from 0 to below 1")
 
@@ -58,9 +88,13 @@ def tool_errors(share: float = 0.0) -> Filter:
 
 
 def is_group_filter(filter: Filter) -> bool:
-    """Whether a filter is asked of groups; a chain's is asked of trajectories. The parameter's name says it.
+    """Return True if a filter takes a group and False if it takes a trajectory, according to its parameter's name.
 
-    Raises:  SettingsError for anything but a function of one `group` or one `trajectory`.
+    Args:
+        filter: Function with one required parameter, named `group` or `trajectory`.
+
+    Raises:
+        SettingsError: If it is anything else.
     """
     try:
         wanted = [p.name for p in inspect.signature(filter).parameters.values() if p.default is p.empty]
@@ -77,9 +111,17 @@ def is_group_filter(filter: Filter) -> bool:
 
 
 def drop_reasons(trajectories: Iterable[Trajectory], filters: Sequence[Filter]) -> dict[str, str]:
-    """Trajectory id -> why it is left out. Each filter sees all scored chains; the first reason stands.
+    """Apply filters to the scored trajectories.
 
-    Raises:  SettingsError naming the filter, if one gives anything but a text or None.
+    Args:
+        trajectories: Trajectories to filter; unscored ones are ignored.
+        filters: The filters. Each is applied to all scored trajectories, including those excluded by others.
+
+    Returns:
+        The reason of each excluded trajectory, by trajectory id.
+
+    Raises:
+        SettingsError: If a filter is invalid or returns anything but a nonempty string or None; it names the filter.
     """
     kinds = [(each, is_group_filter(each)) for each in filters]
     scored = [t for t in trajectories if t.reward is not None]

@@ -1,4 +1,4 @@
-"""Rollouts as estimators of turns see them: for each trajectory, one entry a turn that the policy sampled."""
+"""Per-turn inputs of advantage estimators: one entry for each turn of a trajectory that the policy sampled."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from agentfly_kit.types import Trajectory, Turn
 
 @dataclass(frozen=True)
 class TurnData:
-    """N lists each, one entry a sampled turn, in order: what `advantages.gigpo` and `advantages.arpo` want to know.
+    """Inputs of `advantages.gigpo` and `advantages.arpo`: N tuples each, with one entry per sampled turn, in order.
 
     Attributes:
-        turn_rewards: What each turn earned, the trajectory's reward on the last; None there if it is unscored.
-        states: What the turn began from.
-        turn_ids: A name for each turn; chains that were forked have the same name for a turn that they share.
+        turn_rewards: Reward earned by each turn. The last one includes the trajectory's reward and is None if the
+            trajectory is unscored.
+        states: State in which each turn began.
+        turn_ids: Id of each turn. Forked chains share the ids of their common turns.
     """
 
     turn_rewards: tuple[tuple[float | None, ...], ...]
@@ -26,12 +27,18 @@ class TurnData:
 
 
 def sampled_turn_indices(trajectory: Trajectory) -> tuple[int, ...]:
-    """Indices in `trajectory.turns` of the turns that the policy sampled a token in: entry k of an (N, K) advantage."""
+    """Return the indices in `trajectory.turns` of the turns that the policy sampled.
+
+    The k-th of them receives entry k of advantages of shape (N, K).
+    """
     return tuple(i for i, turn in enumerate(trajectory.turns) if turn.sampled and turn.ids)
 
 
 def last_observation(trajectory: Trajectory, index: int) -> Hashable:
-    """What the turn at this index answered: the tokens told just before it, the prompt for a first turn."""
+    """Return the token ids of the turn before the turn at `index`: an observation, or the prompt for the first action.
+
+    The result is () if there is no such turn.
+    """
     previous = trajectory.turns[index - 1] if index else None
     return () if previous is None else previous.ids
 
@@ -42,17 +49,25 @@ def turn_data(
     state: Callable[[Trajectory, int], Hashable] = last_observation,
     rewards: Sequence[float | None] | None = None,
 ) -> TurnData:
-    """Turn rewards, states and the tree of forks of a rollout, or of trajectories, as estimators of turns want them::
+    """Collect turn rewards, states and turn ids of a rollout for estimators of per-turn advantages::
 
         turns = af.turn_data(rollout)
         batch = af.collate(rollout, lambda rewards, groups: af.advantages.gigpo(
             rewards, groups, turn_rewards=turns.turn_rewards, states=turns.states))
 
-    state: (trajectory, index in trajectory.turns of a sampled turn) -> anything hashable; turns of one group with equal
-        states are compared. By default what was told just before: the prompt, then each observation.
-    rewards: (N,), outcomes to take instead of the trajectories' own, such as an estimator is shown by `collate`.
-    Raises:  AlignmentError for another number of rewards; BatchError for a turn's reward that no sampled turn comes
-             before.
+    Args:
+        rollout: A rollout, a trajectory, or an iterable of trajectories.
+        state: Function (trajectory, index in trajectory.turns of a sampled turn) -> any hashable object. Turns of a
+            group with equal states are compared. The default is the turn before it: the prompt, then each observation.
+        rewards: (N,) rewards to use instead of those of the trajectories, such as the ones that `collate` passes to an
+            estimator.
+
+    Returns:
+        One entry per sampled turn of each trajectory.
+
+    Raises:
+        AlignmentError: If the number of rewards differs from the number of trajectories.
+        BatchError: If a turn has a reward, but no sampled turn precedes its end.
     """
     given: Iterable[Any] = getattr(rollout, "trajectories", rollout)
     trajectories = [given] if isinstance(given, Trajectory) else list(given)
@@ -68,7 +83,7 @@ def turn_data(
 
 
 def _rewards_by_turn(t: Trajectory, at: tuple[int, ...], outcome: float | None) -> tuple[float | None, ...]:
-    """A reward that stands on a turn is earned by the last one sampled up to it, as `collate` credits it."""
+    """Credit each turn reward to the last sampled turn up to it, as `collate` does, and `outcome` to the last turn."""
     earned = [0.0] * len(at)
     for i, turn in enumerate(t.turns):
         if turn.reward is None:
@@ -87,14 +102,17 @@ def _rewards_by_turn(t: Trajectory, at: tuple[int, ...], outcome: float | None) 
 
 
 def _turn_ids(trajectories: list[Trajectory], where: list[tuple[int, ...]]) -> tuple[tuple[Hashable, ...], ...]:
-    """A turn is named after the first trajectory that has it. Its last one belongs to a trajectory alone: a fork that
-    went the same way again, with the same noise, is another leaf."""
+    """Assign an id to each sampled turn, derived from the first trajectory that contains the turn.
+
+    The last turn of a trajectory is never shared: a fork that sampled the same turns again, with the same noise, is
+    another leaf.
+    """
     out: list[tuple[Hashable, ...]] = []
     seen: dict[tuple[str, int], list[int]] = {}
     for n, (t, at) in enumerate(zip(trajectories, where, strict=True)):
         names: list[Hashable] = [(n, i) for i in at]
         family = seen.setdefault((t.group, t.chain), [])
-        for other in family:  # from the nearest kin all that is shared; the others share less
+        for other in family:  # the longest shared prefix determines the ids
             theirs = trajectories[other]
             same = 0
             for a, b in zip(theirs.turns, t.turns, strict=False):
@@ -111,7 +129,11 @@ def _turn_ids(trajectories: list[Trajectory], where: list[tuple[int, ...]]) -> t
 
 
 def is_same_turn(a: Turn, b: Turn) -> bool:
-    """The same turn: the same object, or, loaded from disk, one of the same tokens and, if sampled, the same seed."""
+    """Return True if two objects represent the same turn.
+
+    That is the same object or, after loading from disk, a turn with equal tokens, author and kind and, if it was
+    sampled, equal logprobs and seed.
+    """
     if a is b:
         return True
     alike = (a.kind, a.author, a.ids, a.sampled, a.logprobs, a.seed) == (

@@ -1,4 +1,4 @@
-"""One step of PPO on a batch, a noun a file: `step` is the whole of it, the others are what it is made of."""
+"""One PPO step on a batch. `step` contains the algorithm, the other modules its components."""
 
 from agentfly_kit.ppo.distributed import gather
 from agentfly_kit.ppo.kl_reward import shaped_rewards

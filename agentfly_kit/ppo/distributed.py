@@ -1,4 +1,4 @@
-"""Several processes on one step: the same rows, dealt by tokens; sums instead of means. Knows no loss."""
+"""Data parallelism within a PPO step: rows are distributed by token count, gradients and statistics are summed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from agentfly_kit.ppo.stats import RunningStats
 
 
 def gather(batch: Batch, accelerator: Any) -> Batch:
-    """The rows that all processes collected, in order of rank: what each of them gives to `ppo_step`."""
+    """Concatenate the batches of all processes in order of rank. Each process passes the result to `ppo_step`.
+
+    Args:
+        batch: Batch of this process.
+        accelerator: The accelerate.Accelerator of the processes.
+
+    Returns:
+        The rows of all processes; the batch itself if there is only one process.
+    """
     if accelerator.num_processes == 1:
         return batch
     parts: list[Any] = [None] * accelerator.num_processes
@@ -22,13 +30,20 @@ def gather(batch: Batch, accelerator: Any) -> Batch:
 
 
 class DistributedStep:
-    """What several processes share. With one, nothing."""
+    """Communication between the processes of a step. With a single process, nothing is exchanged."""
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
         self.is_single = accelerator is None or accelerator.num_processes == 1
 
     def check_same_batch(self, batch: Batch) -> None:
+        """Check that every process passed the same batch.
+
+        The check compares the number of rows and the sums of the token ids and of the advantages.
+
+        Raises:
+            BatchError: If the batches differ.
+        """
         if self.is_single:
             return
         seen = [float(len(batch)), float(batch.ids.sum()), float(batch.advantages.nansum())]
@@ -40,7 +55,7 @@ class DistributedStep:
             )
 
     def local_rows(self, batch: Batch, rows: Tensor) -> Tensor:
-        """This process's rows: longest first, each to the process that has the fewest tokens so far."""
+        """Return this process's rows. Each row, longest first, goes to the process with the fewest tokens so far."""
         if self.is_single:
             return rows
         loads = [0] * self.accelerator.num_processes
@@ -53,7 +68,7 @@ class DistributedStep:
         return rows[mine]
 
     def sum_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """In one message."""
+        """Sum the gradients over all processes, in a single reduction."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         together = self.accelerator.reduce(torch.cat([g.flatten() for g in gradients]), reduction="sum")
@@ -61,7 +76,15 @@ class DistributedStep:
             p.grad = g.view_as(p).clone()
 
     def sum_stats(self, values: Tensor, into: RunningStats) -> bool:
-        """Add up the statistics; whether any process was cancelled."""
+        """Sum the statistics over all processes (for the ratio: take the maximum) and store them in `into`.
+
+        Args:
+            values: Statistics of this process, from `RunningStats.tensor`.
+            into: Where to store the result.
+
+        Returns:
+            True if any process was cancelled.
+        """
         summed = self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum").cpu()
         ratio = torch.tensor([into["ratio"]], dtype=torch.float64, device=self.accelerator.device)
         into.set(summed[:-1], float(self.accelerator.gather(ratio).max()))

@@ -1,4 +1,4 @@
-"""The KL to a reference as part of the reward, before there are advantages."""
+"""KL penalty in the reward, applied before advantages are computed."""
 
 from __future__ import annotations
 
@@ -10,17 +10,27 @@ from agentfly_kit.errors import BatchError
 
 
 def shaped_rewards(batch: Batch, coef: float, *, kind: losses.KLKind = "k1") -> Tensor:
-    """Token rewards with a KL to the reference taken from every sampled token: what `kl_in="reward"` means.
+    """Subtract a KL penalty towards the reference policy from the reward of every sampled token.
 
-    token_rewards - coef KL(sampled || reference), from the sampler's logprobs and `batch.ref_logprobs`. It comes before
-    the advantages, so it is no part of `ppo_step`: an estimator of token rewards takes the result as it is, one of
-    outcomes its sum over each row.
+    Computes token_rewards - coef * KL(sampled || reference) from the sampler's logprobs and `batch.ref_logprobs`. This
+    implements `kl_in="reward"`. It precedes the computation of advantages and is therefore not part of `ppo_step`: pass
+    the result to an estimator of token rewards, or its sum over each row to an outcome estimator.
 
         batch = batch.replace(ref_logprobs=reference.score(batch, {"logprob"})["logprob"])
         rewards = shaped_rewards(batch, 0.05)
 
+    Args:
+        batch: Batch with `ref_logprobs`.
+        coef: Coefficient of the KL penalty.
+        kind: Estimator of the KL per token; see `af.losses.kl`.
+
+    Returns:
+        Rewards per token.
+
+    Raises:
+        BatchError: If the batch has no reference logprobs.
+
     Shapes:  -> (B, T), NaN where the mask is 0.
-    Raises:  BatchError without reference logprobs.
     Source:  Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593, eq. 2, which is kind="k1".
     """
     if batch.ref_logprobs is None:

@@ -1,4 +1,4 @@
-"""Micro-batches: the rows of one forward, the values of their sampled tokens, and the forward itself."""
+"""Micro-batches: the rows of one forward pass, the inputs of their sampled tokens, and the forward pass itself."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from agentfly_kit.policy.policy import Policy
 
 @dataclass
 class MicroBatch:
-    """Rows of one forward, and (N,) values of their sampled tokens on the policy's device.
+    """Rows of one forward pass, and (N,) inputs of their sampled tokens on the policy's device.
 
     Attributes:
-        ids
-        mask
-        temperatures
+        ids: (b, w) token ids.
+        mask: (b, w) bool: True where the policy sampled the token.
+        temperatures: (b,) sampling temperatures.
         positions: Row and column of each token in the batch.
-        old_logprobs
-        advantages
-        token_weight
-        importance_weights
-        ref_logprobs
-        values
-        returns
+        old_logprobs: Denominator of the probability ratio.
+        advantages: Advantages.
+        token_weight: Weight of each token's loss in the minibatch.
+        importance_weights: Importance weights of the correction; None without one.
+        ref_logprobs: Logprobs under the reference policy, if there is one.
+        values: Values before the update; 0 if the batch has none.
+        returns: Targets of the value loss, if the batch has them.
     """
 
     ids: Tensor
@@ -49,12 +49,12 @@ class MicroBatch:
     returns: Tensor | None
 
     def grid(self, values: Tensor) -> Tensor:
-        """(N,) -> (b, w), 0 where the mask is 0."""
+        """Scatter token values (N,) into rows (b, w), with 0 where the mask is 0."""
         return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values)
 
 
 class StepInputs:
-    """The per-token inputs of a step, (B, T) each, and how a micro-batch is cut from them."""
+    """Per-token inputs of a step, (B, T) each, from which micro-batches are selected."""
 
     def __init__(
         self, batch: Batch, old_logprobs: Tensor, ref_logprobs: Tensor | None, importance_weights: Tensor | None
@@ -71,6 +71,7 @@ class StepInputs:
             self.values = torch.zeros_like(batch.returns)
 
     def select(self, rows: Tensor, device: torch.device) -> MicroBatch:
+        """Return the given rows as a micro-batch on `device`, without columns that are padding in all of them."""
         batch = self.batch
         width = int(batch.lengths[rows].max())
         mask = batch.mask[rows, :width]
@@ -99,7 +100,17 @@ class StepInputs:
 
 
 class Forward:
-    """The policy, run in a precision and with or without kept activations."""
+    """Runs the policy with the precision, gradient checkpointing and micro-batch size of a step.
+
+    Args:
+        policy: The policy.
+        micro_tokens: Number of padded tokens per forward pass.
+        autocast: "bfloat16", or None for the dtype of the weights.
+        checkpointing: Whether to recompute activations in the backward pass.
+
+    Raises:
+        SettingsError: If `autocast` is anything else, or `micro_tokens` is below 1.
+    """
 
     def __init__(self, policy: Policy, micro_tokens: int, autocast: str | None, checkpointing: bool) -> None:
         if autocast not in (None, "bfloat16"):
@@ -120,15 +131,17 @@ class Forward:
             return self.policy.forward(micro.ids, micro.mask, micro.temperatures, entropy=entropy, value=value)
 
     def score(self, batch: Any, want: Any, policy: Policy | None = None) -> Any:
+        """Score a batch without gradients under `policy`, by default the policy that is trained."""
         with self._precision():
             return (policy or self.policy).score(batch, want, micro_tokens=self.micro_tokens)
 
     def micro_batches(self, rows: Tensor, batch: Batch) -> Iterable[Tensor]:
+        """Split rows of a batch into micro-batches; see `Policy.micro_batches`."""
         return self.policy.micro_batches(batch, rows, self.micro_tokens)
 
 
 class RowSubset:
-    """A few rows of a batch, for scoring."""
+    """The tensors of some rows of a batch that `Policy.score` reads."""
 
     def __init__(self, batch: Batch, rows: Tensor) -> None:
         self.ids, self.mask = batch.ids[rows], batch.mask[rows]
@@ -138,13 +151,20 @@ class RowSubset:
 def raise_if_cancelled(
     cancel: threading.Event | None, optimizer: torch.optim.Optimizer, *, force: bool = False
 ) -> None:
+    """Discard the gradients and raise asyncio.CancelledError if `cancel` is set or `force` is True."""
     if force or (cancel is not None and cancel.is_set()):
         optimizer.zero_grad(set_to_none=True)
         raise asyncio.CancelledError("ppo_step was cancelled; the weights are those of the last update")
 
 
 def minibatches(batch: Batch, size: int | None, generator: torch.Generator) -> list[Tensor]:
-    """The rows of each update of an epoch, in a random order: `size` trajectories, each with all its rows."""
+    """Return the row indices of each minibatch of an epoch: `size` random trajectories, each with all of its rows.
+
+    Args:
+        batch: The batch.
+        size: Number of trajectories per minibatch; None for all.
+        generator: Source of randomness.
+    """
     trajectories = batch.trajectory_index.unique()
     order = trajectories[torch.randperm(len(trajectories), generator=generator)]
     return [torch.isin(batch.trajectory_index, part).nonzero()[:, 0] for part in order.split(size or len(order))]

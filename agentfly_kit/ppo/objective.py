@@ -1,6 +1,7 @@
-"""What is minimised: a loss a token, what each token weighs, and the gradient in what a forward gave.
+"""The training objective: losses per token, weights per token, and gradients with respect to the forward outputs.
 
-Losses are differentiated down to the numbers at the sampled tokens; who owns the forward takes it from there.
+Losses are differentiated with respect to the outputs of the forward pass at the sampled tokens. The caller then
+propagates these gradients through the model.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ TokenLoss = Callable[..., Tensor]
 Aggregate: TypeAlias = losses.AggregateMode | Mapping[str, Any]
 LossName = Literal[
     "ppo", "reinforce", "gpg", "gspo", "gmpo", "sapo", "cispo", "dppo", "clip_cov", "kl_cov"
-]  # each a function of losses/surrogates.py
+]  # each is a function in losses/surrogates.py
 
-# Losses in which a token's loss depends on its whole row: they need rows, the others only tokens.
+# Losses whose value at a token depends on the whole row. The others need only the sampled tokens.
 _ROW_WISE = ("gspo", "gmpo")
-# Losses in which it depends on the whole minibatch, which must then be one micro-batch.
+# Losses whose value at a token depends on the whole minibatch, which must therefore be one micro-batch.
 _MINIBATCH_WISE = ("clip_cov", "kl_cov")
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A policy loss, and how much of a minibatch it has to see at once.
+    """A policy loss, and how much of a minibatch it needs in one call.
 
     Attributes:
-        function
-        name: Its name in `losses`; empty for a custom function, of which nothing is known.
+        function: Computes per-token losses from (logprobs, old_logprobs, advantages, mask).
+        name: Its name in `losses`; empty for a custom function.
     """
 
     function: TokenLoss
@@ -46,20 +47,33 @@ class Loss:
 
     @property
     def is_custom(self) -> bool:
+        """True if the function is not one of `losses`, so that nothing is known about its inputs."""
         return not self.name
 
     @property
     def needs_rows(self) -> bool:
-        """True if it takes (B, T) rows; otherwise N tokens will do."""
+        """True if the loss needs complete rows, (B, T); otherwise it receives only the N sampled tokens."""
         return self.is_custom or self.name in _ROW_WISE
 
     @property
     def needs_minibatch(self) -> bool:
-        """True if a token's loss depends on the whole minibatch, rows without advantage included."""
+        """True if the loss of a token depends on the whole minibatch, including rows with zero advantage."""
         return self.name in _MINIBATCH_WISE
 
     @classmethod
     def resolve(cls, loss: Any, clip: float | None, clip_high: float | None, dual_clip: float | None) -> Loss:
+        """Look up a loss and bind its clip options.
+
+        Args:
+            loss: Name of a loss in `losses`, or a function.
+            clip: Clip range below 1; None for the default of the loss.
+            clip_high: Clip range above 1; None for the default of the loss.
+            dual_clip: Bound for negative advantages; None for the default of the loss.
+
+        Raises:
+            SettingsError: If the name is unknown, the loss does not take one of the options, or options are given with
+                a function.
+        """
         given = {"clip": clip, "clip_high": clip_high, "dual_clip": dual_clip}
         options = {name: value for name, value in given.items() if value is not None}
         if callable(loss):
@@ -81,7 +95,11 @@ class Loss:
         return cls(functools.partial(function, **options) if options else function, loss)
 
     def __call__(self, logprobs: Tensor, micro: MicroBatch) -> Tensor:
-        """(N,) of (N,)."""
+        """Compute the loss of each sampled token: logprobs (N,) -> (N,).
+
+        Raises:
+            SettingsError: If the loss function returns a tensor of the wrong shape.
+        """
         if not self.needs_rows:
             everywhere = torch.ones_like(micro.old_logprobs).bool()
             return self.function(logprobs, micro.old_logprobs, micro.advantages, everywhere)
@@ -93,7 +111,18 @@ class Loss:
 
 
 def aggregate_options(given: Aggregate, denominator: float | None) -> tuple[losses.AggregateMode, dict[str, Any]]:
-    """How to aggregate, and the options of `losses.aggregate`; refused is what it does not know."""
+    """Split an aggregate setting into the mode and the options of `losses.aggregate`.
+
+    Args:
+        given: A mode, or a dict with the mode under "how" and further options.
+        denominator: Number of tokens by which the mode "fixed" divides each row.
+
+    Returns:
+        The mode and the options.
+
+    Raises:
+        SettingsError: If the mode or an option is unknown.
+    """
     options: dict[str, Any] = {"how": given} if isinstance(given, str) else dict(given)
     how = options.pop("how", None)
     if how not in get_args(losses.AggregateMode) or not set(options) <= {"empty_rows", "count", "denominator"}:
@@ -108,18 +137,18 @@ def aggregate_options(given: Aggregate, denominator: float | None) -> tuple[loss
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised, as a function of the numbers that a forward gave.
+    """The training objective as a function of the outputs of a forward pass.
 
     Attributes:
-        loss
-        aggregate
-        options: Of the aggregate.
-        value_coef
-        value_clip
-        kl_coef
-        kl_kind
-        kl_weighted
-        entropy_coef
+        loss: Policy loss.
+        aggregate: How per-token losses are reduced to one number.
+        options: Options of `losses.aggregate`.
+        value_coef: Coefficient of the value loss.
+        value_clip: Range within which the value loss clips a new value around the old one.
+        kl_coef: Coefficient of the KL penalty in the loss.
+        kl_kind: Estimator of that KL.
+        kl_weighted: Whether to multiply the KL of each token by its probability ratio.
+        entropy_coef: Coefficient of the entropy bonus.
     """
 
     loss: Loss
@@ -134,14 +163,14 @@ class Objective:
 
     @property
     def only_advantage(self) -> bool:
-        """Whether a row without advantage has no gradient."""
+        """True if rows with zero advantage have zero gradient, so that their forward pass can be skipped."""
         quiet = self.value_coef == 0 and self.kl_coef == 0 and self.entropy_coef == 0
         return quiet and not self.loss.is_custom and not self.loss.needs_minibatch
 
     def token_weights(self, batch: Batch, rows: Tensor) -> Tensor:
-        """What each token's loss is multiplied by, over the whole minibatch: (B, T), 0 outside of `rows`.
+        """Return the weight of each token's loss in the loss of a minibatch: (B, T), 0 outside of `rows`.
 
-        Every aggregate is linear in the per-token losses, so its gradient is all there is to know of it.
+        Every aggregate is linear in the per-token losses, so the weights are its gradient.
         """
         per_token = torch.zeros(len(rows), batch.ids.shape[1], requires_grad=True)
         one = losses.aggregate(
@@ -156,6 +185,11 @@ class Objective:
         return out
 
     def policy_loss(self, leaf: Tensor, micro: MicroBatch) -> Tensor:
+        """Return the weighted sum of the policy losses of a micro-batch, as a function of its logprobs `leaf`, (N,).
+
+        Raises:
+            SettingsError: If the loss does not depend on the logprobs.
+        """
         per_token = self.loss(leaf, micro)
         if not per_token.requires_grad:
             raise SettingsError("the loss function gave something without a gradient in the logprobs")
@@ -164,7 +198,17 @@ class Objective:
         return (per_token * micro.token_weight).sum()
 
     def differentiate(self, got: Any, micro: MicroBatch, sums: RunningStats) -> list[tuple[Tensor, Tensor | None]]:
-        """The forward's tensors with the objective's gradient in each. Adds to the statistics."""
+        """Differentiate the objective with respect to the outputs of a forward pass.
+
+        Args:
+            got: Outputs of the forward pass.
+            micro: The micro-batch.
+            sums: Statistics of the minibatch, to which those of the micro-batch are added.
+
+        Returns:
+            Pairs of an output tensor and the gradient of the objective in it.
+        """
+        # Policy loss. Its gradient is kept separate from the KL's, because it shows where the clip binds.
         logp = got.logprob
         leaf = logp.detach().requires_grad_()
         policy_loss = self.policy_loss(leaf, micro)
@@ -172,6 +216,7 @@ class Objective:
         policy_loss = policy_loss.detach()
         gradient, total = policy_grad, policy_loss
         out: list[tuple[Tensor, Tensor | None]] = []
+        # KL penalty towards the reference policy.
         if self.kl_coef > 0:
             assert micro.ref_logprobs is not None
             kl = losses.kl(leaf, micro.ref_logprobs, self.kl_kind, torch.ones_like(leaf).bool())
@@ -181,6 +226,7 @@ class Objective:
             total = total + term.detach()
             sums.add("kl_reference", kl.detach().sum())
         out.append((logp, gradient))
+        # Value loss and entropy bonus have gradients in other outputs than the logprobs.
         if got.value is not None:
             assert micro.returns is not None
             value = got.value.detach().requires_grad_()
@@ -196,10 +242,11 @@ class Objective:
             if self.entropy_coef > 0:
                 out.append((got.entropy, -self.entropy_coef * micro.token_weight))
                 total = total - self.entropy_coef * (got.entropy.detach() * micro.token_weight).sum()
+        # Statistics of the ratio; approx_kl is the "k3" estimator.
         sums.add("policy_loss", policy_loss)
         sums.add("loss", total)
         with torch.no_grad():
-            difference = (leaf.detach() - micro.old_logprobs).clamp(max=20.0)  # a float32 exp ends at 88
+            difference = (leaf.detach() - micro.old_logprobs).clamp(max=20.0)  # exp overflows float32 above 88
             ratio = difference.exp()
             sums.add("approx_kl", (ratio - 1 - difference).sum())
             sums.add("clipped", is_clipped(policy_grad, micro).sum())
@@ -209,6 +256,7 @@ class Objective:
 
 
 def is_clipped(policy_grad: Tensor, micro: MicroBatch) -> Tensor:
-    """Tokens that have an advantage and get no gradient from it: the clip binds."""
+    """Return which tokens are clipped: those with a nonzero advantage but no policy gradient."""
+    # A token with importance weight 0 has no gradient either, but is not clipped.
     held = (policy_grad == 0) & (micro.advantages != 0)
     return held if micro.importance_weights is None else held & (micro.importance_weights != 0)

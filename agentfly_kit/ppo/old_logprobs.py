@@ -1,4 +1,4 @@
-"""The ratio's denominator: the sampler's own logprobs or the policy's, and the weight of a token where they differ."""
+"""Old logprobs (the denominator of the probability ratio), and importance weights that correct for the sampler."""
 
 from __future__ import annotations
 
@@ -16,19 +16,31 @@ from agentfly_kit.ppo.micro_batch import Forward, RowSubset
 
 Correction = Literal["token", "sequence"] | Mapping[str, Any]
 
-# nats: an engine whose logprobs are closer than this to a full forward is taken at its word.
+# Largest difference, in nats, between the engine's logprobs and the policy's at which the engine's are used.
 EXACT_GAP = 1e-4
-# Rows in which the engine's logprobs are compared with the policy's before the first update.
+# Number of rows in which the engine's logprobs are compared with the policy's before the first update.
 _PROBE_ROWS = 8
 
 
 def sampler_weights(batch: Batch, old_logprobs: Tensor, correction: Any) -> tuple[Tensor | None, float]:
-    """Importance weights (B, T) of the sampled tokens, and the effective sample size they leave."""
+    """Compute importance weights that correct for the difference between the old policy and the sampler.
+
+    Args:
+        batch: The batch.
+        old_logprobs: Logprobs of the policy before the update, (B, T).
+        correction: "token", "sequence", a dict of options of `losses.importance_weights`, or None.
+
+    Returns:
+        The weights (B, T) and the effective sample size, as a fraction; None and NaN without a correction.
+
+    Raises:
+        SettingsError: If an option is unknown.
+    """
     if correction is None:
         return None, math.nan
     options: dict[str, Any] = {"level": correction} if isinstance(correction, str) else dict(correction)
     sampler = batch.logprobs
-    if batch.kept_mass is not None:  # what is recorded is from before the cut; the token was drawn from what was kept
+    if batch.kept_mass is not None:  # recorded logprobs precede truncation, but tokens were drawn from the kept mass
         sampler = sampler - torch.where(batch.mask, batch.kept_mass, 1.0).log()
     try:
         weights = losses.importance_weights(old_logprobs, sampler, batch.mask, **options)
@@ -39,9 +51,18 @@ def sampler_weights(batch: Batch, old_logprobs: Tensor, correction: Any) -> tupl
 
 
 def resolve_old_logprobs(forward: Forward, batch: Batch, source: str) -> tuple[Tensor, float]:
-    """The ratio's denominator (B, T), and the largest measured gap to the engine's logprobs; NaN if none was measured.
+    """Choose the denominator of the probability ratio.
 
-    "auto" compares up to eight rows (`_probe_rows`), "recompute" all of them, "engine" none.
+    Args:
+        forward: Runs the policy.
+        batch: The batch.
+        source: "engine" uses the engine's logprobs without a comparison. "recompute" uses the policy's and compares all
+            rows. "auto" compares up to eight rows (`_probe_rows`) and uses the engine's logprobs if they come from the
+            current policy version and differ by at most `EXACT_GAP`; otherwise it is "recompute".
+
+    Returns:
+        The old logprobs (B, T), and the largest difference between the engine's logprobs and the policy's over the
+        compared rows, in nats; NaN for "engine".
     """
 
     def largest_gap(rows: Tensor, scored: Tensor) -> float:
@@ -60,12 +81,11 @@ def resolve_old_logprobs(forward: Forward, batch: Batch, source: str) -> tuple[T
 
 
 def _probe_rows(batch: Batch) -> Tensor:
-    """Rows with sampled tokens: all if there are at most `_PROBE_ROWS`, else so many spread over the batch, the longest
-    among them."""
+    """Return up to `_PROBE_ROWS` rows with sampled tokens, spread over the batch and including the longest."""
     rows = batch.mask.any(1).nonzero()[:, 0]
     if len(rows) <= _PROBE_ROWS:
         return rows
     probed = rows[torch.linspace(0, len(rows) - 1, _PROBE_ROWS).long()]
-    probed[0] = rows[batch.lengths[rows].argmax()]  # a gap grows with what came before
+    probed[0] = rows[batch.lengths[rows].argmax()]  # differences grow with the length of the context
     distinct: Tensor = probed.unique()
     return distinct

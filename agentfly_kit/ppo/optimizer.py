@@ -1,4 +1,4 @@
-"""The optimizer: what learns at which rate, and one update that refuses a gradient that is not finite."""
+"""The optimizer: learning rates of the parts of a policy, and an update that rejects gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -19,10 +19,19 @@ def adamw(
     weight_decay: float = 0.0,
     value_lr: float | None = None,
 ) -> torch.optim.AdamW:
-    """AdamW over what learns in a policy; its value head at `value_lr` (ten times `lr` unless given).
+    """Create an AdamW optimizer for the trainable parameters of a policy.
 
-    The trunk of a separate critic learns at `lr`.
-    Source:  betas and the value head's rate were measured on the calculator task; see docs/log.md.
+    Args:
+        policy: The policy.
+        lr: Learning rate of the model, and of the trunk of a separate critic.
+        betas: Decay rates of Adam's moments.
+        weight_decay: Weight decay.
+        value_lr: Learning rate of the value head. None is ten times `lr`.
+
+    Returns:
+        The optimizer.
+
+    Source:  The default betas and the rate of the value head were measured on the calculator task; see docs/log.md.
     """
     groups: list[dict[str, Any]] = [{"params": [p for p in policy.model.parameters() if p.requires_grad], "lr": lr}]
     head = policy.value_head
@@ -35,9 +44,22 @@ def adamw(
 
 
 def clip_and_step(policy: Policy, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> float:
+    """Clip the gradients, make one optimizer step and increment the version of the policy.
+
+    Args:
+        policy: The policy; its lock is held during the step.
+        optimizer: Its optimizer.
+        max_grad_norm: Norm to which gradients are clipped; None does not clip.
+
+    Returns:
+        The gradient norm before clipping.
+
+    Raises:
+        TrainingError: If the norm is not finite. The weights are then unchanged.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for p in parameters:
-        if p.grad is None:  # an update moves by Adam's moments even where a minibatch had no signal
+        if p.grad is None:  # Adam's moments move a parameter even if the minibatch gives it no gradient
             p.grad = torch.zeros_like(p)
     norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if max_grad_norm is None else max_grad_norm)
     if not bool(torch.isfinite(norm)):

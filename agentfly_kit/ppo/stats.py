@@ -1,4 +1,4 @@
-"""What a step adds up over micro-batches, and where its time went. Knows no loss."""
+"""Statistics summed over micro-batches, and a timer of the phases of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch import Tensor
 
 
 class RunningStats:
-    """Sums over micro-batches. They stay tensors until they are read, so that a GPU is not waited for."""
+    """Statistics accumulated over micro-batches: sums, and the maximum for "ratio".
+
+    Values stay tensors until they are read, to avoid synchronizing with the GPU.
+    """
 
     NAMES = ("loss", "policy_loss", "value_loss", "kl_reference", "entropy", "tokens", "approx_kl", "clipped")
 
@@ -19,13 +22,16 @@ class RunningStats:
         self._known: dict[str, float] | None = {}
 
     def add(self, name: str, value: Tensor) -> None:
+        """Add a value to a statistic."""
         self._parts.setdefault(name, []).append(value)
         self._known = None
 
     def max(self, name: str, value: Tensor) -> None:
+        """Add a value to a statistic of which the maximum is taken ("ratio")."""
         self.add(name, value)
 
     def merge(self, other: RunningStats) -> None:
+        """Add the statistics of another instance."""
         for name in (*self.NAMES, "ratio"):
             self.add(name, torch.tensor(other[name], dtype=torch.float64))
 
@@ -41,24 +47,29 @@ class RunningStats:
         return self._read().get(name, 0.0)
 
     def per_token(self, name: str) -> float:
-        """A token."""
+        """Return a statistic divided by the number of tokens; NaN without tokens."""
         return self[name] / self["tokens"] if self["tokens"] else math.nan
 
     def tensor(self, cancelled: bool) -> Tensor:
+        """Return the sums in the order of `NAMES`, followed by the flag `cancelled`, for a reduction over processes."""
         return torch.tensor([*(self[name] for name in self.NAMES), float(cancelled)], dtype=torch.float64)
 
     def set(self, values: Tensor, ratio: float) -> None:
+        """Replace all statistics: sums in the order of `NAMES`, and the maximum "ratio"."""
         self._parts = {}
         for name, value in zip((*self.NAMES, "ratio"), (*values.tolist(), ratio), strict=True):
             self.add(name, torch.tensor(value, dtype=torch.float64))
 
 
 class PhaseTimer:
+    """Wall-clock seconds spent in each phase of a step."""
+
     def __init__(self) -> None:
         self.seconds = {"old": 0.0, "forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         self._at = time.perf_counter()
 
     def lap(self, phase: str) -> None:
+        """Attribute the time since the previous lap to a phase."""
         now = time.perf_counter()
         self.seconds[phase] += now - self._at
         self._at = now

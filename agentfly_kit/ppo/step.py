@@ -1,12 +1,13 @@
-"""One optimisation step on a batch: scores, ratios, losses, gradients, updates. Knows no rollout and no loop.
+"""One PPO step on a batch: old logprobs, losses, gradients and optimizer updates.
 
-The result does not depend on padding, on the order of rows within a minibatch, on how it is split into micro-batches,
-or on how many processes share it: what a token weighs is computed over the whole minibatch before the first forward.
+The result does not depend on the padding, on the order of rows within a minibatch, on how it is split into
+micro-batches, or on the number of processes: token weights are computed over the whole minibatch before the first
+forward pass.
 
-How a gradient is made. All losses are functions of what the forward gave at the sampled tokens: logprobs, values,
-entropies, N numbers each. They are differentiated down to these numbers first, on leaves of their own, and one backward
-then takes these gradients through the model. So no loss sees a grid with holes, and a token's gradient is known (one
-that the clip holds is one whose gradient is 0).
+Gradients are computed in two stages. The forward pass returns N logprobs, values and entropies, one of each per sampled
+token. The loss is first differentiated with respect to these numbers, as detached leaf tensors, and a single backward
+pass then propagates the gradients through the model. As a result, no loss has to handle masked positions, and the
+gradient of each token is known: where the clip binds, it is 0.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from agentfly_kit.ppo.stats import PhaseTimer, RunningStats
 from agentfly_kit.ppo.token_detail import token_detail
 from agentfly_kit.types import Stats
 
-# Tokens of a batch whose text is compared with the policy's.
+# Number of tokens whose text is compared with the policy's tokenizer.
 _PROBE_TOKENS = 64
 
 
@@ -78,49 +79,88 @@ def ppo_step(
     detail: bool = False,
     cancel: threading.Event | None = None,
 ) -> Stats:
-    """Masked PPO on a batch: `epochs` passes over minibatches of trajectories, one `optimizer.step()` each.
+    """Update a policy on a batch with masked PPO.
 
-    loss: the name of one in `losses`, or a function (logprobs, old_logprobs, advantages, mask) -> (B, T), such as
-        functools.partial(af.losses.cispo, bounds="upper"). A function of your own is given whole rows of a micro-batch.
-        "clip_cov" and "kl_cov" look at the whole minibatch: it must fit into one micro-batch of `micro_tokens`, in one
-        process. "clip_cov" draws with its own `seed`; give another in a functools.partial.
-    clip, clip_high, dual_clip: those of the loss; None is its own default (0.2 for ppo).
-    aggregate: how per-token losses become one, or the options of `losses.aggregate`, such as {"how": "trajectory_mean",
-        "count": "rows"}. Sequence means and losses take a row for a sequence, also where a trajectory has several.
-    value_coef, value_clip: used when the policy has a value head and the batch has returns.
-    kl_coef, kl_kind, reference: a KL to a frozen policy in the loss. `batch.ref_logprobs` stands for `reference`.
-    kl_in: "reward" says that the advantages hold the KL already (`shaped_rewards`): it is reported, and not added here.
-    kl_weighted: multiply each token's KL by its ratio to the old policy, which makes it, and its gradient, unbiased on
-        samples of that policy: TRL's `use_bias_correction_kl`. Without it an estimator holds for fresh samples.
-    minibatch: trajectories an update, each with all its rows; None is all of them.
-    micro_tokens: padded tokens a forward (None: the policy's own choice); it bounds memory and changes nothing else.
-    target_kl: stop before the next minibatch once approx_kl of an update exceeds it.
-    old_logprobs: the ratio's denominator. "engine" takes the sampler's logprobs, "recompute" the policy's before the
-        first update, "auto" the sampler's if they are of this policy version and agree with the policy's to 1e-4 in up
-        to eight rows spread over the batch, the longest one among them. Those eight find an engine that computes
-        otherwise, not one row that was recorded wrongly; "recompute" compares all rows. `stats.sampler_gap` is the
-        largest gap over the rows that were compared.
-    correction: weigh tokens by p_old / p_sampler: "token", "sequence", or the options of `losses.importance_weights`,
-        such as {"level": "sequence", "cap": 5.0, "beyond": "mask"}. What truncated sampling kept belongs to p_sampler.
-    max_lag: a batch with a token that was sampled more updates ago is refused, for it says little about the policy as
-        it is. None takes any.
-    autocast: run the model in bfloat16; weights, losses and optimizer stay in theirs.
-    checkpointing: keep no activations inside layers, and compute them again in the backward.
-    accelerator: an accelerate.Accelerator of several processes. Each has the same policy and gives the same batch (see
-        `gather`); rows of a minibatch are dealt so that tokens balance, and counts and gradients are summed. Every
-        process holds all weights: a model that is sharded over them is not supported.
-    detail: keep (B, T) tensors of what the step did to every token.
-    cancel: when set, stop at the next micro-batch (with several processes: update); weights stay at the last update.
-    Raises:  BatchError for a batch without advantages or of another vocabulary; TrainingError when a gradient is not
-             finite, with the weights left at the last update; SettingsError for options that contradict each other,
-             or a loss of the whole minibatch where that would be split.
-    Source:  PPO, arXiv 1707.06347, eq. 7; masked as docs/conventions.md says.
+    Makes `epochs` passes over the batch, with one optimizer step per minibatch of trajectories.
+
+    Args:
+        policy: Policy to update.
+        optimizer: Its optimizer, such as `af.adamw(policy)`.
+        batch: Batch with advantages, from `collate`.
+        loss: Policy loss: the name of a function in `af.losses`, or a function (logprobs, old_logprobs, advantages,
+            mask) -> (B, T), such as functools.partial(af.losses.cispo, bounds="upper"). A custom function receives the
+            complete rows of a micro-batch. "clip_cov" and "kl_cov" need the whole minibatch, which must fit into one
+            micro-batch of `micro_tokens` in a single process. "clip_cov" samples with its own `seed`; set another with
+            functools.partial.
+        aggregate: How per-token losses are reduced to one number: a mode of `af.losses.aggregate`, or a dict of its
+            options, such as {"how": "trajectory_mean", "count": "rows"}. Sequence means and sequence losses treat each
+            row as a sequence, even if a trajectory has several.
+        denominator: Number of tokens by which aggregate="fixed" divides each row. Required by that mode and rejected by
+            all others.
+        clip: Clip range of the probability ratio below 1. None is the default of the loss (0.2 for "ppo"). This and the
+            next two options are rejected if `loss` is a function; bind them with functools.partial.
+        clip_high: Clip range of the probability ratio above 1. None is the default of the loss.
+        dual_clip: Bound on the loss of tokens with a negative advantage. None is the default of the loss.
+        value_coef: Coefficient of the value loss. Used if the policy has a value head and the batch has returns.
+        value_clip: Range within which the value loss clips a new value around the old one. None does not clip.
+        kl_coef: Coefficient of the KL penalty towards the reference policy.
+        kl_kind: Estimator of that KL; see `af.losses.kl`.
+        kl_in: "loss" adds the KL penalty to the loss. "reward" means that the advantages already include it (see
+            `shaped_rewards`): it is reported, but not added again.
+        kl_weighted: Whether to multiply the KL of each token by its probability ratio to the old policy. The estimate
+            and its gradient are then unbiased for samples of the old policy (`use_bias_correction_kl` in TRL). Without
+            it, the estimator is valid only for samples of the current policy.
+        reference: Frozen policy to which the KL is computed. Not needed if the batch has `ref_logprobs`, which take
+            precedence.
+        entropy_coef: Coefficient of the entropy bonus, which is subtracted from the loss.
+        epochs: Number of passes over the batch.
+        minibatch: Number of trajectories per update, each with all of its rows. None uses all of them.
+        micro_tokens: Number of padded tokens per forward pass. It bounds memory and changes nothing else. None is the
+            default of the policy.
+        max_grad_norm: Norm to which gradients are clipped before each update. None does not clip.
+        target_kl: Limit of the approximate KL, in nats per token: once an update exceeds it, the step ends before the
+            next minibatch. None sets no limit.
+        old_logprobs: Logprobs in the denominator of the probability ratio. "engine" uses those of the sampler,
+            "recompute" those of the policy before the first update. "auto" uses those of the sampler if all tokens come
+            from the current policy version and the logprobs agree with the policy's to 1e-4 in up to eight rows, spread
+            over the batch and including the longest; otherwise it recomputes. Such a probe detects an engine that
+            computes differently, but not a single row that was recorded incorrectly; "recompute" compares all rows. The
+            largest difference over the compared rows is `stats.sampler_gap`.
+        correction: Importance weights p_old / p_sampler of the tokens: "token", "sequence", or a dict of options of
+            `af.losses.importance_weights`, such as {"level": "sequence", "cap": 5.0, "beyond": "mask"}. For tokens
+            sampled under top-p, top-k or min-p, p_sampler is renormalized to the kept probability mass.
+        max_lag: Maximum age of a token, in updates since it was sampled. A batch with an older token is rejected,
+            because it says little about the current policy. None accepts any age.
+        autocast: "bfloat16" runs the model in bfloat16; weights, losses and the optimizer keep their own dtype.
+        checkpointing: Whether to recompute the activations inside layers in the backward pass instead of storing them.
+        accelerator: An accelerate.Accelerator with several processes. Each process must have the same policy and pass
+            the same batch (see `gather`). The rows of each minibatch are distributed so that token counts are balanced,
+            and counts and gradients are summed. Every process holds all weights; sharded models are not supported.
+        seed: Seed of the order of trajectories in each epoch.
+        detail: Whether to store per-token arrays of the step, (B, T), in `stats.detail`.
+        cancel: Event that cancels the step at the next micro-batch (with several processes: at the next update). The
+            weights are then those of the last complete update.
+
+    Returns:
+        The statistics of the step.
+
+    Raises:
+        AlignmentError: If the tensors of the batch do not fit together.
+        BatchError: If the batch has no advantages, is stale, or was made with another tokenizer or policy.
+        SettingsError: If options contradict each other, or a loss of the whole minibatch would be split.
+        TrainingError: If a gradient is not finite. The weights are then those of the last complete update.
+        asyncio.CancelledError: If `cancel` was set.
+
+    Source:  PPO, arXiv 1707.06347, eq. 7; for the masking see docs/conventions.md.
     """
+    # Reject an unsuitable batch or invalid settings before any computation.
     started = time.perf_counter()
     _check(policy, batch, kl_coef, kl_in, reference, epochs, minibatch, old_logprobs, correction, max_lag)
     for name, coefficient in (("value_coef", value_coef), ("kl_coef", kl_coef), ("entropy_coef", entropy_coef)):
         if not coefficient >= 0:
             raise SettingsError(f"{name}={coefficient}: give 0 or more")
+
+    # The objective contains only the terms that apply to this policy and batch.
     how, options = aggregate_options(aggregate, denominator)
     forward = Forward(policy, micro_tokens or policy.micro_tokens, autocast, checkpointing)
     objective = Objective(
@@ -134,6 +174,8 @@ def ppo_step(
         kl_weighted=kl_weighted,
         entropy_coef=entropy_coef,
     )
+
+    # Every process draws the same minibatches from the same seed and runs its share of the rows of each.
     ranks = DistributedStep(accelerator)
     ranks.check_same_batch(batch)
     generator = torch.Generator().manual_seed(seed)
@@ -143,13 +185,15 @@ def ppo_step(
     phases = PhaseTimer()
 
     with single_torch_thread(policy):
-        # A row whose advantage is exactly 0 moves nothing when nothing but the advantage speaks. It is not run, but it
-        # stays in every denominator and in the schedule of updates.
+        # A row with zero advantage has zero gradient unless there is a KL, entropy or value term. Its forward pass is
+        # skipped, but it still counts in every denominator and in the schedule of updates.
         live = batch.mask.any(1)
-        if objective.only_advantage and target_kl is None:  # a target reads the KL of every row
+        if objective.only_advantage and target_kl is None:  # target_kl needs the KL of every row
             live = (torch.where(batch.mask, batch.advantages, 0.0) != 0).any(1)
         flat = len(batch.groups[batch.mask.any(1)].unique()) - len(batch.groups[live].unique())
 
+        # Score the batch with the weights from before the first update: the denominator of the ratio, the logprobs of
+        # the reference policy, and the importance weights of the correction.
         old_logp, gap = resolve_old_logprobs(forward, batch, old_logprobs)
         ref_logprobs = batch.ref_logprobs
         if ref_logprobs is None and reference is not None and (kl_coef > 0 or detail):
@@ -158,32 +202,39 @@ def ppo_step(
         before = forward.score(batch, {"entropy"})["entropy"] if detail else None
         phases.lap("old")
 
-        # The engine's entropies are exact and cover every row; only without them does the forward make its own.
+        # Use the engine's entropies if it recorded all of them: they are exact and cover skipped rows too. Otherwise
+        # the forward pass computes them.
         known = not bool(torch.isnan(batch.entropies[batch.mask]).any())
         data = StepInputs(batch, old_logp, ref_logprobs, weights)
 
+        # One optimizer update per minibatch. Means over the whole step come from `totals`; the KL and the clip fraction
+        # describe the last epoch only.
         totals, last_epoch = RunningStats(), RunningStats()
         updates, norms, tokens, stopped = 0, 0.0, 0, False
         for parts in schedule:
             last_epoch, tokens = RunningStats(), 0
             for rows in parts:
+                # Weights are computed over the whole minibatch, so the losses of its micro-batches add up to its loss.
                 data.token_weight = objective.token_weights(batch, rows)
                 running = rows[live[rows]]
                 optimizer.zero_grad(set_to_none=False)
                 sums = RunningStats()
                 local = ranks.local_rows(batch, running)
-                # A loss that needs the whole minibatch runs unsplit, which was checked to fit.
+                # A loss of the whole minibatch runs as one micro-batch; `_check_not_split` made sure that it fits.
                 unsplit = objective.loss.needs_minibatch and len(local) > 0
                 for picked in [local] if unsplit else forward.micro_batches(local, batch):
                     if ranks.is_single:
                         raise_if_cancelled(cancel, optimizer)
                     micro = data.select(picked, policy.device)
+                    # Differentiate the loss with respect to the outputs of the forward pass, then propagate these
+                    # gradients through the model; they accumulate over the micro-batches.
                     got = forward(micro, entropy=entropy_coef > 0 or not known, value=objective.value_coef > 0)
                     gradients = objective.differentiate(got, micro, sums)
                     phases.lap("forward")
                     tensors = [t for t, g in gradients if g is not None]
                     torch.autograd.backward(tensors, [g for _, g in gradients if g is not None])
                     phases.lap("backward")
+                # The processes cancel together, so that all of them keep the same weights.
                 if not ranks.is_single:
                     ranks.sum_gradients(optimizer)
                     if ranks.sum_stats(sums.tensor(cancel is not None and cancel.is_set()), sums):
@@ -200,11 +251,13 @@ def ppo_step(
             if stopped:
                 break
 
+        # Score the batch again with the new weights, for the per-token report.
         after = None
         if detail:
             assert before is not None
             after = token_detail(forward, objective, batch, old_logp, ref_logprobs, before, weights)
 
+    # Report the KL to the reference policy even if it is part of the reward instead of the loss.
     kl_reference = math.nan
     if kl_coef > 0:
         if kl_in == "loss":
@@ -218,7 +271,7 @@ def ppo_step(
         value_loss=totals["value_loss"] / updates if objective.value_coef > 0 else math.nan,
         kl_reference=kl_reference,
         approx_kl=last_epoch.per_token("approx_kl"),
-        clip_fraction=last_epoch["clipped"] / tokens,  # of all: in a row that was left out nothing binds
+        clip_fraction=last_epoch["clipped"] / tokens,  # of all tokens: the clip never binds in a skipped row
         entropy=float(batch.entropies[batch.mask].mean()) if known else last_epoch.per_token("entropy"),
         grad_norm=norms / updates,
         explained_variance=_explained_variance(batch),
@@ -246,14 +299,26 @@ def ppo_step(
 
 @pending_call
 async def ppo_step_async(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch, **options: Any) -> Stats:
-    """`ppo_step` in a thread, so that the event loop goes on. Cancelling leaves the weights at an update boundary."""
+    """Run `ppo_step` in a thread, without blocking the event loop.
+
+    Raises the same errors as `ppo_step`. If cancelled, the weights are those of the last complete update.
+
+    Args:
+        policy: Policy to update.
+        optimizer: Its optimizer.
+        batch: Batch with advantages.
+        options: Keyword arguments of `ppo_step`, except `cancel`.
+
+    Returns:
+        The statistics of the step.
+    """
     cancel = threading.Event()
     task = asyncio.create_task(asyncio.to_thread(ppo_step, policy, optimizer, batch, cancel=cancel, **options))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         cancel.set()
-        # The thread must have let go of the weights before anyone else touches them.
+        # Wait until the thread no longer uses the weights.
         await wait_all([task])
         if not task.cancelled():
             task.exception()
@@ -272,6 +337,7 @@ def _check(
     correction: Any,
     max_lag: int | None,
 ) -> None:
+    """Raise if the batch does not belong to this policy, is stale, or does not fit the settings."""
     batch.check()
     advantages = batch.advantages[batch.mask]
     if bool(torch.isnan(advantages).any()):
@@ -286,7 +352,7 @@ def _check(
             f"the batch has the token id {int(batch.ids.max())} and the policy a vocabulary of {policy.vocab_size}: "
             "the batch was made with another tokenizer"
         )
-    for row in batch.rows[:1]:  # another tokenizer of the same size, or a smaller one, has other texts for the ids
+    for row in batch.rows[:1]:  # a tokenizer of the same or a smaller size is recognized by the texts of its ids
         ids = row.ids[:_PROBE_TOKENS].tolist()
         for token, was, now in zip(ids, row.token_texts, policy.chat.token_texts(ids), strict=False):
             if was not in (now, f"[{token}]"):
@@ -325,7 +391,11 @@ def _check(
 def _check_not_split(
     loss: str, batch: Batch, schedule: list[list[torch.Tensor]], micro_tokens: int, ranks: DistributedStep
 ) -> None:
-    """Reject a loss of the whole minibatch where a minibatch would be split over micro-batches or processes."""
+    """Reject a loss of the whole minibatch if a minibatch would be split over micro-batches or processes.
+
+    Raises:
+        SettingsError: If there are several processes, or the largest minibatch exceeds `micro_tokens`.
+    """
     if not ranks.is_single:
         raise SettingsError(
             f"loss={loss!r} is computed over the whole minibatch, and several processes would split it; "
@@ -341,6 +411,7 @@ def _check_not_split(
 
 
 def _explained_variance(batch: Batch) -> float:
+    """Return 1 - Var(returns - values) / Var(returns); NaN without values or if the returns do not vary."""
     if batch.values is None or batch.returns is None:
         return math.nan
     returns, values = batch.returns[batch.mask], batch.values[batch.mask]

@@ -1,4 +1,4 @@
-"""What a step did to every token, for who looks."""
+"""Per-token report of a step, for inspection."""
 
 from __future__ import annotations
 
@@ -22,13 +22,28 @@ def token_detail(
     entropy: Tensor,
     weights: Tensor | None,
 ) -> dict[str, Any]:
-    """(B, T) float32 arrays, NaN where the mask is 0: each token before and after the step."""
+    """Compare every token before and after the step.
+
+    Args:
+        forward: Runs the policy after the step.
+        objective: Objective of the step.
+        batch: The batch.
+        old_logprobs: Denominator of the probability ratio, (B, T).
+        reference: Logprobs under the reference policy, (B, T), if there is one.
+        entropy: Entropies before the step, (B, T).
+        weights: Importance weights, (B, T), if there are any.
+
+    Returns:
+        float32 arrays of shape (B, T) by name, NaN where the mask is 0. "weight", "kl_reference", "value" and "return"
+        are included if available.
+    """
     after = forward.score(batch, {"logprob"})["logprob"]
     nan = torch.full_like(after, torch.nan)
 
     def keep(values: Tensor) -> Any:
         return torch.where(batch.mask, values.float(), nan).numpy()
 
+    # A token is clipped if the policy loss at the new logprobs, with weight 1 per token, has no gradient in it.
     data = StepInputs(batch, old_logprobs, None, weights)
     data.token_weight = batch.mask.float()
     everything = data.select(torch.arange(len(batch)), torch.device("cpu"))

@@ -1,1 +1,1 @@
-"""Training: the loop and what it is made of, a noun a file. `loop` is where to begin."""
+"""Training. `loop` contains the training loop, the other modules its components."""

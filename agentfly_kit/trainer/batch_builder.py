@@ -1,4 +1,4 @@
-"""From a rollout to the batch of a step: collated, filtered, with the advantages that the settings name."""
+"""Converts a rollout into the batch of a step: collation, filters and advantages according to the settings."""
 
 from __future__ import annotations
 
@@ -19,15 +19,33 @@ from agentfly_kit.trainer.config import OUTCOME_ESTIMATORS, TURN_ESTIMATORS, Tra
 
 
 class BatchBuilder:
-    """How a run's settings make a batch of a rollout."""
+    """Builds batches according to the settings of a run.
+
+    Args:
+        policy: Policy that is trained; scores values for "gae".
+        config: Settings of the run.
+    """
 
     def __init__(self, policy: Policy, config: TrainConfig) -> None:
         self.policy, self.config = policy, config
         self.reference: Policy | None = None
 
     def build(self, rollout: Rollout, kl_coef: float) -> Batch:
-        """The batch of a rollout, with advantages; kl_coef is what a KL in the reward is multiplied by now."""
+        """Build the batch of a rollout, with advantages.
+
+        Args:
+            rollout: The rollout.
+            kl_coef: Current coefficient of a KL penalty in the reward.
+
+        Returns:
+            The batch, with returns and values for "gae".
+
+        Raises:
+            EmptyBatch: If no row is left.
+            BatchError: If the rollout cannot be trained on.
+        """
         config = self.config
+        # Outcome and turn estimators take one reward per trajectory; the others below take token rewards.
         name = config.advantage
         if callable(name) or name in (*OUTCOME_ESTIMATORS, *TURN_ESTIMATORS):
             estimator: Any = name if callable(name) else getattr(estimators, name)
@@ -41,6 +59,7 @@ class BatchBuilder:
         if config.kl_coef > 0 and config.kl_in == "reward":
             rewards = shaped_rewards(batch, kl_coef)
         rewards = torch.where(batch.mask, rewards, 0.0)
+        # GAE needs values from before the update and, for truncated chains, the value of the state they ended in.
         if name == "gae":
             values = self.policy.score(batch, {"value"}, micro_tokens=config.micro_tokens)["value"]
             bootstrap = None
@@ -70,7 +89,7 @@ class BatchBuilder:
         return batch.replace(advantages=adv)
 
     def _turn_estimator(self, rollout: Rollout, name: str) -> Callable[..., Tensor]:
-        """The estimator with what it asks of the rollout besides rewards and groups."""
+        """Return a function of rewards and groups that passes the turn data of the rollout to the estimator."""
 
         def estimator(rewards: Tensor, groups: Tensor) -> Tensor:
             turns = turn_data(rollout, rewards=[None if math.isnan(r) else r for r in rewards.tolist()])
@@ -83,6 +102,7 @@ class BatchBuilder:
         return estimator
 
     def _collate(self, rollout: Rollout, advantages: Any, truncated: TruncationMode | None = None) -> Batch:
+        """Collate with the settings of the run; `truncated` overrides the setting of that name."""
         config = self.config
         return collate(
             rollout,
@@ -96,21 +116,21 @@ class BatchBuilder:
         )
 
     def _with_reference_logprobs(self, batch: Batch) -> Batch:
-        """With the reference's logprobs where they are needed before the step."""
+        """Add the logprobs of the reference policy if the KL is part of the reward."""
         if self.reference is None or self.config.kl_in != "reward":
             return batch
         scored = self.reference.score(batch, {"logprob"}, micro_tokens=self.config.micro_tokens)
         return batch.replace(ref_logprobs=scored["logprob"])
 
     def _shaped_outcome_batch(self, rollout: Rollout, estimator: Callable[..., Tensor], kl_coef: float) -> Batch:
-        """An estimator of outcomes over rewards from which each chain's whole KL was taken."""
-        # Rows that are masked for being cut count in their group, so their KL is wanted too.
+        """Apply an outcome estimator to rewards from which the KL penalty of the whole chain was subtracted."""
+        # Masked rows of truncated chains still count in the mean of their group, so their KL is needed too.
         keep: TruncationMode = "score" if self.config.truncated == "mask" else self.config.truncated
         every = self._with_reference_logprobs(self._collate(rollout, None, keep))
         penalty = (every.token_rewards - shaped_rewards(every, kl_coef)).nansum(1)
         shaped: dict[str, float] = {}
         for t, reward, p in zip(every.trajectories, every.rewards.tolist(), penalty.tolist(), strict=True):
-            shaped[t.id] = shaped.get(t.id, reward) - p  # a chain of several rows pays for all of them
+            shaped[t.id] = shaped.get(t.id, reward) - p  # sum the penalties of all rows of a chain
         rewards = torch.tensor([shaped.get(t.id, math.nan) for t in rollout.trajectories])
         names: dict[str, int] = {}
         groups = torch.tensor([names.setdefault(t.group, len(names)) for t in rollout.trajectories])

@@ -1,4 +1,4 @@
-"""What a run goes on from: weights, optimizer, and the rollout that was sampled ahead. Knows no loop."""
+"""Checkpoints: weights, optimizer state, and the rollout that was prefetched."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class ResumedState:
-    """What a checkpoint says beside the weights that it put in place.
+    """State of the training loop in a checkpoint, besides weights and optimizer.
 
     Attributes:
-        steps: Iterations behind it.
-        kl_coef
-        prefetched: The next iteration's chains, where they had been sampled already.
+        steps: Number of completed iterations.
+        kl_coef: Current KL coefficient.
+        prefetched: Chains of the next iteration, if they were sampled already.
     """
 
     steps: int
@@ -33,9 +33,19 @@ class ResumedState:
 def save(
     run: Run, policy: Policy, optimizer: torch.optim.Optimizer, steps: int, kl_coef: float, prefetched: Rollout | None
 ) -> None:
-    """Write a checkpoint into a run's folder; it counts only when it is whole.
+    """Write a checkpoint to the folder of a run. It becomes valid only when it is complete.
 
-    Raises:  RunError if it cannot be written; the one before it is kept.
+    Args:
+        run: Folder of the run.
+        policy: Policy whose weights and version are saved.
+        optimizer: Its optimizer.
+        steps: Number of completed iterations.
+        kl_coef: Current KL coefficient.
+        prefetched: Chains of the next iteration, if they were sampled already. They are left out if their tasks cannot
+            be saved as JSON.
+
+    Raises:
+        RunError: If the checkpoint cannot be written; the previous one is kept.
     """
     state = {
         "version": _VERSION,
@@ -53,14 +63,26 @@ def save(
             except RunError as error:
                 if isinstance(error.__cause__, OSError):
                     raise
-                # Its tasks hold what JSON cannot. Whoever goes on from here samples these chains again.
+                # The tasks are not JSON-serializable. A resumed run samples these chains again.
                 (folder / "ahead.jsonl").unlink(missing_ok=True)
 
 
 def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer, kl_coef: float) -> ResumedState:
-    """Put a checkpoint's weights and optimizer in place.
+    """Load the weights and the optimizer state of a checkpoint.
 
-    Raises:  RunError if it is damaged, or of a newer version; it says whether there is one to fall back on.
+    Args:
+        run: Folder of the run.
+        checkpoint: Folder of the checkpoint.
+        policy: Policy that receives the weights and the version.
+        optimizer: Optimizer that receives the state.
+        kl_coef: KL coefficient to use if the checkpoint has none.
+
+    Returns:
+        The remaining state of the training loop.
+
+    Raises:
+        RunError: If the checkpoint is damaged or was written by a newer version. The message explains how to continue
+            from the previous checkpoint, if there is one.
     """
     file = checkpoint / "state.pt"
     try:
@@ -87,6 +109,7 @@ def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Opti
 
 
 def _recovery_hint(run: Run, checkpoint: Path) -> str:
+    """Return how to continue without this checkpoint."""
     anew = "resume=False starts the run anew"
     other = run.path / "checkpoint.before"
     if checkpoint == other or not (other / "done").exists():
@@ -95,12 +118,24 @@ def _recovery_hint(run: Run, checkpoint: Path) -> str:
 
 
 def save_reference(run: Run, reference: Policy) -> None:
+    """Save the weights of the reference policy in the folder of a run."""
     with run.atomic_write_bytes(run.path / "reference.pt") as file:
         torch.save(reference.state(), file)
 
 
 def load_reference(run: Run, policy: Policy) -> Policy:
-    """The policy that this run's KL is taken to."""
+    """Load the reference policy of a run. For a policy with an adapter it is the base model, which needs no file.
+
+    Args:
+        run: Folder of the run.
+        policy: Policy that is trained.
+
+    Returns:
+        The frozen reference policy.
+
+    Raises:
+        RunError: If the file cannot be read.
+    """
     reference = policy.reference()
     if policy.has_adapter:
         return reference

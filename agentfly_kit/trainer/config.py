@@ -1,4 +1,4 @@
-"""What a training run is told: every setting, checked where it is made."""
+"""Settings of a training run, validated on construction."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class TrainConfig:
         value_clip: Range, in units of reward, within which the value loss clips a new value around the value before the
             update. None does not clip.
         kl_coef: Coefficient of the KL penalty towards the reference policy. 0 uses no reference. The reference is the
-            policy as it was before the first iteration; for a policy with an adapter, its base model.
+            policy as it was before the first iteration; for a policy with an adapter, it is the base model.
         kl_kind: Estimator of the KL in the loss and in the statistics: "k1", "abs", "k2", "k3" or "k3+"; see
             `af.losses.kl`.
         kl_in: Where the KL penalty is applied: "loss" adds it to the loss; "reward" subtracts the "k1" estimate from
@@ -239,4 +239,12 @@ class TrainConfig:
                 raise SettingsError(f"{name}={value!r}: give one of {', '.join(map(repr, get_args(kind)))}")
 
     def replace(self, **changes: Any) -> TrainConfig:
+        """Return a copy with other settings.
+
+        Args:
+            changes: New values by setting.
+
+        Raises:
+            SettingsError: If a value is invalid.
+        """
         return dataclasses.replace(self, **changes)

@@ -1,6 +1,7 @@
-"""Several processes on one run: what each of them knows, and what the first one does for all. Knows no training.
+"""Communication between the processes of a training run.
 
-Every call here is one that all processes make, in the same order. With one process nothing is exchanged.
+The methods of `WorkerGroup` that communicate are collective: all processes must call them in the same order. With a
+single process nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ T = TypeVar("T")
 
 
 async def run_in_thread(function: Callable[..., T], *given: Any) -> T:
-    """`function` in a thread. Who is cancelled meanwhile waits for its end: nothing goes on behind their back."""
+    """Run a function in a thread. If cancelled, wait until the function has returned before raising.
+
+    Args:
+        function: Function to run.
+        given: Its positional arguments.
+
+    Returns:
+        Its result.
+    """
     task = asyncio.ensure_future(asyncio.to_thread(function, *given))
     try:
         return await asyncio.shield(task)
@@ -30,7 +39,11 @@ async def run_in_thread(function: Callable[..., T], *given: Any) -> T:
 
 
 class WorkerGroup:
-    """The processes of an `accelerate.Accelerator`, or None: just this one."""
+    """The processes of a training run.
+
+    Args:
+        accelerator: An accelerate.Accelerator; None for this process alone.
+    """
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
@@ -39,14 +52,23 @@ class WorkerGroup:
 
     @property
     def is_single(self) -> bool:
+        """True if there is only one process."""
         return self.size == 1
 
     @property
     def is_main(self) -> bool:
+        """True for the process of rank 0."""
         return self.rank == 0
 
     async def all_gather(self, value: T) -> list[T]:
-        """What every process gave, in order of rank."""
+        """Collect a value from every process.
+
+        Args:
+            value: Value of this process.
+
+        Returns:
+            The values in order of rank.
+        """
         if self.is_single:
             return [value]
         parts: list[Any] = [None] * self.size
@@ -54,7 +76,19 @@ class WorkerGroup:
         return parts
 
     async def all_gather_or_raise(self, value: T | None, error: Exception | None = None) -> list[T]:
-        """As `all_gather`; where some process has an error instead, all raise it."""
+        """Collect a value from every process, or raise on all of them if any process failed.
+
+        Args:
+            value: Value of this process, if it succeeded.
+            error: Error of this process, if it failed.
+
+        Returns:
+            The values in order of rank.
+
+        Raises:
+            Exception: `error`, in a process that failed.
+            TrainingError: If another process failed.
+        """
         failed = await self.all_gather(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
@@ -65,7 +99,19 @@ class WorkerGroup:
         return parts
 
     async def run_on_main(self, function: Callable[..., T], *given: Any) -> T:
-        """The first process runs it, in a thread; all get its result, or its error."""
+        """Run a function in a thread of the main process and broadcast its result.
+
+        Args:
+            function: Function to run.
+            given: Its positional arguments.
+
+        Returns:
+            The result, in every process.
+
+        Raises:
+            Exception: The error of the function, in the main process.
+            TrainingError: If the function failed, in the other processes.
+        """
         if self.is_single:
             return await run_in_thread(function, *given)
         value: T | None = None

@@ -1,4 +1,4 @@
-"""What makes two training runs the same run: settings, tasks, the source of tools and reward, the starting weights."""
+"""Fingerprints of training runs: settings, tasks, source code of tools and rewards, and starting weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from agentfly_kit.types import Task
 
 
 def _as_json(value: Any) -> Any:
-    """A setting as JSON; of a function its source and what it closes over, of a partial one what was filled in too."""
+    """Convert a setting to JSON.
+
+    A function is represented by its source and a fingerprint that includes its closure, a partial function also by its
+    bound arguments.
+    """
     if isinstance(value, functools.partial):
         filled = [*map(repr, value.args), *(f"{k}={v!r}" for k, v in sorted(value.keywords.items()))]
         return {"function": _as_json(value.func), "with": filled}
@@ -31,12 +35,22 @@ def _as_json(value: Any) -> Any:
     return value
 
 
-# after_chain only looks on
+# after_chain is not included, because it only observes.
 _HOOKS = ("before_chain", "before_turn", "after_observation", "on_context_full", "group_reward")
 
 
 def fingerprint(agent: Agent, tasks: Sequence[Task], config: TrainConfig, start: str) -> dict[str, Any]:
-    """What makes two runs the same run: settings, tasks, the source of tools and reward, and the starting weights."""
+    """Compute the fingerprint of a training run. A run continues only if its fingerprint is unchanged.
+
+    Args:
+        agent: The agent: its settings, hooks, tools and rewards.
+        tasks: Training tasks.
+        config: Settings of the run.
+        start: Fingerprint of the starting weights.
+
+    Returns:
+        The fingerprint as a JSON-serializable dict.
+    """
     digest = hashlib.blake2b(digest_size=8)
     for task in tasks:
         digest.update(repr((task.id, task.messages, sorted(task.fields.items(), key=lambda item: item[0]))).encode())
@@ -45,7 +59,7 @@ def fingerprint(agent: Agent, tasks: Sequence[Task], config: TrainConfig, start:
         "config": {
             f.name: _as_json(value)
             for f in dataclasses.fields(config)
-            # A run from before there were budgets has none.
+            # Leave out unset budgets, to match runs recorded before these settings existed.
             if (value := getattr(config, f.name)) is not None or f.name not in ("budget", "group_budget")
         },
         "agent": {

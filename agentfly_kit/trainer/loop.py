@@ -1,7 +1,8 @@
-"""The loop: roll out, score, update, record, again. Knows nothing of how each of them is done.
+"""The training loop: sample a rollout, compute advantages, update the policy, record, repeat.
 
-A run is a folder that says what it is. Each iteration ends with its line in `steps.jsonl` and a checkpoint, so whatever
-stops the loop (an interrupt, a break, a crash) stops it between two iterations, and the same call goes on from there.
+The state of a run is stored in its folder. Each iteration ends with a line in `steps.jsonl` and, every
+`checkpoint_every` iterations, with a checkpoint. If the loop is interrupted or crashes, the same call continues from
+the last checkpoint.
 """
 
 from __future__ import annotations
@@ -42,21 +43,21 @@ from agentfly_kit.trainer.run_dir import Run, last_success, recent_steps_table
 from agentfly_kit.trainer.task_sampler import TaskSampler
 from agentfly_kit.types import Stats, Task
 
-# Of a record: a filter that says something else of each chain would make a column of each.
+# Limit of the drop reasons in a record: a filter that gives every chain its own reason would add a column for each.
 _MAX_REASONS = 16
 
 
 @dataclass(frozen=True)
 class TrainStep:
-    """What one iteration did. A step that was replayed from the record has only its numbers.
+    """Result of one iteration. A step that was replayed from the folder of the run has only its record.
 
     Attributes:
-        step: From 1.
-        record: The numbers of the iteration, as written to the run's folder.
-        stats: What the update did; None if nothing was left to train on, or if the step was replayed.
-        rollout: The chains of the iteration; None if the step was replayed.
-        evaluation: The evaluation after the iteration, if there was one.
-        replayed: Whether the step was read from the run's folder instead of made.
+        step: Number of the iteration, starting at 1.
+        record: Metrics of the iteration, as written to the folder of the run.
+        stats: Statistics of the update; None if nothing was left to train on, or if the step was replayed.
+        rollout: Chains of the iteration; None if the step was replayed.
+        evaluation: Evaluation after the iteration, if there was one.
+        replayed: Whether the step was read from the folder of the run instead of executed.
     """
 
     step: int
@@ -68,7 +69,7 @@ class TrainStep:
 
     @property
     def success(self) -> float:
-        """Of the sampled chains that this step was trained on; NaN if none was scored."""
+        """Success rate of the sampled chains of this step; NaN if none was scored."""
         return self.record.get("success", math.nan)
 
     def __repr__(self) -> str:
@@ -89,30 +90,49 @@ def train(
     progress: bool = False,
     accelerator: Any = None,
 ) -> TrainRun:
-    """A training run. `await` it, or `async for step in run`; it starts then.
+    """Create a training run, which starts when it is awaited or iterated: `await run` or `async for step in run`.
 
-    run: a folder. An unfinished run in it of the same config, tasks, tools, reward and starting policy continues; a
-        finished one replays its recorded steps and loads its last weights. None is a fresh temporary folder.
-    resume: False throws away what the folder holds and starts anew.
-    progress: a bar with rate and time left (for curves, display `widgets.TrainView(run)` before the `await`).
-    accelerator: an accelerate.Accelerator of several processes, each of which makes this very call. The tasks of an
-        iteration are dealt to them, the rows of an update too (see `ppo_step`), and the first one writes the folder,
-        which all must see. Steps, records and weights are those of one process, up to the order of sums.
-    Raises:  RunMismatch, at once, if the folder holds another run: it shows the difference.
+    Args:
+        agent: Agent that samples the chains. It must have a reward, and its engine must sample from `policy`.
+        policy: Policy to train.
+        tasks: Training tasks.
+        config: Settings; None uses the defaults of `TrainConfig`.
+        run: Folder of the run. If it holds an unfinished run with the same config, tasks, tools, reward and starting
+            policy, that run continues; a finished one replays its recorded steps and loads its final weights. None
+            creates a temporary folder.
+        eval_tasks: Tasks for `config.evaluate_every`.
+        resume: False discards the contents of the folder and starts from scratch.
+        progress: Whether to show a progress bar with rate and remaining time. For curves, display
+            `widgets.TrainView(run)` before the `await`.
+        accelerator: An accelerate.Accelerator with several processes, each of which makes the same call. The tasks of
+            an iteration and the rows of an update (see `ppo_step`) are distributed over the processes. Only the main
+            process writes to the folder, which must be visible to all. Steps, records and weights equal those of a
+            single process up to the order of summation.
+
+    Returns:
+        The handle of the run.
+
+    Raises:
+        RunMismatch: If the folder holds a different run; the message lists the differences. Raised by this call, before
+            the run starts.
+        RunError: If the folder holds something other than a run, or its file is damaged.
+        SettingsError: If the settings do not fit the agent, the policy, the tasks or the accelerator.
+        TaskError: If there are no tasks.
     """
     given = list(eval_tasks or ())
     return TrainRun(agent, policy, list(tasks), config or TrainConfig(), run, given, resume, progress, accelerator)
 
 
 class TrainRun:
-    """A handle. After an interrupt or a break, going on with the same handle, or calling `train` again, continues.
+    """Handle of a training run.
 
-    `stop()`, `pause()` and `resume()` control it, and `subscribe()` reports the numbers of each new step.
+    After an interrupt or a `break`, awaiting or iterating the same handle, or calling `train` again, continues the run.
+    `stop()`, `pause()` and `resume()` control it, and `subscribe()` reports the record of each new step.
 
     Attributes:
-        records: The numbers of each step so far.
-        total: Number of steps of the whole run.
-        rollout: The rollout that runs now, for a live view; None between rollouts.
+        records: Records of the steps so far.
+        total: Total number of steps of the run.
+        rollout: Rollout in progress, for live views; None between rollouts.
     """
 
     def __init__(
@@ -180,14 +200,14 @@ class TrainRun:
         self.run.check(self.fingerprint, resume=not self._start_over)
         self._optimizer: torch.optim.Optimizer | None = None
         self._batch_builder = BatchBuilder(policy, config)
-        # The next iteration's chains, sampled while the last one was updated.
+        # Chains of the next iteration, sampled during the previous update.
         self._prefetched: Rollout | None = None
-        # With an engine of its own weights, which stay as they are while the policy learns.
+        # Agent whose engine has its own copy of the weights, which do not change during an update.
         self._prefetch_agent: Agent | None = None
         self._kl_coef = config.kl_coef
         self._next_index = 0
         self._replay: list[dict[str, float]] = []
-        # Steps that this handle has given out; going on with it replays none of them.
+        # Number of steps that this handle has yielded; they are not replayed when iteration continues.
         self._steps_yielded = 0
         self._prepared = False
         self._stopping = False
@@ -195,10 +215,11 @@ class TrainRun:
         self._paused = False
         self._iterating = False
 
-    # --- what a view needs ---
+    # --- interface of views ---
 
     @property
     def path(self) -> Path:
+        """Folder of the run."""
         return self.run.path
 
     @property
@@ -210,19 +231,27 @@ class TrainRun:
         return self.config.steps
 
     def subscribe(self, callback: Callable[[dict[str, float]], None]) -> Callable[[], None]:
-        """Be called with each new step's numbers. Returns what ends it."""
+        """Register a callback that receives the record of each new step.
+
+        Args:
+            callback: Function of a record.
+
+        Returns:
+            A function that removes the callback.
+        """
         return self.run.subscribe(callback)
 
     def figure(self, *names: str) -> Any:
+        """Return a plotly figure of recorded metrics; see `Run.figure`."""
         return self.run.figure(*names)
 
     def stop(self) -> None:
-        """End after the iteration that runs now."""
+        """Stop after the current iteration, which resumes if it is paused."""
         self._stopping = True
         self.resume()
 
     def pause(self) -> None:
-        """Hold the chains that run, and the loop after this iteration."""
+        """Pause the running chains, and the loop after the current iteration."""
         self._paused = True
         if self._unpaused is not None:
             self._unpaused.clear()
@@ -230,6 +259,7 @@ class TrainRun:
             self.rollout.pause()
 
     def resume(self) -> None:
+        """Continue after `pause`."""
         self._paused = False
         if self._unpaused is not None:
             self._unpaused.set()
@@ -238,11 +268,12 @@ class TrainRun:
 
     @property
     def paused(self) -> bool:
+        """True between `pause` and `resume`."""
         return self._paused
 
     @property
     def stopping(self) -> bool:
-        """Whether it ends after the iteration that runs now."""
+        """True if the run stops after the current iteration."""
         return self._stopping
 
     def __repr__(self) -> str:
@@ -265,7 +296,7 @@ class TrainRun:
         return self
 
     def _update_bar(self, step: TrainStep | None) -> None:
-        """Move the bar to a step; None takes it away."""
+        """Advance the progress bar to a step; None closes it."""
         if step is None or not self._progress:
             if self._bar is not None:
                 self._bar.close()
@@ -274,7 +305,7 @@ class TrainRun:
         if self._bar is None:
             from tqdm.auto import tqdm
 
-            # What was replayed took no time: the rate is that of the steps that ran.
+            # Start at the first executed step: replayed steps take no time and would distort the rate.
             self._bar = tqdm(total=self.total, initial=step.step - 1, desc="training", unit="step")
         self._bar.set_postfix(success=f"{step.success:.3f}", refresh=False)
         self._bar.update(step.step - self._bar.n)
@@ -302,7 +333,7 @@ class TrainRun:
             try:
                 step = await self._iterate(self._next_index)
             except BaseException:
-                # The weights may be those of half an iteration: whoever goes on begins at the checkpoint.
+                # The iteration may have been interrupted between updates. Continue from the checkpoint next time.
                 self._prepared = False
                 self._update_bar(None)
                 raise
@@ -313,6 +344,7 @@ class TrainRun:
             self._iterating = False
 
     async def _prepare(self) -> None:
+        """Claim the folder, load the checkpoint or write the first one, and queue the recorded steps for replay."""
         policy, config, workers = self.policy, self.config, self._workers
         self._unpaused = asyncio.Event()
         if not self._paused:
@@ -339,7 +371,7 @@ class TrainRun:
                 self._batch_builder.reference = reference = policy.reference()
                 if not policy.has_adapter:
                     await workers.run_on_main(checkpoint.save_reference, self.run, reference)
-            # Before the first update: whoever is interrupted in it has something to begin again from.
+            # Save a checkpoint before the first update, so that an interrupt during it can be recovered from.
             self._next_index = 0
             await workers.run_on_main(self._save_checkpoint, 0)
         await workers.run_on_main(self.run.truncate, self._next_index)
@@ -350,12 +382,14 @@ class TrainRun:
         self._prepared = True
 
     async def _iterate(self, index: int) -> TrainStep:
+        """Run one iteration: rollout, update, evaluation, record and checkpoint."""
         config = self.config
         began = time.perf_counter()
         rollout, self._prefetched = self._prefetched, None
         if rollout is None:
             rollout = await self._gather_rollouts(self._sample_current(index))
         rolled = time.perf_counter()
+        # With overlap=1, the chains of the next iteration are sampled during this update.
         prefetched = await self._start_prefetch(index + 1)
         try:
             stats, rollout, lag = await self._update(index, rollout)
@@ -367,10 +401,10 @@ class TrainRun:
                 prefetched.cancel()
                 await wait_all([prefetched])
                 if not prefetched.cancelled():
-                    prefetched.exception()  # seen: what ended the step is what is raised
+                    prefetched.exception()  # mark as retrieved: the original exception propagates
         evaluation = None
         if config.evaluate_every and ((index + 1) % config.evaluate_every == 0 or index + 1 == config.steps):
-            await self.agent.engine.update(self.policy)  # what is evaluated is what this step made
+            await self.agent.engine.update(self.policy)  # evaluate the updated weights
             evaluation = await evaluate(self.agent, self.eval_tasks, max_concurrency=config.max_concurrency)
         record = self._make_record(index, rollout, stats, evaluation)
         if config.overlap:
@@ -392,7 +426,7 @@ class TrainRun:
             why = next((str(t.error) for t in rollout.trajectories if t.error), "")
             share = record["unscored"]
             warnings.warn(f"step {index + 1}: {share:.0%} of the chains were unscored. {why}", stacklevel=2)
-        # Harder tasks lower the reward by themselves.
+        # With increasing difficulty, a falling reward does not indicate a collapse.
         collapse = None
         if not config.difficulty:
             collapse = detect_collapse([*self.run.records, record], config.tasks_per_step)
@@ -407,7 +441,7 @@ class TrainRun:
             await self._workers.run_on_main(self._persist, index, rollout, record)
             if not self._workers.is_main:
                 self.run.records.append(record)
-        finally:  # who is interrupted here has the step all the same
+        finally:  # if interrupted after the record was written, the step still counts
             if record in self.run.records[-1:]:
                 self.run.notify(record)
         self._next_index = index + 1
@@ -416,7 +450,7 @@ class TrainRun:
     # --- sampling ---
 
     async def _sample(self, index: int, agent: Agent) -> Rollout:
-        """This process's chains of an iteration, with those that are sampled in the place of filtered groups."""
+        """Sample this process's chains of an iteration, including those that replace filtered groups (`refill`)."""
         rollout = await self._run_rollout(agent, self._task_sampler.sample(index), index, "train")
         for again in range(1, self.config.refill + 1):
             left_out = drop_reasons(rollout.trajectories, self.config.filters)
@@ -434,6 +468,7 @@ class TrainRun:
         return rollout
 
     async def _run_rollout(self, agent: Agent, tasks: list[Task], index: int, purpose: str) -> Rollout:
+        """Sample this process's share of the chains, exposing the handle as `self.rollout` meanwhile."""
         config, workers = self.config, self._workers
         self.rollout = agent.rollout(
             tasks,
@@ -453,12 +488,12 @@ class TrainRun:
             self.rollout = None
 
     async def _sample_current(self, index: int) -> Rollout:
-        """As `_sample`, from the weights as they are now."""
+        """Update the engine to the current weights, then `_sample`."""
         await self.agent.engine.update(self.policy)
         return await self._sample(index, self.agent)
 
     async def _gather_rollouts(self, sampling: Awaitable[Rollout]) -> Rollout:
-        """The chains of all processes, in the order of the tasks."""
+        """Sample on every process and collect all chains in task order. If one process fails, all raise."""
         if self._workers.is_single:
             return await sampling
         mine, failed = None, None
@@ -473,18 +508,25 @@ class TrainRun:
         return Rollout(groups, max(part.seconds for part in parts))
 
     async def _start_prefetch(self, index: int) -> asyncio.Task[Rollout] | None:
-        """Begin to sample an iteration's chains from the weights as they are now, whatever becomes of them."""
+        """Start sampling the chains of an iteration from the current weights, unaffected by the coming update.
+
+        Returns:
+            The task that samples them; None without overlap, or if there is no such iteration.
+
+        Raises:
+            SettingsError: If the engine shares the policy's weights and is not a `LocalEngine`.
+        """
         config = self.config
         if not config.overlap or index >= config.steps:
             return None
         engine = self.agent.engine
         agent = self.agent
-        if getattr(engine, "policy", None) is self.policy:  # it samples from the very weights that are about to change
+        if getattr(engine, "policy", None) is self.policy:  # the update is about to change the engine's weights
             if not isinstance(engine, LocalEngine):
                 raise SettingsError(f"overlap=1 with {engine!r}, which shares the policy's weights; use LocalEngine")
             if self._prefetch_agent is None:
                 twin = await run_in_thread(self.policy.copy)
-                # Still the same agent: it knows its last run, and what it warned of.
+                # dataclasses.replace keeps the agent's state, such as its last run and the warnings it has issued.
                 self._prefetch_agent = dataclasses.replace(agent, engine=LocalEngine(twin, slots=engine.slots))
             agent = self._prefetch_agent
             await run_in_thread(self._copy_weights, agent.engine)
@@ -493,13 +535,15 @@ class TrainRun:
         return asyncio.create_task(self._sample(index, agent), name=f"agentfly-ahead-{index + 1}")
 
     def _copy_weights(self, engine: Any) -> None:
+        """Copy the policy's weights and version to the policy of an engine."""
         engine.policy.load_state(self.policy.state())
         engine.policy.version = self.policy.version
 
     async def _finish_prefetch(self, index: int, prefetched: asyncio.Task[Rollout]) -> Rollout | None:
+        """Wait for the prefetched chains. If they failed, warn and return None."""
         try:
             return await self._gather_rollouts(prefetched)
-        except Exception as error:  # the step that was made meanwhile is kept
+        except Exception as error:  # keep the completed step
             warnings.warn(
                 f"the chains of step {index + 1}, sampled ahead, failed ({type(error).__name__}: {error}); they are "
                 "sampled again",
@@ -508,7 +552,7 @@ class TrainRun:
             return None
 
     async def _restore_checkpoint(self) -> None:
-        """Put the last checkpoint's weights in place: nobody shall go on with those that diverged."""
+        """Load the last checkpoint, so that training does not continue with diverged weights."""
         found = self.run.checkpoint
         assert self._optimizer is not None
         if found is not None:
@@ -518,7 +562,16 @@ class TrainRun:
     # --- updating ---
 
     async def _update(self, index: int, rollout: Rollout) -> tuple[Stats | None, Rollout, float]:
-        """The step's numbers, the chains with what was left out of it, and how many updates old their weights were."""
+        """Build the batch of an iteration and update the policy.
+
+        Returns:
+            The statistics of the update, or None if nothing was left to train on; the rollout with the reasons of the
+            dropped chains; and the largest age of a sampled token, in updates.
+
+        Raises:
+            TrainingError: If a gradient is not finite or the policy diverged. The last checkpoint is loaded first.
+            BatchError: If the chains cannot be trained on.
+        """
         config, policy = self.config, self.policy
         assert self._optimizer is not None
         for group, lr in zip(self._optimizer.param_groups, self._learning_rates(index), strict=True):
@@ -561,7 +614,7 @@ class TrainRun:
                 if config.overlap and config.old_logprobs == "auto" and config.correction is None
                 else config.old_logprobs,
                 correction=config.correction,
-                max_lag=None,  # it knows how old its chains are
+                max_lag=None,  # the loop bounds the age of its chains itself
                 autocast=config.autocast,
                 checkpointing=config.checkpointing,
                 accelerator=self._workers.accelerator,
@@ -581,17 +634,19 @@ class TrainRun:
         return stats, rollout, lag
 
     def _learning_rates(self, index: int) -> list[float]:
+        """Return the learning rate of each parameter group in an iteration: linear from `lr` to `lr_end`."""
         assert self._optimizer is not None
         config = self.config
         end = config.lr if config.lr_end is None else config.lr_end
         share = index / max(1, config.steps - 1)
         now = config.lr + (end - config.lr) * share
-        # The value head keeps its own multiple of the policy's rate.
+        # The rate of the value head is a fixed multiple of the policy's.
         return [now * group.setdefault("scale", group["lr"] / config.lr) for group in self._optimizer.param_groups]
 
     def _make_record(
         self, index: int, rollout: Rollout, stats: Stats | None, evaluation: Evaluation | None
     ) -> dict[str, float]:
+        """Collect the metrics of an iteration, leaving out statistics of the update that are not finite."""
         record: dict[str, float] = {"step": index + 1}
         record |= {k: v for k, v in rollout.summary().items() if k != "seconds"}
         keep = (
@@ -632,9 +687,11 @@ class TrainRun:
     # --- disk ---
 
     def _persist(self, index: int, rollout: Rollout, record: dict[str, float]) -> None:
+        """Write the rollout (if requested), the record and the checkpoint (if due) of an iteration."""
         if self.config.save_rollouts:
             rollout.save(self.run.rollout_path(f"step-{index + 1:05d}"))
-        # The line comes first: one without a checkpoint is cut off by whoever goes on, one that is missing is lost.
+        # Write the record before the checkpoint: resuming deletes records that the checkpoint does not include, but
+        # could not recover a missing one.
         self.run.write(record)
         if (index + 1) % self.config.checkpoint_every == 0 or index + 1 == self.config.steps:
             self._save_checkpoint(index + 1)

@@ -1,4 +1,4 @@
-"""Detects that training has made a policy worse. Knows no policy and no loss: it reads the records of a run."""
+"""Detection of a reward collapse from the records of a run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ _STEPS = 3
 
 
 def detect_collapse(records: Sequence[dict[str, float]], groups: int) -> str | None:
-    """A description of a collapse that the last record completes; None in every other case.
+    """Describe a reward collapse that becomes apparent in the last record; return None otherwise.
 
-    The mean reward has collapsed when it stayed below half of the best recorded value for 3 consecutive steps. A run
-    is reported once. The best value is the mean reward less two standard errors (`reward_std` over the square root of
-    `groups`, the groups of a step), and only a positive one counts: means that are negative, or zero up to the noise
-    of one step, never start a report. Steps without a scored trajectory are skipped.
+    The mean reward has collapsed when it has stayed below half of the best recorded value for 3 consecutive steps.
+    A run is reported at most once. The best value is the mean reward minus two standard errors (`reward_std` divided by
+    the square root of `groups`), and only positive values count: a mean that is negative, or zero up to the noise of
+    one step, never leads to a report. Steps without a scored trajectory are skipped.
+
+    Args:
+        records: Records of the run, oldest first.
+        groups: Number of groups per step.
+
+    Returns:
+        The description, or None.
     """
     best, threshold, low = "", 0.0, 0
     for record in records:

@@ -1,7 +1,7 @@
-"""A training run's folder: `run.json` (what it is), `steps.jsonl` (a flat line of numbers a step), `rollouts/`,
-`checkpoint/`. Whatever cuts a write short, the last whole one is what is read.
+"""The folder of a training run: `run.json` (its fingerprint), `steps.jsonl` (a flat JSON object of numbers per step),
+`rollouts/` and `checkpoint/`. If a write is interrupted, readers see the last complete version.
 
-Knows no policy and no optimizer: what is in a checkpoint is the trainer's business.
+The contents of a checkpoint are defined in `checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ _VERSION = 2
 
 
 class Run:
-    """A folder that a training run writes and continues from.
+    """Folder to which a training run is written and from which it continues.
 
-    `records` are flat dicts of numbers, one a step. `subscribe(callback)` calls back with each new one.
+    `records` has one flat dict of numbers per step, and `subscribe(callback)` reports each new one.
+
+    Args:
+        path: The folder. It need not exist.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -35,13 +38,22 @@ class Run:
         self._listeners: list[Callable[[dict[str, float]], None]] = []
         self._records: list[dict[str, float]] | None = None
 
-    # --- what it is ---
+    # --- identity ---
 
     def check(self, fingerprint: dict[str, Any], *, resume: bool) -> bool:
-        """Whether the folder holds a run of this fingerprint that would be continued. Changes nothing.
+        """Check whether the folder can be used for a run, without changing it.
 
-        Raises:  RunMismatch, showing the difference, if it holds another run and resume is True; RunError if it holds
-                 something that is no run.
+        Args:
+            fingerprint: Fingerprint of the run.
+            resume: False if an existing run may be replaced.
+
+        Returns:
+            True if the folder holds a run with this fingerprint that would be continued.
+
+        Raises:
+            RunMismatch: If it holds another run and `resume` is True; the message lists the differences.
+            RunError: If it holds something other than a run, or a run that is damaged or was written by an
+                incompatible version.
         """
         file = self.path / "run.json"
         wanted = json.loads(dump_json(fingerprint, "the run's fingerprint"))
@@ -81,7 +93,19 @@ class Run:
         return False
 
     def claim(self, fingerprint: dict[str, Any], *, resume: bool) -> bool:
-        """Claim the folder for a run of this fingerprint. True if there is something to continue; raises as `check`."""
+        """Claim the folder for a run; an existing run that is not continued is deleted.
+
+        Args:
+            fingerprint: Fingerprint of the run.
+            resume: False to replace an existing run.
+
+        Returns:
+            True if there is a run to continue.
+
+        Raises:
+            RunMismatch: As in `check`.
+            RunError: As in `check`, or if the folder cannot be written.
+        """
         if self.check(fingerprint, resume=resume):
             return True
         about = {
@@ -103,18 +127,22 @@ class Run:
         return False
 
     def _unfinished_claims(self) -> list[Path]:
-        """What is left of a `claim` that was killed."""
+        """Return temporary files of a `claim` that was killed."""
         return list(self.path.glob(".run.json.*.tmp")) if self.path.is_dir() else []
 
     def invalidate(self) -> None:
-        """Read the records again when they are next asked for: another process has written them."""
+        """Discard the cached records, because another process has written new ones."""
         self._records = None
 
     # --- steps ---
 
     @property
     def records(self) -> list[dict[str, float]]:
-        """The recorded steps, oldest first. A last line that was cut by a crash is left out."""
+        """Records of the steps, oldest first, without a last line that a crash cut off.
+
+        Raises:
+            RunError: If any other line is damaged.
+        """
         if self._records is None:
             self._records = []
             file = self.path / "steps.jsonl"
@@ -128,12 +156,26 @@ class Run:
         return self._records
 
     def append(self, record: dict[str, float]) -> None:
-        """Write a step's line and tell the listeners."""
+        """Write the record of a step and notify the listeners.
+
+        Args:
+            record: Metrics of the step.
+
+        Raises:
+            RunError: If it cannot be written.
+        """
         self.write(record)
         self.notify(record)
 
     def write(self, record: dict[str, float]) -> None:
-        """Write a step's line."""
+        """Write the record of a step.
+
+        Args:
+            record: Metrics of the step.
+
+        Raises:
+            RunError: If it cannot be written.
+        """
         line = dump_json(record, f"step {record.get('step')}")
         self.records.append(record)
         try:
@@ -144,7 +186,7 @@ class Run:
             raise RunError(f"{self.path / 'steps.jsonl'} could not be written ({error})") from error
 
     def notify(self, record: dict[str, float]) -> None:
-        """Tell the listeners. One that raises harms nobody else."""
+        """Call the listeners with a record. If one raises, warn and continue with the others."""
         for listener in list(self._listeners):
             try:
                 listener(record)
@@ -154,7 +196,7 @@ class Run:
                 warnings.warn(f"a listener of {self.path.name} raised {type(error).__name__}: {error}", stacklevel=2)
 
     def truncate(self, steps: int) -> None:
-        """Forget the steps after the first `steps`, which are not in the checkpoint, and a last line that was cut."""
+        """Delete all records after the first `steps`, which the checkpoint does not include, and an incomplete line."""
         kept = self.records[:steps]
         file = self.path / "steps.jsonl"
         text = "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in kept)
@@ -164,7 +206,15 @@ class Run:
         self._records = kept
 
     def subscribe(self, callback: Callable[[dict[str, float]], None]) -> Callable[[], None]:
-        listeners = self._listeners  # not self: whoever can end it does not keep the run
+        """Register a callback that receives each new record.
+
+        Args:
+            callback: Function of a record.
+
+        Returns:
+            A function that removes the callback.
+        """
+        listeners = self._listeners  # do not capture self: the returned function must not keep the run alive
         listeners.append(callback)
 
         def unsubscribe() -> None:
@@ -176,17 +226,18 @@ class Run:
     # --- rollouts ---
 
     def rollout_path(self, name: str) -> Path:
+        """Return the file of a saved rollout."""
         return self.path / "rollouts" / f"{name}.jsonl"
 
     def rollout(self, step: int) -> Rollout:
-        """The training rollout of a step, from 1."""
+        """Load the training rollout of a step, counted from 1. Requires `TrainConfig(save_rollouts=True)`."""
         return Rollout.load(self.rollout_path(f"step-{step:05d}"))
 
     # --- checkpoint ---
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest whole checkpoint. Two are kept, "checkpoint" and "checkpoint.before"."""
+        """Newest complete checkpoint, or None. The last two are kept: "checkpoint" and "checkpoint.before"."""
         for name in ("checkpoint", "checkpoint.before"):
             if (self.path / name / "done").exists():
                 return self.path / name
@@ -194,7 +245,11 @@ class Run:
 
     @contextlib.contextmanager
     def new_checkpoint(self) -> Iterator[Path]:
-        """A folder to fill; it takes the place of the last checkpoint only when it is whole."""
+        """Yield a folder for a new checkpoint, which replaces the current one when the block completes.
+
+        Raises:
+            RunError: If the checkpoint cannot be written. The current one is then kept.
+        """
         new, current, before = (self.path / n for n in ("checkpoint.new", "checkpoint", "checkpoint.before"))
         try:
             shutil.rmtree(new, ignore_errors=True)
@@ -209,7 +264,7 @@ class Run:
                 file.flush()
                 os.fsync(file.fileno())
             _fsync(new)
-            # The one before is kept: it is what is left when this one turns out to be damaged.
+            # Keep the previous checkpoint, in case the new one turns out to be damaged.
             if (current / "done").exists():
                 shutil.rmtree(before, ignore_errors=True)
                 os.replace(current, before)
@@ -217,17 +272,24 @@ class Run:
                 shutil.rmtree(current, ignore_errors=True)
             os.replace(new, current)
             _fsync(self.path)
-        except (OSError, RuntimeError) as error:  # torch has a RuntimeError for a full disk
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError if the disk is full
             raise RunError(f"no checkpoint could be written to {self.path} ({error}); the last one is kept") from error
         finally:
             shutil.rmtree(new, ignore_errors=True)
 
     def verify(self, checkpoint: Path) -> None:
-        """Raises RunError naming the first file of a checkpoint that is not what was written."""
+        """Verify the checksums of a checkpoint.
+
+        Args:
+            checkpoint: Folder of the checkpoint.
+
+        Raises:
+            RunError: If a file is missing or damaged; it names the first.
+        """
         try:
             sums = json.loads((checkpoint / "done").read_text(encoding="utf-8"))
         except ValueError:
-            return  # from before sums were kept
+            return  # written by a version without checksums
         for name, wanted in sums.items():
             file = checkpoint / name
             if not file.exists() or _digest(file) != wanted:
@@ -236,7 +298,14 @@ class Run:
     @staticmethod
     @contextlib.contextmanager
     def atomic_write_bytes(path: Path) -> Iterator[Any]:
-        """A file of bytes that takes its place only when all of it is on the disk."""
+        """Open a binary file that replaces `path` only after all of its content is on the disk.
+
+        Args:
+            path: File to write.
+
+        Raises:
+            RunError: If it cannot be written.
+        """
         temporary = path.with_name(f".{path.name}.tmp")
         try:
             with temporary.open("wb") as file:
@@ -251,7 +320,14 @@ class Run:
                 temporary.unlink()
 
     def figure(self, *names: str) -> Any:
-        """A plotly figure of recorded numbers, for a paper; for live curves use widgets.TrainView."""
+        """Plot recorded metrics with plotly, for a publication. For live curves use `widgets.TrainView`.
+
+        Args:
+            names: Metrics to plot. None given: success, reward, approx_kl and entropy, as far as they are recorded.
+
+        Returns:
+            The plotly figure.
+        """
         import plotly.graph_objects as go
 
         wanted = names or tuple(
@@ -277,13 +353,13 @@ _KEY_METRICS = (
 
 
 def last_success(records: Sequence[Mapping[str, Any]]) -> str:
-    """For a repr. Nothing where the last step has none, or what somebody wrote into the file is no number."""
+    """Return ", success 0.123" for a repr; an empty string if the last record has no numeric success."""
     value = records[-1].get("success") if records else None
     return f", success {value:.3f}" if isinstance(value, int | float) else ""
 
 
 def recent_steps_table(records: Sequence[Mapping[str, Any]], limit: int = 6) -> str:
-    """The last steps as a table: what a person looks at first."""
+    """Return an HTML table of the most important metrics of the last `limit` steps."""
     names = [n for n in ("step", *_KEY_METRICS) if any(n in r for r in records)]
     rows = [[r.get(name) for name in names] for r in records[-limit:]]
     more = f"<p>the last {limit} of {len(records)} steps</p>" if len(records) > limit else ""
@@ -296,7 +372,10 @@ def _digest(path: Path) -> str:
 
 
 def _fsync(path: Path) -> None:
-    """Flush a file, or a folder's list of names: a rename that outlived its content would leave a file of nothing."""
+    """Flush a file or directory to disk.
+
+    Flush a file before renaming it: if only the rename survives a crash, the file is empty.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -305,7 +384,7 @@ def _fsync(path: Path) -> None:
 
 
 def _differences(known: Any, wanted: Any, path: str = "") -> list[str]:
-    """One line for each leaf that differs: name, what the folder has, what was asked for."""
+    """Describe each leaf that differs in a line: its name, the value in the folder and the requested value."""
     if isinstance(known, dict) and isinstance(wanted, dict):
         out = []
         for key in sorted({*known, *wanted}):

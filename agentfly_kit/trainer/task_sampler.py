@@ -1,4 +1,4 @@
-"""In which order tasks come: passes over all of them, from easy to hard or shuffled. Knows no agent."""
+"""Order of the training tasks: repeated passes over all tasks, shuffled or from easy to hard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ from agentfly_kit.types import Task
 
 
 class TaskSampler:
-    """The tasks of each iteration. They depend on its index alone."""
+    """Selects the tasks of each iteration, as a deterministic function of its index.
+
+    Args:
+        tasks: All tasks.
+        size: Number of tasks per iteration.
+        seed: Seed of the order.
+        difficulty: Name of a task field, or a function of a task, that gives its difficulty; None shuffles all tasks.
+
+    Raises:
+        SettingsError: If a task has no difficulty, or one that is not a finite number.
+    """
 
     def __init__(
         self, tasks: Sequence[Task], size: int, seed: int, difficulty: str | Callable[[Task], float] | None
@@ -24,7 +34,11 @@ class TaskSampler:
         self._difficulties = _difficulties(tasks, difficulty)
 
     def sample(self, index: int) -> list[Task]:
-        """The tasks of an iteration: passes over all tasks, each in its own order."""
+        """Return the tasks of an iteration. Each pass over all tasks has its own order.
+
+        Args:
+            index: Index of the iteration.
+        """
         count, size = len(self._tasks), self._size
         out: list[Task] = []
         for position in range(index * size, (index + 1) * size):
@@ -32,12 +46,24 @@ class TaskSampler:
             if place == 0 or not out:
                 generator = torch.Generator().manual_seed(seeds.derive(self._seed, "tasks", turn))
                 order = torch.randperm(count, generator=generator).tolist()
-                order.sort(key=self._difficulties.__getitem__)  # stable: the shuffle stays within a level
+                order.sort(
+                    key=self._difficulties.__getitem__
+                )  # the sort is stable, so tasks of equal difficulty stay shuffled
             out.append(self._tasks[order[place]])
         return out
 
     def refill(self, index: int, attempt: int, count: int, used: Sequence[Task]) -> list[Task]:
-        """Up to `count` other tasks for an iteration, of the difficulties that it has. The same at every call."""
+        """Return further tasks for an iteration, of the same difficulties. Repeated calls return the same tasks.
+
+        Args:
+            index: Index of the iteration.
+            attempt: Number of the refill in the iteration, starting at 1.
+            count: Maximum number of tasks.
+            used: Tasks that the iteration already has.
+
+        Returns:
+            Up to `count` tasks that are not in `used`.
+        """
         known = {task.id for task in used}
         levels = {level for task, level in zip(self._tasks, self._difficulties, strict=True) if task.id in known}
         left = [i for i, t in enumerate(self._tasks) if t.id not in known and self._difficulties[i] in levels]
@@ -47,7 +73,7 @@ class TaskSampler:
 
 
 def _difficulties(tasks: Sequence[Task], difficulty: str | Callable[[Task], float] | None) -> list[float]:
-    """The difficulty of each task; 0 for all where none is asked for."""
+    """Return the difficulty of each task; 0 for all tasks if `difficulty` is None."""
     if difficulty is None:
         return [0.0] * len(tasks)
     out = []
