@@ -85,7 +85,7 @@ class Reset:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """A sandbox was found dead, could not be reset, or failed its health check, or its start was abandoned."""
+    """A sandbox was found dead, could not be reset, or failed its health check."""
 
     slot: int
     why: str = ""
@@ -167,9 +167,8 @@ class Effects:
     grant: list[tuple[int, int]] = field(default_factory=list)  # (ticket, slot)
     revoked: dict[int, str] = field(default_factory=dict)  # slot whose lease was revoked -> reason
     refuse: list[tuple[int, BaseException | None]] = field(default_factory=list)  # (ticket, last error; None: closed)
-    changes: list[tuple[Change, int | None, str | None, str]] = field(
-        default_factory=list
-    )  # (change, slot, owner, detail)
+    # (change, slot, owner, detail)
+    changes: list[tuple[Change, int | None, str | None, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
