@@ -774,7 +774,7 @@ class Pool(Generic[S]):
             self._dispatch(StartFailed(slot, reason, permanent))
         else:
             if self._sandboxes.get(slot) is not sandbox:
-                await self._close_or_kill(sandbox)  # the slot was killed while the sandbox started
+                await self._close_or_kill(sandbox)  # the slot was closed or killed in the meantime
             self._dispatch(Started(slot))
 
     async def _is_healthy(self, sandbox: S) -> bool:

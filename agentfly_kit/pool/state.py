@@ -223,6 +223,7 @@ class PoolState:
         self._was_used = False
 
     def count(self, *states: SlotState) -> int:
+        """Return the number of slots in any of these states."""
         return sum(slot.state in states for slot in self.slots.values())
 
     def handle(self, event: Event, now: float, may_start: bool = True) -> Effects:
