@@ -1,7 +1,7 @@
-"""An agent, and many of its chains at once. Knows no training: a rollout is trajectories, whatever they are for.
+"""`Agent`: the settings of an agent. `RolloutHandle`: many of its chains, run concurrently.
 
-An agent is frozen settings. A rollout is a handle that starts when it is awaited; chains run side by side up to
-`max_concurrency`, each on its own, and the trajectories come back in the order of the tasks.
+A rollout starts when its handle is awaited. Up to `max_concurrency` chains run concurrently and independently, and the
+trajectories are returned in the order of the tasks.
 """
 
 from __future__ import annotations
@@ -36,40 +36,45 @@ from agentfly_kit.types import UNSCORED_STOPS, Failure, Group, Message, RolloutE
 
 @dataclass(frozen=True, eq=False)
 class Agent:
-    """Settings: which engine writes, how its text becomes tokens, which tools it has and how its chains are scored.
+    """Settings of an agent: its engine, chat format, tools, rewards, limits and hooks. Immutable.
+
+    Hooks may be sync or async.
 
     Args:
-        engine: The engine that samples its actions.
+        engine: Engine that samples the actions.
         chat: Converts between messages and token ids, for the model behind the engine.
-        tools: Tools or plain functions; kept as a `ToolSet`.
-        reward: A reward, a list of them (their weighted sum), or None: chains stay unscored. Kept as a `RewardSet`.
-        system: A system message before each task's own.
-        max_turns: Actions a chain may take.
-        max_tokens: Sampled tokens a chain may take; `Sampling.max_tokens` is one action's.
-        max_tool_calls: Calls of tools that a chain may make; unreadable and unknown ones are not counted. Those beyond
-            are not run.
-        max_invalid_calls: Actions in a row that call nothing but what is unreadable or unknown.
-        timeout: Seconds that a chain may take, its waits included.
-        sampling: How each action is sampled.
-        pools: Pools that lend the sandboxes that the tools and the reward ask for; one pool or several.
-        max_concurrent_requests: Requests to the engine that run at once, over everything that this agent does; None is
+        tools: Tools or plain functions; stored as a `ToolSet`.
+        reward: A reward, a list of rewards (combined as their weighted sum), or None to leave chains unscored. Stored
+            as a `RewardSet`.
+        system: System message placed before the messages of each task, or None.
+        max_turns: Maximum number of actions per chain.
+        max_tokens: Maximum number of sampled tokens per chain, or None for no limit. `Sampling.max_tokens` limits one
+            action.
+        max_tool_calls: Maximum number of tool calls per chain, or None for no limit. Malformed and unknown calls are
+            not counted. Calls over the limit are not run.
+        max_invalid_calls: Number of consecutive actions with only malformed or unknown tool calls that ends a chain.
+        timeout: Time limit per chain in seconds, including waiting, or None for no limit.
+        sampling: Sampling settings of each action.
+        pools: One pool or several, which lend the sandboxes that the tools and the reward request.
+        max_concurrent_requests: Maximum number of concurrent engine requests over all chains of this agent, or None for
             no limit.
-        max_concurrent_tools: Tools that run at once. A call that waits holds its sandbox, but its own timeout has not
-            begun.
-        max_concurrent_rewards: Rewards that run at once.
-        seed: Part of the seed of every chain.
-        name: The author of its tokens.
-        before_chain: Called before the first action, also of a chain that is stepped by hand. A text or messages that
-            it returns are put under the task in the prompt: what an environment shows first. Sync or async.
-        before_turn: In a rollout, called before each action; it may write it, `chain.force(text, author="hook")`, or
-            begin another row, `chain.compact(summary)`. Sync or async.
-        after_observation: In a rollout, called after each tool result that an action follows; returns how many forks to
-            run from here.
-        on_context_full: In a rollout, called when a row has no room for the next action, or cut it short; it may
-            `chain.compact(...)`, and the chain goes on. Otherwise it ends: context_full.
-        after_chain: In a rollout, called with each finished chain and its trajectory.
-        group_reward: In a rollout, called with each group when all chains have ended, for what only a comparison can
-            say: gives each chain, in order, a number that is added to its reward, or None for unscored. Sync or async.
+        max_concurrent_tools: Maximum number of concurrent tool calls, or None for no limit. A waiting call keeps its
+            sandbox; its timeout starts when it runs.
+        max_concurrent_rewards: Maximum number of concurrent reward calls, or None for no limit.
+        seed: Seed from which the seeds of all chains are derived.
+        name: Author recorded for sampled turns.
+        before_chain: Called with the chain before its first action, also for a chain that is stepped interactively. The
+            string or messages that it returns are appended to the prompt, for example the first view of an environment.
+        before_turn: Called with the chain before each action of a rollout. It may write the action with
+            `chain.force(text, author="hook")`, or start a new row with `chain.compact(summary)`.
+        after_observation: Called with the chain after each tool result of a rollout that an action follows. Returns the
+            number of forks to run from there.
+        on_context_full: Called with the chain, in a rollout, if the context has no room for the next action or has
+            truncated the last one. If it calls `chain.compact(...)`, the chain continues; otherwise it ends with
+            "context_full".
+        after_chain: Called with each finished chain of a rollout and its trajectory.
+        group_reward: Called with each group after all chains of a rollout have ended, for rewards that compare chains.
+            Returns one number per chain, in order, which is added to its reward; None leaves the chain unscored.
     """
 
     engine: Engine
@@ -131,7 +136,7 @@ class Agent:
                 )
 
     def replace(self, **changes: Any) -> Agent:
-        """The same agent with other settings."""
+        """Return a copy of the agent with some settings changed."""
         return dataclasses.replace(self, _last_handle=[], _warned=[], _concurrency=ConcurrencyLimits(), **changes)
 
     def __repr__(self) -> str:
@@ -155,22 +160,24 @@ class Agent:
 
     @property
     def last_run(self) -> RolloutHandle:
-        """The handle of the last rollout that was started; after an interrupt, `last_run.partial` has what finished."""
+        """Handle of the last rollout started. After an interrupt, `last_run.partial` holds the finished chains."""
         if not self._last_handle:
             raise SettingsError("this agent has not rolled anything out yet; await agent.rollout(tasks)")
         run: RolloutHandle = self._last_handle[0]
         return run
 
     def opening(self, task: Task) -> tuple[Message, ...]:
-        """The messages that open each chain of a task: its own, behind the agent's."""
+        """Return the messages that start each chain of a task: the system message, if any, then the task's messages."""
         return task.messages if self.system is None else ({"role": "system", "content": self.system}, *task.messages)
 
     def chain(self, task: Task | Trajectory) -> Chain:
-        """One chain of the task, to be stepped by hand; of a trajectory, from its end, with its turns:
-        `Chain.from_trajectory`.
+        """Create a chain to step interactively.
 
-        It holds the sandboxes that it has used until `chain.finish()`, `chain.close()`, the pool's `max_lease`, or
-        `pool.recycle`.
+        The chain keeps the sandboxes that it uses until `chain.finish()` or `chain.close()`, or until the pool revokes
+        them (`max_lease`, `pool.recycle`).
+
+        Args:
+            task: the task of the chain. A trajectory is continued from its end; see `Chain.from_trajectory`.
         """
         if isinstance(task, Trajectory):
             self._check_tasks([task.task])
@@ -191,18 +198,27 @@ class Agent:
         progress: bool = False,
         share: tuple[int, int] = (0, 1),
     ) -> RolloutHandle:
-        """Chains of many tasks, `group_size` of each. Starts when it is awaited.
+        """Run `group_size` chains of each task concurrently. The rollout starts when the returned handle is awaited.
 
-        budget, group_budget: what all chains, and those of each group, may spend together.
-        index, purpose: part of every seed; the same ones give the same trajectories from an engine that can promise it.
-        share: (i, n) runs every n-th task from the i-th on, as one of n processes; names and seeds stay those of all.
+        Args:
+            tasks: the tasks, or a single one.
+            group_size: number of chains per task.
+            max_concurrency: maximum number of chains that run concurrently.
+            budget: shared limits of all chains, or None.
+            group_budget: shared limits of the chains of each group, or None.
+            index: part of every seed. The same `index` and `purpose` give the same trajectories if the engine is
+                deterministic.
+            purpose: part of every seed.
+            progress: show a progress bar.
+            share: (i, n) runs every n-th task, starting with the i-th, as one of n processes. Names and seeds do not
+                depend on it.
         """
         return RolloutHandle(
             self, tasks, group_size, max_concurrency, index, purpose, progress, budget, group_budget, share
         )
 
     def _check_tasks(self, tasks: Sequence[Task]) -> None:
-        """Refuse before the first token what could only fail later; say once that a tool was redefined."""
+        """Check that the tools and rewards fit the tasks, and warn once about each one that was redefined."""
         self.tools.check(tasks)
         self.reward.check(tasks)
         for name in (*self.tools.redefined(), *self.reward.redefined()):
@@ -219,16 +235,16 @@ _rollouts = itertools.count(1)
 
 
 class ChainState(NamedTuple):
-    """Where one chain of a rollout stands.
+    """State of one chain of a rollout.
 
     Attributes:
-        trajectory
-        task
+        trajectory: Id of the trajectory.
+        task: Id of the task.
         state: queued, waiting, sampling, sandbox (waiting for one), tool, scoring; done, failed, cancelled.
-        turn
-        since: Seconds from the rollout's start to the beginning of this state.
-        detail: The tool that runs, or the stop reason.
-        reward
+        turn: Number of actions taken when this state began.
+        since: Seconds from the start of the rollout to the beginning of this state.
+        detail: Names of the running tools, or the stop reason.
+        reward: Reward of the finished chain; None if it is unfinished or unscored.
     """
 
     trajectory: str
@@ -242,12 +258,12 @@ class ChainState(NamedTuple):
 
 @dataclass(frozen=True)
 class RolloutSnapshot:
-    """A rollout at one moment, in the order of its tasks.
+    """State of a rollout at one moment.
 
     Attributes:
         state: not started, running, paused, stopping; done, stopped, failed.
-        seconds
-        chains
+        seconds: Time since the start of the rollout, or its duration if it has ended.
+        chains: State of each chain, in the order of the tasks.
     """
 
     state: str
@@ -255,11 +271,12 @@ class RolloutSnapshot:
     chains: tuple[ChainState, ...] = field(repr=False)
 
     def count(self, *states: str) -> int:
+        """Return the number of chains in any of these states."""
         return sum(1 for chain in self.chains if chain.state in states)
 
 
 class _ChainProgress:
-    """What a chain does now, as its events say it; of calls that run side by side, until the last one ends."""
+    """State of a chain, updated from its events. Concurrent tool calls count as one state until the last one ends."""
 
     __slots__ = ("calls", "detail", "since", "state", "task", "trajectory", "turn")
 
@@ -281,13 +298,13 @@ class _ChainProgress:
 
 
 class RolloutHandle:
-    """A rollout that can be watched and stopped. `await` it for the `Rollout`; `async for` gives each chain as it ends.
+    """Handle of a rollout. `await` it for the `Rollout`, or iterate with `async for` over trajectories as they finish.
 
-    `pause()`, `resume()` and `stop()` control it, `snapshot()` gives the current state of every chain, and
+    `pause()`, `resume()` and `stop()` control the rollout, `snapshot()` returns the current state of every chain, and
     `subscribe()` reports every change of a chain, in order.
 
     Attributes:
-        partial: What has finished so far.
+        partial: The chains that have finished so far, as a `Rollout`.
     """
 
     def __init__(
@@ -318,7 +335,8 @@ class RolloutHandle:
                 raise SettingsError(f"{name}={limit}: this engine gives text only, whose tokens nobody here can count")
         agent._check_tasks(given)
         if agent.engine.tokens == "exact":
-            # A template that refuses all of them says so now; one of many is that one's failure.
+            # Render the first prompt, so that a template that rejects every task raises here. A template error of a
+            # later task is recorded in that task's trajectories.
             agent.chat.prompt(agent.opening(given[0]), agent.tools.schemas)
         self.agent = agent
         self.group_size = group_size
@@ -331,11 +349,11 @@ class RolloutHandle:
             count = seen[task.id] = seen.get(task.id, 0) + 1
             if number % share[1] != share[0]:
                 continue
-            # A task that comes twice makes two groups, whose seeds differ.
+            # A task that occurs twice makes two groups with different seeds.
             group = f"{purpose}-{index}:{task.id}" + (f"~{count}" if count > 1 else "")
             for chain in range(group_size):
                 self._planned.append((task, ChainKey(purpose, index, group, chain)))
-        # Chains, with the forks that hooks have asked for so far.
+        # Number of chains, including the forks that hooks have requested so far.
         self.total = len(self._planned)
         self._tasks = len(given)
         self._run_usage = None if budget is None else BudgetUsage(budget, "run")
@@ -360,17 +378,17 @@ class RolloutHandle:
             key.id: _ChainProgress(key.id, task.id) for task, key in self._planned
         }
 
-    # --- watching ---
+    # --- observing and control ---
 
     @property
     def partial(self) -> Rollout:
-        """The chains that have finished, in the order of the tasks."""
+        """The finished chains so far, in the order of the tasks."""
         done = [self._done[key.id] for _, key in self._planned if key.id in self._done]
         not_run = {key.id: self._not_run[key.id] for _, key in self._planned if key.id in self._not_run}
         return Rollout.from_trajectories(done, self._seconds(), not_run)
 
     def snapshot(self) -> RolloutSnapshot:
-        """What every chain does now. Cheap: for whoever wants to look a few times a second."""
+        """Return the current state of every chain. Cheap enough to call several times per second."""
         waiting_owners = {
             owner for pool in self.agent.pools if hasattr(pool, "snapshot") for owner in pool.snapshot().waiters
         }
@@ -379,7 +397,7 @@ class RolloutHandle:
         for id, progress in self._chain_progress.items():
             trajectory = done.get(id)
             state, detail = progress.state, progress.detail
-            if id in self._not_run:  # a budget was used up before its turn came
+            if id in self._not_run:  # a budget was exhausted before the chain started
                 state, detail = "cancelled", self._not_run[id]
             elif id in waiting_owners and state in ("tool", "scoring"):
                 state = "sandbox"
@@ -400,8 +418,11 @@ class RolloutHandle:
         return (self._ended_at or time.perf_counter()) - self._started_at if self._started_at else 0.0
 
     def subscribe(self, callback: Callable[[RolloutEvent], None]) -> Callable[[], None]:
-        """Be called with every change of a chain, in order, on the event loop. Returns what ends it."""
-        listeners = self._listeners  # not self: whoever can end it does not keep the run
+        """Call `callback` on the event loop with every event, in order, and return a function that unsubscribes.
+
+        A callback that raises is removed with a warning.
+        """
+        listeners = self._listeners  # a local variable, so that `unsubscribe` does not keep the handle alive
         listeners.append(callback)
 
         def unsubscribe() -> None:
@@ -411,18 +432,19 @@ class RolloutHandle:
         return unsubscribe
 
     def pause(self) -> None:
-        """Chains wait before their next action or tool call; what runs now ends its own."""
+        """Pause every chain before its next action or tool call. Running ones finish."""
         self._paused = True
         if self._unpaused is not None:
             self._unpaused.clear()
 
     def resume(self) -> None:
+        """Continue a paused rollout."""
         self._paused = False
         if self._unpaused is not None:
             self._unpaused.set()
 
     def stop(self) -> None:
-        """Cancel the chains that have not finished. An `await` on the run returns those that have."""
+        """Cancel the unfinished chains. Awaiting the handle then returns the finished ones."""
         self._stopping = True
         if self._task is not None:
             self._task.cancel()
@@ -461,7 +483,7 @@ class RolloutHandle:
         except asyncio.CancelledError:
             if self._stopping and task.done() and not cancelling():
                 return self.partial
-            # The one who waits was cancelled: an interrupt, or another task. Nothing may go on behind its back.
+            # The awaiting task was cancelled, for example by an interrupt. Do not leave the rollout running.
             await self._cancel_and_wait(task)
             raise
 
@@ -480,7 +502,7 @@ class RolloutHandle:
                 await task
         finally:
             self._readers.remove(finished)
-            if not self._readers:  # the last one who looked has gone
+            if not self._readers:  # the last reader has stopped iterating
                 await self._cancel_and_wait(task)
 
     @staticmethod
@@ -516,13 +538,14 @@ class RolloutHandle:
         if self._run_usage is not None:
             self._run_usage.start()
         bar = self._make_progress_bar()
-        # More chains than an engine holds would push each other's history out: slower, and other last bits.
+        # More chains than the engine has slots would evict each other's KV cache, which is slower and changes the last
+        # bits of the logprobs.
         count = min(self.max_concurrency, getattr(self.agent.engine, "slots", self.max_concurrency))
         workers: set[asyncio.Task[None]] = set()
         all_done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def on_worker_done(worker: asyncio.Task[None]) -> None:
-            # One callback a worker: asyncio.wait would look at every other one again whenever one is done.
+            # One callback per worker, because asyncio.wait would scan all workers each time one finishes.
             if all_done.done():
                 return
             if worker.cancelled():
@@ -543,9 +566,9 @@ class RolloutHandle:
         def spawn(fork: Chain) -> None:
             key = fork.key
             at = max(i for i, (_, p) in enumerate(self._planned) if (p.group, p.chain) == (key.group, key.chain))
-            self._planned.insert(at + 1, (fork.task, key))  # beside its parent, in its group
+            self._planned.insert(at + 1, (fork.task, key))  # after the last chain with its group and number
             self._chain_progress[key.id] = _ChainProgress(key.id, fork.task.id)
-            # a fork stands beside its parent
+            # Restore the order of `_planned`.
             self._chain_progress = {p.id: self._chain_progress[p.id] for _, p in self._planned}
             self.total += 1
             self._queue.append(fork)
@@ -556,7 +579,7 @@ class RolloutHandle:
                 start_worker()
             if workers:
                 await all_done
-        except GeneratorExit:  # collected with its closed event loop: nothing can be cancelled or awaited any more
+        except GeneratorExit:  # collected after its event loop was closed, so nothing can be cancelled or awaited
             workers.clear()
             self._queue.clear()
             raise
@@ -565,15 +588,15 @@ class RolloutHandle:
                 all_done.cancel()
             for worker in workers:
                 worker.cancel()
-            # A worker that was cancelled while it gave a sandbox back ends only after that.
-            # A fork that never ran holds what it forked.
+            # Wait for the workers, because one cancelled while releasing a sandbox completes the release first.
+            # Close the forks that never ran, because they hold forked sandboxes.
             closing = [asyncio.ensure_future(item.close()) for item in self._queue if isinstance(item, Chain)]
             try:
                 await wait_all([*workers, *closing])
             finally:
                 for task in (*workers, *closing):
                     if not task.cancelled():
-                        task.exception()  # seen: whoever waits for the rollout gets the first one
+                        task.exception()  # mark as retrieved; the first error is raised to the awaiting task
                 self._ended_at = time.perf_counter()
                 if bar is not None:
                     bar.close()
@@ -584,7 +607,7 @@ class RolloutHandle:
         return self.partial
 
     async def _add_group_reward(self, group: Group) -> None:
-        """What `group_reward` gives its chains, added to their rewards; one that raises leaves the group unscored."""
+        """Add the result of `group_reward` to the rewards of a group. If it raises, the group is unscored."""
         given: list[Any] = [None] * len(group)
         failure: Failure | None = None
         try:
@@ -626,7 +649,7 @@ class RolloutHandle:
                 else:
                     why = trajectory.stop
             elif isinstance(item, Chain):
-                await item.close()  # a fork holds what it forked
+                await item.close()  # the fork holds forked sandboxes
             if why is not None:
                 self._not_run[key.id] = why
             if bar is not None:
@@ -641,7 +664,7 @@ class RolloutHandle:
             task, key = item
             try:
                 chain = Chain(self.agent, task, key)
-            except Exception as error:  # its messages, say, are none that the chat template knows
+            except Exception as error:  # for example, the chat template rejects the task's messages
                 failure = Failure.from_exception("chat", error)
                 report = self._reporter(key.id, task.id)
                 report("chain", "start", "waiting", 0, "", "")
@@ -673,7 +696,7 @@ class RolloutHandle:
         return report
 
     def _dispatch_events(self) -> None:
-        """One event at a time to all who listen, also when a listener itself causes the next."""
+        """Deliver events to all listeners one at a time, including events that a listener causes itself."""
         if self._dispatching:
             return
         self._dispatching = True

@@ -1,7 +1,7 @@
-"""One running chain: sample, act, observe, by hand or to its end. Turns form a tree; a chain is the path to its leaf.
+"""`Chain`: one trajectory in progress, run to its end or stepped interactively.
 
-Knows one task and one engine; many chains are agent.py's business. Every token enters here exactly once, as what the
-engine was given or gave, and its provenance is written down at that moment.
+Turns form a tree; a chain is the path from the root to one leaf. Every token enters the chain exactly once, as an input
+or an output of the engine, and its provenance is recorded at that moment.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from agentfly_kit.types import (
 if TYPE_CHECKING:
     from agentfly_kit.agent.agent import Agent
 
-# (kind, phase, state, turn, detail, call): what the chain does now, for whoever watches.
+# Callback for progress events: (kind, phase, state, turn, detail, call).
 Report = Callable[[str, str, str, int, str, str], None]
 
-# Failures of these types are the host's: the model did nothing that could have caused them.
+# Error types of host failures, which the model cannot have caused.
 _HOST_ERRORS = frozenset(
     {"PoolTimeout", "PoolClosed", "SandboxError", "LeaseRevoked", "IsolationError", "RemotePoolError", "EngineError"}
 )
 
-_sessions = itertools.count()  # names of KV sessions; never part of a seed
+_sessions = itertools.count()  # numbers of KV cache sessions; never part of a seed
 
 
 @dataclasses.dataclass(frozen=True)
 class ChainKey:
-    """What a chain's seeds are derived from, beside the turn."""
+    """Identity of a chain within its run. The seed of a turn is derived from it and the turn's index."""
 
     purpose: str = "chain"
     rollout: int = 0
@@ -67,26 +67,29 @@ class ChainKey:
         return f"{self.group}/{self.chain}{self.fork}"
 
 
-# What listeners are told of: where the chain stands.
+# Setting one of these attributes notifies the listeners.
 _NOTIFY_ON = frozenset({"turn", "stop", "error", "_busy", "_closed", "_trajectory"})
 
 
 class Chain:
-    """Made by `agent.chain(task)`. Everything that may wait is awaited; every call returns the new turn.
+    """One trajectory in progress. Create it with `agent.chain(task)`.
+
+    `prepare`, `sample`, `act`, `step`, `force`, `observe` and `compact` return the new turn. Calls that may wait are
+    awaited.
 
     Attributes:
-        turn: the leaf; `chain.turns` is the path to it.
-        author: in whose name the policy samples: the agent's, until a hook or a cell says otherwise.
-        stop, error: why it ended, once it did.
+        turn: the current leaf; `chain.turns` is the path to it.
+        author: author recorded for sampled turns; by default the agent's name.
+        stop, error: why the chain ended; None while it is running.
     """
 
     def __init__(self, agent: Agent, task: Task, key: ChainKey | None = None) -> None:
-        self._listeners: list[Callable[[Chain], object]] = []  # first: what is set from here on is told
+        self._listeners: list[Callable[[Chain], object]] = []  # set first, because `__setattr__` reads it
         self.agent = agent
         self.task = task
         self.key = key if key is not None else ChainKey(group=f"chain-0:{task.id}")
         self._seed_stream: tuple[ChainKey, seeds.SeedStream] | None = None
-        self._seed_key = self.key  # of a fork with the same seeds: the key of the chain that it samples like
+        self._seed_key = self.key  # another chain's key if this chain samples with that chain's seeds
         self.id = self.key.id
         self.author = agent.name
         self.stop: str | None = None
@@ -103,11 +106,11 @@ class Chain:
         self._session = f"{self.id}#{next(_sessions)}"
         self._report: Report = lambda *_: None
         self._usages: tuple[BudgetUsage, ...] = ()
-        # Whether what opens the chain has spoken.
+        # True once `before_chain` has run, or if there is none.
         self._prepared = agent.before_chain is None
-        # Whether an engine was asked.
+        # True once the engine was asked for a sample.
         self.has_sampled = False
-        # Of what it reported the start, and not yet the end.
+        # Number of events whose start was reported, but not yet their end.
         self._open_reports = 0
         self._started_at = time.perf_counter()
         self._busy = False
@@ -115,19 +118,23 @@ class Chain:
         self._fork_numbers = itertools.count(1)
         self._tools = tuple(agent.tools.schemas) if agent.tools else ()
         self._trajectory: Trajectory | None = None
-        # The trajectory that it goes on from: `agent.chain(trajectory)`.
+        # The trajectory that this chain continues, if made by `agent.chain(trajectory)`.
         self.origin: Trajectory | None = None
-        # The key whose seeds it then has.
+        # The key that then determines its seeds.
         self.origin_key: ChainKey | None = None
         self._action_count: tuple[Turn | None, int] = None, 0
         self.turn: Turn = self._make_prompt()
 
     @classmethod
     def from_trajectory(cls, agent: Agent, trajectory: Trajectory) -> Chain:
-        """A chain that stands where a trajectory ended, with its turns: rewind it, fork it, go on otherwise.
+        """Create a chain with the turns of a trajectory, positioned at its end, to rewind, fork or continue it.
 
-        A turn that is sampled again at its place comes out the same where the agent and its engine still are.
-        Raises:  SettingsError if the agent's prompt is another one, or if tools ran whose doings are not in the turns.
+        The chain uses the seeds of the trajectory where they can be derived again. Then sampling a turn again gives the
+        same tokens, if the agent and its engine are unchanged.
+
+        Raises:
+            SettingsError: if the agent's prompt differs from the trajectory's, or if the trajectory called tools in a
+                sandbox, whose state is not recorded in the turns.
         """
         kept = trajectory.group, trajectory.chain, trajectory.id.removeprefix(f"{trajectory.group}/{trajectory.chain}")
         chain = cls(agent, trajectory.task, ChainKey(group=kept[0], chain=kept[1], fork=f"{kept[2]}~"))
@@ -148,7 +155,7 @@ class Chain:
         assert leaf is not None
         chain.turn, chain.stop, chain.error = leaf, trajectory.stop, trajectory.error
         chain.origin = trajectory
-        # The key is written in the group's name; whether it is the right one, the seed says.
+        # The key is parsed from the group's name, and used only if it reproduces the trajectory's seed.
         purpose, _, number = kept[0].partition(":")[0].rpartition("-")
         if number.isdigit():
             key = ChainKey(purpose, int(number), *kept)
@@ -166,17 +173,23 @@ class Chain:
         spawn: Callable[[Chain], None] | None = None,
         usages: Sequence[BudgetUsage] = (),
     ) -> None:
-        """What a rollout gives its chains: someone to report to, a gate that is awaited before each sample and act (a
-        paused rollout waits there), someone who runs the forks that `after_observation` asks for, and the usages of
-        the budgets that they share."""
+        """Connect the chain to a rollout.
+
+        Args:
+            report: callback for progress events.
+            gate: awaited before each `sample` and `act`; a paused rollout waits there.
+            spawn: called with each fork that `after_observation` requests, to run it.
+            usages: usages of the budgets that the chains share.
+        """
         self._report, self._gate, self._spawn, self._usages = report, gate, spawn, tuple(usages)
 
     def subscribe(self, callback: Callable[[Chain], object]) -> Callable[[], None]:
-        """Be called with the chain after each change of where it stands, by whomever. Returns what ends it.
+        """Call `callback` with the chain whenever its state changes, and return a function that unsubscribes.
 
-        The call is made amid the change, in whatever thread makes it: look soon, but not in the call itself.
+        The callback runs synchronously, in the thread that makes the change, which may not be complete yet. Schedule
+        work there instead of doing it.
         """
-        listeners = self._listeners  # not self: whoever can end it does not keep the chain
+        listeners = self._listeners  # a local variable, so that `unsubscribe` does not keep the chain alive
         listeners.append(callback)
 
         def unsubscribe() -> None:
@@ -194,21 +207,22 @@ class Chain:
                 except Exception as error:
                     warnings.warn(f"a listener of {self.id} raised {type(error).__name__}: {error}", stacklevel=2)
 
-    # --- where it stands ---
+    # --- state ---
 
     @property
     def turns(self) -> tuple[Turn, ...]:
+        """The turns from the prompt to the leaf."""
         return self.turn.path
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """What the engine is given next: every token of the row so far."""
+        """All token ids of the current row: the input of the next engine call."""
         return tuple(itertools.chain.from_iterable(turn.ids or () for turn in _turns_in_row(self.turn)))
 
     @property
     def actions(self) -> int:
-        """Actions taken: a forced beginning and what was sampled after it are one."""
-        leaf, count = self._action_count  # asked for at every report
+        """Number of actions taken. A forced beginning and its sampled continuation count as one action."""
+        leaf, count = self._action_count  # cached, because every report reads it
         if leaf is not self.turn:
             count = sum(1 for turn in self.turns if turn.kind in ("action", "forced") and turn.messages)
             self._action_count = self.turn, count
@@ -216,7 +230,7 @@ class Chain:
 
     @property
     def never_started(self) -> bool:
-        """Whether a shared budget ended it before anything was asked of an engine: it has not run at all."""
+        """True if a shared budget stopped the chain before its first sample."""
         return self.stop in BUDGET_STOPS and not self.has_sampled and self.turn.kind == "prompt"
 
     def __repr__(self) -> str:
@@ -237,7 +251,7 @@ class Chain:
 
     def _make_prompt(self) -> Turn:
         messages = self.agent.opening(self.task)
-        if not self._exact:  # the server has its own template, and nobody here knows what it made of them
+        if not self._exact:  # the server applies its own template, so the token ids are unknown
             text = "\n".join(str(message["content"]) for message in messages)
             return self._make_turn("prompt", "task", None, messages=messages, text=text)
         ids = self.agent.chat.prompt(messages, self._tools)
@@ -254,8 +268,10 @@ class Chain:
 
     @pending_call
     async def prepare(self) -> Turn:
-        """Let the agent's `before_chain` speak: the prompt is then what the first action is given. The first sample
-        does it too; call it to see the prompt, or before `force`."""
+        """Call the agent's `before_chain` hook, which completes the prompt, and return the last turn.
+
+        The first sample does this too. Call it to see the prompt before sampling, or before `force`.
+        """
         with self._exclusive("prepare"):
             self._check_open("prepare")
             return await self._prepare()
@@ -277,7 +293,7 @@ class Chain:
         return self.turn
 
     def _append_to_task(self, text: str) -> tuple[Message, ...]:
-        """The first prompt's messages, the last one with the text behind it."""
+        """Return the messages of the first prompt, with the text appended to the last one."""
         *before, last = self.turns[0].messages
         content = last["content"]
         combined: Any = f"{content}\n\n{text}" if content else text
@@ -289,7 +305,7 @@ class Chain:
 
     @pending_call
     async def distribution(self, top: int = 20) -> Distribution:
-        """What the model would sample next: the `top` most probable tokens. Nothing changes."""
+        """Return the `top` most probable next tokens. The chain does not change."""
         with self._exclusive("distribution"):
             await self._prepare()
             async with self.agent._concurrency.requests.slot():
@@ -298,7 +314,11 @@ class Chain:
 
     @pending_call
     async def sample(self, greedy: bool = False) -> Turn:
-        """Let the policy write one action; `act` runs the tools that it calls. greedy: the most probable tokens."""
+        """Sample one action from the policy and append it. `act` then runs the tools that it calls.
+
+        Args:
+            greedy: take the most probable token at each position.
+        """
         with self._exclusive("sample"):
             return await self._sample(greedy)
 
@@ -315,7 +335,7 @@ class Chain:
         agent = self.agent
         index = self.actions
         sampling = agent.sampling.replace(temperature=0.0) if greedy else agent.sampling
-        if wanted := agent.chat.format.stop:  # ReAct's "Observation:", say
+        if wanted := agent.chat.format.stop:  # for example "Observation:" in ReAct
             sampling = sampling.replace(stop=tuple(dict.fromkeys((*sampling.stop, *wanted))))
         if agent.max_tokens is not None:
             left = agent.max_tokens - self._action_tokens()
@@ -343,17 +363,17 @@ class Chain:
                     reservation.used = len(sample.ids or ())
                     turn = self._make_action(sample, sampling, seed)
                     if sample.ids is None and turn.ids is not None:
-                        reservation.used = len(turn.ids)  # of a script
+                        reservation.used = len(turn.ids)  # a scripted engine returns text, encoded in `_make_action`
                     self._append_action(turn, sample, sampling.max_tokens, reservation.limited_by)
                     event.detail = turn.text
         return turn
 
     def _make_action(self, sample: Sample, sampling: Sampling, seed: int) -> Turn:
-        """The door through which sampled tokens enter: what the engine gave, as it gave it."""
+        """Build the action turn from a sample, keeping the engine's token ids as they are."""
         engine, chat = self.agent.engine, self.agent.chat
         ids, text = sample.ids, sample.text
         if ids is None and engine.tokens == "exact":
-            # A script's text is encoded here, once; it was nobody's sample, so nothing is lost by it.
+            # A scripted engine returns text. Encoding it is safe, because no policy sampled these tokens.
             ids = (*chat.encode(text or ""), chat.stop_ids[0])
         sampled = engine.author == "policy" and sample.logprobs is not None
         if engine.logprobs == "yes" and ids and sample.logprobs is None:
@@ -362,7 +382,7 @@ class Chain:
         fields: dict[str, Any] = {"text": text or ""} if ids is None else {}
         kept = sample.kept_mass
         if kept is None and sampling.greedy and sample.logprobs is not None:
-            kept = tuple(math.exp(lp) for lp in sample.logprobs)  # greedy is the hardest truncation: to one token
+            kept = tuple(math.exp(lp) for lp in sample.logprobs)  # greedy sampling truncates to one token
         if sample.calls is not None:
             written, calls = self._assistant_message(Parsed(text or "", sample.calls))
         else:
@@ -388,9 +408,12 @@ class Chain:
     def _parse_action(
         self, ids: Sequence[int] | None, text: str | None, stops: Sequence[str] = ()
     ) -> tuple[Message, tuple[ToolCall, ...]]:
-        """The assistant's message: a forced beginning is read together with what was sampled after it.
+        """Parse an action into the assistant message and its calls. A forced beginning is parsed together with it.
 
-        stops: the texts of which one ended the turn. The message is cut before it; the ids stay whole.
+        Args:
+            ids: token ids of the action, or None for an engine that returns text only.
+            text: text of the action, used if `ids` is None.
+            stops: stop strings, if one of them ended the turn. The message is cut before the first; the ids are not.
         """
         chat = self.agent.chat
         forced_ids: list[int] = []
@@ -398,7 +421,7 @@ class Chain:
         while turn is not None and turn.kind == "forced" and not turn.messages:
             forced_ids = [*(turn.ids or ()), *forced_ids]
             turn = turn.parent
-        # A text-only engine's text is no continuation of a prompt whose last letters are known.
+        # `chat.read` prepends the tag that the prompt leaves open; a text-only engine's prompt may end differently.
         read = chat.format.parse if ids is None else chat.read
         if stops:
             full_text = chat.text(ids) if ids is not None else text or ""
@@ -406,7 +429,7 @@ class Chain:
             if found:
                 at, stop = min(found)
                 parsed = read(chat.text(forced_ids) + full_text[:at], self._tools)
-                if parsed.unclosed:  # the text that ended the turn closes its call
+                if parsed.unclosed:  # the stop string itself closes the call
                     parsed = read(chat.text(forced_ids) + full_text[: at + len(stop)], self._tools)
                 return self._assistant_message(parsed)
         if ids is None:
@@ -420,7 +443,8 @@ class Chain:
             message["thinking"] = parsed.thinking
         calls = parsed.calls
         if parsed.unclosed:
-            # Never executed. If the model ended its turn like this, it is told; a turn that was cut has ended anyway.
+            # An unclosed call is never run. If the model ended its turn itself, it receives this error as the result;
+            # a truncated turn ends the chain anyway.
             broken = ToolCall(f"call-{len(calls)}", "", {}, error=parsed.complaint or "the tool call was not closed")
             calls = (*calls, broken)
         if calls:
@@ -432,7 +456,14 @@ class Chain:
         return message, calls
 
     def _append_action(self, turn: Turn, sample: Sample, limit: int, limited_by: str | None) -> None:
-        """Make the action the leaf, and see whether it ends the chain. limited_by: the budget that set the limit."""
+        """Make the action the leaf, and set the stop reason if it ends the chain.
+
+        Args:
+            turn: the action.
+            sample: the sample that it was made of.
+            limit: maximum number of tokens that was requested.
+            limited_by: stop reason of the budget that set `limit`, if one did.
+        """
         self.turn = turn
         agent = self.agent
         if sample.stop == "abort":
@@ -451,18 +482,18 @@ class Chain:
         return sum(len(t.ids or ()) for t in self.turns if t.kind == "action")
 
     def _pending_calls(self) -> tuple[ToolCall, ...]:
-        """Calls of the last action that wait to be run."""
+        """Return the calls of the last action that have not run."""
         return self.turn.tool_calls if self.turn.kind in ("action", "forced") else ()
 
     def _row_messages(self) -> tuple[Message, ...]:
-        """The conversation of the row that is being written."""
+        """Return the messages of the current row."""
         return tuple(m for turn in _turns_in_row(self.turn) for m in turn.messages)
 
     # --- acting ---
 
     @pending_call
     async def act(self) -> Turn:
-        """Run the tools that the last action called, side by side, and append what they gave."""
+        """Run the tools that the last action called, concurrently, and append their results as an observation."""
         with self._exclusive("act"):
             return await self._act()
 
@@ -493,7 +524,7 @@ class Chain:
         if host is None:
             try:
                 self.context.check()
-            except LeaseRevoked as error:  # of a tool that took its sandbox from the context itself
+            except LeaseRevoked as error:  # in a tool that requested its sandbox from the context itself
                 host = Failure.from_exception("pool", error)
         if host is not None:
             self.error = host
@@ -508,7 +539,7 @@ class Chain:
             self._end("invalid_call")
         elif index >= agent.max_turns:
             self._end("max_turns")
-        # What no action will follow, no engine is given, so it stays out of the row.
+        # The row contains only tokens that an engine saw, so the last observation of a chain is not encoded.
         turn = self._make_observation(
             "tool", done, encode=self.stop is None, reward=math.fsum(rewards) if rewards else None, seconds=seconds
         )
@@ -518,7 +549,7 @@ class Chain:
         return turn
 
     def _limit_calls(self, calls: Sequence[ToolCall]) -> tuple[dict[int, ToolResult], str | None]:
-        """The calls that may not run, by position, with what is said of them; and the stop reason if there are any."""
+        """Return results for the calls that exceed a limit, by position, and the stop reason (None if all may run)."""
         costly = [i for i, c in enumerate(calls) if self._reaches_tool(c)]
         granted, over = len(costly), None
         if self.agent.max_tool_calls is not None:
@@ -537,11 +568,18 @@ class Chain:
         return call.error is None and call.name in self.agent.tools
 
     def _tool_calls_made(self) -> int:
-        """Calls that reached a tool so far."""
+        """Return the number of calls that reached a tool so far."""
         return sum(self._reaches_tool(c) for turn in self.turns if turn.author == "tool" for c in turn.tool_calls)
 
     def _make_observation(self, author: str, calls: Sequence[ToolCall], *, encode: bool = False, **fields: Any) -> Turn:
-        """The results as a turn behind the leaf. encode: with its ids at once, where they only follow what is there."""
+        """Return the results as a turn after the leaf, without making it the leaf.
+
+        Args:
+            author: author of the turn.
+            calls: the calls with their results.
+            encode: add token ids, unless the history must be rendered again.
+            **fields: other fields of the turn.
+        """
         messages: tuple[Message, ...] = tuple(
             {
                 "role": "tool",
@@ -571,8 +609,11 @@ class Chain:
         )
 
     def _append_observation(self, turn: Turn) -> Turn:
-        """Make an observation the leaf, with the ids that tell it to the next action. Where this chat renders history
-        anew, and that gives other ids than the row holds, it has none: the next row begins with the whole."""
+        """Encode an observation and make it the leaf.
+
+        If rendering the history again would change earlier token ids, the observation gets none, and a new row starts
+        with the re-rendered prompt.
+        """
         chat = self.agent.chat
         if self._exact and chat.needs_rerender(turn.messages):
             row = _turns_in_row(turn)
@@ -590,7 +631,7 @@ class Chain:
         return turn
 
     def _encode_observation(self, turn: Turn) -> Turn:
-        """The observation with the ids that the engine will be given for it."""
+        """Return the observation with its token ids, which follow those of its parent."""
         if not self._exact:
             return turn
         after = turn.parent.ids if turn.parent is not None else None
@@ -604,7 +645,7 @@ class Chain:
         return self.agent.engine.tokens == "exact"
 
     def _end_before_action(self, why: str) -> Turn:
-        """End before an action. What was to be told to it leaves the row, for no engine was given it."""
+        """End the chain before an action, and remove the ids of the last observation, which no engine saw."""
         self._drop_observation_ids()
         return self._end(why)
 
@@ -618,7 +659,7 @@ class Chain:
         return f"turn {self.actions} of {self.agent.max_turns}"
 
     def _invalid_streak(self) -> int:
-        """How many actions in a row called nothing but what is unreadable or unknown."""
+        """Return the number of latest consecutive actions whose tool calls were all malformed or unknown."""
         streak = 0
         for turn in reversed(self.turns):
             if turn.kind not in ("action", "forced") or not turn.messages:
@@ -630,15 +671,24 @@ class Chain:
 
     @pending_call
     async def step(self, greedy: bool = False) -> Turn:
-        """Sample an action, and run its tools if it called any. Returns the last turn made."""
+        """Sample an action, run the tools that it calls, and return the last turn."""
         with self._exclusive("step"):
             turn = await self._sample(greedy)
             return await self._act() if self.stop is None and self._pending_calls() else turn
 
-    # --- by hand ---
+    # --- editing ---
 
     def force(self, content: str | Sequence[int], *, end: bool = True, author: str = "person") -> Turn:
-        """Write for the model: a text or ids, with mask 0. end=False leaves the action open, and the policy goes on."""
+        """Write an action, or the beginning of one, in place of the model. Its tokens have mask 0.
+
+        Args:
+            content: text or token ids.
+            end: end the action here. If False, the next sample continues it.
+            author: author of the turn.
+
+        Raises:
+            SettingsError: if the last action is complete, or if `content` is empty or has ids outside the vocabulary.
+        """
         self._check_not_busy("force")
         self._check_open("force")
         if not self._prepared:
@@ -668,9 +718,13 @@ class Chain:
         return turn
 
     def observe(self, text: str, *, author: str = "person") -> Turn:
-        """Answer the last action yourself: as the result of each call that it made, or as the user if it made none.
+        """Append `text` as the observation of the last action: the result of each of its calls, or a user message.
 
-        After an observation that no action has followed yet, the text is told behind it, as the user's.
+        The text becomes a user message if the action called no tool. If the leaf is already an observation, the text
+        is added to it as a user message.
+
+        Raises:
+            SettingsError: if there is no action to answer.
         """
         self._check_not_busy("observe")
         self._check_open("observe")
@@ -694,20 +748,27 @@ class Chain:
         return self._append_observation(turn)
 
     def compact(self, content: str | Sequence[Message], *, author: str = "hook") -> Turn:
-        """Close this row, and go on in a new one that begins with `content`: a shorter context than all that was said.
+        """Close the current row and continue in a new one with a shorter context. Return the new prompt.
 
-        content: a text is put under the task (the agent's opening messages, the last one with the text behind it);
-            messages are the whole of the new prompt, system message included. Tool schemas are in it as in the first.
-        What was told after the last action leaves the row, for no engine was given it. Every row is kept, and what was
-        sampled in it is trained: `trajectory.rows`. A chain that has answered, or was cut for want of room or of tokens
-        in its last turn, goes on; one without an action left has its end, by max_turns. Returns the new prompt.
-        Raises:  SettingsError while calls wait to be run or an action is half written.
+        All rows are kept, and their sampled tokens are trained (`trajectory.rows`). An observation after the last
+        action loses its token ids, because no engine saw them. A chain that has answered, or whose last turn was
+        truncated (stop "context_full" or "turn_tokens"), continues. If no action is left, the chain ends with stop
+        "max_turns" instead.
+
+        Args:
+            content: a string is appended to the last of the messages of the first prompt; messages replace the whole
+                prompt, including the system message. Both keep the tool schemas.
+            author: author of the new prompt.
+
+        Raises:
+            SettingsError: if tool calls have not run, or an action is unfinished.
         """
         self._check_not_busy("compact")
         self._check_open("compact")
         if not self._prepared:
             raise SettingsError("the first prompt is not whole before the agent's before_chain; await chain.prepare()")
-        if self._pending_calls() and self.stop not in ("context_full", "turn_tokens"):  # what was cut is never run
+        # Calls of a truncated action never run, so they may be left pending.
+        if self._pending_calls() and self.stop not in ("context_full", "turn_tokens"):
             raise SettingsError("the last action called tools that have not run; await chain.act(), or chain.observe()")
         if self.turn.kind == "forced" and not self.turn.messages:
             raise SettingsError("an action is half written (force with end=False); sample its rest, or chain.rewind()")
@@ -736,11 +797,16 @@ class Chain:
         return turn
 
     def rewind(self, to: Turn | int) -> Turn:
-        """Go back to an earlier turn (or its index in `chain.turns`); what came after it leaves this chain.
+        """Go back to an earlier turn and drop the turns after it from this chain.
 
-        An observation that had ended the chain comes back with the ids that the next action is told it by.
+        If that turn is an observation that ended the chain, it is encoded now, because an action can follow it.
 
-        Raises:  SettingsError if tools with a sandbox or state have run since: they cannot be taken back here.
+        Args:
+            to: the turn, or its index in `chain.turns`.
+
+        Raises:
+            SettingsError: if the turn is not on this chain's path, or if the chain holds a sandbox or tool state,
+                which cannot be rewound.
         """
         self._check_not_busy("rewind")
         self._check_open("rewind")
@@ -755,17 +821,21 @@ class Chain:
         self.turn = target
         self.stop, self.error, self._trajectory = None, None, None
         if target.kind in ("action", "forced") and target.messages:
-            # What a cut turn says is no answer, and its calls are not run.
+            # A truncated turn is not an answer, and its calls are not run.
             self.stop = "turn_tokens" if target.stop == "length" else None if target.tool_calls else "answered"
         elif target.kind == "observation" and target.ids == ():
-            self._append_observation(target)  # it ended the chain or its row, and so was told to nobody; now it will be
+            self._append_observation(target)  # it ended the chain or its row, so it was never encoded
         return self.turn
 
     @pending_call
     async def fork(self, *, same_seeds: bool = False) -> Chain:
-        """Another chain from here: the same turn objects, its own future, sandboxes forked or refused by name.
+        """Return a new chain that shares the turns so far and continues independently, in forks of the sandboxes.
 
-        same_seeds: sample as this chain would; otherwise the fork's seeds are its own.
+        Args:
+            same_seeds: sample with the seeds of this chain. Otherwise the fork has its own seeds.
+
+        Raises:
+            SandboxError: if a sandbox or the tools' state cannot be forked; the message names it.
         """
         with self._exclusive("fork"):
             self._check_open("fork")
@@ -781,14 +851,17 @@ class Chain:
             return twin
 
     def snapshot(self) -> Trajectory:
-        """The chain as it is now, unscored: for a TokenView, or to see what would be trained."""
+        """Return the chain so far as an unscored trajectory, to inspect its tokens and mask."""
         return self._make_trajectory(None, {}, self.error, self.stop or "cancelled")
 
-    # --- the end ---
+    # --- finishing ---
 
     @pending_call
     async def finish(self) -> Trajectory:
-        """Score it, give its sandboxes back, and return the trajectory. One that was not at its end is unscored."""
+        """Score the chain, release its sandboxes and return the trajectory.
+
+        A chain that has not ended is not scored; its stop reason becomes "cancelled".
+        """
         if self._trajectory is not None:
             return self._trajectory
         with self._exclusive("finish"):
@@ -816,7 +889,7 @@ class Chain:
         return self._trajectory
 
     def _add_turn_rewards(self, turn_rewards: Any) -> None:
-        """Put per-turn rewards on their turns; the path is made anew, because turns never change."""
+        """Add per-turn rewards to the turns. The path is rebuilt, because turns are immutable."""
         if not turn_rewards:
             return
         path = self.turns
@@ -830,7 +903,7 @@ class Chain:
 
     @pending_call
     async def close(self) -> None:
-        """Give up the chain: its sandboxes go back, nothing is scored. Twice is once."""
+        """Abandon the chain without scoring it, and release its sandboxes. Idempotent."""
         self._closed = True
         self.agent.engine.release(self._session)
         await self.context.close()
@@ -856,7 +929,10 @@ class Chain:
 
     @pending_call
     async def run(self) -> Trajectory:
-        """Step to the end and score. What goes wrong on our side is not raised: it ends the chain, unscored."""
+        """Run the chain to its end and score it.
+
+        Errors of the engine, the tools or the host are not raised: they end the chain unscored, with `error` set.
+        """
         state, detail = "cancelled", ""
         self._report("chain", "start", "waiting", self.actions, "", "")
         try:
@@ -866,7 +942,7 @@ class Chain:
             try:
                 if self.agent.after_chain is not None and not self.never_started:
                     await self._call_hook(self.agent.after_chain, self, trajectory)
-            except Exception as error:  # it only looks on: the chain stays as it was
+            except Exception as error:  # the trajectory is finished: an error of this hook does not change it
                 warn_or_log(f"after_chain raised {type(error).__name__}: {error}")
             return trajectory
         finally:
@@ -886,12 +962,13 @@ class Chain:
             if cancelling():
                 await self.close()
                 raise
-            self.error = Failure.from_exception("chain", error)  # nobody cancelled us: something that we awaited was
+            # Not a cancellation of this task: something that it awaited was cancelled.
+            self.error = Failure.from_exception("chain", error)
             self._end("error")
         except Exception as error:
             if limit.expired():
                 self._end(why)
-            else:  # also a TimeoutError of somebody else's, such as a server's: that is not the model's doing
+            else:  # includes a TimeoutError from elsewhere, such as a server: an error, not the chain's time limit
                 self.error = Failure.from_exception("engine" if isinstance(error, EngineError) else "chain", error)
                 self._end("error")
 
@@ -901,18 +978,18 @@ class Chain:
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and cancelling():
                 raise
-            # A pool that is closed under the chain, say: the chain stays as data.
+            # For example, a pool was closed while in use. The trajectory is kept, with the error.
             self.error = Failure.from_exception("chain", error)
             return self._make_trajectory(None, {}, self.error, "error")
 
     async def _advance(self) -> None:
-        """One step with the agent's hooks around it."""
+        """Run one step, including the agent's hooks."""
         agent = self.agent
         if not self._prepared:
             await self._prepare()
         if agent.before_turn is not None:
             await self._call_hook(agent.before_turn, self)
-        # A hook may have written the action itself: then there is nothing to sample.
+        # Do not sample if the hook has written the action itself.
         if self.stop is None and not self._pending_calls():
             with self._exclusive("sample"):
                 await self._sample()
@@ -929,7 +1006,10 @@ class Chain:
                     self._spawn(await self.fork())
 
     def _context_is_full(self) -> bool:
-        """A row that is full with its prompt alone does not count: compacting it again would never end."""
+        """Return True if the row is full and compacting it can help.
+
+        A row that the prompt alone fills is excluded, because compacting it would repeat forever.
+        """
         return self.stop == "context_full" and len(_turns_in_row(self.turn)) > 1
 
     @staticmethod
@@ -940,7 +1020,7 @@ class Chain:
         return await result if inspect.isawaitable(result) else result
 
     def _reporting(self, kind: str, state: str, turn: int, detail: str = "", call: str = "") -> _ReportScope:
-        """Report the start and, however it ends, the end."""
+        """Return a context manager that reports the start and, even after an error, the end."""
         return _ReportScope(self, kind, state, turn, detail, call)
 
     # --- guards ---
@@ -969,7 +1049,7 @@ class Chain:
 
 
 def _turns_in_row(turn: Turn) -> list[Turn]:
-    """The turns of its row, up to it."""
+    """Return the turns of the same row, up to and including `turn`."""
     found = [turn]
     while (before := found[-1].parent) is not None and before.row == turn.row:
         found.append(before)
@@ -981,7 +1061,7 @@ def _join_contents(messages: Sequence[Message]) -> str:
 
 
 class _ReportScope:
-    """`with` it: the start is reported, and however it ends, the end, with `detail` as it is then."""
+    """Context manager that reports the start and end of an event. Set `detail` inside the block to report it last."""
 
     __slots__ = ("_call", "_chain", "_kind", "_state", "_turn", "detail")
 
@@ -1004,7 +1084,7 @@ class _ReportScope:
 
 
 class _ExclusiveCall:
-    """Two calls on one chain at once would write one history twice."""
+    """Context manager that refuses concurrent calls on one chain, which would corrupt its history."""
 
     __slots__ = ("_call", "_chain")
 

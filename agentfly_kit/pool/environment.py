@@ -1,6 +1,7 @@
-"""What makes a class an environment: its `reset` takes a task. One is lent for an episode, and begun with the task.
+"""Recognizing environments and preparing their `reset`.
 
-Knows no pool, no tool and no chain: those who lend and those who lease ask here what they have before them.
+A sandbox class is an environment if its `reset` takes a task. A pool lends an environment for one episode, which starts
+by resetting it for the task.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from agentfly_kit.types import Task
 
 
 def is_environment(sandbox_type: type) -> bool:
-    """Whether `kind.reset` needs an argument, its task. A sandbox's `reset()` needs none."""
+    """Return True if the `reset` of the class requires an argument, the task. A sandbox's `reset()` takes none."""
     needed = [p for p in _parameters(getattr(sandbox_type, "reset", None)) if p.default is p.empty]
     return any(p.kind is p.POSITIONAL_OR_KEYWORD for p in needed)
 
 
 def _parameters(method: Any) -> list[inspect.Parameter]:
-    """Those behind `self`."""
+    """Return the parameters after `self`; none if the method has no signature."""
     if not callable(method):
         return []
     try:
@@ -29,17 +30,21 @@ def _parameters(method: Any) -> list[inspect.Parameter]:
 
 
 def environment_seed(task: Task) -> int:
-    """The task's own field `seed`, else one derived from its id.
+    """Return the task's field `seed` if it is an integer, or else a seed derived from the task's id.
 
-    It is the same for every chain of a task: chains of a group are compared with each other, so they begin alike. What
-    shall differ between chains is drawn from `context.seed`.
+    All chains of a task get the same seed, because chains of a group are compared and must start in the same state. Use
+    `context.seed` for randomness that differs between chains.
     """
     given = task.fields.get("seed")
     return given if isinstance(given, int) and not isinstance(given, bool) else seeds.derive(0, "environment", task.id)
 
 
 def reset_arguments(environment: Any, task: Task) -> dict[str, Any]:
-    """What its `reset` is given, by name: the task, and the seed where there is a second parameter or one named so."""
+    """Return the keyword arguments of `environment.reset`.
+
+    They are the task, as the first parameter, and the seed: as the parameter named `seed`, or else as the second
+    parameter, if there is one.
+    """
     names = [p.name for p in _parameters(getattr(type(environment), "reset", None))]
     first, *rest = names
     seed = "seed" if "seed" in rest else rest[0] if rest else None
@@ -47,6 +52,6 @@ def reset_arguments(environment: Any, task: Task) -> dict[str, Any]:
 
 
 def episode_is_done(environment: Any) -> bool:
-    """Its `done`, an attribute, a property or a method; False where it has none."""
+    """Return the environment's `done`, which may be an attribute, a property or a method; False if it has none."""
     done = getattr(environment, "done", False)
     return bool(done() if callable(done) else done)

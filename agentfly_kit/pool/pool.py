@@ -1,9 +1,9 @@
-"""A pool of sandboxes of one kind, lent to chains one lease at a time.
+"""`Pool`: sandboxes of one class, lent to chains.
 
-Every change of state is made by one synchronous method (state.py), under a lock and without waiting; what it
-says must be started, reset or closed happens outside it, in tasks of its own that the cancellation of a waiter does
-not reach. The shape is that of httpcore's connection pool. The pool knows nothing of chains, tools or rewards, and
-nothing of what is in a sandbox: a kind is any class with some of `start, run, reset, fork, alive, close`.
+Every change of state is made by one synchronous method (state.py), under a lock and without waiting. Sandboxes are
+started, reset and closed outside it, in separate tasks that the cancellation of a waiting caller does not affect. The
+design follows httpcore's connection pool. The pool is independent of chains, tools and rewards. A sandbox class is any
+class with some of the methods `start`, `run`, `reset`, `fork`, `alive` and `close`.
 """
 
 from __future__ import annotations
@@ -50,27 +50,34 @@ from .state import (
 S = TypeVar("S")
 _POOLS: weakref.WeakSet[Any] = weakref.WeakSet()
 _numbers = itertools.count(1)
-_CLOSE_SECONDS = 5.0  # then it is cancelled, and killed
-_CANCEL_GRACE_SECONDS = 1.0  # what goes on for so long after it was cancelled is waited for no more
+_CLOSE_SECONDS = 5.0  # time limit of a sandbox's `close`, which is then cancelled and the sandbox killed
+_CANCEL_GRACE_SECONDS = 1.0  # grace period after cancellation before a task is abandoned
 
 
 def register(pool: Any) -> int:
-    """From now on `pools()` has this one too, or one that is used like it. Gives its number."""
+    """Add a pool, or an object with the same interface, to `pools()`, and return its number."""
     _POOLS.add(pool)
     return next(_numbers)
 
 
 def pools() -> list[Any]:
-    """The pools that are alive and not closed, remote ones too, oldest first."""
+    """Return all existing pools that are not closed, including remote ones, oldest first."""
     return sorted((pool for pool in _POOLS if not pool.closed), key=lambda pool: pool.number)
 
 
-# --- what can be seen ----------------------------------------------------------------------------
+# --- snapshots, events and leases ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseInfo:
-    """Who holds a sandbox, since when (monotonic seconds) and in which turn, as far as the holder said."""
+    """A lease at one moment.
+
+    Attributes:
+        owner: Name of the holder.
+        sandbox: Number of the sandbox.
+        since: Start of the lease (monotonic seconds).
+        turn: The holder's current turn, or None if the holder has not set it.
+    """
 
     owner: str
     sandbox: int
@@ -80,7 +87,15 @@ class LeaseInfo:
 
 @dataclass(frozen=True, slots=True)
 class SandboxInfo:
-    """`uses` counts its leases, the present one too; `since` is when it came into this state (monotonic)."""
+    """A sandbox at one moment.
+
+    Attributes:
+        id: Number of the sandbox.
+        state: starting, idle, leased, resetting, closing.
+        owner: Name of the holder, if it is leased.
+        uses: Number of leases so far, including the current one.
+        since: When it entered this state (monotonic seconds).
+    """
 
     id: int
     state: SlotState
@@ -91,23 +106,24 @@ class SandboxInfo:
 
 @dataclass(frozen=True, slots=True)
 class PoolSnapshot:
-    """A pool at one moment.
+    """State of a pool at one moment.
 
     Attributes:
-        sandbox_type
-        isolation: The level in use; before the first start the one asked for; None: the best, or a kind without levels.
-        size
-        idle
-        starting: Being made ready: started, or reset after a lease.
-        leased
-        waiting
-        dead: Sandboxes that were found dead so far; all were replaced when they were needed.
-        closed
-        time: When this was (monotonic seconds).
-        leases: Longest first.
-        waiters: Owners, in the order in which they will be served.
-        sandboxes
-        error: Why the last start failed, until one succeeds.
+        sandbox_type: Name of the sandbox class.
+        isolation: Isolation level in use, or the requested one before the first start. None means the best available
+            level, or a sandbox class without levels.
+        size: Maximum number of sandboxes.
+        idle: Number of sandboxes ready to be leased.
+        starting: Number of sandboxes that are being started, or reset after a lease.
+        leased: Number of leased sandboxes.
+        waiting: Number of waiting requests.
+        dead: Number of sandboxes found dead so far. Each is replaced when another is needed.
+        closed: True after the pool was closed.
+        time: When the snapshot was taken (monotonic seconds).
+        leases: Current leases, oldest first.
+        waiters: Owners of the waiting requests, in the order in which they will be served.
+        sandboxes: All sandboxes.
+        error: Error of the last failed start; None after a successful one.
     """
 
     sandbox_type: str
@@ -128,7 +144,16 @@ class PoolSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class PoolEvent:
-    """One change of state. `sequence` counts from 1 without gaps; `time` is monotonic seconds."""
+    """One change of a pool's state.
+
+    Attributes:
+        sequence: Number of the event, counted from 1 without gaps.
+        kind: What changed.
+        sandbox: Number of the sandbox, or None if the event concerns a request or the whole pool.
+        owner: Name of the holder or requester, if there is one.
+        time: When it changed (monotonic seconds).
+        detail: Further information, such as the reason.
+    """
 
     sequence: int
     kind: Change
@@ -139,11 +164,20 @@ class PoolEvent:
 
 
 class Lease(Generic[S]):
-    """A sandbox in somebody's hands, until `await pool.release(lease)`. Set `turn` to show where its holder is."""
+    """A leased sandbox, held until `await pool.release(lease)`.
+
+    Attributes:
+        revoked: Reason why the pool ended the lease early, or "". The sandbox of a revoked lease is closed.
+        id: Number of the sandbox.
+        sandbox: The sandbox.
+        owner: Name of the holder.
+        since: Start of the lease (monotonic seconds).
+        released: True after the lease was released or revoked.
+        turn: The holder's current turn; set it to show the progress in snapshots and events.
+    """
 
     def __init__(self, pool: Pool[S], id: int, sandbox: S, owner: str) -> None:
         self._pool = pool
-        # Why the pool ended it under its holder; "" as long as it has not. `sandbox` is closed then.
         self.revoked = ""
         self.id = id
         self.sandbox = sandbox
@@ -167,7 +201,7 @@ class Lease(Generic[S]):
             self._pool._dispatch(TurnChanged(self.id, turn))
 
     async def release(self) -> None:
-        """The same as `pool.release(lease)`."""
+        """Release the lease; the same as `pool.release(lease)`."""
         await self._pool.release(self)
 
     def __del__(self) -> None:
@@ -181,7 +215,7 @@ class Lease(Generic[S]):
 
 
 class _Listener:
-    """A callback, and whether it has been complained about."""
+    """A subscribed callback, which is warned about at most once."""
 
     def __init__(self, callback: Callable[[PoolEvent], object]) -> None:
         self.callback = callback
@@ -200,7 +234,7 @@ class _Listener:
 def _warn(text: str) -> None:
     try:
         warnings.warn(text, stacklevel=3)
-    except Warning:  # where warnings are errors: they are the listener's or the kind's, not those of who holds a lease
+    except Warning:  # warnings are errors here; do not raise in the caller, who is not at fault
         logging.getLogger(__name__).exception(text)
 
 
@@ -209,41 +243,45 @@ def _warn(text: str) -> None:
 
 @dataclass(slots=True)
 class _Ticket:
-    """A waiter's place, and the loop to which its answer must be carried."""
+    """The future that a waiting request awaits, and its event loop."""
 
     future: asyncio.Future[int]
     loop: asyncio.AbstractEventLoop
 
 
 class Pool(Generic[S]):
-    """At most `size` sandboxes of one kind, started when they are first wanted and lent in the order of asking.
+    """Pool of up to `size` sandboxes of one class, which are started on demand.
 
-    Where several rollouts wait on one pool they take turns, one sandbox each, and within a rollout the first to come is
-    the first to be served.
+    Requests are served first come, first served. If several rollouts wait for one pool, they are served in turn, one
+    sandbox each.
+
+    `async with` is optional: the sandboxes are closed when the pool is garbage-collected or Python exits. A pool can be
+    used from several event loops, one after another.
 
     Args:
-        sandbox_type: a class whose objects have some of `async start()`, `async run(...)`, `async reset()`,
-            `async fork(into)`, `alive`, `async close()`, and `kill()` for the end of the process. Without `reset` a
-            sandbox is replaced after each lease; where `reset(task, seed)` takes a task the kind is an environment,
-            which the next chain resets for its own; its `cleanup()`, where it has one, is called when it is given back.
-        min_idle: keep this many ready beyond what is leased, once the first lease was asked for.
-        isolation, memory_mb, processes, cpu_seconds, disk_mb, network, and any other keyword: go to the kind; left out,
-            the kind's own default holds (see PythonSandbox). One that the kind does not take is refused here: a limit
-            is applied or refused, never only noted.
-        max_uses, max_age: close a sandbox and start another after so many leases or seconds, instead of resetting it;
-            `max_uses=1` never resets.
-        max_lease: seconds that anybody may hold one. Then it is taken from them: the sandbox is closed, what the holder
-            asks of it fails with LeaseRevoked, its chain is unscored, and the next in the queue gets another.
-        healthy: `healthy(sandbox)`, plain or async, after each reset: one for which it is false, or raises, is
-            replaced. A kind's own method `healthy()` is asked where this is not given.
-        max_starting: how many may be on their way up at once.
-        acquire_timeout: seconds that a lease is waited for when the one who waits says nothing else.
-        start_timeout: seconds that a sandbox may take to start, or to be reset. Then it is cancelled, and another takes
-            its place; for `close` it is 5 seconds, then `kill`. One that catches its cancellation and goes on is warned
-            about and left behind.
+        sandbox_type: a class with some of `async start()`, `async run(...)`, `async reset()`, `async fork(into)`,
+            `alive`, `async close()`, and `kill()`, which is used when the process exits. Without `reset`, a sandbox is
+            replaced after each lease. If `reset(task, seed)` takes a task, the class is an environment: the next chain
+            resets it for its task, and `cleanup()`, if defined, is called on release.
+        size: maximum number of sandboxes.
+        min_idle: number of idle sandboxes to keep ready, from the first request on.
+        isolation, memory_mb, processes, cpu_seconds, disk_mb, network, and any other keyword: passed to `sandbox_type`,
+            whose defaults apply to those left out (see PythonSandbox). A keyword that it does not accept raises
+            SettingsError, so that no limit is silently ignored.
+        max_uses, max_age: replace a sandbox after this many leases or seconds instead of resetting it. With
+            `max_uses=1` no sandbox is reset.
+        max_lease: maximum duration of a lease in seconds. After that the lease is revoked: the sandbox is closed, the
+            holder's next use of it raises LeaseRevoked, its chain is unscored, and the next request gets a new sandbox.
+        healthy: `healthy(sandbox)`, sync or async, called after each reset. If it returns false or raises, the sandbox
+            is replaced. By default the sandbox's own method `healthy()` is called, if defined.
+        max_starting: maximum number of sandboxes that start concurrently, or None for no limit.
+        acquire_timeout: default time to wait for a lease, in seconds.
+        start_timeout: time limit in seconds for starting or resetting a sandbox, which is then cancelled and replaced.
+            The limit for `close` is 5 seconds, followed by `kill`. A method that ignores its cancellation is abandoned
+            with a warning.
 
-    No `async with` is needed. A pool that is rebound, collected, or there when Python exits takes its sandboxes with
-    it. It may be used from one event loop after another.
+    Raises:
+        SettingsError: if a setting is invalid or not accepted by `sandbox_type`.
     """
 
     def __init__(
@@ -299,7 +337,7 @@ class Pool(Generic[S]):
         self.options = {name: value for name, value in given.items() if value is not None} | options
         self._check_options()
         self._sandboxes: dict[int, S] = {}
-        sandboxes = self._sandboxes  # not self: a pool must go when its last name goes, not at the next collection
+        sandboxes = self._sandboxes  # without a reference to self: no cycle, so an unused pool is freed immediately
         self._healthy = healthy
         self._state = PoolState(
             size, min_idle, alive=lambda slot: _is_alive(sandboxes.get(slot)), max_starting=max_starting,
@@ -308,12 +346,11 @@ class Pool(Generic[S]):
         self._lock = threading.Lock()
         self._dropped: deque[int] = deque()  # leases that were collected, not released
         self._leases: weakref.WeakValueDictionary[int, Lease[S]] = weakref.WeakValueDictionary()  # by slot
-        self._wakeup_timer: tuple[asyncio.AbstractEventLoop, float] | None = (
-            None  # where it rings when a lease is too old
-        )
+        # Event loop and time of the timer for the next lease that expires.
+        self._wakeup_timer: tuple[asyncio.AbstractEventLoop, float] | None = None
         self._tickets: dict[int, _Ticket] = {}
         self._next_ticket = itertools.count(1)
-        self._tasks: dict[asyncio.Task[None], int] = {}  # what is under way -> its slot
+        self._tasks: dict[asyncio.Task[None], int] = {}  # running start, reset or close -> its slot
         self._listeners: list[_Listener] = []
         self._events: deque[PoolEvent] = deque()
         self._sequence = 0
@@ -335,21 +372,23 @@ class Pool(Generic[S]):
                     f"Pool({self.name}, {name}={value!r}): {self.name} takes no {name}=; it takes {takes}"
                 )
 
-    # --- looking
+    # --- inspection
 
     @property
     def closed(self) -> bool:
+        """True after the pool was closed."""
         return self._state.closed
 
     @property
     def isolation(self) -> str | None:
+        """The isolation level in use; before the first start, the requested level or None."""
         for sandbox in list(self._sandboxes.values()):
             return cast("str | None", getattr(sandbox, "isolation", None))
         asked = self.options.get("isolation")
         return None if asked is None else str(asked)
 
     def snapshot(self) -> PoolSnapshot:
-        """Counts, leases and sandboxes at this moment. May be called from any thread."""
+        """Return the current counts, leases and sandboxes. Can be called from any thread."""
         with self._lock:
             state = self._state
             slots = list(state.slots.values())
@@ -387,13 +426,13 @@ class Pool(Generic[S]):
         return out + (f"<p>the last start failed: {_html.escape(s.error, 1000)}</p>" if s.error else "")
 
     def subscribe(self, callback: Callable[[PoolEvent], object]) -> Callable[[], None]:
-        """Call `callback` with every change from now on, in order; returns what ends that.
+        """Call `callback` with every further event, in order, and return a function that unsubscribes.
 
-        It is called between the pool's steps, in the thread that made the change, and must be quick. If it raises,
-        there is a warning, once, and the pool goes on.
+        The callback runs synchronously in the thread that made the change, without the pool's lock, and must be fast.
+        If it raises, the pool warns once and continues.
         """
         listener = _Listener(callback)
-        lock, listeners = self._lock, self._listeners  # not self: whoever can end it does not keep the pool
+        lock, listeners = self._lock, self._listeners  # not self, so that `unsubscribe` does not keep the pool alive
         with lock:
             listeners.append(listener)
 
@@ -403,13 +442,16 @@ class Pool(Generic[S]):
 
         return unsubscribe
 
-    # --- lending
+    # --- leasing
 
     @contextlib.asynccontextmanager
     async def lease(
         self, owner: str = "somebody", timeout: float | None = None, *, run: str = ""
     ) -> AsyncIterator[S]:  # fmt: skip
-        """`async with pool.lease(owner="me") as sandbox`: yours until the block ends. Errors as in `acquire`."""
+        """Async context manager that leases a sandbox: `async with pool.lease(owner="me") as sandbox`.
+
+        Arguments and errors are those of `acquire`.
+        """
         lease = await self.acquire(owner, timeout, run=run)
         try:
             yield lease.sandbox
@@ -417,11 +459,20 @@ class Pool(Generic[S]):
             await self.release(lease)
 
     async def acquire(self, owner: str = "somebody", timeout: float | None = None, *, run: str = "") -> Lease[S]:
-        """A sandbox to keep over many calls, until `release`. First come, first served among those of one `run`; runs
-        take turns.
+        """Wait for a sandbox and lease it until `release`.
 
-        Units:   timeout in seconds; None means the pool's `acquire_timeout`.
-        Raises:  PoolTimeout, which says who holds what; PoolClosed; SandboxError or IsolationError if none can start.
+        Args:
+            owner: name of the holder, shown in snapshots and error messages.
+            timeout: maximum time to wait; None means the pool's `acquire_timeout`.
+            run: name of the rollout. Runs are served in turn, and the requests of one run first come, first served.
+
+        Units:
+            timeout in seconds.
+
+        Raises:
+            PoolTimeout: if no sandbox becomes free in time. The message lists the holders.
+            PoolClosed: if the pool is closed.
+            SandboxError, IsolationError: if no sandbox can be started.
         """
         timeout = self.acquire_timeout if timeout is None else timeout
         loop = asyncio.get_running_loop()
@@ -435,12 +486,12 @@ class Pool(Generic[S]):
                     lease = Lease(self, slot, self._sandboxes[slot], owner)
                     self._leases[slot] = lease
                     break
-            # Between the grant and this line the pool was closed, which the next round says, or the sandbox was ended.
+            # After the grant the pool was closed or the sandbox died. Request again; a closed pool raises PoolClosed.
         self._schedule_wakeup(loop)
         return lease
 
     def _schedule_wakeup(self, loop: asyncio.AbstractEventLoop) -> None:
-        """See to it that somebody looks when the first lease is too old. In the loop's own thread."""
+        """Set a timer for the next lease that expires. Must be called in the thread of `loop`."""
         with self._lock:
             due = self._state.next_expiry
             if due == float("inf") or (
@@ -474,21 +525,29 @@ class Pool(Generic[S]):
                 raise PoolTimeout(self._timeout_message(timeout))
             slot = ticket.future.result()
         except GeneratorExit:
-            # Collected with its event loop, perhaps in the middle of a change of state in this very thread:
-            # `_forget_closed_loops` will find the ticket.
+            # Garbage-collected with its event loop, perhaps while this thread holds the lock. Do not dispatch;
+            # `_forget_closed_loops` will remove the ticket.
             raise
         except BaseException:
-            # Also when it was granted just now and never reached us: then it goes to the next in the queue.
+            # If the request was granted in the meantime, cancelling it passes the sandbox to the next one.
             self._tickets.pop(number, None)
             self._dispatch(Cancelled(number))
             if ticket.future.done() and not ticket.future.cancelled():
-                ticket.future.exception()  # seen, even if another exception was on its way
+                ticket.future.exception()  # mark as retrieved
             raise
         self._tickets.pop(number, None)
         return slot
 
     async def release(self, lease: Lease[S], *, reusable: bool = True) -> None:
-        """Give a sandbox back: it is reset, or replaced where that fails or `reusable` is False. Twice is once."""
+        """Release a lease. The sandbox is reset, or replaced if resetting fails. Idempotent.
+
+        Args:
+            lease: a lease of this pool.
+            reusable: False closes the sandbox instead of resetting it.
+
+        Raises:
+            SettingsError: if the lease belongs to another pool.
+        """
         if lease.pool is not self:
             raise SettingsError(f"{lease!r} is a lease of another pool")
         if lease.released:
@@ -506,10 +565,16 @@ class Pool(Generic[S]):
         await self._wait_for_tasks(lease.id, uses)
 
     def recycle(self, sandbox: int, *, close: bool = False) -> None:
-        """By hand: have the sandbox of this number reset, or closed. Who is working with it loses it, as with
-        `max_lease`, and another takes its place. May be called twice.
+        """Reset or close a sandbox interactively. Repeating the call is harmless.
 
-        Raises:  SettingsError if there is no such sandbox.
+        If the sandbox is leased, the lease is revoked as with `max_lease`, and the sandbox is closed and replaced.
+
+        Args:
+            sandbox: number of the sandbox.
+            close: close the sandbox instead of resetting it.
+
+        Raises:
+            SettingsError: if there is no such sandbox.
         """
         if sandbox not in self._state.slots:
             have = ", ".join(map(str, self._state.slots)) or "none"
@@ -517,10 +582,13 @@ class Pool(Generic[S]):
         self._dispatch(Recycle(sandbox, close))
 
     async def close(self) -> None:
-        """End every sandbox, the leased ones too, and refuse everybody who waits. Nothing is left when it returns."""
+        """Close the pool and all its sandboxes, including leased ones, and wait until they are closed.
+
+        Waiting requests raise PoolClosed.
+        """
         self._dispatch(CloseAll())
         await self._wait_for_tasks(None)
-        self._finalizer()  # what another, closed event loop was about to close
+        self._finalizer()  # kill sandboxes whose `close` was scheduled on an event loop that is closed now
 
     async def __aenter__(self) -> Self:
         return self
@@ -528,10 +596,13 @@ class Pool(Generic[S]):
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    # --- the one place where the state changes
+    # --- state changes
 
     def _dispatch(self, event: Event, *, may_start: bool = True) -> None:
-        """Tell the state what happened, and set going what it says is to be done. Never waits."""
+        """Apply an event to the state and start carrying out its effects. All state changes go through here.
+
+        Never waits.
+        """
         try:
             loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
@@ -596,7 +667,7 @@ class Pool(Generic[S]):
             return
         try:
             ticket.loop.call_soon_threadsafe(arrive)
-        except RuntimeError:  # its loop is closed: nobody will come for it
+        except RuntimeError:  # the waiter's event loop is closed, so the request is cancelled
             with self._lock:
                 self._tickets.pop(number, None)
             self._dispatch(Cancelled(number))
@@ -622,7 +693,7 @@ class Pool(Generic[S]):
                 continue
 
     def _forget_closed_loops(self) -> None:
-        """Waiters and work that belonged to an event loop which is no more. Nothing else would ever end them."""
+        """Cancel requests and kill sandboxes that wait for a closed event loop; nothing else would end them."""
         with self._lock:
             gone = [number for number, ticket in self._tickets.items() if ticket.loop.is_closed()]
             for number in gone:
@@ -635,7 +706,7 @@ class Pool(Generic[S]):
         for _, slot in stuck:
             self._kill_slot(slot)
 
-    # --- input and output, in tasks of their own
+    # --- starting, resetting and closing sandboxes, in separate tasks
 
     def _spawn(self, slot: int, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work, name=f"{self.name} {slot}")
@@ -644,15 +715,20 @@ class Pool(Generic[S]):
         task.add_done_callback(self._task_done)
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
-        """Work that ended by itself has reported. If it was cancelled its event loop is being torn down."""
+        """Remove a task. If it failed or was cancelled by the shutdown of its event loop, kill its sandbox."""
         with self._lock:
             slot = self._tasks.pop(task, None)
-            closing = slot in self._tasks.values()  # it was cancelled for that
+            closing = slot in self._tasks.values()  # `_close` cancelled the task and ends the sandbox
         if slot is not None and not closing and (task.cancelled() or task.exception() is not None):
             self._kill_slot(slot)
 
     async def _wait_for_tasks(self, slot: int | None, uses: int | None = None) -> None:
-        """Wait for the work on a slot (None: on all), until it is lent again; cancelling that cancels no work."""
+        """Wait for the tasks of a slot, or of all slots if None. Cancelling the wait does not cancel the tasks.
+
+        Args:
+            slot: number of the slot.
+            uses: stop waiting if the slot's number of uses differs, that is, if it has been lent again.
+        """
         loop = asyncio.get_running_loop()
         while True:
             with self._lock:
@@ -662,16 +738,16 @@ class Pool(Generic[S]):
                 tasks = [t for t, s in self._tasks.items() if slot in (None, s) and t.get_loop() is loop]
             if not tasks:
                 return
-            # Each ends itself in time, unless the kind does not let itself be cancelled.
+            # Every task has its own time limit, so it ends in time unless the sandbox class ignores cancellation.
             _, stuck = await asyncio.wait(
                 tasks, timeout=self.start_timeout + 2 * (_CLOSE_SECONDS + _CANCEL_GRACE_SECONDS)
             )
-            await asyncio.sleep(0)  # their done callbacks
+            await asyncio.sleep(0)  # let the done callbacks run
             for stuck_slot in self._abandon_tasks(stuck):
                 self._kill_slot(stuck_slot)
 
     def _abandon_tasks(self, stuck: set[asyncio.Task[None]]) -> list[int]:
-        """Wait no more for work that went on when it was cancelled; the slots that it was for."""
+        """Stop waiting for tasks that ignored their cancellation, warn about them, and return their slots."""
         with self._lock:
             slots = [self._tasks.pop(task) for task in stuck if task in self._tasks]
         if stuck:
@@ -698,7 +774,7 @@ class Pool(Generic[S]):
             self._dispatch(StartFailed(slot, reason, permanent))
         else:
             if self._sandboxes.get(slot) is not sandbox:
-                await self._close_or_kill(sandbox)  # given up meanwhile, it has come up after all
+                await self._close_or_kill(sandbox)  # the slot was closed or killed in the meantime
             self._dispatch(Started(slot))
 
     async def _is_healthy(self, sandbox: S) -> bool:
@@ -713,8 +789,8 @@ class Pool(Generic[S]):
                 sandbox = self._sandboxes[slot]
                 if not is_environment(self.sandbox_type):
                     await _call(sandbox, "reset")
-                elif inspect.ismethod(getattr(sandbox, "cleanup", None)):  # a tool of that name is none
-                    await _call(sandbox, "cleanup")  # it is reset for the task of whoever gets it next
+                elif inspect.ismethod(getattr(sandbox, "cleanup", None)):  # a method, not a tool of that name
+                    await _call(sandbox, "cleanup")  # the next holder resets it for its task
                 if not await self._is_healthy(sandbox):
                     self._dispatch(Died(slot, "its health check failed"))
                     return
@@ -729,7 +805,7 @@ class Pool(Generic[S]):
         me = asyncio.current_task()
         with self._lock:
             others = [task for task, its in self._tasks.items() if its == slot and task is not me]
-        for task in others:  # a start or a reset that is not wanted any more
+        for task in others:  # a start or reset that is no longer needed
             task.cancel()
         if others:
             _, stuck = await asyncio.wait(others, timeout=_CLOSE_SECONDS)
@@ -743,7 +819,7 @@ class Pool(Generic[S]):
         self._dispatch(Closed(slot))
 
     async def _close_or_kill(self, sandbox: S) -> None:
-        """Have it close itself, and kill it if it fails or takes long; its error would help nobody."""
+        """Close a sandbox, and kill it if `close` fails or exceeds its time limit. Errors are ignored."""
         closing = asyncio.ensure_future(_call(sandbox, "close"))
         try:
             await asyncio.wait([closing], timeout=_CLOSE_SECONDS)
@@ -760,7 +836,7 @@ class Pool(Generic[S]):
                 await _call(sandbox, "kill")
 
     def _kill_slot(self, slot: int) -> None:
-        """End a sandbox at once, without an event loop or while one is torn down: nothing may be started then."""
+        """Kill a sandbox immediately, for use without an event loop or during its shutdown. Starts no task."""
         with self._lock:
             sandbox = self._sandboxes.pop(slot, None)
         if sandbox is not None:
@@ -768,9 +844,13 @@ class Pool(Generic[S]):
         self._dispatch(Closed(slot), may_start=False)
 
     def _on_lease_collected(self, lease: Lease[S]) -> None:
-        """A lease was collected and never released. This may be called in the middle of anything in this thread."""
+        """Kill the sandbox of a lease that was garbage-collected without a release.
+
+        The collector may call this at any point, even while this thread holds the lock. If the lock is held, the
+        sandbox is killed later.
+        """
         if lease.id not in self._state.slots:
-            return  # the pool was closed, and took it
+            return  # the pool was closed and has removed it
         self._dropped.append(lease.id)
         if self._lock.acquire(blocking=False):
             self._lock.release()
@@ -781,10 +861,10 @@ class Pool(Generic[S]):
         while self._dropped:
             self._kill_slot(self._dropped.popleft())
 
-    # --- telling
+    # --- notification
 
     def _notify(self) -> None:
-        """Call the listeners, one event at a time, in order, whoever changed the state; no lock is held meanwhile."""
+        """Deliver queued events to the listeners, one at a time and in order, without holding the lock."""
         with self._lock:
             if self._notifying:
                 return
@@ -799,7 +879,7 @@ class Pool(Generic[S]):
             try:
                 for listener in listeners:
                     listener.notify(event, self.name)
-            except BaseException:  # an interrupt, which may arrive anywhere: whoever changes something next goes on
+            except BaseException:  # such as KeyboardInterrupt; the next change resumes
                 self._notifying = False
                 raise
 
@@ -832,9 +912,11 @@ async def _maybe_await(value: Any) -> Any:
 
 
 async def _call(sandbox: object, method: str) -> None:
-    """Call a method that a kind may leave out, and may write without async.
+    """Call an optional method of a sandbox, which may be sync or async.
 
-    Raises:  SandboxError for an exit or a cancellation of its own making: they would end more than this sandbox.
+    Raises:
+        SandboxError: if the method raises SystemExit, or CancelledError without having been cancelled. These would
+            otherwise end the process or the calling task.
     """
     bound = getattr(sandbox, method, None)
     if not callable(bound):
@@ -857,11 +939,11 @@ def _is_alive(sandbox: object) -> bool:
         alive = getattr(sandbox, "alive", True)
         return bool(alive() if callable(alive) else alive)
     except Exception:
-        return False  # one that cannot say so
+        return False  # a sandbox whose `alive` raises is treated as dead
 
 
 def _kill(sandbox: object) -> None:
-    """End a sandbox without an event loop: its `kill()`, or its `close()` on a thread with a loop of its own."""
+    """Kill a sandbox without an event loop: call its `kill()`, or else run its `close()` in a separate thread."""
     kill = getattr(sandbox, "kill", None)
     if callable(kill):
         with contextlib.suppress(Exception):
@@ -879,6 +961,6 @@ def _close_in_thread(sandbox: object) -> None:
 
 
 def _kill_all(sandboxes: dict[int, Any]) -> None:
-    """The pool is gone, or Python is about to be."""
+    """Kill all sandboxes, when their pool is closed or garbage-collected, or Python exits."""
     while sandboxes:
         _kill(sandboxes.popitem()[1])

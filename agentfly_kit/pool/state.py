@@ -1,11 +1,11 @@
-"""The pool's state and its one method that changes it. Pure: no clock, no event loop, no input or output.
+"""State machine of a pool. It is pure: it uses no clock, no event loop and no I/O.
 
-`PoolState.handle(event, now)` takes what happened and returns what must be done about it: which sandboxes to start,
-reset or close, and which waiters have got one or are refused. Whoever does those things reports back with the next
-event.
+`PoolState.handle(event, now)` applies an event and returns its effects: which sandboxes to start, reset or close, and
+which waiters are granted a sandbox or refused. The pool carries out the effects and reports the outcome as further
+events.
 
-A slot is `starting -> idle <-> leased -> resetting -> idle`, and from anywhere `-> closing -> gone`. A slot that is
-closing still counts against the size: there are never more than `size` sandboxes, not even for a moment.
+A slot goes `starting -> idle <-> leased -> resetting -> idle`, and from any state `-> closing -> removed`. A closing
+slot still counts towards the size, so there are never more than `size` sandboxes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Change = Literal[
 ]  # fmt: skip
 
 
-# --- what may happen -----------------------------------------------------------------------------
+# --- events --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """Somebody wants a sandbox.
+    """A sandbox is requested.
 
     Attributes:
-        ticket
-        owner
-        run: Whose turn it is goes round the runs.
+        ticket: Number of the request.
+        owner: Name of the requester.
+        run: Name of its rollout. Waiting runs are served in turn.
     """
 
     ticket: int
@@ -41,24 +41,26 @@ class Requested:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """That somebody does not want it any more: cancelled, or its time is up. Maybe it had been granted already."""
+    """A request was cancelled or timed out. It may have been granted already."""
 
     ticket: int
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
+    """A sandbox has started."""
+
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class StartFailed:
-    """Starting a sandbox failed.
+    """A sandbox failed to start.
 
     Attributes:
-        slot
-        error
-        permanent: Trying again cannot help.
+        slot: Number of the slot.
+        error: The error.
+        permanent: True if another attempt would fail in the same way.
     """
 
     slot: int
@@ -68,7 +70,7 @@ class StartFailed:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A lease has ended. Not reusable: close it."""
+    """A lease was released. The sandbox is closed if it is not `reusable`."""
 
     slot: int
     reusable: bool = True
@@ -76,14 +78,14 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """It is as good as new."""
+    """A sandbox was reset and can be lent again."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """It was found dead, or could not be reset; or its start was given up."""
+    """A sandbox was found dead, could not be reset, or failed its health check."""
 
     slot: int
     why: str = ""
@@ -91,14 +93,14 @@ class Died:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """It is gone: closed as it was told, or ended on the spot."""
+    """A sandbox no longer exists: it was closed as requested, or killed."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class TurnChanged:
-    """The holder says where it is."""
+    """The holder of a lease has set its turn."""
 
     slot: int
     turn: object
@@ -106,7 +108,7 @@ class TurnChanged:
 
 @dataclass(frozen=True, slots=True)
 class Recycle:
-    """A person wants it reset, or closed. A holder that works loses it, and it is closed either way."""
+    """A user requests that a sandbox be reset or closed. A leased one is revoked and closed in either case."""
 
     slot: int
     close: bool = False
@@ -114,12 +116,12 @@ class Recycle:
 
 @dataclass(frozen=True, slots=True)
 class Wakeup:
-    """Nothing happened; look again."""
+    """Nothing has happened; check for expired leases and waiting requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class CloseAll:
-    """The pool ends."""
+    """The pool is closed."""
 
 
 Event = (
@@ -138,12 +140,12 @@ Event = (
 )
 
 
-# --- what is to be done, and what is told --------------------------------------------------------
+# --- slots, waiters and effects ------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Slot:
-    """One sandbox, or the place of one that is coming or going."""
+    """State of one sandbox, including one that is being started or closed."""
 
     id: int
     state: SlotState
@@ -157,37 +159,41 @@ class Slot:
 
 @dataclass(slots=True)
 class Effects:
-    """What the caller of `handle` must do now, and what changed, in order."""
+    """What the caller of `handle` must do, and the changes to report, in order."""
 
     start: list[int] = field(default_factory=list)
     reset: list[int] = field(default_factory=list)
     close: list[int] = field(default_factory=list)
     grant: list[tuple[int, int]] = field(default_factory=list)  # (ticket, slot)
-    revoked: dict[int, str] = field(default_factory=dict)  # slots whose holder has lost them -> why
+    revoked: dict[int, str] = field(default_factory=dict)  # slot whose lease was revoked -> reason
     refuse: list[tuple[int, BaseException | None]] = field(default_factory=list)  # (ticket, last error; None: closed)
-    changes: list[tuple[Change, int | None, str | None, str]] = field(default_factory=list)  # what, slot, owner, detail
+    # (change, slot, owner, detail)
+    changes: list[tuple[Change, int | None, str | None, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
+    """A request that waits for a sandbox."""
+
     owner: str
     since: float
     run: str
 
 
 class PoolState:
-    """See the module. `alive` is asked before a sandbox is handed out.
+    """State of a pool; see the module docstring. `alive(slot)` is called before a sandbox is granted.
 
-    Order: the runs that wait take turns, and within a run the first to come is the first to be served.
+    Order: waiting runs are served in turn, and the requests of one run first come, first served.
 
-    Wear: a sandbox that has been lent `max_uses` times, or is `max_age` seconds old, is closed instead of lent again.
+    Retirement: a sandbox that has been lent `max_uses` times, or is `max_age` seconds old, is closed instead of being
+    lent again.
 
-    Age of a lease: who has held a sandbox for `max_lease` seconds loses it, and it is closed, for whatever runs in it
-    may go on.
+    Expiry: a lease held for `max_lease` seconds is revoked. Its sandbox is closed, because code may still run in it.
 
-    The breaker: after `max_failures` starts in a row have failed, and while nothing else could serve them, waiters are
-    refused with the last error; so is everybody who comes within the pause, which doubles with each further failure.
-    After any failure one start at a time is tried; else at most `max_starting` at once.
+    Circuit breaker: after `max_failures` consecutive failed starts, or one permanent failure, no sandbox is started for
+    `backoff` seconds, doubled with each further failure up to `max_backoff`. Meanwhile, if there is no other sandbox to
+    serve them, requests are refused with the last error. After any failure, sandboxes are started one at a time until a
+    start succeeds; otherwise at most `max_starting` start concurrently.
     """
 
     def __init__(
@@ -200,7 +206,7 @@ class PoolState:
         self.slots: dict[int, Slot] = {}
         self.waiters: dict[int, Waiter] = {}  # ticket -> waiter, in order of arrival
         self._queues: dict[str, dict[int, None]] = {}  # run -> its tickets, in order of arrival
-        self._served: dict[str, int] = {}  # run -> when it was served last, counted in grants
+        self._served: dict[str, int] = {}  # run -> number of the last grant to it
         self._grants = 0
         self.closed = False
         self.failures = 0
@@ -211,18 +217,24 @@ class PoolState:
         self._max_failures, self._backoff, self._max_backoff = max_failures, backoff, max_backoff
         self._max_starting, self._max_uses, self._max_age = max_starting, max_uses, max_age
         self._max_lease = max_lease
-        # No lease is too old before this, in the seconds of `now`.
+        # Time, on the clock of `now`, before which no lease can expire.
         self.next_expiry = float("inf")
         self._next = 1
         self._was_used = False
 
     def count(self, *states: SlotState) -> int:
+        """Return the number of slots in any of these states."""
         return sum(slot.state in states for slot in self.slots.values())
 
     def handle(self, event: Event, now: float, may_start: bool = True) -> Effects:
-        """Take one event, then hand out what is free and start what is wanted.
+        """Apply one event, then grant idle sandboxes and start missing ones, and return the effects.
 
-        An event about a slot that is gone, or in another state by now, is late news and changes nothing.
+        An event that does not fit the current state of its slot, or whose slot was removed, is outdated and ignored.
+
+        Args:
+            event: the event.
+            now: current time in seconds, on a monotonic clock.
+            may_start: False if nothing can be started, for example without an event loop. Leases then do not expire.
         """
         effects = Effects()
         slot = self.slots.get(getattr(event, "slot", 0))
@@ -279,7 +291,7 @@ class PoolState:
         return effects
 
     def order(self) -> list[int]:
-        """The tickets that wait, in the order in which they would be served now."""
+        """Return the waiting tickets in the order in which they would be served."""
         queues = {run: list(tickets) for run, tickets in self._queues.items()}
         served, grants, found = dict(self._served), self._grants, []
         while queues:
@@ -316,7 +328,7 @@ class PoolState:
             self._move(slot, "resetting", now, effects, "reset by hand")
 
     def _end(self, slot: Slot, change: Change, why: str, now: float, effects: Effects) -> None:
-        """Take it from a holder that may be in the middle of a call: it is never anybody else's again."""
+        """Revoke a lease and close its sandbox, which cannot be lent again because a call may still use it."""
         effects.revoked[slot.id] = why
         effects.changes.append((change, slot.id, slot.owner, why))
         self._move(slot, "closing", now, effects)
@@ -348,7 +360,7 @@ class PoolState:
             if slot.ticket == ticket and slot.state == "leased":
                 effects.changes.append(("gave up", slot.id, slot.owner, ""))
                 slot.uses -= 1
-                self._move(slot, "idle", now, effects)  # nobody has touched it
+                self._move(slot, "idle", now, effects)  # not used yet, so no reset is needed
                 return
 
     def _start_failed(self, slot: Slot, error: BaseException, permanent: bool, now: float, effects: Effects) -> None:
@@ -385,7 +397,7 @@ class PoolState:
             assert waiter is not None
             self._grants += 1
             self._served[run] = self._grants
-            if len(self._served) > 1000:  # runs that are long over
+            if len(self._served) > 1000:  # forget runs that have no waiting requests
                 self._served = {run: stamp for run, stamp in self._served.items() if run in self._queues}
             slot.owner, slot.ticket = waiter.owner, ticket
             slot.uses += 1

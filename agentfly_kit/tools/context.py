@@ -1,7 +1,7 @@
-"""What a tool or a reward is handed: the task, the chain's place, its own state, and the sandboxes it holds.
+"""`Context`: what tools and rewards can access of their chain (task, turn, state and sandboxes), and its injection.
 
-Pools belong to the agent, and the chain closes its context; only `temporary_context`, for one call in a cell, makes its
-own.
+Pools belong to the agent, and a chain closes its context. Only `temporary_context`, used for single calls, creates and
+closes pools itself.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ class _Marker:
 _FROM_TASK = _Marker("from the task")
 _FROM_POOL = _Marker("from a pool")
 
-# `facts: FromTask[dict]`: the task's field of that name, hidden from the model.
+# `facts: FromTask[dict]` injects the task's field of that name. The model does not see the parameter.
 FromTask: TypeAlias = Annotated[T, _FROM_TASK]
 
-# `browser: FromPool[Browser]`: a lease from the pool of that kind, for a class that does not look like a sandbox.
+# `browser: FromPool[Browser]` injects a sandbox from the pool of that class. It is needed only for a class that is not
+# recognized as a sandbox because it lacks `run` or `close`.
 FromPool: TypeAlias = Annotated[T, _FROM_POOL]
 
 
@@ -53,7 +54,7 @@ class _Lease(Protocol):
 
 
 class PoolLike(Protocol):
-    """What a context needs of `Pool`."""
+    """Protocol of the pools of a context: the part of `Pool` that it uses."""
 
     @property
     def sandbox_type(self) -> type: ...
@@ -63,11 +64,11 @@ class PoolLike(Protocol):
 
 @dataclass(frozen=True)
 class Injection:
-    """What is handed to a parameter that the model does not see.
+    """Source of the value of a parameter that the model does not see.
 
     Attributes:
-        source
-        sandbox_type: The sandbox class.
+        source: "sandbox", "context" or "field" (a field of the task).
+        sandbox_type: The sandbox class, if `source` is "sandbox".
     """
 
     source: Literal["sandbox", "context", "field"]
@@ -75,7 +76,7 @@ class Injection:
 
 
 def injection(annotation: Any) -> Injection | None:
-    """What this annotation asks for; None if it is an ordinary argument."""
+    """Return the injection that an annotation requests, or None for an argument that the model gives."""
     if typing.get_origin(annotation) is Annotated:
         if _FROM_TASK in annotation.__metadata__:
             return Injection("field")
@@ -92,7 +93,7 @@ def injection(annotation: Any) -> Injection | None:
 
 
 def copy_or_share(value: Any) -> Any:
-    """A copy that a tool may change without changing its siblings' task; what cannot be copied is shared."""
+    """Return a deep copy, so that changes do not affect other chains of the task. Uncopyable values are shared."""
     try:
         return copy.deepcopy(value)
     except Exception:
@@ -100,7 +101,7 @@ def copy_or_share(value: Any) -> Any:
 
 
 class Fields(Mapping[str, Any]):
-    """A chain's own copy of its task's fields, each made at the first look: changes stay within the chain."""
+    """A chain's own copy of the fields of its task. Each field is copied on first access."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = fields
@@ -122,7 +123,10 @@ class Fields(Mapping[str, Any]):
 
 
 class Context:
-    """One chain's surroundings, for its tools and its rewards. Belongs to one event loop, from the first lease on."""
+    """The task, state and sandboxes of one chain, for its tools and rewards.
+
+    A context is bound to one event loop from its first lease on.
+    """
 
     def __init__(
         self,
@@ -136,19 +140,26 @@ class Context:
         concurrency: ConcurrencyLimits = ConcurrencyLimits(),  # noqa: B008 - it never changes
         run: str = "",
     ) -> None:
-        """`timeout` is how long a lease is waited for, in seconds; None leaves it to the pool. `concurrency`: how many
-        tools and rewards may run at once. `run`: of which rollout the chain is one; rollouts on one pool take turns.
+        """Create the context of a chain.
 
-        The chain moves `turn` and `seed` as it goes.
+        Args:
+            task: task of the chain.
+            trajectory_id: id of the chain's trajectory; the task's id by default.
+            turn: current turn. The chain updates it.
+            seed: seed of the current turn. The chain updates it.
+            pools: pools that lend the sandboxes.
+            timeout: maximum time to wait for a lease in seconds; None uses the pool's `acquire_timeout`.
+            concurrency: limits on concurrent tools and rewards.
+            run: name of the rollout that the chain belongs to. A pool serves rollouts in turn.
         """
         self.task = task
         self.fields = Fields(task.fields)
         self.trajectory_id = trajectory_id or task.id
         self.turn = turn
         self.seed = seed
-        # The tools' own: whatever they keep between the turns of this chain. It ends with the chain.
+        # Free for tools to keep data in between the turns of this chain.
         self.state: dict[str, Any] = {}
-        # What the `reset` of each environment that the chain holds said, by kind.
+        # Return value of each environment's `reset`, by environment class.
         self.reset_results: dict[type, Any] = {}
         self.pools = tuple(pools)
         self.timeout = timeout
@@ -159,9 +170,14 @@ class Context:
         self._closing: asyncio.Future[None] | None = None
 
     async def sandbox(self, sandbox_type: type[S]) -> S:
-        """The chain's sandbox of this kind: leased at the first request, the same one until the context is closed.
+        """Return the chain's sandbox of this class. It is leased on first use and kept until the context is closed.
 
-        Raises:  SettingsError where no pool has the kind; what the pool raises (PoolTimeout, PoolClosed, SandboxError).
+        Raises:
+            SettingsError: if not exactly one pool matches the class; see `pool`.
+            SandboxError: if the context is closed, no sandbox can be started, or resetting an environment fails.
+            PoolTimeout: if no sandbox becomes free in time.
+            PoolClosed: if the pool is closed.
+            LeaseRevoked: if the pool has revoked the lease.
         """
         pool = self.pool(sandbox_type)
         if self._closing is not None:
@@ -171,16 +187,16 @@ class Context:
         if id(pool) not in self._leases:
             self._leases[id(pool)] = (pool, asyncio.ensure_future(self._acquire(pool)))
         acquiring = self._leases[id(pool)][1]
-        # Waited for from outside: a call that is cancelled must not take the lease from the calls that wait beside it.
+        # Wait without awaiting the task itself, so that cancelling one call does not cancel the lease for other calls.
         await asyncio.wait([acquiring])
         if acquiring.cancelled():
             raise SandboxError(f"the chain {self.trajectory_id!r} ended while it waited for a {sandbox_type.__name__}")
         if acquiring.exception() is not None and self._leases.get(id(pool)) == (pool, acquiring):
-            del self._leases[id(pool)]  # the next request may have more luck
+            del self._leases[id(pool)]  # let the next request try again
         lease = acquiring.result()
         self._check_revoked(sandbox_type, lease)
         if lease.turn != self.turn:
-            lease.turn = self.turn  # for whoever looks at the pool: who holds it, and how far they are
+            lease.turn = self.turn  # shown in the pool's snapshot
         return typing.cast(S, lease.sandbox)
 
     async def _acquire(self, pool: PoolLike) -> _Lease:
@@ -197,7 +213,7 @@ class Context:
         return lease
 
     async def _reset_environment(self, sandbox_type: type, environment: Any) -> None:
-        """Its episode starts: it is reset for the task."""
+        """Start an episode by resetting the environment for the task."""
         given = environments.reset_arguments(environment, self.task)
         outcome = await functions.call_user_function(
             environment.reset, given, timeout=self.timeout, convert=lambda value: value
@@ -215,14 +231,21 @@ class Context:
 
     @asynccontextmanager
     async def using(self, sandbox_type: type[S]) -> AsyncIterator[S]:
-        """The sandbox for the length of one call: calls of one turn that share it run in the order written."""
+        """Async context manager that gives exclusive use of the sandbox for one call.
+
+        Calls of one turn that share a sandbox run one after another, in the order in which the model wrote them.
+        """
         lock = self._locks.setdefault(id(self.pool(sandbox_type)), asyncio.Lock())
         async with lock:
             yield await self.sandbox(sandbox_type)
-            self.check()  # what a call said whose sandbox was taken from under it is nothing to go by
+            self.check()  # discard the result if the sandbox was revoked during the call
 
     def check(self) -> None:
-        """Raises LeaseRevoked if a pool has taken a sandbox from this chain, and why."""
+        """Check that no lease of this chain was revoked.
+
+        Raises:
+            LeaseRevoked: if a pool has revoked one; the message names the reason.
+        """
         for pool, lease in self._leases.values():
             if _is_held(lease):
                 self._check_revoked(pool.sandbox_type, lease.result())
@@ -234,7 +257,11 @@ class Context:
             )
 
     def pool(self, sandbox_type: type) -> PoolLike:
-        """The pool whose sandboxes are of this kind: the very class first, else a class derived from it."""
+        """Return the pool of this sandbox class, or else the pool of a subclass.
+
+        Raises:
+            SettingsError: if no pool or several pools match.
+        """
         exact = [pool for pool in self.pools if pool.sandbox_type is sandbox_type]
         for found in (exact, [pool for pool in self.pools if issubclass(pool.sandbox_type, sandbox_type)]):
             if len(found) > 1:
@@ -249,13 +276,17 @@ class Context:
 
     @property
     def held(self) -> dict[type, Any]:
-        """The sandboxes that the chain holds now, by kind."""
+        """The sandboxes that the chain holds, by class."""
         return {pool.sandbox_type: lease.result().sandbox for pool, lease in self._leases.values() if _is_held(lease)}
 
     async def fork(self, trajectory_id: str) -> Context:
-        """A second context in the same state: copies of `state` and `fields`, and forks of the sandboxes held.
+        """Return a context in the same state, with copies of `state` and `fields` and forks of the held sandboxes.
 
-        Raises:  SandboxError naming a kind that cannot fork; then nothing is leased.
+        Args:
+            trajectory_id: id of the new chain's trajectory.
+
+        Raises:
+            SandboxError: if a held sandbox has no `fork`, or `state` cannot be copied; then nothing is leased.
         """
         for sandbox_type, sandbox in self.held.items():
             if not callable(getattr(sandbox, "fork", None)):
@@ -294,13 +325,13 @@ class Context:
         return twin
 
     async def close(self) -> None:
-        """Give every lease back; a second call waits for the first. A cancelled caller is cancelled after that."""
+        """Release every lease. A second call waits for the first. If cancelled, finish before raising."""
         if self._closing is None and not self._leases:
             self._closing = asyncio.get_running_loop().create_future()
             self._closing.set_result(None)
             return
         cancelled: asyncio.CancelledError | None = None
-        # Once more if that task was itself cancelled before it had begun, as all are at the end of an event loop.
+        # Try again if the closing task was cancelled before it began, as happens when an event loop shuts down.
         while True:
             if self._closing is None or (self._closing.cancelled() and self._leases):
                 self._closing = asyncio.ensure_future(self._release_all())
@@ -318,9 +349,9 @@ class Context:
     async def _release_all(self) -> None:
         failed: list[BaseException] = []
         for pool, acquiring in self._leases.values():
-            acquiring.cancel()  # does nothing to one that has its lease
+            acquiring.cancel()  # no effect if the lease was already acquired
             try:
-                # Also when this very task is cancelled, as all are at the end of an event loop.
+                # `wait_all` completes even if this task is cancelled, as happens when an event loop shuts down.
                 await wait_all([acquiring])
             except asyncio.CancelledError as error:
                 failed.append(error)
@@ -328,7 +359,7 @@ class Context:
                 continue
             try:
                 await pool.release(acquiring.result())
-            except (Exception, asyncio.CancelledError) as error:  # the other leases must go back too
+            except (Exception, asyncio.CancelledError) as error:  # release the other leases first
                 failed.append(error)
         self._leases.clear()
         if failed:
@@ -351,7 +382,7 @@ def _is_held(lease: asyncio.Task[_Lease]) -> bool:
 
 
 class SingleSandboxPool:
-    """A pool of the one sandbox that somebody holds already: lent as often as it is asked for, never given back."""
+    """A pool that lends one existing sandbox any number of times and leaves closing it to the caller."""
 
     def __init__(self, sandbox_type: type, sandbox: Any) -> None:
         self.sandbox_type = sandbox_type
@@ -368,7 +399,7 @@ class SingleSandboxPool:
 async def temporary_context(
     task: Task, sandbox_types: Sequence[type], pools: Sequence[PoolLike]
 ) -> AsyncIterator[Context]:
-    """A context for one call, with a pool of its own for each kind that no pool gives."""
+    """Create a context for a single call, with a temporary pool for each sandbox class that `pools` lack."""
     own: list[Any] = []
     for sandbox_type in sandbox_types:
         if not any(issubclass(pool.sandbox_type, sandbox_type) for pool in pools):
