@@ -234,7 +234,7 @@ class TrainView(ChainsView, LiveView):
         self._show()
 
     def refresh(self) -> None:
-        """Read the records again and send them."""
+        """Re-read the records and send them."""
         for each in self._sources:
             each.read()
         self._show()
