@@ -1,4 +1,4 @@
-"""Small agents that several test files share: on the shipped policy, on written texts, and random tiny models."""
+"""Agents shared by several test files: on the shipped policy, on scripted texts, and on random tiny models."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ def exact(final: str | None, answer: str) -> float:
 
 
 def tasks(count: int = 4, seed: int = 0) -> list[Task]:
-    """Calculator questions with their answers."""
+    """Return calculator tasks with their answers."""
     rows = tiny.tasks(train=count, test=1, seed=seed)["train"]
     return [Task(row["id"], ({"role": "user", "content": row["question"]},), {"answer": row["answer"]}) for row in rows]
 
 
 def assert_same_gradient(got: torch.Tensor, wanted: torch.Tensor, message: str = "") -> None:
-    """Compare two float32 gradients that are the same sum in exact arithmetic, added up in different orders.
+    """Compare two float32 gradients that are equal in exact arithmetic but were summed in different orders.
 
     An element of a gradient is a sum of products over tokens and over the widths of the layers above it, some 10,000
     terms in these tests, and the terms may cancel. Its rounding error is therefore of the order of eps * sqrt(10,000)
-    relative to the largest gradients, not to the element itself: the error is compared with the whole gradient's norm.
+    relative to the largest gradients, not to the element itself, so the error is compared with the norm of the whole
+    gradient.
     """
     assert got.dtype == wanted.dtype == torch.float32 and got.shape == wanted.shape
     allowed = 100 * torch.finfo(torch.float32).eps * float(wanted.norm())
@@ -61,7 +62,7 @@ def assert_same_gradient(got: torch.Tensor, wanted: torch.Tensor, message: str =
 
 @functools.cache
 def shipped() -> Policy:
-    """The shipped policy, loaded once. Nobody trains it; those who do take `fresh()`."""
+    """Return the shipped policy, loaded once. It must not be trained; use `fresh()` for that."""
     return tiny.policy("calculator")
 
 
@@ -78,7 +79,7 @@ def chat() -> Chat:
 
 
 def random_policy(seed: int = 0, *, value_head: bool = False, spread: float = 0.25, width: int = 32) -> Policy:
-    """A Qwen3 of random weights, a few thousand of them, whose distributions are far from uniform."""
+    """Return a Qwen3 with a few thousand random weights, whose distributions are far from uniform."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -106,7 +107,7 @@ def random_policy(seed: int = 0, *, value_head: bool = False, spread: float = 0.
 
 
 def agent(policy: Policy | None = None, **settings: Any) -> Agent:
-    """The calculator agent, on the shipped policy unless another is given."""
+    """Return the calculator agent, on the shipped policy unless another is given."""
     policy = shipped() if policy is None else policy
     settings.setdefault("engine", LocalEngine(policy))
     settings.setdefault("chat", policy.chat)
@@ -118,20 +119,20 @@ def agent(policy: Policy | None = None, **settings: Any) -> Agent:
 
 
 def scripted(script: Any, **settings: Any) -> Agent:
-    """An agent whose texts are written down; no model is run."""
+    """Return an agent that plays scripted texts without running a model."""
     engine = ScriptedEngine(script, latency=settings.pop("latency", 0.0))
     return agent(engine=engine, chat=chat(), **settings) if "policy" not in settings else agent(**settings)
 
 
 def call(expression: str = "1+1", name: str = "calculator") -> str:
-    """The text of a tool call."""
+    """Return the text of a tool call."""
     return f'<tool_call>{{"name":"{name}","arguments":{{"expression":"{expression}"}}}}</tool_call>'
 
 
 class Played(Engine):
-    """Plays texts as if a policy had sampled them: ids with logprobs, mask 1. A text that ends in "…" is cut there.
+    """Play texts as if a policy had sampled them, with ids, logprobs and mask 1, but without running a model.
 
-    Wrapping nothing, it costs no model; `given` and `gave` are what crossed the door.
+    A text that ends in "…" is truncated there. `given` and `gave` record the token ids received and returned.
     """
 
     reproducible = True
@@ -172,12 +173,12 @@ class Played(Engine):
 
 
 def played(script: Any, *, max_length: int = 1 << 30, **settings: Any) -> Agent:
-    """An agent whose written texts count as sampled: everything around a model, at no model's cost."""
+    """Return an agent whose scripted texts count as sampled, to test everything except the model."""
     return agent(engine=Played(script, max_length=max_length), chat=chat(), **settings)
 
 
 class Recording(Engine):
-    """An engine that keeps what it was given and what the engine inside gave."""
+    """An engine that records the inputs and the samples of another engine."""
 
     def __init__(self, inner: Engine) -> None:
         self.inner = inner
@@ -207,7 +208,7 @@ class Recording(Engine):
 def reference_logprobs(
     policy: Policy, ids: Sequence[int], positions: Sequence[int], temperature: float = 1.0
 ) -> tuple[list[float], list[float]]:
-    """log p(ids[t] | ids[:t]) and the entropy at each position, by one plain forward of the whole model."""
+    """Compute log p(ids[t] | ids[:t]) and the entropy at each position with one plain forward pass of the model."""
     logits = policy.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].double() / temperature
     logp = torch.log_softmax(logits, -1)
     at = [t - 1 for t in positions]

@@ -1,7 +1,7 @@
-"""A real JupyterLab in a real Chromium, driven from a test.
+"""A real JupyterLab in a real Chromium, controlled by tests.
 
-One server and one browser for all tests that want them: starting both takes several seconds, a new notebook less than
-one. Everything that JupyterLab would write goes to a temporary folder.
+All tests share one server and one browser, because starting both takes several seconds, and a new notebook less than
+one. Everything that JupyterLab writes goes to a temporary folder.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ both = pytest.mark.parametrize(
 
 _SETTINGS = {
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
-    # Without windowing every output is in the page, on screen or not.
+    # Without windowing, all outputs are in the page, even those off-screen.
     "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"},
     "@jupyterlab/docmanager-extension:plugin": {"autosave": False},
 }
 
 
 def missing() -> str | None:
-    """Why there can be no browser test here, or None."""
+    """Return the reason why browser tests cannot run on this machine, or None."""
     if not Path(CHROMIUM).exists():
         return f"no {CHROMIUM}: apt-get install --no-install-recommends chromium fonts-dejavu-core"
     for module in ("jupyterlab", "playwright"):
@@ -61,7 +61,7 @@ def free_port() -> int:
 
 
 class Lab:
-    """The server, the browser and its pages. `close()` ends all three."""
+    """The Jupyter server, the browser and its pages. `close()` ends all three."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -83,14 +83,14 @@ class Lab:
                 "--LabApp.extension_manager=readonly", f"--LabApp.app_settings_dir={settings}",
                 f"--LabApp.user_settings_dir={folder / 'user-settings'}",
                 f"--LabApp.workspaces_dir={folder / 'workspaces'}",
-                # The same server has Notebook 7 too, at /notebooks, where it is installed.
+                # The same server also provides Notebook 7 at /notebooks, if it is installed.
                 "--JupyterNotebookApp.expose_app_in_browser=True",
                 f"--JupyterNotebookApp.app_settings_dir={settings}",
                 f"--JupyterNotebookApp.user_settings_dir={folder / 'user-settings'}",
             ],
             env={**os.environ, **own, "OMP_NUM_THREADS": "1"}, stdout=self.log, stderr=subprocess.STDOUT, cwd=self.root,
         )  # fmt: skip
-        atexit.register(self.close)  # an interrupted test leaves no server behind
+        atexit.register(self.close)  # so that interrupted tests leave no server running
         self.playwright: Any = None
         self.browser: Any = None
         try:
@@ -106,7 +106,7 @@ class Lab:
         self.browser = self.playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
 
     def stop_browser(self) -> None:
-        """While playwright runs, its event loop runs in this thread, and no `async def` test can."""
+        """Stop the browser and playwright, whose event loop in this thread prevents `async def` tests from running."""
         for end in (self.browser and self.browser.close, self.playwright and self.playwright.stop):
             if end:
                 end()
@@ -133,7 +133,11 @@ class Lab:
         outputs: Any = None,
         app: str = "lab",
     ) -> Notebook:
-        """A notebook of these code cells, open and connected to a kernel; nothing has run yet. app: lab or notebook7"""
+        """Open a notebook with these code cells and connect it to a kernel, without running it.
+
+        Args:
+            app: "lab" or "notebook7".
+        """
         path = self.root / f"{name}.ipynb"
         write(path, cells, outputs)
         return Notebook(self, path, *size, app=app)
@@ -167,9 +171,9 @@ def write(path: Path, cells: list[str], outputs: dict[int, list[Any]] | None = N
 
 
 class Notebook:
-    """One open notebook. `errors` collects what the page complained about; a test asserts that it is empty."""
+    """One open notebook. `errors` collects the page's console and script errors; tests assert that it is empty."""
 
-    # Found in the page by its path: a page holds other widgets too.
+    # JavaScript that finds the notebook's panel.
     _PANEL = """const app = window.jupyterapp; const panel = app.shell.currentWidget;"""
 
     def __init__(self, lab: Lab, path: Path, width: int, height: int, app: str = "lab") -> None:
@@ -179,7 +183,7 @@ class Notebook:
         self.page = self.context.new_page()
         self.page.set_default_timeout(40_000)
         self.errors: list[str] = []
-        self.late = 0  # models that anywidget did not wait for
+        self.late = 0  # number of models for which anywidget timed out
         self.page.on("console", lambda m: self.errors.append(f"console: {m.text}") if m.type == "error" else None)
         self.page.on("pageerror", self._raised)
         where = {"lab": f"lab/workspaces/{path.stem}/tree", "notebook7": "notebooks"}[app]
@@ -193,21 +197,21 @@ class Notebook:
         )
 
     def _raised(self, error: Any) -> None:
-        # Notebook 7.6 says so of itself, on some starts, before any cell ran.
+        # Notebook 7.6 sometimes raises these errors itself at startup, before any cell has run.
         its_own = ("(reading 'schema')", "'filebrowser:open-path' not registered")
         if any(text in error.message for text in its_own) and "/static/notebook/" in (error.stack or ""):
             return
-        # JupyterLab, of a kernel that was ended while it was asked for a subshell.
+        # JupyterLab raises this if a kernel ends while a subshell is being requested.
         if "Canceled future for create_subshell_request" in error.message:
             return
-        # anywidget gives a model two seconds, whatever the machine does; a view that is missing is missed by its test.
+        # anywidget waits only two seconds for a model, even on a busy machine. A missing view fails its own test.
         if error.message == "[anywidget] Failed to initialize model.":
             self.late += 1
             return
         self.errors.append(f"page: {error}")
 
     def run(self, *, wait: bool = True) -> None:
-        """Run all cells; what a cell raised is raised here."""
+        """Run all cells. Raises AssertionError with the tracebacks if cells raised exceptions."""
         self.page.evaluate(
             """() => { window.ran = false;
             window.jupyterapp.commands.execute('notebook:run-all-cells').then(() => { window.ran = true; }); }"""
@@ -222,8 +226,8 @@ class Notebook:
             assert now < until, f"not run to its end in {seconds} s: {self._where()}; {self.errors}"
             status, _, _, _, *cells = self._where()
             quiet = (quiet or now) if status == "idle" else None
-            # On a busy machine JupyterLab now and then misses the reply to a cell: the kernel is idle, what
-            # comes after that cell has run, and the cell would stay [*] for ever. The outputs are all there.
+            # On a busy machine JupyterLab occasionally misses the reply to a cell: the kernel is idle and the later
+            # cells have run, but this cell stays [*] forever. All outputs are present.
             if quiet and now - quiet > _QUIET and sum(count is None for count, _ in cells) <= 1:
                 print(f"a reply was lost: {cells}")
                 break
@@ -239,7 +243,7 @@ class Notebook:
             raise AssertionError("\n".join(raised))
 
     def _where(self) -> Any:
-        """How far a run has come: the kernel's state, and each cell's execution count."""
+        """Return the progress of a run: the kernel's state and each cell's execution count."""
         return self.page.evaluate(
             f"""() => {{ {self._PANEL} const session = panel.sessionContext; return [
               session.session?.kernel?.status, session.session?.kernel?.connectionStatus, session.pendingInput,
@@ -248,16 +252,16 @@ class Notebook:
         )
 
     def without_sidebar(self) -> None:
-        """Room for the notebook; narrow windows may have none of it already."""
+        """Collapse the sidebar to make room for the notebook."""
         self.page.evaluate("() => window.jupyterapp.shell.collapseLeft()")
         self.page.wait_for_function("() => window.jupyterapp.shell.leftCollapsed")
 
     def execute(self, code: str) -> None:
-        """Run code in the kernel, beside the cells."""
+        """Run code in the kernel without using a cell."""
         self.python("None", code)
 
     def python(self, expression: str, code: str = "") -> Any:
-        """The value of an expression in the kernel; it must be a literal (numbers, texts, lists of them)."""
+        """Evaluate an expression in the kernel. Its value must be a literal (numbers, strings, lists of them)."""
         reply = self.page.evaluate(
             f"""async ([code, expression]) => {{ {self._PANEL}
             const future = panel.sessionContext.session.kernel.requestExecute(
@@ -271,14 +275,14 @@ class Notebook:
         return ast.literal_eval(value["data"]["text/plain"])
 
     def wait_python(self, expression: str, wanted: Any, seconds: float = 10) -> None:
-        """Wait until an expression in the kernel has a value: a click takes a moment to arrive."""
+        """Wait until an expression in the kernel has the wanted value, since a click takes a moment to arrive."""
         until = time.monotonic() + seconds
         while (got := self.python(expression)) != wanted:
             assert time.monotonic() < until, f"{expression} is {got!r}, wanted {wanted!r}"
             self.page.wait_for_timeout(50)
 
     def theme(self, name: str) -> None:
-        """ "Light" or "Dark"."""
+        """Switch JupyterLab's theme to "Light" or "Dark"."""
         self.page.evaluate(
             "(theme) => window.jupyterapp.commands.execute('apputils:change-theme', { theme })", f"JupyterLab {name}"
         )
@@ -286,10 +290,10 @@ class Notebook:
         self.page.wait_for_function(f"() => document.body.dataset.jpThemeLight === '{dark}'")
 
     def command(self, name: str, args: Any = None) -> None:
-        """Start a command of JupyterLab; one that asks something would otherwise wait for its answer."""
+        """Start a JupyterLab command without waiting for it, because it may open a dialog."""
         self.page.evaluate("([name, args]) => { window.jupyterapp.commands.execute(name, args); }", [name, args or {}])
 
     def close(self) -> None:
-        # A kernel that is just restarting cannot be shut down; the server ends it later.
+        # A kernel that is restarting cannot be shut down; the server ends it later.
         self.page.evaluate(f"async () => {{ {self._PANEL} await panel.sessionContext.shutdown().catch(() => {{}}); }}")
         self.context.close()

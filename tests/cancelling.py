@@ -1,8 +1,8 @@
-"""Cancel a piece of work at its k-th suspension, in whichever of its tasks that is.
+"""Cancel a piece of work at its k-th suspension, in whichever of its tasks that occurs.
 
-Every coroutine of every task that the event loop makes is wrapped, so that each time one gives control back to the loop
-is counted. At the k-th the task that waits for the whole is cancelled (a person interrupts), or the very task that
-suspends (somebody cancels all there is, as `asyncio.run` does at its end).
+The coroutines of all tasks that the event loop creates are wrapped, in order to count how often one of them returns
+control to the loop. At the k-th time, either the task that waits for the whole work is cancelled (as when a user
+interrupts), or the task that suspends (as when `asyncio.run` cancels all tasks at its end).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Whom = Literal["waiter", "itself"]
 
 
 class Steps:
-    """How often anything was suspended; and the one suspension at which somebody is cancelled."""
+    """Counter of suspensions that cancels a task at a given one."""
 
     def __init__(self, at: int = 0, whom: Whom = "waiter") -> None:
         self.at, self.whom = at, whom
@@ -72,7 +72,7 @@ def counted(steps: Steps) -> Iterator[None]:
 
 
 async def cancel_at(k: int, work: Callable[[], Awaitable[Any]], whom: Whom = "waiter") -> Steps:
-    """Run the work and cancel at its k-th suspension (0: never). What it raises is its own affair; it must end."""
+    """Run the work and cancel at its k-th suspension (0: never). It must end, but may raise if it was cancelled."""
     steps = Steps(k, whom)
 
     async def main() -> None:
@@ -88,7 +88,7 @@ async def cancel_at(k: int, work: Callable[[], Awaitable[Any]], whom: Whom = "wa
 
 
 def some(total: int, count: int | None) -> list[int]:
-    """Which suspensions: all (None), or the first ones and random others, whose seed is printed."""
+    """Choose suspensions to test: all if `count` is None, else the first and random others, whose seed is printed."""
     if count is None or count >= total:
         return list(range(1, total + 1))
     seed = dice.seed()
@@ -97,7 +97,7 @@ def some(total: int, count: int | None) -> list[int]:
 
 
 async def settled(what: Callable[[], object], seconds: float = 10.0) -> bool:
-    """Whether it is so, at the latest after a while: what was shielded from a cancellation may still be ending."""
+    """Wait for a condition and return True if it holds in time. Work shielded from cancellation may still be ending."""
     end = asyncio.get_running_loop().time() + seconds
     while not what() and asyncio.get_running_loop().time() < end:
         await asyncio.sleep(0.002)
@@ -109,12 +109,12 @@ def tasks_left() -> list[str]:
 
 
 def threads_busy() -> list[str]:
-    """Threads that run somebody's tool or reward now."""
+    """Return the names of the threads that are running a tool or a reward."""
     calls = [t.name for t in threading.enumerate() if t.name.startswith("agentfly-call")]
     return calls[len(threads._idle) :]
 
 
-# --- lives of a lease ----------------------------------------------------------------------------
+# --- cancelled leases ----------------------------------------------------------------------------
 
 _CODES = ["1", "print('x' * 5000)", "import time; time.sleep(0.003)", "while True: pass", "import os; os._exit(1)"]
 
@@ -128,11 +128,17 @@ async def cancelled_lives(
     opened: Callable[[random.Random], Any], chance: random.Random, count: int, *, late: float = 0.05,
     emptied: Callable[[Any], Awaitable[None]] = _is_empty,
 ) -> int:  # fmt: skip
-    """Lives of leases of a pool of Python sandboxes, each cancelled after a random number of steps or seconds: in
-    acquire, start, run, reset, release, close. How many there were; whoever asks looks for what is left.
+    """Use leases of a pool of Python sandboxes, and cancel each use after a random number of steps or seconds.
 
-    opened: makes the pool, a new one after at most 60 lives. late: the longest that a life is let alone, in seconds.
-    emptied: asserts that nobody holds or wants anything of it, once it was closed.
+    The cancellations hit acquire, start, run, reset, release and close. The caller checks for leftovers.
+
+    Args:
+        opened: Creates the pool; called again after at most 60 uses.
+        late: Maximum seconds before a use is cancelled.
+        emptied: Asserts that the closed pool has no leases and no waiters.
+
+    Returns:
+        The number of uses.
     """
     done = 0
     while done < count:

@@ -1,4 +1,4 @@
-"""The chat templates that TRL's wheel carries, each on a small local tokenizer with the control tokens it writes."""
+"""The chat templates in TRL's wheel, each on a small local tokenizer that has the template's control tokens."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _FOUND = importlib.util.find_spec("trl")
 FOLDER = Path(_FOUND.origin).parent / "chat_templates" if _FOUND is not None and _FOUND.origin else None
 NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja")) if FOLDER is not None else []
 
-# How control tokens are spelled in these families: <|x|>, <｜x｜>, <|x>, <x|>, [X], <start_of_x>, </s>, <s>.
+# Spellings of control tokens in these model families: <|x|>, <｜x｜>, <|x>, <x|>, [X], <start_of_x>, </s>, <s>.
 _SPECIAL = re.compile(
     r"<\|[^|<>\s{}]{1,40}\|>|<｜[^｜<>]{1,40}｜>|<\|[a-z_\"]{1,20}>|<[a-z_]{1,20}\|>|</?s>|<(?:start|end)_of_\w+>"
     r"|\[/?INST\]|\[gMASK\]|<sop>|<image>|\[(?:TOOL_CALLS|TOOL_RESULTS|/TOOL_RESULTS)\]"
 )
-# Tokens too, but no specials: they stay in the text that a server gives.
+# These are tokens but not special tokens: they remain in the text that a server returns.
 _PLAIN = re.compile(r"</?(?:think|tool_call|tool_response)>")
 
 
 def tokenizer(template: str) -> Any:
-    """The shipped tokenizer with this template, and the control tokens that the template writes added to it."""
+    """Return the shipped tokenizer with this template, with the template's control tokens added."""
     made = tiny.tokenizer()
     made.chat_template = template
     made.bos_token = "<s>"
@@ -40,6 +40,6 @@ def tokenizer(template: str) -> Any:
 
 @functools.cache
 def named(name: str) -> Any:
-    """The tokenizer with the template of that name. Shared: nobody changes it."""
+    """Return the tokenizer with the template of this name. It is shared and must not be modified."""
     assert FOLDER is not None
     return tokenizer((FOLDER / f"{name}.jinja").read_text(encoding="utf-8"))

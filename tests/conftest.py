@@ -1,11 +1,11 @@
-"""What every test stands on: one thread, no network to a model hub, and an empty folder to work in."""
+"""Common test setup: one thread, no access to a model hub, an empty working folder, and browser fixtures."""
 
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-# Before torch is imported anywhere: a second spinning thread makes a tiny model slower, and how sums are split over
+# Set before torch is imported: a second spinning thread makes a tiny model slower, and the distribution of sums over
 # threads changes their last digits.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -21,25 +21,25 @@ import browser
 import hypothesis
 import pytest
 
-# A worker of pytest-xdist ignores interrupts, and so does whatever a shell starts in the background. Children would
-# inherit that, and no test could interrupt them.
+# Workers of pytest-xdist and background processes of a shell ignore interrupts. Child processes would inherit this, and
+# tests could not interrupt them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The machines are shared: a slow example is no failure. The dice are the same everywhere, unless TEST_SEED is given.
+# No deadline, because test machines are shared. Examples are the same everywhere unless TEST_SEED is set.
 hypothesis.settings.register_profile("kit", deadline=None, derandomize="TEST_SEED" not in os.environ)
 hypothesis.settings.load_profile("kit")
 
 
 @pytest.fixture(scope="session")
 def root() -> Path:
-    """The repository."""
+    """The root of the repository."""
     return Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Run from an empty folder: what ships is found from anywhere, and no test leaves a file in the tree."""
+    """Run from an empty folder, so that tests do not depend on the working folder or leave files in the repository."""
     before = Path.cwd()
     os.chdir(tmp_path_factory.mktemp("cwd"))
     yield
@@ -55,9 +55,10 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, py
 
 
 def discard_leftovers() -> None:
-    """End every sandbox and lease after a failed test, whose traceback keeps them alive.
+    """End all sandboxes and leases after a failed test, because its traceback keeps them alive.
 
-    Their processes would fail the tests that look for leftovers, and their leases whichever test they are collected in.
+    Otherwise their processes would fail the tests that check for leftovers, and their leases would fail the test during
+    which they are garbage-collected.
     """
     if "agentfly_kit.pool.pool" not in sys.modules:
         return
@@ -66,13 +67,13 @@ def discard_leftovers() -> None:
     from agentfly_kit.sandboxes.python import PythonSandbox
 
     for found in gc.get_objects():
-        if issubclass(type(found), Lease):  # not isinstance, which calls what proxies say of themselves
+        if issubclass(type(found), Lease):  # not isinstance, which runs code of proxy objects (`__class__`)
             found.released = True
         elif issubclass(type(found), PythonSandbox | HostedSandbox):
             found.kill()
 
 
-# --- JupyterLab in a browser: one server for all files, one browser a file -------------------------
+# --- JupyterLab in a browser: one server for all files, one browser per file -----------------------
 
 
 @pytest.fixture(scope="session")
@@ -91,7 +92,10 @@ def lab(server: browser.Lab) -> Iterator[browser.Lab]:
 
 @pytest.fixture
 def notebook(lab: browser.Lab, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Opens notebooks; at the end no page may have complained. `browser.both` runs a test in Notebook 7 as well."""
+    """Return a function that opens notebooks, and assert at the end that their pages reported no errors.
+
+    `browser.both` runs a test in Notebook 7 as well.
+    """
     opened: list[browser.Notebook] = []
 
     def open(*cells: str, **more: Any) -> browser.Notebook:

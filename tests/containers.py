@@ -1,5 +1,5 @@
-"""A container engine and an image, made here and now: podman's API service on a private socket, and this machine's own
-Python in a tar. Nothing is downloaded, and no engine that already runs is touched."""
+"""A private container engine and an image for tests: podman's API service on its own socket, and an image built from
+this machine's Python. Nothing is downloaded, and running engines are not used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PODMAN = "apt-get install --no-install-recommends podman runc"
 
 
 def trouble() -> str:
-    """Why there is no engine to test with; empty if there is one."""
+    """Return the reason why no engine is available for tests, or an empty string."""
     for program in ("podman", "runc"):
         if shutil.which(program) is None:
             return f"{program} is not installed: `{PODMAN}`"
@@ -28,13 +28,13 @@ def trouble() -> str:
 
 
 def _libraries(binaries: Iterable[str]) -> set[str]:
-    """The shared libraries that programs and modules load, in the places where they look for them."""
+    """Return the paths of the shared libraries that programs and modules load, as ldd resolves them."""
     said = subprocess.run(["ldd", *binaries], capture_output=True, text=True, check=False).stdout
     return set(re.findall(r"(?:=> |^\s+)(/\S+) \(0x", said, re.MULTILINE))
 
 
 def build_image(tar: Path) -> None:
-    """This machine's own Python, its libraries, a shell and little else: a root file system of about 40 MB."""
+    """Build a root file system of about 40 MB with this machine's Python, its libraries, a shell and little else."""
     system = "/usr/bin/python3"
     python = os.path.realpath(system if os.access(system, os.X_OK) else sys.executable)
     ask = "import sysconfig as s; print(s.get_path('stdlib')); print(s.get_config_var('EXT_SUFFIX'))"
@@ -75,13 +75,16 @@ def build_image(tar: Path) -> None:
             image.addfile(entry)
         image.add(standard, standard, filter=keep)
         for path in {python, *programs, *_libraries([python, *modules, *programs])}:
-            folder, name = os.path.split(path)  # past the links above, which are links in the image too
+            folder, name = os.path.split(path)  # resolves the links above, which are links in the image too
             image.add(path, os.path.join(os.path.realpath(folder), name), filter=keep)
 
 
 class Podman:
-    """podman's API service with a store of its own, below one folder. The configuration is there before the first call:
-    a store that was made without a driver makes every container wait for 20 s."""
+    """podman's API service with its own store in a folder.
+
+    The configuration is written before the first call, because a store created without a driver delays every container
+    by 20 s.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -115,14 +118,14 @@ class Podman:
         (folder / "image.tar").unlink()
 
     def podman(self, *arguments: str) -> str:
-        """One command of podman's own on the same store."""
+        """Run a podman command on the same store and return its output."""
         done = subprocess.run(["podman", *arguments], env=self.environment, capture_output=True, text=True, timeout=120)
         if done.returncode:
             raise RuntimeError(f"podman {arguments}: {done.stderr}")
         return done.stdout
 
     def names(self) -> list[str]:
-        """All containers, in any state."""
+        """Return the names of all containers, in any state."""
         return self.podman("ps", "--all", "--format", "{{.Names}}").split()
 
     def stop(self) -> None:

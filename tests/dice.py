@@ -1,4 +1,4 @@
-"""The seed of tests that throw dice: the same everywhere, until somebody asks for another by TEST_SEED."""
+"""The seed of randomized tests: the same everywhere unless TEST_SEED is set."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def seed() -> int:
-    """TEST_SEED, or 0. It is printed, so that a failure says what to ask for."""
+    """Return TEST_SEED, or 0. The seed is printed, so that a failure can be reproduced."""
     chosen = int(os.environ.get("TEST_SEED", "0"))
     print(f"seed {chosen} (TEST_SEED={chosen})")
     return chosen

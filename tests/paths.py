@@ -1,4 +1,4 @@
-"""Where the repository and the tests lie, for tests in any folder."""
+"""Paths of the repository and the tests, for tests in any folder."""
 
 from pathlib import Path
 

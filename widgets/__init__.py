@@ -1,15 +1,16 @@
-"""Views that draw records and live state in a notebook. They compute nothing, train nothing and decide nothing.
+"""Notebook widgets that display records and live state. They only display; sampling, scoring and training happen in
+the library.
 
 from agentfly_kit import widgets as w
-w.TokenView(trajectory)     every token by signal: who wrote it, logprob, entropy, advantage, ratio, ...
-w.ChainStepper(chain)       one chain by buttons and keys: sample, run the tools, write, undo, fork, finish
-w.PoolView(pool)            the sandboxes of a pool, live
-w.TrajectoryView(rollout)   trajectories to filter, sort and search; those selected side by side
-w.RolloutView(run)          the chains of a rollout, live, with pause and stop
-w.TrainView(run)            the curves of a training run, live or from its folder
-w.ToolForm(tool)            call a tool and read exactly what the model would
-w.RewardForm(reward, rollout)    score saved trajectories again while a reward is edited: what flipped
-w.freeze("mine.ipynb")      a saved notebook for readers without a kernel: the pictures alone
+w.TokenView(trajectory)     tokens coloured by a signal: author, logprob, entropy, advantage, ratio, ...
+w.ChainStepper(chain)       step one chain with buttons and keys: sample, run the tools, write, undo, fork, finish
+w.PoolView(pool)            live view of a pool's sandboxes
+w.TrajectoryView(rollout)   filter, sort and search trajectories, and compare the selected ones side by side
+w.RolloutView(run)          live view of a rollout's chains, with pause and stop
+w.TrainView(run)            curves of a training run, live or from its folder
+w.ToolForm(tool)            call a tool and read exactly what the model would read
+w.RewardForm(reward, rollout)    re-score saved trajectories while editing a reward, and list what changed
+w.freeze("mine.ipynb")      keep only the static pictures of a saved notebook, for readers without a kernel
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What every view shares: its source, its static form, its life, and a limit on how often it sends.
+"""Base classes of the widgets: JavaScript sources, static form, lifecycle and rate-limited updates.
 
-A view keeps numbers as bytes and a weak reference to the record they came from: showing a rollout does not keep it
-alive. It knows nothing of any one record.
+A view keeps its numbers as bytes and only a weak reference to the record they came from, so that displaying a rollout
+does not keep it alive.
 """
 
 from __future__ import annotations
@@ -26,25 +26,24 @@ from ipywidgets import widget_serialization
 from agentfly_kit._html import escape_control_chars as escape_control_chars
 
 HERE = Path(__file__).parent
-# Bytes of a static form; a notebook of many views stays under a megabyte.
+# Maximum bytes of a static form, which keeps a notebook with many views under a megabyte.
 STATIC_LIMIT = 100_000
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 
 
 def source(stem: str, suffix: str) -> str:
-    """A widget's own source after the shared one: an ES module given as text cannot import a sibling."""
+    """Return the shared source followed by the widget's own: an ES module passed as text cannot import other files."""
     parts = [HERE / f"_shared.{suffix}", HERE / f"{stem}.{suffix}"]
     return "\n".join(path.read_text(encoding="utf-8") for path in parts if path.exists())
 
 
-# --- numbers and text on their way to the page ---------------------------------------------------
+# --- formatting of numbers and text --------------------------------------------------------------
 
 
 def pack(values: npt.ArrayLike) -> dict[str, bytes]:
-    """float32 bytes and one bit a value that says whether it is there.
+    """Encode numbers as float32 bytes plus a bit mask of those that are present. NaN marks a missing value.
 
-    NaN is missing. JSON has no NaN, and a missing number must never become 0 on the way: the bits say what is missing,
-    whatever the float holds.
+    JSON cannot represent NaN, and a missing number must not turn into 0, so only the mask marks missing values.
     """
     array = np.asarray(values, dtype=np.float32).ravel()
     present = ~np.isnan(array)
@@ -55,7 +54,7 @@ def pack(values: npt.ArrayLike) -> dict[str, bytes]:
 
 
 def number(value: float | None) -> str:
-    """A number as every view writes it; a dash for a missing one."""
+    """Format a number as all views show it, with a dash for a missing one."""
     if value is None or np.isnan(value):
         return "–"
     if np.isinf(value):
@@ -69,49 +68,50 @@ def number(value: float | None) -> str:
 
 
 def count(n: int, noun: str, plural: str = "") -> str:
+    """Format a count with its noun: "1 token", "2,000 tokens"."""
     return f"{n:,} {noun if n == 1 else plural or f'{noun}s'}"
 
 
 def tag(name: str, *content: str, **attributes: str) -> str:
-    """An HTML element. Attributes are escaped here; content is HTML already, so text goes through `escape` first."""
+    """Return an HTML element. Attributes are escaped; content must be HTML, so pass text through `escape` first."""
     inside = "".join(f' {key}="{html.escape(value, quote=True)}"' for key, value in attributes.items())
     return f"<{name}{inside}>{''.join(content)}</{name}>"
 
 
 def escape(text: str) -> str:
-    """Text for HTML and for UTF-8: a lone surrogate cannot be sent at all, so it is shown as its number."""
+    """Escape text for HTML. Lone surrogates, which UTF-8 cannot encode, become escape sequences."""
     safe = "".join(f"\\u{ord(ch):04x}" if 0xD800 <= ord(ch) <= 0xDFFF else ch for ch in text)
     return html.escape(safe.replace("\x00", "␀"), quote=True)
 
 
 def sendable(text: str) -> str:
-    """Text that every JSON and UTF-8 encoder on the way takes: lone surrogates become their number."""
+    """Return the text with lone surrogates as escape sequences, so that every JSON and UTF-8 encoder accepts it."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def json_text(value: Any) -> str:
-    """JSON for people, which can also be sent: half of a surrogate pair is written as its escape."""
+    """Return readable JSON: non-ASCII characters are kept unless lone surrogates force everything to be escaped."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if text == sendable(text) else json.dumps(value, default=str)
 
 
 def shared_prefix(names: list[str]) -> int:
-    """Letters at the beginning of all names that need not be read again and again: "rollout-0:calc-"."""
+    """Return the length of the common prefix of all names, up to its last ":" or "-", as in "rollout-0:calc-"."""
     if len(names) < 2:
         return 0
-    first, last = min(names), max(names)  # what these two share, all share
+    first, last = min(names), max(names)  # a prefix common to these two is common to all
     n = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     return max(first.rfind(":", 0, n), first.rfind("-", 0, n)) + 1
 
 
-# --- how often -----------------------------------------------------------------------------------
+# --- rate limiting -------------------------------------------------------------------------------
 
 
 class Throttle:
-    """Calls `send` soon after `schedule`, at most once in `seconds`; after the last one there is always one more call.
+    """Call `send` after `schedule`, at most once per `seconds`, and always once more after the last `schedule`.
 
-    `schedule` may come from any thread, thousands of times a second. In a thread with a running event loop the call is
-    made on that loop, where the record can be read without tearing; elsewhere a timer thread makes it.
+    `schedule` may be called from any thread, thousands of times per second. In a thread with a running event loop,
+    `send` is called on that loop, where the record is in a consistent state; elsewhere a timer thread calls it.
     """
 
     def __init__(self, send: Callable[[], None], seconds: float = 0.1) -> None:
@@ -143,7 +143,7 @@ class Throttle:
         timer.start()
 
     def _stuck(self, now: float) -> bool:
-        """A loop that was closed, or is kept busy by a blocking cell, will not make the call that was planned on it."""
+        """Return True if the loop that should make the planned call is closed, stopped or blocked by a cell."""
         loop = self._loop
         if loop is None or self._planned is None:
             return False
@@ -153,7 +153,7 @@ class Throttle:
         with self._lock:
             if self._closed or self._planned is None:
                 return
-            # Cleared before the call: one that comes while sending plans the next one, so the last state is sent.
+            # Cleared before sending: a change made meanwhile plans another call, so that the last state is sent.
             self._planned = None
             self._next = time.monotonic() + self.seconds
         self.sent += 1
@@ -168,7 +168,7 @@ class Throttle:
 
 
 class Static:
-    """The picture of a view without the view: what a notebook shows to a reader who has no kernel."""
+    """The static HTML form of a view, which a notebook can show without a kernel."""
 
     def __init__(self, text: str, page: str) -> None:
         self.text = text
@@ -182,14 +182,15 @@ class Static:
 
 
 class View(anywidget.AnyWidget):
-    """Base of the widgets. A subclass sets `stem`, and gives `_static` and `__repr__`.
+    """Base class of the widgets. Subclasses set `stem` and implement `_static` and `__repr__`.
 
-    `is_open` is true while a page shows the view. Errors in a callback are put on the page (`_notice`) and kept.
+    Errors raised in a callback are shown on the page through `_notice`.
 
     Attributes:
         settable: The traits that a page may set.
-        actions: What a page may ask for by `context.ask(name, value)`: the method `_do_<name>(value)`, plain or async.
-        is_open: Not synced: set from the pages' own messages.
+        actions: The actions that a page may request with `context.ask(name, value)`. Each calls the method
+            `_do_<name>(value)`, which may be async.
+        is_open: True while at least one page shows the view. Not synced; set from the messages of the pages.
     """
 
     stem: ClassVar[str] = ""
@@ -215,14 +216,14 @@ class View(anywidget.AnyWidget):
             self._loop = None
         try:
             self._record: Callable[[], Any] = weakref.ref(record)
-        except TypeError:  # a list or None cannot be referred to weakly, and must not be kept
+        except TypeError:  # lists and None allow no weak reference, and the view must not keep them
             self._record = lambda: None
         super().__init__(**traits)
         self.on_msg(self._on_message)
 
     @property
     def record(self) -> Any:
-        """What is shown, or None when nothing else keeps it."""
+        """The record shown, or None if it has been garbage-collected."""
         return self._record()
 
     def _on_message(self, _: Any, content: Any, buffers: Any) -> None:
@@ -247,11 +248,11 @@ class View(anywidget.AnyWidget):
             self._on_last_page_closed()
 
     def _set_trait(self, name: Any, value: Any) -> None:
-        """A trait that the page set; what Python refuses goes back as it was, and the page says why."""
+        """Set a trait as the page requests. If the value is rejected, restore it and show the error on the page."""
         if name not in self.settable:
             return
         try:
-            # Not sent back where it is as the page put it: the page may have moved on meanwhile.
+            # An accepted value is not echoed: the page may have changed it again meanwhile.
             with self._lock_property(**{name: value}):
                 setattr(self, name, value)
         except (ValueError, TypeError, traitlets.TraitError) as error:
@@ -259,7 +260,7 @@ class View(anywidget.AnyWidget):
             self.send_state(name)
 
     def _handle_action(self, name: Any, value: Any) -> None:
-        """Do what the page asks, on the loop in which the view was made: messages may arrive in another thread."""
+        """Run an action on the event loop in which the view was created; messages may arrive on another thread."""
         if name not in self.actions:
             return
         loop = self._loop
@@ -279,7 +280,7 @@ class View(anywidget.AnyWidget):
             self._job(result)
 
     def _job(self, work: Awaitable[Any]) -> asyncio.Future[Any]:
-        """Run it beside the cells. It is kept until it ends, and what it raises is shown on the page."""
+        """Run it concurrently with the cells. It is kept until it ends, and its error is shown on the page."""
         job = asyncio.ensure_future(work)
         self._jobs.add(job)
         job.add_done_callback(self._job_ended)
@@ -299,16 +300,16 @@ class View(anywidget.AnyWidget):
         super().close()
 
     def _on_first_page(self) -> None:
-        """The first page shows the view."""
+        """Called when a page shows the view while no other does."""
 
     def _on_last_page_closed(self) -> None:
-        """The last page is gone; one that opens later calls `_on_first_page` again."""
+        """Called when the last page is closed. The next one to open calls `_on_first_page` again."""
 
     def _static(self) -> str:
         raise NotImplementedError
 
     def freeze(self) -> Static:
-        """The static form alone: what a saved notebook or a printed page can show. It does not change any more."""
+        """Return an unchanging static form of the view, for saved notebooks and printed pages."""
         return Static(repr(self), self._static())
 
     def __repr__(self) -> str:
@@ -321,18 +322,18 @@ class View(anywidget.AnyWidget):
         return {**live[0], "text/html": page}, live[1]
 
     def _repr_html_(self) -> str | None:
-        # ipywidgets takes the bundle of a closed widget away; what stays to be seen is the picture.
+        # ipywidgets returns no mime bundle for a closed widget, so the static form is shown instead.
         return self._static() if self.comm is None else None
 
 
 class Opener(View):
-    """A view that opens another below itself. That one is closed with this one, or when another takes its place."""
+    """A view that can open another view below itself. That view is closed with this one, or when it is replaced."""
 
     _below = traitlets.Any(None, allow_none=True).tag(sync=True, **widget_serialization)
 
     @property
     def opened(self) -> Any:
-        """The view that the page shows below this one, or None."""
+        """The view shown below this one, or None."""
         return self._below
 
     def _show_below(self, view: View | None) -> None:
@@ -350,7 +351,7 @@ class Opener(View):
 
 
 class _Listener:
-    """What a record calls. Kept by the record alone: `end` may hold the record, and the view must not."""
+    """The callback that a record calls. Only the record keeps it: `end` may refer to the record, the view must not."""
 
     def __init__(self, view: LiveView, throttle: Throttle) -> None:
         self.view = weakref.ref(view)
@@ -364,10 +365,10 @@ class _Listener:
 
 
 class LiveView(View):
-    """A view of something that changes. `subscribe(callback)` is called once and gives the way to end it.
+    """A view of a changing record. `subscribe(callback)` is called once and must return a function to unsubscribe.
 
-    The record holds the listener, the listener holds the view weakly, the view holds both weakly: a view that is
-    forgotten does not keep a pool's sandboxes open. Nothing is sent while every page that showed the view is closed.
+    The record holds the listener; the listener refers weakly to the view, and the view refers weakly to both. A view
+    therefore never keeps a pool's sandboxes open. Nothing is sent while all pages that showed the view are closed.
     """
 
     def __init__(self, record: Any, subscribe: Callable[[Callable[..., None]], Callable[[], Any]] | None) -> None:
@@ -383,34 +384,34 @@ class LiveView(View):
         listener = _Listener(self, throttle)
         if subscribe is not None:
             listener.end = subscribe(listener)
-        # Runs once: when the view is closed, or when it is collected, or when Python ends.
+        # Runs once: when the view is closed or garbage-collected, or when Python exits.
         self._end = weakref.finalize(self, _end, weakref.ref(listener), throttle)
 
     @property
     def updates(self) -> int:
-        """How many changes were sent so far; many events make one."""
+        """Number of updates sent so far. One update may cover many events."""
         return self._throttle.sent
 
     @property
     def resting(self) -> bool:
-        """It was on a page, and no page shows it now."""
+        """True if the view has been on a page but no page shows it now."""
         return self._seen and not self._pages
 
     def refresh(self) -> None:
-        """Send the present state now."""
+        """Send the current state now."""
         raise NotImplementedError
 
     def _refresh_safely(self) -> None:
         try:
             self.refresh()
         except Exception as error:
-            self._failed(error)  # in a timer or a loop's callback nobody would see it
+            self._failed(error)  # it would go unnoticed in a timer or loop callback
 
     def _on_first_page(self) -> None:
         self._refresh_safely()
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        self._refresh_safely()  # what is saved with the cell is the state of now, not that of the last update
+        self._refresh_safely()  # the cell's output holds the current state, not that of the last update
         return super()._repr_mimebundle_(**kwargs)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What views of many chains share: one is picked, and opened as tokens, in the stepper, or as a cell of Python."""
+"""Base class of views of many chains: a picked chain opens as tokens, in the stepper, or as a cell of Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .token_view import TokenView
 
 
 def cell_of(id: str, trajectory: Any, source: str, agent: Any) -> str:
-    """A cell that gets the trajectory from `source`, an expression for trajectories, and has a chain go on from it."""
+    """Return code for a cell that finds the trajectory in the expression `source` and continues it as a chain."""
     name = _named(trajectory) if trajectory is not None else None
     who = (_named(agent) if agent is not None else None) or "agent"
     return "\n".join((
@@ -24,16 +24,16 @@ def cell_of(id: str, trajectory: Any, source: str, agent: Any) -> str:
 
 
 class ChainsView(Opener):
-    """A view whose chains can be picked: `selection` has the one that is, `opened` its TokenView or ChainStepper.
+    """A view whose chains can be picked: `selection` holds the picked one, `opened` its TokenView or ChainStepper.
 
-    A subclass gives `_trajectory(id)`, which may raise LookupError, `_agent_for()`, and `_expression()`.
+    Subclasses implement `_trajectory(id)`, which may raise LookupError, `_agent_for()` and `_expression()`.
     """
 
     picking: ClassVar[frozenset[str]] = frozenset(
         {"chain", "chain_tokens", "chain_stepper", "chain_code", "chain_leave"}
     )
 
-    # The picked one: {"id", "name", "agent"}; empty when none is.
+    # The picked chain: {"id", "name", "agent"}; empty if none is picked.
     _chain = traitlets.Dict().tag(sync=True)
     _cell = traitlets.Dict().tag(sync=True)
 
@@ -41,16 +41,16 @@ class ChainsView(Opener):
         raise NotImplementedError
 
     def _agent_for(self) -> Any:
-        """Who made the chains, or None."""
+        """Return the agent of the chains, or None."""
         return None
 
     def _expression(self) -> str:
-        """Python for the trajectories."""
+        """Return a Python expression for the trajectories."""
         raise NotImplementedError
 
     @property
     def selection(self) -> Trajectories:
-        """The chain that is picked in the browser: `.to_frame()`, or iterate for the trajectory. Empty if none is."""
+        """The chain picked in the browser: call `.to_frame()` or iterate over it. Empty if none is picked."""
         id = self._chain.get("id")
         if id is None:
             return Trajectories((), ())
@@ -61,7 +61,7 @@ class ChainsView(Opener):
         return Trajectories((id,), (found,))
 
     def pick(self, trajectory: Any) -> None:
-        """Pick a chain, by its trajectory or its id; the page shows it. None picks none."""
+        """Pick a chain by its trajectory or its id, and show it on the page. None clears the choice."""
         if trajectory is None:
             self._show_below(None)
             self._chain = {}
@@ -76,7 +76,7 @@ class ChainsView(Opener):
         self.pick(value)
 
     def _do_chain_tokens(self, value: Any) -> None:
-        """Of the picked chain, or of the one that is named."""
+        """Show the tokens of the picked chain, or of the one with the given id."""
         if value is not None:
             self.pick(value)
         self._show_below(TokenView(self._trajectory(self._picked_id()), agent=self._agent_for()))

@@ -1,4 +1,4 @@
-"""Saved notebooks: the pictures alone, for readers without a kernel. Runs no cell and needs no Jupyter."""
+"""Static pictures in saved notebooks, for readers without a kernel. Runs no cell and needs no Jupyter."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from ._base import WIDGET_MIME
 
 
 def freeze(path: str | os.PathLike[str]) -> int:
-    """Leave the pictures alone in a saved notebook: the number of outputs that were changed.
+    """Keep only the static pictures of the views in a saved notebook. Return the number of outputs changed.
 
-    JupyterLab prefers the live form of a view, and where its kernel is gone says "model not found" instead of showing
-    the picture beside it. Where both are there, this takes the live form and the saved widget state out. A notebook
-    that was trusted stays so. Save it first, and do it while it is closed: an open page would write its own form back.
-    Raises:  FileNotFoundError; nbformat's own error for a file that is no notebook, which stays as it was.
+    JupyterLab prefers the live form of a view; without its kernel it shows "model not found" instead of the picture
+    stored beside it. This function removes the live form, where there is a picture too, and the saved widget state. A
+    trusted notebook stays trusted. Save and close the notebook first, because an open page would write its own version
+    back.
+
+    Raises:  FileNotFoundError; nbformat's error for a file that is not a notebook, which is left unchanged.
     """
     import nbformat
     from nbformat.sign import NotebookNotary

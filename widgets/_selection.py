@@ -9,7 +9,7 @@ from ._tokens import some
 
 
 class Trajectories:
-    """What is selected in the browser. Empty is false; iterate for the trajectories."""
+    """The trajectories selected in the browser. Iterable; an empty selection is falsy."""
 
     def __init__(self, ids: Sequence[str], trajectories: Sequence[Any]) -> None:
         self.ids = tuple(ids)
@@ -17,7 +17,10 @@ class Trajectories:
 
     @property
     def trajectories(self) -> tuple[Any, ...]:
-        """Raises LookupError if nothing keeps one of them any more: a view keeps none alive."""
+        """The selected trajectories.
+
+        Raises:  LookupError if one was garbage-collected; a view does not keep its trajectories alive.
+        """
         gone = [id for id, t in zip(self.ids, self._found, strict=True) if t is None]
         if gone:
             raise LookupError(f"nothing keeps {some(gone)} any more; keep the rollout in a variable")
@@ -30,7 +33,7 @@ class Trajectories:
         return len(self.ids)
 
     def to_frame(self, kind: Any = "trajectories") -> Any:
-        """A row a trajectory, a turn or a token, as `Rollout.to_frame`."""
+        """Return a data frame with one row per trajectory, turn or token, as `Rollout.to_frame` does."""
         from agentfly_kit.agent.rollout import Rollout
 
         return Rollout.from_trajectories(self.trajectories).to_frame(kind)

@@ -1,6 +1,6 @@
-// Put before every widget's own source. Pure functions first: they are tested with node, without a page.
+// Prepended to every widget's source. The pure functions come first; they are tested with node, without a page.
 
-/** Copy of a buffer as a typed array: the one that arrives may start at an odd byte, where no view can be made. */
+/** Copy a buffer into a typed array: the received one may not be aligned as a typed view requires. */
 export function typed(buffer, Type) {
   if (!buffer) return new Type(0);
   const view = buffer.buffer ? buffer : new DataView(buffer);
@@ -15,7 +15,7 @@ export function column(packed) {
   return { length: values.length, has, at: (i) => (has(i) ? values[i] : null) };
 }
 
-/** A number as every view writes it; a dash for a missing one. */
+/** Format a number as all views show it, with a dash for a missing one. */
 export function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
@@ -29,7 +29,7 @@ export function plural(n, noun) {
   return `${n.toLocaleString("en-US")} ${noun}${n === 1 ? "" : "s"}`;
 }
 
-/** Seconds for people: 4 s, 3 min 20 s, 2 h 5 min. */
+/** Format seconds: 4 s, 3 min 20 s, 2 h 5 min. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   if (seconds < 10) return `${seconds.toFixed(1)} s`;
@@ -39,7 +39,7 @@ export function duration(seconds) {
   return `${Math.floor(s / 3600)} h ${Math.floor((s % 3600) / 60)} min`;
 }
 
-/** Seconds of something that is often short: 12 ms, 4.3 s, 3 min 20 s. */
+/** Format seconds of an often short duration: 12 ms, 4.3 s, 3 min 20 s. */
 export function brief(seconds) {
   return seconds !== null && seconds !== undefined && seconds < 0.995 ? `${Math.round(1000 * seconds)} ms` : duration(seconds);
 }
@@ -55,20 +55,20 @@ export function ticks(lo, hi, n = 4) {
   return out;
 }
 
-/** Text in parts: what can be read as it is, and each character that cannot be seen as its number. */
+/** Split text into readable parts and invisible characters, which are shown as their code points. */
 export function readable(text) {
   return text.split(/([\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb])/u)
     .map((part, i) => (i % 2 ? { hidden: `‹U+${part.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}›` } : { text: part }))
     .filter((part) => part.hidden || part.text);
 }
 
-/** Room in pixels for the longest of names that are `lengths` letters long, without the `prefix` letters that all share. */
+/** Width in pixels for the longest name. `lengths` are in characters; `prefix` is the length of the common prefix. */
 export function laneWidth(lengths, prefix = 0) {
   const longest = lengths.reduce((most, n) => Math.max(most, n), 0) - (prefix ?? 0);
   return `${Math.round(8 * Math.max(7, Math.min(28, longest))) + 6}px`;
 }
 
-/** Which rows of a list are near the window: [first, last + 1]. */
+/** Range of list rows near the visible window: [first, last + 1]. */
 export function near(top, height, row, n, margin = 6) {
   const first = Math.max(0, Math.min(n, Math.floor(top / row) - margin));
   return [first, Math.max(first, Math.min(n, Math.ceil((top + height) / row) + margin))];
@@ -78,7 +78,7 @@ export function near(top, height, row, n, margin = 6) {
 
 const marks = (text) => readable(text).map((part) => (part.hidden ? h("span", { class: "afk-ctl" }, part.hidden) : part.text));
 
-/** An element. Text goes in as text only: nothing here reads HTML. */
+/** Create an element. Text is inserted as text, never parsed as HTML. */
 export function h(name, attributes = {}, ...children) {
   const el = document.createElement(name);
   setAll(el, attributes);
@@ -101,7 +101,7 @@ function setAll(el, attributes) {
   }
 }
 
-/** What every view does: frame, notice, keys kept from the notebook, listeners taken back, Python told of open and close. */
+/** Common setup of all views: frame, notice, key isolation, listener cleanup, and open and close messages to Python. */
 export function mount({ model, el }, { label, build }) {
   const began = performance.now();
   const page = crypto.randomUUID?.() ?? String(Math.random());
@@ -112,14 +112,14 @@ export function mount({ model, el }, { label, build }) {
   function dead() {
     stale.hidden = false;
   }
-  // The widget manager says so of every model when the kernel is restarted; the class that it should put is not put.
+  // The widget manager triggers this event on every model after a kernel restart, but does not set its CSS class.
   model.on("comm_live_update", dead);
   ends.push(() => model.off("comm_live_update", dead));
   const context = {
     root,
-    /** Whether the kernel that made this view is gone. */
+    /** True if the kernel that created this view is gone. */
     stale: () => !stale.hidden,
-    /** Listen to a trait until the view goes. */
+    /** Listen to a trait until the view is removed. */
     on(name, f) {
       const event = `change:${name}`;
       model.on(event, f);
@@ -132,14 +132,14 @@ export function mount({ model, el }, { label, build }) {
     },
     end: (f) => ends.push(f),
     /**
-     * Set a trait here and in Python. Not by save_changes: while a cell awaits, the kernel reports no idle for such a
-     * message, and the widget manager then holds back every later one for good. Messages of our own are never held back.
+     * Set a trait here and in Python. save_changes is not used: while a cell awaits, the kernel does not report idle
+     * for its messages, and the widget manager then blocks all later ones. Custom messages are never blocked.
      */
     put(name, value) {
       model.set(name, value);
       send("set", { name, value });
     },
-    /** Show in `host` the widget that a trait names, and no other. */
+    /** Show in `host` the widget whose model id is in a trait, replacing any other. */
     child(trait, host) {
       let shown = null;
       let count = 0;
@@ -165,22 +165,22 @@ export function mount({ model, el }, { label, build }) {
       });
       draw();
     },
-    /** Have Python do something: the view's `_do_<name>(value)`, on the notebook's loop. */
+    /** Request an action from Python: call the view's `_do_<name>(value)` on the notebook's event loop. */
     ask: (name, value = null) => send("do", { name, value }),
   };
   function send(kind, more = {}) {
     try {
       model.send({ kind, page, ...more });
     } catch {
-      dead(); // there is nobody to tell
+      dead(); // the connection to the kernel is gone
     }
   }
   const showNotice = () => {
     notice.textContent = model.get("_notice") ?? "";
     notice.hidden = !notice.textContent;
   };
-  // The notebook moves its cells on arrows and letters: keys pressed in a view are the view's. Notebook 7 listens before
-  // they get here, and asks the focused element before its parents.
+  // Arrow and letter keys are notebook shortcuts, so keys pressed in a view must not reach the notebook. Notebook 7
+  // listens in an earlier phase, and checks the attribute of the focused element before its parents.
   root.addEventListener("keydown", (event) => event.stopPropagation());
   root.addEventListener("focusin", (event) => event.target.setAttribute("data-lm-suppress-shortcuts", "true"));
   root.append(stale, notice);
@@ -189,7 +189,7 @@ export function mount({ model, el }, { label, build }) {
   context.on("_notice", showNotice);
   el.append(root);
   send("open");
-  // For whoever measures: from the data being here to the first picture of it.
+  // For benchmarks: time from the arrival of the data to the first rendering.
   requestAnimationFrame(() => setTimeout(() => performance.measure(`afk ${label}`, { start: began, end: performance.now() })));
   return () => {
     for (const end of ends) end();
@@ -199,8 +199,8 @@ export function mount({ model, el }, { label, build }) {
 }
 
 /**
- * A list of `n` rows of one height of which only those near the window are elements. `fill(box, i)` writes row i into an
- * element, which is used again for other rows; the keys that walk are the list's own.
+ * A virtualized list of `n` rows of equal height: only those near the visible window have elements. `fill(box, i)`
+ * renders row i into an element, which is reused for other rows. The list handles the navigation keys.
  */
 export function windowed({ row, label, fill, move, multi = false }) {
   const id = `afk${Math.random().toString(36).slice(2, 8)}`;
@@ -237,7 +237,7 @@ export function windowed({ row, label, fill, move, multi = false }) {
     if (made.has(list.cursor)) el.setAttribute("aria-activedescendant", `${id}-${list.cursor}`);
     else el.removeAttribute("aria-activedescendant");
   }
-  /** Put the cursor on row i and bring it into sight. */
+  /** Move the cursor to row i and scroll it into view. */
   function show(i) {
     if (!list.n) return;
     list.cursor = Math.max(0, Math.min(list.n - 1, i));
@@ -269,7 +269,7 @@ export function windowed({ row, label, fill, move, multi = false }) {
   return list;
 }
 
-/** A box with code to take away: it is copied where the browser allows that, and selected in any case. */
+/** A box with code, which is selected and, if the browser permits, copied to the clipboard. */
 export function codeBox(code, close) {
   const area = h("textarea", { class: "afk-code", readonly: true, spellcheck: "false", "aria-label": "Code", rows: Math.min(14, code.split("\n").length + 1) });
   area.value = code;
@@ -289,7 +289,7 @@ export function codeBox(code, close) {
   return box;
 }
 
-/** Put another widget into an element; `ref` is how its trait arrives ("IPY_MODEL_..."). Returns what takes it away. */
+/** Show another widget, given by a serialized trait ("IPY_MODEL_..."), in an element. Returns a function to remove it. */
 export function child(host, ref, el) {
   const gone = new AbortController();
   const failed = (error) => { if (!gone.signal.aborted) el.replaceChildren(h("div", { class: "afk-note" }, `This view cannot be shown here: ${error.message ?? error}`)); };
@@ -298,7 +298,7 @@ export function child(host, ref, el) {
   return () => { gone.abort(); el.replaceChildren(); };
 }
 
-/** Show in `el` the view that Python opened below this one, and no other. Goes with the Python class Opener. */
+/** Show in `el` the view that Python opened below this one, replacing any other. See the Python class Opener. */
 export function showBelow(context, model, host, el, changed = () => {}) {
   let takeAway = null;
   function draw() {
@@ -312,7 +312,7 @@ export function showBelow(context, model, host, el, changed = () => {}) {
   draw();
 }
 
-/** A box for it: what it is, and a button that closes it and then calls `back`, which gives the focus to what opened it. */
+/** A box for that view, with a title and a Close button, which then calls `back` to return the focus to the opener. */
 export function belowBox(context, model, host, title, back) {
   const place = h("div", {});
   const leave = h("button", { type: "button", class: "afk-small", onclick: () => { context.ask("leave"); back(); } }, "Close");
@@ -322,7 +322,7 @@ export function belowBox(context, model, host, title, back) {
   return box;
 }
 
-/** The chain that is picked in a view of many: what can be opened of it, and what is. Goes with the Python class ChainsView. */
+/** Bar for the chain picked in a view of many: buttons to open it, and the opened view. See the class ChainsView. */
 export function chainBar(context, model, host, back) {
   const name = h("bdi", {});
   const button = (text, title, what) => h("button", { type: "button", class: "afk-small", title, onclick: () => context.ask(what) }, text);

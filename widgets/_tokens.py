@@ -1,7 +1,7 @@
-"""Tokens as rows of numbers, from whatever record holds them. Knows no tokenizer, no model, no page.
+"""Extraction of per-token values from trajectories, rollouts, batches and training statistics.
 
-Rows are joined by (trajectory id, token span), never by position: a batch may hold its rows in another order than the
-rollout did, and a span starts where its tokens start in the trajectory.
+Rows are joined by (trajectory id, token span), never by position, because a batch may order its rows differently than
+the rollout. A span starts where its tokens start in the trajectory.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Signal:
-    """How one number a token is named and drawn.
+    """Name and display style of a per-token quantity.
 
     Attributes:
-        name
-        label
-        scale: "up": a bar from the bottom. "down": a bar that hangs from the top, longer when lower. "around": from
+        name: The name by which `TokenView.signal` selects it.
+        label: The name shown on the page.
+        scale: "up": a bar from the bottom. "down": a bar from the top, longer for lower values. "around": a bar from
             `middle`, up or down. "flag": set or not.
-        unit
-        middle
-        fixed: A domain that does not depend on the data.
-        says
-        telling: Which end to jump to and to list first: "high", "low", or "far" from the middle.
+        unit: The unit of the values, such as "nats".
+        middle: The neutral value of an "around" scale.
+        fixed: A range that does not depend on the data.
+        says: A short explanation for the legend.
+        telling: The values to jump to and to list first: "high", "low", or "far" from the middle.
     """
 
     name: str
@@ -97,11 +97,11 @@ _MARKS = {" ": "·", "\n": "⏎", "\r": "␍", "\t": "⇥", "\xa0": "⍽"}
 
 
 def visible(piece: str, limit: int = 120) -> str:
-    """The piece with every character that cannot be seen, or that would disturb its neighbours, made visible.
+    """Make every invisible or layout-changing character of a token's text visible.
 
-    A space is ·, a new line ⏎, a tab ⇥, a non-breaking space ⍽; controls, zero-width and bidirectional marks, private
-    and lone surrogates are ‹U+XXXX›; a combining mark without its letter stands on ◌. What looks like one of the signs
-    itself is written as its number, so nothing is ambiguous.
+    A space becomes ·, a newline ⏎, a tab ⇥, a non-breaking space ⍽. Control characters, zero-width and bidirectional
+    marks, private-use characters and lone surrogates become ‹U+XXXX›. A combining mark without a base character is
+    shown on ◌. Characters that look like one of these signs are written as ‹U+XXXX› too, so the result is unambiguous.
     """
     if not piece:
         return "∅"
@@ -122,7 +122,7 @@ def visible(piece: str, limit: int = 120) -> str:
 
 
 def flags(piece: str) -> int:
-    """1: looks like a special token; 2: ends its line; 4: nothing but white space."""
+    """Return bit flags of a token's text. 1: looks like a special token; 2: ends its line; 4: only whitespace."""
     return bool(_SPECIAL.fullmatch(piece)) + 2 * ("\n" in piece) + 4 * (not piece.strip() and bool(piece))
 
 
@@ -134,19 +134,19 @@ class Row:
     """Tokens `start` to `start + len(ids)` of one row of a trajectory.
 
     Attributes:
-        id
-        task
-        chain
-        reward
-        stop
-        start
-        ids
-        token_texts
-        turn
+        id: The trajectory's id, followed by the row's index if it has several rows.
+        task: The task's id.
+        chain: The chain's index in its group.
+        reward: The trajectory's reward; None if it was not scored.
+        stop: The reason why the trajectory ended.
+        start: Index of the first token in the trajectory's row.
+        ids: Token ids.
+        token_texts: The text of each token.
+        turn: The turn index of each token.
         turns: (kind, author) of every turn of the trajectory.
-        mask
-        signals
-        note
+        mask: True for tokens sampled by the policy.
+        signals: The values of each signal, one per token; NaN where missing.
+        note: A message shown in place of the tokens.
     """
 
     id: str
@@ -165,7 +165,7 @@ class Row:
 
     @property
     def spans(self) -> list[tuple[int, int, int]]:
-        """(turn, first, last + 1) in the row's own tokens, in order."""
+        """(turn, first, last + 1) of each turn in order, as indices into this row's tokens."""
         if not len(self.ids):
             return []
         cuts = np.flatnonzero(np.diff(self.turn)) + 1
@@ -173,12 +173,12 @@ class Row:
         return [(int(self.turn[a]), a, b) for a, b in pairwise(edges)]
 
     def holds(self, start: int, stop: int) -> bool:
-        """Whether tokens `start` to `stop` of the trajectory are all here."""
+        """Return True if the row contains all tokens from `start` to `stop` of the trajectory."""
         return self.start <= start < stop <= self.start + len(self.ids)
 
 
 def _array(values: Any, dtype: Any) -> npt.NDArray[Any]:
-    """A tensor, an array or a list as an array, without importing torch."""
+    """Convert a tensor, an array or a list to an array without importing torch."""
     for name in ("detach", "cpu"):
         values = getattr(values, name)() if hasattr(values, name) else values
     if hasattr(values, "numpy"):
@@ -191,7 +191,7 @@ def is_trajectory(x: Any) -> bool:
 
 
 def _trajectory_rows(t: Any) -> list[Row]:
-    """One for each of its rows; of several, `id` says which."""
+    """Return one Row per row of the trajectory. If there are several, their `id` contains the index."""
     if not getattr(t, "exact", True):
         none = np.zeros(0, np.int64)
         return [Row(
@@ -239,7 +239,7 @@ def _batch_rows(batch: Any, detail: Mapping[str, Any] | None) -> list[Row]:
         if "logprob_reference" in arrays and "kl_reference" not in arrays:
             now = next(x for x in (after, before, arrays.get("logprob")) if x is not None)
             gap = arrays["logprob_reference"] - now
-            arrays["kl_reference"] = np.expm1(gap) - gap  # k3, as in the step
+            arrays["kl_reference"] = np.expm1(gap) - gap  # the k3 estimator, as in the training step
         if before is not None and after is not None:
             arrays["prob_change"] = arrays["prob_after"] - arrays["prob_before"]
     for name, values in arrays.items():
@@ -263,7 +263,7 @@ def _batch_rows(batch: Any, detail: Mapping[str, Any] | None) -> list[Row]:
             mask=mask[b, here],
         )  # fmt: skip
         row.signals = {name: values[span] for name, values in whole.signals.items()}
-        # A number on a token that is not trained on is no number of this step, whatever the tensor holds there.
+        # On tokens that are not trained, the tensor's values have no meaning for this step.
         row.signals.update({k: np.where(row.mask, v[b, here], np.float32(np.nan)) for k, v in arrays.items()})
         rows.append(row)
     return rows
@@ -277,7 +277,7 @@ def _find(whole: npt.NDArray[np.int64], part: npt.NDArray[np.int64]) -> int | No
 
 
 def rows_of(source: Any) -> list[Row]:
-    """The rows of anything that holds tokens."""
+    """Return the rows of any supported source: trajectories, a group, a rollout, a batch, Stats or a running chain."""
     if hasattr(source, "detail") and hasattr(source, "batch"):
         if source.batch is None:
             raise ValueError(
@@ -290,7 +290,7 @@ def rows_of(source: Any) -> list[Row]:
     if is_trajectory(source):
         return _trajectory_rows(source)
     if hasattr(source, "rewind") and callable(source.snapshot):
-        return rows_of(source.snapshot())  # a chain that is still being stepped
+        return rows_of(source.snapshot())  # an unfinished chain
     items = getattr(source, "trajectories", source)
     if isinstance(items, Iterable) and not isinstance(items, str | bytes | Mapping):
         found = list(items)
@@ -305,9 +305,12 @@ def rows_of(source: Any) -> list[Row]:
 
 
 def compare_rows(rows: list[Row], others: list[Row]) -> tuple[list[Row], list[str], dict[int, int]]:
-    """Put the other side's numbers beside ours, token by token; where the ids differ they are missing.
+    """Add the values of `others` to the matching tokens of `rows`; they are missing where the token ids differ.
 
-    Two single trajectories that are not the same one are shown one under the other, with the place where they part.
+    If both sides are single rows of different trajectories, both are shown, with the length of their common prefix.
+
+    Returns:
+        The rows to show, notes for the page, and the index of the first differing token by row.
     """
     notes: list[str] = []
     if len(rows) == len(others) == 1 and rows[0].id != others[0].id:
@@ -351,10 +354,12 @@ def compare_rows(rows: list[Row], others: list[Row]) -> tuple[list[Row], list[st
 
 
 def some(names: list[str]) -> str:
+    """Format the first three names and the number of the rest."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def describe(name: str) -> Signal:
+    """Return the Signal with this name, derived from its base signal for comparisons ("… ′", "Δ …")."""
     if name in SIGNALS:
         return SIGNALS[name]
     if name.endswith(" ′"):
@@ -369,7 +374,7 @@ def describe(name: str) -> Signal:
 
 
 def summary(signal: Signal, values: Floats, sampled: npt.NDArray[np.bool_]) -> dict[str, Any]:
-    """The legend's numbers and the domain that is drawn, computed here so that page and cell agree."""
+    """Compute the legend's numbers and the range of the scale, so that the page and the static form agree."""
     there = values[~np.isnan(values)]
     finite = there[np.isfinite(there)].astype(np.float64)
     out: dict[str, Any] = {
@@ -379,7 +384,8 @@ def summary(signal: Signal, values: Floats, sampled: npt.NDArray[np.bool_]) -> d
     }  # fmt: skip
     if len(finite):
         out.update(min=float(finite.min()), max=float(finite.max()), mean=float(finite.mean()))
-        # One extreme token must not make all others look the same; the legend says how many lie outside.
+        # Clip the range at quantiles, so that one extreme token does not make all others look alike. The legend shows
+        # how many values lie outside.
         many = len(finite) >= 200
         low, high = np.quantile(finite, (0.01, 0.99)) if many else (finite.min(), finite.max())
         if signal.fixed is not None:
@@ -390,7 +396,7 @@ def summary(signal: Signal, values: Floats, sampled: npt.NDArray[np.bool_]) -> d
                 reach = min(reach, 1.0)  # a ratio is never below 0, and neither is its scale
             low, high = signal.middle - reach, signal.middle + reach
         elif signal.fixed is None:
-            # Bars start at 0 where they can: a height that starts elsewhere would say nothing.
+            # Bars start at 0 where possible; otherwise their height would have no meaning.
             low, high = (min(low, 0.0), max(high, 0.0)) if signal.scale == "down" or low >= 0 else (low, high)
         out.update(lo=float(low), hi=float(high))
         out["outside"] = int(((finite < low) | (finite > high)).sum())
@@ -404,7 +410,7 @@ def summary(signal: Signal, values: Floats, sampled: npt.NDArray[np.bool_]) -> d
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens `start` to `stop` (not included) of one trajectory, counted in the trajectory."""
+    """Tokens `start` to `stop` (exclusive) of one trajectory, as indices into the trajectory."""
 
     trajectory: str
     start: int
@@ -415,7 +421,7 @@ class Span:
 
 
 class Selection:
-    """What is selected in the browser. Empty is false."""
+    """The token spans selected in the browser. Iterable; an empty selection is falsy."""
 
     def __init__(self, spans: Iterable[Span], rows: list[Row]) -> None:
         self.spans = tuple(spans)
@@ -429,10 +435,14 @@ class Selection:
 
     @property
     def tokens(self) -> int:
+        """Number of selected tokens."""
         return sum(len(span) for span in self.spans)
 
     def to_frame(self) -> Any:
-        """A row a token: trajectory, token, id, piece, turn, kind, author, mask, and every signal (NaN is missing)."""
+        """Return a data frame with one row per token.
+
+        Its columns are trajectory, token, id, piece, turn, kind, author, mask, and every signal (NaN where missing).
+        """
         import pandas as pd
 
         names = list(dict.fromkeys(name for row in self._rows for name in row.signals))

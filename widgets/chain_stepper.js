@@ -1,15 +1,15 @@
-// One chain by buttons and keys. Nothing is decided here: Python says what can be done, and does it.
+// Interactive stepping of one chain. Python determines which operations are available and performs them.
 
 const LETTER = { prompt: "P", action: "A", observation: "O", forced: "F" };
 export const KEYS = { s: "sample", g: "greedy", r: "act", w: "write", u: "undo", k: "fork", f: "finish" };
 
-/** What the text box is for now: words for the model, the answer to its action, or nothing. */
+/** Current purpose of the text box: text of the model ("force"), a result for its action ("observe"), or null. */
 export function composer(can) {
   if (can.force) return "force";
   return can.observe ? "observe" : null;
 }
 
-/** A probability as the bars write it. */
+/** Format a probability for the bars. */
 export function percent(p) {
   if (p >= 0.9995) return "100 %";
   if (p < 0.0005) return "<0.1 %";
@@ -61,7 +61,7 @@ export default {
         root.append(h("div", { class: "afk-bar" }, title, status, h("span", { class: "afk-grow" }), tabs, tokensButton, codeButton), result,
           h("div", { class: "afk-main" }, turns, side), bar, box, codeHolder, below);
 
-        let editing = false; // the text box holds another result for the last calls
+        let editing = false; // true while the text box holds a replacement for the results of the last calls
         let mode = null;
         function send(end) {
           const text = words.value;
@@ -80,7 +80,7 @@ export default {
         });
 
         // --- turns ---
-        const drawn = []; // [text of the turn's state, element]: a turn never changes, so it is drawn once
+        const drawn = []; // [JSON of the turn's state, element]: turns never change, so each is rendered once
         function call(c) {
           const line = h("div", { class: "afk-call" }, h("span", { class: "afk-callhead" }, h("b", { dir: "auto" }, c.name), " ", h("code", { dir: "auto" }, c.arguments)));
           if (c.unreadable !== null) line.append(h("div", { class: "afk-bad" }, `✕ could not be read: ${c.unreadable}`));
@@ -107,7 +107,7 @@ export default {
           return h("div", { class: `afk-turn2 afk-${LETTER[t.kind] ? t.kind : "prompt"}` },
             h("div", { class: "afk-turnhead" }, h("span", { class: "afk-badge", "aria-hidden": "true" }, LETTER[t.kind] ?? "?"), h("b", {}, `${i} ${t.kind}`),
               h("span", { class: "afk-soft afk-num" }, facts.join(" · ")), h("span", { class: "afk-grow" }), edit, back),
-            // What the calls of an observation gave is told to the model in the template's words: those are a click away.
+            // Tool results are shown per call; the templated text that the model reads opens on a click.
             ...(t.kind === "observation" && t.calls.length
               ? [...t.calls.map(call), h("details", { class: "afk-told" }, h("summary", {}, "as the model reads it"), h("div", { class: "afk-text", dir: "auto" }, t.text))]
               : [h("div", { class: "afk-text", dir: "auto" }, t.text), ...t.calls.map(call)]));
@@ -162,7 +162,7 @@ export default {
         }
         toggle.addEventListener("change", () => context.put("top", toggle.checked ? 20 : 0));
 
-        // --- all ---
+        // --- rendering ---
         const put = (node, text) => {
           if (node.textContent !== text) node.textContent = text;
         };
@@ -211,7 +211,7 @@ export default {
           codeHolder.replaceChildren(codeBox(text, () => codeButton.focus()));
         });
 
-        // --- keys: letters do what the buttons do, wherever no text is written ---
+        // --- keys: letter keys act like the buttons, except in text fields ---
         root.addEventListener("keydown", (event) => {
           if (event.ctrlKey || event.metaKey || event.altKey || /^(TEXTAREA|INPUT|SELECT)$/.test(event.target.tagName)) return;
           if (event.key === "Escape") {
@@ -229,7 +229,7 @@ export default {
         context.on("top", drawBars);
         draw();
         drawBars();
-        requestAnimationFrame(() => { turns.scrollTop = turns.scrollHeight; }); // it has a height only now
+        requestAnimationFrame(() => { turns.scrollTop = turns.scrollHeight; }); // its height is known only now
       },
     });
   },

@@ -1,4 +1,4 @@
-"""One chain by hand: buttons and keys that call the chain's own methods. Holds no state of its own beside the forks."""
+"""Interactive stepping of one chain: buttons and keys that call the chain's methods. The only state is the forks."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ _TEXT = 12_000
 class ChainStepper(Opener):
     """Step a chain in the browser: `ChainStepper(chain)`, or `ChainStepper(agent, task)` for a new one.
 
-    It drives the very chain that the cell holds: what a cell does is seen here, what a click does is done there.
-    `to_code()` gives a cell that makes the same chain again.
+    The view and the notebook's cells work on the same chain object: each shows the changes made by the other.
+    `to_code()` returns code for a cell that reproduces the chain.
 
     Args:
-        top: Number of next tokens to show; 0 asks the engine for none.
+        chain: A chain, or an agent if `task` is given.
+        task: The task for which the agent starts a new chain.
+        top: Number of candidates for the next token to show; 0 requests none from the engine.
 
     Attributes:
-        chain: The chain in sight.
-        chains: The chain and the forks that were made here.
-        trajectory: What `finish()` gave, or None.
-        error: What the last click raised; the page shows it too.
-        selection: The chain in sight, as it is now: `.to_frame("turns")`, `.to_frame("tokens")`.
-        opened: The TokenView of its tokens that the page shows below, or None.
+        chain: The chain shown.
+        chains: The initial chain and the forks made in this view.
+        trajectory: The result of `finish()`, or None.
+        error: The exception raised by the last click, which the page shows too.
+        selection: The current state of the chain shown: `.to_frame("turns")`, `.to_frame("tokens")`.
+        opened: The TokenView of the chain's tokens shown below, or None.
     """
 
     stem: ClassVar[str] = "chain_stepper"
@@ -80,7 +82,7 @@ class ChainStepper(Opener):
         self._follow()
         self.refresh()
 
-    # --- what it shows ---
+    # --- the chain shown ---
 
     @property
     def chain(self) -> Any:
@@ -92,12 +94,12 @@ class ChainStepper(Opener):
 
     @property
     def selection(self) -> Any:
-        """The chain in sight: what `finish()` gave, or as it is now, unscored. As in the views of many chains."""
+        """The chain shown, as in the views of many chains: its finished trajectory, or an unscored snapshot."""
         now = self.trajectory or self.chain.snapshot()
         return Trajectories((now.id,), (now,))
 
     def refresh(self) -> None:
-        """Send the chain as it is now. It does so by itself whenever the chain changes, while a page is open."""
+        """Send the chain's current state. Called automatically whenever the chain changes while a page is open."""
         self._state = _state(self.chains, self._at, self._doing)
         self._ask_distribution()
 
@@ -113,7 +115,7 @@ class ChainStepper(Opener):
     _end: Callable[[], Any] | None = None
 
     def _follow(self) -> None:
-        """Be told by the chain in sight. It keeps the listener, which holds the view weakly."""
+        """Subscribe to the chain shown. The chain keeps the listener, which refers weakly to the view."""
         self._unfollow()
         view_ref = weakref.ref(self)
 
@@ -132,11 +134,11 @@ class ChainStepper(Opener):
 
     def _refresh_safely(self) -> None:
         if self._seen and not self._pages:
-            return  # nobody looks; a page that opens later refreshes
+            return  # no page is open; the next one to open refreshes
         try:
             self.refresh()
         except Exception as error:
-            self._failed(error)  # in a loop's callback nobody would see it
+            self._failed(error)  # it would go unnoticed in a loop callback
 
     def _on_first_page(self) -> None:
         self.refresh()
@@ -156,7 +158,7 @@ class ChainStepper(Opener):
             self._ask_distribution()
 
     def _ask_distribution(self) -> None:
-        """What the model would say next, by the engine itself: the chain stays free for the cell's own calls."""
+        """Request the next-token distribution from the engine directly, so that cells can use the chain meanwhile."""
         chain = self.chain
         wanted = (chain.turn, self.top) if self.top and _can(chain)["sample"] and not chain._busy else None
         if wanted is None:
@@ -204,7 +206,7 @@ class ChainStepper(Opener):
         self._start("running tools", lambda chain: chain.act())
 
     def _do_force(self, value: Any) -> None:
-        """{"text": ..., "end": bool} or {"ids": [...], "end": bool}"""
+        """Force an action, given as {"text": ..., "end": bool} or {"ids": [...], "end": bool}."""
         said = value["text"] if "text" in value else [int(i) for i in value["ids"]]
         self._start("writing", lambda chain: _now(lambda: chain.force(said, end=bool(value.get("end", True)))))
 
@@ -212,7 +214,7 @@ class ChainStepper(Opener):
         self._start("answering", lambda chain: _now(lambda: chain.observe(str(value))))
 
     def _do_edit(self, value: Any) -> None:
-        """Another result for the calls of the last action, instead of the one that is there."""
+        """Replace the results of the last action's tool calls."""
 
         def edit(chain: Any) -> None:
             if chain.turn.kind != "observation":
@@ -223,7 +225,7 @@ class ChainStepper(Opener):
         self._start("editing", lambda chain: _now(lambda: edit(chain)))
 
     def _do_rewind(self, value: Any) -> None:
-        """To a turn by its index; None: one turn back."""
+        """Rewind to the turn with this index, or by one turn if it is None."""
 
         def back(chain: Any) -> None:
             last = len(chain.turns) - 1
@@ -268,7 +270,7 @@ class ChainStepper(Opener):
         self._code = {"n": self._code.get("n", 0) + 1, "text": sendable(self.to_code())}
 
     def _start(self, what: str, call: Callable[[Any], Awaitable[Any]]) -> None:
-        """One thing at a time. A click may come while a cell awaits, and what it starts may outlast its message."""
+        """Start an operation as a job, since it may outlast the message that requested it. Only one runs at a time."""
         if self._doing:
             raise RuntimeError(f"still {self._doing}; wait for it, or cancel it")
         self._doing = what
@@ -298,10 +300,10 @@ class ChainStepper(Opener):
     # --- code ---
 
     def to_code(self) -> str:
-        """The chain as a cell: run it and the same chain is there again, with the same tokens.
+        """Return code for a cell that reproduces the chain, with the same tokens.
 
-        Sampled turns are sampled again, from the same seeds; an engine that does not promise the same sample twice
-        says so in a comment. What was undone is left out.
+        Sampled turns are sampled again with the same seeds; a comment warns if the engine is not reproducible. Turns
+        that were undone are left out.
         """
         return code(self.chain)
 
@@ -319,7 +321,7 @@ async def _now(call: Callable[[], Any]) -> Any:
 
 
 def _can(chain: Any) -> dict[str, bool]:
-    """What the chain would not refuse now."""
+    """Return, for each operation, True if the chain would accept it now."""
     open = not chain._closed
     calls, stop, leaf = bool(chain._pending_calls()), chain.stop, chain.turn
     complete = leaf.kind in ("action", "forced") and bool(leaf.messages)
@@ -410,7 +412,7 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def _answer(turn: Any) -> str:
-    """What a person would write to give this observation."""
+    """Return the text to pass to `observe` for this observation."""
     for call in turn.tool_calls:
         if call.result is not None:
             return str(call.result.observation)
@@ -421,7 +423,7 @@ def _answer(turn: Any) -> str:
 
 
 def _named(thing: Any) -> str | None:
-    """The notebook's name for it, or for the list that holds it."""
+    """Return the notebook's variable that holds the object, or its index expression in a list variable, or None."""
     names = {k: v for k, v in vars(sys.modules["__main__"]).items() if not k.startswith("_") and k.isidentifier()}
     for name, value in names.items():
         if value is thing:
@@ -435,6 +437,7 @@ def _named(thing: Any) -> str | None:
 
 
 def code(chain: Any) -> str:
+    """Return code for a cell that reproduces the chain."""
     agent, path = chain.agent, list(chain.turns)
     lines: list[str] = []
     named = _named(agent) or "agent"
@@ -456,7 +459,7 @@ def code(chain: Any) -> str:
         lines.append(f"chain = {named}.chain({task})")
     if any(turn.kind == "action" for turn in path) and not agent.engine.reproducible:
         lines.insert(0, "# this engine does not promise the same sample twice")
-    # A fork samples from seeds of its own: it forked before the first action that has one of them.
+    # Each fork has its own seeds: the fork was made before the first action with one of them.
     places = _places(chain)
     at, index = 0, sum(1 for turn in path[:first] if turn.kind in ("action", "forced") and turn.messages)
     for turn in path[first:]:
@@ -476,9 +479,9 @@ def code(chain: Any) -> str:
             more = "" if turn.messages else ", end=False"
             more += "" if turn.author == "person" else f", author={turn.author!r}"
             lines.append(f"chain.force({said!r}{more})")
-        elif turn.author == "template":  # a history that the chat renders anew by itself
+        elif turn.author == "template":  # the chat re-renders such a history by itself
             continue
-        elif turn.kind == "prompt":  # a row that begins with what was said before in short
+        elif turn.kind == "prompt":  # a new row that begins with a compacted context
             more = "" if turn.author == "hook" else f", author={turn.author!r}"
             lines.append(f"chain.compact({list(turn.messages)!r}{more})")
         elif turn.author == "tool":
@@ -496,7 +499,7 @@ def code(chain: Any) -> str:
 
 
 def _places(chain: Any) -> list[str]:
-    """The forks on the way to this chain: "", ".1", ".1.2". What a continued trajectory brought along is no fork."""
+    """Return the fork names on the path to this chain: "", ".1", ".1.2". Omit those of a continued trajectory."""
     base, _, rest = chain.key.fork.rpartition("~")
     head = base + "~" if base or chain.key.fork.startswith("~") else ""
     parts = rest.split(".")[1:]
@@ -504,7 +507,7 @@ def _places(chain: Any) -> list[str]:
 
 
 def _seed(chain: Any, fork: str, index: int) -> int:
-    """The seed that the chain's ancestor of this name had for its action `index`."""
+    """Return the seed that the chain's ancestor with this fork name used for its action `index`."""
     import dataclasses
 
     from agentfly_kit import seeds
@@ -523,7 +526,7 @@ def _fork(place: str) -> list[str]:
 
 
 def _said(chain: Any, turn: Any) -> str | list[int]:
-    """The text where encoding it gives these very ids, else the ids."""
+    """Return the turn's text if encoding it yields exactly its token ids, else the ids."""
     ids, chat = list(turn.ids or ()), chain.agent.chat
     whole = ids[:-1] if turn.messages and ids and ids[-1] == chat.stop_ids[0] else ids
     text: str = chat.text(whole)

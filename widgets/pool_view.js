@@ -1,16 +1,16 @@
-// Tiles of sandboxes. Elements are kept from one update to the next: ten updates a second must not rebuild the page.
+// Tiles of sandboxes. Elements are reused between updates, because up to ten updates per second arrive.
 
 const SIGN = { leased: "●", idle: "○", starting: "◐", resetting: "◑", closing: "✕", empty: "·" };
 const BANDS = ["leased", "starting", "idle"];
 
-/** Lanes in the order of their ids, then the places where nothing was started yet. */
+/** Sandboxes in the order of their ids, followed by the slots in which none was started yet. */
 export function tiles(state) {
   const lanes = state.lanes.map(([id, name, owner, uses, age, turn, hand]) => ({ key: `s${id}`, id, name, owner, uses, age, turn, hand: hand ? "by hand, from here" : "" })).sort((a, b) => a.id - b.id);
   for (let k = 0; lanes.length < state.counts.size; k++) lanes.push({ key: `e${k}`, id: null, name: "empty", owner: null, uses: 0, age: null, turn: null, hand: "" });
   return lanes;
 }
 
-/** Who holds what: a row an owner, the longest held first. */
+/** One row per owner, the longest lease first. */
 export function owners(state) {
   const by = new Map();
   for (const lane of tiles(state)) {
@@ -25,7 +25,7 @@ export function owners(state) {
   return [...by.values()].sort((a, b) => (b.age ?? 0) - (a.age ?? 0));
 }
 
-/** Stacked shares of the size, as polygons in a box of `w` x `h`: what was leased, starting, idle over time. */
+/** Leased, starting and idle shares of the pool's size over time, as stacked polygons in a box of `w` x `h`. */
 export function bands(history, w, h, span, now) {
   if (!history.length) return [];
   const x = (t) => w * (1 - Math.min(span, now - t) / span);
@@ -36,7 +36,7 @@ export function bands(history, w, h, span, now) {
     const up = [];
     const down = [];
     history.forEach((p, i) => {
-      // A state lasts until the next one: steps, not slopes.
+      // A state lasts until the next one, so the curves are step functions.
       const until = i + 1 < history.length ? history[i + 1].t : now;
       up.push([x(p.t), h - top[i] * h], [x(until), h - top[i] * h]);
       down.push([x(p.t), h - floor[i] * h], [x(until), h - floor[i] * h]);
@@ -47,13 +47,13 @@ export function bands(history, w, h, span, now) {
   return out;
 }
 
-/** A name in two parts, of which only the first may be cut: its last word tells chains of one run apart. */
+/** Split a name into two parts. Only the first may be truncated: the last word distinguishes chains of one run. */
 export function ends(name) {
   const tail = /[-:.\s_]([^-:.\s_]{1,14})$/u.exec(name)?.[1] ?? "";
   return [name.slice(0, name.length - tail.length), tail];
 }
 
-/** The numbers that are selected after a click on one: alone, added or taken away with Ctrl, all from the anchor with Shift. */
+/** Selection after a click on a number: that one alone; toggled with Ctrl; the range from the anchor with Shift. */
 export function picked(selected, ids, id, anchor, { add = false, range = false } = {}) {
   const [a, b] = [ids.indexOf(anchor), ids.indexOf(id)];
   if (range && a >= 0) return [...new Set([...(add ? selected : []), ...ids.slice(Math.min(a, b), Math.max(a, b) + 1)])];
@@ -61,7 +61,7 @@ export function picked(selected, ids, id, anchor, { add = false, range = false }
   return [id];
 }
 
-/** What a person can do to the sandbox of this number now. */
+/** The actions available for the sandbox with this number. */
 export function actions(state, id) {
   const lane = state.closed || state.gone ? undefined : state.lanes.find((each) => each[0] === id);
   const name = lane?.[1];
@@ -133,7 +133,7 @@ export default {
           return polygon;
         });
 
-        /** The number that is chosen in the list, or null. */
+        /** The number chosen in the list, or null. */
         const chosen = () => (pick.value ? Number(pick.value) : null);
         function allow() {
           const can = actions(model.get("_state"), chosen());
@@ -156,8 +156,8 @@ export default {
         }
         pick.addEventListener("change", allow);
 
-        // --- selection: a click or the keys; the one that the cursor is on is also the one to act on by hand ---
-        let cursor = null; // a number
+        // --- selection by click or keys; the buttons act on the sandbox under the cursor ---
+        let cursor = null; // number of a sandbox
         let anchor = null;
         const numbersShown = () => tiles(model.get("_state")).filter((t) => t.id !== null).map((t) => t.id);
         function choose(numbers) {
@@ -290,7 +290,7 @@ export default {
           history.push({ t: performance.now() / 1000, ...state.counts });
           tick();
         }
-        /** Times go on between updates; a page whose kernel is gone stands still. */
+        /** Advance the displayed times between updates, unless the kernel is gone. */
         function tick() {
           if (context.stale()) return;
           const now = performance.now();

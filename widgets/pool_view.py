@@ -1,8 +1,6 @@
-"""The sandboxes of a pool, live: who holds which, since when, who waits; and what a person does to them by hand.
+"""Live view of a pool's sandboxes: holders, durations, the queue, and buttons to take, release, reset and close them.
 
-What is selected on the page is in `selection`, a frame of it in `selection.to_frame()`.
-
-Knows no sandbox: what is done is the pool's own `acquire`, `release` and `recycle`.
+The buttons call the pool's own `acquire`, `release` and `recycle`, so the view works with every sandbox class.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from ._base import LiveView, count, escape, sendable, tag
 from ._tokens import some
 from .chain_stepper import _named
 
-# A sign beside each state's word, so that neither colour nor reading is needed to tell them apart.
+# A sign per state, so that states can be distinguished without colour and without reading their names.
 SIGNS = {"leased": "●", "idle": "○", "starting": "◐", "resetting": "◑", "closing": "✕"}
 _TINTS = {
     "leased": "40,120,220",
@@ -33,13 +31,14 @@ _TAKE_SECONDS = 30.0
 
 
 class Sandboxes:
-    """Sandboxes of a pool and their leases, as they were when this was asked for. Empty is false; iterate for rows."""
+    """A snapshot of sandboxes of a pool and their leases. Iterable over rows; falsy if empty."""
 
     def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
         self._rows = tuple(rows)
 
     @property
     def numbers(self) -> tuple[int, ...]:
+        """The numbers of the sandboxes."""
         return tuple(row["sandbox"] for row in self._rows)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -49,7 +48,11 @@ class Sandboxes:
         return len(self._rows)
 
     def to_frame(self) -> Any:
-        """A row a sandbox: sandbox, state, seconds in it, owner, turn, leases so far, hand. Missing ages are NaN."""
+        """Return a data frame with one row per sandbox.
+
+        Its columns are sandbox, state, seconds (in this state, NaN if unknown), owner, turn, leases (so far), and hand
+        (taken on the page).
+        """
         import pandas as pd
 
         return pd.DataFrame(list(self._rows), columns=list(_COLUMNS))
@@ -62,16 +65,16 @@ _COLUMNS = ("sandbox", "state", "seconds", "owner", "turn", "leases", "hand")
 
 
 class PoolView(LiveView):
-    """A tile a sandbox or a row an owner, and the queue, from the pool's events and `pool.snapshot()`.
+    """Show a pool live, with one tile per sandbox or one row per owner, and the queue.
 
-    At most 10 updates a second. A sandbox that was taken on the page is marked as held by hand.
-    `view.counts` has what was last sent; `view.refresh()` sends now; `view.close()` ends it. `view.selection` has the
-    sandboxes that are selected in the browser and who holds them; `view.select(3, 4)` selects from Python;
-    `view.to_frame()` has all; `view.to_code()` is the view and its selection as a cell.
+    The view updates at most 10 times per second. `view.counts` holds the numbers last sent; `view.refresh()` sends an
+    update now; `view.close()` ends the view. `view.selection` holds the sandboxes selected in the browser with their
+    owners; `view.select(3, 4)` selects them from Python; `view.to_frame()` lists all sandboxes; `view.to_code()`
+    returns the view and its selection as code for a cell.
 
-    By hand, on the page: Take leases a sandbox, which is then in `view.held[number]` for the next cell; Give back
-    returns it. Reset and Close act on any sandbox of a pool with `recycle`; a chain that holds it loses it, and is not
-    scored. One that was taken here is reset in place.
+    On the page, the button Take leases a sandbox, which cells then find in `view.held[number]`; Give back releases it.
+    Such a sandbox is marked as held by hand. Reset and Close act on any sandbox of a pool that has `recycle`: a chain
+    that holds the sandbox loses it and is not scored. A sandbox taken on the page is reset in place.
     """
 
     stem: ClassVar[str] = "pool_view"
@@ -79,7 +82,7 @@ class PoolView(LiveView):
     actions: ClassVar[frozenset[str]] = frozenset({"take", "give_back", "reset", "close", "code"})
 
     _state = traitlets.Dict().tag(sync=True)
-    # Numbers of sandboxes. One that ended stays in it, and counts no more.
+    # Numbers of the selected sandboxes. Those that were closed remain in the list and are ignored.
     _selected: traitlets.List[Any] = traitlets.List().tag(sync=True)
     _code = traitlets.Dict().tag(sync=True)
 
@@ -94,7 +97,7 @@ class PoolView(LiveView):
 
     @property
     def held(self) -> dict[int, Any]:
-        """The sandboxes that were taken by hand on the page and not given back, by number."""
+        """The sandboxes taken on the page and not yet given back, by number."""
         self._taken = {number: lease for number, lease in self._taken.items() if not lease.released}
         return {number: lease.sandbox for number, lease in self._taken.items()}
 
@@ -102,16 +105,16 @@ class PoolView(LiveView):
 
     @property
     def selection(self) -> Sandboxes:
-        """The selected sandboxes that there still are, as they are now; when the pool is gone, as they last were."""
+        """The current state of the selected sandboxes that still exist, or their last state if the pool is gone."""
         chosen = set(self._selected)
         return Sandboxes([row for row in self._rows() if row["sandbox"] in chosen])
 
     def to_frame(self) -> Any:
-        """All sandboxes, as `selection.to_frame()` has the selected ones."""
+        """Return a data frame with one row per sandbox, with the columns of `selection.to_frame()`."""
         return Sandboxes(self._rows()).to_frame()
 
     def select(self, *sandboxes: int) -> None:
-        """Select sandboxes by their numbers; the browser shows them. None of them: select nothing."""
+        """Select sandboxes by their numbers, and show them in the browser. Without arguments, clear the selection."""
         there = [row["sandbox"] for row in self._rows()]
         for number in sandboxes:
             if number not in there:
@@ -134,7 +137,7 @@ class PoolView(LiveView):
         ]  # fmt: skip
 
     def to_code(self) -> str:
-        """This view and its selection as a cell; `pool` is what the notebook calls the pool."""
+        """Return the view and its selection as code for a cell, with the notebook's own variable for the pool."""
         name = (_named(self.record) if self.record is not None else None) or "pool"
         numbers = self.selection.numbers
         chosen = [f"view.select({', '.join(map(str, numbers))})", "view.selection.to_frame()"]
@@ -143,7 +146,7 @@ class PoolView(LiveView):
     def _do_code(self, _: Any) -> None:
         self._code = {"n": self._code.get("n", 0) + 1, "text": sendable(self.to_code())}
 
-    # --- by hand ---
+    # --- buttons ---
 
     async def _do_take(self, _: Any) -> None:
         lease = await self._pool().acquire("by hand", _TAKE_SECONDS)
@@ -172,7 +175,7 @@ class PoolView(LiveView):
 
     async def _recycle(self, number: Any, **how: bool) -> None:
         asked = self._pool().recycle(int(number), **how)
-        if inspect.isawaitable(asked):  # of a pool that is elsewhere
+        if inspect.isawaitable(asked):  # a remote pool
             await asked
 
     def _pool(self) -> Any:
@@ -187,7 +190,7 @@ class PoolView(LiveView):
         super().close()
 
     def refresh(self) -> None:
-        """Send the present state now. When the pool is gone, the last state stays and the page says so."""
+        """Send the current state now. If the pool is gone, the page keeps the last state and notes this."""
         pool = self.record
         if pool is None:
             if self._state:
@@ -200,7 +203,7 @@ class PoolView(LiveView):
 
     @property
     def counts(self) -> dict[str, int]:
-        """size, idle, starting, leased, waiting, dead: as last sent."""
+        """The numbers last sent: size, idle, starting, leased, waiting, dead."""
         return dict(self._state.get("counts", {}))
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
-// What a reward that is being edited says of saved trajectories. Every number comes from Python.
+// Scores of saved trajectories under a reward that is being edited. All numbers are computed in Python.
 
-/** Rows of one kind of change, or all that changed, or all. */
+/** Rows with one kind of change, all changed rows, or all rows. */
 export function chosen(rows, filter) {
   if (filter === "all") return rows;
   return rows.filter((row) => (filter === "changed" ? row[4] !== "same" : row[4] === filter));

@@ -1,4 +1,4 @@
-"""Saved trajectories scored again while a reward is edited. `Rollout.rescore` scores; this shows what changed."""
+"""Re-scoring of saved trajectories while a reward is edited. Shows what changed; `Rollout.rescore` does the scoring."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ._base import count, escape, number, sendable, shared_prefix, tag
 from ._chains import ChainsView
 from .chain_stepper import _named
 
-# Rows of the table on the page; `to_frame()` has all.
+# Maximum rows of the table on the page; `to_frame()` returns all.
 _ROWS = 200
 _BARS = 10
 
@@ -35,21 +35,21 @@ KINDS = {
 
 
 class RewardForm(ChainsView):
-    """The rewards of saved trajectories beside those of a reward that is being written, and which of them flipped.
+    """Compare the recorded rewards of saved trajectories with those of a reward under development.
 
-    Run the cell that defines the reward again, and the form scores again by itself (`follow=False`: only the button
-    does). Nothing is sampled and the rollout is not changed.
+    Whenever the cell that defines the reward runs again, the form re-scores the trajectories; with `follow=False` only
+    the button does. Nothing is sampled and the rollout is not changed.
 
-    `await form.score()` is the button; `form.rescored` is the rollout with the new rewards, `form.to_frame()` a row a
-    trajectory, `form.picked` the trajectory that was clicked.
+    `await form.score()` does what the button does. `form.rescored` is the rollout with the new rewards,
+    `form.to_frame()` has one row per trajectory, and `form.picked` is the trajectory that was clicked.
 
     Args:
-        reward: A reward, a function, or several.
-        rollout: A Rollout, its trajectories, or the path of a saved one.
-        agent: The agent that made them, to open one in the stepper.
-        follow: Whether to score again when the cell that defines the reward has run again.
+        reward: A reward, a function, or several of them.
+        rollout: A Rollout, its trajectories, or the path of a saved rollout.
+        agent: The agent that produced the trajectories, needed to open one in the stepper.
+        follow: True to re-score whenever the cell that defines the reward has run again.
 
-    Raises:  RewardError where the reward asks for a task field that is not there.
+    Raises:  RewardError if the reward needs a task field that a task does not have.
     """
 
     stem: ClassVar[str] = "reward_form"
@@ -67,13 +67,13 @@ class RewardForm(ChainsView):
         self.reward = RewardSet.coerce(reward)
         if not self.reward:
             raise TypeError("RewardForm wants a reward: a function that @af.reward decorates")
-        # Kept until its page is left, because `RewardForm(reward, await agent.rollout(...))` names no variable.
+        # Kept until its page closes, because in `RewardForm(reward, await agent.rollout(...))` no variable holds it.
         self._kept: Any = _rollout(rollout)
         self.reward.check([group.task for group in self._kept.groups])
         self._picked: str | None = None
         self._agent = agent
         self._scoring: asyncio.Future[Any] | None = None
-        # The rollout with the new rewards; None before it was scored once.
+        # The rollout with the new rewards; None before the first scoring.
         self.rescored: Any = None
         super().__init__(self._kept)
         self._show()
@@ -88,7 +88,7 @@ class RewardForm(ChainsView):
     # --- scoring ---
 
     async def score(self) -> Any:
-        """Score every trajectory again, and show what changed. Gives the rescored Rollout."""
+        """Re-score every trajectory and show what changed. Return the re-scored Rollout."""
         if self._scoring is not None and self._scoring is not asyncio.current_task():
             await self._stop()
         return await self._score()
@@ -134,7 +134,7 @@ class RewardForm(ChainsView):
             await asyncio.wait([job])
 
     def _redefined(self) -> None:
-        """Take the rewards as a later cell defined them, and score again if one changed."""
+        """Adopt rewards that a later cell redefined, and re-score if there are any."""
         from agentfly_kit.rewards import RewardSet
         from agentfly_kit.tools import function as functions
 
@@ -152,7 +152,7 @@ class RewardForm(ChainsView):
         if self._scoring is not None:
             self._scoring.cancel()
 
-    # --- looking ---
+    # --- inspection ---
 
     def _pairs(self) -> list[tuple[Any, Any]]:
         rollout = self.record
@@ -226,11 +226,14 @@ class RewardForm(ChainsView):
 
     @property
     def picked(self) -> Any:
-        """The trajectory that was clicked, with its old reward; None when none was."""
+        """The trajectory that was clicked, with its recorded reward, or None."""
         return next((a for a, _ in self._pairs() if a.id == self._picked), None)
 
     def to_frame(self) -> Any:
-        """A row a trajectory: task, chain, old, new, change, final. Missing rewards are NaN."""
+        """Return a data frame with one row per trajectory.
+
+        Its columns are trajectory, task, chain, old, new, change and final. Missing rewards are NaN.
+        """
         import pandas as pd
 
         return pd.DataFrame(
@@ -252,7 +255,7 @@ class RewardForm(ChainsView):
         frame = self.to_frame()
         return frame[frame["change"].isin(["gained", "lost"])]
 
-    # --- life ---
+    # --- lifecycle ---
 
     def _on_first_page(self) -> None:
         if self._kept is None:
@@ -300,8 +303,11 @@ def _rollout(source: Any) -> Any:
 
 
 def _after_each_cell(form: RewardForm) -> Callable[[], None]:
-    """Have the form look at its rewards when a cell has run. Gives what ends it; the hook keeps no form alive."""
-    ipython = sys.modules.get("IPython")  # without it loaded there is no shell
+    """Check after each cell whether the form's rewards were redefined. Return a function to stop this.
+
+    The hook refers weakly to the form.
+    """
+    ipython = sys.modules.get("IPython")  # if it is not loaded, there is no shell
     shell = None if ipython is None else ipython.get_ipython()
     if shell is None:
         return lambda: None
@@ -328,7 +334,7 @@ def _after_each_cell(form: RewardForm) -> Callable[[], None]:
 
 
 def change_of(old: Any, new: Any) -> str:
-    """How a trajectory's score changed; one of `KINDS`."""
+    """Classify how a trajectory's score changed, as one of `KINDS`."""
     if old.reward is None or new.reward is None:
         return "same" if old.reward is new.reward else "scored" if old.reward is None else "unscored"
     if bool(old.success) != bool(new.success):
@@ -350,7 +356,11 @@ def _summary(ts: Sequence[Any]) -> dict[str, Any]:
 
 
 def bars(old: Sequence[float | None], new: Sequence[float | None]) -> list[list[Any]]:
-    """[label, old count, new count]: a bar a value where they are few, else ranges of equal width; unscored last."""
+    """Return histogram bars [label, old count, new count].
+
+    There is one bar per distinct value if they are few, else one per range of equal width; unscored trajectories come
+    last.
+    """
     there = sorted({float(r) for r in [*old, *new] if r is not None})
     out: list[list[Any]] = []
     if len(there) <= _BARS:

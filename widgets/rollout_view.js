@@ -1,13 +1,13 @@
-// Lanes of chains. Ten times a second buffers arrive; only the lanes in sight are elements.
+// One line per chain. Up to ten updates per second arrive as buffers; only visible lines have elements.
 
 export const STATES = ["queued", "waiting", "sampling", "sandbox", "tool", "scoring", "done", "failed", "cancelled"];
 const SIGN = { queued: "·", waiting: "◌", sampling: "●", sandbox: "◔", tool: "◆", scoring: "★", done: "✓", failed: "✕", cancelled: "⊘" };
 const WORD = { queued: "not begun", sandbox: "waiting for a sandbox", tool: "in a tool" };
-const SHORT = { ...WORD, sandbox: "needs a sandbox" }; // in a lane, where there is no room
+const SHORT = { ...WORD, sandbox: "needs a sandbox" }; // short form for a chain's line
 const OVER = new Set(["done", "failed", "cancelled"]);
 const BANDS = ["done", "failed", "cancelled", "scoring", "tool", "sandbox", "sampling", "waiting"];
 
-/** Rows to show: those in `only` (all if it is empty), in the order of the tasks or with what has stood longest first. */
+/** Rows to show: those with a state in `only` (all if empty), in task order or the longest in their state first. */
 export function order(state, since, only, how) {
   const out = [];
   for (let i = 0; i < state.length; i++) if (!only.size || only.has(STATES[state[i]])) out.push(i);
@@ -18,7 +18,7 @@ export function order(state, since, only, how) {
   return out;
 }
 
-/** Shares of the whole, first what is over: [name, from, to] in 0..1; empty ones are left out. */
+/** Nonempty shares of the total as [name, from, to] in 0..1, finished chains first. */
 export function shares(counts, total) {
   const out = [];
   let at = 0;
@@ -149,7 +149,7 @@ export default {
         function changed() {
           sentAt = performance.now();
           read();
-          // Names, buffers and counts arrive as one message but as several changes.
+          // Names, buffers and counts arrive in one message but trigger several change events.
           if (!planned) planned = requestAnimationFrame(() => { planned = 0; draw(); });
         }
         for (const name of ["_about", "_buffers", "_names", "_details"]) context.on(name, changed);

@@ -1,4 +1,4 @@
-"""The chains of a rollout, live: who samples, who waits for a sandbox, who is in a tool. Decides nothing."""
+"""Live view of a rollout's chains: which are sampling, waiting for a sandbox, or running a tool."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ _TINTS = {
     "cancelled": "128,128,128",
 }  # fmt: skip
 _ENDS = ("done", "stopped", "failed")
-# Seconds over which the rate is taken.
+# Seconds over which the rate is averaged.
 _WINDOW = 20.0
 
 
 class RolloutView(ChainsView, LiveView):
-    """A lane a chain, counts, rate and time left, and buttons to pause, resume and stop: `RolloutView(run)`.
+    """Show a running rollout: one line per chain, counts, rate, time left, and buttons to pause, resume and stop.
+
+    A finished chain can be picked, to open its tokens, step it, or get it as code; `view.selection` holds it. The
+    buttons also work while a cell awaits the run. The view updates at most 10 times per second, whatever the number of
+    chains. `view.counts` holds the counts last sent.
 
     Args:
-        run: what `agent.rollout(...)` gave, before or while it is awaited; or a training run: the rollout of its step.
-
-    A chain that is over can be picked: its tokens, itself in the stepper, or as Python; `view.selection` has it.
-    The buttons work while a cell awaits the run. At most 10 updates a second, whatever the number of chains.
-    `view.counts` has what was last sent.
+        run: The handle returned by `agent.rollout(...)`, before or while it is awaited; or a training run, of which the
+            current step's rollout is shown.
     """
 
     stem: ClassVar[str] = "rollout_view"
     actions: ClassVar[frozenset[str]] = frozenset({"pause", "resume", "stop"}) | ChainsView.picking
 
     _about = traitlets.Dict().tag(sync=True)
-    # Trajectory ids; sent again only when there are others.
+    # Trajectory ids; sent again only when they change.
     _names: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    # Texts beside the states (tools, stop reasons), each once; the buffers hold their index.
+    # Distinct texts shown beside the states (tools, stop reasons); the buffers refer to them by index.
     _details: traitlets.List[Any] = traitlets.List().tag(sync=True)
     _buffers = traitlets.Dict().tag(sync=True)
 
@@ -68,7 +69,7 @@ class RolloutView(ChainsView, LiveView):
         self._tick()
 
     def _tick(self) -> None:
-        """Look now and then too: a pause, the end of all, and a training run's next rollout are no chain's events."""
+        """Poll too: no chain event reports a pause, the end of the rollout, or a training run's next rollout."""
         loop = self._loop
         if loop is None or loop.is_closed():
             return
@@ -79,7 +80,7 @@ class RolloutView(ChainsView, LiveView):
             if view is None or view.comm is None:
                 return
             if not view.resting:
-                view._throttle.schedule()  # also when the run is gone: that is told once
+                view._throttle.schedule()  # also when the run is gone, to report that once
             if view.record is not None and (view._training or view._about.get("state") not in _ENDS):
                 loop.call_later(pause, tick)
 
@@ -90,7 +91,7 @@ class RolloutView(ChainsView, LiveView):
         return run.rollout if self._training and run is not None else run
 
     def refresh(self) -> None:
-        """Send the present state now."""
+        """Send the current state now."""
         handle = self._handle()
         if handle is None:
             if self._about and self.record is None:
@@ -148,7 +149,7 @@ class RolloutView(ChainsView, LiveView):
 
     @property
     def counts(self) -> dict[str, int]:
-        """Chains in each state, as last sent."""
+        """Number of chains in each state, as last sent."""
         return dict(self._about.get("counts", {}))
 
     # --- chains ---
@@ -203,7 +204,7 @@ class RolloutView(ChainsView, LiveView):
 
 
 def _rate(a_second: float) -> str:
-    """As people say it, with three digits that count: 12.3 chains a second, 5.59 chains a minute."""
+    """Format a rate with three significant digits, per second, minute or hour: "5.59 chains a minute"."""
     n, each = a_second, "a second"
     for longer in ("a minute", "an hour"):
         if n < 0.9995:

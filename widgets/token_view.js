@@ -1,8 +1,8 @@
-// Tokens by signal. Rows and turns come as JSON, numbers as buffers; elements are made when they come near the screen.
+// Tokens coloured by a signal. Rows and turns arrive as JSON, numbers as buffers; elements exist near the viewport only.
 
-const CHUNK = 300; // tokens made at once: more makes scrolling jerk, fewer makes the scroll bar jump
+const CHUNK = 300; // tokens created together: more makes scrolling jerky, fewer makes the scroll bar jump
 
-/** How far along its scale a number is, 0 to 1, and on which side: "up", "down", "flag" or "none". */
+/** Position of a number on its scale, 0 to 1, and its side: "up", "down", "flag" or "none". */
 export function shade(value, signal) {
   if (value === null) return { share: 0, side: "missing" };
   const { scale, lo = 0, hi = 1, middle = 0 } = signal;
@@ -41,7 +41,7 @@ export function before(starts, x) {
   return lo;
 }
 
-/** Tokens that have a number, the most telling first. */
+/** Tokens that have a value, the most informative first. */
 export function ranked(signal, col) {
   const key = { low: (v) => v, high: (v) => -v, far: (v) => -Math.abs(v - signal.middle) }[signal.telling];
   const out = [];
@@ -49,7 +49,7 @@ export function ranked(signal, col) {
   return out.sort((a, b) => key(col.at(a)) - key(col.at(b)) || a - b);
 }
 
-/** Add or replace a span of one row; spans of a row that touch become one. */
+/** Add or replace a span of one row; adjacent spans of a row are merged. */
 export function joined(spans, span) {
   const [row, a, b] = span;
   const rest = [];
@@ -64,7 +64,7 @@ export function joined(spans, span) {
   return [...rest, [row, lo, hi]].sort((p, q) => p[0] - q[0] || p[1] - q[1]);
 }
 
-/** A shown piece with its white-space signs set apart, to be drawn softer than what was written. */
+/** A token's visible text with its whitespace signs separated, to be drawn paler than the text. */
 export function split(text) {
   return text.match(/[·⏎⇥␍⍽]+|[^·⏎⇥␍⍽]+/gu) ?? [];
 }
@@ -106,15 +106,15 @@ export default {
         const parts = chunks(about.rows);
         const partStarts = parts.map((p) => p.first);
         const signals = Object.fromEntries(about.signals.map((x) => [x.name, x]));
-        let cursor = -1; // the token that the keys are on
-        let anchor = -1; // where a selection by shift or by dragging began
+        let cursor = -1; // the token under the keyboard cursor
+        let anchor = -1; // start of a selection made with Shift or by dragging
         let dragging = false;
 
         // --- frame ---
         const select = h("select", { "aria-label": "Signal" }, h("option", { value: "mask" }, "mask and author"),
           ...about.signals.map((x) => h("option", { value: x.name }, x.label)));
         const jump = h("button", { type: "button", title: "Go to the most telling token of this signal, then the next (key: n)" }, "Most telling ▸");
-        // Two questions of every step, whatever signal is in sight.
+        // Two signals that matter in every step, whichever one is shown.
         const seek = [["clipped", "Next clipped", "c"], ["ratio", "Largest |ratio − 1|", "r"]].filter(([name]) => signals[name])
           .map(([name, text, key]) => ({ name, key, order: null, place: -1, button: h("button", { type: "button", title: `Whatever signal is shown (key: ${key})` }, text) }));
         const go = h("select", { "aria-label": "Go to turn", class: "afk-goto" }, h("option", { value: "" }, "Go to turn …"));
@@ -155,7 +155,7 @@ export default {
         }, { root: scroller, rootMargin: "600px 0px" });
         context.end(() => observer.disconnect());
 
-        // A row far from the screen is one empty box of about its height, and so is a chunk of its tokens.
+        // Rows and chunks far from the viewport are empty boxes of approximately their height.
         const firstPart = about.rows.map(() => parts.length);
         for (let k = parts.length - 1; k >= 0; k--) firstPart[parts[k].row] = k;
         const tall = (tokens) => Math.ceil(tokens / 12) * 25;
@@ -190,7 +190,7 @@ export default {
               lines));
             for (; p < parts.length && parts[p].row === r && parts[p].turn === t; p++) {
               const holder = h("div", { class: "afk-chunk" });
-              holder.chunk = p; // not `part`: every element has one
+              holder.chunk = p; // not `part`, which is a DOM property of every element
               holder.style.minHeight = `${tall(parts[p].last - parts[p].first)}px`;
               holders[p] = holder;
               lines.append(holder);
@@ -233,7 +233,7 @@ export default {
           let share = 0;
           if (name !== "mask") {
             const value = columns[name].at(i);
-            // Where nothing was sampled a number does not apply; it is missing only where it should be.
+            // On tokens that were not sampled, a value does not apply and does not count as missing.
             if (value === null && !data.mask(i)) side = "off";
             else ({ side, share } = shade(value, signals[name]));
           } else side = data.mask(i) ? "trained" : "off";
@@ -281,7 +281,7 @@ export default {
           }
           const r = before(starts, i);
           const row = about.rows[r];
-          card.classList.add("afk-told1"); // from now on as tall as its numbers: what is below must not jump
+          card.classList.add("afk-told1"); // keeps the height of its numbers from now on, so that the content below does not jump
           const [turn, kind, author] = row.turns.find(([, , , a, b]) => i - starts[r] >= a && i - starts[r] < b);
           card.append(h("div", { class: "afk-cardhead" },
             h("span", { class: "afk-tok afk-plain afk-big" }, about.vocabulary[data.piece[i]][0]),
@@ -377,7 +377,7 @@ export default {
           if (way < 0 && i > edges[here]) return edges[here];
           return edges[Math.min(edges.length - 1, Math.max(0, here + way))];
         }
-        let order = null; // sorted when it is asked for: with twenty thousand tokens that takes longer than to draw them
+        let order = null; // sorted on demand: for 20,000 tokens sorting takes longer than drawing
         let place = -1;
         function telling() {
           const name = model.get("signal");
@@ -400,7 +400,7 @@ export default {
             chosen.textContent = `no token: ${x.button.textContent}`;
             return;
           }
-          // Clipped ones in the order of the text, from here on; the others from the largest on.
+          // Clipped tokens are visited in text order from the cursor; other signals from the largest value on.
           if (x.name === "clipped") x.place = x.order.findIndex((i) => i > cursor);
           else x.place = (x.place + 1) % x.order.length;
           moveTo(x.order[Math.max(0, x.place)], { block: "center" });
@@ -458,7 +458,7 @@ export default {
             jump.disabled = !(x.scale === "flag" ? x.set : x.n);
             jump.textContent = x.scale === "flag" ? `Next ${x.label} ▸` : { low: "Lowest ▸", high: "Highest ▸", far: "Farthest ▸" }[x.telling];
           }
-          for (const x of seek) x.button.hidden = x.name === name; // the button beside it does the same then
+          for (const x of seek) x.button.hidden = x.name === name; // another button does the same in this case
           place = -1;
           order = null;
         }

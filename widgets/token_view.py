@@ -1,4 +1,4 @@
-"""Every token of trajectories, a batch or a step, by signal: `_tokens.py` reads the records, this shows the rows."""
+"""View of the tokens of trajectories, a batch or a training step, coloured by a signal (read by `_tokens.py`)."""
 
 from __future__ import annotations
 
@@ -28,14 +28,18 @@ from ._tokens import (
 
 
 class TokenView(View):
-    """Tokens coloured by a signal. Click, shift-click or drag selects; arrow keys walk; `view.selection` has it.
+    """Show tokens coloured by a signal.
+
+    Click, shift-click or drag to select tokens; arrow keys move between them. `view.selection` holds the selection.
 
     Args:
-        source: a Trajectory, a sequence of them, a Group, a Rollout, a Batch, or the Stats of a step with detail=True.
-        compare: a second source; its numbers are joined by (trajectory id, token span) and shown as ′ and Δ.
-        agent: who made them, for "step by hand": a chain with the trajectory's turns in a ChainStepper, `view.stepper`.
+        source: A Trajectory, a sequence of them, a Group, a Rollout, a Batch, or the Stats of a step with detail=True.
+        compare: A second source. Its values are joined by (trajectory id, token span) and shown as ′ and Δ.
+        signal: The signal that colours the tokens, one of `view.signals`.
+        agent: The agent that produced the trajectories, needed by "step by hand", which opens a chain with the
+            trajectory's turns in a ChainStepper, `view.stepper`.
 
-    Raises:  TypeError for anything else, ValueError for a signal that the source does not have.
+    Raises:  TypeError for other sources, ValueError for a signal that the source does not have.
     """
 
     stem: ClassVar[str] = "token_view"
@@ -43,13 +47,13 @@ class TokenView(View):
     actions: ClassVar[frozenset[str]] = frozenset({"code", "stepper"})
 
     signal = traitlets.Unicode("mask").tag(sync=True)
-    # Rows, turns, vocabulary of shown pieces, legend numbers. Small: one entry a turn, none a token.
+    # Rows, turns, distinct token texts and legend numbers. Small: it has entries per turn, not per token.
     _about = traitlets.Dict().tag(sync=True)
     _buffers = traitlets.Dict().tag(sync=True)
-    # [row, first, last + 1] in the row's own tokens.
+    # [row, first, last + 1] as indices into the row's tokens.
     _selected: traitlets.List[Any] = traitlets.List().tag(sync=True)
     _code = traitlets.Unicode("").tag(sync=True)
-    # Model of the ChainStepper below.
+    # Model id of the ChainStepper shown below.
     _child = traitlets.Unicode("").tag(sync=True)
 
     def __init__(self, source: Any, compare: Any = None, *, signal: str = "mask", agent: Any = None) -> None:
@@ -90,16 +94,17 @@ class TokenView(View):
 
     @property
     def signals(self) -> tuple[str, ...]:
-        """The names that `signal` takes for this source."""
+        """The signals available for this source."""
         return tuple(self._signals)
 
     @property
     def tokens(self) -> int:
+        """Number of tokens shown."""
         return sum(len(row.ids) for row in self._rows)
 
     @property
     def selection(self) -> Selection:
-        """What is selected in the browser, as trajectory ids and token spans; `.to_frame()` has every number."""
+        """The tokens selected in the browser, as trajectory ids and token spans; `.to_frame()` returns all values."""
         spans = []
         for r, first, last in self._selected:
             row = self._rows[r]
@@ -107,12 +112,20 @@ class TokenView(View):
         return Selection(spans, self._rows)
 
     def to_frame(self) -> Any:
-        """Every token that is shown, as `selection.to_frame()` has the selected ones: a row a token, NaN is missing."""
+        """Return a data frame with one row per token shown, as `selection.to_frame()` does for the selected ones."""
         spans = [Span(row.id, row.start, row.start + len(row.ids)) for row in self._rows if len(row.ids)]
         return Selection(spans, self._rows).to_frame()
 
     def select(self, trajectory: str, start: int, stop: int | None = None) -> None:
-        """Select tokens from Python; the browser shows them. Counted in the trajectory, `stop` not included."""
+        """Select tokens from Python and show them in the browser.
+
+        Args:
+            trajectory: The trajectory's id.
+            start: Index of the first token in the trajectory.
+            stop: Index after the last token; None selects one token.
+
+        Raises:  ValueError if the view does not show these tokens.
+        """
         stop = start + 1 if stop is None else stop
         for r, row in enumerate(self._rows):
             if row.id == trajectory and row.holds(start, stop):
@@ -123,10 +136,11 @@ class TokenView(View):
         )
 
     def clear(self) -> None:
+        """Clear the selection."""
         self._selected = []
 
     def to_code(self) -> str:
-        """This view and its selection as a cell; `source` is what it was made of."""
+        """Return the view and its selection as code for a cell, in which `source` stands for the view's source."""
         lines = [f"view = w.TokenView(source, signal={self.signal!r})"]
         spans = list(self.selection)
         for span in spans[:1]:
@@ -159,7 +173,7 @@ class TokenView(View):
 
     @property
     def stepper(self) -> Any:
-        """The ChainStepper that the page shows below, or None."""
+        """The ChainStepper shown below, or None."""
         return self._stepper
 
     def close(self) -> None:
@@ -169,7 +183,7 @@ class TokenView(View):
 
     @property
     def trajectories(self) -> tuple[Any, ...]:
-        """The trajectories shown that something else still keeps; the view itself keeps none alive."""
+        """The trajectories shown that still exist; the view itself does not keep them alive."""
         return tuple(t for t in (ref() for ref in self._trajectories) if t is not None)
 
     def __repr__(self) -> str:
@@ -201,7 +215,7 @@ def _payload(rows: list[Row], notes: list[str], parts: dict[int, int]) -> tuple[
     pieces = [vocabulary.setdefault(piece, len(vocabulary)) for row in rows for piece in row.token_texts]
     total = sum(len(row.ids) for row in rows)
     mask = np.concatenate([row.mask for row in rows]) if rows else np.zeros(0, bool)
-    # Missing is said of tokens that this policy sampled; elsewhere a signal does not apply.
+    # A value counts as missing only on tokens sampled by this policy; on others the signal does not apply.
     names = [*SIGNALS, *dict.fromkeys(name for row in rows for name in row.signals if name not in SIGNALS)]
     summaries, columns = [], {}
     for name in names:

@@ -1,6 +1,6 @@
-// A form from a JSON schema. What is typed becomes a JSON text, as a model would write it; only Python reads that text.
+// A form built from a JSON schema. The input becomes a JSON string, as a model would write it; only Python parses it.
 
-/** How a schema is edited: string, number, boolean, choice, array, tuple, object, variants, or json for the rest. */
+/** Editor type of a schema: string, number, boolean, choice, array, tuple, object, variants, or json for the rest. */
 export function kindOf(schema) {
   if (!schema || schema.$ref) return "json";
   if (schema.enum || "const" in schema) return "choice";
@@ -15,18 +15,18 @@ export function kindOf(schema) {
   return "json";
 }
 
-/** What was typed for a number, as JSON: the very digits where they are a number, else a text, which the tool refuses. */
+/** Convert the input of a number field to JSON: unchanged if it is a number, else a string, which the tool rejects. */
 export function numberText(raw) {
   const text = raw.trim();
   return /^-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?$/.test(text) ? text : JSON.stringify(raw);
 }
 
-/** A JSON object of [name, JSON text] pairs; those without a text are left out. */
+/** Build a JSON object from [name, JSON text] pairs, skipping those without text. */
 export function objectText(pairs) {
   return `{${pairs.filter(([, text]) => text !== null).map(([name, text]) => `${JSON.stringify(name)}: ${text}`).join(", ")}}`;
 }
 
-/** A short name of a type, for people. */
+/** Short display name of a type. */
 export function typeName(schema) {
   const kind = kindOf(schema);
   if (kind === "choice") return "one of";
@@ -36,7 +36,7 @@ export function typeName(schema) {
   return kind === "number" ? schema.type : kind;
 }
 
-/** Which of the variants holds a value. */
+/** Index of the variant that a value matches. */
 export function variantOf(variants, value) {
   const fits = (schema) => {
     const kind = kindOf(schema);
@@ -63,7 +63,7 @@ export default {
         root.classList.add("afk-toolform");
         const prefix = `afk-f${++names}-`;
         let count = 0;
-        let json = false; // whether the text is edited instead of the fields
+        let json = false; // true while the JSON text is edited instead of the fields
 
         const lines = (text) => Math.min(12, Math.max(1, text.split("\n").length));
         function area(label, changed, mono = true) {
@@ -75,7 +75,7 @@ export default {
           return node;
         }
 
-        /** An editor of one value: `el`, `text()` its JSON text, `set(value)`. */
+        /** Create the editor of one value: its element `el`, `text()` for its JSON text, and `set(value)`. */
         function editor(schema, label) {
           const kind = kindOf(schema);
           if (kind === "string") {
@@ -218,7 +218,7 @@ export default {
           result,
           h("details", { class: "afk-about" }, h("summary", {}, "the schema that the model is shown"), h("pre", { class: "afk-code", tabindex: "0" }, about.schema)), below);
 
-        let mine = null; // the draft that these fields wrote, which must not be read back into them
+        let mine = null; // the draft written by these fields, which must not be read back into them
         function edited() {
           mine = form.text();
           text.value = mine;
@@ -233,7 +233,7 @@ export default {
           try {
             form.set(JSON.parse(draft));
           } catch {
-            // A text that is no JSON stays in its own field.
+            // Text that is not valid JSON stays in the text field.
           }
         }
         function mode(toText) {

@@ -1,4 +1,4 @@
-"""A form that calls a tool as the model would. Knows nothing of the tool but its schema and `invoke`."""
+"""A form that calls a tool as the model would, using only the tool's schema and `invoke`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import traitlets
 from ._base import Opener, count, escape, json_text, number, sendable, tag
 from .chain_stepper import ChainStepper
 
-# Results that are kept.
+# Maximum number of results kept.
 _KEPT = 50
-# Characters of an observation in the static form and on the page.
+# Maximum characters of an observation in the static form and on the page.
 _SHOWN = 60_000
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a form, counted from 1: what it was called with, what came back, and the line of Python for it."""
+    """One call made with a form: its number (from 1), arguments, result, and the equivalent line of Python."""
 
     number: int
     arguments: Any
@@ -32,7 +32,7 @@ class Call:
 
 
 class Calls:
-    """Calls of a form. Empty is false; iterate for them."""
+    """The calls made with a form. Iterable; falsy if empty."""
 
     def __init__(self, tool: str, calls: Sequence[Call]) -> None:
         self.tool = tool
@@ -45,7 +45,10 @@ class Calls:
         return len(self._calls)
 
     def to_frame(self) -> Any:
-        """A row a call: what it was called with, what the model would see, how it went. Missing numbers are NaN."""
+        """Return a data frame with one row per call: arguments, the model's observation, and the outcome.
+
+        Missing numbers are NaN.
+        """
         import pandas as pd
 
         rows = [
@@ -64,25 +67,26 @@ class Calls:
 
 
 class ToolForm(Opener):
-    """Fields from the tool's schema, a call, and exactly the text that the model would see.
+    """Call a tool from a form built from its schema, and show exactly the text that the model would see.
+
+    `await form.call(expression="2+3")` does what the button does. `form.result` and `form.results` hold the results.
+    `form.selection` is the call shown: the last one, unless an earlier one was picked. Its `.to_frame()` has one row;
+    `form.to_frame()` has all calls. `form.to_code()` returns the call shown as a line for a cell. `form.fill(...)`
+    fills in the fields.
 
     Args:
-        tool: A Tool, or a function with types and a docstring.
-        pool: Where its sandbox comes from; without one, a sandbox is started for each call and closed after it. The
-            form keeps only a weak reference to the pool, which is closed when nobody else has it.
-        task: A Task, for what the tool takes from it.
-        agent: An agent that has this tool, for "In a chain": a chain of the task begins with the call that the fields
-            hold, in a ChainStepper below, `form.opened`.
-
-    `await form.call(expression="2+3")` is the button; `form.result` and `form.results` are what came back;
-    `form.selection` is the call in sight, the last one until an earlier one is picked: `.to_frame()` has it as a row,
-    and `form.to_frame()` all; `form.to_code()` gives it as a line for a cell. `form.fill(...)` fills the fields.
+        tool: A Tool, or a function with type annotations and a docstring.
+        pool: The pool that provides the tool's sandbox. Without one, a sandbox is started for each call and closed
+            afterwards. The form refers weakly to the pool, which is closed when nothing else refers to it.
+        task: The task from which the tool takes its hidden parameters.
+        agent: An agent that has this tool, needed by "In a chain", which starts a chain of the task with the call in
+            the fields and shows it below in a ChainStepper, `form.opened`.
 
     Attributes:
-        draft: The arguments as the model would write them: a JSON text, which need not be valid.
-        busy
+        draft: The arguments as the model would write them: a JSON string, which need not be valid.
+        busy: True while a call runs.
 
-    Raises:  ToolSchemaError for a function that is no tool yet and cannot be one.
+    Raises:  ToolSchemaError for a function that cannot be turned into a tool.
     """
 
     stem: ClassVar[str] = "tool_form"
@@ -92,9 +96,9 @@ class ToolForm(Opener):
     draft = traitlets.Unicode("{}").tag(sync=True)
     busy = traitlets.Bool(False).tag(sync=True)
     _about = traitlets.Dict().tag(sync=True)
-    # The call in sight.
+    # The call shown.
     _result = traitlets.Dict().tag(sync=True)
-    # [number, arguments in short, ok] of those that are kept.
+    # [number, abbreviated arguments, ok] of the calls kept.
     _calls: traitlets.List[Any] = traitlets.List().tag(sync=True)
 
     def __init__(self, tool: Any, pool: Any = None, task: Any = None, *, agent: Any = None) -> None:
@@ -123,12 +127,12 @@ class ToolForm(Opener):
     # --- calling ---
 
     async def call(self, **arguments: Any) -> Any:
-        """Call the tool as the model would, and show it. Gives the ToolResult."""
+        """Call the tool as the model would, show the call, and return the ToolResult."""
         self.fill(**arguments)
         return await self._invoke(arguments)
 
     def fill(self, **arguments: Any) -> None:
-        """Put these into the fields. Nothing is called."""
+        """Fill in the fields without calling the tool."""
         self.draft = json_text(arguments)
 
     async def _invoke(self, arguments: Any) -> Any:
@@ -192,7 +196,7 @@ class ToolForm(Opener):
         if self._call is not None:
             self._call.cancel()
 
-    # --- which call ---
+    # --- selection ---
 
     def _all(self) -> list[Call]:
         first = self._made - len(self.results) + 1
@@ -200,15 +204,15 @@ class ToolForm(Opener):
 
     @property
     def selection(self) -> Calls:
-        """The call in sight, with its result; empty before the first."""
+        """The call shown, with its result; empty before the first call."""
         return Calls(self.tool.name, [c for c in self._all() if c.number == self._picked])
 
     def to_frame(self) -> Any:
-        """A row for each call that is kept, as `selection.to_frame()` has the one in sight."""
+        """Return a data frame with one row per call kept, with the columns of `selection.to_frame()`."""
         return Calls(self.tool.name, self._all()).to_frame()
 
     def select(self, number: int) -> None:
-        """Show a call again, counted from 1; the next call is shown in its place."""
+        """Show an earlier call by its number, counted from 1, until the next call is made."""
         found = next((c for c in self._all() if c.number == number), None)
         if found is None:
             kept = (
@@ -226,7 +230,7 @@ class ToolForm(Opener):
     # --- in a chain ---
 
     def _do_chain(self, value: Any) -> None:
-        """A chain of the task that begins with these arguments, to be gone on with by hand."""
+        """Start a chain of the task with this call, and open it in a ChainStepper."""
         from agentfly_kit.types import Task, ToolCall
 
         agent = self._agent
@@ -237,7 +241,7 @@ class ToolForm(Opener):
         chain.force(agent.chat.format.render_call(call))
         self._show_below(ChainStepper(chain))
 
-    # --- what came back ---
+    # --- results ---
 
     @property
     def result(self) -> Any:
@@ -245,7 +249,7 @@ class ToolForm(Opener):
         return self.results[-1][1] if self.results else None
 
     def to_code(self) -> str:
-        """The call in sight as a line for a cell; before the first call that of the fields."""
+        """Return the call shown as a line of code, or before the first call, that of the fields."""
         for call in self.selection:
             return call.code
         try:
@@ -289,7 +293,7 @@ def _about(tool: Any, pool: Any, task: Any) -> dict[str, Any]:
 
 
 def outcome(result: dict[str, Any]) -> str:
-    """What happened, in a line."""
+    """Summarize a call's outcome in one line."""
     if result["ok"]:
         head = "✓ ok"
     elif result["error"] is None:

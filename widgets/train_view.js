@@ -1,6 +1,6 @@
-// Curves of a run as small charts that share one pointer. Ranges and numbers come from Python; here they are only drawn.
+// Curves of a run as small charts with a shared pointer. Ranges and numbers come from Python; they are only drawn here.
 
-/** Pieces of a line: a gap where a number is missing or not finite. */
+/** Segments of a line, with gaps where a number is missing or not finite. */
 export function segments(steps, col) {
   const out = [];
   let run = null;
@@ -16,7 +16,7 @@ export function segments(steps, col) {
   return out;
 }
 
-/** At most about 2 points a pixel column, its lowest and its highest: no spike is lost. */
+/** Reduce points to the lowest and the highest per pixel column, so that no spike is lost. */
 export function thin(points, pixels) {
   if (points.length <= pixels * 2) return points;
   const out = [];
@@ -35,7 +35,7 @@ export function thin(points, pixels) {
   return out;
 }
 
-/** Pieces of a band: [step, low, high] without a gap, at most `pixels` of them in all. */
+/** Segments of a band: lists of [step, low, high] without gaps, at most `pixels` points in total. */
 export function ribbon(steps, low, high, pixels) {
   const out = [];
   let run = null;
@@ -64,7 +64,7 @@ export function nearest(steps, x) {
   return lo > 0 && x - steps[lo - 1] <= steps[lo] - x ? lo - 1 : lo;
 }
 
-/** A number on an axis, with no more digits than tell its neighbours apart. */
+/** Format a number on an axis with just enough digits to distinguish neighbouring labels. */
 export function tick(value, step) {
   const size = Math.abs(value);
   if (size >= 10000) return `${Number((value / 1000).toPrecision(3))}k`.replace("-", "−");
@@ -74,7 +74,7 @@ export function tick(value, step) {
 
 const HEIGHT = 108;
 const PAD = { left: 44, right: 10, top: 8, bottom: 18 };
-const LINES = 6; // kinds of line in the style sheet: hue and dashes
+const LINES = 6; // line styles in the style sheet: hue and dashes
 
 export default {
   render({ model, el, host }) {
@@ -100,11 +100,11 @@ export default {
         const list = h("div", { class: "afk-steplist", hidden: true });
         root.append(h("div", { class: "afk-bar" }, title, progress, state, pause, stop, h("span", { class: "afk-grow" }), where, clear), note, grid, key, list, chainBar(context, model, host, list), spoken);
 
-        let runs = []; // { steps, cols } a run
-        let steps = []; // of all runs together
+        let runs = []; // { steps, cols } per run
+        let steps = []; // union of the steps of all runs
         let charts = [];
         let shape = "";
-        let pointed = -1; // index in `steps` of the one under the pointer or the keys
+        let pointed = -1; // index in `steps` of the step under the pointer or keyboard cursor
         let width = 0;
 
         function read() {
@@ -135,7 +135,7 @@ export default {
           pause.textContent = paused ? "Resume" : "Pause";
           stop.disabled = stopping;
           state.textContent = !can ? "" : stopping ? "ends after this step" : paused ? "paused" : "";
-          const one = (...parts) => h("span", {}, ...parts); // a sample and its words stay together
+          const one = (...parts) => h("span", {}, ...parts); // keeps a line sample and its label together
           key.replaceChildren(...(single
             ? [one(sample(0), "training, a step")]
             : about.runs.map((run, i) => one(sample(i), h("b", {}, h("bdi", {}, nameOf(i))), ` ${plural(run.n, "step")}`))),
@@ -197,7 +197,7 @@ export default {
             const [a, b] = [steps[0], steps[steps.length - 1]];
             svg.append(s("text", { x: x(a), y: HEIGHT - 4, class: "afk-ticktext" }, String(a)));
             if (b > a) svg.append(s("text", { x: x(b), y: HEIGHT - 4, class: "afk-ticktext", "text-anchor": "end" }, String(b)));
-            // Bands lie under all lines.
+            // Bands are drawn below all lines.
             if (panel.bandLow) runs.forEach(({ steps: own, cols }, r) => {
               for (const part of ribbon(own, cols[panel.bandLow], cols[panel.bandHigh], width)) {
                 const edge = [...part.map(([t, , v]) => xy(x(t), y(v))), ...part.toReversed().map(([t, v]) => xy(x(t), y(v)))];
@@ -234,7 +234,7 @@ export default {
           const picked = model.get("step");
           return pointed >= 0 && pointed < steps.length ? pointed : picked !== null && picked !== undefined ? steps.indexOf(picked) : -1;
         };
-        /** Numbers in the heads: of the pointed step, else of the picked one, else the last. */
+        /** Show numbers in the chart headers: of the step pointed at, else of the picked step, else of the last one. */
         function readout() {
           const about = model.get("_about");
           const picked = model.get("step");
@@ -344,7 +344,7 @@ export default {
           readout();
           drawList();
         });
-        // Drawn when the size is known, and again when it changes.
+        // Drawn once the size is known, and again whenever it changes.
         const sized = new ResizeObserver(() => draw());
         sized.observe(grid);
         context.end(() => sized.disconnect());

@@ -1,4 +1,4 @@
-"""The curves of a training run, live or from its folder. Computes no statistic: it draws the numbers of the records."""
+"""Curves of training runs, live or from their folders, drawn from the numbers that the runs recorded."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from ._chains import ChainsView
 
 @dataclass(frozen=True)
 class Panel:
-    """One small chart: a line a step, and points with an interval where the run was evaluated.
+    """One small chart: a line over the steps, and points with intervals at the steps that were evaluated.
 
     Attributes:
-        key
-        label
-        unit
-        points
-        low
-        high
-        fixed
-        band: The ends of the line's own interval.
-        extra: Shown only where a run recorded it.
+        key: The column of the line.
+        label: The chart's title.
+        unit: The unit shown beside the title.
+        points: The column of the evaluation points.
+        low: The column of the lower ends of their intervals.
+        high: The column of the upper ends of their intervals.
+        fixed: A range of the y axis that does not depend on the data.
+        band: The columns of the ends of the line's own interval.
+        extra: True if the chart is shown only when a run recorded it.
     """
 
     key: str
@@ -73,14 +73,14 @@ PANELS = (
     Panel("unscored", "unscored", "share", extra=True),
 )  # fmt: skip
 _KEYS = tuple(dict.fromkeys(key for p in PANELS for key in (p.key, p.points, p.low, p.high, *(p.band or ())) if key))
-# Trajectories of a step that are listed; `view.rollout` has all.
+# Maximum number of a step's trajectories that are listed; `view.rollout` has all.
 _ROWS = 200
 
 
 def read_steps(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The records of a run's folder, oldest first.
+    """Read the records in a run's folder, oldest first.
 
-    A last line without its end is a write in progress: it is left out. Any other broken line is an error.
+    An incomplete last line is a write in progress and is skipped. Any other malformed line raises an error.
     """
     folder = Path(path)
     file = folder / "steps.jsonl" if folder.is_dir() else folder
@@ -107,7 +107,10 @@ def read_steps(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def columns(records: Sequence[Mapping[str, Any]]) -> tuple[npt.NDArray[np.int32], dict[str, npt.NDArray[np.float32]]]:
-    """Steps (N,) and a float32 (N,) for each key, NaN where a record lacks it. A step's last record counts."""
+    """Convert records to the steps (N,) and one float32 column (N,) per key.
+
+    A value that a record lacks is NaN. If a step has several records, the last one counts.
+    """
     by_step = {int(r["step"]): r for r in records}
     order = sorted(by_step)
     out = {}
@@ -126,9 +129,10 @@ def columns(records: Sequence[Mapping[str, Any]]) -> tuple[npt.NDArray[np.int32]
 
 
 def intervals(record: Mapping[str, Any], z: float = 1.96) -> tuple[tuple[float, float], tuple[float, float]]:
-    """95 % intervals of a step's success (Wilson) and mean reward (normal), its scored chains taken as independent.
+    """Compute 95 % confidence intervals of a step's success rate (Wilson) and mean reward (normal).
 
-    NaN where the record does not say how many chains there were, or how their rewards spread.
+    The scored chains are treated as independent. The ends are NaN if the record lacks the number of chains or the
+    standard deviation of the rewards.
     """
     n = record.get("trajectories", math.nan) * (1 - record.get("unscored", 0.0))
     none = (math.nan, math.nan)
@@ -143,7 +147,7 @@ def intervals(record: Mapping[str, Any], z: float = 1.96) -> tuple[tuple[float, 
 
 
 class _Source:
-    """One run: the path of its folder, or a handle, to which nothing here refers strongly."""
+    """One run, given by the path of its folder or by a handle, to which it refers weakly."""
 
     def __init__(self, run: Any, name: str | None) -> None:
         self.path = Path(run) if isinstance(run, str | os.PathLike) else None
@@ -176,7 +180,7 @@ class _Source:
 
     @property
     def control(self) -> dict[str, bool]:
-        """What its buttons can do, and how they stand."""
+        """The state of the run's buttons: can (be controlled), paused, stopping."""
         run = self.run()
         can = all(callable(getattr(run, name, None)) for name in ("pause", "resume", "stop"))
         done = self.total is not None and len(self.steps) >= self.total
@@ -188,19 +192,22 @@ class _Source:
 
 
 class TrainView(ChainsView, LiveView):
-    """Curves of one run or of several, live or finished: handles of `af.train`, or the paths of runs' folders.
+    """Plot the curves of one or several runs, live or finished, given by handles of `af.train` or paths of run folders.
 
-    Pointing at a chart, or the arrow keys, show every number of a step; Enter or a click keeps it in `view.step` and
-    lists its trajectories, where the run kept them (`TrainConfig(save_rollouts=True)`): `view.rollout`. Pause and stop
-    act on the first run that can, also while a cell awaits it. At most 10 updates a second. A folder is read when the
-    view is made, when a page opens it, and by `view.refresh()`. `view.selection` has the trajectory that was clicked.
+    Point at a chart or use the arrow keys to show all numbers of a step. Enter or a click picks the step, which sets
+    `view.step` and lists its trajectories if the run kept them (`TrainConfig(save_rollouts=True)`); `view.rollout`
+    holds them. `view.selection` is the trajectory that was clicked. Pause and stop act on the first run that supports
+    them, even while a cell awaits it.
+
+    The view updates at most 10 times per second. A folder is read when the view is created, when a page opens it, and
+    by `view.refresh()`.
 
     Args:
         names: One name per run.
-        agent: The agent with which a listed trajectory is opened in the stepper; a live run has its own.
+        agent: The agent used to open a listed trajectory in the stepper; a live run provides its own.
 
     Attributes:
-        step: The step that was picked in the browser; None when none is.
+        step: The step picked in the browser, or None.
     """
 
     stem: ClassVar[str] = "train_view"
@@ -220,20 +227,20 @@ class TrainView(ChainsView, LiveView):
         given = list(names) if names is not None else [None] * len(runs)
         self._sources = [_Source(each, name) for each, name in zip(runs, given, strict=True)]
         live = [each for each in runs if not isinstance(each, str | os.PathLike) and hasattr(each, "subscribe")]
-        # The trajectories of the step that was opened last, as a Rollout; None before one was.
+        # The trajectories of the step opened last, as a Rollout; None before the first.
         self.rollout: Any = None
         self._agent = agent
         super().__init__(run if self._sources[0].path is None else None, _together(live) if live else None)
         self._show()
 
     def refresh(self) -> None:
-        """Read the records again and send them."""
+        """Re-read the records and send them."""
         for each in self._sources:
             each.read()
         self._show()
 
     def _show(self) -> None:
-        # Charts have one range for all runs, so that they can be compared.
+        # All runs share the range of a chart, so that they can be compared.
         all_data = [each.columns for each in self._sources]
         with self.hold_sync():
             self._buffers = {
@@ -286,7 +293,15 @@ class TrainView(ChainsView, LiveView):
         await self.open_step(step, which)
 
     async def open_step(self, step: int, run: int = 0) -> Any:
-        """List the trajectories of a step. Gives the Rollout, which `view.rollout` keeps; None where none was kept."""
+        """List the trajectories of a step.
+
+        Args:
+            step: The step to open.
+            run: Index of the run.
+
+        Returns:
+            The Rollout, also kept as `view.rollout`; None if the run did not keep it.
+        """
         from agentfly_kit.trainer.run_dir import Run
 
         if not 0 <= run < len(self._sources):
@@ -338,11 +353,14 @@ class TrainView(ChainsView, LiveView):
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Of the first run."""
+        """The steps of the first run."""
         return tuple(int(step) for step in self._sources[0].steps)
 
     def to_frame(self) -> Any:
-        """The numbers that are drawn: a row a step; NaN is missing. With several runs the index is (run, step)."""
+        """Return a data frame of the numbers drawn, with one row per step; missing values are NaN.
+
+        With several runs the index is (run, step).
+        """
         import pandas as pd
 
         frames = [pd.DataFrame(dict(s.columns), index=pd.Index(s.steps, name="step")) for s in self._sources]
@@ -380,7 +398,7 @@ def _range(steps: npt.NDArray[np.int32]) -> str:
 
 
 def _panel(p: Panel, runs: Sequence[Mapping[str, npt.NDArray[np.float32]]]) -> dict[str, Any]:
-    """What a chart needs beside the numbers; the y range is chosen here so that the static form and the page agree."""
+    """Describe a chart without its data. The y range is chosen here, so that the static form and the page agree."""
     band = p.band or ("", "")
     values = [data[key] for data in runs for key in (p.key, p.points, p.low, p.high, *band) if key]
     finite = np.concatenate([v[np.isfinite(v)] for v in values])
@@ -397,14 +415,14 @@ def _domain(
     fixed: tuple[float, float] | None,
     possible: tuple[float, float] = (-math.inf, math.inf),
 ) -> tuple[float, float]:
-    """The ends of a chart's axis. `possible`: what the number can be at all, which no axis leaves (unless it did)."""
+    """Choose the ends of a chart's axis. They stay within the range `possible` unless the data exceeds it."""
     if fixed is not None:
         low, high = fixed
         return (min(low, float(finite.min())), max(high, float(finite.max()))) if len(finite) else fixed
     if not len(finite):
         return 0.0, 1.0
     low, high = float(finite.min()), float(finite.max())
-    # From 0 unless the curve lives far from it: a small wobble must not look like a cliff.
+    # Start at 0 unless the curve is far from it, so that small fluctuations do not look large.
     if low == high == 0:
         return 0.0, 1.0
     if 0 <= low <= 0.6 * high or 0 < low == high:
@@ -465,7 +483,7 @@ def _page(about: dict[str, Any], runs: Sequence[_Source], title: str) -> str:
 
 _INKS = ("#0b5fa5", "#a8430a", "#17683f", "#74369a", "#57606a", "#b3261e")
 _DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 2", "10 4")
-# How the lines of several runs are told apart without their colour.
+# Marks that distinguish the lines of several runs without colour.
 _MARKS = ("━", "╍", "┅", "╺╸", "┈", "╌")
 
 
@@ -480,7 +498,7 @@ def _last(values: npt.NDArray[np.float32]) -> float:
 
 
 def _svg(panel: dict[str, Any], steps: npt.NDArray[np.int32], runs: Sequence[_Source]) -> str:
-    """A chart as an image: it has its own white ground, because an image cannot know the page's theme."""
+    """Draw a chart as an image, on a white background because an image cannot follow the page's theme."""
     left, right, top, bottom, width, height = 44, 8, 24, 20, 230, 132
     x0, x1 = float(steps[0]), float(steps[-1])
     lo, hi = panel["lo"], panel["hi"]
@@ -508,7 +526,7 @@ def _svg(panel: dict[str, Any], steps: npt.NDArray[np.int32], runs: Sequence[_So
         body.append(text(left - 4, y(value) + 4, "end", _tick(value, lo, hi)))
     for step, anchor in ((steps[0], "start"), (steps[-1], "end")):
         body.append(text(x(step), height - 6, anchor, str(step)))
-    # At most about 300 points over all lines: a picture is no wider.
+    # At most about 300 points over all lines, more than the image has pixel columns.
     for k, run in enumerate(runs):
         ink, dash = _INKS[k % len(_INKS)], _DASHES[k % len(_DASHES)]
         stride = max(1, math.ceil(len(run.steps) * len(runs) / 300))
@@ -541,7 +559,7 @@ def _svg(panel: dict[str, Any], steps: npt.NDArray[np.int32], runs: Sequence[_So
 def _pieces(
     steps: npt.NDArray[np.int32], columns: Sequence[npt.NDArray[np.float32]], stride: int
 ) -> list[list[tuple[float, ...]]]:
-    """Points in runs without a gap: (step, a number of each column), where all are finite."""
+    """Split every `stride`-th point (step, one value per column) into segments without missing or infinite values."""
     out: list[list[tuple[float, ...]]] = [[]]
     for point in list(zip(steps.tolist(), *(c.tolist() for c in columns), strict=True))[::stride]:
         if all(math.isfinite(v) for v in point[1:]):
@@ -552,7 +570,7 @@ def _pieces(
 
 
 def _tick(value: float, lo: float, hi: float) -> str:
-    """An end of the axis, with no more digits than tell the two apart."""
+    """Format an end of the axis with just enough digits to distinguish the two ends."""
     size = hi - lo
     if abs(value) >= 10_000:
         return number(float(f"{value:.3g}"))

@@ -1,10 +1,10 @@
-// A windowed list of trajectories, and those selected side by side. Numbers come as buffers, texts of turns when asked for.
+// Virtualized list of trajectories, and the selected ones side by side. Numbers arrive as buffers, turns on demand.
 
 const OUTCOME = ["success", "failed", "unscored", "dropped"];
 const SIGN = { success: "✓", failed: "✗", unscored: "–", dropped: "⌀" };
 const LETTER = { prompt: "P", action: "A", observation: "O", forced: "F" };
 
-/** Texts end to end: `at(i)` is the i-th. */
+/** Reader of concatenated texts: `at(i)` is the i-th one. */
 export function texts(packed) {
   const bytes = typed(packed?.text, Uint8Array);
   const ends = typed(packed?.ends, Int32Array);
@@ -12,7 +12,7 @@ export function texts(packed) {
   return { length: Math.max(0, ends.length - 1), letters: (i) => ends[i + 1] - ends[i], at: (i) => decoder.decode(bytes.subarray(ends[i], ends[i + 1])) };
 }
 
-/** The rows to show. filters: outcome, stop, task (an index, or null), found (a function, or null). */
+/** The rows that pass the filters: outcome, stop, task (an index, or null), found (a function, or null). */
 export function filtered(data, { outcome = null, stop = null, task = null, found = null }) {
   const out = [];
   for (let i = 0; i < data.n; i++) {
@@ -25,7 +25,7 @@ export function filtered(data, { outcome = null, stop = null, task = null, found
   return out;
 }
 
-/** Sorted by a column, the missing ones last in both directions; equal ones keep their order. */
+/** Stable sort by a column, with missing values last in both directions. */
 export function sorted(rows, col, down) {
   if (!col) return rows;
   const sign = down ? -1 : 1;
@@ -42,7 +42,7 @@ export function branches(tree, depth = 0) {
   return tree.flatMap((node) => [{ depth, ...node }, ...branches(node.then, depth + 1)]);
 }
 
-/** A click on row i of what is shown: alone, with Ctrl added or taken away, with Shift all from the anchor. */
+/** Selection after a click on row i of those shown: it alone; toggled with Ctrl; the range from the anchor with Shift. */
 export function chosen(selected, rows, at, anchor, { add = false, range = false } = {}) {
   const i = rows[at];
   if (range && anchor >= 0) {
@@ -147,7 +147,7 @@ export default {
           const f = model.get("_found");
           const want = search.value.trim();
           if (!want) return null;
-          if (f?.query !== want) return undefined; // Python still looks
+          if (f?.query !== want) return undefined; // Python is still searching
           const bits = typed(f.bits, Uint8Array);
           return (i) => ((bits[i >> 3] >> (i & 7)) & 1) === 1;
         }
@@ -239,7 +239,7 @@ export default {
           const facts = [t.n === null ? null : plural(t.n, "token"), t.seconds > 0 ? brief(t.seconds) : null, t.reward === null ? null : `reward ${t.reward}`, t.stop && t.stop !== "stop" ? `ended by ${t.stop}` : null].filter(Boolean);
           const time = h("span", { class: "afk-timebar", "aria-hidden": "true" });
           time.style.width = `${longest > 0 ? (100 * t.seconds) / longest : 0}%`;
-          // An observation's calls say what its text says.
+          // The calls of an observation repeat its text.
           const body = t.kind === "observation" && t.calls.length ? [] : [h("div", { class: "afk-text", dir: "auto" }, t.text)];
           const inside = [...body, ...(t.kind === "action" || t.kind === "forced" ? [] : t.calls.map(call))];
           const head = [h("span", { class: "afk-badge", "aria-hidden": "true" }, LETTER[t.kind] ?? "?"), h("b", {}, `${i} ${t.kind}`), h("span", { class: "afk-soft afk-num" }, ` by ${t.author}${facts.length ? ` · ${facts.join(" · ")}` : ""}`)];
@@ -301,7 +301,7 @@ export default {
           codeHolder.replaceChildren(codeBox(text, () => list.el.focus()));
         });
 
-        // The list knows its height only once it stands in the page.
+        // The list's height is known only once it is attached to the page.
         requestAnimationFrame(() => list.draw());
         refilter();
         drawDetail();

@@ -1,4 +1,4 @@
-"""Many trajectories as a list, a few of them side by side. Reads records; scores, samples and decides nothing."""
+"""View of many trajectories as a list, with the selected ones side by side."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._tokens import is_trajectory, some
 from .chain_stepper import ChainStepper, _call, _named
 from .token_view import TokenView
 
-# Trajectories that are shown side by side at once.
+# Maximum number of trajectories shown side by side.
 _ABREAST = 12
 _TEXT = 6000
 OUTCOMES = ("success", "failed", "unscored", "dropped")
@@ -27,10 +27,10 @@ SIGNS = {"success": "✓", "failed": "✗", "unscored": "–", "dropped": "⌀"}
 
 @dataclass(frozen=True)
 class _Entry:
-    """What the view keeps of a trajectory: its texts, by reference, and its numbers; not its tokens.
+    """The parts of a trajectory that the view keeps: references to its texts, and its numbers, but not its tokens.
 
     Attributes:
-        keys: One a turn, equal where two chains have the same turn: what they share is found by it.
+        keys: One key per turn, equal for equal turns, by which the turns shared by several chains are found.
     """
 
     id: str
@@ -48,17 +48,17 @@ class _Entry:
 
 
 class TrajectoryView(Opener):
-    """Trajectories to filter, sort and search; those selected side by side, turn by turn, down to their tokens.
+    """Filter, sort and search trajectories, and show the selected ones side by side, turn by turn.
 
     Args:
-        source: a Rollout, a Group, an Evaluation, a Batch, the Stats of a step, or trajectories.
-        batch: a Batch of them: those that it left out have a badge that says why.
-        agent: the agent that made them, for "open in the stepper".
+        source: A Rollout, a Group, an Evaluation, a Batch, the Stats of a step, or trajectories.
+        batch: A Batch made from them. Trajectories that it dropped get a badge with the reason.
+        agent: The agent that produced them, needed by "open in the stepper".
 
     Attributes:
-        selection: the selected trajectories; select(ids) sets them from Python.
+        selection: The selected trajectories; `select(ids)` sets them from Python.
 
-    Raises:  TypeError for what holds no trajectories.
+    Raises:  TypeError for a source without trajectories.
     """
 
     stem: ClassVar[str] = "trajectory_view"
@@ -68,10 +68,10 @@ class TrajectoryView(Opener):
     _about = traitlets.Dict().tag(sync=True)
     _buffers = traitlets.Dict().tag(sync=True)
     _selected: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    # The selected ones, turn by turn.
+    # The selected trajectories, turn by turn.
     _detail = traitlets.Dict().tag(sync=True)
     _query = traitlets.Unicode("").tag(sync=True)
-    # Where the searched text is: a bit a trajectory.
+    # Search result: one bit per trajectory.
     _found = traitlets.Dict().tag(sync=True)
     _code = traitlets.Dict().tag(sync=True)
 
@@ -90,13 +90,13 @@ class TrajectoryView(Opener):
 
     @property
     def selection(self) -> Trajectories:
-        """What is selected in the browser, in the order in which it was selected."""
+        """The trajectories selected in the browser, in the order of their selection."""
         return Trajectories(
             [self._kept[i].id for i in self._selected], [self._trajectories[i]() for i in self._selected]
         )
 
     def select(self, *trajectories: Any) -> None:
-        """Select trajectories (or their ids) from Python; the browser shows them."""
+        """Select trajectories, given as objects or ids, from Python and show them in the browser."""
         found = []
         for t in trajectories:
             id = t if isinstance(t, str) else getattr(t, "id", None)
@@ -168,7 +168,7 @@ class TrajectoryView(Opener):
         return t
 
     def _do_tokens(self, value: Any) -> None:
-        """The tokens of one trajectory, or of two beside each other."""
+        """Show the tokens of one trajectory, or compare those of two."""
         ts = [self._alive(i) for i in (value if isinstance(value, list) else [value])]
         shown = (ts[0], ts[1]) if len(ts) == 2 else (ts, None)
         self._show_below(TokenView(*shown, agent=self._agent))
@@ -182,7 +182,7 @@ class TrajectoryView(Opener):
         self._code = {"n": self._code.get("n", 0) + 1, "text": sendable(self.to_code(int(value)))}
 
     def to_code(self, i: int) -> str:
-        """A cell that gets one of the trajectories, and has a chain go on from it."""
+        """Return code for a cell that gets the trajectory at index `i` and continues it as a chain."""
         k = self._kept[i]
         t = self._trajectories[i]()
         source = _named(self.record) if self.record is not None else None
@@ -213,7 +213,7 @@ def _read(source: Any, batch: Any) -> tuple[list[Any], dict[str, str]]:
         if hasattr(source, "dropped") and batch is None:
             batch = source
         source = getattr(source, "rollout", None) or source  # an Evaluation, a step of training
-        source = getattr(source, "partial", source)  # the handle of a rollout: what has finished
+        source = getattr(source, "partial", source)  # the handle of a rollout: its finished trajectories
         items = getattr(source, "trajectories", source)
     try:
         found = list(items)
@@ -265,7 +265,11 @@ def _outcome(k: _Entry, dropped: dict[str, str]) -> str:
 
 
 def _tree(paths: list[tuple[int, tuple[Any, ...]]], at: int = 0) -> list[dict[str, Any]]:
-    """What the chains share: nodes of (first turn, last turn + 1, the chains that have them, what follows)."""
+    """Build the prefix tree of the chains' turns.
+
+    Each node has its first turn, its last turn + 1, the chains that contain these turns, the chains that end there, and
+    its children.
+    """
     branches: dict[Any, list[tuple[int, tuple[Any, ...]]]] = {}
     out: list[dict[str, Any]] = []
     for i, keys in paths:
@@ -284,7 +288,7 @@ def _tree(paths: list[tuple[int, tuple[Any, ...]]], at: int = 0) -> list[dict[st
 
 
 def _texts(texts: list[str]) -> dict[str, bytes]:
-    """Texts end to end, and where each begins."""
+    """Concatenate texts, with the byte offsets of their boundaries."""
     data = [text.encode("utf-8", "backslashreplace") for text in texts]
     ends = np.cumsum([0, *(len(d) for d in data)], dtype=np.int64)
     return {"text": b"".join(data), "ends": ends.astype("<i4").tobytes()}
@@ -335,7 +339,7 @@ def _payload(kept: list[_Entry], given: list[Any], dropped: dict[str, str]) -> t
 
 
 def _last(k: _Entry) -> str:
-    """What it said last, on one line."""
+    """Return the text of the last action on one line."""
     for turn in reversed(k.turns):
         if turn[0] in ("action", "forced"):
             return " ".join(turn[2].split())

@@ -1,1 +1,1 @@
-"""A pool of sandboxes on another machine, or in another process: `serve_pool` lends one out, `RemotePool` uses it."""
+"""Sandbox pools in other processes or on other machines: `serve_pool` serves a pool over HTTP, `RemotePool` uses it."""

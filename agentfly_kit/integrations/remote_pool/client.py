@@ -1,8 +1,8 @@
-"""A pool that is served elsewhere (server.py), used like one that is here.
+"""Client for a pool served by server.py, with the interface of a local pool.
 
-All that goes over the network goes through one thread with an event loop of its own: the pool may be used from one
-notebook loop after another, and goes on telling its server what it holds while a cell computes. A question that was not
-answered is asked again under the same name, so that nothing is leased twice and no code runs twice.
+All network traffic goes through one background thread with its own event loop. The pool can therefore be used from
+several notebook event loops in turn, and its heartbeats continue while a cell computes. A request that got no response
+is retried with the same request id, so that no sandbox is leased twice and no code runs twice.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from . import wire
 S = TypeVar("S")
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
-_LONG_POLL_SECONDS = 10.0  # s that a question waits at the server before it is asked again
-_CONNECT_SECONDS = 2.0  # s that a snapshot waits for the first contact
+_LONG_POLL_SECONDS = 10.0  # s for which the server may hold a request open before the client repeats it
+_CONNECT_SECONDS = 2.0  # s that `snapshot()` waits for the first connection
 
 
 class RemoteSandbox:
-    """A sandbox of a remote pool: its methods are those of the kind, all of them awaited."""
+    """A sandbox of a remote pool. It has the public methods of the sandbox class, all of them as coroutines."""
 
     def __init__(
         self, link: _Link, lease: str, sandbox_type: str, methods: frozenset[str], isolation: str | None
@@ -49,7 +49,7 @@ class RemoteSandbox:
 
     @property
     def alive(self) -> bool:
-        """It is still ours, as far as the last word of the server goes."""
+        """True while this client holds the sandbox, according to the server's last reply."""
         return self._lease in self._link.held
 
     def __getattr__(self, name: str) -> Any:
@@ -69,12 +69,15 @@ class RemoteSandbox:
 
 
 class RemoteLease(Generic[S]):
-    """A remote sandbox in somebody's hands, until `await pool.release(lease)`. Set `turn` to show where they are."""
+    """The lease of a remote sandbox, valid until `await pool.release(lease)`.
+
+    Set `turn` to the holder's current turn to show it in the pool's snapshots.
+    """
 
     def __init__(self, pool: RemotePool[S], name: str, id: int, sandbox: S, owner: str) -> None:
         self._pool, self._link = pool, pool._link
         self.name = name
-        # The sandbox's number at the server.
+        # The sandbox's number in the server's pool.
         self.id = id
         self.sandbox = sandbox
         self.owner = owner
@@ -83,7 +86,7 @@ class RemoteLease(Generic[S]):
 
     @property
     def revoked(self) -> str:
-        """Why the server's pool ended it under its holder, as far as was heard; else ""."""
+        """The reason for which the server's pool revoked the lease, as last reported, or "" if it did not."""
         return self._link.revoked.get(self.name, "")
 
     @property
@@ -92,15 +95,16 @@ class RemoteLease(Generic[S]):
 
     @property
     def turn(self) -> object:
+        """The holder's current turn, shown in the pool's snapshots. None once the lease has ended."""
         return self._link.held.get(self.name)
 
     @turn.setter
     def turn(self, turn: object) -> None:
         if self.name in self._link.held:
-            self._link.held[self.name] = turn  # told with the next call or beat
+            self._link.held[self.name] = turn  # sent with the next call or heartbeat
 
     async def release(self) -> None:
-        """The same as `pool.release(lease)`."""
+        """Release the lease, as `pool.release(lease)` does."""
         await self._pool.release(self)
 
     def __del__(self) -> None:
@@ -115,17 +119,17 @@ class RemoteLease(Generic[S]):
 
 
 class RemotePool(Generic[S]):
-    """A pool that `serve_pool` lends out, wherever a Pool can be: `Agent(pools=[RemotePool(url, token=token)])`.
+    """A pool served by `serve_pool`, usable in place of a Pool: `Agent(pools=[RemotePool(url, token=token)])`.
+
+    The pool connects when its first sandbox is leased. `await pool.close()` releases everything it holds. If the client
+    process dies instead, the server takes its sandboxes back when the heartbeats stop.
 
     Args:
-        sandbox_type: the class that tools ask for; the server's pool must be of it or of one derived from it. Its
-            sandboxes come as RemoteSandbox, which has the kind's methods.
-        acquire_timeout: seconds that a lease is waited for when the one who waits says nothing else.
-        patience: seconds for which a server that does not answer is asked again, before RemotePoolError.
-        verify: for https: True, or the file of a certificate authority to believe.
-
-    It connects at its first lease. `await pool.close()` gives back all that it holds; so does its end, however it
-    comes: the server takes back what nobody speaks for.
+        sandbox_type: The sandbox class that tools request. The server's pool must hold this class or a subclass of it.
+            Its sandboxes are represented by RemoteSandbox, which has the same methods.
+        acquire_timeout: Seconds to wait for a lease if the caller passes no timeout.
+        patience: Seconds for which requests to an unresponsive server are retried before RemotePoolError is raised.
+        verify: For https: True to verify certificates as usual, or the file of a certificate authority to trust.
     """
 
     def __init__(
@@ -151,40 +155,46 @@ class RemotePool(Generic[S]):
         self._finalizer = weakref.finalize(self, self._link.stop)
         self.number = register(self)
 
-    # --- looking
+    # --- inspection
 
     @property
     def closed(self) -> bool:
+        """True after `close()`."""
         return self._link.stopped
 
     @property
     def size(self) -> int:
-        """The most sandboxes at the server; 0 before the first contact."""
+        """Maximum number of sandboxes in the server's pool; 0 before the first connection."""
         return self._link.snapshot.size
 
     @property
     def isolation(self) -> str | None:
+        """The isolation of the server's sandboxes; None before the first connection."""
         return self._link.snapshot.isolation
 
     def snapshot(self) -> PoolSnapshot:
-        """The server's pool, with all of its clients, as it was last heard of: within a third of its heartbeat."""
+        """Return the last known state of the server's pool, all its clients included.
+
+        It is at most a third of the server's heartbeat interval old.
+        """
         if not self._link.connected.is_set() and not self.closed:
             self._link.start()
             self._link.connected.wait(_CONNECT_SECONDS)
         return self._link.snapshot
 
     async def refresh(self) -> PoolSnapshot:
-        """The server's pool as it is now.
+        """Request the current state of the server's pool and return it.
 
-        Raises:  RemotePoolError if the server does not answer or is not what was wanted.
+        Raises:  RemotePoolError if the server does not respond or speaks another version of the protocol;
+                 SettingsError if its pool does not hold `sandbox_type`.
         """
         await self._link.run_and_wait(self._link.fetch_info())
         return self._link.snapshot
 
     def subscribe(self, callback: Callable[[PoolEvent], object]) -> Callable[[], None]:
-        """Call `callback` with every change at the server from now on, in order; returns what ends that.
+        """Call `callback` with every subsequent event of the server's pool, in order. Return a function to unsubscribe.
 
-        It is called in this pool's own thread and must be quick. If it raises, that is logged, and the pool goes on.
+        The callback runs in this pool's background thread and must return quickly. Exceptions it raises are logged.
         """
         listeners = self._link.listeners
         listeners.append(callback)
@@ -207,13 +217,16 @@ class RemotePool(Generic[S]):
         counts = f"{s.leased} leased, {s.idle} idle, {s.starting} starting, {s.waiting} waiting, size {s.size}"
         return f"<RemotePool {self.name} at {self.url}, {counts}{', no answer' if link.failure else ''}>"
 
-    # --- lending
+    # --- leases
 
     @contextlib.asynccontextmanager
     async def lease(
         self, owner: str = "somebody", timeout: float | None = None, *, run: str = ""
     ) -> AsyncIterator[S]:  # fmt: skip
-        """`async with pool.lease(owner="me") as sandbox`: yours until the block ends. Errors as in `acquire`."""
+        """Lease a sandbox for the duration of a block: `async with pool.lease(owner="me") as sandbox`.
+
+        Raises:  the same errors as `acquire`.
+        """
         lease = await self.acquire(owner, timeout, run=run)
         try:
             yield lease.sandbox
@@ -221,10 +234,13 @@ class RemotePool(Generic[S]):
             await self.release(lease)
 
     async def acquire(self, owner: str = "somebody", timeout: float | None = None, *, run: str = "") -> RemoteLease[S]:
-        """A sandbox to keep over many calls, until `release`. First come, first served, over all clients; those who
-        name a `run` take turns with other runs.
+        """Lease a sandbox until `release` is called.
 
-        Raises:  as `Pool.acquire` does there; RemotePoolError if the server does not answer, or refuses this client.
+        Requests of all clients are served in order of arrival; requests that name a `run` alternate with those of other
+        runs.
+
+        Raises:  the errors of `Pool.acquire` on the server; RemotePoolError if the server does not respond or rejects
+                 this client.
         """
         timeout = self.acquire_timeout if timeout is None else timeout
         link = self._link
@@ -236,28 +252,32 @@ class RemotePool(Generic[S]):
         return RemoteLease(self, reply["lease"], reply["sandbox"], sandbox, owner)
 
     async def release(self, lease: RemoteLease[S], *, reusable: bool = True) -> None:
-        """Give a sandbox back; the server resets it. Twice is once, and a server that is gone has it already."""
+        """Return a sandbox to the server, which resets it.
+
+        Idempotent. If the server cannot be reached, a warning is logged; it reclaims the sandbox by itself.
+        """
         if lease.pool is not self:
             raise SettingsError(f"{lease!r} is a lease of another pool")
         if lease.released:
             return
         lease.released = True
         if self._link.held.pop(lease.name, lease) is lease or self._link.stopped:
-            return  # it had ended
-        # Not cancelled with the one who waits: a server that never hears of it would keep it for a heartbeat.
+            return  # the lease had already ended
+        # Not cancelled together with the caller: the server would otherwise keep the lease for a heartbeat interval.
         await self._link.run_and_wait(self._link.release(lease.name, reusable), keep=True)
 
     async def recycle(self, sandbox: int, *, close: bool = False) -> None:
-        """Have the sandbox of this number reset, or closed, as `Pool.recycle` does: one that nobody holds, or that this
-        very pool holds. Whoever works with it loses it.
+        """Reset or close a sandbox by its number, as `Pool.recycle` does.
 
-        Raises:  SettingsError if there is no such sandbox; RemotePoolError if somebody else holds it, or no server
-                 answers.
+        The sandbox must be idle or leased by this pool. A lease on it is revoked.
+
+        Raises:  SettingsError if there is no such sandbox; RemotePoolError if another client holds it or the server
+                 does not respond.
         """
         await self._link.run_and_wait(self._link.recycle(sandbox, close))
 
     async def close(self) -> None:
-        """Give back all that is held and end the connection. What waits is woken with PoolClosed."""
+        """Release all leases and disconnect. Pending `acquire` calls raise PoolClosed."""
         if not self._link.stopped:
             await asyncio.to_thread(self._finalizer)
 
@@ -270,7 +290,9 @@ class RemotePool(Generic[S]):
 
 
 class _Link:
-    """The thread, its loop and its connection. Does not know its pool, which may be collected."""
+    """The background thread with its event loop and connection. Holds no reference to its pool, so that an unused pool
+    can be garbage-collected.
+    """
 
     def __init__(self, url: str, token: str, sandbox_type: type, patience: float, verify: bool | str) -> None:
         self.url, self.token, self.patience = url, token, patience
@@ -280,8 +302,8 @@ class _Link:
         self.module = sandbox_type.__module__
         self.client = secrets.token_hex(16)
         self.held: dict[str, object] = {}  # lease -> turn
-        self.revoked: dict[str, str] = {}  # leases that the server's pool ended -> why
-        self.waiting: set[str] = set()  # acquires
+        self.revoked: dict[str, str] = {}  # leases revoked by the server's pool -> reason
+        self.waiting: set[str] = set()  # ids of pending acquire requests
         self.listeners: list[Callable[[PoolEvent], object]] = []
         self.methods: frozenset[str] = frozenset()
         self.snapshot = PoolSnapshot(
@@ -299,7 +321,7 @@ class _Link:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._http: httpx.AsyncClient | None = None
-        self._connecting = asyncio.Lock()  # of the thread's loop, which is the first to use it
+        self._connecting = asyncio.Lock()  # binds to the thread's loop, the first to use it
         self._nudge = asyncio.Event()
         self._abandoning: set[asyncio.Task[None]] = set()
 
@@ -335,7 +357,7 @@ class _Link:
                 await asyncio.wait_for(self._http.post(f"{self.url}{wire.PATH}/bye", json={"client": self.client}), 3.0)
 
     def stop(self) -> None:
-        """Say good-bye and end the thread. May be called from anywhere but the thread itself."""
+        """Disconnect from the server and end the thread. May be called from any other thread."""
         with self._lock:
             already, self.stopped = self.stopped, True
         self.held.clear()
@@ -351,7 +373,7 @@ class _Link:
                 self._loop.call_soon_threadsafe(self._nudge.set)
 
     def submit(self, work: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R] | None:
-        """Do it in the thread, whoever waits for it."""
+        """Schedule a coroutine on the background thread. Return its future, or None if the pool is closed."""
         try:
             return asyncio.run_coroutine_threadsafe(work, self.start())
         except (PoolClosed, RuntimeError):
@@ -361,9 +383,11 @@ class _Link:
     async def run_and_wait(
         self, work: Coroutine[Any, Any, R], *, keep: bool = False, on_unclaimed: Callable[[R], None] | None = None
     ) -> R:
-        """Do it in the thread and wait for it in any loop. `keep`: it goes on if the one who waits is cancelled.
+        """Run a coroutine on the background thread and wait for it in the current event loop.
 
-        `on_unclaimed`: what to do with an answer that came when the one who waited had gone.
+        Args:
+            keep: Let the coroutine finish even if the caller is cancelled.
+            on_unclaimed: Called with the result if it arrives after the caller was cancelled.
         """
         future = self.submit(work)
         if future is None:
@@ -385,15 +409,15 @@ class _Link:
                 )
             raise
 
-    # --- questions
+    # --- requests
 
     async def post(self, path: str, **body: Any) -> dict[str, Any]:
-        """Ask, and ask again while nobody answers.
+        """Send a request, retrying until the server responds or `patience` has passed. Return the decoded reply.
 
-        Raises:  what the server says; RemotePoolError if it does not answer in time.
+        Raises:  the error that the server reports; RemotePoolError if it does not respond in time.
         """
         deadline, pause = time.monotonic() + self.patience, 0.02
-        # Letters as escapes: half a surrogate pair travels too.
+        # json.dumps escapes non-ASCII characters, so that lone surrogates can be sent too.
         content = json.dumps({"client": self.client, **body}).encode()
         while True:
             assert self._http is not None
@@ -429,7 +453,7 @@ class _Link:
         if reply.get("snapshot") is None:
             return
         seen: PoolSnapshot = wire.decode(reply["snapshot"])
-        shift = time.monotonic() - seen.time  # its clock is another one
+        shift = time.monotonic() - seen.time  # the server has a different monotonic clock
         self.snapshot = dataclasses.replace(
             seen,
             time=seen.time + shift,
@@ -454,7 +478,7 @@ class _Link:
         self.wake()
 
     async def connect(self) -> None:
-        """The first words, once."""
+        """Fetch the server's description if this has not been done yet."""
         async with self._connecting:
             if not self.connected.is_set():
                 await self.fetch_info()
@@ -482,7 +506,7 @@ class _Link:
             self.waiting.discard(request)
 
     def _abandon(self, request: str) -> None:
-        """Tell the server that nobody waits any more; if it cannot be told, its heartbeat will."""
+        """Cancel a request on the server. If that fails, the server cancels it when the next heartbeat omits it."""
         task = asyncio.get_running_loop().create_task(self._try("abandon", request=request))
         self._abandoning.add(task)
         task.add_done_callback(self._abandoning.discard)
@@ -498,7 +522,7 @@ class _Link:
         try:
             await self.post("release", lease=lease, reusable=reusable)
         except RemotePoolError as error:
-            _log.warning("a lease was not given back: %s", error)  # the server takes it when it hears no more of it
+            _log.warning("a lease was not given back: %s", error)  # the server reclaims it when heartbeats omit it
 
     async def recycle(self, sandbox: int, close: bool) -> None:
         await self.connect()
@@ -534,10 +558,10 @@ class _Link:
             self._abandon(request)
             raise
 
-    # --- the beat
+    # --- heartbeat
 
     async def _beat(self) -> None:
-        """Say what is held, hear what changed, and rest."""
+        """Report the leases held, receive changes, and sleep until the next heartbeat is due."""
         self._nudge.clear()
         rest = self.heartbeat / 4
         try:
@@ -560,17 +584,17 @@ class _Link:
             self._forget_revoked(reply["revoked"])
             for name in set(held) - set(reply["leases"]):
                 self.held.pop(name, None)
-            if reply["server"] != self.server:  # it was started again, and counts its events anew
+            if reply["server"] != self.server:  # it was restarted, and numbers its events from 1 again
                 self.sequence = None
                 self.connected.clear()
                 return
             if self.listeners:
                 self._deliver_events(wire.decode(reply["events"]), after, reply["sequence"])
                 if after is not None:
-                    return  # the server held the question open: that was the rest
+                    return  # no sleep needed: the server already held this request open
             else:
                 self.sequence = None
-        except Exception as error:  # the next acquire or call says it to whoever wants to know
+        except Exception as error:  # the next acquire or call reports the error to its caller
             self.failure = self.failure or str(error)
             rest = min(rest, 0.5)
         with contextlib.suppress(TimeoutError):
@@ -580,7 +604,7 @@ class _Link:
                 await self._nudge.wait()
 
     async def _interruptible(self, work: Coroutine[Any, Any, R]) -> R | None:
-        """The answer; None if the link was nudged meanwhile."""
+        """Return the coroutine's result, or None if `wake` was called first."""
         question = asyncio.ensure_future(work)
         nudge = asyncio.ensure_future(self._nudge.wait())
         try:
@@ -594,7 +618,7 @@ class _Link:
                 question.exception()
 
     def _deliver_events(self, events: list[PoolEvent], after: int | None, sequence: int) -> None:
-        if after is None:  # from now on
+        if after is None:  # first heartbeat with listeners: deliver later events only
             self.sequence = sequence
             return
         for event in events:
@@ -611,7 +635,7 @@ def _ssl_context(verify: bool | str) -> bool | ssl.SSLContext:
         return verify
     try:
         return ssl.create_default_context(cafile=verify)
-    except OSError as error:  # a file that holds no certificate too
+    except OSError as error:  # also raised for a file that holds no certificate
         raise SettingsError(f"RemotePool(verify={verify!r}): want a file of certificates; {error}") from error
 
 

@@ -1,8 +1,8 @@
-"""A pool, lent out over HTTP: `async with serve_pool(pool) as server: print(server.url, server.token)`.
+"""HTTP server for a pool: `async with serve_pool(pool) as server: print(server.url, server.token)`.
 
-Knows nothing of chains. What a client did not hear the answer to it may ask again: every acquire and call has a name of
-the client's making, and the same name is answered from the same piece of work. What a client holds it must go on
-saying, or it loses it. The pool itself stays the caller's: closing the server ends the leases, not the sandboxes.
+Requests can be retried safely: every acquire and call carries an id chosen by the client, and a repeated id is answered
+with the result of the first request. A client must send heartbeats, or it loses its leases. The pool is owned by the
+caller: closing the server ends the leases but keeps the sandboxes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ...pool.pool import Lease, Pool, PoolEvent
 from . import wire
 
 _log = logging.getLogger(__name__)
-_KEPT_CALLS = 32  # answers kept for a lease, should the client ask again
+_KEPT_CALLS = 32  # results kept per lease in case the client retries
 _KEPT_REQUESTS = 256
 _KEPT_EVENTS = 5000
-_LONGEST_WAIT = 30.0  # s that a question is held open
-_NOT_REMOTE = frozenset({"start", "close", "kill", "validate_remote_options"})  # the pool does these, and the server
+_LONGEST_WAIT = 30.0  # s for which a request is held open at most
+_NOT_REMOTE = frozenset({"start", "close", "kill", "validate_remote_options"})  # reserved to the pool and the server
 
 
-# --- what may be asked ---------------------------------------------------------------------------
+# --- requests ------------------------------------------------------------------------------------
 
 Name = Annotated[str, pydantic.StringConstraints(min_length=1, max_length=80)]
 Seconds = Annotated[float, pydantic.Field(ge=0, le=1e6, allow_inf_nan=False)]
@@ -81,11 +81,11 @@ class _Call(_Message):
 
 
 class _Beat(_Message):
-    # What the client holds, each with its turn.
+    # The leases that the client holds, each with its turn.
     leases: dict[Name, Any] = {}
-    # Acquires that it waits for.
+    # Ids of the acquire requests that are pending.
     requests: list[Name] = []
-    # The last event that it has seen; None: it wants none.
+    # Sequence number of the last event received; None if the client has no listeners.
     after: Annotated[int, pydantic.Field(ge=0)] | None = None
     wait: Seconds = 0.0
 
@@ -98,14 +98,14 @@ M = TypeVar("M", bound=_Message)
 
 
 class _HTTPError(Exception):
-    """An answer that is no success."""
+    """An error response with its HTTP status."""
 
     def __init__(self, status: int, error: BaseException) -> None:
         super().__init__(str(error))
         self.status, self.error = status, error
 
 
-# --- what a client has ---------------------------------------------------------------------------
+# --- client state --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -129,14 +129,14 @@ class _Client:
     requests: OrderedDict[str, _Request] = field(default_factory=OrderedDict)
     given_up: OrderedDict[str, None] = field(default_factory=OrderedDict)
     releasing: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    # Requests that were carried out: asked again, they are answered and nothing more.
+    # Recycle requests that were carried out; a retry is answered without repeating them.
     recycled: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    # Leases that the pool ended by itself, until the client has heard.
+    # Leases revoked by the pool, kept so that the client can be notified.
     ended: OrderedDict[str, _HeldLease] = field(default_factory=OrderedDict)
 
 
 class PoolServer:
-    """A server of one pool. Made by `serve_pool`; starts when it is awaited or entered."""
+    """HTTP server of one pool, created by `serve_pool`. It starts when it is awaited or entered."""
 
     def __init__(
         self, pool: Pool[Any], host: str, port: int, token: str | None, tls: tuple[str, str] | None, heartbeat: float,
@@ -158,7 +158,7 @@ class PoolServer:
             raise SettingsError(f"max_leases={max_leases}: want at least 1, or None for all of the pool")
         self.pool = pool
         self.host = host
-        # The one that was asked for, or, once it runs, the one it got.
+        # The requested port; once the server runs, the port it listens on.
         self.port = port
         self.token = token or secrets.token_urlsafe(24)
         self.heartbeat = heartbeat
@@ -175,24 +175,26 @@ class PoolServer:
         self._unsubscribe: Callable[[], None] = lambda: None
         self._closing = False
         self._ended = asyncio.Event()
-        self._name = secrets.token_hex(8)  # another server at the same address is another one
+        self._name = secrets.token_hex(8)  # lets clients detect a restart at the same address
 
-    # --- life
+    # --- lifecycle
 
     @property
     def url(self) -> str:
+        """The server's address, for `RemotePool`."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self._tls else 'http'}://{host}:{self.port}"
 
     @property
     def clients(self) -> dict[str, int]:
-        """How many leases each client holds."""
+        """Number of leases held by each client."""
         return {name: len(client.leases) for name, client in self._clients.items()}
 
     async def start(self) -> Self:
-        """Listen. Does nothing if it does.
+        """Start listening. Does nothing if the server already runs.
 
-        Raises:  SettingsError without aiohttp or with unusable TLS files; OSError if the address cannot be had.
+        Raises:  SettingsError if aiohttp is missing or the TLS files are unusable; OSError if the address is not
+                 available; RemotePoolError if the server was closed.
         """
         if self._runner is not None:
             return self
@@ -228,7 +230,7 @@ class PoolServer:
 
         def record(event: PoolEvent) -> None:
             self._events.append(event)
-            with contextlib.suppress(RuntimeError):  # the server's loop is no more
+            with contextlib.suppress(RuntimeError):  # the server's loop is closed
                 loop.call_soon_threadsafe(self._wake)
 
         self._unsubscribe = self.pool.subscribe(record)
@@ -245,7 +247,7 @@ class PoolServer:
         await self.close()
 
     async def close(self) -> None:
-        """End every lease, give the sandboxes back to the pool, and stop listening."""
+        """End every lease, return the sandboxes to the pool, and stop listening."""
         self._closing = True
         self._unsubscribe()
         self._wake()
@@ -261,7 +263,7 @@ class PoolServer:
         self._ended.set()
 
     async def forever(self) -> None:
-        """Until `close`, or until it is cancelled: `asyncio.run(main())` of a machine that only lends sandboxes."""
+        """Serve until `close` is called or this coroutine is cancelled, as on a machine that only serves sandboxes."""
         await self.start()
         try:
             await self._ended.wait()
@@ -274,7 +276,7 @@ class PoolServer:
         count = len(self._clients)
         return f"<PoolServer {self.url}, {count} client{'' if count == 1 else 's'}, {self.pool!r}>"
 
-    # --- every question
+    # --- request handling
 
     def _handler(
         self, message_type: type[M] | None, answer: Callable[..., Awaitable[dict[str, Any]]]
@@ -291,7 +293,7 @@ class PoolServer:
                 return web.json_response(reply, status=202 if reply.get("state") == "waiting" else 200)
             except _HTTPError as refused:
                 return web.json_response({"error": wire.encode_exception(refused.error)}, status=refused.status)
-            except (web.HTTPException, ConnectionError):  # a body over the limit; a client that hung up while it spoke
+            except (web.HTTPException, ConnectionError):  # a body over the limit, or a client that disconnected
                 raise
             except Exception as error:
                 _log.exception("a question to a pool's server failed")
@@ -303,7 +305,7 @@ class PoolServer:
 
     def _check(self, header: str) -> None:
         scheme, _, token = header.partition(" ")
-        # Both are compared whatever the first says, and in a time that does not depend on where they differ.
+        # The token is compared in constant time, and before the scheme, so that timing reveals nothing about it.
         same = hmac.compare_digest(token.strip().encode(), self.token.encode())
         if not same or scheme.lower() != "bearer":
             raise _HTTPError(401, RemotePoolError("the token is wrong or missing"))
@@ -335,7 +337,7 @@ class PoolServer:
 
     @staticmethod
     def _collect_revoked(client: _Client) -> None:
-        """What the pool ended by itself counts no more against its client."""
+        """Move revoked leases to `client.ended`, free their slots and cancel their calls."""
         for name, held in list(client.leases.items()):
             if held.lease.revoked:
                 client.ended[name] = client.leases.pop(name)
@@ -355,7 +357,7 @@ class PoolServer:
         news, self._new_events = self._new_events, asyncio.Event()
         news.set()
 
-    # --- the answers
+    # --- responses
 
     async def _describe(self) -> dict[str, Any]:
         sandbox_type = self.pool.sandbox_type
@@ -412,7 +414,7 @@ class PoolServer:
         timeout = self.pool.acquire_timeout if message.timeout is None else message.timeout
         run = (
             f"{message.client} {message.run}" if message.run else ""
-        )  # two clients' runs are two, whatever their names
+        )  # runs of different clients are distinct even if their names are equal
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
@@ -442,7 +444,7 @@ class PoolServer:
         return self._snapshot()
 
     def _give_up(self, client: _Client, name: str) -> None:
-        client.given_up[name] = None  # the question itself may still be on its way
+        client.given_up[name] = None  # the request itself may still be in transit
         while len(client.given_up) > _KEPT_REQUESTS:
             client.given_up.popitem(last=False)
         request = client.requests.pop(name, None)
@@ -509,7 +511,7 @@ class PoolServer:
         return _HTTPError(409, LeaseRevoked(f"the pool took the {held.lease.pool.name}: {held.lease.revoked}"))
 
     def _sibling(self, client: _Client, name: str) -> Any:
-        """Another sandbox of the same client, as an argument: what a fork goes into."""
+        """Look up another sandbox of the same client that is passed as an argument, such as the target of a fork."""
         if name not in client.leases:
             raise ValueError("it names a lease that is over")
         return client.leases[name].lease.sandbox
@@ -549,7 +551,7 @@ class PoolServer:
 
     @staticmethod
     def _revoked(client: _Client) -> dict[str, str]:
-        """What the pool ended under this client, and why."""
+        """Return the client's leases that the pool revoked, with the reasons."""
         return {name: held.lease.revoked for name, held in client.ended.items()}
 
     async def _beat(self, message: _Beat, client: _Client) -> dict[str, Any]:
@@ -558,7 +560,7 @@ class PoolServer:
             held = client.leases.get(name)
             if held is not None and turn is not None and held.lease.turn != wire.turn(turn):
                 held.lease.turn = wire.turn(turn)
-        # What it does not know of, because the answer was lost on the way, it will never give back.
+        # Release leases that the client does not know of because the response was lost; it will never release them.
         for name, held in list(client.leases.items()):
             if name not in message.leases and now - held.since > self.heartbeat:
                 self._return(client, name, True)
@@ -587,7 +589,7 @@ class PoolServer:
         await self._end(message.client)
         return self._snapshot()
 
-    # --- endings
+    # --- ending clients
 
     async def _end(self, name: str) -> None:
         client = self._clients.pop(name, None)
@@ -605,7 +607,7 @@ class PoolServer:
             await asyncio.wait(list(client.releasing.values()))
 
     async def _reap(self) -> None:
-        """End what clients that have fallen silent held."""
+        """End the leases of clients whose heartbeats have stopped."""
         loop = asyncio.get_running_loop()
         pause = self.heartbeat / 5
         while True:
@@ -613,7 +615,7 @@ class PoolServer:
             await asyncio.sleep(pause)
             late = loop.time() - began - pause
             if late > pause:
-                # This very loop stood still (a cell that computes): the clients' words wait to be read.
+                # The event loop itself was blocked (by a computing cell), so requests are still waiting to be read.
                 for client in self._clients.values():
                     client.last_seen += late
                 continue
@@ -639,7 +641,7 @@ async def _give_back(pool: Pool[Any], held: _HeldLease, reusable: bool) -> None:
         await asyncio.wait(running)
     for call in held.calls.values():
         if not call.cancelled():
-            call.exception()  # seen, though nobody may have come for it
+            call.exception()  # mark as retrieved, though the client may not have fetched it
     await pool.release(held.lease, reusable=reusable)
 
 
@@ -669,24 +671,34 @@ def serve_pool(
     max_waiting: int = 1024,
     max_clients: int = 256,
 ) -> PoolServer:
-    """Lend a pool's sandboxes out over HTTP, to `RemotePool(server.url, token=server.token)`.
+    """Serve a pool's sandboxes over HTTP to `RemotePool(server.url, token=server.token)`.
 
-    `server = await serve_pool(pool)` and later `await server.close()`, or `async with serve_pool(pool) as server`. The
-    pool stays yours: use it beside, and close it after. Calls are answered by the event loop that started the server: a
-    cell that computes for long holds them up, so let a process of its own serve.
+    Use `server = await serve_pool(pool)` and later `await server.close()`, or `async with serve_pool(pool) as server`.
+    The pool remains usable locally; close it after the server. Requests are answered by the event loop that started the
+    server and wait while a cell of the same process computes, so serve from a separate process.
 
-    token        what a client must show; None: a fresh one, `server.token`. There is no server without one.
-    host, port   an address other than loopback is refused without both token and tls. Port 0: a free one.
-    tls          files of the certificate chain and its key.
-    heartbeat    a client that says nothing for so many seconds loses its leases; their sandboxes are reset.
-    max_body     bytes of a question (code and files that are sent in).
-    max_leases   sandboxes one client may hold at a time; its further acquires wait, before the pool's queue. None: all.
-    max_waiting  acquires of one client that may wait; max_clients: clients at a time.
+    A client may call every public method of the sandbox class, and recycle a sandbox that is idle or that it holds
+    itself. Methods whose arguments can refer to files or other resources of this machine are checked by the sandbox
+    class's `validate_remote_options(method, args, kwargs)`, a class method that raises for values that are not allowed;
+    FileSandbox and Grader have one.
 
-    A client may call every public method of the kind, and recycle a sandbox that it holds, or that nobody holds. A
-    method whose arguments can name what is on this machine is checked by the kind's own
-    `validate_remote_options(method, args, kwargs)`, a class method that raises; FileSandbox and Grader have one.
+    Args:
+        pool: The pool to serve.
+        host: The address to listen on. Any address other than loopback requires both `token` and `tls`.
+        port: The port to listen on; 0 picks a free one.
+        token: The secret that clients must present. None generates one, available as `server.token`; a server always
+            requires a token.
+        tls: The files of the certificate chain and of its key.
+        heartbeat: Seconds without a message after which a client loses its leases; their sandboxes are reset.
+        max_body: Maximum size of a request in bytes, including code and files that it uploads.
+        max_leases: Maximum number of sandboxes that one client may hold. Its further requests wait before they enter
+            the pool's queue. None means no limit.
+        max_waiting: Maximum number of pending acquire requests per client.
+        max_clients: Maximum number of clients at a time.
 
-    Raises:  SettingsError for an open address or a setting that cannot be.
+    Returns:
+        The server, which starts when it is awaited or entered.
+
+    Raises:  SettingsError for an address that is not loopback without `token` and `tls`, or an invalid setting.
     """
     return PoolServer(pool, host, port, token, tls, heartbeat, max_body, max_leases, max_waiting, max_clients)

@@ -1,7 +1,7 @@
-"""What passes between a pool's server and its clients: values as JSON, failures by name.
+"""Serialization between a pool's server and its clients: values as JSON, exceptions by type name.
 
-Knows nothing of HTTP. Nothing that comes over the wire is code: a record is rebuilt only if it is a dataclass of this
-package or of the module of the pool's own kind.
+No code is ever transferred: a record is decoded only if its class is a dataclass or named tuple from this package or
+from the module of the pool's sandbox class.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ... import errors
 
 VERSION = 2
 PATH = f"/v{VERSION}"
-_OWN = ("agentfly_kit.sandboxes.", "agentfly_kit.pool.")  # whose records may be asked for by name
+_OWN = ("agentfly_kit.sandboxes.", "agentfly_kit.pool.")  # packages whose records may be named in a message
 
 _FROM_STR: dict[type, Callable[[str], Any]] = {
     decimal.Decimal: decimal.Decimal,
@@ -29,13 +29,16 @@ _FROM_STR: dict[type, Callable[[str], Any]] = {
     datetime.time: datetime.time.fromisoformat,
     datetime.datetime: datetime.datetime.fromisoformat,
     uuid.UUID: uuid.UUID,
-}  # read from what str() writes
+}  # parsers of the output of str()
 
 
 def encode(value: Any, handle: Callable[[Any], str | None] = lambda value: None) -> Any:
-    """A value as JSON. `handle` gives a name for what lives on the other side.
+    """Convert a value to JSON-compatible data.
 
-    Raises:  TypeError for what cannot travel.
+    Args:
+        handle: Returns the lease id of a remote sandbox, or None for any other object.
+
+    Raises:  TypeError for a value that cannot be serialized.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -68,13 +71,17 @@ def encode(value: Any, handle: Callable[[Any], str | None] = lambda value: None)
 
 
 def decode(value: Any, module: str = "", handle: Callable[[str], Any] | None = None) -> Any:
-    """What `encode` was given. `module`: where records may come from, beside this package.
+    """Restore a value from the output of `encode`.
 
-    Raises:  ValueError for what no `encode` gives.
+    Args:
+        module: A module besides this package whose records are accepted.
+        handle: Returns the sandbox with a given lease id.
+
+    Raises:  ValueError for data that `encode` does not produce.
     """
     try:
         return _decode(value, module, handle)
-    except (TypeError, ArithmeticError, ImportError) as error:  # a list as a key, a number out of its range
+    except (TypeError, ArithmeticError, ImportError) as error:  # a list as a key, or a number out of range
         raise ValueError(f"no value: {error}") from error
 
 
@@ -122,12 +129,12 @@ def _record(name: str, module: str) -> type:
 
 
 def turn(value: object) -> int | str | None:
-    """Where a holder is, as it can be told."""
+    """Convert a lease's `turn` to a value that can be sent: other types than int and str become strings."""
     return value if value is None or isinstance(value, int | str) else str(value)
 
 
 def encode_exception(error: BaseException) -> dict[str, str]:
-    """An exception's name and text; one that the other side could not know becomes a SandboxError."""
+    """Encode an exception as its type name and message. A type unknown to the other side becomes SandboxError."""
     name = type(error).__name__
     if _exception(name) is type(error):
         return {"type": name, "message": str(error)}
@@ -135,7 +142,7 @@ def encode_exception(error: BaseException) -> dict[str, str]:
 
 
 def decode_exception(encoded: Any) -> Exception:
-    """The exception that `encode_exception` told of."""
+    """Restore an exception encoded by `encode_exception`."""
     type_ = _exception(str(encoded.get("type"))) if isinstance(encoded, dict) else None
     if type_ is None:
         return errors.SandboxError(str(encoded))
