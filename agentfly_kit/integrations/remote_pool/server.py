@@ -193,7 +193,7 @@ class PoolServer:
     async def start(self) -> Self:
         """Start listening. Does nothing if the server already runs.
 
-        Raises:  SettingsError if aiohttp is missing or the TLS files are unusable; OSError if the address is not
+        Raises:  SettingsError if aiohttp is missing; OSError if the TLS files are unusable or the address is not
                  available; RemotePoolError if the server was closed.
         """
         if self._runner is not None:
