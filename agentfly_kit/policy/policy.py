@@ -534,7 +534,7 @@ class Policy:
     def _supports_trees(self) -> bool:
         """Return True if a trial shows that the model gives the same states for a tree as for its rows; cached."""
         if self._trees_supported is None:
-            # Whoever asks first may run in autocast, where the trial's tolerance for float32 would fail.
+            # The first call may come from inside autocast, where the tolerance of the trial for float32 would fail.
             with torch.autocast(self.device.type, enabled=False):
                 self._trees_supported = self._try_trees()
         return self._trees_supported

@@ -159,7 +159,7 @@ class Slot:
 
 @dataclass(slots=True)
 class Effects:
-    """What the caller of `handle` must do, and the changes to report, in order."""
+    """Actions that the caller of `handle` must take, and the changes to report, in order."""
 
     start: list[int] = field(default_factory=list)
     reset: list[int] = field(default_factory=list)

@@ -8,7 +8,7 @@ from agentfly_kit.types import Sampling
 
 
 def test_a_row_has_the_noise_of_its_seed_and_count_whoever_else_runs() -> None:
-    """It is made for several tokens at a time, and a row that another request takes over starts anew."""
+    """Noise is generated for several tokens at a time; a row reused by another request starts from its own seed."""
     buffers = SampleBuffers()
     rng = np.random.default_rng(3)
     running: dict[int, tuple[int, int]] = {}

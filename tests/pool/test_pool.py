@@ -865,7 +865,7 @@ class StateMachine(RuleBasedStateMachine):
             size, min(min_idle, size), alive=lambda slot: slot not in self.dead, max_uses=uses, max_age=age,
             max_starting=starting, max_lease=lease,
         )  # fmt: skip
-        self.effects: dict[int, str] = {}  # slot -> what the pool was told to do with it
+        self.effects: dict[int, str] = {}  # slot -> action requested by the state machine
         self.queues: dict[str, list[int]] = {}  # run -> its tickets
         self.turns: list[str] = []  # runs, the one served last at the end
         self.held: dict[int, int] = {}  # ticket -> slot
