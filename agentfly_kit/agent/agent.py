@@ -18,11 +18,11 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from agentfly_kit import _html
 from agentfly_kit._async.concurrency import ConcurrencyLimits
 from agentfly_kit._async.gc_pause import relaxed_gc
 from agentfly_kit._async.interrupts import keep_interruptible
 from agentfly_kit._async.pending_call import cancelling, wait_all, warn_or_log
+from agentfly_kit._display import Displayable
 from agentfly_kit.agent.budget import Budget, BudgetUsage
 from agentfly_kit.agent.chain import Chain, ChainKey, Report
 from agentfly_kit.agent.rollout import Rollout
@@ -35,7 +35,7 @@ from agentfly_kit.types import UNSCORED_STOPS, Failure, Group, Message, RolloutE
 
 
 @dataclass(frozen=True, eq=False)
-class Agent:
+class Agent(Displayable):
     """Settings of an agent: its engine, chat format, tools, rewards, limits and hooks. Immutable.
 
     Hooks may be sync or async.
@@ -143,20 +143,6 @@ class Agent:
         tools = ", ".join(self.tools.names) or "no tools"
         reward = f", reward {' + '.join(self.reward.names)}" if self.reward else ", no reward"
         return f"Agent({tools}{reward}, {self.max_turns} turns, {self.engine!r})"
-
-    def _repr_html_(self) -> str:
-        shown = {
-            "engine": repr(self.engine),
-            "chat": repr(self.chat),
-            "tools": _html.Code("\n".join(map(repr, self.tools)) or "none"),
-            "reward": _html.Code("\n".join(map(repr, self.reward)) if self.reward else "none: chains stay unscored"),
-            "sampling": repr(self.sampling),
-            "pools": _html.Code("\n".join(map(repr, self.pools)) or "none"),
-        }
-        names = [f.name for f in dataclasses.fields(self) if not f.name.startswith("_") and f.name not in shown]
-        rest = {name: getattr(self, name) for name in names}
-        rest = {k: getattr(v, "__name__", v) for k, v in rest.items() if v is not None}
-        return _html.definition_table("Agent", shown | rest, 2000)
 
     @property
     def last_run(self) -> RolloutHandle:
@@ -297,7 +283,7 @@ class _ChainProgress:
         self.detail = detail if (kind == "tool" and phase == "start") or kind == "chain" else ""
 
 
-class RolloutHandle:
+class RolloutHandle(Displayable):
     """Handle of a rollout. `await` it for the `Rollout`, or iterate with `async for` over trajectories as they finish.
 
     `pause()`, `resume()` and `stop()` control the rollout, `snapshot()` returns the current state of every chain, and
@@ -456,12 +442,6 @@ class RolloutHandle:
         state = "done" if self._task.done() else "paused" if self._paused else "running"
         missing = f", {len(self._not_run)} not run" if self._not_run else ""
         return f"<{what}, {len(self._done)} of {self.total} chains done{missing}, {state}>"
-
-    def _repr_html_(self) -> str:
-        now = self.snapshot()
-        states = ("queued", "waiting", "sampling", "sandbox", "tool", "scoring", "done", "failed", "cancelled")
-        counts = {state: n for state in states if (n := now.count(state))}
-        return _html.definition_table(self, {**counts, "seconds": now.seconds})
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and hasattr(Rollout, name):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentfly_kit import seeds
 from agentfly_kit._async.pending_call import cancelling, pending_call, warn_or_log
+from agentfly_kit._display import Displayable
 from agentfly_kit.agent.budget import BudgetUsage, TokenReservation, reserve_tool_calls
 from agentfly_kit.chat.formats import Parsed
 from agentfly_kit.errors import AlignmentError, EngineError, LeaseRevoked, SettingsError
@@ -71,7 +72,7 @@ class ChainKey:
 _NOTIFY_ON = frozenset({"turn", "stop", "error", "_busy", "_closed", "_trajectory"})
 
 
-class Chain:
+class Chain(Displayable):
     """One trajectory in progress. Create it with `agent.chain(task)`.
 
     `prepare`, `sample`, `act`, `step`, `force`, `observe` and `compact` return the new turn. Calls that may wait are
@@ -237,9 +238,6 @@ class Chain:
         where = f"stopped: {self.stop}" if self.stop else f"turn {self.actions} of {self.agent.max_turns}"
         rows = f" in {self.turn.row + 1} rows" if self.turn.row else ""
         return f"Chain({self.id!r}, {where}, {sum(len(t.ids or ()) for t in self.turns)} tokens{rows})"
-
-    def _repr_html_(self) -> str:
-        return self.snapshot()._repr_html_()
 
     def _seed(self, turn: int) -> int:
         if self._seed_stream is None or self._seed_stream[0] is not self._seed_key:
