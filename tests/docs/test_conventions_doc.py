@@ -92,8 +92,8 @@ DISPUTES = [
     ),
     Dispute(
         "The step of GAE",
-        "Three turns of two tokens. With turns as steps, the value is that at a turn's first action token, lambda counts "
-        "turns, and all tokens of a turn have its advantage. Turn ids are passed, not inferred from the mask.",
+        "Three turns of two tokens. With turns as steps, the value is that at a turn's first action token, lambda "
+        "counts turns, and all tokens of a turn have its advantage. Turn ids are passed, not inferred from the mask.",
         "row = [0, 0, 0, 0, 0, 1], [0.2, 0.3, 0.5, 0.6, 0.8, 0.9], [1, 1, 1, 1, 1, 1]",
         [
             Side("a token", "af.advantages.gae(*row, lam=0.95)[0]"),
@@ -117,9 +117,9 @@ DISPUTES = [
     ),
     Dispute(
         "GAE over a compaction",
-        "A trajectory with two rows of two actions. Treated as one episode, as in `train`, the reward reaches the tokens "
-        "of the first row, and a compaction is handled like an observation. Treated separately, the first row ends with "
-        "the critic's value of the second row, or with 0.",
+        "A trajectory with two rows of two actions. Treated as one episode, as in `train`, the reward reaches the "
+        "tokens of the first row, and a compaction is handled like an observation. Treated separately, the first row "
+        "ends with the critic's value of the second row, or with 0.",
         "rewards, values = [[0, 0], [0, 1]], [[0.2, 0.3], [0.6, 0.8]]\nmask = [[1, 1], [1, 1]]",
         [
             Side("one episode", 'af.advantages.gae(rewards, values, mask, lam=0.95, trajectory_index=["a", "a"])[0]'),
@@ -132,8 +132,8 @@ DISPUTES = [
     ),
     Dispute(
         "A trajectory of several rows",
-        "A success with three rows, a failure with one. Per row, the success counts three times in its own baseline, and "
-        "the advantage of the failure is three times as large as that of each row of the success.",
+        "A success with three rows, a failure with one. Per row, the success counts three times in its own baseline, "
+        "and the advantage of the failure is three times as large as that of each row of the success.",
         'rewards, groups, trajectory_index = [1, 1, 1, 0], [0, 0, 0, 0], ["a", "a", "a", "b"]',
         [
             Side(
@@ -175,8 +175,8 @@ DISPUTES = [
     ),
     Dispute(
         "The denominator of Dr.GRPO",
-        "A constant, so that length has no influence. If it is the width of the padded batch, it changes with the longest "
-        "row of the batch; `denominator` has no default here.",
+        "A constant, so that length has no influence. If it is the width of the padded batch, it changes with the "
+        "longest row of the batch; `denominator` has no default here.",
         "loss = torch.ones(2, 4)\nmask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])",
         [
             Side(
@@ -191,8 +191,8 @@ DISPUTES = [
     ),
     Dispute(
         "CISPO",
-        "The weight of A log p for ratios 0.5, 1 and 2. A lower bound gives a token that has become unlikely more weight "
-        "than its ratio.",
+        "The weight of A log p for ratios 0.5, 1 and 2. A lower bound gives a token that has become unlikely more "
+        "weight than its ratio.",
         "logprobs, old = torch.tensor([0.25, 0.25, 0.25]).log(), torch.tensor([0.5, 0.25, 0.125]).log()\n"
         "ones = torch.ones(3)",
         [
@@ -208,8 +208,8 @@ DISPUTES = [
     ),
     Dispute(
         "The denominator of the ratio",
-        "The sampler's probability of a token was 0.4. The trainer computes 0.5 with the same weights (another kernel or "
-        "precision), and 0.6 after some updates. The loss for advantage 1:",
+        "The sampler's probability of a token was 0.4. The trainer computes 0.5 with the same weights (another kernel "
+        "or precision), and 0.6 after some updates. The loss for advantage 1:",
         "sampler, before, now = (torch.tensor([p]).log() for p in (0.4, 0.5, 0.6))\none = torch.ones(1)",
         [
             Side("recomputed before the update", "af.losses.ppo(now, before, one, one, clip=0.3)"),
@@ -223,9 +223,9 @@ DISPUTES = [
     ),
     Dispute(
         "Truncated sampling",
-        "With top-p the sampler draws from the tokens kept, here 0.8 of the mass. Its logprobs are log(p / 0.8), and the "
-        "ratio of an unchanged policy is 0.8, not 1. This kit's `logprobs` are those before truncation, the kept mass is "
-        "recorded too, and training on such rows is rejected unless requested.",
+        "With top-p the sampler draws from the tokens kept, here 0.8 of the mass. Its logprobs are log(p / 0.8), and "
+        "the ratio of an unchanged policy is 0.8, not 1. This kit's `logprobs` are those before truncation, the kept "
+        "mass is recorded too, and training on such rows is rejected unless requested.",
         "p, kept, one = torch.tensor([0.3]), 0.8, torch.ones(1)",
         [
             Side("before truncation", "-af.losses.ppo(p.log(), p.log(), one, one)"),
@@ -234,8 +234,8 @@ DISPUTES = [
     ),
     Dispute(
         "KL from two logprobs",
-        "Value and gradient with respect to log p, for tokens with log p - log q = 0.5 and -0.5. Only the gradients of k2 "
-        "and k3+ equal that of the KL in expectation; that of k1 is 0 in expectation, and using it as a loss warns.",
+        "Value and gradient with respect to log p, for tokens with log p - log q = 0.5 and -0.5. Only the gradients of "
+        "k2 and k3+ equal that of the KL in expectation; that of k1 is 0 in expectation, and using it as a loss warns.",
         "p, q, one = torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -0.5]), torch.ones(2)",
         [Side(kind, f'both(af.losses.kl, p, q, "{kind}")') for kind in ("k3", "k1", "abs", "k2", "k3+")],
     ),
