@@ -85,7 +85,7 @@ class ChainsView(Opener):
         agent = self._agent_for()
         if agent is None:
             name = type(self).__name__
-            raise ValueError(f"which agent? w.{name}(..., agent=agent) can open its chains in the stepper")
+            raise ValueError(f"pass agent= to open chains in the stepper: w.{name}(..., agent=agent)")
         self._show_below(ChainStepper(agent, self._trajectory(self._picked_id())))
 
     def _do_chain_code(self, _: Any) -> None:
@@ -99,5 +99,5 @@ class ChainsView(Opener):
     def _picked_id(self) -> str:
         id = self._chain.get("id")
         if id is None:
-            raise ValueError("no chain is picked; click one, or view.pick(trajectory)")
+            raise ValueError("no chain is selected; click one, or call view.pick(trajectory)")
         return str(id)

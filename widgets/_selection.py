@@ -23,7 +23,7 @@ class Trajectories:
         """
         gone = [id for id, t in zip(self.ids, self._found, strict=True) if t is None]
         if gone:
-            raise LookupError(f"nothing keeps {some(gone)} any more; keep the rollout in a variable")
+            raise LookupError(f"{some(gone)} no longer exists; keep the rollout in a variable")
         return self._found
 
     def __iter__(self) -> Iterator[Any]:

@@ -155,7 +155,7 @@ export function mount({ model, el }, { label, build }) {
           if (mine !== count) view.remove();
           else host.append((shown = view).el);
         } catch {
-          if (mine === count) host.textContent = "It is gone: pick it again.";
+          if (mine === count) host.textContent = "It no longer exists: select it again.";
         }
       }
       context.on(trait, draw);
@@ -328,7 +328,7 @@ export function chainBar(context, model, host, back) {
   const button = (text, title, what) => h("button", { type: "button", class: "afk-small", title, onclick: () => context.ask(what) }, text);
   const stepper = button("Stepper", "", "chain_stepper");
   const bar = h("div", { class: "afk-bar", role: "group", "aria-label": "The picked chain" }, h("b", {}, name), h("span", { class: "afk-soft" }, "→ view.selection"),
-    button("Tokens", "Its tokens with all their numbers", "chain_tokens"), stepper, button("As Python", "A cell that gets this trajectory and goes on from it", "chain_code"),
+    button("Tokens", "Its tokens with all their numbers", "chain_tokens"), stepper, button("As Python", "Python code that loads this trajectory and continues from it", "chain_code"),
     h("span", { class: "afk-grow" }), h("button", { type: "button", class: "afk-small", onclick: () => { context.ask("chain_leave"); back.focus(); } }, "Close"));
   const code = h("div", {});
   const below = h("div", { class: "afk-child" });
@@ -339,7 +339,7 @@ export function chainBar(context, model, host, back) {
     if (box.hidden) code.replaceChildren();
     name.textContent = picked?.name ?? "";
     stepper.disabled = !picked?.agent;
-    stepper.title = picked?.agent ? "Go on from it, or back in it, by hand" : "Give agent= to this view to open its chains in the stepper";
+    stepper.title = picked?.agent ? "Continue, rewind or edit it in the stepper" : "Pass agent= to this view to open its chains in the stepper";
   }
   let shown = model.get("_cell")?.n ?? 0;
   context.on("_chain", draw);

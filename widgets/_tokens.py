@@ -244,7 +244,9 @@ def _batch_rows(batch: Any, detail: Mapping[str, Any] | None) -> list[Row]:
             arrays["prob_change"] = arrays["prob_after"] - arrays["prob_before"]
     for name, values in arrays.items():
         if values.shape != ids.shape:
-            raise AlignmentError(f"{name!r} has shape {values.shape}, the batch's ids {ids.shape}; want one a token")
+            raise AlignmentError(
+                f"{name!r} has shape {values.shape}, the batch's ids {ids.shape}; there must be one per token"
+            )
     rows = []
     which = [int(i) for i in getattr(batch, "row_index", np.zeros(len(ids)))]
     for b, t in enumerate(batch.trajectories):
@@ -253,8 +255,8 @@ def _batch_rows(batch: Any, detail: Mapping[str, Any] | None) -> list[Row]:
         start = _find(whole.ids, ids[b, here])
         if start is None:
             raise AlignmentError(
-                f"row {b} of the batch holds {len(here)} tokens that are no span of its trajectory {t.id!r}: "
-                "the two do not belong together"
+                f"row {b} of the batch holds {len(here)} tokens that are not a span of its trajectory {t.id!r}: "
+                "the batch and the trajectory do not match"
             )
         span = slice(start, start + len(here))
         row = Row(
@@ -281,8 +283,8 @@ def rows_of(source: Any) -> list[Row]:
     if hasattr(source, "detail") and hasattr(source, "batch"):
         if source.batch is None:
             raise ValueError(
-                "these Stats hold no batch, so there is no token to show; call ppo_step(..., detail=True), "
-                "or give the batch"
+                "these Stats contain no batch, so there are no tokens to show; call ppo_step(..., detail=True) "
+                "or pass the batch"
             )
         return _batch_rows(source.batch, source.detail)
     if hasattr(source, "attention") and hasattr(source, "trajectories"):
@@ -299,7 +301,7 @@ def rows_of(source: Any) -> list[Row]:
         if all(hasattr(t, "trajectories") for t in found):
             return [row for t in found for row in rows_of(t)]
     raise TypeError(
-        "TokenView shows a Trajectory, a list of them, a Group, a Rollout, a Batch or Stats; "
+        "source must be a Trajectory, a list of them, a Group, a Rollout, a Batch or Stats, "
         f"got {type(source).__name__}"
     )
 

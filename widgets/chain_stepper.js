@@ -29,8 +29,8 @@ export default {
         const title = h("bdi", { class: "afk-title" });
         const status = h("span", { class: "afk-soft afk-num", role: "status" });
         const tabs = h("span", { class: "afk-tabs", role: "group", "aria-label": "Chains" });
-        const codeButton = button("As code", "", "The steps as a cell that makes this chain again", () => context.ask("code"));
-        const tokensButton = button("Tokens", "", "Its tokens with all their numbers, below", () => context.ask("tokens"));
+        const codeButton = button("As code", "", "Python code that repeats these steps", () => context.ask("code"));
+        const tokensButton = button("Tokens", "", "Show its tokens with all their numbers below", () => context.ask("tokens"));
         const below = belowBox(context, model, host, "its tokens, as they were when this was opened", () => tokensButton.focus());
         const result = h("div", { class: "afk-result" });
         const turns = h("div", { class: "afk-turns", tabindex: "0", role: "log", "aria-label": "Turns of the chain" });
@@ -44,18 +44,18 @@ export default {
           greedy: button("Greedy", "g", "The policy writes its most probable action", () => context.ask("sample", true), "sample"),
           act: button("Run the tools", "r", "Run the calls of the last action", () => context.ask("act"), "act"),
           undo: button("Undo", "u", "Back by one turn", () => context.ask("rewind", null), "rewind"),
-          fork: button("Fork", "k", "A second chain from here; this one stays", () => context.ask("fork"), "fork"),
-          finish: button("Finish and score", "f", "End the chain, score it, and give its sandbox back", () => context.ask("finish"), "finish"),
-          cancel: button("Cancel", "Esc", "End what runs now", () => context.ask("cancel")),
+          fork: button("Fork", "k", "Fork: a second chain from here", () => context.ask("fork"), "fork"),
+          finish: button("Finish and score", "f", "Finish the chain, score it, and release its sandbox", () => context.ask("finish"), "finish"),
+          cancel: button("Cancel", "Esc", "Cancel the running operation", () => context.ask("cancel")),
         };
         const bar = h("div", { class: "afk-bar afk-tools", role: "toolbar", "aria-label": "Steps" },
           act.sample, act.greedy, act.act, act.undo, act.fork, h("span", { class: "afk-grow" }), act.cancel, act.finish);
 
         const words = h("textarea", { rows: 2, spellcheck: "false" });
         const wordsLabel = h("span", {});
-        const write = button("", "", "Ctrl+Enter in the box does it too", () => send(true));
-        const leave = button("Write, and let it go on", "", "The text begins the action; the policy writes the rest", () => send(false));
-        const again = button("Cancel", "", "Leave the result as it is", () => { editing = false; words.value = ""; draw(); });
+        const write = button("", "", "Same as Ctrl+Enter in the text box", () => send(true));
+        const leave = button("Write, and let the policy continue", "", "The text is the beginning of the action; the policy writes the rest", () => send(false));
+        const again = button("Cancel", "", "Keep the result", () => { editing = false; words.value = ""; draw(); });
         const box = h("div", { class: "afk-composer" }, h("label", { class: "afk-block" }, wordsLabel, words), h("div", { class: "afk-row2" }, write, leave, again));
         const codeHolder = h("div", {});
         root.append(h("div", { class: "afk-bar" }, title, status, h("span", { class: "afk-grow" }), tabs, tokensButton, codeButton), result,
@@ -101,9 +101,9 @@ export default {
           if (t.seconds > 0) facts.push(brief(t.seconds));
           if (t.stop && t.stop !== "stop") facts.push(`ended by ${t.stop}`);
           if (t.open) facts.push("open: the policy goes on");
-          const back = h("button", { type: "button", class: "afk-small", title: "Go back to the end of this turn", "aria-label": `Go back to turn ${i}`, onclick: () => context.ask("rewind", i) }, "↶ to here");
+          const back = h("button", { type: "button", class: "afk-small", title: "Rewind to the end of this turn", "aria-label": `Go back to turn ${i}`, onclick: () => context.ask("rewind", i) }, "↶ to here");
           const edit = t.kind === "observation" && t.calls.length
-            ? h("button", { type: "button", class: "afk-small afk-edit", title: "Write another result in its place", "aria-label": `Edit the result of turn ${i}`, onclick: () => startEdit(t) }, "Edit") : null;
+            ? h("button", { type: "button", class: "afk-small afk-edit", title: "Replace the result", "aria-label": `Edit the result of turn ${i}`, onclick: () => startEdit(t) }, "Edit") : null;
           return h("div", { class: `afk-turn2 afk-${LETTER[t.kind] ? t.kind : "prompt"}` },
             h("div", { class: "afk-turnhead" }, h("span", { class: "afk-badge", "aria-hidden": "true" }, LETTER[t.kind] ?? "?"), h("b", {}, `${i} ${t.kind}`),
               h("span", { class: "afk-soft afk-num" }, facts.join(" · ")), h("span", { class: "afk-grow" }), edit, back),
@@ -147,7 +147,7 @@ export default {
           bars.replaceChildren();
           barsTitle.textContent = d.entropy !== undefined ? `entropy ${d.entropy} nats` : "";
           if (d.why) bars.append(h("div", { class: "afk-soft" }, d.why));
-          else if (!d.ids) bars.append(h("div", { class: "afk-soft" }, toggle.checked ? "No action is due." : "Not asked for."));
+          else if (!d.ids) bars.append(h("div", { class: "afk-soft" }, toggle.checked ? "No action is due." : "Not requested."));
           else {
             d.ids.forEach((id, i) => {
               const fill = h("span", { class: "afk-fill", "aria-hidden": "true" });
@@ -189,8 +189,8 @@ export default {
           mode = composer(can);
           const use = editing ? "edit" : mode;
           const pending = can.act;
-          put(wordsLabel, { force: "Write for the model (mask 0)", edit: "Another result, in place of the one above", observe: pending ? "Or write the result of its calls yourself" : "Answer it as the user, and it goes on" }[use] ?? "Nothing to write now");
-          put(write, { force: "Write it", edit: "Replace the result", observe: pending ? "Give as the result" : "Answer" }[use] ?? "Write it");
+          put(wordsLabel, { force: "Write for the model (mask 0)", edit: "Another result instead of the one above", observe: pending ? "Or write the result of the calls yourself" : "Answer as the user and continue" }[use] ?? "Nothing to write now");
+          put(write, { force: "Write it", edit: "Replace the result", observe: pending ? "Use as the result" : "Answer" }[use] ?? "Write it");
           words.disabled = write.disabled = use === null;
           leave.hidden = use !== "force";
           again.hidden = use !== "edit";

@@ -67,10 +67,12 @@ class ChainStepper(Opener):
     def __init__(self, chain: Any, task: Any = None, *, top: int = 20) -> None:
         if task is not None:
             if not callable(getattr(chain, "chain", None)):
-                raise TypeError(f"ChainStepper(agent, task) wants an Agent first; got {type(chain).__name__}")
+                raise TypeError(
+                    f"the first argument of ChainStepper(agent, task) must be an Agent, got {type(chain).__name__}"
+                )
             chain = chain.chain(task)
         if not (callable(getattr(chain, "rewind", None)) and hasattr(chain, "turn")):
-            raise TypeError(f"ChainStepper shows a chain, or an agent and a task; got {type(chain).__name__}")
+            raise TypeError(f"chain must be a Chain, or pass an agent and a task, got {type(chain).__name__}")
         self.error: BaseException | None = None
         self.chains: list[Any] = [chain]
         self._at = 0
@@ -218,7 +220,7 @@ class ChainStepper(Opener):
 
         def edit(chain: Any) -> None:
             if chain.turn.kind != "observation":
-                raise ValueError("the chain does not end with a result; go back to the one that is to be edited")
+                raise ValueError("the chain does not end with a tool result; rewind to the result to edit")
             chain.rewind(len(chain.turns) - 2)
             chain.observe(str(value))
 
@@ -230,7 +232,7 @@ class ChainStepper(Opener):
         def back(chain: Any) -> None:
             last = len(chain.turns) - 1
             if value is None and last < 1:
-                raise ValueError("this is the beginning: there is nothing to undo")
+                raise ValueError("there is nothing to undo")
             chain.rewind(last - 1 if value is None else int(value))
 
         self._start("going back", lambda chain: _now(lambda: back(chain)))
@@ -249,9 +251,9 @@ class ChainStepper(Opener):
 
     def _do_switch(self, value: Any) -> None:
         if not 0 <= int(value) < len(self.chains):
-            raise ValueError(f"there is no chain {value} here; there are {len(self.chains)}")
+            raise ValueError(f"chain must be between 0 and {len(self.chains) - 1}, got {value}")
         if self._doing:
-            raise ValueError(f"still {self._doing}; wait for it, or cancel it")
+            raise ValueError(f"the stepper is busy ({self._doing}); wait or cancel")
         self._at = int(value)
         self._asked_for = None
         self._follow()
@@ -272,7 +274,7 @@ class ChainStepper(Opener):
     def _start(self, what: str, call: Callable[[Any], Awaitable[Any]]) -> None:
         """Start an operation as a job, since it may outlast the message that requested it. Only one runs at a time."""
         if self._doing:
-            raise RuntimeError(f"still {self._doing}; wait for it, or cancel it")
+            raise RuntimeError(f"the stepper is busy ({self._doing}); wait or cancel")
         self._doing = what
         self._task = self._job(self._run(what, call, self.chain))
         self.refresh()

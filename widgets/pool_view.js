@@ -81,10 +81,10 @@ export default {
         const what = h("span", { class: "afk-soft" });
         const counts = h("div", { class: "afk-counts afk-num" });
         const note = h("div", { class: "afk-note" });
-        const grid = h("div", { class: "afk-tiles", tabindex: "0", role: "listbox", "aria-multiselectable": "true", "aria-label": "Sandboxes. Arrow keys walk and select, with Shift they add, Space adds one, a selects all, Escape clears." });
+        const grid = h("div", { class: "afk-tiles", tabindex: "0", role: "listbox", "aria-multiselectable": "true", "aria-label": "Sandboxes. Arrow keys move and select, Shift extends, Space adds one, a selects all, Escape clears." });
         const chosenText = h("span", { class: "afk-soft", role: "status" });
         const codeHolder = h("div", {});
-        const asPython = h("button", { type: "button", class: "afk-small", title: "This view and its selection as a cell", onclick: () => context.ask("code") }, "As Python");
+        const asPython = h("button", { type: "button", class: "afk-small", title: "Python code for this view and its selection", onclick: () => context.ask("code") }, "As Python");
         const clear = h("button", { type: "button", class: "afk-small", title: "Select nothing (key: Escape)", onclick: () => choose([]) }, "Clear");
         const pickedBar = h("div", { class: "afk-hands afk-pickedbar" }, chosenText, asPython, clear);
         const queue = h("div", { class: "afk-queue" });
@@ -94,10 +94,10 @@ export default {
         const pick = h("select", { "aria-label": "Sandbox to act on" });
         const act = (name, text, title) => h("button", { type: "button", class: "afk-small", title, onclick: () => { context.ask(name, chosen()); put(done, name === "take" ? "asked for a sandbox" : `asked: ${text.toLowerCase()} #${chosen()}`); } }, text);
         const does = {
-          take: act("take", "Take", "Lease a sandbox by hand; the next cell finds it in view.held"),
-          give_back: act("give_back", "Give back", "Return the sandbox that was taken here"),
-          reset: act("reset", "Reset", "Make it new. A chain that holds it loses it and is not scored"),
-          close: act("close", "Close", "End it; another takes its place. A chain that holds it loses it and is not scored"),
+          take: act("take", "Take", "Lease a sandbox; the next cell finds it in view.held"),
+          give_back: act("give_back", "Release", "Release the sandbox leased here"),
+          reset: act("reset", "Reset", "Recycle the sandbox. A chain that holds it loses it and is not scored"),
+          close: act("close", "Close", "Destroy and replace the sandbox. A chain that holds it loses it and is not scored"),
         };
         const done = h("span", { class: "afk-soft", role: "status" });
         const hands = h("div", { class: "afk-hands", role: "group", "aria-label": "By hand" }, h("span", {}, "By hand:"), does.take, pick, does.reset, does.close, does.give_back, done);
@@ -246,7 +246,7 @@ export default {
           put(title, `${state.sandbox_type} pool`);
           put(what, `${plural(state.counts.size, "place")} · isolation ${state.isolation ?? "as available"}${state.closed ? " · closed" : ""}`);
           for (const [name, node] of Object.entries(numbers)) put(node, String(state.counts[name]));
-          put(note, state.gone ? "The pool is gone: this is its last state." : state.error ? `The last start failed: ${state.error}` : "");
+          put(note, state.gone ? "The pool no longer exists: this is its last state." : state.error ? `The last start failed: ${state.error}` : "");
           note.hidden = !note.textContent;
           if (!table.hidden) drawOwners(state);
           list(state);

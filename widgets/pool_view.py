@@ -89,7 +89,7 @@ class PoolView(LiveView):
     def __init__(self, pool: Any) -> None:
         if not (callable(getattr(pool, "snapshot", None)) and callable(getattr(pool, "subscribe", None))):
             raise TypeError(
-                f"PoolView shows a Pool (something with snapshot() and subscribe()); got {type(pool).__name__}"
+                f"pool must be a Pool (an object with snapshot() and subscribe()), got {type(pool).__name__}"
             )
         self._taken: dict[int, Any] = {}  # number of the sandbox -> its lease
         super().__init__(pool, pool.subscribe)
@@ -105,7 +105,7 @@ class PoolView(LiveView):
 
     @property
     def selection(self) -> Sandboxes:
-        """The current state of the selected sandboxes that still exist, or their last state if the pool is gone."""
+        """Current state of the selected sandboxes that still exist, or their last state if the pool is closed."""
         chosen = set(self._selected)
         return Sandboxes([row for row in self._rows() if row["sandbox"] in chosen])
 
@@ -118,7 +118,9 @@ class PoolView(LiveView):
         there = [row["sandbox"] for row in self._rows()]
         for number in sandboxes:
             if number not in there:
-                raise ValueError(f"no sandbox {number!r} here; there are {some([str(n) for n in there]) or 'none yet'}")
+                raise ValueError(
+                    f"sandbox {number!r} does not exist; the pool has {some([str(n) for n in there]) or 'none yet'}"
+                )
         self.refresh()
         self._selected = list(sandboxes)
 
@@ -156,7 +158,7 @@ class PoolView(LiveView):
     async def _do_give_back(self, number: Any) -> None:
         lease = self._taken.pop(number, None)
         if lease is None:
-            raise ValueError(f"sandbox {number} was not taken here")
+            raise ValueError(f"sandbox {number} was not leased in this view")
         await lease.release()
 
     async def _do_reset(self, number: Any) -> None:
@@ -180,7 +182,7 @@ class PoolView(LiveView):
 
     def _pool(self) -> Any:
         if self.record is None:
-            raise ValueError("the pool is gone")
+            raise ValueError("the pool no longer exists")
         return self.record
 
     def close(self) -> None:
@@ -190,7 +192,7 @@ class PoolView(LiveView):
         super().close()
 
     def refresh(self) -> None:
-        """Send the current state now. If the pool is gone, the page keeps the last state and notes this."""
+        """Send the current state now. If the pool no longer exists, the page keeps the last state and notes this."""
         pool = self.record
         if pool is None:
             if self._state:

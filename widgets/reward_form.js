@@ -34,7 +34,7 @@ export default {
         root.append(
           h("div", { class: "afk-bar" }, title, say, h("span", { class: "afk-grow" }), again, cancel),
           numbers, chart, errors,
-          h("div", { class: "afk-bar afk-foot" }, h("label", {}, "Show ", filter), h("span", { class: "afk-soft" }, "Run the cell of the reward again, and it is scored again.")),
+          h("div", { class: "afk-bar afk-foot" }, h("label", {}, "Show ", filter), h("span", { class: "afk-soft" }, "Run the cell of the reward again to update the scores.")),
           scroll, detail, chainBar(context, model, host, scroll), h("details", { class: "afk-about" }, h("summary", {}, "the reward that is scored"), source));
         let drawnFilter = "";
 
@@ -48,7 +48,7 @@ export default {
           numbers.replaceChildren(h("span", { class: "afk-soft" }, `${x.n.toLocaleString("en-US")} ${x.n === 1 ? "trajectory" : "trajectories"}`), pair("mean reward", "mean"), pair("success", "success"), pair("unscored", "unscored"));
           const sizes = widths(x.bars);
           chart.replaceChildren(
-            h("caption", { class: "afk-spoken" }, "How many trajectories have which reward, as recorded and now"),
+            h("caption", { class: "afk-spoken" }, "Histogram of rewards, as recorded and now"),
             h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "reward"), h("th", { scope: "col" }, h("i", { class: "afk-was", "aria-hidden": "true" }), " recorded"), h("th", { scope: "col" }, h("i", { class: "afk-isnow", "aria-hidden": "true" }), " now"))),
             h("tbody", {}, ...x.bars.map(([label, a, b], i) => {
               const cell = (n, share, name) => {

@@ -66,7 +66,7 @@ class RewardForm(ChainsView):
 
         self.reward = RewardSet.coerce(reward)
         if not self.reward:
-            raise TypeError("RewardForm wants a reward: a function that @af.reward decorates")
+            raise TypeError("reward must be a function decorated with @af.reward")
         # Kept until its page closes, because in `RewardForm(reward, await agent.rollout(...))` no variable holds it.
         self._kept: Any = _rollout(rollout)
         self.reward.check([group.task for group in self._kept.groups])
@@ -98,7 +98,9 @@ class RewardForm(ChainsView):
 
         rollout = self.record
         if rollout is None:
-            raise RuntimeError("the rollout is gone: keep it in a variable, and run the cell of this form again")
+            raise RuntimeError(
+                "the rollout no longer exists; keep it in a variable and run the cell of this form again"
+            )
         reward, began, told = self.reward, time.perf_counter(), 0.0
         reward.check([group.task for group in rollout.groups])
         self.busy = True
@@ -214,7 +216,7 @@ class RewardForm(ChainsView):
     def _trajectory(self, id: str) -> Any:
         found = next((a for a, _ in self._pairs() if sendable(a.id) == id), None)
         if found is None:
-            raise LookupError(f"nothing keeps {id} any more; keep the rollout in a variable")
+            raise LookupError(f"{id} no longer exists; keep the rollout in a variable")
         return found
 
     def _agent_for(self) -> Any:
@@ -297,7 +299,8 @@ def _rollout(source: Any) -> Any:
         found = [None]
     if not all(hasattr(t, "turns") and hasattr(t, "group") for t in found):
         raise TypeError(
-            f"RewardForm scores a Rollout, its trajectories, or the path of a saved one; got {type(source).__name__}"
+            "rollout must be a Rollout, a list of trajectories, or the path of a saved rollout, "
+            f"got {type(source).__name__}"
         )
     return Rollout.from_trajectories(found)
 

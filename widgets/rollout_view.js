@@ -41,11 +41,11 @@ export default {
         const title = h("span", { class: "afk-title" }, "rollout");
         const what = h("span", { class: "afk-soft afk-num afk-facts2", role: "status" });
         const pause = h("button", { type: "button", onclick: () => context.ask(model.get("_about")?.state === "paused" ? "resume" : "pause") }, "Pause");
-        const stop = h("button", { type: "button", title: "End the chains that run; those that have finished are kept", onclick: () => context.ask("stop") }, "Stop");
+        const stop = h("button", { type: "button", title: "Stop the running chains; finished ones are kept", onclick: () => context.ask("stop") }, "Stop");
         const note = h("div", { class: "afk-note" });
         const chips = h("div", { class: "afk-chips afk-num", role: "group", "aria-label": "Show only chains in these states" });
-        const progress = h("div", { class: "afk-progress", role: "progressbar", "aria-label": "Chains that are over", "aria-valuemin": "0" });
-        const how = h("select", { "aria-label": "Order" }, h("option", { value: "place" }, "in the order of the tasks"), h("option", { value: "longest" }, "longest in its state first"));
+        const progress = h("div", { class: "afk-progress", role: "progressbar", "aria-label": "Finished chains", "aria-valuemin": "0" });
+        const how = h("select", { "aria-label": "Order" }, h("option", { value: "place" }, "in the order of the tasks"), h("option", { value: "longest" }, "longest in state first"));
         const shown = h("span", { class: "afk-soft afk-num" });
         const only = new Set();
         let data = null;
@@ -75,7 +75,7 @@ export default {
         };
         const list = windowed({
           row: 24,
-          label: "Chains. Arrow keys walk, Enter opens the tokens of one that is over, Space picks it.",
+          label: "Chains. Arrow keys move, Enter opens the tokens of a finished chain, Space selects it.",
           fill(box, at) {
             const i = rows[at];
             if (!box.parts) {
@@ -127,7 +127,7 @@ export default {
           put(pause, about.state === "paused" ? "Resume" : "Pause");
           const ended = /^(done|stopped|failed|stopping)$/.test(about.state) || about.gone;
           pause.disabled = stop.disabled = ended;
-          put(note, about.gone ? "The run is gone: this is its last state." : about.state === "not started" ? "It has not been started: `await` it in a cell." : "");
+          put(note, about.gone ? "The run no longer exists: this is its last state." : about.state === "not started" ? "Not started: `await` it in a cell." : "");
           note.hidden = !note.textContent;
           for (const name of STATES) {
             const n = about.counts[name];

@@ -58,8 +58,8 @@ class RolloutView(ChainsView, LiveView):
             callable(getattr(run, "snapshot", None)) and callable(getattr(run, "pause", None))
         ):
             raise TypeError(
-                "RolloutView shows the handle of a rollout (run = agent.rollout(tasks), before `await run`), or a "
-                f"training run; got {type(run).__name__}. For a finished rollout there is TrajectoryView"
+                "run must be the handle of a rollout (run = agent.rollout(tasks), before `await run`) or a "
+                f"training run, got {type(run).__name__}; use TrajectoryView for a finished rollout"
             )
         self._finished: deque[tuple[float, int]] = deque()
         self._ids: list[str] = []
@@ -157,10 +157,10 @@ class RolloutView(ChainsView, LiveView):
     def _trajectory(self, id: str) -> Any:
         handle = self._handle()
         if handle is None:
-            raise LookupError("the run is gone, and its chains with it")
+            raise LookupError("the run and its chains no longer exist")
         found = next((t for t in handle.partial.trajectories if sendable(t.id) == id), None)
         if found is None:
-            raise LookupError(f"{id} is not over yet: its tokens are there when it is")
+            raise LookupError(f"{id} has not finished; its tokens are available when it has")
         return found
 
     def _agent_for(self) -> Any:
@@ -187,7 +187,7 @@ class RolloutView(ChainsView, LiveView):
     def _need(self) -> Any:
         run = self.record
         if run is None:
-            raise RuntimeError("the run is gone: nothing keeps it any more")
+            raise RuntimeError("the run no longer exists; keep it in a variable")
         return run
 
     def __repr__(self) -> str:

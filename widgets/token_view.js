@@ -113,7 +113,7 @@ export default {
         // --- frame ---
         const select = h("select", { "aria-label": "Signal" }, h("option", { value: "mask" }, "mask and author"),
           ...about.signals.map((x) => h("option", { value: x.name }, x.label)));
-        const jump = h("button", { type: "button", title: "Go to the most telling token of this signal, then the next (key: n)" }, "Most telling ▸");
+        const jump = h("button", { type: "button", title: "Go to the most notable token of this signal, then the next (key: n)" }, "Most notable ▸");
         // Two signals that matter in every step, whichever one is shown.
         const seek = [["clipped", "Next clipped", "c"], ["ratio", "Largest |ratio − 1|", "r"]].filter(([name]) => signals[name])
           .map(([name, text, key]) => ({ name, key, order: null, place: -1, button: h("button", { type: "button", title: `Whatever signal is shown (key: ${key})` }, text) }));
@@ -123,11 +123,11 @@ export default {
         const legend = h("div", { class: "afk-legend afk-num" });
         const scroller = h("div", {
           class: "afk-tokens", tabindex: "0", role: "application", "aria-label":
-            "Tokens. Arrow keys walk, with Shift they select, Enter selects, Page keys go by turn, n goes to the next telling token, c to the next clipped one, r to the largest ratio, Escape clears.",
+            "Tokens. Arrow keys move, Shift extends the selection, Enter selects, Page keys move by turn, n goes to the next notable token, c to the next clipped one, r to the largest ratio, Escape clears.",
         });
         const card = h("div", { class: "afk-card afk-num" });
         const host = h("div", { class: "afk-child" });
-        const hand = about.agent ? h("button", { type: "button", title: "Open the chain of the pointed token in a stepper", onclick: () => context.ask("stepper", before(starts, Math.max(0, cursor))) }, "Step by hand") : null;
+        const hand = about.agent ? h("button", { type: "button", title: "Open the chain of this token in the stepper", onclick: () => context.ask("stepper", before(starts, Math.max(0, cursor))) }, "Open in stepper") : null;
         const code = h("pre", { class: "afk-code", tabindex: "0", "aria-label": "this view as Python" });
         const spoken = h("div", { class: "afk-spoken", "aria-live": "polite" });
         root.classList.add("afk-tokenview");
@@ -276,7 +276,7 @@ export default {
           carded = i;
           card.replaceChildren();
           if (i < 0) {
-            card.append(h("span", { class: "afk-soft" }, "Point at a token, or click and use the arrow keys: all its numbers show here."));
+            card.append(h("span", { class: "afk-soft" }, "Hover over a token, or click and use the arrow keys, to see all its numbers here."));
             return;
           }
           const r = before(starts, i);

@@ -76,8 +76,8 @@ class TokenView(View):
         name = ALIASES.get(proposal["value"], proposal["value"])
         if name not in self._signals:
             raise ValueError(
-                f"signal={proposal['value']!r}: this source has {', '.join(self._signals)}. "
-                "Advantages and returns need a Batch; ratio, clipped, before and after need the Stats of "
+                f"signal must be one of {', '.join(self._signals)} for this source, got {proposal['value']!r}. "
+                "Advantages and returns require a Batch; ratio, clipped, before and after require the Stats of "
                 "ppo_step(..., detail=True)"
             )
         return str(name)
@@ -88,7 +88,7 @@ class TokenView(View):
         for span in proposal["value"]:
             row, first, last = (int(x) for x in span)
             if not (0 <= row < len(self._rows) and 0 <= first < last <= len(self._rows[row].ids)):
-                raise ValueError(f"no such tokens: row {row}, {first} to {last}")
+                raise ValueError(f"tokens {first} to {last} of row {row} do not exist")
             spans.append([row, first, last])
         return spans
 
@@ -132,7 +132,8 @@ class TokenView(View):
                 self._selected = [[r, start - row.start, stop - row.start]]
                 return
         raise ValueError(
-            f"no tokens {start} to {stop} of {trajectory!r} here; rows: {some([r.id for r in self._rows])}"
+            f"tokens {start} to {stop} of {trajectory!r} are not in this view; it has the rows "
+            f"{some([r.id for r in self._rows])}"
         )
 
     def clear(self) -> None:
@@ -160,11 +161,11 @@ class TokenView(View):
         from .chain_stepper import ChainStepper
 
         if self._agent is None:
-            raise ValueError("which agent? w.TokenView(source, agent=agent) can open its chains in the stepper")
+            raise ValueError("pass agent= to open chains in the stepper: w.TokenView(source, agent=agent)")
         row = self._rows[int(value)]
         found = next((t for t in self.trajectories if t.id == row.id), None)
         if found is None:
-            raise LookupError(f"nothing keeps {row.id} any more; keep the rollout in a variable")
+            raise LookupError(f"{row.id} no longer exists; keep the rollout in a variable")
         self._child = ""
         if self._stepper is not None:
             self._stepper.close()

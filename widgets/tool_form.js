@@ -163,7 +163,7 @@ export default {
             const inner = editor(part, outer ? name : `${label}: ${name}`);
             const id = `${prefix}${++count}`;
             const optional = !needed.has(name);
-            const given = optional ? h("input", { type: "checkbox", id, "aria-label": `give ${name}`, title: "Give it, or leave it to the tool's default" }) : null;
+            const given = optional ? h("input", { type: "checkbox", id, "aria-label": `give ${name}`, title: "Pass a value, or use the tool's default" }) : null;
             const has = "default" in part;
             if (has) inner.set(part.default);
             const row = h("div", { class: "afk-field" },
@@ -198,13 +198,13 @@ export default {
 
         const form = fields(about.parameters, about.name, true);
         const text = area("arguments as JSON", () => context.put("draft", text.value));
-        const textBox = h("div", { class: "afk-fields", hidden: true }, h("div", { class: "afk-soft" }, "The arguments as the model would write them, right or wrong."), text);
+        const textBox = h("div", { class: "afk-fields", hidden: true }, h("div", { class: "afk-soft" }, "The arguments exactly as the model would write them, valid or not."), text);
         const asForm = h("button", { type: "button", "aria-pressed": "true" }, "Fields");
         const asText = h("button", { type: "button", "aria-pressed": "false" }, "JSON");
         const call = h("button", { type: "button", class: "afk-go", title: "Call the tool (Ctrl+Enter)" }, "Call");
         const cancel = h("button", { type: "button", hidden: true }, "Cancel");
         const running = h("span", { class: "afk-soft", role: "status" });
-        const inChain = h("button", { type: "button", hidden: !about.agent, title: "A chain that begins with this call, in the stepper", onclick: () => context.ask("chain", json ? text.value : form.text()) }, "In a chain");
+        const inChain = h("button", { type: "button", hidden: !about.agent, title: "A chain that begins with this call, opened in the stepper", onclick: () => context.ask("chain", json ? text.value : form.text()) }, "In a chain");
         const which = h("select", { class: "afk-which", "aria-label": "Which call", onchange: () => context.ask("pick", Number(which.value)) });
         const below = belowBox(context, model, host, "a chain that begins with this call", () => inChain.focus());
         const result = h("div", { class: "afk-answer" });

@@ -109,11 +109,11 @@ class ToolForm(Opener):
         self.tool: Tool[..., Any] = tool if isinstance(tool, Tool) else make(tool)
         self.tool.require_instance()
         if pool is not None and not callable(getattr(pool, "acquire", None)):
-            raise TypeError(f"pool={pool!r}: give an af.Pool, or None for a sandbox a call")
+            raise TypeError(f"pool must be an af.Pool, or None for one sandbox per call, got {pool!r}")
         if task is not None and not isinstance(task, Task):
-            raise TypeError(f"task={task!r}: give a Task, such as tasks[0]")
+            raise TypeError(f"task must be a Task, such as tasks[0], got {task!r}")
         if agent is not None and self.tool.name not in getattr(agent, "tools", ()):
-            raise ValueError(f"agent={agent!r} has no tool {self.tool.name!r}, so no chain of it can call that")
+            raise ValueError(f"agent must have the tool {self.tool.name!r}, got {agent!r}")
         self._pool = weakref.ref(pool) if pool is not None else None
         self._task = task
         # (arguments, ToolResult) of the last calls, oldest first.
@@ -141,7 +141,7 @@ class ToolForm(Opener):
 
         pool = None if self._pool is None else self._pool()
         if self._pool is not None and pool is None:
-            raise RuntimeError("the pool is gone: keep it in a variable, and run the cell of this form again")
+            raise RuntimeError("the pool no longer exists; keep it in a variable and run the cell of this form again")
         task = self._task or Task("try", ({"role": "user", "content": ""},))
         self.busy = True
         try:
@@ -177,15 +177,15 @@ class ToolForm(Opener):
 
     async def _do_call(self, value: Any) -> None:
         if self.busy:
-            raise RuntimeError("a call is running; cancel it, or wait for its end")
+            raise RuntimeError("a call is running; cancel it or wait")
         text = str(value)
         self.draft = sendable(text)
         try:
             arguments = json.loads(text)
         except ValueError as error:
-            raise ValueError(f"these arguments are no JSON, so nothing was called ({error})") from None
+            raise ValueError(f"the arguments are not valid JSON, so nothing was called ({error})") from None
         if not isinstance(arguments, dict):
-            raise ValueError("arguments are a JSON object: a name and a value for each, in braces")
+            raise ValueError("arguments must be a JSON object with one entry per argument")
         self._call = asyncio.current_task()
         try:
             await self._invoke(arguments)
@@ -220,7 +220,7 @@ class ToolForm(Opener):
                 if self.results
                 else "there is none yet"
             )
-            raise ValueError(f"no call {number!r} here; {kept}")
+            raise ValueError(f"call {number!r} does not exist; {kept}")
         self._picked = number
         self._show(found)
 
@@ -235,7 +235,7 @@ class ToolForm(Opener):
 
         agent = self._agent
         if agent is None:
-            raise ValueError("which agent? w.ToolForm(tool, agent=agent, task=task) can put the call into a chain")
+            raise ValueError("pass agent= to start a chain with the call: w.ToolForm(tool, agent=agent, task=task)")
         call = ToolCall("call-0", self.tool.name, json.loads(str(value)))
         chain = agent.chain(self._task or Task("try", ({"role": "user", "content": ""},)))
         chain.force(agent.chat.format.render_call(call))

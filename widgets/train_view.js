@@ -86,14 +86,14 @@ export default {
         const title = h("span", { class: "afk-title" });
         const progress = h("span", { class: "afk-progress", role: "progressbar", "aria-label": "steps", "aria-valuemin": "0" }, h("span", {}));
         const where = h("span", { class: "afk-soft afk-num" });
-        const clear = h("button", { type: "button", title: "Forget the step (key: Escape)" }, "Clear");
+        const clear = h("button", { type: "button", title: "Clear the step (key: Escape)" }, "Clear");
         const pause = h("button", { type: "button" }, "Pause");
-        const stop = h("button", { type: "button", title: "End after the step that runs now; running the cell again goes on" }, "Stop after this step");
+        const stop = h("button", { type: "button", title: "Stop after the current step; run the cell again to continue" }, "Stop after this step");
         const state = h("span", { class: "afk-soft", role: "status" });
         const note = h("div", { class: "afk-note" });
         const grid = h("div", {
           class: "afk-charts", tabindex: "0", role: "application",
-          "aria-label": "Charts by step. Arrow keys go from step to step, Enter picks one and lists its trajectories, Escape forgets it.",
+          "aria-label": "Charts by step. Arrow keys move between steps, Enter selects one and lists its trajectories, Escape clears.",
         });
         const spoken = h("div", { class: "afk-spoken", "aria-live": "polite" });
         const key = h("div", { class: "afk-chartkey afk-soft" });
@@ -128,7 +128,7 @@ export default {
             progress.firstChild.style.width = `${(100 * Math.min(total, single.last ?? 0)) / total}%`;
           }
           const gone = about.runs.map((run, i) => (run.gone ? nameOf(i) : null)).filter(Boolean);
-          note.textContent = gone.length ? (single ? "The run is gone: these are its last numbers." : `gone, these are their last numbers: ${gone.join(", ")}`) : steps.length ? "" : "No step is recorded yet.";
+          note.textContent = gone.length ? (single ? "The run no longer exists: these are its last numbers." : `gone, these are their last numbers: ${gone.join(", ")}`) : steps.length ? "" : "No step is recorded yet.";
           note.hidden = !note.textContent;
           const { can, paused, stopping } = about.control;
           pause.hidden = stop.hidden = !can;

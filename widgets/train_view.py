@@ -85,7 +85,7 @@ def read_steps(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     folder = Path(path)
     file = folder / "steps.jsonl" if folder.is_dir() else folder
     if not file.is_file():
-        raise FileNotFoundError(f"no {file}: give a run, a run's folder, or its steps.jsonl")
+        raise FileNotFoundError(f"{file} does not exist; pass a run, a run folder, or its steps.jsonl")
     lines = file.read_bytes().split(b"\n")
     if lines[-1]:
         try:
@@ -101,7 +101,7 @@ def read_steps(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         except ValueError as error:
             raise ValueError(f"{file}, line {i}: {error}") from error
         if not isinstance(record, dict) or "step" not in record:
-            raise ValueError(f"{file}, line {i}: want an object with 'step'; got {line[:80]!r}")
+            raise ValueError(f"{file}, line {i}: each line must be an object with 'step', got {line[:80]!r}")
         records.append(record)
     return records
 
@@ -155,7 +155,7 @@ class _Source:
         if self.path is None:
             if not hasattr(run, "records"):
                 raise TypeError(
-                    "TrainView shows a run (something with records and subscribe), or the path of its folder; "
+                    "runs must be training runs (objects with records and subscribe) or paths of run folders, "
                     f"got {type(run).__name__}"
                 )
             self.run = weakref.ref(run)
@@ -223,7 +223,7 @@ class TrainView(ChainsView, LiveView):
     def __init__(self, run: Any, *others: Any, names: Sequence[str] | None = None, agent: Any = None) -> None:
         runs = [run, *others]
         if names is not None and len(names) != len(runs):
-            raise ValueError(f"names={list(names)!r}: give one for each of the {len(runs)} runs")
+            raise ValueError(f"names must have one entry per run ({len(runs)}), got {list(names)!r}")
         given = list(names) if names is not None else [None] * len(runs)
         self._sources = [_Source(each, name) for each, name in zip(runs, given, strict=True)]
         live = [each for each in runs if not isinstance(each, str | os.PathLike) and hasattr(each, "subscribe")]
@@ -284,7 +284,7 @@ class TrainView(ChainsView, LiveView):
     def _tell(self, what: str) -> None:
         run = self._controlled()[0]
         if run is None:
-            raise RuntimeError("no run that can be told anything is left here")
+            raise RuntimeError("no run of this view can be paused or stopped any more")
         getattr(run, what)()
         self._about = {**self._about, "control": self._controlled()[1]}
 
@@ -305,7 +305,7 @@ class TrainView(ChainsView, LiveView):
         from agentfly_kit.trainer.run_dir import Run
 
         if not 0 <= run < len(self._sources):
-            raise ValueError(f"run={run}: there are {len(self._sources)} runs")
+            raise ValueError(f"run must be between 0 and {len(self._sources) - 1}, got {run}")
         source = self._sources[run]
         self.pick(None)
         self.rollout = None
@@ -332,7 +332,7 @@ class TrainView(ChainsView, LiveView):
     def _trajectory(self, id: str) -> Any:
         found = next((t for t in self.rollout or () if sendable(t.id) == id), None)
         if found is None:
-            raise LookupError(f"no trajectory {id} is listed; open a step that kept its rollouts")
+            raise LookupError(f"trajectory {id} is not listed; open a step with saved rollouts")
         return found
 
     def _agent_for(self) -> Any:
@@ -348,7 +348,7 @@ class TrainView(ChainsView, LiveView):
     def _known(self, proposal: Any) -> int | None:
         value = proposal["value"]
         if value is not None and not any(value in each.steps for each in self._sources):
-            raise ValueError(f"step={value}: the run has {_range(self._sources[0].steps)}")
+            raise ValueError(f"step {value} does not exist; the run has {_range(self._sources[0].steps)}")
         return None if value is None else int(value)
 
     @property

@@ -71,8 +71,8 @@ export default {
         // --- frame ---
         const option = (value, text) => h("option", { value }, text);
         const search = h("input", { type: "search", placeholder: "Search in all texts", "aria-label": "Search in all texts", spellcheck: "false" });
-        const outcome = h("select", { "aria-label": "Outcome" }, option("", "every outcome"), ...OUTCOME.map((name, i) => option(i, `${SIGN[name]} ${name} (${about.counts[name]})`)));
-        const stop = h("select", { "aria-label": "End" }, option("", "every end"), ...about.stops.map((name, i) => option(i, name)));
+        const outcome = h("select", { "aria-label": "Outcome" }, option("", "all outcomes"), ...OUTCOME.map((name, i) => option(i, `${SIGN[name]} ${name} (${about.counts[name]})`)));
+        const stop = h("select", { "aria-label": "End" }, option("", "all stop reasons"), ...about.stops.map((name, i) => option(i, name)));
         const task = h("select", { "aria-label": "Task" }, option("", `every task (${about.tasks.length})`), ...about.tasks.slice(0, 500).map((name, i) => option(i, name)));
         const sort = h("select", { "aria-label": "Sort by" }, option("", "in their order"),
           ...Object.keys(cols).map((k) => option(k, { failed: "failed calls", sampling: "time sampling", tools: "time in tools" }[k] ?? k)), ...about.metrics.map((name, i) => option(`m${i}`, name)));
@@ -90,7 +90,7 @@ export default {
         let selected = model.get("_selected");
 
         const list = windowed({
-          row: 26, label: "Trajectories. Arrow keys walk and select, with Shift they add, Space adds one, g selects the group, Enter opens the tokens, Escape clears.", multi: true,
+          row: 26, label: "Trajectories. Arrow keys move and select, Shift extends, Space adds one, g selects the group, Enter opens the tokens, Escape clears.", multi: true,
           fill(box, at) {
             const i = rows[at];
             if (!box.parts) {
@@ -253,12 +253,12 @@ export default {
           const d = model.get("_detail");
           detail.replaceChildren();
           if (!d?.columns?.length) {
-            detail.append(h("div", { class: "afk-soft afk-hint" }, "Select a trajectory to read it; several, or a whole group, stand side by side."));
+            detail.append(h("div", { class: "afk-soft afk-hint" }, "Select a trajectory to read it; several, or a group, are shown side by side."));
             return;
           }
           if (d.of > d.columns.length) detail.append(h("div", { class: "afk-note" }, `The first ${d.columns.length} of ${d.of.toLocaleString("en-US")} selected stand here; view.selection has all.`));
           if (d.columns.length > 1) {
-            const lines = h("div", { class: "afk-tree", role: "group", "aria-label": "Turns that the selected chains share" });
+            const lines = h("div", { class: "afk-tree", role: "group", "aria-label": "Turns shared by the selected chains" });
             const name = Object.fromEntries(d.columns.map((c) => [c.i, c.id]));
             for (const x of branches(d.tree)) {
               const span = x.to - x.from === 1 ? `turn ${x.from}` : `turns ${x.from} to ${x.to - 1}`;
@@ -270,7 +270,7 @@ export default {
             }
             const open = d.columns.length <= 8;
             detail.append(h("details", { class: "afk-shared", open }, h("summary", {}, "What they share"), lines));
-            if (d.columns.length === 2) detail.append(h("div", { class: "afk-row2 afk-pad" }, button("Compare the tokens of the two", "Both in one token view, with the token where they part", () => context.ask("tokens", d.columns.map((c) => c.i)))));
+            if (d.columns.length === 2) detail.append(h("div", { class: "afk-row2 afk-pad" }, button("Compare the tokens of the two", "Both in one token view, with the first differing token", () => context.ask("tokens", d.columns.map((c) => c.i)))));
           }
           const grid = h("div", { class: "afk-columns", tabindex: "0", role: "group", "aria-label": "Selected trajectories side by side" });
           grid.style.setProperty("--columns", d.columns.length);
@@ -284,9 +284,9 @@ export default {
               h("div", { class: "afk-soft", dir: "auto" }, c.says),
               h("div", { class: "afk-row2" },
                 button("Tokens", "Its tokens with all their numbers (key: Enter)", () => context.ask("tokens", c.i), { "aria-label": `Tokens of ${c.id}` }),
-                button("Stepper", about.agent ? "Go on from it, or back in it, by hand" : "Give agent= to TrajectoryView to open its chains in the stepper", () => context.ask("stepper", c.i), { disabled: !about.agent, "aria-label": `Open ${c.id} in the stepper` }),
-                button("As Python", "A cell that gets this trajectory and goes on from it", () => context.ask("code", c.i), { "aria-label": `${c.id} as Python` })));
-            const body = c.turns.length ? c.turns.map((t, i) => turn(t, i, longest, k === 0)) : [h("div", { class: "afk-soft afk-hint" }, "It has no turn.")];
+                button("Stepper", about.agent ? "Continue, rewind or edit it in the stepper" : "Pass agent= to TrajectoryView to open its chains in the stepper", () => context.ask("stepper", c.i), { disabled: !about.agent, "aria-label": `Open ${c.id} in the stepper` }),
+                button("As Python", "Python code that loads this trajectory and continues from it", () => context.ask("code", c.i), { "aria-label": `${c.id} as Python` })));
+            const body = c.turns.length ? c.turns.map((t, i) => turn(t, i, longest, k === 0)) : [h("div", { class: "afk-soft afk-hint" }, "No turns.")];
             grid.append(h("section", { class: "afk-column", "aria-label": c.id }, head, ...body));
           });
           detail.append(grid);

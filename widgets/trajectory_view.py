@@ -101,7 +101,7 @@ class TrajectoryView(Opener):
         for t in trajectories:
             id = t if isinstance(t, str) else getattr(t, "id", None)
             if id not in self._at:
-                raise ValueError(f"no trajectory {id!r} here; there are {some([k.id for k in self._kept])}")
+                raise ValueError(f"trajectory {id!r} does not exist; the view has {some([k.id for k in self._kept])}")
             found.append(self._at[id])
         self._selected = found
 
@@ -110,7 +110,7 @@ class TrajectoryView(Opener):
         chosen = list(dict.fromkeys(int(i) for i in proposal["value"]))
         for i in chosen:
             if not 0 <= i < len(self._kept):
-                raise ValueError(f"no such trajectory: {i}; there are {len(self._kept)}")
+                raise ValueError(f"trajectory must be between 0 and {len(self._kept) - 1}, got {i}")
         return chosen
 
     @traitlets.observe("_selected")
@@ -164,7 +164,7 @@ class TrajectoryView(Opener):
     def _alive(self, i: Any) -> Any:
         t = self._trajectories[int(i)]()
         if t is None:
-            raise LookupError(f"nothing keeps {self._kept[int(i)].id!r} any more; keep the rollout in a variable")
+            raise LookupError(f"{self._kept[int(i)].id!r} no longer exists; keep the rollout in a variable")
         return t
 
     def _do_tokens(self, value: Any) -> None:
@@ -175,7 +175,7 @@ class TrajectoryView(Opener):
 
     def _do_stepper(self, value: Any) -> None:
         if self._agent is None:
-            raise ValueError("which agent? w.TrajectoryView(rollout, agent=agent) can open its chains in the stepper")
+            raise ValueError("pass agent= to open chains in the stepper: w.TrajectoryView(rollout, agent=agent)")
         self._show_below(ChainStepper(self._agent, self._alive(value)))
 
     def _do_code(self, value: Any) -> None:

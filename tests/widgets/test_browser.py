@@ -424,7 +424,7 @@ def test_pool_view_by_hand_with_keys_while_a_cell_awaits(notebook: Any) -> None:
     page.locator(".afk-tile .afk-hand", has_text="by hand, from here").wait_for()
     select = hands.get_by_role("combobox", name="Sandbox to act on")
     select.select_option(label="#2 leased, by hand")
-    give_back = hands.get_by_role("button", name="Give back")
+    give_back = hands.get_by_role("button", name="Release")
     give_back.focus()
     page.keyboard.press("Space")
     page.wait_for_function("() => !document.querySelector('.afk-poolview .afk-hand:not([hidden])')")

@@ -86,7 +86,7 @@ def test_a_tool_is_called_from_its_form_while_a_cell_awaits(notebook: Any) -> No
     form.locator("text=failed, and the model is told why").wait_for()
     form.get_by_label("arguments as JSON").fill("{oops")
     form.get_by_role("button", name="Call", exact=True).click()
-    form.locator(".afk-notice:has-text('no JSON')").wait_for()
+    form.locator(".afk-notice:has-text('not valid JSON')").wait_for()
     assert not page.evaluate("() => window.ran")
     form.get_by_label("arguments as JSON").fill('{"places": [], "note": "open"}')
     form.get_by_role("button", name="Call", exact=True).click()

@@ -181,7 +181,7 @@ async def test_a_run_that_is_gone_and_what_is_none() -> None:
     finally:
         gc.enable()
     click(view, "pause")
-    await until(lambda: "the run is gone" in view._notice)
+    await until(lambda: "the run no longer exists" in view._notice)
     with pytest.raises(TypeError, match="TrajectoryView"):
         w.RolloutView(await agents.scripted(["42"]).rollout(agents.tasks(1)))
 
@@ -249,10 +249,10 @@ async def test_a_chain_that_is_over_is_opened_from_its_lane() -> None:
     await until(lambda: view.counts["done"] == 1 and view.counts["tool"] == 1)
     over, going = (view._names[i] for i in sorted((0, 1), key=lambda i: states(view)[i] != "done"))
     click(view, "chain", going)
-    await until(lambda: "not over yet" in view._notice)
+    await until(lambda: "has not finished" in view._notice)
     assert len(view.selection) == 0
     click(view, "chain_tokens", over)
-    await until(lambda: view.opened is not None or "not over yet" not in view._notice)
+    await until(lambda: view.opened is not None or "has not finished" not in view._notice)
     await asyncio.sleep(0.1)
     assert view._notice == ""
     assert [t.id for t in view.selection] == [over]

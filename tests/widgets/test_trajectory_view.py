@@ -62,10 +62,10 @@ async def test_it_shows_a_rollout_and_selects_trajectories() -> None:
     call = view._detail["columns"][0]["turns"][2]["calls"][0]
     assert (call["name"], call["result"], call["ok"]) == ("calculator", "5", True)
     put(view, "_selected", [99])
-    assert "no such trajectory" in view._notice
+    assert "trajectory must be between" in view._notice
     view.select(rollout.trajectories[1])
     assert view._selected == [1]
-    with pytest.raises(ValueError, match="no trajectory 'x' here"):
+    with pytest.raises(ValueError, match="trajectory 'x' does not exist"):
         view.select("x")
     check_static(view)
 

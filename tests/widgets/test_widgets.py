@@ -257,7 +257,7 @@ def test_what_the_page_sets_is_checked() -> None:
     assert view.tokens == 23
     put("_selected", [[0, 9, 99]])
     assert view.selection.tokens == 2
-    assert "no such tokens" in view._notice
+    assert "do not exist" in view._notice
 
 
 def test_open_and_close_are_told_by_the_pages() -> None:
@@ -385,7 +385,7 @@ def test_a_batch_row_may_hold_a_span_of_its_trajectory() -> None:
     view.select("t-0", 5, 6)
     frame = view.selection.to_frame()
     assert (int(frame["token"][0]), int(frame["id"][0])) == (5, int(t.ids[5]))
-    with pytest.raises(ValueError, match="no tokens 0 to 1"):
+    with pytest.raises(ValueError, match="tokens 0 to 1 of .* are not in this view"):
         view.select("t-0", 0)
     batch.ids[0, 6] = 999
     with pytest.raises(AlignmentError, match="no span of its trajectory 't-0'"):
@@ -469,7 +469,7 @@ def test_sources_and_what_is_no_source() -> None:
     assert repr(w.TokenView([])) == "TokenView(0 rows, 0 tokens)"
     check_static(w.TokenView([]))
     for wrong in (7, "text", None, [1], {"a": 1}):
-        with pytest.raises(TypeError, match="TokenView shows"):
+        with pytest.raises(TypeError, match="source must be"):
             w.TokenView(wrong)
 
 
@@ -489,7 +489,7 @@ def test_odd_trajectories_are_shown() -> None:
 def test_signals_are_checked() -> None:
     view = w.TokenView(trajectory())
     assert view.signals == ("mask", "logprob", "entropy")
-    with pytest.raises(ValueError, match="signal='ratio': this source has mask, logprob, entropy"):
+    with pytest.raises(ValueError, match="signal must be one of mask, logprob, entropy for this source"):
         view.signal = "ratio"
     assert view.signal == "mask"
     view.signal = "entropies"
@@ -523,7 +523,7 @@ def test_selection_comes_from_the_page() -> None:
     assert list(frame["kind"]) == ["action"] * 3 + ["prompt"]
     assert math.isnan(frame["logprob"][3])
     for wrong in ([[2, 0, 1]], [[0, 3, 3]], [[0, 0, 999]], [[0, -1, 2]]):
-        with pytest.raises(ValueError, match="no such tokens"):
+        with pytest.raises(ValueError, match="do not exist"):
             view.set_state({"_selected": wrong})
     view.clear()
     assert repr(view.selection) == "Selection(nothing)"
@@ -552,7 +552,7 @@ async def test_a_chain_goes_on_by_hand_from_its_tokens() -> None:
     view._do_stepper(1)
     assert view.stepper.chains[0].ids == tuple(rollout.trajectories[1].ids)
     assert view._child == view.stepper.model_id
-    with pytest.raises(ValueError, match="which agent"):
+    with pytest.raises(ValueError, match="pass agent="):
         w.TokenView(rollout)._do_stepper(0)
 
 
@@ -749,7 +749,7 @@ def test_pool_view_shows_nasty_names() -> None:
     view = w.PoolView(pool)
     sent(view)
     assert "script" not in check_static(view).tags
-    with pytest.raises(TypeError, match="PoolView shows a Pool"):
+    with pytest.raises(TypeError, match="pool must be a Pool"):
         w.PoolView(7)
 
 
@@ -813,7 +813,7 @@ async def test_pool_view_by_hand() -> None:
         await ask("give_back", number)
         assert view.held == {} and pool.snapshot().leased == 0 and view._notice == ""
         await ask("give_back", number)
-        assert "was not taken here" in view._notice
+        assert "was not leased in this view" in view._notice
         await ask("take")
         (number,) = view.held
         await ask("close", number)
@@ -884,7 +884,7 @@ async def test_pool_view_selection_is_a_frame() -> None:
         assert view.to_code().splitlines() == [
             "view = w.PoolView(pool)", f"view.select({leases[0].id}, {leases[1].id})", "view.selection.to_frame()",
         ]  # fmt: skip
-        with pytest.raises(ValueError, match="no sandbox 99 here; there are 1, 2"):
+        with pytest.raises(ValueError, match="sandbox 99 does not exist; the pool has 1, 2"):
             view.select(99)
         view._on_message(view, {"kind": "set", "page": "a", "name": "_selected", "value": ["x"]}, [])
         assert "x" in view._notice and len(view.selection) == 2, "it says so, and nothing is lost"
@@ -971,9 +971,9 @@ def test_train_view_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "steps.jsonl").write_text("\n".join([lines[0], "broken", lines[1]]))
     with pytest.raises(ValueError, match="line 2"):
         w.TrainView(tmp_path)
-    with pytest.raises(FileNotFoundError, match="give a run"):
+    with pytest.raises(FileNotFoundError, match="pass a run"):
         w.TrainView(tmp_path / "nothing")
-    with pytest.raises(TypeError, match="TrainView shows a run"):
+    with pytest.raises(TypeError, match="runs must be training runs"):
         w.TrainView(7)
 
 
@@ -1060,9 +1060,9 @@ def test_several_runs_share_their_charts(tmp_path: Path) -> None:
     view.step = 11  # known to one of them
     sent(view)
     assert "<b>saved</b>" in check_static(view).text
-    with pytest.raises(ValueError, match="give one for each of the 2 runs"):
+    with pytest.raises(ValueError, match="one entry per run"):
         w.TrainView(long, short, names=["one"])
-    with pytest.raises(TypeError, match="TrainView shows a run"):
+    with pytest.raises(TypeError, match="runs must be training runs"):
         w.TrainView(long, 7)
     view.close()
     assert long.listeners == short.listeners == []
@@ -1144,9 +1144,9 @@ async def test_a_run_is_paused_and_stopped_from_its_view(tmp_path: Path) -> None
     assert len(await folder.open_step(1)) == 4
     folder.pick(folder.rollout.trajectories[0])
     assert folder._chain["agent"] is False
-    with pytest.raises(ValueError, match="which agent"):
+    with pytest.raises(ValueError, match="pass agent="):
         folder._do_chain_stepper(None)
-    with pytest.raises(LookupError, match="no trajectory nobody"):
+    with pytest.raises(LookupError, match="trajectory nobody is not listed"):
         folder.pick("nobody")
     await ask("stop")
     bare = w.TrainView(FakeRun(2))

@@ -82,7 +82,7 @@ async def test_the_form_calls_as_the_model_does() -> None:
 async def test_a_call_is_picked_and_is_a_frame() -> None:
     form = w.ToolForm(weather)
     assert not form.selection and form.to_frame().empty
-    with pytest.raises(ValueError, match="no call 1 here; there is none yet"):
+    with pytest.raises(ValueError, match="call 1 does not exist; there is none yet"):
         form.select(1)
     one = [{"city": "Rome"}]
     await form.call(places=one)
@@ -112,9 +112,9 @@ async def test_a_call_is_picked_and_is_a_frame() -> None:
 async def test_a_call_goes_on_in_a_chain() -> None:
     form = w.ToolForm(agents.calculator)
     await ask(form, "chain", "{}")
-    assert "which agent?" in form._notice
+    assert "pass agent=" in form._notice
     agent = agents.scripted(["42"])
-    with pytest.raises(ValueError, match="has no tool 'weather'"):
+    with pytest.raises(ValueError, match="must have the tool 'weather'"):
         w.ToolForm(weather, agent=agent)
     form = w.ToolForm(agents.calculator, agent=agent, task=agents.tasks()[0])
     await ask(form, "chain", '{"expression": "6*7"}')
@@ -141,7 +141,7 @@ async def test_whose_fault_it_was() -> None:
     assert form._result["observation"] == "weather failed."
     await form.call(days=2, place=1)
     assert "places is missing; place is not an argument" in form._result["observation"]
-    for text, said in (("{", "no JSON"), ("[1]", "JSON object"), ("{'a': 1}", "no JSON")):
+    for text, said in (("{", "not valid JSON"), ("[1]", "JSON object"), ("{'a': 1}", "not valid JSON")):
         await ask(form, "call", text)
         assert said in form._notice
         assert form.draft == text
@@ -199,7 +199,7 @@ async def test_a_form_takes_its_sandbox_from_the_pool_and_its_fields_from_the_ta
     gc.collect()
     assert gone() is None
     await ask(form, "call", '{"text": "you"}')
-    assert "the pool is gone" in form._notice
+    assert "the pool no longer exists" in form._notice
 
 
 async def test_texts_of_every_kind() -> None:
@@ -220,9 +220,9 @@ async def test_texts_of_every_kind() -> None:
 
 
 def test_what_is_no_tool() -> None:
-    with pytest.raises(TypeError, match=r"give an af\.Pool"):
+    with pytest.raises(TypeError, match=r"must be an af\.Pool"):
         w.ToolForm(weather, pool=7)
-    with pytest.raises(TypeError, match="give a Task"):
+    with pytest.raises(TypeError, match="must be a Task"):
         w.ToolForm(weather, task={"id": 1})
 
     def plain(x):  # type: ignore[no-untyped-def]
@@ -354,10 +354,10 @@ async def test_what_a_reward_form_keeps(tmp_path: Any) -> None:
     form.rescored = None
     gc.collect()
     assert form.record is None  # its page is gone, and with it the rollout
-    with pytest.raises(RuntimeError, match="the rollout is gone"):
+    with pytest.raises(RuntimeError, match="the rollout no longer exists"):
         await form.score()
     for wrong in (7, ["x"], None):
-        with pytest.raises(TypeError, match="RewardForm scores"):
+        with pytest.raises(TypeError, match="rollout must be a Rollout"):
             w.RewardForm(ends, wrong)
     assert repr(w.RewardForm(ends, af.Rollout())) == "RewardForm(ends, 0 trajectories, not scored yet)"
 
