@@ -12,7 +12,10 @@ import torch
 from agents import fresh, random_policy, reference_logprobs, shipped
 
 from agentfly_kit.errors import AlignmentError, PolicyError, SettingsError
-from agentfly_kit.policy.policy import Policy, single_torch_thread, split_by_token_budget
+from agentfly_kit.policy import forward
+from agentfly_kit.policy.forward import single_torch_thread
+from agentfly_kit.policy.micro_batches import split_by_token_budget
+from agentfly_kit.policy.policy import Policy
 
 
 def rows(temperatures: tuple[float, ...] = (1.0, 0.7, 1.3)) -> Any:
@@ -76,9 +79,9 @@ def test_a_masked_first_token_is_refused() -> None:
 def test_what_is_asked_for_is_checked() -> None:
     with pytest.raises(SettingsError, match="must be a non-empty subset of"):
         random_policy(0).score(rows(), {"logits"})  # type: ignore[arg-type]
-    with pytest.raises(PolicyError, match="no value head; load it with value_head=True"):
+    with pytest.raises(PolicyError, match="load the policy with value_head=True"):
         random_policy(0).score(rows(), {"value"})
-    with pytest.raises(KeyError, match="was not computed"):
+    with pytest.raises(KeyError, match="entropy"):
         _ = random_policy(0).score(rows(), {"logprob"})["entropy"]
 
 
@@ -109,26 +112,26 @@ def test_a_policy_comes_back_from_its_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("missing", "says"),
     [
-        ("config.json", "lacks config.json"),
-        ("model.safetensors", "lacks model.safetensors"),
-        ("tokenizer.json", "lacks tokenizer.json"),
+        ("config.json", "config.json"),
+        ("model.safetensors", "no file named model.safetensors"),
+        ("tokenizer.json", "tokenizer"),
     ],
 )
 def test_a_folder_that_lacks_a_file_is_named(tmp_path: Path, missing: str, says: str) -> None:
     folder = random_policy(3).save(tmp_path / "p")
     (folder / missing).unlink()
-    with pytest.raises(PolicyError, match=says):
+    with pytest.raises(PolicyError, match=f"cannot load a policy from .*{says}"):
         Policy.load(folder)
 
 
 def test_other_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PolicyError, match="no policy folder at"):
+    with pytest.raises(PolicyError, match=r"must be a folder written by Policy.save or a hub name"):
         Policy.load(tmp_path / "none")
     folder = random_policy(3).save(tmp_path / "p")
     (folder / "model.safetensors").write_bytes(b"not this")
     with pytest.raises(PolicyError, match="cannot load a policy from"):
         Policy.load(folder)
-    with pytest.raises(SettingsError, match="got 'float33'"):
+    with pytest.raises(PolicyError, match="float33"):
         Policy.load(folder, dtype="float33")
 
 
@@ -143,16 +146,16 @@ def test_a_copy_is_its_own() -> None:
 
 
 def test_state_of_another_model_is_refused() -> None:
-    with pytest.raises(PolicyError, match="belong to a different model"):
+    with pytest.raises(PolicyError, match=r"(?s)state must have the weights of this policy: .*size mismatch"):
         random_policy(0).load_state(shipped().state())
-    with pytest.raises(PolicyError, match="either the weights or this policy has a value head"):
+    with pytest.raises(PolicyError, match=r"'value_head.bias' is in only one of them"):
         random_policy(0).load_state(random_policy(0, value_head=True).state())
 
 
 def test_the_number_of_threads_comes_back_whoever_leaves_last() -> None:
     """An engine's thread and an update overlap; the first to enter is not the last to leave."""
     for _ in range(200):  # an engine's thread of an earlier test is idle for two seconds before it leaves
-        if not single_torch_thread._inside:
+        if not forward._thread_limit.users:
             break
         time.sleep(0.05)
     before = torch.get_num_threads()
@@ -162,9 +165,9 @@ def test_the_number_of_threads_comes_back_whoever_leaves_last() -> None:
         one.__enter__()
         two.__enter__()
         assert torch.get_num_threads() == 1
-        one.__exit__()
+        one.__exit__(None, None, None)
         assert torch.get_num_threads() == 1, "somebody still computes"
-        two.__exit__()
+        two.__exit__(None, None, None)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

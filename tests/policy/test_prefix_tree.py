@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +9,9 @@ import pytest
 import torch
 from agents import random_policy
 from test_decoder import model
-from test_ppo import batch_of
 
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.policy.prefix_tree import PackedTrees, build_prefix_trees
-from agentfly_kit.ppo import ppo_step
 
 
 def branching(seed: int, count: int = 12, vocabulary: int = 400) -> Any:
@@ -44,7 +40,7 @@ def branching(seed: int, count: int = 12, vocabulary: int = 400) -> Any:
 
 def alone(policy: Policy) -> Policy:
     """The same policy, which runs every row by itself."""
-    policy._trees_supported = False
+    policy._supports_trees = False
     return policy
 
 
@@ -90,7 +86,7 @@ def test_a_forward_of_trees_is_the_forward_of_the_rows(seed: int, temperatures: 
         (got.logprob * weigh + got.entropy * weigh.flip(0) + got.value * weigh.square()).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
         found.append((got.logprob, got.entropy, got.value, got.hidden, gradient))
-        assert policy._trees_supported is not own
+        assert policy._supports_trees is not own
     for grown, plain in zip(*found, strict=True):
         torch.testing.assert_close(grown, plain, atol=2e-5 * max(1.0, float(plain.detach().abs().max())), rtol=0)
 
@@ -135,30 +131,4 @@ def test_a_model_that_runs_trees_otherwise_is_given_rows(family: str, attention:
     made = model(family, **shape)
     made.config._attn_implementation = attention
     policy = Policy(made, random_policy(0).chat)
-    assert policy._supports_trees() is grows
-
-
-@pytest.mark.parametrize("micro", [None, 8])
-def test_an_engine_that_computes_otherwise_is_found_before_the_first_update(micro: int | None) -> None:
-    """In a batch of eight rows or fewer each is probed: whichever it shows in, all are scored again."""
-    policy = random_policy(0)
-    batch = batch_of(policy)
-    assert len(batch) <= 8
-    shortest = int(batch.lengths.argmin())
-    wrong = batch.logprobs.clone()
-    wrong[shortest] -= 0.01
-    other = dataclasses.replace(batch, logprobs=wrong)
-
-    def after(batch: Any, **options: Any) -> Any:
-        twin = policy.copy()
-        stats = ppo_step(twin, torch.optim.SGD(list(twin.parameters()), lr=1.0), batch, micro_tokens=micro, **options)
-        return stats, torch.cat([p.detach().flatten() for p in twin.parameters()])
-
-    wanted, weights = after(other, old_logprobs="recompute")
-    stats, got = after(other)
-    assert stats.sampler_gap == pytest.approx(0.01, abs=1e-4) == wanted.sampler_gap
-    assert torch.equal(got, weights)
-    exact, _ = after(batch)
-    assert 0 < exact.sampler_gap < 1e-4
-    quiet, _ = after(batch.replace(advantages=torch.where(batch.mask, 0.0, math.nan)))
-    assert 0 < quiet.sampler_gap < 1e-4, "rows without advantage are probed too"
+    assert policy._supports_trees is grows
