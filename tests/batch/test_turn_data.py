@@ -38,9 +38,9 @@ def test_a_number_for_each_sampled_turn_goes_to_its_tokens() -> None:
 
 
 def test_too_few_columns_and_rows_are_said() -> None:
-    with pytest.raises(AlignmentError, match=r"\(1, 1\).*'g/0' sampled in 2 turns"):
+    with pytest.raises(AlignmentError, match=r"\(1, 1\).*'g/0' has 2 sampled turns"):
         af.collate([row(*TWO)], torch.ones(1, 1))
-    with pytest.raises(AlignmentError, match=r"\(3, 2\).*\(1, K\)"):
+    with pytest.raises(AlignmentError, match=r"\(1, K\).*\(3, 2\)"):
         af.collate([row(*TWO)], torch.ones(3, 2))
     with pytest.raises(AlignmentError, match=r"\(1, 2\)"):
         af.collate([row(*TWO)], torch.ones(1, 2), per="row")
@@ -55,7 +55,7 @@ def test_what_each_turn_earned_and_began_from() -> None:
     assert turns.states == (((1, 2), (5,)), ((1,),))
     assert af.turn_data(a, rewards=[3.0]).turn_rewards == ((0.25, 3.5),)
     assert af.turn_data([a], state=lambda t, i: (t.chain, i)).states == (((0, 1), (0, 3)),)
-    with pytest.raises(AlignmentError, match="2 rewards for 1 trajectories"):
+    with pytest.raises(AlignmentError, match="2 for 1 trajectories"):
         af.turn_data(a, rewards=[1.0, 2.0])
     with pytest.raises(BatchError, match="turn 0 has a reward of 2"):
         af.turn_data(turned(a, _0=2.0))
