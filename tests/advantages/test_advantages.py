@@ -1,4 +1,4 @@
-"""Advantages: hand-worked numbers, slow loops beside the fast ones, and invariances that hold for every estimator."""
+"""Advantages: values computed by hand, slow reference loops, and invariances of every estimator."""
 
 from __future__ import annotations
 
@@ -85,16 +85,9 @@ def test_golden_gae_skips_observations_or_steps_through_them() -> None:
 
 def test_golden_discount_over_observations() -> None:
     r, m = [0.0, 0, 0, 0, 1], [1, 0, 0, 1, 1]
-    close(adv.reinforce_plus_plus(r, m, gamma=0.5, whiten=False), [0.25, 0, 0, 0.5, 1])
-    close(adv.reinforce_plus_plus(r, m, gamma=0.5, whiten=False, discount_observations=True), [0.0625, 0, 0, 0.5, 1])
     zero = [0.0] * 5
     close(adv.gae(r, zero, m, gamma=0.5, lam=1.0)[0], [0.25, 0, 0, 0.5, 1])
     close(adv.gae(r, zero, m, gamma=0.5, lam=1.0, discount_observations=True)[0], [0.0625, 0, 0, 0.5, 1])
-    # Padding after the last action token changes nothing, whatever the discount.
-    close(
-        adv.reinforce_plus_plus([*r, 0, 0], [*m, 0, 0], gamma=0.5, whiten=False, discount_observations=True)[:5],
-        [0.0625, 0, 0, 0.5, 1],
-    )
 
 
 def test_gae_bootstraps_a_cut_row() -> None:
@@ -194,7 +187,7 @@ def test_golden_passk() -> None:
         adv.grpo_passk([1, 0], [0, 0], k=1)
 
 
-def test_golden_gdpo_keeps_apart_what_a_sum_confuses() -> None:
+def test_golden_gdpo() -> None:
     # Sums 1, 1, 0 and 2 would give the first two one advantage; their rewards have different spreads.
     r = [[1.0, 0], [0, 1], [0, 0], [1, 1], [1, 0]]
     a = adv.gdpo(r, [0] * 5, whiten=False)
@@ -352,7 +345,7 @@ def test_maxrl_is_the_gradient_of_log_success_cut_off() -> None:
         close(got, want, 1e-12)
 
 
-# --- doors ---------------------------------------------------------------------------------------
+# --- inputs ---------------------------------------------------------------------------------------
 
 
 def test_every_kind_of_input() -> None:
@@ -380,12 +373,6 @@ def test_every_kind_of_input() -> None:
     ):
         assert adv.grpo(torch.tensor([1, 0], dtype=dtype), [0, 0]).dtype == out
     assert adv.grpo(np.array([1.0, 0.0]), [0, 0]).dtype == torch.float64
-
-
-def test_no_gradient_comes_out() -> None:
-    values = torch.zeros(1, 2, requires_grad=True)
-    assert not adv.gae([[0.0, 1]], values, [[1, 1]])[0].requires_grad
-    assert not adv.grpo(torch.ones(2, requires_grad=True), [0, 0]).requires_grad
 
 
 def test_errors_name_the_argument_the_constraint_and_the_value() -> None:
@@ -434,17 +421,6 @@ def slow_grpo(rewards: list[float], groups: list[Any], std: str | None, singleto
     return out
 
 
-def slow_rloo(rewards: list[float], groups: list[Any], singleton: str) -> list[float]:
-    out = []
-    for i, r in enumerate(rewards):
-        others = [x for j, x in enumerate(rewards) if j != i and groups[j] == groups[i] and not math.isnan(x)]
-        if math.isnan(r):
-            out.append(0.0)
-        else:
-            out.append(r - statistics.fmean(others) if others else (r if singleton == "raw" else 0.0))
-    return out
-
-
 def slow_gae(steps: list[tuple[float, float]], gamma: float, lam: float, last: float) -> list[float]:
     """Over (reward, value) of one row's steps, as the sum of discounted errors that eq. 16 is."""
     values = [v for _, v in steps] + [last]
@@ -466,16 +442,6 @@ def test_grpo_is_its_loop(rows: Any, std: Any, singleton: Any, eps: float) -> No
     close(adv.grpo(torch.tensor(rewards, dtype=torch.float64), groups, std=std, singleton=singleton, eps=eps), want)
     if std is None:
         close(adv.dr_grpo(torch.tensor(rewards, dtype=torch.float64), groups, singleton=singleton), want)
-
-
-@given(grouped, singletons)
-@settings(max_examples=60, deadline=None)
-def test_rloo_is_its_loop(rows: Any, singleton: Any) -> None:
-    rewards, groups = [r for r, _ in rows], [g for _, g in rows]
-    close(
-        adv.rloo(torch.tensor(rewards, dtype=torch.float64), groups, singleton=singleton),
-        slow_rloo(rewards, groups, singleton),
-    )
 
 
 @given(grouped, st.lists(st.integers(0, 9), min_size=12, max_size=12))
@@ -641,7 +607,7 @@ ESTIMATORS: dict[str, list[Estimator]] = {
 EVERY = [pytest.param(f, id=f"{name}-{i}") for name, fs in ESTIMATORS.items() for i, f in enumerate(fs)]
 
 
-def test_every_estimator_is_held_to_the_invariances() -> None:
+def test_every_estimator_is_in_the_table() -> None:
     assert sorted(ESTIMATORS) == sorted(adv.__all__)
 
 

@@ -1,4 +1,4 @@
-"""Trajectories to tensors: one alignment, a reason for each row left out, and nothing trained that cannot be."""
+"""Collation: alignment of the tensors, reasons of dropped rows, and rejected trajectories."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def row(
     )
 
 
-def test_every_tensor_has_one_alignment() -> None:
+def test_tensors_are_aligned() -> None:
     a = row(("prompt", 2), ("action", 2), ("observation", 1), ("action", 1), reward=0.5)
     b = row(("prompt", 1), ("action", 1), group="h", reward=-1.0, sampling=Sampling(temperature=0.7))
     batch = collate([a, b], torch.tensor([2.0, 3.0]))
@@ -68,7 +68,7 @@ def test_every_tensor_has_one_alignment() -> None:
 
 
 @pytest.mark.parametrize("how", ["function", "tensor", "list", "per token", "none"])
-def test_ways_to_give_advantages(how: str) -> None:
+def test_forms_of_advantages(how: str) -> None:
     given = [row(("prompt", 1), ("action", 2), chain=i, reward=r) for i, r in enumerate((1.0, 0.0, None, 1.0))]
     wanted = advantages.grpo([1.0, 0.0, None, 1.0], [0] * 4)[[0, 1, 3]]
     each: Any = {
@@ -87,7 +87,7 @@ def test_ways_to_give_advantages(how: str) -> None:
         assert torch.isnan(batch.advantages[:, 0]).all()
 
 
-def test_who_is_left_out_and_why() -> None:
+def test_dropped_trajectories_have_a_reason() -> None:
     good = row(("prompt", 1), ("action", 1))
     given = [
         good,
@@ -110,12 +110,6 @@ def test_who_is_left_out_and_why() -> None:
     assert batch.flagged == (2 / 6, 1 / 6)
     assert "left out" in batch._repr_html_() and ">truncated<" in batch._repr_html_()
     assert len(collate(given, advantages.grpo)) == 2
-
-
-def test_rows_that_are_cut_count_in_their_group_also_where_they_are_not_trained() -> None:
-    given = [row(("prompt", 1), ("action", 1)), row(("prompt", 1), ("action", 1), chain=1, reward=0.0, stop="timeout")]
-    batch = collate(given, advantages.grpo, truncated="mask")
-    assert float(batch.advantages[0, 1]) == pytest.approx(0.7071, abs=1e-4)
 
 
 GOOD = row(("prompt", 1), ("action", 2))
@@ -148,17 +142,19 @@ TEXT = dataclasses.replace(GOOD, turns=(Turn("action", "policy", None, text="x")
         ([row(("action", 2))], {}, AlignmentError, "follow another token"),
     ],
 )
-def test_what_is_refused(given: Any, options: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_invalid_trajectories_are_rejected(
+    given: Any, options: dict[str, Any], error: type[Exception], says: str
+) -> None:
     with pytest.raises(error, match=says):
         collate(given, **options)
 
 
-async def test_a_rollout_that_has_not_run_is_refused() -> None:
+async def test_a_rollout_that_has_not_run_is_rejected() -> None:
     with pytest.raises((BatchError, AttributeError), match="await"):
         collate(played(["5"]).rollout(tasks(1)))
 
 
-def test_turn_rewards_stand_on_the_action_that_caused_them() -> None:
+def test_turn_rewards_go_to_the_preceding_action() -> None:
     t = row(("prompt", 1), ("action", 2), ("observation", 1), ("action", 1), ("observation", 0), reward=10.0)
     turns = tuple(
         dataclasses.replace(turn, reward=r) for turn, r in zip(t.turns, (None, 0.5, 0.25, None, -1.0), strict=True)
@@ -179,7 +175,7 @@ def test_replace_checks_shapes_and_masks() -> None:
         batch.replace(returns=torch.ones(1, 2))
 
 
-def test_replace_takes_a_mask_and_numbers_for_it_at_once() -> None:
+def test_replace_uses_the_new_mask() -> None:
     batch = collate([row(("prompt", 2), ("action", 1), ("observation", 1))])
     wide = batch.attention.clone()
     wide[:, 0] = False

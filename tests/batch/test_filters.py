@@ -1,4 +1,4 @@
-"""What a filter takes out counts nowhere, and is found with its reason wherever one looks."""
+"""Filters: excluded trajectories count in no mean and are recorded with their reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def rolled(rewards: list[list[float | None]]) -> Rollout:
     return Rollout.from_trajectories(given)
 
 
-async def test_groups_of_one_reward_leave_and_change_no_other_group() -> None:
+async def test_equal_rewards_drops_whole_groups() -> None:
     rollout = await rolled([[0.0, 1.0, 2.0, 5.0], [1.0, 1.0, 1.0, None], [None, None, 3.0, None]])
     batch = collate(rollout, advantages.grpo, filters=[filters.equal_rewards])
     assert [t.id for t in batch.trajectories] == [t.id for t in rollout.groups[0]]
@@ -42,7 +42,7 @@ async def test_groups_of_one_reward_leave_and_change_no_other_group() -> None:
     assert torch.equal(batch.advantages[batch.mask], whole.advantages[:4][whole.mask[:4]])
 
 
-async def test_a_chain_that_is_filtered_is_in_no_mean() -> None:
+async def test_filtered_chains_count_in_no_mean() -> None:
     rollout = await rolled([[0.0, 1.0, 100.0, 2.0]])
     batch = collate(rollout, advantages.dr_grpo, filters=[filters.overlong()])
     assert batch.advantages[:, -1].nan_to_num().shape == (3,)
@@ -87,7 +87,7 @@ async def test_overlong_by_tokens_and_tool_errors() -> None:
     assert both == {one.id: "tool errors", two.id: "overlong"}
 
 
-async def test_filters_that_are_none_are_named() -> None:
+async def test_invalid_filters_are_rejected() -> None:
     rollout = await rolled([[0.0, 1.0]])
 
     def odd(chain: Any) -> None:
@@ -123,7 +123,7 @@ def short(trajectory: Trajectory) -> str | None:
     return "too short" if int(trajectory.action_mask.sum()) < 6 else None
 
 
-async def test_filtered_rows_are_in_no_denominator() -> None:
+async def test_filtered_rows_count_in_no_denominator() -> None:
     """The step on what is left is the step on a rollout that never had the others."""
     policy = learner()
     rollout = await small(policy).rollout(TASKS[:4], 4)

@@ -1,4 +1,4 @@
-"""Rows that begin alike, run as trees: the same numbers and gradients as the rows, for fewer tokens."""
+"""Prefix sharing: the same numbers and gradients as separate rows, for fewer tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def alone(policy: Policy) -> Policy:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("scale", [1.0, 1e9])
-def test_every_row_stands_in_its_tree_and_sees_itself_alone(seed: int, scale: float) -> None:
+def test_rows_attend_only_to_themselves(seed: int, scale: float) -> None:
     rows = branching(seed)
     lengths = rows.lengths.tolist()
     trees = build_prefix_trees(rows.ids, lengths, scale=scale, max_tokens=100)
@@ -69,7 +69,7 @@ def test_every_row_stands_in_its_tree_and_sees_itself_alone(seed: int, scale: fl
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("temperatures", [(1.0,), (1.0, 0.7, 1.3)], ids=["one", "several"])
 @pytest.mark.parametrize("head", [True, "separate"])
-def test_a_forward_of_trees_is_the_forward_of_the_rows(seed: int, temperatures: Any, head: Any) -> None:
+def test_forward_of_trees_equals_forward_of_rows(seed: int, temperatures: Any, head: Any) -> None:
     rows = branching(seed)
     rows.temperatures = torch.tensor([temperatures[i % len(temperatures)] for i in range(len(rows.ids))])
     found = []
@@ -91,7 +91,7 @@ def test_a_forward_of_trees_is_the_forward_of_the_rows(seed: int, temperatures: 
         torch.testing.assert_close(grown, plain, atol=2e-5 * max(1.0, float(plain.detach().abs().max())), rtol=0)
 
 
-def test_only_distinct_tokens_are_run_and_their_logits_made_once() -> None:
+def test_only_distinct_tokens_are_computed() -> None:
     policy, rows = random_policy(0), branching(1, count=20)
     seen: list[int] = []
     policy.model.get_input_embeddings().register_forward_hook(lambda m, given, out: seen.append(given[0].numel()))
@@ -103,7 +103,7 @@ def test_only_distinct_tokens_are_run_and_their_logits_made_once() -> None:
 
 
 @pytest.mark.parametrize("micro", [1, 30, 60, 10**6])
-def test_micro_batches_hold_every_row_once_and_few_tokens(micro: int) -> None:
+def test_micro_batches_of_trees_respect_the_token_limit(micro: int) -> None:
     policy, rows = random_policy(0), branching(2, count=24)
     some = torch.arange(0, 24, 2)
     parts = policy.micro_batches(rows, some, micro)
@@ -126,7 +126,7 @@ def test_micro_batches_hold_every_row_once_and_few_tokens(micro: int) -> None:
         ("bloom", "eager", False),  # where a token stands it counts from its mask
     ],
 )
-def test_a_model_that_runs_trees_otherwise_is_given_rows(family: str, attention: str, grows: bool) -> None:
+def test_models_that_do_not_support_trees_use_rows(family: str, attention: str, grows: bool) -> None:
     shape = {"n_layer": 2, "n_head": 4, "hidden_size": 48} if family == "bloom" else {}
     made = model(family, **shape)
     made.config._attn_implementation = attention
