@@ -36,9 +36,9 @@ def as_floats(x: Any, name: str, like: Tensor | None = None) -> Tensor:
 
 
 def as_bool_mask(mask: Any, like: Tensor) -> Tensor:
-    mask = torch.as_tensor(mask)
-    check_shape("mask", mask, like.shape)
-    return mask.to(device=like.device, dtype=torch.bool)
+    m: Tensor = torch.as_tensor(mask)
+    check_shape("mask", m, like.shape)
+    return m.to(device=like.device, dtype=torch.bool)
 
 
 def check_no_inf(x: Tensor, name: str) -> None:
@@ -161,7 +161,8 @@ class EpisodeRows:
 
     def split(self, x: Tensor) -> Tensor:
         """Undo `concat`."""
-        return x.unflatten(1, (self._max_rows, x.shape[1] // self._max_rows))[self.index, self._position]
+        rows: Tensor = x.unflatten(1, (self._max_rows, x.shape[1] // self._max_rows))
+        return rows[self.index, self._position]
 
     @property
     def _max_rows(self) -> int:
@@ -202,7 +203,7 @@ class TokenRewards:
 
     def align(self, x: Any, name: str) -> Tensor:
         """Convert other values of the tokens to (B, T)."""
-        given = torch.atleast_2d(as_floats(x, name, self.reward))
+        given: Tensor = torch.atleast_2d(as_floats(x, name, self.reward))
         check_shape(name, given, self.reward.shape)
         return given
 

@@ -21,7 +21,7 @@ _ROW_FIELDS = ("rewards", "groups", "trajectory_index", "row_index", "temperatur
 # (B, T) fields that `Batch.replace` converts to float32 and masks.
 _MASKED_FIELDS = ("advantages", "returns", "values", "token_rewards", "kept_mass", "ref_logprobs")
 # All (B, T) fields, with their values on padding.
-_PADDING = {"ids": 0, "attention": False, "mask": False, "versions": -1}
+_PADDING: dict[str, Any] = {"ids": 0, "attention": False, "mask": False, "versions": -1}
 _PADDING |= dict.fromkeys(("logprobs", "entropies", *_MASKED_FIELDS), math.nan)
 
 

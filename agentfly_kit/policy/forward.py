@@ -238,7 +238,7 @@ class LanguageModel:
         wanted = set(want)
         if not wanted or not wanted <= set(get_args(ScoreName)):
             raise SettingsError(f"want must be a non-empty subset of {get_args(ScoreName)}, got {sorted(wanted)}")
-        out = {name: torch.full(batch.ids.shape, torch.nan) for name in wanted - {"hidden"}}
+        out: dict[str, Tensor] = {name: torch.full(batch.ids.shape, torch.nan) for name in wanted - {"hidden"}}
         if "hidden" in wanted:
             out["hidden"] = torch.zeros(*batch.ids.shape, self.width)
         with single_torch_thread(self):

@@ -110,7 +110,8 @@ class Policy(LanguageModel):
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
             with _without_progress_bar():
-                model: Any = AutoModelForCausalLM.from_pretrained(weights, dtype=dtype).to(device)
+                model: Any = AutoModelForCausalLM.from_pretrained(weights, dtype=dtype)
+                model.to(device)
                 tokenizer = AutoTokenizer.from_pretrained(str(path))
                 # Copy the critic before adding the adapter, so that the critic does not contain it.
                 critic = _make_critic(model).to(device) if value_head == "separate" else value_head
