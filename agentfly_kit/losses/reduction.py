@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +26,7 @@ def aggregate(
     how: AggregateMode = "token_mean",
     *,
     denominator: float | None = None,
-    trajectory_index: Sequence[int] | Tensor | None = None,
+    trajectory_index: Sequence[int | str] | Tensor | None = None,
     empty_rows: EmptyRows = "exclude",
     count: Count = "trajectories",
 ) -> Tensor:
@@ -44,7 +45,7 @@ def aggregate(
     empty_rows: whether rows without action tokens count as rows: "exclude" (verl) or "count" (TRL, SkyRL).
     count="rows" divides trajectory_mean by the number of rows instead, as Agent Lightning's own code does.
 
-    Shapes:  per_token, mask (B, T) or (T,); trajectory_index (B,) ints -> ().
+    Shapes:  per_token, mask (B, T) or (T,); trajectory_index (B,) ints or strings -> ().
     Raises:  SettingsError for an option that does not fit `how`. Without action tokens: 0 and a RuntimeWarning.
     Source:  DAPO, arXiv 2503.14476, 3.3 (token mean); arXiv 2503.20783, 3.2 (fixed); Agent Lightning
              v1 (trajectory mean).
@@ -69,9 +70,10 @@ def aggregate(
     elif how == "seq_mean_token_mean":
         numerator = (row_sum / tokens.clamp(min=1)).sum()
     elif how == "trajectory_mean":
-        index = torch.as_tensor(trajectory_index, device=m.device)
+        ids = trajectory_index.cpu() if isinstance(trajectory_index, Tensor) else trajectory_index
+        trajectories, inverse = np.unique(np.asarray(ids), return_inverse=True)
+        index = torch.from_numpy(inverse).to(m.device)
         check_shape("trajectory_index", index, tokens.shape)
-        trajectories, index = index.unique(return_inverse=True)
         of_trajectory = tokens.new_zeros(len(trajectories)).index_add(0, index, tokens)
         numerator = (row_sum / of_trajectory[index].clamp(min=1)).sum()
         if count == "trajectories":

@@ -7,15 +7,13 @@ from typing import Any
 import pytest
 import torch
 from agents import call, played, tasks
-from test_trainer import SMALL, TASKS, learner, small
+from test_trainer import SMALL
 
 from agentfly_kit import advantages, filters
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.batch.collate import collate
 from agentfly_kit.errors import BatchError, EmptyBatch, SettingsError, ToolError
-from agentfly_kit.ppo import adamw, ppo_step
 from agentfly_kit.tools.tool import tool
-from agentfly_kit.types import Trajectory
 
 
 async def rolled(rewards: list[list[float | None]]) -> Rollout:
@@ -114,24 +112,3 @@ async def test_invalid_filters_are_rejected() -> None:
         collate(rollout, filters=[filters.overlong(1)])
     assert isinstance(caught.value, BatchError)
     assert len(caught.value.dropped) == 2
-
-
-# --- in the loop ---------------------------------------------------------------------------------
-
-
-def short(trajectory: Trajectory) -> str | None:
-    return "too short" if int(trajectory.action_mask.sum()) < 6 else None
-
-
-async def test_filtered_rows_count_in_no_denominator() -> None:
-    """The step on what is left is the step on a rollout that never had the others."""
-    policy = learner()
-    rollout = await small(policy).rollout(TASKS[:4], 4)
-    kept = Rollout.from_trajectories(t for t in rollout if short(t) is None)
-    assert 0 < len(kept) < len(rollout)
-    results = []
-    for batch in (collate(rollout, advantages.grpo, filters=[short]), collate(kept, advantages.grpo)):
-        twin = policy.copy()
-        stats = ppo_step(twin, adamw(twin), batch, minibatch=4)
-        results.append((twin.fingerprint(), stats.loss))
-    assert results[0] == results[1]

@@ -247,7 +247,7 @@ AGGREGATES: dict[str, dict[str, Any]] = {
     "fixed": {"denominator": 7.0},
     "fixed count": {"denominator": 7.0, "empty_rows": "count"},
     "trajectory_mean": {"trajectory_index": [5, 2, 5]},
-    "trajectory_mean rows": {"trajectory_index": [5, 2, 5], "count": "rows"},
+    "trajectory_mean rows": {"trajectory_index": ["b", "a", "b"], "count": "rows"},
 }
 MASKS = {
     "full": [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]],
