@@ -51,7 +51,7 @@ _WHERE = {
     "Turn": "types",
     "VLLMEngine": "engines.vllm.engine",
     "adamw": "ppo",
-    "collate": "batch.batch",
+    "collate": "batch.collate",
     "turn_data": "batch.turn_data",
     "doctor": "_doctor",
     "evaluate": "evaluation",

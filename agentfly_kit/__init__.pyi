@@ -11,7 +11,7 @@ from agentfly_kit.agent.budget import Budget as Budget
 from agentfly_kit.agent.rollout import Rollout as Rollout
 from agentfly_kit.batch import filters as filters
 from agentfly_kit.batch.batch import Batch as Batch
-from agentfly_kit.batch.batch import collate as collate
+from agentfly_kit.batch.collate import collate as collate
 from agentfly_kit.batch.turn_data import turn_data as turn_data
 from agentfly_kit.chat.chat import Chat as Chat
 from agentfly_kit.engines.local.engine import LocalEngine as LocalEngine

@@ -6,7 +6,7 @@ its text is shown to the model.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 
 class AgentFlyError(Exception):
@@ -36,6 +36,12 @@ class SettingsError(AgentFlyError, ValueError):
     """Invalid value of an option, or a conflict between options."""
 
 
+def check_choice(name: str, value: object, choices: Any) -> None:
+    """Raise SettingsError if `value` is not one of the values of the Literal type `choices`."""
+    if value not in get_args(choices):
+        raise SettingsError(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}")
+
+
 class NotAwaited(AgentFlyError, AttributeError):
     """Result used before it was awaited. Names the call."""
 
@@ -49,6 +55,12 @@ class ChatTemplateError(AgentFlyError):
 
 class AlignmentError(AgentFlyError, ValueError):
     """Per-token values whose length differs from that of the ids, or a row that differs from the sampled tokens."""
+
+
+def check_shape(name: str, value: Any, shape: tuple[int, ...]) -> None:
+    """Raise AlignmentError if a tensor does not have the given shape."""
+    if tuple(value.shape) != tuple(shape):
+        raise AlignmentError(f"{name} must have the shape {tuple(shape)}, got {tuple(value.shape)}")
 
 
 # --- policy, engine, training --------------------------------------------------------------------

@@ -517,6 +517,11 @@ class Row:
         return self._per_token("entropies")
 
     @cached_property
+    def kept_mass(self) -> npt.NDArray[np.float32]:
+        """Probability mass kept by top-p, top-k and min-p; NaN where the mask is 0 or nothing was cut."""
+        return self._per_token("kept_mass")
+
+    @cached_property
     def token_texts(self) -> tuple[str, ...]:
         """Text of each token; "[id]" if no tokenizer was available."""
         self._require_ids()

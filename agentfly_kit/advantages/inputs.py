@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from agentfly_kit.errors import AlignmentError, SettingsError
+from agentfly_kit.errors import AlignmentError, check_choice, check_shape
 
-
-class Listable(Protocol):
-    """NumPy array or pandas series, without importing either."""
-
-    def tolist(self) -> Any: ...
-
-
-Numbers: TypeAlias = Sequence[Any] | Listable | Tensor
+Numbers: TypeAlias = Iterable[Any] | Tensor  # list, NumPy array, pandas series or tensor; None is NaN
 Groups: TypeAlias = Iterable[Hashable] | Tensor
-Std: TypeAlias = Literal["sample", "population"] | None
+Std: TypeAlias = Literal["sample", "population", None]
 Singleton: TypeAlias = Literal["zero", "raw"]
 Observations: TypeAlias = Literal["skip", "step"]
-
-
-def _none_to_nan(x: Any) -> Any:
-    if isinstance(x, (list, tuple)):
-        return [_none_to_nan(v) for v in x]
-    return float("nan") if x is None else x
 
 
 def as_floats(x: Any, name: str, like: Tensor | None = None) -> Tensor:
@@ -36,30 +24,27 @@ def as_floats(x: Any, name: str, like: Tensor | None = None) -> Tensor:
     if isinstance(x, Tensor):
         out = x.detach()
     else:
-        values = x.tolist() if hasattr(x, "tolist") else x  # numpy, pandas; object columns may hold None
         try:
-            out = torch.tensor(_none_to_nan(values), dtype=torch.float64)
-        except (TypeError, ValueError) as e:
-            raise AlignmentError(
-                f"{name} cannot become a tensor ({e}); give numbers, in rows of equal length"
-            ) from None
-        out = out.to(getattr(torch, str(getattr(x, "dtype", "")), torch.float32))
+            out = torch.from_numpy(np.array(x, dtype=np.float64))
+        except (TypeError, ValueError) as error:
+            raise AlignmentError(f"{name} must be numbers, in rows of equal length: {error}") from None
+        if getattr(x, "dtype", None) != np.float64:
+            out = out.to(torch.float32)
     if not out.dtype.is_floating_point or out.dtype.itemsize < 4:
         out = out.to(torch.float32)
     return out if like is None else out.to(device=like.device, dtype=torch.promote_types(out.dtype, like.dtype))
 
 
-def as_bool_mask(mask: Any, like: Tensor, name: str = "mask") -> Tensor:
-    m = mask.detach() if isinstance(mask, Tensor) else torch.as_tensor(mask)
-    if m.shape != like.shape:
-        raise AlignmentError(f"{name} has shape {tuple(m.shape)}, the rewards {tuple(like.shape)}; give equal shapes")
+def as_bool_mask(mask: Any, like: Tensor) -> Tensor:
+    m: Tensor = torch.as_tensor(mask)
+    check_shape("mask", m, like.shape)
     return m.to(device=like.device, dtype=torch.bool)
 
 
 def check_no_inf(x: Tensor, name: str) -> None:
     if bool(torch.isinf(x).any()):
         where = torch.isinf(x).nonzero()[0].tolist()
-        raise ValueError(f"{name}{where} is infinite; give a finite number, or NaN for unscored")
+        raise ValueError(f"{name}{where} must be finite, or NaN for unscored, got {x[tuple(where)].item()}")
 
 
 def require_finite(x: Tensor, where: Tensor, name: str, why: str) -> Tensor:
@@ -67,25 +52,19 @@ def require_finite(x: Tensor, where: Tensor, name: str, why: str) -> Tensor:
     bad = where & ~torch.isfinite(x)
     if bool(bad.any()):
         place = bad.nonzero()[0].tolist()
-        raise ValueError(f"{name}{place} is {x[tuple(place)].item()}; wanted a finite number {why}")
+        raise ValueError(f"{name}{place} must be a finite number {why}, got {x[tuple(place)].item()}")
     return torch.where(where, x, 0.0)
-
-
-def check_choice(name: str, given: object, wanted: tuple[object, ...]) -> None:
-    if given not in wanted:
-        raise SettingsError(f"{name}={given!r}; wanted one of {', '.join(map(repr, wanted))}")
 
 
 def group_index(groups: Groups, n: int, device: torch.device) -> Tensor:
     """Number the groups 0, 1, 2, ... and return the number of each row, (N,). Ids may be any hashable objects."""
     if isinstance(groups, str):
-        raise AlignmentError(f"groups={groups!r} is one string; give a list with a group id for each of {n} rows")
-    if isinstance(groups, Tensor):
-        groups = groups.tolist()
+        raise AlignmentError(f"groups must be a list with a group id per row, got the string {groups!r}")
+    ids = groups.tolist() if isinstance(groups, Tensor) else groups
     seen: dict[Hashable, int] = {}
-    index = [seen.setdefault(g, len(seen)) for g in groups]
+    index = [seen.setdefault(g, len(seen)) for g in ids]
     if len(index) != n:
-        raise AlignmentError(f"{len(index)} group ids for {n} rewards; give one group id for each reward")
+        raise AlignmentError(f"groups must have one id per reward, got {len(index)} ids for {n} rewards")
     return torch.tensor(index, dtype=torch.long, device=device)
 
 
@@ -101,7 +80,7 @@ class GroupedRewards:
     def from_rewards(cls, rewards: Numbers, groups: Groups) -> GroupedRewards:
         r = as_floats(rewards, "rewards")
         if r.ndim != 1:
-            raise AlignmentError(f"rewards has shape {tuple(r.shape)}; wanted (N,), one number per trajectory")
+            raise AlignmentError(f"rewards must have the shape (N,), one per trajectory, got {tuple(r.shape)}")
         check_no_inf(r, "rewards")
         scored = ~torch.isnan(r)
         return cls(torch.where(scored, r, 0.0), scored, group_index(groups, len(r), r.device))
@@ -117,9 +96,6 @@ class GroupedRewards:
     @property
     def count(self) -> Tensor:
         return self.group_sum(self.scored.to(self.reward.dtype))
-
-    def mean(self, x: Tensor) -> Tensor:
-        return self.group_sum(x) / self.count.clamp(min=1)
 
     def _group_max(self, x: Tensor) -> Tensor:
         x = torch.where(self.scored, x, -torch.inf)
@@ -147,6 +123,7 @@ class GroupedRewards:
 
     def std(self, kind: Std, eps: float) -> Tensor:
         """Return std + eps, or 1 for `kind=None`."""
+        check_choice("std", kind, Std)
         if kind is None:
             return torch.ones_like(self.reward)
         n = self.count - 1 if kind == "sample" else self.count
@@ -155,6 +132,7 @@ class GroupedRewards:
 
     def singleton(self, advantages: Tensor, rule: Singleton) -> Tensor:
         """Set the advantage of rows that are alone in their group: 0, or the reward itself."""
+        check_choice("singleton", rule, Singleton)
         return torch.where(self.count == 1, self.reward if rule == "raw" else 0.0, advantages)
 
 
@@ -166,41 +144,34 @@ class EpisodeRows:
     """
 
     def __init__(self, trajectory_index: Groups | None, rows: int, device: torch.device) -> None:
-        self.index = (
-            torch.arange(rows, device=device)
-            if trajectory_index is None
-            else group_index(trajectory_index, rows, device)
-        )
-        seen: dict[int, int] = {}
+        self.index = group_index(range(rows) if trajectory_index is None else trajectory_index, rows, device)
+        # The rows of each trajectory, and the position of each row among them.
+        self._rows: list[list[int]] = [[] for _ in range(int(self.index.max()) + 1 if rows else 0)]
         positions = []
-        for trajectory in self.index.tolist():
-            positions.append(seen.get(trajectory, 0))
-            seen[trajectory] = positions[-1] + 1
-        self.position = torch.tensor(positions, dtype=torch.long, device=device)
-        self.num_trajectories, self.max_rows = len(seen), max(seen.values(), default=1)
-        self.is_single_row = self.max_rows == 1
+        for row, trajectory in enumerate(self.index.tolist()):
+            positions.append(len(self._rows[trajectory]))
+            self._rows[trajectory].append(row)
+        self._position = torch.tensor(positions, dtype=torch.long, device=device)
 
     def concat(self, x: Tensor) -> Tensor:
         """Concatenate rows; missing rows of a trajectory are 0 (False)."""
-        if self.is_single_row:
-            return x
-        out = x.new_zeros(self.num_trajectories, self.max_rows, x.shape[1])
-        out[self.index, self.position] = x
+        out = x.new_zeros(len(self._rows), self._max_rows, x.shape[1])
+        out[self.index, self._position] = x
         return out.flatten(1)
 
     def split(self, x: Tensor) -> Tensor:
-        return x if self.is_single_row else x.unflatten(1, (self.max_rows, -1))[self.index, self.position]
+        """Undo `concat`."""
+        rows: Tensor = x.unflatten(1, (self._max_rows, x.shape[1] // self._max_rows))
+        return rows[self.index, self._position]
 
     @property
-    def first_rows(self) -> Tensor:
-        """Index of the first row of each trajectory, (R,)."""
-        return (self.position == 0).nonzero()[:, 0]
+    def _max_rows(self) -> int:
+        return max(map(len, self._rows), default=1)
 
     @property
     def last_rows(self) -> Tensor:
         """Index of the last row of each trajectory, (R,)."""
-        last = dict(zip(self.index.tolist(), range(len(self.index)), strict=True))
-        return torch.tensor([last[i] for i in range(self.num_trajectories)], dtype=torch.long, device=self.index.device)
+        return torch.tensor([rows[-1] for rows in self._rows], dtype=torch.long, device=self.index.device)
 
     def any_in_trajectory(self, rows: Tensor) -> Tensor:
         """Return for each row whether any row of its trajectory is True, (B,)."""
@@ -220,25 +191,23 @@ class TokenRewards:
     def from_arrays(cls, token_rewards: Numbers, mask: Any, trajectory_index: Groups | None = None) -> TokenRewards:
         r = as_floats(token_rewards, "token_rewards")
         if r.ndim not in (1, 2):
-            raise AlignmentError(f"token_rewards has shape {tuple(r.shape)}; wanted (B, T), or (T,) for one row")
+            raise AlignmentError(f"token_rewards must have the shape (B, T), or (T,) for one row, got {tuple(r.shape)}")
         m = as_bool_mask(mask, r)
-        flat = r.ndim == 1
-        if flat:
-            r, m = r.unsqueeze(0), m.unsqueeze(0)
+        is_1d = r.ndim == 1
+        r, m = torch.atleast_2d(r), torch.atleast_2d(m)
         r = torch.where(m, r, 0.0)
         check_no_inf(r, "token_rewards")
         rows = EpisodeRows(trajectory_index, len(r), r.device)
         scored = ~rows.any_in_trajectory(torch.isnan(r).any(1))[:, None]
-        return cls(torch.where(scored, r, 0.0), m & scored, flat, rows)
+        return cls(torch.where(scored, r, 0.0), m & scored, is_1d, rows)
 
     def align(self, x: Any, name: str) -> Tensor:
-        given = as_floats(x, name, self.reward)
-        if self.is_1d and given.ndim == 1:
-            given = given.unsqueeze(0)
-        if given.shape != self.reward.shape:
-            raise AlignmentError(f"{name} has shape {tuple(given.shape)}; wanted {tuple(self.reward.shape)}")
+        """Convert other values of the tokens to (B, T)."""
+        given: Tensor = torch.atleast_2d(as_floats(x, name, self.reward))
+        check_shape(name, given, self.reward.shape)
         return given
 
     def out(self, x: Tensor) -> Tensor:
+        """Return x in the shape of the given rewards, 0 where masked."""
         x = torch.where(self.mask, x, 0.0)
         return x.squeeze(0) if self.is_1d else x

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from agentfly_kit.advantages.inputs import (
+    EpisodeRows,
     GroupedRewards,
     Groups,
     Numbers,
     Singleton,
     Std,
     as_floats,
-    check_choice,
     check_no_inf,
     group_index,
     require_finite,
 )
 from agentfly_kit.advantages.whitening import whitened
-from agentfly_kit.errors import AlignmentError, SettingsError
+from agentfly_kit.errors import AlignmentError, SettingsError, check_shape
 
 
 def grpo(
@@ -36,8 +36,6 @@ def grpo(
     Source:  DeepSeekMath, arXiv 2402.03300, 4.1.2. It leaves open which std (see `std`) and the advantage in a group of
              one (see `singleton`). A group whose rewards are all equal gives exactly 0.
     """
-    check_choice("std", std, ("sample", "population", None))
-    check_choice("singleton", singleton, ("zero", "raw"))
     g = GroupedRewards.from_rewards(rewards, groups)
     return g.singleton(g.centred() / g.std(std, eps), singleton)
 
@@ -61,7 +59,6 @@ def rloo(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> 
     Raises:  ValueError if a reward is infinite. NaN is unscored.
     Source:  Back to Basics, arXiv 2402.14740. A trajectory alone in its group has no others: see `singleton`.
     """
-    check_choice("singleton", singleton, ("zero", "raw"))
     g = GroupedRewards.from_rewards(rewards, groups)
     # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1), which keeps a flat group at exactly 0.
     return g.singleton(g.centred() * g.count / (g.count - 1).clamp(min=1), singleton)
@@ -77,8 +74,7 @@ def remax(rewards: Numbers, groups: Groups | None = None, *, baselines: Numbers)
     """
     r = as_floats(rewards, "rewards")
     b = as_floats(baselines, "baselines", r)
-    if r.shape != b.shape or r.ndim != 1:
-        raise AlignmentError(f"rewards {tuple(r.shape)}, baselines {tuple(b.shape)}; wanted (N,) twice")
+    check_shape("baselines", b, r.shape)
     check_no_inf(r, "rewards")
     check_no_inf(b, "baselines")
     return torch.nan_to_num(r - b, nan=0.0)
@@ -94,11 +90,9 @@ def opo(rewards: Numbers, groups: Groups, *, lengths: Numbers, singleton: Single
     Raises:  ValueError if a reward is infinite, or a length of a scored trajectory is negative or not finite.
     Source:  OPO, arXiv 2505.23585, its practical baseline.
     """
-    check_choice("singleton", singleton, ("zero", "raw"))
     g = GroupedRewards.from_rewards(rewards, groups)
     n = as_floats(lengths, "lengths", g.reward)
-    if n.shape != g.reward.shape:
-        raise AlignmentError(f"lengths has shape {tuple(n.shape)}; wanted {tuple(g.reward.shape)}")
+    check_shape("lengths", n, g.reward.shape)
     n = require_finite(torch.where(n < 0, torch.nan, n), g.scored, "lengths", "of action tokens, 0 or more")
     return g.singleton(g.minus_weighted_mean(n), singleton)
 
@@ -123,8 +117,6 @@ def gpg(
     Raises:  ValueError if a reward is infinite. NaN is unscored.
     Source:  GPG, arXiv 2504.02546, "accurate gradient estimation"; its F_norm is `std`, by default none.
     """
-    check_choice("std", std, ("sample", "population", None))
-    check_choice("singleton", singleton, ("zero", "raw"))
     g = GroupedRewards.from_rewards(rewards, groups)
     a = g.singleton(g.centred() / g.std(std, eps), singleton)
     live = (g.scored & ~g.flat).sum()
@@ -152,10 +144,8 @@ def grpo_passk(
     Raises:  SettingsError for k < 2; k = 1 is `grpo`. ValueError if a reward is infinite. NaN is unscored.
     Source:  k = group: arXiv 2503.19595; any k: PKPO, arXiv 2505.15201 (leave one out of each subset).
     """
-    check_choice("std", std, ("sample", "population", None))
-    check_choice("singleton", singleton, ("zero", "raw"))
     if k is not None and k < 2:
-        raise SettingsError(f"k={k!r}; wanted 2 or more, or None for the whole group (k=1 is grpo)")
+        raise SettingsError(f"k must be at least 2, or None for the whole group (k=1 is grpo), got {k!r}")
     g = GroupedRewards.from_rewards(rewards, groups)
     out = torch.zeros_like(g.reward)
     for slot in range(g.num_groups):
@@ -193,13 +183,12 @@ def gdpo(
     Raises:  ValueError if a reward is infinite. A trajectory with a NaN among its rewards is unscored.
     Source:  GDPO, arXiv 2601.05242. verl's code whitens over tokens, so that long rows count more; this counts rows.
     """
-    check_choice("std", std, ("sample", "population", None))
     r = as_floats(rewards, "rewards")
     if r.ndim != 2:
-        raise AlignmentError(f"rewards has shape {tuple(r.shape)}; wanted (N, K), one column per reward")
+        raise AlignmentError(f"rewards must have the shape (N, K), one column per reward, got {tuple(r.shape)}")
     w = [1.0] * r.shape[1] if weights is None else list(weights)
     if len(w) != r.shape[1]:
-        raise AlignmentError(f"{len(w)} weights for {r.shape[1]} rewards; give one weight for each")
+        raise AlignmentError(f"weights must have one entry per reward, got {len(w)} for {r.shape[1]} rewards")
     scored = ~torch.isnan(r).any(1)
     out = torch.zeros(len(r), dtype=r.dtype, device=r.device)
     for j, weight in enumerate(w):
@@ -219,12 +208,11 @@ def maxrl(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") ->
     Raises:  ValueError if a reward is infinite or negative, because it represents a success rate. NaN is unscored.
     Source:  MaxRL, arXiv 2602.02710, Algorithm 1.
     """
-    check_choice("singleton", singleton, ("zero", "raw"))
     g = GroupedRewards.from_rewards(rewards, groups)
     if bool((g.reward < 0).any()):
         at = int((g.reward < 0).nonzero()[0])
-        raise ValueError(f"rewards[{at}] is {g.reward[at].item()}; maxrl wants rewards of 0 or more, success as 1")
-    mean = g.mean(g.reward)
+        raise ValueError(f"rewards[{at}] must be at least 0, got {g.reward[at].item()}")
+    mean = g.group_sum(g.reward) / g.count.clamp(min=1)
     return g.singleton(torch.where(mean > 0, g.centred() / torch.where(mean > 0, mean, 1.0), 0.0), singleton)
 
 
@@ -247,17 +235,14 @@ def trajectory_level(
     Source:  Agent Lightning v1, its rollout-level advantage.
     """
     r = as_floats(rewards, "rewards")
-    ids = groups.tolist() if isinstance(groups, Tensor) else list(groups)
     group = group_index(groups, len(r), r.device)
-    index = group_index(trajectory_index, len(r), r.device)
-    first: dict[int, int] = {}
-    for row, trajectory in enumerate(index.tolist()):
-        head = first.setdefault(trajectory, row)
-        same = bool(r[row] == r[head]) or bool(r[row].isnan() and r[head].isnan())
-        if not same or group[row] != group[head]:
-            raise ValueError(
-                f"rows {head} and {row} are of one trajectory, with rewards {r[head].item():g} and {r[row].item():g}, "
-                f"groups {ids[head]!r} and {ids[row]!r}; give all rows of a trajectory its one reward and group"
-            )
-    heads = list(first.values())
-    return estimator(r[heads], group[heads], **options)[index]
+    rows = EpisodeRows(trajectory_index, len(r), r.device)
+    last = rows.last_rows[rows.index]  # last row of the trajectory of each row
+    same_reward = (r == r[last]) | (r.isnan() & r[last].isnan())
+    if bool((wrong := ~same_reward | (group != group[last])).any()):
+        i = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"the rows of a trajectory must have the same reward and group, got {r[i].item():g} and "
+            f"{r[last[i]].item():g} in groups {int(group[i])} and {int(group[last[i]])} for rows {i} and {int(last[i])}"
+        )
+    return estimator(r[rows.last_rows], group[rows.last_rows], **options)[rows.index]

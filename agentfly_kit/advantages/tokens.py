@@ -16,13 +16,12 @@ from agentfly_kit.advantages.inputs import (
     Std,
     TokenRewards,
     as_floats,
-    check_choice,
     group_index,
     require_finite,
 )
 from agentfly_kit.advantages.outcomes import grpo
 from agentfly_kit.advantages.whitening import whitened
-from agentfly_kit.errors import AlignmentError, SettingsError
+from agentfly_kit.errors import SettingsError, check_choice, check_shape
 
 
 def _gae_recursion(reward: Tensor, value: Tensor, steps: Tensor, discount: Tensor, lam: float, last: Tensor) -> Tensor:
@@ -92,66 +91,65 @@ def gae(
              another. A row with a NaN reward at an action token is unscored, and so is its trajectory: all 0.
     Source:  arXiv 1506.02438, eq. 16; turns: the same recursion with a turn for a step.
     """
-    check_choice("observations", observations, ("skip", "step"))
+    check_choice("observations", observations, Observations)
+    if turns is not None and (observations == "step" or discount_observations):
+        raise SettingsError("turns= must be used with observations='skip' and discount_observations=False")
     tok = TokenRewards.from_arrays(token_rewards, mask, trajectory_index)
     v = tok.align(values, "values")
     r = tok.reward.to(v.dtype)
-    last = torch.zeros_like(v[:, 0]) if v.shape[1] else v.new_zeros(v.shape[0])
+    last = v.new_zeros(len(v))
     if bootstrap is not None:
         b = as_floats(bootstrap, "bootstrap", v).reshape(-1)
-        if b.shape != last.shape:
-            raise AlignmentError(f"bootstrap has shape {tuple(b.shape)}; wanted ({len(last)},), one value per row")
+        check_shape("bootstrap", b, last.shape)
         last = require_finite(b, tok.mask.any(1), "bootstrap", "(0 for a row that was not cut)")
-    last = last[tok.rows.last_rows]
 
+    # Positions that are steps of the recursion.
+    steps, why = tok.mask, "at every action token"
     if turns is not None:
-        if observations == "step" or discount_observations:
-            raise SettingsError(
-                "a turn is one step: with turns=, leave observations='skip', discount_observations=False"
-            )
-        return _turn_gae(tok, r, v, turns, gamma, lam, last)
-
-    steps = tok.mask
-    if observations == "step":
-        # Between the first and last action token; no action follows later tokens.
+        # A turn is one step, at its first token; `first` is the index of that token for each token of the turn.
+        steps, first = _turn_starts(tok, turns)
+        r = torch.zeros_like(r).scatter_add(1, first, r)
+        why = "at the first action token of every turn"
+    elif observations == "step":
+        # All tokens between the first and last action token; no action follows later tokens.
         steps = (tok.mask.cumsum(1) > 0) & (tok.mask.flip(1).cumsum(1).flip(1) > 0)
-    why = "at every action token" if observations == "skip" else "between the first and last action token"
+        why = "between the first and last action token"
     v = require_finite(v, steps, "values", why)
+
     discount = _discounts(steps, gamma, discount_observations, v)  # the next row is one step away
-    concat = tok.rows.concat
+    concat, last = tok.rows.concat, last[tok.rows.last_rows]
     adv = tok.rows.split(_gae_recursion(concat(r), concat(v), concat(steps), concat(discount), lam, last))
-    return tok.out(adv), tok.out(adv + v)
+    returns = adv + v
+    if turns is not None:
+        adv, returns = adv.gather(1, first), returns.gather(1, first)
+    return tok.out(adv), tok.out(returns)
 
 
-def _turn_gae(
-    tok: TokenRewards, r: Tensor, v: Tensor, turns: Any, gamma: float, lam: float, last: Tensor
-) -> tuple[Tensor, Tensor]:
-    ids = turns.detach() if isinstance(turns, Tensor) else torch.as_tensor(turns)
-    ids = ids.unsqueeze(0) if tok.is_1d and ids.ndim == 1 else ids
-    if ids.shape != r.shape:
-        raise AlignmentError(f"turns has shape {tuple(ids.shape)}; wanted {tuple(r.shape)}")
-    ids = ids.to(r.device)
+def _turn_starts(tok: TokenRewards, turns: Any) -> tuple[Tensor, Tensor]:
+    """Return where turns start, (B, T) bool, and the index of the start of each token's turn, (B, T).
+
+    Raises:
+        ValueError: If a turn id reappears after another.
+    """
+    ids = torch.atleast_2d(torch.as_tensor(turns)).to(tok.mask.device)
+    check_shape("turns", ids, tok.mask.shape)
     # A turn starts at an action token whose turn is not that of the action token before it.
-    place = torch.where(tok.mask, torch.arange(r.shape[1], device=r.device), -1)
-    before = torch.cat([torch.full_like(place[:, :1], -1), place[:, :-1]], 1).cummax(1).values
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    actions = torch.where(tok.mask, columns, -1)
+    before = torch.cat([torch.full_like(actions[:, :1], -1), actions[:, :-1]], 1).cummax(1).values
     start = tok.mask & ((before < 0) | (ids != ids.gather(1, before.clamp(min=0))))
     row, at = start.nonzero(as_tuple=True)
     seen: set[tuple[int, int]] = set()
     for b, t, turn in zip(row.tolist(), at.tolist(), ids[row, at].tolist(), strict=True):
         if (b, turn) in seen:
-            raise ValueError(f"turns[{b}] comes back to turn {turn} at token {t}; number turns in order")
+            raise ValueError(f"turns[{b}] must number turns in order, but turn {turn} reappears at token {t}")
         seen.add((b, turn))
-    slot = (start.cumsum(1) - 1).clamp(min=0)
-    width = int(slot.max()) + 1 if slot.numel() else 0
-    v = require_finite(v, start, "values", "at the first action token of every turn")
-    empty = r.new_zeros(r.shape[0], width)
-    by_turn_r = empty.scatter_add(1, slot, r)
-    by_turn_v = empty.scatter_add(1, slot, v)  # one value a turn: v is 0 off the starts
-    exists = empty.scatter_add(1, slot, start.to(r.dtype)) > 0
-    concat = tok.rows.concat
-    discount = torch.full_like(concat(empty), gamma)
-    adv = tok.rows.split(_gae_recursion(concat(by_turn_r), concat(by_turn_v), concat(exists), discount, lam, last))
-    return tok.out(adv.gather(1, slot)), tok.out((adv + by_turn_v).gather(1, slot))
+    return start, torch.where(start, columns, 0).cummax(1).values
+
+
+def _rewards_to_go(reward: Tensor, steps: Tensor, discount: Tensor) -> Tensor:
+    zero = torch.zeros_like(reward)
+    return _gae_recursion(reward, zero, steps, discount, 1.0, reward.new_zeros(len(reward)))
 
 
 def reinforce_plus_plus(
@@ -177,13 +175,10 @@ def reinforce_plus_plus(
              trajectory: left out of the mean and std, all 0.
     Source:  REINFORCE++, arXiv 2501.03262; its KL penalty belongs in token_rewards.
     """
-    check_choice("std", std, ("sample", "population", None))
     tok = TokenRewards.from_arrays(token_rewards, mask, trajectory_index)
     concat = tok.rows.concat
-    reward, steps = concat(tok.reward), concat(tok.mask)
-    zero = torch.zeros_like(reward)
-    discount = concat(_discounts(tok.mask, gamma, discount_observations, tok.reward))
-    to_come = tok.rows.split(_gae_recursion(reward, zero, steps, discount, 1.0, zero[:, :1].sum(1)))
+    discount = _discounts(tok.mask, gamma, discount_observations, tok.reward)
+    to_come = tok.rows.split(_rewards_to_go(concat(tok.reward), concat(tok.mask), concat(discount)))
     return tok.out(whitened(to_come, tok.mask, std, eps, "reinforce_plus_plus") if whiten else to_come)
 
 
@@ -208,17 +203,13 @@ def reinforce_plus_plus_baseline(
              trajectory.
     Source:  REINFORCE++, arXiv 2501.03262, the variant with a group baseline and global normalisation.
     """
-    check_choice("std", std, ("sample", "population", None))
-    check_choice("singleton", singleton, ("zero", "raw"))
     tok = TokenRewards.from_arrays(token_rewards, mask, trajectory_index)
+    last_rows = tok.rows.last_rows
+    total = tok.reward.new_zeros(len(last_rows)).index_add(0, tok.rows.index, tok.reward.sum(1))
     # A trajectory without scored action tokens does not count in the mean of its group.
-    whole = torch.zeros_like(tok.reward[:, 0]).index_add(0, tok.rows.index, tok.reward.sum(1))[
-        : tok.rows.num_trajectories
-    ]
-    first_rows = tok.rows.first_rows
-    whole = torch.where(tok.rows.any_in_trajectory(tok.mask.any(1))[first_rows], whole, torch.nan)
-    group = group_index(groups, len(tok.mask), tok.mask.device)[first_rows]
-    per_trajectory = grpo(whole, group, std=None, singleton=singleton)
+    total = torch.where(tok.rows.any_in_trajectory(tok.mask.any(1))[last_rows], total, torch.nan)
+    group = group_index(groups, len(tok.mask), tok.mask.device)[last_rows]
+    per_trajectory = grpo(total, group, std=None, singleton=singleton)
     per_token = per_trajectory[tok.rows.index].unsqueeze(1).expand_as(tok.reward)
     return tok.out(whitened(per_token, tok.mask, std, eps, "reinforce_plus_plus_baseline") if whiten else per_token)
 
@@ -247,22 +238,20 @@ def optimal_token_baseline(
              NaN reward there is unscored.
     Source:  Optimal Token Baseline, arXiv 2602.07078, with its logit-gradient proxy.
     """
-    check_choice("singleton", singleton, ("zero", "raw"))
     tok = TokenRewards.from_arrays(token_rewards, mask, trajectory_index)
     lp = require_finite(tok.align(logprobs, "logprobs"), tok.mask, "logprobs", "at every action token")
     squares = tok.align(sum_squared_probs, "sum_squared_probs")
     squares = require_finite(squares, tok.mask, "sum_squared_probs", "at every action token")
-    concat, first_rows = tok.rows.concat, tok.rows.first_rows
+    concat = tok.rows.concat
     steps = concat(tok.mask)
     energy = torch.where(steps, concat(1 - 2 * lp.exp() + squares), 0.0).clamp(min=0).cumsum(1)
-    zero = torch.zeros_like(energy)
-    to_come = _gae_recursion(concat(tok.reward.to(energy.dtype)), zero, steps, zero + 1, 1.0, zero.sum(1))
+    to_come = _rewards_to_go(concat(tok.reward.to(energy.dtype)), steps, torch.ones_like(energy))
     row, at = steps.nonzero(as_tuple=True)
     position = steps.cumsum(1)[row, at]
-    group = group_index(groups, len(tok.mask), energy.device)[first_rows][row]
+    group = group_index(groups, len(tok.mask), energy.device)[tok.rows.last_rows][row]
     # Use one group per (group, position), so that all group statistics are per position.
     key = torch.unique(torch.stack([group, position], 1), dim=0, return_inverse=True)[1]
     g = GroupedRewards(to_come[row, at], torch.ones_like(row, dtype=torch.bool), key)
-    out = zero.clone()
+    out = torch.zeros_like(energy)
     out[row, at] = g.singleton(g.minus_weighted_mean(energy[row, at]), singleton)
     return tok.out(tok.rows.split(out))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,12 +15,13 @@ from agentfly_kit.advantages.inputs import (
     Singleton,
     Std,
     as_floats,
-    check_choice,
     check_no_inf,
     group_index,
 )
 from agentfly_kit.advantages.outcomes import grpo
-from agentfly_kit.errors import AlignmentError
+from agentfly_kit.errors import AlignmentError, check_choice
+
+Attribution: TypeAlias = Literal["soft", "hard", "inverse_branching"]
 
 
 def _pad_ragged(rows: list[list[float]], like: Tensor) -> Tensor:
@@ -56,15 +57,16 @@ def gigpo(
     """
     r = as_floats(rewards, "rewards")
     if not len(r) == len(turn_rewards) == len(states):
-        raise AlignmentError(f"{len(r)} rewards, {len(turn_rewards)} rows of turn_rewards, {len(states)} of states")
+        raise AlignmentError(
+            f"turn_rewards and states must have a list per reward, got {len(turn_rewards)} and {len(states)} lists for "
+            f"{len(r)} rewards"
+        )
     index = group_index(groups, len(r), r.device).tolist()
     per_turn: list[list[float]] = []
     for i, (given, at) in enumerate(zip(turn_rewards, states, strict=True)):
         row = as_floats(given, f"turn_rewards[{i}]").tolist()
         if len(row) != len(at):
-            raise AlignmentError(
-                f"trajectory {i}: {len(row)} turn rewards, {len(at)} states; give one of each per turn"
-            )
+            raise AlignmentError(f"trajectory {i} must have a state per turn reward, got {len(at)} for {len(row)}")
         to_come = 0.0
         per_turn.append([to_come := x + gamma * to_come for x in reversed(row)][::-1])
     sums = torch.tensor([sum(x) for x in per_turn], dtype=r.dtype, device=r.device)  # NaN or inf if any turn reward is
@@ -96,13 +98,15 @@ def branch_weights(turn_ids: Sequence[Sequence[Hashable]], groups: Groups) -> Te
     ends: set[Hashable] = set()
     for g, path in zip(index, turn_ids, strict=True):
         if not path:
-            raise ValueError("a leaf has an empty path; give the ids of its turns")
+            raise ValueError("turn_ids must hold the ids of all turns of a leaf, got an empty path")
         if (g, path[-1]) in ends:
-            raise ValueError(f"two leaves end in turn {path[-1]!r}; give each leaf once")
+            raise ValueError(f"turn_ids must contain each leaf once, but two leaves end in turn {path[-1]!r}")
         ends.add((g, path[-1]))
         for above, turn in zip((None, *path), path, strict=False):
             if parent.setdefault((g, turn), (g, above)) != (g, above):
-                raise ValueError(f"turn {turn!r} has two parents in one group; give every turn its own id")
+                raise ValueError(
+                    f"turn_ids must give every turn its own id, but turn {turn!r} has two parents in one group"
+                )
             children.setdefault((g, above), set()).add(turn)
     weights = []
     for g, path in zip(index, turn_ids, strict=True):
@@ -118,7 +122,7 @@ def arpo(
     groups: Groups,
     *,
     turn_ids: Sequence[Sequence[Hashable]],
-    attribution: Literal["soft", "hard", "inverse_branching"] = "soft",
+    attribution: Attribution = "soft",
     std: Std = "sample",
     singleton: Singleton = "zero",
     eps: float = 1e-6,
@@ -136,12 +140,11 @@ def arpo(
     Raises:  ValueError if a reward is infinite, or for `turn_ids` that are not a tree. NaN is unscored.
     Source:  ARPO, arXiv 2507.19849, 3.2 and Appendix C.2; inverse_branching is specific to this package.
     """
-    check_choice("attribution", attribution, ("soft", "hard", "inverse_branching"))
-    check_choice("std", std, ("sample", "population", None))
-    check_choice("singleton", singleton, ("zero", "raw"))
+    check_choice("attribution", attribution, Attribution)
+    check_choice("std", std, Std)
     g = GroupedRewards.from_rewards(rewards, groups)
     if len(turn_ids) != len(g.reward):
-        raise AlignmentError(f"{len(turn_ids)} leaves for {len(g.reward)} rewards; give one path for each reward")
+        raise AlignmentError(f"turn_ids must have a path per reward, got {len(turn_ids)} for {len(g.reward)} rewards")
     weights = branch_weights(turn_ids, groups).to(g.reward)
     if attribution == "inverse_branching":
         w = torch.where(g.scored, weights, 0.0)

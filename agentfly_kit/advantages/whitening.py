@@ -8,19 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentfly_kit.advantages.inputs import (
-    Numbers,
-    Std,
-    as_bool_mask,
-    as_floats,
-    check_choice,
-    require_finite,
-)
+from agentfly_kit.advantages.inputs import Numbers, Std, as_bool_mask, as_floats, require_finite
+from agentfly_kit.errors import check_choice
 
 
 def whitened(x: Tensor, mask: Tensor, std: Std, eps: float, what: str) -> Tensor:
-    n = mask.sum()
-    if int(n) == 0:
+    """Whiten converted values; `what` names the caller in a warning."""
+    check_choice("std", std, Std)
+    if not bool(mask.any()):
         warnings.warn(
             f"{what}: no scored action token to whiten over; all advantages are 0", RuntimeWarning, stacklevel=3
         )
@@ -44,7 +39,6 @@ def whiten(advantages: Numbers, mask: Any, *, std: Std = "sample", eps: float = 
              all advantages are equal: exactly 0.
     Source:  as in most PPO code; studied in arXiv 2006.05990 ("per minibatch advantage normalization").
     """
-    check_choice("std", std, ("sample", "population", None))
     a = as_floats(advantages, "advantages")
     m = as_bool_mask(mask, a)
     return whitened(require_finite(a, m, "advantages", "at every action token"), m, std, eps, "whiten")

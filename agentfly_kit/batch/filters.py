@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.types import Group, Trajectory
@@ -53,7 +52,7 @@ def overlong(tokens: int | None = None) -> Filter:
         SettingsError: If `tokens` is below 1.
     """
     if tokens is not None and tokens < 1:
-        raise SettingsError(f"overlong({tokens}): give at least 1 token, or None for chains that a limit cut")
+        raise SettingsError(f"tokens must be at least 1, or None for chains that a limit cut, got {tokens}")
 
     def check(trajectory: Trajectory) -> str | None:
         if tokens is None:
@@ -77,7 +76,7 @@ def tool_errors(share: float = 0.0) -> Filter:
         SettingsError: If `share` is out of range.
     """
     if not 0 <= share < 1:
-        raise SettingsError(f"tool_errors({share}): give a share from 0 to below 1")
+        raise SettingsError(f"share must be at least 0 and below 1, got {share}")
 
     def check(trajectory: Trajectory) -> str | None:
         calls = [c.result for c in trajectory.tool_calls if c.result is not None]
@@ -97,17 +96,19 @@ def is_group_filter(filter: Filter) -> bool:
         SettingsError: If it is anything else.
     """
     try:
-        wanted = [p.name for p in inspect.signature(filter).parameters.values() if p.default is p.empty]
+        required = [p.name for p in inspect.signature(filter).parameters.values() if p.default is p.empty]
     except (TypeError, ValueError):
-        wanted = []
-    if wanted not in (["group"], ["trajectory"]):
-        name = getattr(filter, "__name__", repr(filter))
+        required = []
+    if required not in (["group"], ["trajectory"]):
         raise SettingsError(
-            f"the filter {name} takes {', '.join(wanted) or 'nothing that could be read'}; give a function of one "
-            "`group` or one `trajectory` that returns a reason or None, such as af.filters.equal_rewards or "
-            "af.filters.overlong(512)"
+            f"filter {_name(filter)} must be a function of one `group` or one `trajectory` that returns a reason or "
+            f"None, such as af.filters.equal_rewards or af.filters.overlong(512); its parameters are {required}"
         )
-    return wanted == ["group"]
+    return required == ["group"]
+
+
+def _name(filter: Filter) -> str:
+    return getattr(filter, "__name__", repr(filter))
 
 
 def drop_reasons(trajectories: Iterable[Trajectory], filters: Sequence[Filter]) -> dict[str, str]:
@@ -123,32 +124,25 @@ def drop_reasons(trajectories: Iterable[Trajectory], filters: Sequence[Filter]) 
     Raises:
         SettingsError: If a filter is invalid or returns anything but a nonempty string or None; it names the filter.
     """
-    kinds = [(each, is_group_filter(each)) for each in filters]
     scored = [t for t in trajectories if t.reward is not None]
-    members: dict[str, list[Trajectory]] = {}
+    groups: dict[str, list[Trajectory]] = {}
     for t in scored:
-        members.setdefault(t.group, []).append(t)
+        groups.setdefault(t.group, []).append(t)
+    of_groups = [(Group(name, tuple(members)), members) for name, members in groups.items()]
+    of_trajectories = [(t, [t]) for t in scored]
+    # The first filter with a reason determines it.
     out: dict[str, str] = {}
-    for each, grouped in kinds:
-        if grouped:
-            for name, ts in members.items():
-                reason = _checked_reason(each, Group(name, tuple(ts)))
-                if reason is not None:
-                    out = {t.id: reason for t in ts} | out
-        else:
-            for t in scored:
-                reason = _checked_reason(each, t)
-                if reason is not None:
-                    out.setdefault(t.id, reason)
+    for filter, is_for_groups in [(filter, is_group_filter(filter)) for filter in filters]:
+        argument: Group | Trajectory
+        for argument, members in of_groups if is_for_groups else of_trajectories:
+            reason = filter(argument)
+            if reason is None:
+                continue
+            if not (isinstance(reason, str) and reason):
+                raise SettingsError(
+                    f"filter {_name(filter)} must return a reason, a non-empty string, or None to keep its argument, "
+                    f"got {reason!r} for {argument!r}"
+                )
+            for t in members:
+                out.setdefault(t.id, reason)
     return out
-
-
-def _checked_reason(filter: Filter, given: Any) -> str | None:
-    reason = filter(given)
-    if reason is None or (isinstance(reason, str) and reason):
-        return reason
-    name = getattr(filter, "__name__", repr(filter))
-    raise SettingsError(
-        f"the filter {name} gave {reason!r} for {given!r}; give a text, the reason why "
-        "it is left out, or None to keep it"
-    )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentfly_kit.batch.selection import as_trajectories
 from agentfly_kit.errors import AlignmentError, BatchError
 from agentfly_kit.types import Trajectory, Turn
 
@@ -34,13 +36,27 @@ def sampled_turn_indices(trajectory: Trajectory) -> tuple[int, ...]:
     return tuple(i for i, turn in enumerate(trajectory.turns) if turn.sampled and turn.ids)
 
 
+def credited_turn(trajectory: Trajectory, index: int) -> int:
+    """Return the index of the turn that earned the reward of turn `index`: the last sampled turn up to it.
+
+    Raises:
+        BatchError: If there is no such turn.
+    """
+    for i in range(index, -1, -1):
+        if trajectory.turns[i].sampled and trajectory.turns[i].ids:
+            return i
+    raise BatchError(
+        f"trajectory {trajectory.id!r}: turn {index} has a reward of {trajectory.turns[index].reward:g}, but no turn "
+        "was sampled up to it that could have earned the reward"
+    )
+
+
 def last_observation(trajectory: Trajectory, index: int) -> Hashable:
     """Return the token ids of the turn before the turn at `index`: an observation, or the prompt for the first action.
 
     The result is () if there is no such turn.
     """
-    previous = trajectory.turns[index - 1] if index else None
-    return () if previous is None else previous.ids
+    return trajectory.turns[index - 1].ids if index else ()
 
 
 def turn_data(
@@ -67,81 +83,61 @@ def turn_data(
 
     Raises:
         AlignmentError: If the number of rewards differs from the number of trajectories.
-        BatchError: If a turn has a reward, but no sampled turn precedes its end.
+        BatchError: If a turn has a reward, but no turn was sampled up to it.
     """
-    given: Iterable[Any] = getattr(rollout, "trajectories", rollout)
-    trajectories = [given] if isinstance(given, Trajectory) else list(given)
+    trajectories = as_trajectories(rollout)
     outcomes = [t.reward for t in trajectories] if rewards is None else list(rewards)
     if len(outcomes) != len(trajectories):
-        raise AlignmentError(f"{len(outcomes)} rewards for {len(trajectories)} trajectories; give one each")
-    where = [sampled_turn_indices(t) for t in trajectories]
+        raise AlignmentError(
+            f"rewards must have one entry per trajectory, got {len(outcomes)} for {len(trajectories)} trajectories"
+        )
+    sampled = [sampled_turn_indices(t) for t in trajectories]
     return TurnData(
-        tuple(_rewards_by_turn(t, at, r) for t, at, r in zip(trajectories, where, outcomes, strict=True)),
-        tuple(tuple(state(t, i) for i in at) for t, at in zip(trajectories, where, strict=True)),
-        _turn_ids(trajectories, where),
+        tuple(_rewards_by_turn(t, at, r) for t, at, r in zip(trajectories, sampled, outcomes, strict=True)),
+        tuple(tuple(state(t, i) for i in at) for t, at in zip(trajectories, sampled, strict=True)),
+        _turn_ids(trajectories, sampled),
     )
 
 
-def _rewards_by_turn(t: Trajectory, at: tuple[int, ...], outcome: float | None) -> tuple[float | None, ...]:
-    """Credit each turn reward to the last sampled turn up to it, as `collate` does, and `outcome` to the last turn."""
-    earned = [0.0] * len(at)
+def _rewards_by_turn(t: Trajectory, sampled: tuple[int, ...], outcome: float | None) -> tuple[float | None, ...]:
+    """Sum the turn rewards that each sampled turn earned, and add `outcome` to the last one."""
+    earned = dict.fromkeys(sampled, 0.0)
     for i, turn in enumerate(t.turns):
-        if turn.reward is None:
-            continue
-        before = [k for k, place in enumerate(at) if place <= i]
-        if not before:
-            raise BatchError(
-                f"trajectory {t.id!r}: turn {i} has a reward of {turn.reward:g} and no sampled turn comes before its "
-                "end, so nothing can be credited with it"
-            )
-        earned[before[-1]] += turn.reward
-    if not earned:
+        if turn.reward is not None:
+            earned[credited_turn(t, i)] += turn.reward
+    if not sampled:
         return ()
-    last = None if outcome is None else earned[-1] + float(outcome)
-    return (*earned[:-1], last)
+    *earlier, last = earned.values()
+    return (*earlier, None if outcome is None else last + float(outcome))
 
 
-def _turn_ids(trajectories: list[Trajectory], where: list[tuple[int, ...]]) -> tuple[tuple[Hashable, ...], ...]:
+def _turn_ids(trajectories: list[Trajectory], sampled: list[tuple[int, ...]]) -> tuple[tuple[Hashable, ...], ...]:
     """Assign an id to each sampled turn, derived from the first trajectory that contains the turn.
 
     The last turn of a trajectory is never shared: a fork that sampled the same turns again, with the same noise, is
     another leaf.
     """
     out: list[tuple[Hashable, ...]] = []
-    seen: dict[tuple[str, int], list[int]] = {}
-    for n, (t, at) in enumerate(zip(trajectories, where, strict=True)):
-        names: list[Hashable] = [(n, i) for i in at]
-        family = seen.setdefault((t.group, t.chain), [])
-        for other in family:  # the longest shared prefix determines the ids
-            theirs = trajectories[other]
-            same = 0
-            for a, b in zip(theirs.turns, t.turns, strict=False):
-                if not is_same_turn(a, b):
-                    break
-                same += 1
-            shared = sum(1 for i in at[:-1] if i < same)
-            shared = min(shared, max(0, len(where[other]) - 1))
-            if shared and names[shared - 1] == (n, at[shared - 1]):
-                names[:shared] = out[other][:shared]
-        family.append(n)
-        out.append(tuple(names))
+    forks: dict[tuple[str, int], list[int]] = {}
+    for n, (t, at) in enumerate(zip(trajectories, sampled, strict=True)):
+        ids: list[Hashable] = [(n, i) for i in at]
+        longest = 0
+        for other in forks.setdefault((t.group, t.chain), []):
+            # The number of leading turns that both have, then the number of sampled ones among them.
+            pairs = zip(trajectories[other].turns, t.turns, strict=False)
+            turns = next((i for i, (a, b) in enumerate(pairs) if not _is_same_turn(a, b)), len(t.turns))
+            shared = min(sum(i < turns for i in at), len(at) - 1, len(sampled[other]) - 1)
+            if shared > longest:
+                longest = shared
+                ids[:shared] = out[other][:shared]
+        forks[t.group, t.chain].append(n)
+        out.append(tuple(ids))
     return tuple(out)
 
 
-def is_same_turn(a: Turn, b: Turn) -> bool:
-    """Return True if two objects represent the same turn.
+_turn_content = operator.attrgetter("kind", "author", "ids", "sampled", "logprobs", "seed")
 
-    That is the same object or, after loading from disk, a turn with equal tokens, author and kind and, if it was
-    sampled, equal logprobs and seed.
-    """
-    if a is b:
-        return True
-    alike = (a.kind, a.author, a.ids, a.sampled, a.logprobs, a.seed) == (
-        b.kind,
-        b.author,
-        b.ids,
-        b.sampled,
-        b.logprobs,
-        b.seed,
-    )
-    return alike and (not a.sampled or a.seed is not None)
+
+def _is_same_turn(a: Turn, b: Turn) -> bool:
+    """Return True for the same object or, after loading from disk, a turn with equal content and seed."""
+    return a is b or (_turn_content(a) == _turn_content(b) and (not a.sampled or a.seed is not None))

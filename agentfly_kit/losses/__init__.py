@@ -10,14 +10,25 @@ losses have the signature f(logprobs, old_logprobs, advantages, mask, ...), with
 one per row.
 """
 
-from agentfly_kit.losses.clipping import clip_fraction, clipped
-from agentfly_kit.losses.critic import value
 from agentfly_kit.losses.divergence import KLKind as KLKind
 from agentfly_kit.losses.divergence import adaptive_kl_coef, approx_kl, kl, kl_full
 from agentfly_kit.losses.importance import effective_sample_size, importance_weights
 from agentfly_kit.losses.reduction import AggregateMode as AggregateMode
 from agentfly_kit.losses.reduction import aggregate
-from agentfly_kit.losses.surrogates import cispo, clip_cov, dppo, gmpo, gpg, gspo, kl_cov, ppo, reinforce, sapo
+from agentfly_kit.losses.surrogates import (
+    cispo,
+    clip_cov,
+    clipped,
+    dppo,
+    gmpo,
+    gpg,
+    gspo,
+    kl_cov,
+    ppo,
+    reinforce,
+    sapo,
+    value,
+)
 
 __all__ = [
     "adaptive_kl_coef",
@@ -25,7 +36,6 @@ __all__ = [
     "approx_kl",
     "cispo",
     "clip_cov",
-    "clip_fraction",
     "clipped",
     "dppo",
     "effective_sample_size",

@@ -8,8 +8,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from agentfly_kit.errors import AlignmentError, SettingsError
-from agentfly_kit.losses.inputs import MAX_LOG_RATIO, as_bool_mask, check_choice, masked, mean
+from agentfly_kit.errors import SettingsError, check_choice, check_shape
+from agentfly_kit.losses.inputs import MAX_LOG_RATIO, as_bool_mask, masked, mean
 
 KLKind: TypeAlias = Literal["k1", "abs", "k2", "k3", "k3+"]
 
@@ -26,7 +26,7 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = "k3", mask: Tensor
     Raises:  SettingsError for an unknown kind. UserWarning for k1 when logprobs carry a gradient.
     Source:  Schulman, "Approximating KL divergence" (2020): k1, k2, k3.
     """
-    check_choice("kind", kind, ("k1", "abs", "k2", "k3", "k3+"))
+    check_choice("kind", kind, KLKind)
     m = as_bool_mask(mask, logprobs)
     d = masked(logprobs, m, "logprobs") - masked(ref_logprobs, m, "ref_logprobs")
     if kind == "k1":
@@ -55,11 +55,8 @@ def kl_full(logits: Tensor, ref_logits: Tensor, mask: Tensor) -> Tensor:
     Shapes:  logits, ref_logits (B, T, V), mask (B, T) -> (B, T).
     Units:   nats per token.
     """
-    if logits.shape != ref_logits.shape or logits.shape[:-1] != mask.shape:
-        raise AlignmentError(
-            f"logits {tuple(logits.shape)}, ref_logits {tuple(ref_logits.shape)}, mask {tuple(mask.shape)}; "
-            "wanted (B, T, V) twice and (B, T)"
-        )
+    check_shape("ref_logits", ref_logits, logits.shape)
+    check_shape("mask", mask, logits.shape[:-1])
     m = mask.to(device=logits.device, dtype=torch.bool)
     # Read only positions inside the mask: V is large, and NaN elsewhere must not spread.
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -82,7 +79,7 @@ def adaptive_kl_coef(coef: float, kl: float, *, target: float, steps: float, hor
     Source:  Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593, 2.2.
     """
     if not (target > 0 and horizon > 0):
-        raise SettingsError(f"target={target!r}, horizon={horizon!r}; wanted numbers above 0")
+        raise SettingsError(f"target and horizon must be above 0, got {target!r} and {horizon!r}")
     return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * steps / horizon)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from agentfly_kit.errors import SettingsError
-from agentfly_kit.losses.inputs import MAX_LOG_RATIO, as_bool_mask, check_choice, masked
+from agentfly_kit.errors import SettingsError, check_choice
+from agentfly_kit.losses.inputs import MAX_LOG_RATIO, as_bool_mask, masked
+
+WeightLevel: TypeAlias = Literal["token", "sequence"]
+BeyondBounds: TypeAlias = Literal["truncate", "mask"]
 
 
 @torch.no_grad()
@@ -17,10 +20,10 @@ def importance_weights(
     sampler_logprobs: Tensor,
     mask: Tensor,
     *,
-    level: Literal["token", "sequence"] = "token",
+    level: WeightLevel = "token",
     cap: float = 2.0,
     floor: float = 0.0,
-    beyond: Literal["truncate", "mask"] = "truncate",
+    beyond: BeyondBounds = "truncate",
 ) -> Tensor:
     """Truncated importance weights: probability under the trainer over that under the sampler, limited to [floor, cap].
 
@@ -33,10 +36,10 @@ def importance_weights(
     Source:  Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025), for truncation
              by token; Liu et al., "When speed kills stability" (2025), for sequences and masking.
     """
-    check_choice("level", level, ("token", "sequence"))
-    check_choice("beyond", beyond, ("truncate", "mask"))
+    check_choice("level", level, WeightLevel)
+    check_choice("beyond", beyond, BeyondBounds)
     if not 0 <= floor <= cap:
-        raise SettingsError(f"floor={floor!r}, cap={cap!r}; wanted 0 <= floor <= cap")
+        raise SettingsError(f"floor and cap must satisfy 0 <= floor <= cap, got {floor!r} and {cap!r}")
     m = as_bool_mask(mask, logprobs)
     d = masked(logprobs, m, "logprobs") - masked(sampler_logprobs, m, "sampler_logprobs")
     if level == "sequence":
@@ -47,14 +50,14 @@ def importance_weights(
 
 
 @torch.no_grad()
-def effective_sample_size(weights: Tensor, mask: Tensor, *, level: Literal["token", "sequence"] = "token") -> Tensor:
+def effective_sample_size(weights: Tensor, mask: Tensor, *, level: WeightLevel = "token") -> Tensor:
     """Effective sample size as a fraction of the sample: (sum w)^2 / (n sum w^2), 1 for equal weights.
 
     Shapes:  weights, mask (B, T) -> (). level="sequence" counts rows by the weight shared by all tokens of a row.
     Units:   fraction of action tokens, or of rows with action tokens; 0 if all weights are 0.
     Source:  Kish (1965).
     """
-    check_choice("level", level, ("token", "sequence"))
+    check_choice("level", level, WeightLevel)
     m = as_bool_mask(mask, weights)
     w = masked(weights, m, "weights")
     if level == "sequence":

@@ -1,15 +1,17 @@
-"""Policy losses, per token, from ratio and advantage."""
+"""Policy losses, per token, from ratio and advantage, and the loss of the value head."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from agentfly_kit.errors import SettingsError
-from agentfly_kit.losses.clipping import clipped
-from agentfly_kit.losses.inputs import as_bool_mask, check_choice, log_ratio, masked, upper_clip
+from agentfly_kit.errors import SettingsError, check_choice
+from agentfly_kit.losses.inputs import as_bool_mask, check_nonnegative, masked, prepare, upper_clip
+
+Bounds: TypeAlias = Literal["both", "upper"]
+Divergence: TypeAlias = Literal["tv", "kl"]
 
 
 def ppo(
@@ -32,13 +34,33 @@ def ppo(
     Source:  PPO, arXiv 1707.06347, eq. 7; clip-higher: DAPO, arXiv 2503.14476, 3.1; dual clip: arXiv 1912.09729, eq. 5.
     """
     high = upper_clip(clip, clip_high, dual_clip)
-    m = as_bool_mask(mask, logprobs)
-    a = masked(advantages, m, "advantages")
-    ratio = torch.exp(log_ratio(logprobs, old_logprobs, m))
+    d, a, m = prepare(logprobs, old_logprobs, advantages, mask)
+    ratio = torch.exp(d)
     loss = torch.maximum(-ratio * a, -ratio.clamp(1 - clip, 1 + high) * a)
     if dual_clip is not None:
         loss = torch.where(a < 0, torch.minimum(loss, -dual_clip * a), loss)
     return torch.where(m, loss, 0.0)
+
+
+@torch.no_grad()
+def clipped(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip: float = 0.2,
+    clip_high: float | None = None,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """Return True where the clip of `ppo` binds, given the sign of the advantage. These tokens have zero gradient.
+
+    Shapes:  as `ppo` -> (B, T) bool, False where masked.
+    """
+    high = upper_clip(clip, clip_high, dual_clip)
+    d, a, _ = prepare(logprobs, old_logprobs, advantages, mask)
+    ratio = torch.exp(d)
+    binds = ((a > 0) & (ratio > 1 + high)) | ((a < 0) & (ratio < 1 - clip))
+    return binds if dual_clip is None else binds | ((a < 0) & (ratio > dual_clip))
 
 
 def reinforce(logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -77,9 +99,7 @@ def gspo(
     Source:  GSPO, arXiv 2507.18071, eq. 5 (GSPO-token); the default clips are those of its 5.1.
     """
     high = upper_clip(clip, clip_high)
-    m = as_bool_mask(mask, logprobs)
-    a = masked(advantages, m, "advantages")
-    d = log_ratio(logprobs, old_logprobs, m)
+    d, a, m = prepare(logprobs, old_logprobs, advantages, mask)
     row = d.sum(-1, keepdim=True) / m.sum(-1, keepdim=True).clamp(min=1)
     ratio = torch.exp(row.detach() + d - d.detach())
     return torch.where(m, torch.maximum(-ratio * a, -ratio.clamp(1 - clip, 1 + high) * a), 0.0)
@@ -102,9 +122,7 @@ def gmpo(
     Source:  GMPO, arXiv 2507.20673; its clip is (e^-0.4, e^0.4).
     """
     high = upper_clip(clip, clip_high)
-    m = as_bool_mask(mask, logprobs)
-    a = masked(advantages, m, "advantages")
-    d = log_ratio(logprobs, old_logprobs, m)
+    d, a, m = prepare(logprobs, old_logprobs, advantages, mask)
     sign = a.sign()
     kept = sign * torch.minimum(sign * d, sign * d.clamp(-clip, high))
     n = m.sum(-1, keepdim=True).clamp(min=1)
@@ -130,10 +148,9 @@ def sapo(
     Source:  SAPO, arXiv 2511.20347.
     """
     if not (tau > 0 and tau_negative > 0):
-        raise SettingsError(f"tau={tau!r}, tau_negative={tau_negative!r}; wanted numbers above 0")
-    m = as_bool_mask(mask, logprobs)
-    a = masked(advantages, m, "advantages")
-    ratio = torch.exp(log_ratio(logprobs, old_logprobs, m))
+        raise SettingsError(f"tau and tau_negative must be above 0, got {tau!r} and {tau_negative!r}")
+    d, a, m = prepare(logprobs, old_logprobs, advantages, mask)
+    ratio = torch.exp(d)
     t = torch.where(a > 0, torch.full_like(a, tau), tau_negative)
     return torch.where(m, -a * torch.sigmoid(t * (ratio - 1)) * 4 / t, 0.0)
 
@@ -146,7 +163,7 @@ def cispo(
     clip: float = 0.2,
     clip_high: float | None = None,
     *,
-    bounds: Literal["both", "upper"] = "both",
+    bounds: Bounds = "both",
 ) -> Tensor:
     """-sg(clipped ratio) A log p: the ratio is only a weight, so that no token loses its gradient.
 
@@ -156,12 +173,11 @@ def cispo(
     Shapes:  (B, T) each -> (B, T).
     Source:  MiniMax-M1, arXiv 2506.13585, eq. 4 and 5. The paper sets no lower bound in its runs.
     """
-    check_choice("bounds", bounds, ("both", "upper"))
+    check_choice("bounds", bounds, Bounds)
     high = upper_clip(clip, clip_high)
-    m = as_bool_mask(mask, logprobs)
-    ratio = torch.exp(log_ratio(logprobs, old_logprobs, m)).detach()
-    weight = ratio.clamp(1 - clip if bounds == "both" else None, 1 + high)
-    return torch.where(m, -weight * masked(advantages, m, "advantages") * masked(logprobs, m, "logprobs"), 0.0)
+    d, a, m = prepare(logprobs, old_logprobs, advantages, mask)
+    weight = torch.exp(d).detach().clamp(1 - clip if bounds == "both" else None, 1 + high)
+    return torch.where(m, -weight * a * masked(logprobs, m, "logprobs"), 0.0)
 
 
 def dppo(
@@ -172,7 +188,7 @@ def dppo(
     clip: float = 0.2,
     clip_high: float | None = None,
     *,
-    divergence: Literal["tv", "kl"] = "tv",
+    divergence: Divergence = "tv",
 ) -> Tensor:
     """-M ratio A, where M drops a token whose update would push the two policies further apart than `clip`.
 
@@ -185,11 +201,10 @@ def dppo(
     Units:   clip: probability for "tv", nats for "kl".
     Source:  DPPO, arXiv 2602.04879, eq. 11 to 14.
     """
-    check_choice("divergence", divergence, ("tv", "kl"))
+    check_choice("divergence", divergence, Divergence)
     high = upper_clip(clip, clip_high)
-    m = as_bool_mask(mask, logprobs)
-    a = masked(advantages, m, "advantages")
-    ratio = torch.exp(log_ratio(logprobs, old_logprobs, m))
+    d, a, m = prepare(logprobs, old_logprobs, advantages, mask)
+    ratio = torch.exp(d)
     with torch.no_grad():
         log_p, log_q = masked(logprobs, m, "logprobs"), masked(old_logprobs, m, "old_logprobs")
         p, q = log_p.exp(), log_q.exp()
@@ -261,12 +276,33 @@ def kl_cov(
     Shapes:  (B, T) each -> (B, T).
     Source:  arXiv 2505.22617 (KL-Cov); the penalty |log ratio| follows its code.
     """
-    m = as_bool_mask(mask, logprobs)
-    d = log_ratio(logprobs, old_logprobs, m)
-    loss = torch.where(m, -torch.exp(d) * masked(advantages, m, "advantages"), 0.0)
+    d, a, m = prepare(logprobs, old_logprobs, advantages, mask)
+    loss = torch.where(m, -torch.exp(d) * a, 0.0)
     tokens = int(m.sum())
     if tokens == 0:
         return loss
     chosen = _covariance(logprobs, advantages, m).flatten().topk(max(int(share * tokens), 1)).indices
     held = torch.zeros_like(m).flatten().index_fill(0, chosen, True).view_as(m)
     return loss + torch.where(held, coef * d.abs(), 0.0)
+
+
+def value(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None = None) -> Tensor:
+    """Half the squared error to the return. With `clip`, the maximum of it and the error of the clipped value.
+
+    The clipped value is limited to old_values ± clip.
+
+    Shapes:  (B, T) each -> (B, T). old_values may be None without `clip`.
+    Units:   reward squared.
+    Raises:  SettingsError for a negative clip.
+    Source:  the clipped form is in the code of PPO (arXiv 1707.06347), not in its text; studied in arXiv 2005.12729.
+    """
+    check_nonnegative("clip", clip)
+    m = as_bool_mask(mask, values)
+    v, target = masked(values, m, "values"), masked(returns, m, "returns")
+    loss = (v - target).square()
+    if clip is not None:
+        if old_values is None:
+            raise SettingsError(f"old_values must be the values from before the update if clip is {clip!r}, got None")
+        old = masked(old_values, m, "old_values")
+        loss = torch.maximum(loss, (old + (v - old).clamp(-clip, clip) - target).square())
+    return torch.where(m, 0.5 * loss, 0.0)

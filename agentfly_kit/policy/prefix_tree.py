@@ -47,29 +47,23 @@ def build_prefix_trees(ids: Tensor, lengths: list[int], *, scale: float, max_tok
 
     Shapes:  ids (B, T), of which `ids[i, :lengths[i]]` is used.
     """
-    a = ids.cpu().numpy()
-    texts = [a[i, :n].astype(">i8").tobytes() for i, n in enumerate(lengths)]
+    array = ids.cpu().numpy()
+    texts = [array[i, :n] for i, n in enumerate(lengths)]
     max_tokens = min(max_tokens, _MAX_TREE_TOKENS)
-    out: list[PrefixTree] = []
-    rows: list[int] = []
-    shared: list[int] = []
-    width = 0
-    for i in sorted(range(len(lengths)), key=texts.__getitem__):
+    trees: list[PrefixTree] = []
+    # In lexicographic order, the row with the longest common prefix is the previous one. Big-endian bytes sort alike.
+    for i in sorted(range(len(lengths)), key=lambda i: texts[i].astype(">i8").tobytes()):
         n = lengths[i]
-        common = _common_prefix(a[rows[-1], : lengths[rows[-1]]], a[i, :n]) if rows else 0
-        wider = width + n - common
-        square = (wider**2 - (width**2 / (2 if len(rows) == 1 else 1)) - n**2 / 2) / scale
-        if common and wider <= max_tokens and square <= common:
-            rows.append(i)
-            shared.append(common)
-            width = wider
-            continue
-        if rows:
-            out.append(PrefixTree(tuple(rows), tuple(shared), width))
-        rows, shared, width = [i], [0], n
-    if rows:
-        out.append(PrefixTree(tuple(rows), tuple(shared), width))
-    return out
+        if trees:
+            tree = trees[-1]
+            common = _common_prefix(texts[tree.rows[-1]], texts[i])
+            width = tree.width + n - common
+            quadratic = width**2 - tree.width**2 / (2 if len(tree.rows) == 1 else 1) - n**2 / 2
+            if common and width <= max_tokens and quadratic / scale <= common:
+                trees[-1] = PrefixTree((*tree.rows, i), (*tree.shared, common), width)
+                continue
+        trees.append(PrefixTree((i,), (0,), n))
+    return trees
 
 
 def _common_prefix(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from agentfly_kit.errors import TrainingError
-from agentfly_kit.policy.policy import Critic, Policy
+from agentfly_kit.policy.forward import Critic
+from agentfly_kit.policy.policy import Policy
 
 
 def adamw(

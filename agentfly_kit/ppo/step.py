@@ -24,7 +24,8 @@ from agentfly_kit import losses
 from agentfly_kit._async.pending_call import pending_call, wait_all
 from agentfly_kit.batch.batch import Batch, drop_counts
 from agentfly_kit.errors import BatchError, SettingsError
-from agentfly_kit.policy.policy import Policy, single_torch_thread
+from agentfly_kit.policy.forward import single_torch_thread
+from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.distributed import DistributedStep
 from agentfly_kit.ppo.micro_batch import Forward, StepInputs, minibatches, raise_if_cancelled
 from agentfly_kit.ppo.objective import (

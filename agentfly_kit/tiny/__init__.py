@@ -30,7 +30,8 @@ from torch import Tensor
 
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.policy.policy import Policy, single_torch_thread
+from agentfly_kit.policy.forward import single_torch_thread
+from agentfly_kit.policy.policy import Policy
 from agentfly_kit.types import ToolCall
 
 # Policy -> module of its demonstrations, which defines `WORDS`, `ORIGIN` and `lessons(chat, seed)`.

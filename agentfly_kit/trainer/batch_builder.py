@@ -11,7 +11,8 @@ from torch import Tensor
 
 from agentfly_kit import advantages as estimators
 from agentfly_kit.agent.rollout import Rollout
-from agentfly_kit.batch.batch import Batch, TruncationMode, collate
+from agentfly_kit.batch.batch import Batch
+from agentfly_kit.batch.collate import TruncationMode, collate
 from agentfly_kit.batch.turn_data import turn_data
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import shaped_rewards

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agentfly_kit import losses
 from agentfly_kit.agent.budget import Budget
-from agentfly_kit.batch.batch import AdvantagePer, TruncationMode
+from agentfly_kit.batch.collate import AdvantagePer, TruncationMode
 from agentfly_kit.batch.filters import Filter, is_group_filter
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.ppo import Aggregate, Correction, LossName, aggregate_options

@@ -27,7 +27,7 @@ from agents import (
 )
 
 from agentfly_kit.agent.chain import Chain
-from agentfly_kit.batch.batch import collate
+from agentfly_kit.batch.collate import collate
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import BatchError, EngineError, NotAwaited, SandboxError, SettingsError, ToolError

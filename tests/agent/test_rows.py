@@ -389,7 +389,7 @@ async def test_frames_say_which_row() -> None:
 async def test_views_show_every_row() -> None:
     from agentfly_kit.widgets import TokenView
 
-    from agentfly_kit.batch.batch import collate
+    from agentfly_kit.batch.collate import collate
 
     chain, t = await folded()
     plain = await played([call("1+1"), "4"]).chain(Task("u", TASK.messages, TASK.fields)).run()

@@ -1,4 +1,4 @@
-"""Trajectories to tensors: one alignment, a reason for each row left out, and nothing trained that cannot be."""
+"""Collation: alignment of the tensors, reasons of dropped rows, and rejected trajectories."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from agents import agent, call, played, tasks
+from agents import played, tasks
 
 from agentfly_kit import advantages
-from agentfly_kit.batch.batch import collate
+from agentfly_kit.batch.collate import collate
 from agentfly_kit.errors import AlignmentError, BatchError, SettingsError
 from agentfly_kit.types import Failure, Sampling, Task, Trajectory, Turn
 
@@ -45,7 +45,7 @@ def row(
     )
 
 
-def test_every_tensor_has_one_alignment() -> None:
+def test_tensors_are_aligned() -> None:
     a = row(("prompt", 2), ("action", 2), ("observation", 1), ("action", 1), reward=0.5)
     b = row(("prompt", 1), ("action", 1), group="h", reward=-1.0, sampling=Sampling(temperature=0.7))
     batch = collate([a, b], torch.tensor([2.0, 3.0]))
@@ -67,19 +67,8 @@ def test_every_tensor_has_one_alignment() -> None:
     assert repr(batch) == "Batch(2 rows, 6 wide, 4 action tokens)"
 
 
-async def test_real_rows_are_the_trajectories() -> None:
-    rollout = await agent().rollout(tasks(3), group_size=3)
-    batch = collate(rollout, advantages.grpo)
-    for i, t in enumerate(batch.trajectories):
-        n = len(t.ids)
-        assert batch.ids[i, :n].tolist() == t.ids.tolist()
-        assert batch.mask[i, :n].tolist() == t.action_mask.tolist()
-        assert batch.logprobs[i][batch.mask[i]].tolist() == t.logprobs[t.action_mask].tolist()
-        assert not batch.mask[i, n:].any()
-
-
 @pytest.mark.parametrize("how", ["function", "tensor", "list", "per token", "none"])
-def test_ways_to_give_advantages(how: str) -> None:
+def test_forms_of_advantages(how: str) -> None:
     given = [row(("prompt", 1), ("action", 2), chain=i, reward=r) for i, r in enumerate((1.0, 0.0, None, 1.0))]
     wanted = advantages.grpo([1.0, 0.0, None, 1.0], [0] * 4)[[0, 1, 3]]
     each: Any = {
@@ -98,7 +87,7 @@ def test_ways_to_give_advantages(how: str) -> None:
         assert torch.isnan(batch.advantages[:, 0]).all()
 
 
-def test_who_is_left_out_and_why() -> None:
+def test_dropped_trajectories_have_a_reason() -> None:
     good = row(("prompt", 1), ("action", 1))
     given = [
         good,
@@ -123,12 +112,6 @@ def test_who_is_left_out_and_why() -> None:
     assert len(collate(given, advantages.grpo)) == 2
 
 
-def test_rows_that_are_cut_count_in_their_group_also_where_they_are_not_trained() -> None:
-    given = [row(("prompt", 1), ("action", 1)), row(("prompt", 1), ("action", 1), chain=1, reward=0.0, stop="timeout")]
-    batch = collate(given, advantages.grpo, truncated="mask")
-    assert float(batch.advantages[0, 1]) == pytest.approx(0.7071, abs=1e-4)
-
-
 GOOD = row(("prompt", 1), ("action", 2))
 TEXT = dataclasses.replace(GOOD, turns=(Turn("action", "policy", None, text="x"),))
 
@@ -136,35 +119,42 @@ TEXT = dataclasses.replace(GOOD, turns=(Turn("action", "policy", None, text="x")
 @pytest.mark.parametrize(
     ("given", "options", "error", "says"),
     [
-        ([], {}, BatchError, "given no trajectory; roll some tasks out first"),
-        ([3], {}, BatchError, "takes a Rollout or trajectories, and got a int"),
+        ([], {}, BatchError, "rollout must hold at least one trajectory"),
+        ([3], {}, BatchError, "must be a Rollout or Trajectory objects, got int"),
         (
             [GOOD.replace(reward=None)],
             {},
             BatchError,
             r"none of 1 trajectories can be trained on: unscored \(no reward said a number\)",
         ),
-        ([GOOD.replace(reward=math.inf)], {}, BatchError, "'g/0' has the reward inf"),
-        ([GOOD.replace(reward=math.nan)], {}, BatchError, "'g/0' has the reward nan"),
+        ([GOOD.replace(reward=math.inf)], {}, BatchError, "reward of trajectory 'g/0' must be finite.* got inf"),
+        ([GOOD.replace(reward=math.nan)], {}, BatchError, "got nan"),
         ([TEXT], {}, BatchError, "its engine gives text only"),
         ([GOOD.replace(sampling=Sampling(temperature=0))], {}, BatchError, "sampled greedily"),
         ([GOOD.replace(sampling=Sampling(top_p=0.9))], {}, BatchError, "allow_truncated_sampling=True"),
-        ([GOOD], {"truncated": "drop"}, SettingsError, "truncated='drop'"),
-        ([GOOD], {"advantages": [1.0, 2.0]}, AlignmentError, r"shape \(2,\); give one a trajectory \(1,\)"),
-        ([row(("action", 2))], {}, AlignmentError, "stands at position 0"),
+        ([GOOD], {"truncated": "drop"}, SettingsError, "truncated must be one of 'score'.* got 'drop'"),
+        (
+            [GOOD],
+            {"advantages": [1.0, 2.0]},
+            AlignmentError,
+            r"advantages must have the shape \(1,\), one per trajectory.* got \(2,\)",
+        ),
+        ([row(("action", 2))], {}, AlignmentError, "follow another token"),
     ],
 )
-def test_what_is_refused(given: Any, options: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_invalid_trajectories_are_rejected(
+    given: Any, options: dict[str, Any], error: type[Exception], says: str
+) -> None:
     with pytest.raises(error, match=says):
         collate(given, **options)
 
 
-async def test_a_rollout_that_has_not_run_is_refused() -> None:
+async def test_a_rollout_that_has_not_run_is_rejected() -> None:
     with pytest.raises((BatchError, AttributeError), match="await"):
         collate(played(["5"]).rollout(tasks(1)))
 
 
-def test_turn_rewards_stand_on_the_action_that_caused_them() -> None:
+def test_turn_rewards_go_to_the_preceding_action() -> None:
     t = row(("prompt", 1), ("action", 2), ("observation", 1), ("action", 1), ("observation", 0), reward=10.0)
     turns = tuple(
         dataclasses.replace(turn, reward=r) for turn, r in zip(t.turns, (None, 0.5, 0.25, None, -1.0), strict=True)
@@ -172,7 +162,7 @@ def test_turn_rewards_stand_on_the_action_that_caused_them() -> None:
     batch = collate([t.replace(turns=turns)])
     assert torch.nan_to_num(batch.token_rewards, nan=9.0).tolist() == [[9.0, 0.0, 0.75, 9.0, 9.0]]
     lost = (dataclasses.replace(t.turns[0], reward=1.0), *t.turns[1:])
-    with pytest.raises(BatchError, match="turn 0 has a reward of 1 and no sampled token comes before"):
+    with pytest.raises(BatchError, match="turn 0 has a reward of 1, but no turn was sampled up to it"):
         collate([t.replace(turns=lost)])
 
 
@@ -181,11 +171,11 @@ def test_replace_checks_shapes_and_masks() -> None:
     changed = batch.replace(values=torch.ones(1, 3), returns=torch.ones(1, 3))
     assert changed.values is not None
     assert torch.isnan(changed.values[0, 0])
-    with pytest.raises(AlignmentError, match=r"returns has the shape \(1, 2\), and the batch is \(1, 3\)"):
+    with pytest.raises(AlignmentError, match=r"returns must have the shape \(1, 3\), got \(1, 2\)"):
         batch.replace(returns=torch.ones(1, 2))
 
 
-def test_replace_takes_a_mask_and_numbers_for_it_at_once() -> None:
+def test_replace_uses_the_new_mask() -> None:
     batch = collate([row(("prompt", 2), ("action", 1), ("observation", 1))])
     wide = batch.attention.clone()
     wide[:, 0] = False
@@ -193,14 +183,3 @@ def test_replace_takes_a_mask_and_numbers_for_it_at_once() -> None:
     assert torch.isnan(given.advantages).tolist() == [[True, False, False, False]], (
         "NaN outside the new mask, not the old"
     )
-
-
-async def test_forks_repeat_their_prefix_as_rows_of_their_own() -> None:
-    chain = played([call("1+1"), "5"]).chain(Task("t", TASK.messages, {"answer": "5"}))
-    await chain.step()
-    fork = await chain.fork()
-    both = [await chain.run(), await fork.run()]
-    batch = collate(both, advantages.grpo)
-    assert len(batch) == 2
-    assert len(set(batch.trajectory_index.tolist())) == 2
-    assert batch.ids[0].tolist() == batch.ids[1].tolist()

@@ -1,4 +1,4 @@
-"""Advantages for each turn: what the estimators ask of a rollout, and where their numbers go."""
+"""Per-turn advantages: the inputs of the estimators, and the tokens that receive the results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def turned(t: Trajectory, **rewards: float) -> Trajectory:
     return t.replace(turns=tuple(turns))
 
 
-def test_a_number_for_each_sampled_turn_goes_to_its_tokens() -> None:
+def test_turn_advantages_go_to_the_tokens_of_the_turn() -> None:
     a, b = row(*TWO), row(("prompt", 1), ("action", 1), group="h", reward=0.0)
     batch = af.collate([a, b], torch.tensor([[1.0, 2.0], [3.0, 9.0]]))
     nan = math.nan
@@ -37,10 +37,10 @@ def test_a_number_for_each_sampled_turn_goes_to_its_tokens() -> None:
     assert batch.advantages[0][batch.mask[0]].tolist() == [1, 1, 2, 2]
 
 
-def test_too_few_columns_and_rows_are_said() -> None:
-    with pytest.raises(AlignmentError, match=r"\(1, 1\).*'g/0' sampled in 2 turns"):
+def test_wrong_shapes_are_rejected() -> None:
+    with pytest.raises(AlignmentError, match=r"\(1, 1\).*'g/0' has 2 sampled turns"):
         af.collate([row(*TWO)], torch.ones(1, 1))
-    with pytest.raises(AlignmentError, match=r"\(3, 2\).*\(1, K\)"):
+    with pytest.raises(AlignmentError, match=r"\(1, K\).*\(3, 2\)"):
         af.collate([row(*TWO)], torch.ones(3, 2))
     with pytest.raises(AlignmentError, match=r"\(1, 2\)"):
         af.collate([row(*TWO)], torch.ones(1, 2), per="row")
@@ -48,14 +48,14 @@ def test_too_few_columns_and_rows_are_said() -> None:
         af.TrainConfig(advantage="gigpo", advantage_per="row")
 
 
-def test_what_each_turn_earned_and_began_from() -> None:
+def test_turn_rewards_and_states() -> None:
     a = turned(row(*TWO, reward=1.0), _2=0.25, _3=0.5)
     turns = af.turn_data([a, row(("prompt", 1), ("action", 1), reward=None)])
     assert turns.turn_rewards == ((0.25, 1.5), (None,))
     assert turns.states == (((1, 2), (5,)), ((1,),))
     assert af.turn_data(a, rewards=[3.0]).turn_rewards == ((0.25, 3.5),)
     assert af.turn_data([a], state=lambda t, i: (t.chain, i)).states == (((0, 1), (0, 3)),)
-    with pytest.raises(AlignmentError, match="2 rewards for 1 trajectories"):
+    with pytest.raises(AlignmentError, match="2 for 1 trajectories"):
         af.turn_data(a, rewards=[1.0, 2.0])
     with pytest.raises(BatchError, match="turn 0 has a reward of 2"):
         af.turn_data(turned(a, _0=2.0))
@@ -64,7 +64,7 @@ def test_what_each_turn_earned_and_began_from() -> None:
     assert batch.token_rewards[0].nan_to_num().tolist() == [0, 0, 0, 0.25, 0, 0, 1.5]
 
 
-def test_turns_that_began_alike_are_compared() -> None:
+def test_gigpo_compares_turns_with_equal_states() -> None:
     """Worked by hand: gamma 1, std None, so that advantages are differences from means."""
     good = row(*TWO, reward=1.0, chain=0)
     bad = row(*TWO, reward=0.0, chain=1)
@@ -98,7 +98,7 @@ async def forked(same_seeds: bool = False) -> list[Trajectory]:
     return [await chain.run() for chain in (first, fork, other)]
 
 
-async def test_forks_have_the_same_name_for_what_they_share() -> None:
+async def test_forks_share_the_ids_of_common_turns() -> None:
     first, fork, other = await forked()
     together = [t.replace(group="g", chain=c) for t, c in ((first, 0), (fork, 0), (other, 1))]
     turn_ids = af.turn_data(together).turn_ids
@@ -114,7 +114,7 @@ async def test_forks_have_the_same_name_for_what_they_share() -> None:
     assert batch.advantages[batch.mask].isfinite().all()
 
 
-async def test_a_fork_that_goes_the_same_way_again_is_another_leaf() -> None:
+async def test_a_fork_with_equal_turns_is_another_leaf() -> None:
     first, fork, _ = await forked(same_seeds=True)
     together = [t.replace(group="g", chain=0) for t in (first, fork)]
     turn_ids = af.turn_data(together).turn_ids
@@ -123,7 +123,7 @@ async def test_a_fork_that_goes_the_same_way_again_is_another_leaf() -> None:
 
 
 @pytest.mark.parametrize("name", ["gigpo", "arpo"])
-async def test_a_run_trains_with_them(name: str, tmp_path: Any) -> None:
+async def test_training_with_turn_estimators(name: str, tmp_path: Any) -> None:
     policy = af.tiny.policy("lookup")
     config = af.TrainConfig(steps=2, tasks_per_step=2, group_size=4, advantage=name, gamma=0.95, lr=1e-4)
     one = af.envs.lookup.agent(policy)
@@ -132,11 +132,3 @@ async def test_a_run_trains_with_them(name: str, tmp_path: Any) -> None:
     await one.engine.close()
     assert len(seen) == 2 and all(math.isfinite(step.stats.loss) for step in seen)
     assert policy.version > 0
-
-
-async def test_without_forks_and_with_one_turn_they_are_grpo() -> None:
-    rollout = await agent().rollout(tasks(2), group_size=4)
-    plain = af.collate(rollout, af.advantages.grpo)
-    turns = af.turn_data(rollout)
-    soft = af.collate(rollout, lambda r, g: af.advantages.arpo(r, g, turn_ids=turns.turn_ids))
-    torch.testing.assert_close(soft.advantages, plain.advantages, equal_nan=True)

@@ -556,7 +556,7 @@ async def test_no_numbers_of_a_broken_model_are_handed_out() -> None:
     policy = random_policy(11)
     with torch.no_grad():
         policy.model.get_output_embeddings().weight.fill_(math.nan)
-    policy._plain_head = True  # looked at while the weights were well
+    policy._has_plain_head = True  # looked at while the weights were well
     with pytest.raises(EngineError, match="the logits are not finite; the policy's weights have diverged"):
         await LocalEngine(policy).sample(prompt(4), Sampling(max_tokens=3), 0)
 

@@ -17,7 +17,7 @@ import agents
 import pytest
 
 from agentfly_kit.agent.agent import Agent
-from agentfly_kit.batch.batch import collate
+from agentfly_kit.batch.collate import collate
 from agentfly_kit.engines.openai import OpenAIEngine
 from agentfly_kit.envs.judging import Judge
 from agentfly_kit.errors import BatchError, ChatTemplateError, EngineError

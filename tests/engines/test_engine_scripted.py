@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from agents import call, chat, scripted, tasks
 
-from agentfly_kit.batch.batch import collate
+from agentfly_kit.batch.collate import collate
 from agentfly_kit.engines.scripted import ScriptedEngine
 from agentfly_kit.errors import BatchError, EngineError
 from agentfly_kit.types import Sampling, Task

@@ -22,7 +22,8 @@ import torch
 from cancelling import Whom, cancel_at, settled, some, tasks_left
 
 from agentfly_kit.advantages import grpo
-from agentfly_kit.batch.batch import Batch, collate
+from agentfly_kit.batch.batch import Batch
+from agentfly_kit.batch.collate import collate
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.local.sampling import truncate
 from agentfly_kit.engines.openai import OpenAIEngine

@@ -15,7 +15,8 @@ import pytest_asyncio
 import torch
 
 from agentfly_kit.advantages import grpo
-from agentfly_kit.batch.batch import Batch, collate
+from agentfly_kit.batch.batch import Batch
+from agentfly_kit.batch.collate import collate
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.engines.vllm.engine import VLLMEngine

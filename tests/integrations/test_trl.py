@@ -14,7 +14,7 @@ from test_ppo_more import Kept, made, trajectories
 
 from agentfly_kit import advantages, tiny
 from agentfly_kit import trl as bridge
-from agentfly_kit.batch.batch import collate
+from agentfly_kit.batch.collate import collate
 from agentfly_kit.errors import BatchError, SettingsError
 from agentfly_kit.evaluation import evaluate
 from agentfly_kit.policy.policy import Policy

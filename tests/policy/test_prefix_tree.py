@@ -1,9 +1,7 @@
-"""Rows that begin alike, run as trees: the same numbers and gradients as the rows, for fewer tokens."""
+"""Prefix sharing: the same numbers and gradients as separate rows, for fewer tokens."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +9,9 @@ import pytest
 import torch
 from agents import random_policy
 from test_decoder import model
-from test_ppo import batch_of
 
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.policy.prefix_tree import PackedTrees, build_prefix_trees
-from agentfly_kit.ppo import ppo_step
 
 
 def branching(seed: int, count: int = 12, vocabulary: int = 400) -> Any:
@@ -44,13 +40,13 @@ def branching(seed: int, count: int = 12, vocabulary: int = 400) -> Any:
 
 def alone(policy: Policy) -> Policy:
     """The same policy, which runs every row by itself."""
-    policy._trees_supported = False
+    policy._supports_trees = False
     return policy
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("scale", [1.0, 1e9])
-def test_every_row_stands_in_its_tree_and_sees_itself_alone(seed: int, scale: float) -> None:
+def test_rows_attend_only_to_themselves(seed: int, scale: float) -> None:
     rows = branching(seed)
     lengths = rows.lengths.tolist()
     trees = build_prefix_trees(rows.ids, lengths, scale=scale, max_tokens=100)
@@ -73,7 +69,7 @@ def test_every_row_stands_in_its_tree_and_sees_itself_alone(seed: int, scale: fl
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("temperatures", [(1.0,), (1.0, 0.7, 1.3)], ids=["one", "several"])
 @pytest.mark.parametrize("head", [True, "separate"])
-def test_a_forward_of_trees_is_the_forward_of_the_rows(seed: int, temperatures: Any, head: Any) -> None:
+def test_forward_of_trees_equals_forward_of_rows(seed: int, temperatures: Any, head: Any) -> None:
     rows = branching(seed)
     rows.temperatures = torch.tensor([temperatures[i % len(temperatures)] for i in range(len(rows.ids))])
     found = []
@@ -90,12 +86,12 @@ def test_a_forward_of_trees_is_the_forward_of_the_rows(seed: int, temperatures: 
         (got.logprob * weigh + got.entropy * weigh.flip(0) + got.value * weigh.square()).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
         found.append((got.logprob, got.entropy, got.value, got.hidden, gradient))
-        assert policy._trees_supported is not own
+        assert policy._supports_trees is not own
     for grown, plain in zip(*found, strict=True):
         torch.testing.assert_close(grown, plain, atol=2e-5 * max(1.0, float(plain.detach().abs().max())), rtol=0)
 
 
-def test_only_distinct_tokens_are_run_and_their_logits_made_once() -> None:
+def test_only_distinct_tokens_are_computed() -> None:
     policy, rows = random_policy(0), branching(1, count=20)
     seen: list[int] = []
     policy.model.get_input_embeddings().register_forward_hook(lambda m, given, out: seen.append(given[0].numel()))
@@ -107,7 +103,7 @@ def test_only_distinct_tokens_are_run_and_their_logits_made_once() -> None:
 
 
 @pytest.mark.parametrize("micro", [1, 30, 60, 10**6])
-def test_micro_batches_hold_every_row_once_and_few_tokens(micro: int) -> None:
+def test_micro_batches_of_trees_respect_the_token_limit(micro: int) -> None:
     policy, rows = random_policy(0), branching(2, count=24)
     some = torch.arange(0, 24, 2)
     parts = policy.micro_batches(rows, some, micro)
@@ -130,35 +126,9 @@ def test_micro_batches_hold_every_row_once_and_few_tokens(micro: int) -> None:
         ("bloom", "eager", False),  # where a token stands it counts from its mask
     ],
 )
-def test_a_model_that_runs_trees_otherwise_is_given_rows(family: str, attention: str, grows: bool) -> None:
+def test_models_that_do_not_support_trees_use_rows(family: str, attention: str, grows: bool) -> None:
     shape = {"n_layer": 2, "n_head": 4, "hidden_size": 48} if family == "bloom" else {}
     made = model(family, **shape)
     made.config._attn_implementation = attention
     policy = Policy(made, random_policy(0).chat)
-    assert policy._supports_trees() is grows
-
-
-@pytest.mark.parametrize("micro", [None, 8])
-def test_an_engine_that_computes_otherwise_is_found_before_the_first_update(micro: int | None) -> None:
-    """In a batch of eight rows or fewer each is probed: whichever it shows in, all are scored again."""
-    policy = random_policy(0)
-    batch = batch_of(policy)
-    assert len(batch) <= 8
-    shortest = int(batch.lengths.argmin())
-    wrong = batch.logprobs.clone()
-    wrong[shortest] -= 0.01
-    other = dataclasses.replace(batch, logprobs=wrong)
-
-    def after(batch: Any, **options: Any) -> Any:
-        twin = policy.copy()
-        stats = ppo_step(twin, torch.optim.SGD(list(twin.parameters()), lr=1.0), batch, micro_tokens=micro, **options)
-        return stats, torch.cat([p.detach().flatten() for p in twin.parameters()])
-
-    wanted, weights = after(other, old_logprobs="recompute")
-    stats, got = after(other)
-    assert stats.sampler_gap == pytest.approx(0.01, abs=1e-4) == wanted.sampler_gap
-    assert torch.equal(got, weights)
-    exact, _ = after(batch)
-    assert 0 < exact.sampler_gap < 1e-4
-    quiet, _ = after(batch.replace(advantages=torch.where(batch.mask, 0.0, math.nan)))
-    assert 0 < quiet.sampler_gap < 1e-4, "rows without advantage are probed too"
+    assert policy._supports_trees is grows

@@ -14,7 +14,8 @@ from agents import agent, fresh, random_policy, reference_logprobs, tasks
 from torch import Tensor
 
 from agentfly_kit import advantages, tiny
-from agentfly_kit.batch.batch import Batch, collate, join
+from agentfly_kit.batch.batch import Batch, join
+from agentfly_kit.batch.collate import collate
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.errors import AlignmentError, BatchError, SettingsError, TrainingError
 from agentfly_kit.policy.policy import Policy
@@ -458,17 +459,17 @@ def test_batches_that_cannot_be() -> None:
     with pytest.raises(BatchError, match="an advantage is infinite"):
         ppo_step(policy, adamw(policy), batch.replace(advantages=torch.full_like(batch.advantages, math.inf)))
     for name, value, says in (
-        ("mask", batch.mask.float() * 0.5, r"mask holds 0\.5; give a bool tensor"),
-        ("mask", batch.mask.long(), r"mask is torch\.int64; give a bool tensor"),
-        ("mask", torch.ones_like(batch.mask), r"mask is 1 on padding, first at|mask is 1 at position 0"),
-        ("logprobs", torch.full_like(batch.logprobs, math.nan), "logprobs is not finite where the mask is 1"),
-        ("logprobs", batch.logprobs.abs() + 1, "logprobs is above 0"),
-        ("logprobs", batch.logprobs[:, :-1], r"logprobs has the shape \(.*\), and the batch is"),
-        ("temperatures", batch.temperatures[:-1], r"temperatures has the shape \(7,\).*wanted \(8,\)"),
-        ("temperatures", batch.temperatures * 0, "temperatures is not above 0, first in row 0"),
-        ("versions", batch.versions[:-1], "versions has the shape"),
-        ("rewards", batch.rewards + math.inf, "rewards is not finite"),
-        ("ids", batch.ids - 500, "ids is negative"),
+        ("mask", batch.mask.float() * 0.5, r"mask must be a bool tensor, got torch\.float32"),
+        ("mask", batch.mask.long(), r"mask must be a bool tensor, got torch\.int64"),
+        ("mask", torch.ones_like(batch.mask), r"mask must be False (on padding|at position 0)"),
+        ("logprobs", torch.full_like(batch.logprobs, math.nan), "logprobs must be finite where the mask is 1"),
+        ("logprobs", batch.logprobs.abs() + 1, "logprobs must not be above 0"),
+        ("logprobs", batch.logprobs[:, :-1], "logprobs must have the shape"),
+        ("temperatures", batch.temperatures[:-1], r"temperatures must have the shape \(8,\), got \(7,\)"),
+        ("temperatures", batch.temperatures * 0, r"temperatures must be above 0; the first violation is at \[0\]"),
+        ("versions", batch.versions[:-1], "versions must have the shape"),
+        ("rewards", batch.rewards + math.inf, "rewards must be finite"),
+        ("ids", batch.ids - 500, "ids must not be negative"),
     ):
         with pytest.raises(AlignmentError, match=says):
             ppo_step(policy, adamw(policy), batch.replace(**{name: value}))

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from agentfly_kit import advantages
 from agentfly_kit.agent.chain import Chain
-from agentfly_kit.batch.batch import Batch, collate, join
+from agentfly_kit.batch.batch import Batch, join
+from agentfly_kit.batch.collate import collate
 from agentfly_kit.errors import AlignmentError, BatchError, RunMismatch, SettingsError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.micro_batch import minibatches
@@ -133,9 +134,9 @@ def test_one_advantage_a_trajectory_or_one_a_row() -> None:
     given = collate([success, failure], [1.0, 2.0]).advantages[:, 2]
     assert given.tolist() == [1, 1, 1, 2]
     assert collate([success, failure], [1.0, 2.0, 3.0, 4.0], per="row").advantages[:, 2].tolist() == [1, 2, 3, 4]
-    with pytest.raises(AlignmentError, match=r"one a trajectory \(2,\)"):
+    with pytest.raises(AlignmentError, match=r"advantages must have the shape \(2,\)"):
         collate([success, failure], [1.0, 2.0, 3.0])
-    with pytest.raises(SettingsError, match="per='token'"):
+    with pytest.raises(SettingsError, match=r"per must be one of .* got 'token'"):
         collate([success], advantages.grpo, per="token")  # type: ignore[arg-type]
 
 
@@ -198,11 +199,9 @@ def test_a_mask_of_authors() -> None:
         "no token was sampled by WHITE",
         "no token was sampled by WHITE",
     ]
-    with pytest.raises(
-        BatchError, match=r"authors='GREY': 'GREY' sampled nothing here; give some of.*'BLACK', 'WHITE'"
-    ):
+    with pytest.raises(BatchError, match=r"authors must be names.*'BLACK', 'WHITE'.*got 'GREY'"):
         collate([t], authors="GREY")
-    with pytest.raises(BatchError, match=r"authors=\(\)"):
+    with pytest.raises(BatchError, match=r"got \(\)"):
         collate([t], authors=())
 
 

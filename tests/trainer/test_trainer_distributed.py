@@ -34,7 +34,7 @@ def learner(*, value_head: bool = False) -> Policy:
     """One that runs every row alone: what rows share is summed in another order by each way to deal them out, which
     AdamW makes 1.5e-6 of; here it is the dealing that is tested (test_ppo_distributed.py has the sharing)."""
     policy = fresh_learner(value_head=value_head)
-    policy._trees_supported = False
+    policy._supports_trees = False
     return policy
 
 

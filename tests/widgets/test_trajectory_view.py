@@ -19,7 +19,7 @@ from test_widgets import NASTY, check_static, sent, trajectory, unpack
 
 from agentfly_kit import widgets as w
 from agentfly_kit.agent.rollout import Rollout
-from agentfly_kit.batch.batch import collate
+from agentfly_kit.batch.collate import collate
 from agentfly_kit.types import Failure, Task, ToolCall, ToolResult, Trajectory, Turn
 
 

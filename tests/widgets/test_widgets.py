@@ -425,7 +425,7 @@ def test_stats_bring_before_after_ratio_and_clip() -> None:
 
 def test_a_batch_of_the_library() -> None:
     from agentfly_kit import advantages
-    from agentfly_kit.batch.batch import collate
+    from agentfly_kit.batch.collate import collate
 
     ts = [dataclasses.replace(trajectory(f"t-{i}", 1 + i, seed=i), chain=i, reward=float(i % 2)) for i in range(4)]
     batch = collate(ts, advantages=advantages.grpo)

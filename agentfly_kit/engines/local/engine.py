@@ -28,7 +28,8 @@ from agentfly_kit.engines.local.kv_cache import SLAB_TOKENS, KVCache
 from agentfly_kit.engines.local.sample_buffers import SampleBuffers
 from agentfly_kit.engines.local.sampling import sample_tokens
 from agentfly_kit.errors import EngineError
-from agentfly_kit.policy.policy import Policy, single_torch_thread
+from agentfly_kit.policy.forward import single_torch_thread
+from agentfly_kit.policy.policy import Policy
 from agentfly_kit.types import Sample, Sampling, TurnRequest
 
 # Seconds after which an idle thread exits, so that an unreferenced engine can be garbage-collected.

@@ -1,0 +1,186 @@
+"""Collation of trajectories into a batch.
+
+A trajectory contributes each of its rows: one, or several if it was compacted or its history was re-rendered. Column t
+of row i of every (B, T) tensor refers to token t of `rows[i]`, predicted from the tokens before it. The mask is 0 on
+padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from agentfly_kit.batch.batch import Batch, Dropped
+from agentfly_kit.batch.credit import advantages_per_token, token_rewards
+from agentfly_kit.batch.filters import Filter, drop_reasons
+from agentfly_kit.batch.selection import as_trajectories, author_names, not_sampled, unusable_reason
+from agentfly_kit.errors import AlignmentError, BatchError, EmptyBatch, check_choice
+from agentfly_kit.types import Row, Trajectory
+
+TruncationMode = Literal["score", "mask", "bootstrap", "penalty"]
+AdvantagePer = Literal["trajectory", "row"]
+Advantages = Callable[..., Tensor] | Tensor | Sequence[float] | None
+
+
+@dataclass
+class _TrainedRow:
+    trajectory: Trajectory
+    row: Row
+    mask: npt.NDArray[np.bool_]  # (T,), True at trained tokens
+    token_rewards: npt.NDArray[np.float32]  # (T,)
+    trajectory_index: int
+    is_last: bool  # whether it is the last row of its trajectory in the batch
+    unit: int  # index of its reward in the input of the estimator
+
+
+def collate(
+    rollout: Any,
+    advantages: Advantages = None,
+    *,
+    per: AdvantagePer = "trajectory",
+    authors: str | Sequence[str] | None = None,
+    truncated: TruncationMode = "score",
+    penalty: float = 0.5,
+    allow_truncated_sampling: bool = False,
+    filters: Sequence[Filter] = (),
+) -> Batch:
+    """Collate a rollout, or trajectories, into a batch with one row for each of their rows.
+
+    Args:
+        rollout: A rollout, a trajectory, or an iterable of trajectories.
+        advantages: A function (rewards (N,), groups (N,)) -> (N,), such as `advantages.grpo`, called on all N
+            trajectories with NaN for unscored ones; or a tensor (N,), or (B, T) on the rows that are kept. With
+            per="trajectory" also (N, K): one advantage per sampled turn, as computed by `gigpo` and `arpo`; see
+            `turn_data`. None leaves all advantages NaN, to be set later.
+        per: "trajectory" takes one advantage per trajectory and assigns it to all of its rows. "row" (verl) passes
+            every row to the function as if it were a trajectory of its own: N is then the number of rows, each with the
+            reward of its trajectory.
+        authors: Authors whose tokens are trained, among the tokens that this policy sampled. None trains all of them. A
+            turn reward earned by another author is left out.
+        truncated: How to treat trajectories that a limit cut off. "score" trains on them. "mask" leaves their rows out
+            after the advantages were computed. "penalty" first subtracts `penalty` from their reward. "bootstrap" is
+            the same as "score", for estimators that receive the value of the state in which they were cut:
+            `advantages.gae(bootstrap=)`, see `Policy.bootstrap_values`.
+        penalty: Amount that truncated="penalty" subtracts, in units of reward.
+        allow_truncated_sampling: Whether to accept rows sampled under top-p, top-k or min-p. By default they are
+            rejected, because the probability ratio of the update would be off by the kept mass. True records that mass
+            for `ppo_step(correction=)`.
+        filters: Further reasons to leave trajectories out, see `af.filters`. A filtered trajectory is treated as
+            unscored and counts in no mean.
+
+    Returns:
+        The batch.
+
+    Raises:
+        EmptyBatch: If no row is left.
+        BatchError: If an engine returned text without token ids, or trajectories cannot be trained on as they were
+            sampled.
+        AlignmentError: If the advantages have the wrong shape.
+        SettingsError: If `truncated`, `per` or a filter is invalid.
+    """
+    check_choice("truncated", truncated, TruncationMode)
+    check_choice("per", per, AdvantagePer)
+    given = as_trajectories(rollout)
+    if not given:
+        raise BatchError("rollout must hold at least one trajectory, got none")
+    flagged = (sum(t.reward is None for t in given) / len(given), sum(t.truncated for t in given) / len(given))
+
+    # Filters see the original rewards. The penalty is subtracted before advantages are computed, and filtered
+    # trajectories become unscored.
+    filtered = drop_reasons(given, filters)
+    if truncated == "penalty":
+        given = [t.replace(reward=t.reward - penalty) if t.truncated and t.reward is not None else t for t in given]
+    given = [t.replace(reward=None) if t.id in filtered else t for t in given]
+
+    # Select the rows to train on, and record why the others are dropped. The estimator receives one reward per unit: a
+    # trajectory or, with per="row", a row with trained tokens (a trajectory without any is then one unit).
+    names = author_names(authors, given)
+    rows: list[_TrainedRow] = []
+    dropped: list[Dropped] = []
+    units: list[Trajectory] = []
+    num_kept = 0
+    for t in given:
+        reason = unusable_reason(t, names, truncated, allow_truncated_sampling)
+        masks = [row.sampled_by(*names) for row in t.rows]
+        trained = [j for j, mask in enumerate(masks) if mask.any()]
+        first_unit = len(units)
+        units += [t] * (max(1, len(trained)) if per == "row" else 1)
+        if reason is not None:
+            dropped.append(Dropped(t.id, filtered.get(t.id, reason), filtered=t.id in filtered))
+            continue
+        rewards = token_rewards(t, masks)
+        dropped += [Dropped(t.id, not_sampled(names), j) for j in range(len(t.rows)) if j not in trained]
+        for k, j in enumerate(trained):
+            unit = first_unit + k if per == "row" else first_unit
+            rows.append(_TrainedRow(t, t.rows[j], masks[j], rewards[j], num_kept, j == trained[-1], unit))
+        num_kept += 1
+    if not rows:
+        reasons = "; ".join(sorted({d.reason for d in dropped}))
+        raise EmptyBatch(f"none of {len(given)} trajectories can be trained on: {reasons}", tuple(dropped))
+
+    # Pad the rows on the right. In NumPy, because assigning to a slice of a tensor takes ten times as long.
+    lengths = torch.tensor([len(r.row) for r in rows])
+    shape = (len(rows), int(lengths.max()))
+    ids = np.zeros(shape, dtype=np.int64)
+    mask = np.zeros(shape, dtype=np.bool_)
+    versions = np.full(shape, -1, dtype=np.int64)
+    logprobs, entropies, kept_mass, per_token = (np.full(shape, np.nan, dtype=np.float32) for _ in range(4))
+    for i, r in enumerate(rows):
+        n = len(r.row)
+        ids[i, :n] = r.row.ids
+        mask[i, :n] = r.mask
+        versions[i, :n] = r.row.versions
+        logprobs[i, :n] = r.row.logprobs
+        entropies[i, :n] = r.row.entropies
+        kept_mass[i, :n] = r.row.kept_mass
+        per_token[i, :n] = r.token_rewards
+    # A row records these values for all sampled tokens; the batch has them only where the mask is 1.
+    versions[~mask] = -1
+    logprobs[~mask] = entropies[~mask] = np.nan
+    kept_mass = np.where(mask, np.nan_to_num(kept_mass, nan=1.0), np.nan)
+    if np.isnan(logprobs[mask]).any() or mask[:, 0].any():
+        raise AlignmentError("a sampled token must have a logprob and follow another token; the record is damaged")
+
+    groups: dict[str, int] = {}
+    for t in given:
+        groups.setdefault(t.group, len(groups))
+    batch = Batch(
+        trajectories=tuple(r.trajectory for r in rows),
+        ids=torch.from_numpy(ids),
+        attention=torch.arange(shape[1]) < lengths[:, None],
+        mask=torch.from_numpy(mask),
+        logprobs=torch.from_numpy(logprobs),
+        entropies=torch.from_numpy(entropies),
+        advantages=torch.full(shape, torch.nan),
+        token_rewards=torch.from_numpy(per_token),
+        rewards=_rewards([r.trajectory for r in rows]),
+        groups=torch.tensor([groups[r.trajectory.group] for r in rows]),
+        trajectory_index=torch.tensor([r.trajectory_index for r in rows]),
+        row_index=torch.tensor([r.row.index for r in rows]),
+        temperatures=torch.tensor([r.trajectory.sampling.temperature for r in rows]),
+        versions=torch.from_numpy(versions),
+        lengths=lengths,
+        truncated=torch.tensor([r.trajectory.truncated and r.is_last for r in rows]),
+        kept_mass=torch.from_numpy(kept_mass) if any(r.trajectory.sampling.truncates for r in rows) else None,
+        dropped=tuple(dropped),
+        num_given=len(given),
+        flagged=flagged,
+    )
+    if advantages is None:
+        return batch
+    # The estimator receives every unit that was given, with NaN for unscored ones.
+    if callable(advantages):
+        advantages = advantages(_rewards(units), torch.tensor([groups[t.group] for t in units]))
+    values = torch.as_tensor(advantages, dtype=torch.float32)
+    return batch.replace(advantages=advantages_per_token(batch, values, [r.unit for r in rows], len(units), per))
+
+
+def _rewards(trajectories: list[Trajectory]) -> Tensor:
+    return torch.tensor([math.nan if t.reward is None else float(t.reward) for t in trajectories])

@@ -1,0 +1,423 @@
+"""Forward passes: logprobs, entropies, values and hidden states of the tokens of padded rows.
+
+`logprobs[t]` is log p(ids[t] | ids[:t]) and `values[t]` is V(ids[:t]); both are computed from the hidden state at
+t - 1. `LanguageModel._locate_states` is the only place in the package that applies this shift by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+
+from agentfly_kit.errors import AlignmentError, PolicyError, SettingsError
+from agentfly_kit.policy.micro_batches import split_by_token_budget
+from agentfly_kit.policy.prefix_tree import PackedTrees, PrefixTree, build_prefix_trees
+
+ScoreName = Literal["logprob", "entropy", "value", "hidden"]
+
+# Cost per operation of masked attention relative to a matrix product, measured on a CPU; see docs/log.md.
+_MASKED_ATTENTION_COST = 4.0
+
+
+@dataclass
+class ForwardOutput:
+    """Results of a forward pass at the N masked positions, in the order of `mask.nonzero()`, with gradients.
+
+    Attributes:
+        logprob: (N,).
+        entropy: (N,).
+        value: (N,).
+        hidden: (N, d): the hidden states that predict the tokens.
+    """
+
+    logprob: Tensor
+    entropy: Tensor | None
+    value: Tensor | None
+    hidden: Tensor
+
+
+class ValueHead(nn.Linear):
+    """Linear head that maps the trunk's hidden state to V(ids[:t]).
+
+    It is initialized to zero, so that the first advantages equal the rewards.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 1)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+class Critic(nn.Module):
+    """Separate value model: a copy of the policy's decoder with a zero-initialized value head.
+
+    It needs a second forward and backward pass; in return the value loss has no gradient in the policy's weights.
+    """
+
+    def __init__(self, trunk: Any, width: int) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.head = ValueHead(width)
+
+
+class LanguageModel:
+    """A causal language model with an optional value head, evaluated on rows that are padded on the right.
+
+    Args:
+        model: Causal language model with the interface of transformers.
+        value_head: Head on the model's own trunk, separate critic, or None.
+    """
+
+    def __init__(self, model: Any, value_head: ValueHead | Critic | None) -> None:
+        self.model = model
+        self.value_head = value_head
+
+    @property
+    def device(self) -> torch.device:
+        return cast(torch.device, next(iter(self.model.parameters())).device)
+
+    @property
+    def width(self) -> int:
+        return int(self.model.get_output_embeddings().weight.shape[1])
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def layers(self) -> int:
+        return int(getattr(self.model.config.get_text_config(), "num_hidden_layers", 1))
+
+    @property
+    def max_length(self) -> int:
+        """Maximum context length of the model in tokens."""
+        return int(getattr(self.model.config, "max_position_embeddings", 0) or 1 << 30)
+
+    @cached_property
+    def size(self) -> int:
+        """Number of parameters, excluding the value head."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    @property
+    def micro_tokens(self) -> int:
+        """Default number of padded tokens per forward pass; small on a CPU, so that short rows need little padding."""
+        return 1536 if self.device.type == "cpu" else 32768
+
+    @property
+    def launch_overhead(self) -> int:
+        """Fixed cost of a forward and backward pass, expressed in tokens; see `split_by_token_budget`.
+
+        The overhead is negligible for large models. It is 0 on a GPU, where full micro-batches are fastest.
+
+        Source:  measured for the shipped policy, docs/log.md.
+        """
+        return min(100, 30_000_000 // max(self.size, 1)) if self.device.type == "cpu" else 0
+
+    # --- forward pass ---
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """Return the last hidden states: ids (B, T), padded on the right -> (B, T, d)."""
+        return _last_states(self.model.get_decoder(), ids, None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 logits for hidden states: (N, d) -> (N, V).
+
+        Raises:
+            PolicyError: If the model transforms its logits after the output matrix, for instance by soft-capping.
+        """
+        if not self._has_plain_head:
+            raise PolicyError(
+                f"the logits of {type(self.model).__name__} must be the product of its hidden states and output "
+                "matrix; models that scale or soft-cap them are not supported"
+            )
+        return cast(Tensor, self.model.get_output_embeddings()(hidden)).float()
+
+    @cached_property
+    def _has_plain_head(self) -> bool:
+        """True if a trial shows that the model's logits are the product of hidden states and output matrix."""
+        with torch.no_grad():
+            ids = torch.arange(4, device=self.device)[None] % self.vocab_size
+            expected = self.model(input_ids=ids, use_cache=False).logits[0].float()
+            product = self.model.get_output_embeddings()(self.hidden(ids)[0]).float()
+        return bool(torch.allclose(expected, product, atol=1e-3, rtol=1e-3))
+
+    def forward(
+        self, ids: Tensor, mask: Tensor, temperatures: Tensor, *, entropy: bool = False, value: bool = False
+    ) -> ForwardOutput:
+        """Compute logprobs, and optionally entropies and values, where the mask is 1, with gradients.
+
+        Logits are computed at these positions only.
+
+        Args:
+            ids: Token ids.
+            mask: Positions to score.
+            temperatures: Sampling temperature of each row.
+            entropy: Compute entropies.
+            value: Compute values; the policy must have a value head.
+
+        Raises:
+            AlignmentError: If the mask is 1 at position 0, which no earlier token can predict.
+
+        Shapes:  ids (B, T) int64 padded on the right, mask (B, T) bool, temperatures (B,) -> N = mask.sum() each.
+        Units:   nats, after temperature.
+        """
+        rows, cols = mask.nonzero(as_tuple=True)
+        packed, place = self._locate_states(ids, mask)
+        # Positions with the same prefix share one hidden state; compute its logits only once. `each` is the index of
+        # the state of each position.
+        each: Tensor | slice = slice(None)
+        merged = packed is not None and bool((temperatures == temperatures[0]).all())
+        if merged:
+            place, each = place.unique(return_inverse=True)
+        states = _last_states(self.model.get_decoder(), ids[:, :-1], packed).flatten(0, 1)[place]
+        temperature = temperatures.to(states.device, torch.float32)
+        logits = self.logits(states) / (temperature[:1, None] if merged else temperature[rows, None])
+        logp = torch.log_softmax(logits, dim=-1)
+        return ForwardOutput(
+            logprob=logp[each, ids[rows, cols]] if merged else logp.gather(-1, ids[rows, cols, None])[:, 0],
+            entropy=-(logp.exp() * logp).sum(-1)[each] if entropy else None,
+            value=self._values(ids, packed, place, states)[each] if value else None,
+            hidden=states[each],
+        )
+
+    def _locate_states(self, ids: Tensor, mask: Tensor) -> tuple[PackedTrees | None, Tensor]:
+        """Pack the rows into prefix trees, and locate the states that predict the masked tokens.
+
+        Returns:
+            The trees (None if the rows are computed one by one), and the index in the flattened hidden states of
+            `ids[:, :-1]` or of the trees: the state at t - 1 for the token at t, (N,).
+        """
+        rows, cols = mask.nonzero(as_tuple=True)
+        if bool((cols == 0).any()):
+            raise AlignmentError("the mask must be 0 at position 0; the first token of a row is never predicted")
+        if self._supports_trees:
+            trees = self._build_trees(ids, mask, self.micro_tokens)
+            if len(trees) < len(ids):
+                packed = PackedTrees.build(trees, ids, _context_lengths(mask))
+                return packed, packed.token_index[rows, cols - 1]
+        return None, rows * (ids.shape[1] - 1) + cols - 1
+
+    def _values(self, ids: Tensor, packed: PackedTrees | None, place: Tensor, states: Tensor | None) -> Tensor:
+        """Compute the values at the indices `place`, (N,), from `states` (N, d); a separate critic computes its own."""
+        head = self.value_head
+        if head is None:
+            raise PolicyError("values need a value head; load the policy with value_head=True")
+        if isinstance(head, Critic):
+            states = _last_states(head.trunk, ids[:, :-1], packed).flatten(0, 1)[place]
+            head = head.head
+        assert states is not None
+        return cast(Tensor, head(states.to(head.weight.dtype)))[:, 0].float()
+
+    @torch.no_grad()
+    def score(
+        self, batch: Any, want: Iterable[ScoreName] = ("logprob", "entropy"), *, micro_tokens: int | None = None
+    ) -> dict[str, Tensor]:
+        """Score the masked positions of a batch without gradients.
+
+        Args:
+            batch: The batch.
+            want: Scores to compute, out of "logprob", "entropy", "value" and "hidden".
+            micro_tokens: Upper limit of the tokens per forward pass; `self.micro_tokens` if None.
+
+        Returns:
+            The scores by name, float32: (B, T) with NaN where the mask is 0; "hidden" is (B, T, d) with 0 there.
+
+        Raises:
+            SettingsError: If `want` is empty or contains an unknown name.
+
+        Shapes:  batch.ids, batch.mask (B, T), batch.temperatures (B,) -> (B, T) each.
+        """
+        wanted = set(want)
+        if not wanted or not wanted <= set(get_args(ScoreName)):
+            raise SettingsError(f"want must be a non-empty subset of {get_args(ScoreName)}, got {sorted(wanted)}")
+        out: dict[str, Tensor] = {name: torch.full(batch.ids.shape, torch.nan) for name in wanted - {"hidden"}}
+        if "hidden" in wanted:
+            out["hidden"] = torch.zeros(*batch.ids.shape, self.width)
+        with single_torch_thread(self):
+            for rows in self.micro_batches(batch, None, micro_tokens):
+                width = int(batch.lengths[rows].max())
+                mask = batch.mask[rows, :width]
+                if not bool(mask.any()):
+                    continue
+                inputs = batch.ids[rows, :width].to(self.device), mask.to(self.device)
+                if wanted == {"value"} and isinstance(self.value_head, Critic):  # needs no pass of the policy
+                    got = {"value": self._values(inputs[0], *self._locate_states(*inputs), None)}
+                else:
+                    entropy, value = "entropy" in wanted, "value" in wanted
+                    got = vars(self.forward(*inputs, batch.temperatures[rows], entropy=entropy, value=value))
+                r, c = mask.nonzero(as_tuple=True)
+                for name in wanted:
+                    out[name][rows[r], c] = got[name].float().cpu()
+        return out
+
+    @torch.no_grad()
+    def bootstrap_values(self, batch: Any, *, micro_tokens: int | None = None) -> Tensor:
+        """Return V after each row's last token, (B,): the expected remaining return of a truncated trajectory."""
+        # The value after the last token is that of one more token, whatever it is.
+        mask = torch.arange(batch.ids.shape[1] + 1) == batch.lengths[:, None]
+        longer = SimpleNamespace(
+            ids=nn.functional.pad(batch.ids, (0, 1)),
+            mask=mask,
+            lengths=batch.lengths + 1,
+            temperatures=torch.ones(len(mask)),
+        )
+        return self.score(longer, {"value"}, micro_tokens=micro_tokens)["value"][mask]
+
+    @contextlib.contextmanager
+    def checkpointing(self, on: bool = True) -> Iterator[None]:
+        """Enable gradient checkpointing: the backward pass recomputes each layer's activations instead of storing them.
+
+        Raises:
+            PolicyError: If the model has no layers that support checkpointing.
+        """
+        if not on:
+            yield
+            return
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        models = [self.model, self.value_head.trunk] if isinstance(self.value_head, Critic) else [self.model]
+        layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        if not layers:
+            raise PolicyError(f"{type(self.model).__name__} has no layers that support gradient checkpointing")
+        before = [layer.training for layer in layers]
+        for model in models:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        for layer in layers:
+            layer.training = True  # only this module's flag, so that dropout inside the layer stays off
+        try:
+            yield
+        finally:
+            for layer, training in zip(layers, before, strict=True):
+                layer.training = training
+            for model in models:
+                model.gradient_checkpointing_disable()
+
+    # --- micro-batches and prefix sharing ---
+
+    def micro_batches(self, batch: Any, rows: Tensor | None = None, micro_tokens: int | None = None) -> list[Tensor]:
+        """Split rows of a batch into micro-batches of at most `micro_tokens` tokens; see `split_by_token_budget`.
+
+        Rows with a common prefix are grouped if the model supports prefix sharing, and each shared token counts once.
+        A row longer than `micro_tokens` forms a micro-batch of its own.
+
+        Args:
+            batch: The batch.
+            rows: Indices of the rows to split; all rows if None.
+            micro_tokens: Upper limit of the tokens per micro-batch; `self.micro_tokens` if None.
+
+        Returns:
+            The row indices of each micro-batch.
+        """
+        rows = torch.arange(len(batch.lengths)) if rows is None else rows
+        limit = micro_tokens or self.micro_tokens
+        if not len(rows) or not self._supports_trees:
+            return [rows[part] for part in split_by_token_budget(batch.lengths[rows], limit, self.launch_overhead)]
+        trees = self._build_trees(batch.ids[rows], batch.mask[rows], limit)
+        parts = split_by_token_budget(torch.tensor([tree.width for tree in trees]), limit, self.launch_overhead)
+        return [rows[torch.tensor([row for i in part.tolist() for row in trees[i].rows])] for part in parts]
+
+    def _build_trees(self, ids: Tensor, mask: Tensor, max_tokens: int) -> list[PrefixTree]:
+        config = self.model.config.get_text_config()
+        # Operations per token: 2 per weight, plus 4 x (heads x head size) per layer and attended key.
+        heads = config.num_attention_heads
+        inner = heads * (getattr(config, "head_dim", None) or self.width // heads)
+        weights = max(1, self.size - self.vocab_size * self.width)
+        scale = 2 * weights / (4 * self.layers * inner) / _MASKED_ATTENTION_COST
+        return build_prefix_trees(ids, _context_lengths(mask), scale=scale, max_tokens=max_tokens)
+
+    @cached_property
+    def _supports_trees(self) -> bool:
+        """True if a trial shows that the model gives the same states for a tree as for its rows."""
+        config = self.model.config.get_text_config()
+        if getattr(config, "_attn_implementation", None) not in ("sdpa", "eager"):
+            return False
+        if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+            return False
+        # Three rows of 10, 9 and 8 tokens: the first two share 4 tokens, the last two 7.
+        ids = (torch.arange(30) * 7 % self.vocab_size).reshape(3, 10).to(self.device)
+        ids[:, :4] = ids[0, :4]
+        ids[2, :7] = ids[1, :7]
+        lengths = [10, 9, 8]
+        is_token = torch.arange(10) < torch.tensor(lengths)[:, None]
+        packed = PackedTrees.build(build_prefix_trees(ids, lengths, scale=1e9, max_tokens=100), ids, lengths)
+        try:
+            # The first call may come from inside autocast, where the tolerance for float32 would be exceeded.
+            with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+                separate = _last_states(self.model.get_decoder(), ids, None).float()
+                shared = _last_states(self.model.get_decoder(), ids, packed).float().flatten(0, 1)
+        except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError):
+            return False  # the model does not accept this attention mask
+        is_float32 = all(p.dtype == torch.float32 for p in self.model.parameters())
+        gap = (separate - shared[packed.token_index])[is_token].abs().max()
+        return bool(gap <= (1e-4 if is_float32 else 0.05) * separate.abs().max())
+
+
+def _last_states(decoder: Any, ids: Tensor, packed: PackedTrees | None) -> Tensor:
+    """Run a decoder (a model without its output matrix) on rows or their trees, and return its last hidden states.
+
+    Positions are passed explicitly rather than inferred from a pad id. Padding on the right needs no attention mask,
+    because causal attention already excludes it.
+
+    Shapes:  ids (B, T) -> (B, T, d), or (P, W, d) for P trees of W tokens.
+    """
+    mask: Tensor | None = None
+    positions = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)
+    if packed is not None:
+        ids, positions, mask = packed.ids, packed.positions, packed.mask()
+        if decoder.config._attn_implementation == "eager":  # eager attention adds the mask to the scores
+            dtype = next(decoder.parameters()).dtype
+            mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+    out = decoder(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, return_dict=True)
+    return cast(Tensor, out.last_hidden_state)
+
+
+def _context_lengths(mask: Tensor) -> list[int]:
+    """Return for each row the number of tokens before its last sampled token, and at least 1."""
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    lengths: list[int] = (mask * columns).amax(1).clamp(min=1).tolist()
+    return lengths
+
+
+class _ThreadLimit:
+    """Number of users of the limit of one thread, and the number of threads from before."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.users = 0
+        self.threads_before = 0
+
+
+_thread_limit = _ThreadLimit()
+
+
+@contextlib.contextmanager
+def single_torch_thread(policy: LanguageModel) -> Iterator[None]:
+    """Limit torch to one thread for a tiny model on a CPU, where more threads are slower.
+
+    The setting applies to the whole process, and an engine's thread and an update may enter concurrently: the first to
+    enter saves the previous setting, and the last to leave restores it.
+    """
+    if policy.device.type != "cpu" or policy.size >= 5_000_000:
+        yield
+        return
+    limit = _thread_limit
+    with limit.lock:
+        if limit.users == 0:
+            limit.threads_before = torch.get_num_threads()
+        limit.users += 1
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        with limit.lock:
+            limit.users -= 1
+            if limit.users == 0:
+                torch.set_num_threads(limit.threads_before)
