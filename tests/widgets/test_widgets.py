@@ -668,7 +668,7 @@ class FakePool:
             SimpleNamespace(id=i, state="leased" if i < self.leased else "idle", owner=f"c{i}", uses=1, since=5.0)
             for i in range(4)
         )
-        leases = tuple(SimpleNamespace(owner=f"c{i}", sandbox=i, since=5.0, turn=i) for i in range(self.leased))
+        leases = tuple(SimpleNamespace(owner=f"c{i}", id=i, since=5.0, turn=i) for i in range(self.leased))
         return SimpleNamespace(
             sandbox_type="Box", isolation=None, size=6, idle=4 - self.leased, starting=0, leased=self.leased, dead=0,
             closed=False, waiting=len(self.waiters), waiters=self.waiters, time=7.5, leases=leases, sandboxes=boxes,
