@@ -62,10 +62,6 @@ class Lease(Generic[S]):
         """Release the lease; the same as `pool.release(lease)`."""
         await self.pool.release(self)
 
-    def revoke(self, reason: str) -> None:
-        """Mark the lease as ended by the pool."""
-        self.revoked, self.released = reason, True
-
     def __del__(self) -> None:
         if not getattr(self, "released", True):
             self.pool._on_lease_collected(self)
@@ -92,22 +88,14 @@ class BasePool(ABC, Generic[S]):
         self.number = next(_numbers)
         _POOLS.add(self)
 
-    @property
     @abstractmethod
-    def closed(self) -> bool:
-        """True after the pool was closed."""
+    async def acquire(self, owner: str = "somebody", timeout: float | None = None, *, run: str = "") -> Lease[S]: ...
 
     @abstractmethod
-    async def acquire(self, owner: str = "somebody", timeout: float | None = None, *, run: str = "") -> Lease[S]:
-        """Wait for a sandbox and lease it until `release`."""
+    async def release(self, lease: Lease[S], *, reusable: bool = True) -> None: ...
 
     @abstractmethod
-    async def release(self, lease: Lease[S], *, reusable: bool = True) -> None:
-        """Release a lease."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Close the pool."""
+    async def close(self) -> None: ...
 
     @abstractmethod
     def _on_turn_changed(self, lease: Lease[S]) -> None: ...

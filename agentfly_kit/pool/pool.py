@@ -318,7 +318,7 @@ class Pool(BasePool[S]):
             for slot, reason in effects.revoked.items():
                 lease = self._leases.pop(slot, None)
                 if lease is not None:
-                    lease.revoke(reason)
+                    lease.revoked, lease.released = reason, True
         self._answer_requests(effects)
         for slot in effects.start:
             self._spawn(slot, self._start(slot))
@@ -395,10 +395,8 @@ class Pool(BasePool[S]):
         if lease.id not in self._state.slots:
             return  # the pool was closed and has removed it
         self._dropped.append(lease.id)
-        if self._lock.acquire(blocking=False):
-            self._lock.release()
+        if not self._lock.locked():  # otherwise this thread may hold it, and kills the sandbox after releasing it
             self._kill_dropped()
-        # Otherwise this thread may hold the lock, and kills the sandbox after releasing it.
         warnings.warn(f"{lease!r} was dropped without a release", ResourceWarning, stacklevel=3)
 
     def _kill_dropped(self) -> None:

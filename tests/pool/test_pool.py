@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import random
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -178,19 +176,6 @@ async def test_pools_lists_those_alive():
 # --- order and time ------------------------------------------------------------------------------
 
 
-async def test_first_come_first_served():
-    async with Pool(Slow, size=2) as pool:
-        served: list[int] = []
-
-        async def chain(number: int) -> None:
-            async with pool.lease(f"chain {number}"):
-                served.append(number)
-                await asyncio.sleep(0.001)
-
-        await asyncio.gather(*(chain(number) for number in range(20)))
-        assert served == list(range(20))
-
-
 async def test_a_release_waits_for_its_own_reset_and_not_for_those_after_it():
     """Else whoever gives back on a busy pool stands there as long as others go on using what was theirs."""
     async with Pool(Slow, size=1) as pool:
@@ -212,20 +197,6 @@ async def test_a_release_waits_for_its_own_reset_and_not_for_those_after_it():
         await mine.release()
         assert resets <= 3, "one reset, and at most what came between it and this line"
         await asyncio.gather(*others)
-
-
-async def test_a_waiter_that_gives_up_leaves_the_order_of_the_others():
-    async with Pool(Notes, size=1) as pool:
-        held = await pool.acquire("holder")
-        waiting = [asyncio.ensure_future(pool.acquire(f"w{i}")) for i in range(4)]
-        await asyncio.sleep(0)
-        waiting[1].cancel()
-        await asyncio.sleep(0)
-        assert pool.snapshot().waiters == ("w0", "w2", "w3")
-        for task in (waiting[0], waiting[2], waiting[3]):
-            await held.release()
-            held = await asyncio.wait_for(task, 1)
-        await held.release()
 
 
 async def test_a_grant_that_is_cancelled_goes_to_the_next():
@@ -395,34 +366,7 @@ async def test_recycled_by_a_health_check():
     assert [e.detail for e in events if e.kind == "died"] == ["its reset failed: OSError: no answer"] * 2
 
 
-async def test_only_so_many_start_at_once():
-    starting = most = 0
-
-    class Counts(Notes):
-        async def start(self) -> None:
-            nonlocal starting, most
-            Notes.open.add(self)
-            starting += 1
-            most = max(most, starting)
-            await asyncio.sleep(0.002)
-            starting -= 1
-
-    async with Pool(Counts, size=20, max_starting=3) as pool:
-        leases = await asyncio.gather(*(pool.acquire(f"c{i}", timeout=5) for i in range(20)))
-        assert most == 3
-        for lease in leases:
-            await lease.release()
-
-
 # --- state, death, failure -----------------------------------------------------------------------
-
-
-async def test_nothing_leaks_from_one_lease_to_the_next():
-    async with Pool(Notes, size=1) as pool:
-        for number in range(5):
-            async with pool.lease() as notes:
-                assert await notes.run(f"secret {number}") == [f"secret {number}"]
-        assert pool.snapshot().sandboxes[0].uses == 5
 
 
 async def test_a_kind_without_reset_is_replaced():
@@ -445,21 +389,6 @@ async def test_dead_ones_are_never_handed_out():
             assert third.alive
             assert third not in (dies_in_use, dies_idle)
         assert pool.snapshot().dead == 2
-
-
-async def test_reset_that_fails_replaces():
-    class Stubborn(Notes):
-        async def reset(self) -> None:
-            raise OSError("full")
-
-    events: list[PoolEvent] = []
-    async with Pool(Stubborn, size=1) as pool:
-        pool.subscribe(events.append)
-        async with pool.lease() as first:
-            pass
-        async with pool.lease() as second:
-            assert second is not first
-        assert [e.detail for e in events if e.kind == "died"] == ["its reset failed: OSError: full"] * 2
 
 
 async def test_a_kind_that_cannot_start_opens_the_breaker():
@@ -708,16 +637,6 @@ def test_a_loop_that_is_closed_under_its_work(monkeypatch: pytest.MonkeyPatch):
     task._log_destroy_pending = False  # type: ignore[attr-defined]
 
 
-async def test_a_turn_may_be_set_from_another_thread():
-    async with Pool(Notes, size=1) as pool:
-        lease = await pool.acquire("a")
-        thread = threading.Thread(target=lambda: setattr(lease, "turn", 7))
-        thread.start()
-        thread.join()
-        assert pool.snapshot().leases[0].turn == 7
-        await lease.release()
-
-
 class Steps(Notes):
     """Every method gives way to the loop three times: three awaits at which it can be cancelled."""
 
@@ -775,43 +694,6 @@ async def test_cancelled_at_each_step_of_the_loop(first: str):
             break
     assert finished
     assert steps > 5, "there were awaits to be cancelled at"
-
-
-async def test_never_more_than_size_and_nothing_left_after_many_cancellations():
-    """Chains that are cancelled at any await at all: no slot, no waiter and no sandbox is lost."""
-    print("seed 0")
-    chance = random.Random(0)
-    Notes.open.clear()
-    most = 0
-    async with Pool(Slow, size=3) as pool:
-
-        async def chain(steps: int) -> None:
-            nonlocal most
-            async with pool.lease(f"chain of {steps}", timeout=5) as notes:
-                most = max(most, len(Notes.open))
-                for step in range(steps):
-                    assert len(await notes.run(f"{step}")) == step + 1
-                if chance.random() < 0.2:
-                    notes.kill()
-
-        async def cancelled(task: asyncio.Task[None]) -> None:
-            for _ in range(chance.randrange(12)):
-                await asyncio.sleep(chance.choice((0, 0, 0.0005, 0.002)))
-            task.cancel()
-
-        for _ in range(25):
-            tasks = [asyncio.ensure_future(chain(chance.randrange(4))) for _ in range(12)]
-            await asyncio.gather(*(cancelled(task) for task in tasks))
-            for result in await asyncio.gather(*tasks, return_exceptions=True):
-                assert result is None or isinstance(result, asyncio.CancelledError), result
-        await until(lambda: all(box.state == "idle" for box in pool.snapshot().sandboxes), 30.0)
-        s = pool.snapshot()
-        assert (s.leased, s.waiting) == (0, 0)
-        assert most <= 3
-        assert len(s.sandboxes) == len(Notes.open) <= 3
-        for _ in range(3):
-            await (await pool.acquire(timeout=1)).release()
-    assert not Notes.open
 
 
 # --- the state machine against a model -----------------------------------------------------------

@@ -240,7 +240,7 @@ class _Link:
         self.held: dict[str, object] = {}  # lease -> turn
         self.leases: weakref.WeakValueDictionary[str, Lease[Any]] = weakref.WeakValueDictionary()
         self.revoked: dict[str, str] = {}  # leases revoked by the server's pool -> reason
-        self.waiting: set[str] = set()  # ids of pending acquire requests
+        self.waiting: set[str] = set()  # ids of pending requests
         self.listeners = listeners
         self.methods: frozenset[str] = frozenset()
         self.snapshot = PoolSnapshot(
@@ -419,36 +419,30 @@ class _Link:
 
     async def acquire(self, owner: str, timeout: float, run: str) -> dict[str, Any]:
         await self.connect()
+        return await self.post_and_poll("acquire", owner=owner[:1000], run=run[:1000], timeout=timeout)
+
+    async def post_and_poll(self, path: str, **body: Any) -> dict[str, Any]:
+        """Repeat a request until the server has its result. If the caller is cancelled, cancel it on the server."""
         request = secrets.token_hex(16)
         self.waiting.add(request)
         try:
             while True:
-                reply = await self.post(
-                    "acquire",
-                    request=request,
-                    owner=owner[:1000],
-                    run=run[:1000],
-                    timeout=timeout,
-                    wait=min(_LONG_POLL_SECONDS, self.heartbeat / 2),
-                )
-                if reply["state"] == "leased":
+                wait = min(_LONG_POLL_SECONDS, self.heartbeat / 2)
+                reply = await self.post(path, request=request, wait=wait, **body)
+                if reply["state"] != "waiting":
                     return reply
         except (asyncio.CancelledError, RemotePoolError):
-            self._abandon(request)
+            task = asyncio.get_running_loop().create_task(self._abandon(request))
+            self._abandoning.add(task)
+            task.add_done_callback(self._abandoning.discard)
             raise
         finally:
             self.waiting.discard(request)
 
-    def _abandon(self, request: str) -> None:
+    async def _abandon(self, request: str) -> None:
         """Cancel a request on the server. If that fails, the server cancels it when the next heartbeat omits it."""
-
-        async def abandon() -> None:
-            with contextlib.suppress(Exception):
-                await self.post("abandon", request=request)
-
-        task = asyncio.get_running_loop().create_task(abandon())
-        self._abandoning.add(task)
-        task.add_done_callback(self._abandoning.discard)
+        with contextlib.suppress(Exception):
+            await self.post("abandon", request=request)
 
     def stop_holding(self, lease: str) -> bool:
         """Forget a lease; return False if it had already ended."""
@@ -473,31 +467,26 @@ class _Link:
         for name, reason in revoked.items():
             self.held.pop(name, None)
             if (lease := self.leases.get(name)) is not None:
-                lease.revoke(reason)
+                lease.revoked, lease.released = reason, True
 
     async def call(self, lease: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if lease in self.revoked:
             raise LeaseRevoked(f"the pool took the {self.name}: {self.revoked[lease]}")
         if lease not in self.held:
             raise RemotePoolError(f"the lease of this sandbox of {self.url} has ended")
-        request = secrets.token_hex(16)
-        turn = self.held.get(lease)
-        body = {
-            "request": request, "lease": lease, "method": method, "turn": wire.turn(turn),
-            "args": wire.encode(list(args), _lease_name), "kwargs": wire.encode(kwargs, _lease_name),
-            "wait": min(_LONG_POLL_SECONDS, self.heartbeat / 2),
-        }  # fmt: skip
         try:
-            while True:
-                reply = await self.post("call", **body)
-                if reply["state"] == "done":
-                    return wire.decode(reply["value"], self.module)
+            reply = await self.post_and_poll(
+                "call",
+                lease=lease,
+                method=method,
+                turn=wire.turn(self.held.get(lease)),
+                args=wire.encode(list(args), _lease_name),
+                kwargs=wire.encode(kwargs, _lease_name),
+            )
         except LeaseRevoked as error:
             self._forget_revoked({lease: str(error).partition(": ")[2] or str(error)})
             raise
-        except asyncio.CancelledError:
-            self._abandon(request)
-            raise
+        return wire.decode(reply["value"], self.module)
 
     # --- heartbeat
 

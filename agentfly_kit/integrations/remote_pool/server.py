@@ -332,6 +332,8 @@ class PoolServer:
                 self._check(request.headers.get("Authorization", ""))
                 message = await self._read(request, message_type)
                 reply = await answer(message, self._client(message.client))
+                if message_type is not _Call:  # calls are frequent
+                    reply["snapshot"] = self._snapshot()
                 return web.json_response(reply, status=202 if reply.get("state") == "waiting" else 200)
             except _HTTPError as refused:
                 return web.json_response({"error": wire.encode_exception(refused.error)}, status=refused.status)
@@ -412,16 +414,15 @@ class PoolServer:
         ]
         return {
             "version": wire.VERSION, "server": self._name, "sandbox_type": sandbox_type.__name__,
-            "size": self.pool.size,
             "methods": methods,
             "is": [f"{each.__module__}:{each.__qualname__}" for each in sandbox_type.__mro__[:-1]],
-            "heartbeat": self.heartbeat, **self._snapshot(),
+            "heartbeat": self.heartbeat
         }  # fmt: skip
 
-    def _snapshot(self) -> dict[str, Any]:
+    def _snapshot(self) -> Any:
         snapshot = self.pool.snapshot()
         boxes = tuple(dataclasses.replace(box, turn=wire.turn(box.turn)) for box in snapshot.sandboxes)
-        return {"snapshot": wire.encode(dataclasses.replace(snapshot, sandboxes=boxes))}
+        return wire.encode(dataclasses.replace(snapshot, sandboxes=boxes))
 
     async def _acquire(self, message: _Acquire, client: _Client) -> dict[str, Any]:
         now = asyncio.get_running_loop().time()
@@ -436,21 +437,15 @@ class PoolServer:
             task = self._spawn(self._lease(client, message))
             request = client.requests[message.request] = _Request(task, now)
         request.asked_at = now
-        await asyncio.wait([request.task], timeout=min(message.wait, _LONGEST_WAIT))
-        if not request.task.done():
-            return {"state": "waiting", **self._snapshot()}
-        if request.task.cancelled():
-            raise _HTTPError(409, RemotePoolError("this request was cancelled"))
-        error = request.task.exception()
-        if error is not None:
-            raise _HTTPError(409, error)
-        lease = request.task.result()
+        if not await _done(request.task, message.wait):
+            return {"state": "waiting"}
+        lease = _result(request.task)
         held = client.leases.get(lease)
         if held is None:
             raise _HTTPError(404, _lease_is_over(lease))
         return {
             "state": "leased", "lease": lease, "sandbox": held.lease.id,
-            "isolation": getattr(held.lease.sandbox, "isolation", None), **self._snapshot(),
+            "isolation": getattr(held.lease.sandbox, "isolation", None)
         }  # fmt: skip
 
     async def _lease(self, client: _Client, message: _Acquire) -> str:
@@ -484,7 +479,7 @@ class PoolServer:
             call = held.calls.get(message.request)
             if call is not None:
                 call.cancel()
-        return self._snapshot()
+        return {}
 
     def _give_up(self, client: _Client, name: str) -> None:
         client.given_up[name] = None  # the request itself may still be in transit
@@ -528,19 +523,14 @@ class PoolServer:
                 if oldest is None:
                     break
                 del held.calls[oldest]
-        await asyncio.wait([call], timeout=min(message.wait, _LONGEST_WAIT))
+        done = await _done(call, message.wait)
         client.last_seen = asyncio.get_running_loop().time()
-        if not call.done():
+        if not done:
             return {"state": "waiting"}
         self._collect_revoked(client)
         if message.lease in client.ended:
             raise self._lease_over_error(client, message.lease)
-        if call.cancelled():
-            raise _HTTPError(409, RemotePoolError("the call was cancelled, or its lease ended"))
-        failed = call.exception()
-        if failed is not None:
-            raise _HTTPError(409, failed)
-        return {"state": "done", "value": call.result()}
+        return {"state": "done", "value": _result(call)}
 
     @staticmethod
     def _lease_over_error(client: _Client, name: str) -> _HTTPError:
@@ -560,7 +550,7 @@ class PoolServer:
         task = client.releasing.get(message.lease)
         if task is not None:
             await asyncio.wait([task])
-        return self._snapshot()
+        return {}
 
     def _return(self, client: _Client, name: str, reusable: bool) -> None:
         held = client.leases.pop(name, None)
@@ -584,7 +574,7 @@ class PoolServer:
                 raise _HTTPError(409, error) from None
             client.recycled[message.request] = None
             self._collect_revoked(client)
-        return {"revoked": self._revoked(client), **self._snapshot()}
+        return {"revoked": self._revoked(client)}
 
     @staticmethod
     def _revoked(client: _Client) -> dict[str, str]:
@@ -619,12 +609,12 @@ class PoolServer:
         return {
             "server": self._name, "leases": list(client.leases), "revoked": self._revoked(client),
             "events": wire.encode(events),
-            "sequence": self.pool._state.sequence, **self._snapshot(),
+            "sequence": self.pool._state.sequence
         }  # fmt: skip
 
     async def _bye(self, message: _Message, client: _Client) -> dict[str, Any]:
         await self._end(message.client)
-        return self._snapshot()
+        return {}
 
     # --- ending clients
 
@@ -661,6 +651,20 @@ class PoolServer:
                 if loop.time() - client.last_seen > self.heartbeat:
                     _log.warning("no heartbeat from client %s; its %d leases end", name, len(client.leases))
                     await self._end(name)
+
+
+async def _done(task: asyncio.Task[Any], seconds: float) -> bool:
+    await asyncio.wait([task], timeout=min(seconds, _LONGEST_WAIT))
+    return task.done()
+
+
+def _result(task: asyncio.Task[Any]) -> Any:
+    if task.cancelled():
+        raise _HTTPError(409, RemotePoolError("the request was cancelled, or its lease ended"))
+    error = task.exception()
+    if error is not None:
+        raise _HTTPError(409, error)
+    return task.result()
 
 
 async def _perform(sandbox: Any, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
