@@ -245,12 +245,12 @@ class Pool(BasePool[S]):
             # `_forget_closed_loops` will remove the request.
             raise
         except BaseException:
-            del self._requests[ticket]
+            self._requests.pop(ticket, None)
             self._dispatch(self._state.cancelled, ticket)
             if future.done() and not future.cancelled():
                 future.exception()  # mark as retrieved
             raise
-        del self._requests[ticket]
+        self._requests.pop(ticket, None)
         return slot
 
     async def release(self, lease: Lease[S], *, reusable: bool = True) -> None:

@@ -455,7 +455,7 @@ class _Link:
         try:
             await self.post("release", lease=lease, reusable=reusable)
         except RemotePoolError as error:
-            _log.warning("a lease was not given back: %s", error)  # the server reclaims it when heartbeats omit it
+            _log.warning("a lease was not released: %s", error)  # the server reclaims it when heartbeats omit it
 
     async def recycle(self, sandbox: int, close: bool) -> None:
         await self.connect()
@@ -493,6 +493,7 @@ class _Link:
     async def _beat(self) -> None:
         """Report the leases held, receive changes, and sleep until the next heartbeat is due."""
         self._nudge.clear()
+        # With listeners, the server holds the heartbeat open until there are events, so there is no need to sleep.
         rest = self.heartbeat / 4
         try:
             if not self.connected.is_set():
@@ -535,17 +536,17 @@ class _Link:
 
     async def _interruptible(self, work: Coroutine[Any, Any, R]) -> R | None:
         """Return the coroutine's result, or None if `wake` was called first."""
-        question = asyncio.ensure_future(work)
+        request = asyncio.ensure_future(work)
         nudge = asyncio.ensure_future(self._nudge.wait())
         try:
-            await asyncio.wait([question, nudge], return_when=asyncio.FIRST_COMPLETED)
-            return question.result() if question.done() else None
+            await asyncio.wait([request, nudge], return_when=asyncio.FIRST_COMPLETED)
+            return request.result() if request.done() else None
         finally:
-            for each in (question, nudge):
+            for each in (request, nudge):
                 each.cancel()
-            await asyncio.wait([question, nudge])
-            if not question.cancelled():
-                question.exception()
+            await asyncio.wait([request, nudge])
+            if not request.cancelled():
+                request.exception()
 
     def _deliver_events(self, events: list[PoolEvent], after: int | None, sequence: int) -> None:
         if after is None:  # first heartbeat with listeners: deliver later events only
