@@ -43,12 +43,10 @@ from .._async.delivery import deliver, running_loop
 from .._async.interrupts import keep_interruptible
 from .._async.pending_call import warn_or_log
 from ..errors import IsolationError, PoolClosed, PoolTimeout, SandboxError, SettingsError
-from .base import BasePool, Lease, pools
+from .base import BasePool, Lease
 from .environment import is_environment
 from .records import PoolEvent, PoolSnapshot, SandboxInfo
 from .state import Effects, PoolState
-
-__all__ = ["Lease", "Pool", "PoolEvent", "PoolSnapshot", "SandboxInfo", "pools"]
 
 S = TypeVar("S")
 _CLOSE_SECONDS = 5.0  # time limit of a sandbox's `close`, after which it is killed

@@ -38,7 +38,8 @@ from agentfly_kit.errors import (
 from agentfly_kit.integrations.remote_pool import wire
 from agentfly_kit.integrations.remote_pool.client import RemotePool
 from agentfly_kit.integrations.remote_pool.server import PoolServer, serve_pool
-from agentfly_kit.pool.pool import Pool, PoolEvent
+from agentfly_kit.pool.pool import Pool
+from agentfly_kit.pool.records import PoolEvent
 from agentfly_kit.sandboxes import FileSandbox, PythonSandbox, SandboxResult
 
 TOKEN = "a token of the tests"

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from agentfly_kit.errors import IsolationError, PoolClosed, PoolTimeout, SandboxError, SettingsError
-from agentfly_kit.pool.pool import Pool, PoolEvent, pools
+from agentfly_kit.pool.base import pools
+from agentfly_kit.pool.pool import Pool
+from agentfly_kit.pool.records import PoolEvent
 from agentfly_kit.pool.state import PoolState
 
 # --- kinds, as one would write them in a cell ----------------------------------------------------

@@ -26,7 +26,8 @@ from cancelling import cancelled_lives, settled
 from test_sandbox_python import LEVELS, _runs, files, groups, scratch, zygotes
 
 import agentfly_kit as af
-from agentfly_kit.pool.pool import Pool, PoolEvent
+from agentfly_kit.pool.pool import Pool
+from agentfly_kit.pool.records import PoolEvent
 from agentfly_kit.sandboxes import Container, PythonSandbox, SandboxResult
 from agentfly_kit.sandboxes.host import isolation
 
