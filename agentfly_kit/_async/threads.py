@@ -52,6 +52,7 @@ class _Call:
         self.context = contextvars.copy_context()
 
     def run(self) -> None:
+        outcome: tuple[Any, BaseException | None]
         try:
             outcome = self.context.run(self.work), None
         except BaseException as error:

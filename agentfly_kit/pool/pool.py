@@ -229,7 +229,8 @@ class Pool(BasePool[S]):
     async def _request(self, owner: str, run: str, deadline: float, timeout: float) -> int:
         """Request a sandbox and return the slot that was granted."""
         ticket = next(self._next_ticket)
-        future = self._requests[ticket] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._requests[ticket] = future
         self._dispatch(self._state.requested, ticket, owner, run)
         try:
             if not future.done():
