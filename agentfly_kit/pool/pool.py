@@ -41,16 +41,15 @@ from typing import Any, TypeVar, cast
 from .. import _html
 from .._async.delivery import deliver, running_loop
 from .._async.interrupts import keep_interruptible
-from .._async.pending_call import warn_or_log
 from ..errors import IsolationError, PoolClosed, PoolTimeout, SandboxError, SettingsError
 from .base import BasePool, Lease
+from .calls import call, call_within, is_alive, kill, kill_all, maybe_await
 from .environment import is_environment
 from .records import PoolEvent, PoolSnapshot, SandboxInfo
 from .state import Effects, PoolState
 
 S = TypeVar("S")
 _CLOSE_SECONDS = 5.0  # time limit of a sandbox's `close`, after which it is killed
-_CANCEL_GRACE_SECONDS = 1.0  # time limit of a method that was cancelled, after which it is abandoned
 
 
 class Pool(BasePool[S]):
@@ -131,7 +130,7 @@ class Pool(BasePool[S]):
         self._sandboxes: dict[int, S] = {}
         sandboxes = self._sandboxes  # without a reference to self: no cycle, so an unused pool is freed immediately
         self._state = PoolState(
-            size, min_idle, alive=lambda slot: _is_alive(sandboxes.get(slot)), max_starting=max_starting,
+            size, min_idle, alive=lambda slot: is_alive(sandboxes.get(slot)), max_starting=max_starting,
             max_uses=max_uses, max_age=max_age, max_lease=max_lease,
         )  # fmt: skip
         self._lock = threading.Lock()
@@ -143,7 +142,7 @@ class Pool(BasePool[S]):
         self._wakeup_loop: asyncio.AbstractEventLoop | None = None  # with a timer for the next lease that expires
         self._events: deque[PoolEvent] = deque()
         self._notifying = threading.Lock()
-        self._finalizer = weakref.finalize(self, _kill_all, sandboxes)
+        self._finalizer = weakref.finalize(self, kill_all, sandboxes)
         self._register()
 
     # --- inspection
@@ -264,7 +263,7 @@ class Pool(BasePool[S]):
         """
         if not self._begin_release(lease):
             return
-        if reusable and not _is_alive(lease.sandbox):
+        if reusable and not is_alive(lease.sandbox):
             self._dispatch(self._state.died, lease.id, "found dead when it came back")
         else:
             resettable = callable(getattr(lease.sandbox, "reset", None))
@@ -441,7 +440,7 @@ class Pool(BasePool[S]):
     async def _start(self, slot: int) -> None:
         try:
             sandbox = self._sandboxes[slot] = self.sandbox_type(**self.options)
-            await self._limit("start", self.start_timeout, self._start_sandbox, slot, sandbox)
+            await call_within(self.start_timeout, f"the start of a {self.name}", self._start_sandbox, slot, sandbox)
         except (Exception, SystemExit) as error:
             permanent = isinstance(error, IsolationError | SettingsError | TypeError)
             self._dispatch(self._state.start_failed, slot, error, permanent)
@@ -449,14 +448,16 @@ class Pool(BasePool[S]):
             self._dispatch(self._state.started, slot)
 
     async def _start_sandbox(self, slot: int, sandbox: S) -> None:
-        await _call(sandbox, "start")
+        await call(sandbox, "start")
         if self._sandboxes.get(slot) is not sandbox:  # it started after it had been abandoned
             await self._close_or_kill(sandbox)
 
     async def _reset(self, slot: int) -> None:
         failure = ""
         try:
-            if not await self._limit("reset", self.start_timeout, self._reset_sandbox, self._sandboxes[slot]):
+            if not await call_within(
+                self.start_timeout, f"the reset of a {self.name}", self._reset_sandbox, self._sandboxes[slot]
+            ):
                 failure = "its health check failed"
         except NotImplementedError:
             failure = "this kind is not reset but replaced"
@@ -470,12 +471,12 @@ class Pool(BasePool[S]):
     async def _reset_sandbox(self, sandbox: S) -> bool:
         """Reset a sandbox and return whether it is healthy. The next holder resets an environment for its task."""
         if not is_environment(self.sandbox_type):
-            await _call(sandbox, "reset")
+            await call(sandbox, "reset")
         elif inspect.ismethod(getattr(sandbox, "cleanup", None)):  # a method, not a tool of that name
-            await _call(sandbox, "cleanup")
+            await call(sandbox, "cleanup")
         if self._healthy is not None:
-            return bool(await _maybe_await(self._healthy(sandbox)))
-        return not callable(getattr(sandbox, "healthy", None)) or bool(await _call(sandbox, "healthy"))
+            return bool(await maybe_await(self._healthy(sandbox)))
+        return not callable(getattr(sandbox, "healthy", None)) or bool(await call(sandbox, "healthy"))
 
     async def _close(self, slot: int, previous: asyncio.Task[None] | None) -> None:
         if previous is not None and not previous.done() and previous.get_loop() is asyncio.get_running_loop():
@@ -490,54 +491,16 @@ class Pool(BasePool[S]):
     async def _close_or_kill(self, sandbox: S) -> None:
         """Close a sandbox, and kill it if `close` fails or exceeds its time limit. Errors are ignored."""
         try:
-            await self._limit("close", _CLOSE_SECONDS, _call, sandbox, "close")
+            await call_within(_CLOSE_SECONDS, f"the close of a {self.name}", call, sandbox, "close")
         except Exception:
             with contextlib.suppress(Exception):
-                await _call(sandbox, "kill")
-
-    async def _limit(self, name: str, seconds: float, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
-        """Return `await work(*args)`, but cancel it after `seconds`. If it ignores that, abandon it with a warning.
-
-        Raises:
-            SandboxError: if it exceeds the limit, or raises SystemExit or, without having been cancelled,
-                CancelledError. These would otherwise end the process or the calling task.
-        """
-
-        async def run() -> Any:
-            try:
-                return await work(*args)
-            except SystemExit as error:  # would stop the event loop
-                raise SandboxError(f"its {name} raised SystemExit({error.code!r})") from error
-
-        task = asyncio.ensure_future(run())
-        try:
-            await asyncio.wait([task], timeout=seconds)
-        except asyncio.CancelledError:
-            await self._cancel(task)
-            raise
-        if not task.done():
-            await self._cancel(task)
-            raise SandboxError(f"its {name} took longer than {seconds:g} s")
-        if task.cancelled():
-            raise SandboxError(f"its {name} raised CancelledError without having been cancelled")
-        return task.result()
-
-    async def _cancel(self, task: asyncio.Future[Any]) -> None:
-        task.cancel()
-        await asyncio.wait([task], timeout=_CANCEL_GRACE_SECONDS)
-        if not task.done():
-            warn_or_log(
-                f"a {self.name} ignored its cancellation and is abandoned: its start, reset, cleanup or close catches "
-                "CancelledError; write `except Exception`, not a bare `except`"
-            )
-        elif not task.cancelled():
-            task.exception()  # mark as retrieved
+                await call(sandbox, "kill")
 
     def _kill_slot(self, slot: int) -> None:
         """Kill a sandbox immediately, for use without an event loop or during its shutdown. Starts no task."""
         sandbox = self._sandboxes.pop(slot, None)
         if sandbox is not None:
-            _kill(sandbox)
+            kill(sandbox)
         self._dispatch(self._state.removed, slot, may_start=False)
 
     def _timeout_message(self, timeout: float) -> str:
@@ -559,50 +522,3 @@ class Pool(BasePool[S]):
             text += "raise size=, or look for a lease held while sampling; a chain stepped by hand keeps its sandbox "
             text += "until `await chain.close()`"
         return text if s.error is None else f"{text}; the last start failed: {s.error}"
-
-
-# --- any object as a sandbox ---------------------------------------------------------------------
-
-
-async def _maybe_await(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
-
-
-async def _call(sandbox: object, method: str) -> Any:
-    """Call an optional method of a sandbox, which may be sync or async."""
-    bound = getattr(sandbox, method, None)
-    return await _maybe_await(bound()) if callable(bound) else None
-
-
-def _is_alive(sandbox: object) -> bool:
-    if sandbox is None:
-        return False
-    try:
-        alive = getattr(sandbox, "alive", True)
-        return bool(alive() if callable(alive) else alive)
-    except Exception:
-        return False  # a sandbox whose `alive` raises is treated as dead
-
-
-def _kill(sandbox: object) -> None:
-    """Kill a sandbox without an event loop: call its `kill()`, or else run its `close()` in a separate thread."""
-    kill = getattr(sandbox, "kill", None)
-    if callable(kill):
-        with contextlib.suppress(Exception):
-            kill()
-        return
-    if callable(getattr(sandbox, "close", None)):
-        thread = threading.Thread(target=_close_in_thread, args=(sandbox,), daemon=True)
-        thread.start()
-        thread.join(2.0)
-
-
-def _close_in_thread(sandbox: object) -> None:
-    with contextlib.suppress(BaseException):
-        asyncio.run(_call(sandbox, "close"))
-
-
-def _kill_all(sandboxes: dict[int, Any]) -> None:
-    """Kill all sandboxes, when their pool is closed or garbage-collected, or Python exits."""
-    while sandboxes:
-        _kill(sandboxes.popitem()[1])

@@ -445,7 +445,7 @@ async def test_what_cannot_be_had_is_not_tried_again():
 
 async def test_a_start_that_hangs_is_ended():
     async with Pool(Stuck, size=1, start_timeout=0.02) as pool:
-        with pytest.raises(SandboxError, match="its start took longer than"):
+        with pytest.raises(SandboxError, match="the start of a Stuck took longer than"):
             await pool.acquire(timeout=5)
 
 
@@ -978,7 +978,7 @@ async def test_what_does_not_let_itself_be_cancelled_is_told_and_left_behind(
 ):
     """`except:` in a loop that tries again. Neither the one who gives it back nor `close` waits for ever."""
     monkeypatch.setattr("agentfly_kit.pool.pool._CLOSE_SECONDS", 0.05)
-    monkeypatch.setattr("agentfly_kit.pool.pool._CANCEL_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("agentfly_kit.pool.calls._CANCEL_GRACE_SECONDS", 0.05)
     kind = unruly(where, "deaf")
     pool = Pool(kind, size=1, start_timeout=0.1, acquire_timeout=0.3)
 
@@ -990,7 +990,7 @@ async def test_what_does_not_let_itself_be_cancelled_is_told_and_left_behind(
             await pool.release(await pool.acquire(timeout=20))
         await pool.close()
 
-    with pytest.warns(UserWarning, match="Unruly ignored its cancellation.*except Exception"):
+    with pytest.warns(UserWarning, match="of a Unruly ignored its cancellation.*except Exception"):
         await asyncio.wait_for(life(), 60)
     kind.free.set()  # and when it comes up after all, it is closed
     await until(lambda: len(asyncio.all_tasks()) == 1, 20)
