@@ -56,7 +56,7 @@ _WHERE = {
     "doctor": "_doctor",
     "evaluate": "evaluation",
     "load_tasks": "tasks",
-    "pools": "pool.pool",
+    "pools": "pool.base",
     "ppo_step": "ppo",
     "ppo_step_async": "ppo",
     "reward": "rewards",

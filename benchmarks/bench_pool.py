@@ -18,7 +18,8 @@ from typing import Any
 
 from timing import spread, timed, took
 
-from agentfly_kit.pool.pool import Pool, PoolEvent
+from agentfly_kit.pool.pool import Pool
+from agentfly_kit.pool.records import PoolEvent
 from agentfly_kit.sandboxes import PythonSandbox
 from agentfly_kit.sandboxes.host import isolation
 

@@ -62,7 +62,7 @@ def discard_leftovers() -> None:
     """
     if "agentfly_kit.pool.pool" not in sys.modules:
         return
-    from agentfly_kit.pool.pool import Lease
+    from agentfly_kit.pool.base import Lease
     from agentfly_kit.sandboxes.hosted import HostedSandbox
     from agentfly_kit.sandboxes.python import PythonSandbox
 

@@ -230,8 +230,8 @@ def _counts(c: dict[str, int]) -> str:
 
 def _state(s: Any, taken: Collection[int] = (), recycles: bool = False) -> dict[str, Any]:
     now = getattr(s, "time", None)
-    turns = {lease.sandbox: lease.turn for lease in s.leases}
-    since = {lease.sandbox: lease.since for lease in s.leases}
+    turns = {lease.id: lease.turn for lease in s.leases}
+    since = {lease.id: lease.since for lease in s.leases}
     lanes = []
     for box in s.sandboxes:
         began = getattr(box, "since", since.get(box.id))

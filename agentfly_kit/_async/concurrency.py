@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -28,22 +27,10 @@ class ConcurrencyLimit:
             self._semaphores[loop] = asyncio.Semaphore(self.limit)
         return self._semaphores[loop]
 
-    def __repr__(self) -> str:
-        return f"ConcurrencyLimit({self.limit})"
 
-
-@dataclass(frozen=True, eq=False)
 class ConcurrencyLimits:
     """Concurrency limits of an agent. Time spent waiting for a slot counts only towards the chain's own timeout."""
 
-    requests: ConcurrencyLimit = field(default_factory=ConcurrencyLimit)
-    tools: ConcurrencyLimit = field(default_factory=ConcurrencyLimit)
-    rewards: ConcurrencyLimit = field(default_factory=ConcurrencyLimit)
-
-    @classmethod
-    def from_counts(cls, requests: int | None, tools: int | None, rewards: int | None) -> ConcurrencyLimits:
-        return cls(ConcurrencyLimit(requests), ConcurrencyLimit(tools), ConcurrencyLimit(rewards))
-
-    @property
-    def counts(self) -> tuple[int | None, int | None, int | None]:
-        return self.requests.limit, self.tools.limit, self.rewards.limit
+    def __init__(self, requests: int | None = None, tools: int | None = None, rewards: int | None = None) -> None:
+        self.counts = (requests, tools, rewards)
+        self.requests, self.tools, self.rewards = map(ConcurrencyLimit, self.counts)

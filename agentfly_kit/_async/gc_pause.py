@@ -22,7 +22,7 @@ _OBJECTS_PER_CHAIN = 250
 # Number of collections of the middle generation between two full collections; Python's default is 10.
 _FULL_COLLECTION_INTERVAL = 100
 _lock = threading.Lock()
-_entered = 0
+_users = 0
 _chains = 0
 _original_thresholds: tuple[int, int, int] = (0, 0, 0)
 _our_thresholds: tuple[int, int, int] = (0, 0, 0)
@@ -36,41 +36,24 @@ def relaxed_gc(chains: int) -> Iterator[None]:
     thresholds. Full collections become ten times less frequent. Thresholds that other code sets in the meantime are
     kept, and a disabled collector stays disabled.
     """
-    _enter(chains)
+    _change(1, chains)
     try:
         yield
     finally:
-        _leave(chains)
+        _change(-1, -chains)
 
 
-def _enter(chains: int) -> None:
-    global _entered, _chains, _original_thresholds, _our_thresholds
+def _change(users: int, chains: int) -> None:
+    global _users, _chains, _original_thresholds, _our_thresholds
     with _lock:
-        if _entered == 0:
+        if _users == 0:
             _original_thresholds = _our_thresholds = gc.get_threshold()
-        _entered += 1
+        _users += users
         _chains += chains
-        _apply_thresholds()
-
-
-def _leave(chains: int) -> None:
-    global _entered, _chains
-    with _lock:
-        _entered -= 1
-        _chains -= chains
-        _apply_thresholds()
-
-
-def _apply_thresholds() -> None:
-    global _our_thresholds
-    if gc.get_threshold() != _our_thresholds:
-        return  # other code has changed the thresholds; keep its values
-    if _entered == 0 or _original_thresholds[0] == 0:  # a threshold of 0 disables the collector
-        _our_thresholds = _original_thresholds
-    else:
-        _our_thresholds = (
-            max(_original_thresholds[0], _OBJECTS_PER_CHAIN * _chains),
-            _original_thresholds[1],
-            max(_original_thresholds[2], _FULL_COLLECTION_INTERVAL),
-        )
-    gc.set_threshold(*_our_thresholds)
+        if gc.get_threshold() != _our_thresholds:
+            return  # other code has changed the thresholds; keep its values
+        young, middle, full = _original_thresholds
+        if _users > 0 and young > 0:  # a threshold of 0 disables the collector
+            young, full = max(young, _OBJECTS_PER_CHAIN * _chains), max(full, _FULL_COLLECTION_INTERVAL)
+        _our_thresholds = (young, middle, full)
+        gc.set_threshold(*_our_thresholds)

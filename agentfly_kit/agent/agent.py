@@ -122,7 +122,7 @@ class Agent(Displayable):
                 raise SettingsError(f"{name}={value!r}: give at least 1{', or None' if may_be_none else ''}")
         limits = tuple(getattr(self, name) for name in concurrent)
         if self._concurrency.counts != limits:
-            object.__setattr__(self, "_concurrency", ConcurrencyLimits.from_counts(*limits))
+            object.__setattr__(self, "_concurrency", ConcurrencyLimits(*limits))
         if self.timeout is not None and not self.timeout > 0:
             raise SettingsError(f"timeout={self.timeout!r}: give seconds above 0, or None for no limit")
         if not isinstance(self.sampling, Sampling):

@@ -72,7 +72,7 @@ async def call_user_function(
         if inspect.iscoroutinefunction(function):
             awaitable: Any = function(**arguments)
         else:
-            value, error = await threads.run_off_loop(work, getattr(function, "__func__", function), timeout)
+            value, error = await threads.run_off_loop(work, timeout)
             # A sync wrapper around a coroutine function returns an awaitable.
             awaitable = value if error is None and inspect.isawaitable(value) else None
         if awaitable is not None:

@@ -4,7 +4,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from typing import Any
 
@@ -16,7 +15,7 @@ NEVER = 60.0
 
 
 async def call(function: Any, *given: Any, timeout: float | None = NEVER) -> Any:
-    value, error = await threads.run_off_loop(lambda: function(*given), function, timeout)
+    value, error = await threads.run_off_loop(lambda: function(*given), timeout)
     if error is not None:
         raise error
     return value
@@ -26,17 +25,11 @@ def where() -> int:
     return threading.get_ident()
 
 
-async def test_quick_calls_share_a_thread_and_a_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_quick_calls_share_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_STALL_SECONDS", NEVER)
-    wakes = []
-    loop = asyncio.get_running_loop()
-    soon = loop.call_soon_threadsafe
-    monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *given: (wakes.append(given), soon(*given))[1])
-    monkeypatch.setattr(threads, "_MAX_DELIVERY_DELAY", NEVER)
     found = await asyncio.gather(*(call(where) for _ in range(64)))
     assert len(set(found)) == 1
     assert found[0] != threading.get_ident()
-    assert len(wakes) <= 2, "the first may be done before the others are there"
 
 
 async def test_calls_that_need_each_other_meet() -> None:
@@ -46,10 +39,8 @@ async def test_calls_that_need_each_other_meet() -> None:
         barrier.wait(NEVER)
         return threading.get_ident()
 
-    for _ in range(2):  # the second time they are known, and take threads of their own at once
-        found = await asyncio.wait_for(asyncio.gather(*(call(meet) for _ in range(8))), NEVER)
-        assert len(set(found)) == 8
-    assert meet in threads._slow
+    found = await asyncio.wait_for(asyncio.gather(*(call(meet) for _ in range(8))), NEVER)
+    assert len(set(found)) == 8
 
 
 async def test_a_call_that_hangs_keeps_nobody_waiting() -> None:
@@ -69,22 +60,6 @@ async def test_a_call_that_hangs_keeps_nobody_waiting() -> None:
     assert not hung.done()
     stuck.set()
     await hung
-
-
-async def test_what_was_slow_and_is_quick_again_comes_back() -> None:
-    waits = [0.02]
-
-    def once() -> int:
-        time.sleep(waits.pop() if waits else 0)
-        return threading.get_ident()
-
-    await call(once)
-    assert once in threads._slow
-    for _ in range(2000):  # a busy machine may make it look slow again
-        await call(once)
-        if once not in threads._slow:
-            return
-    raise AssertionError("it stays out of the lane")
 
 
 async def test_late_and_cancelled_calls_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,18 +120,18 @@ async def test_nothing_of_a_call_is_kept() -> None:
 def test_a_forked_child_has_a_lane_of_its_own() -> None:
     code = """
 import asyncio, os, threading, warnings
-from agentfly_kit._async import threads
+from agentfly_kit._async import delivery, threads
 warnings.simplefilter("ignore")
 stuck = threading.Event()
 def wait(): stuck.wait(60)
 async def both():
-    return await asyncio.gather(threads.run_off_loop(wait, wait, 0.01),
-        threads.run_off_loop(int, int, 60), return_exceptions=True)
+    return await asyncio.gather(threads.run_off_loop(wait, 0.01), threads.run_off_loop(int, 60), return_exceptions=True)
 async def one():
-    return await threads.run_off_loop(int, int, 60)
+    return await threads.run_off_loop(int, 60)
 asyncio.run(both())
-threads._shared_worker.has_thread = True  # somebody was on the way to it
-threads._lock.acquire()
+threads._state.active = 1  # as if a thread was about to take a call
+threads._state.lock.acquire()
+delivery._lock.acquire()
 if os.fork() == 0:
     print(asyncio.run(one()), flush=True)
     os._exit(0)

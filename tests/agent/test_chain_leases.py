@@ -135,7 +135,7 @@ async def test_a_chain_whose_lease_ends_is_unscored_and_its_siblings_are_whole(t
     while by_hand and not rolling.done():
         for lease in pool.snapshot().leases:
             if "slow" in lease.owner:
-                pool.recycle(lease.sandbox, close=True)
+                pool.recycle(lease.id, close=True)
         await asyncio.sleep(0.01)
     for trajectory in (await rolling).trajectories:
         if trajectory.task.id == "quick":

@@ -38,7 +38,8 @@ from agentfly_kit.errors import (
 from agentfly_kit.integrations.remote_pool import wire
 from agentfly_kit.integrations.remote_pool.client import RemotePool
 from agentfly_kit.integrations.remote_pool.server import PoolServer, serve_pool
-from agentfly_kit.pool.pool import Pool, PoolEvent
+from agentfly_kit.pool.pool import Pool
+from agentfly_kit.pool.records import PoolEvent
 from agentfly_kit.sandboxes import FileSandbox, PythonSandbox, SandboxResult
 
 TOKEN = "a token of the tests"
@@ -148,7 +149,7 @@ async def test_python_from_afar_is_python():
                 with pytest.raises(AttributeError, match="a remote PythonSandbox has no kill"):
                     sandbox.kill()
             assert not sandbox.alive
-            with pytest.raises(RemotePoolError, match="not leased any more"):
+            with pytest.raises(RemotePoolError, match="has ended"):
                 await sandbox.run("1")
             async with pool.lease() as again:
                 assert (await again.run("'x' in globals()")).value == "False"
@@ -279,27 +280,6 @@ async def test_first_come_first_served_over_all_clients(server: PoolServer):
         assert server.pool.snapshot().leased == 0
 
 
-async def test_cancelled_at_any_moment_holds_nothing(server: PoolServer, pool: Pool[Notes]):
-    print("seed 0")
-    chance = random.Random(0)
-    async with client(server) as far:
-
-        async def chain() -> None:
-            async with far.lease("chain") as notes:
-                assert await notes.run("x") == ["x"]
-                await notes.run("y", pause=0.003)
-
-        for _ in range(6):
-            running = [asyncio.ensure_future(chain()) for _ in range(8)]
-            for task in running:
-                await asyncio.sleep(chance.choice((0, 0, 0.002, 0.01)))
-                task.cancel()
-            for result in await asyncio.gather(*running, return_exceptions=True):
-                assert result is None or isinstance(result, asyncio.CancelledError), result
-        await until(lambda: (pool.snapshot().leased, pool.snapshot().waiting) == (0, 0))
-        await chain()
-
-
 async def test_a_cancelled_call_is_cancelled_there(server: PoolServer):
     async with client(server) as far, far.lease() as notes:
         running = asyncio.ensure_future(notes.run("x", pause=60))
@@ -372,7 +352,7 @@ async def test_a_wrong_token_is_refused_and_told_nothing(server: PoolServer):
             {"Authorization": TOKEN},
         ):
             for path in ("/v2/pool", "/v2/acquire", "/v2/beat"):
-                answer = await http.request("GET" if path == "/v2/pool" else "POST", server.url + path, headers=headers)
+                answer = await http.post(server.url + path, headers=headers)
                 assert answer.status_code == 401, (headers, path)
                 assert "Notes" not in answer.text
     far = RemotePool(server.url, token="not the token at all", sandbox_type=Notes)
@@ -384,15 +364,17 @@ async def test_a_wrong_token_is_refused_and_told_nothing(server: PoolServer):
 
 async def test_what_cannot_be_served(pool: Pool[Notes]):
     for wrong in ({"host": "0.0.0.0"}, {"host": "::"}, {"host": "example.org", "token": TOKEN}, {"host": "10.0.0.1"}):
-        with pytest.raises(SettingsError, match="give token= and tls="):
+        with pytest.raises(SettingsError, match=r"token and tls=.* must be given"):
             serve_pool(pool, **wrong)  # type: ignore[arg-type]
     for wrong, said in (
-        ({"token": "short"}, "at least 16"), ({"heartbeat": 0}, "heartbeat=0"), ({"max_leases": 0}, "max_leases=0"),
-        ({"max_body": 0}, "max_body=0"),
+        ({"token": "short"}, "at least 16"),
+        ({"heartbeat": 0}, "heartbeat must be between"),
+        ({"max_leases": 0}, "max_leases must be at least 1, got 0"),
+        ({"max_body": 0}, "max_body must be at least 1, got 0"),
     ):  # fmt: skip
         with pytest.raises(SettingsError, match=said):
             serve_pool(pool, **wrong)  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="want an address such as"):
+    with pytest.raises(SettingsError, match="url must be an address such as"):
         RemotePool("localhost:8000", token=TOKEN)
     async with serve_pool(pool) as one, serve_pool(pool) as two:
         assert one.token != two.token
@@ -401,7 +383,7 @@ async def test_what_cannot_be_served(pool: Pool[Notes]):
 
 async def test_another_kind_is_refused(server: PoolServer):
     far = RemotePool(server.url, token=TOKEN)
-    with pytest.raises(SettingsError, match="gives a Notes, not a PythonSandbox; say sandbox_type="):
+    with pytest.raises(SettingsError, match=r"must be the class of the pool at .*, Notes, got Python"):
         await far.acquire()
     await far.close()
 
@@ -410,7 +392,7 @@ async def test_one_client_cannot_touch_what_another_holds(server: PoolServer):
     async with client(server) as one, client(server) as two, one.lease("mine") as mine:
         await mine.run("secret")
         two._link.held[mine._lease] = None
-        with pytest.raises(RemotePoolError, match="is over"):
+        with pytest.raises(RemotePoolError, match="has ended"):
             await two._link.run_and_wait(two._link.call(mine._lease, "run", (), {}))
         await two._link.run_and_wait(two._link.release(mine._lease, True))
         assert await mine.run() == ["secret"]
@@ -419,7 +401,7 @@ async def test_one_client_cannot_touch_what_another_holds(server: PoolServer):
 async def test_only_the_methods_of_the_kind(server: PoolServer):
     async with client(server) as far, far.lease() as notes:
         for name in ("close", "start", "kill", "__init__", "_x", "kept", "nothing"):
-            with pytest.raises(SandboxError, match="could be called from afar"):
+            with pytest.raises(SandboxError, match="for remote calls"):
                 await far._link.run_and_wait(far._link.call(notes._lease, name, (), {}))
 
 
@@ -427,38 +409,38 @@ async def test_quotas(pool: Pool[Notes]):
     async with serve_pool(pool, token=TOKEN, max_leases=1, max_waiting=1, max_body=2000, max_clients=2) as server:
         async with client(server) as far:
             async with far.lease() as notes:
-                with pytest.raises(PoolTimeout, match="this client holds all that it may, 1"):
+                with pytest.raises(PoolTimeout, match="this client holds 1, the maximum"):
                     await far.acquire(timeout=0.1)
                 waiting = asyncio.ensure_future(far.acquire(timeout=20))
                 await until(lambda: len(far._link.waiting) == 1)
-                with pytest.raises(RemotePoolError, match="1 acquires wait already"):
+                with pytest.raises(RemotePoolError, match="1 requests of this client already wait"):
                     await far.acquire()
-                with pytest.raises(RemotePoolError, match=r"takes no question as long as this \(max_body="):
+                with pytest.raises(RemotePoolError, match=r"the request is too large .*\(max_body="):
                     await notes.run("x" * 3000)
             await (await waiting).release()
             async with client(server) as second:
                 async with second.lease():
                     third = client(server)
-                    with pytest.raises(RemotePoolError, match="2 clients are served already"):
+                    with pytest.raises(RemotePoolError, match="the server already has 2 clients"):
                         await third.acquire()
                     await third.close()
 
 
 def test_tls_with_a_certificate_of_its_own(tmp_path: Path):
     key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += [
         "-days",
         "2",
+        "-keyout",
+        key,
+        "-out",
+        certificate,
+        "-subj",
+        "/CN=localhost",
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
     ]
-    command += ["-keyout", key, "-out", certificate, "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     subprocess.run(command, check=True, capture_output=True)
 
     async def use() -> None:
@@ -544,7 +526,7 @@ async def test_what_a_client_never_heard_of_goes_back(pool: Pool[Notes]):
                 await post("beat", leases={}, requests=[])
                 assert time.monotonic() < end
                 await asyncio.sleep(0.05)
-            assert "over" in (await post("release", lease=told["lease"])).get("error", {"message": "over"})["message"]
+            assert "ended" in (await post("release", lease=told["lease"])).get("error", {"message": "ended"})["message"]
             await until(lambda: server.clients == {})  # it has fallen silent
 
 
@@ -612,10 +594,10 @@ async def test_a_killed_client_loses_its_leases_and_a_killed_server_is_named():
         assert (trajectory.reward, trajectory.stop) == (None, "error")
         assert trajectory.error is not None
         assert trajectory.error.type == "RemotePoolError"
-        assert f"the pool at {url} does not answer" in trajectory.error.message
-        with pytest.raises(RemotePoolError, match="does not answer"):
+        assert f"the pool at {url} does not respond" in trajectory.error.message
+        with pytest.raises(RemotePoolError, match="does not respond"):
             await pool.acquire()
-        assert repr(pool).endswith("no answer>")
+        assert repr(pool).endswith("no response>")
         await pool.close()
     finally:
         for process in (near, far):
@@ -789,6 +771,16 @@ async def test_a_lease_that_is_too_old_ends_from_afar_and_counts_no_more():
                 await lease.release()
 
 
+async def test_a_lease_that_the_server_ended_is_not_alive(server: PoolServer):
+    async with client(server) as far:
+        lease = await far.acquire()
+        server._return(server._clients[far._link.client], lease.sandbox._lease, True)  # type: ignore[attr-defined]
+        await until(lambda: not lease.sandbox.alive)
+        with pytest.raises(RemotePoolError, match="has ended"):
+            await lease.sandbox.run("x")
+        await lease.release()
+
+
 async def test_pools_lists_those_that_are_elsewhere(server: PoolServer, pool: Pool[Notes]):
     remote = RemotePool(server.url, token=TOKEN, sandbox_type=Notes)
     mine = [each for each in af.pools() if each in (pool, remote)]
@@ -804,7 +796,7 @@ async def test_recycled_by_hand_from_afar(server: PoolServer, pool: Pool[Notes])
     async with client(server) as far, client(server) as other:
         mine, theirs = await far.acquire("mine"), await other.acquire("theirs")
         await theirs.sandbox.run("kept")
-        with pytest.raises(RemotePoolError, match=f"Notes {theirs.id} is held by theirs, who came by another door"):
+        with pytest.raises(RemotePoolError, match=f"Notes {theirs.id} is held by theirs, not by this client"):
             await far.recycle(theirs.id)
         assert await theirs.sandbox.run() == ["kept"]
         running = asyncio.ensure_future(mine.sandbox.run("x", pause=600.0))
@@ -824,34 +816,13 @@ async def test_recycled_by_hand_from_afar(server: PoolServer, pool: Pool[Notes])
         await until(lambda: pool.snapshot().idle == 1)
         await far.recycle(idle, close=True)
         await until(lambda: idle not in [box.id for box in pool.snapshot().sandboxes])
-        with pytest.raises(SettingsError, match=f"Notes {idle} is not in this pool"):
+        with pytest.raises(SettingsError, match=f"of this pool .*, got {idle}"):
             await far.recycle(idle, close=True)
         for number in (0, -1):
-            with pytest.raises(SettingsError, match="the question cannot be read"):
+            with pytest.raises(SettingsError, match="the request is invalid"):
                 await far.recycle(number)
         await theirs.release()
     assert pool.snapshot().leased == 0
-
-
-async def test_a_chain_whose_sandbox_was_recycled_from_afar_is_unscored(server: PoolServer):
-    @af.tool
-    async def note(code: str, notes: Notes) -> str:
-        """Write a note.
-
-        Args:
-            code: the note.
-        """
-        if code == "last":
-            (lease,) = server.pool.snapshot().leases
-            await far.recycle(lease.sandbox)
-        return str(len(await notes.run(code)))
-
-    async with client(server) as far:
-        texts = [call(code).replace("python", "note") for code in ("first", "last")]
-        agent = played([*texts, "end"], tools=[note], pools=[far])
-        (trajectory,) = (await agent.rollout(tasks(1))).trajectories
-        assert trajectory.reward is None and trajectory.error is not None
-        assert trajectory.error.type == "LeaseRevoked" and "reset by hand" in trajectory.error.message
 
 
 async def test_a_recycle_whose_answer_was_lost_is_done_once(server: PoolServer, pool: Pool[Notes]):
@@ -883,7 +854,7 @@ async def test_a_server_that_is_started_again_is_heard_again(pool: Pool[Notes]):
         await until(lambda: len(heard) > 20)
         lost = await far.acquire("lost")
     async with Pool(Notes, size=1) as other, serve_pool(other, token=TOKEN, port=port, heartbeat=0.4) as again:
-        with pytest.raises(RemotePoolError, match=r"is over|not leased any more"):
+        with pytest.raises(RemotePoolError, match="has ended"):
             await lost.sandbox.run("x")
         await lost.release()
         heard.clear()

@@ -668,7 +668,7 @@ class FakePool:
             SimpleNamespace(id=i, state="leased" if i < self.leased else "idle", owner=f"c{i}", uses=1, since=5.0)
             for i in range(4)
         )
-        leases = tuple(SimpleNamespace(owner=f"c{i}", sandbox=i, since=5.0, turn=i) for i in range(self.leased))
+        leases = tuple(SimpleNamespace(owner=f"c{i}", id=i, since=5.0, turn=i) for i in range(self.leased))
         return SimpleNamespace(
             sandbox_type="Box", isolation=None, size=6, idle=4 - self.leased, starting=0, leased=self.leased, dead=0,
             closed=False, waiting=len(self.waiters), waiters=self.waiters, time=7.5, leases=leases, sandboxes=boxes,
@@ -809,7 +809,7 @@ async def test_pool_view_by_hand() -> None:
         await ask("close", again.id)
         assert again.revoked == "closed by hand"
         await ask("close", 99)
-        assert view._notice.startswith("SettingsError: Box 99 is not in this pool"), "it says so"
+        assert view._notice.startswith("SettingsError: sandbox must be the number of a Box"), "it says so"
         await ask("give_back", number)
         assert view.held == {} and pool.snapshot().leased == 0 and view._notice == ""
         await ask("give_back", number)
@@ -850,7 +850,7 @@ async def test_pool_view_by_hand_of_a_pool_elsewhere() -> None:
             assert lease.revoked == "closed by hand" and view._notice == ""
             here = await pool.acquire("somebody at the server")
             await ask("reset", here.id)
-            assert view._notice.startswith("RemotePoolError: Box 2 is held by somebody at the server, who came by")
+            assert view._notice.startswith("RemotePoolError: Box 2 is held by somebody at the server, not by this")
             assert here.revoked == ""
             await here.release()
             view.close()

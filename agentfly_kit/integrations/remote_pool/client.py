@@ -20,14 +20,16 @@ import time
 import urllib.parse
 import warnings
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, Generic, Self, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, Self, TypeVar
 
 import httpx
 
 from ..._async.interrupts import keep_interruptible
+from ..._async.listeners import Listeners
 from ...errors import LeaseRevoked, PoolClosed, RemotePoolError, SettingsError
-from ...pool.pool import PoolEvent, PoolSnapshot, register
+from ...pool.base import BasePool, Lease
+from ...pool.records import PoolEvent, PoolSnapshot
 from ...sandboxes import PythonSandbox
 from . import wire
 
@@ -55,7 +57,7 @@ class RemoteSandbox:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self._methods:
             raise AttributeError(
-                f"a remote {self._sandbox_type} has no {name}; from afar it has {', '.join(sorted(self._methods))}"
+                f"a remote {self._sandbox_type} has no {name}, only {', '.join(sorted(self._methods))}"
             )
 
         async def call(*args: Any, **kwargs: Any) -> Any:
@@ -68,57 +70,7 @@ class RemoteSandbox:
         return f"<remote {self._sandbox_type} at {self._link.url}{'' if self.alive else ', over'}>"
 
 
-class RemoteLease(Generic[S]):
-    """The lease of a remote sandbox, valid until `await pool.release(lease)`.
-
-    Set `turn` to the holder's current turn to show it in the pool's snapshots.
-    """
-
-    def __init__(self, pool: RemotePool[S], name: str, id: int, sandbox: S, owner: str) -> None:
-        self._pool, self._link = pool, pool._link
-        self.name = name
-        # The sandbox's number in the server's pool.
-        self.id = id
-        self.sandbox = sandbox
-        self.owner = owner
-        self.since = time.monotonic()
-        self.released = False
-
-    @property
-    def revoked(self) -> str:
-        """The reason for which the server's pool revoked the lease, as last reported, or "" if it did not."""
-        return self._link.revoked.get(self.name, "")
-
-    @property
-    def pool(self) -> RemotePool[S]:
-        return self._pool
-
-    @property
-    def turn(self) -> object:
-        """The holder's current turn, shown in the pool's snapshots. None once the lease has ended."""
-        return self._link.held.get(self.name)
-
-    @turn.setter
-    def turn(self, turn: object) -> None:
-        if self.name in self._link.held:
-            self._link.held[self.name] = turn  # sent with the next call or heartbeat
-
-    async def release(self) -> None:
-        """Release the lease, as `pool.release(lease)` does."""
-        await self._pool.release(self)
-
-    def __del__(self) -> None:
-        if not getattr(self, "released", True) and self.name in self._link.held:
-            self._link.held.pop(self.name, None)
-            self._link.submit(self._link.release(self.name, True))
-            warnings.warn(f"{self!r} was dropped without a release", ResourceWarning, stacklevel=2)
-
-    def __repr__(self) -> str:
-        state = "released" if self.released else f"{time.monotonic() - self.since:.1f} s"
-        return f"<RemoteLease {self._pool.name} {self.id} of {self.owner}, {state}>"
-
-
-class RemotePool(Generic[S]):
+class RemotePool(BasePool[S]):
     """A pool served by `serve_pool`, usable in place of a Pool: `Agent(pools=[RemotePool(url, token=token)])`.
 
     The pool connects when its first sandbox is leased. `await pool.close()` releases everything it holds. If the client
@@ -144,16 +96,12 @@ class RemotePool(Generic[S]):
     ) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise SettingsError(f"RemotePool({url!r}): want an address such as http://127.0.0.1:8123")
-        if not isinstance(sandbox_type, type):
-            raise SettingsError(f"RemotePool(sandbox_type={sandbox_type!r}): want a class, such as PythonSandbox")
+            raise SettingsError(f"url must be an address such as http://127.0.0.1:8123, got {url!r}")
+        super().__init__(sandbox_type, acquire_timeout)
         self.url = url.rstrip("/")
-        self.sandbox_type = sandbox_type
-        self.name = sandbox_type.__name__
-        self.acquire_timeout = acquire_timeout
-        self._link = _Link(self.url, token, sandbox_type, patience, verify)
+        self._link = _Link(self.url, token, sandbox_type, patience, verify, self._listeners)
         self._finalizer = weakref.finalize(self, self._link.stop)
-        self.number = register(self)
+        self._register()
 
     # --- inspection
 
@@ -192,19 +140,9 @@ class RemotePool(Generic[S]):
         return self._link.snapshot
 
     def subscribe(self, callback: Callable[[PoolEvent], object]) -> Callable[[], None]:
-        """Call `callback` with every subsequent event of the server's pool, in order. Return a function to unsubscribe.
-
-        The callback runs in this pool's background thread and must return quickly. Exceptions it raises are logged.
-        """
-        listeners = self._link.listeners
-        listeners.append(callback)
+        unsubscribe = super().subscribe(callback)
         self._link.start()
         self._link.wake()
-
-        def unsubscribe() -> None:
-            with contextlib.suppress(ValueError):
-                listeners.remove(callback)
-
         return unsubscribe
 
     def __repr__(self) -> str:
@@ -215,25 +153,11 @@ class RemotePool(Generic[S]):
             return f"<RemotePool {self.name} at {self.url}, not connected>"
         s = link.snapshot
         counts = f"{s.leased} leased, {s.idle} idle, {s.starting} starting, {s.waiting} waiting, size {s.size}"
-        return f"<RemotePool {self.name} at {self.url}, {counts}{', no answer' if link.failure else ''}>"
+        return f"<RemotePool {self.name} at {self.url}, {counts}{', no response' if link.failure else ''}>"
 
     # --- leases
 
-    @contextlib.asynccontextmanager
-    async def lease(
-        self, owner: str = "somebody", timeout: float | None = None, *, run: str = ""
-    ) -> AsyncIterator[S]:  # fmt: skip
-        """Lease a sandbox for the duration of a block: `async with pool.lease(owner="me") as sandbox`.
-
-        Raises:  the same errors as `acquire`.
-        """
-        lease = await self.acquire(owner, timeout, run=run)
-        try:
-            yield lease.sandbox
-        finally:
-            await self.release(lease)
-
-    async def acquire(self, owner: str = "somebody", timeout: float | None = None, *, run: str = "") -> RemoteLease[S]:
+    async def acquire(self, owner: str = "somebody", timeout: float | None = None, *, run: str = "") -> Lease[S]:
         """Lease a sandbox until `release` is called.
 
         Requests of all clients are served in order of arrival; requests that name a `run` alternate with those of other
@@ -249,22 +173,29 @@ class RemotePool(Generic[S]):
         )
         link.held[reply["lease"]] = None
         sandbox: Any = RemoteSandbox(link, reply["lease"], self.name, link.methods, reply.get("isolation"))
-        return RemoteLease(self, reply["lease"], reply["sandbox"], sandbox, owner)
+        lease = link.leases[reply["lease"]] = Lease(self, reply["sandbox"], sandbox, owner)
+        return lease
 
-    async def release(self, lease: RemoteLease[S], *, reusable: bool = True) -> None:
+    async def release(self, lease: Lease[S], *, reusable: bool = True) -> None:
         """Return a sandbox to the server, which resets it.
 
         Idempotent. If the server cannot be reached, a warning is logged; it reclaims the sandbox by itself.
         """
-        if lease.pool is not self:
-            raise SettingsError(f"{lease!r} is a lease of another pool")
-        if lease.released:
-            return
-        lease.released = True
-        if self._link.held.pop(lease.name, lease) is lease or self._link.stopped:
-            return  # the lease had already ended
-        # Not cancelled together with the caller: the server would otherwise keep the lease for a heartbeat interval.
-        await self._link.run_and_wait(self._link.release(lease.name, reusable), keep=True)
+        name = _lease_key(lease)
+        if self._begin_release(lease) and self._link.stop_holding(name) and not self.closed:
+            # Not cancelled with the caller, because the server would then keep the lease for a heartbeat interval.
+            await self._link.run_and_wait(self._link.release(name, reusable), keep=True)
+
+    def _on_turn_changed(self, lease: Lease[S]) -> None:
+        name = _lease_key(lease)
+        if name in self._link.held:
+            self._link.held[name] = lease.turn  # sent with the next call or heartbeat
+
+    def _on_lease_collected(self, lease: Lease[S]) -> None:
+        name = _lease_key(lease)
+        if self._link.stop_holding(name):
+            self._link.submit(self._link.release(name, True))
+            warnings.warn(f"{lease!r} was dropped without a release", ResourceWarning, stacklevel=3)
 
     async def recycle(self, sandbox: int, *, close: bool = False) -> None:
         """Reset or close a sandbox by its number, as `Pool.recycle` does.
@@ -285,16 +216,21 @@ class RemotePool(Generic[S]):
         await self.refresh()
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
-
 
 class _Link:
     """The background thread with its event loop and connection. Holds no reference to its pool, so that an unused pool
     can be garbage-collected.
     """
 
-    def __init__(self, url: str, token: str, sandbox_type: type, patience: float, verify: bool | str) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        sandbox_type: type,
+        patience: float,
+        verify: bool | str,
+        listeners: Listeners[PoolEvent],
+    ) -> None:
         self.url, self.token, self.patience = url, token, patience
         self.verify = _ssl_context(verify)
         self.name = sandbox_type.__name__
@@ -302,14 +238,14 @@ class _Link:
         self.module = sandbox_type.__module__
         self.client = secrets.token_hex(16)
         self.held: dict[str, object] = {}  # lease -> turn
+        self.leases: weakref.WeakValueDictionary[str, Lease[Any]] = weakref.WeakValueDictionary()
         self.revoked: dict[str, str] = {}  # leases revoked by the server's pool -> reason
-        self.waiting: set[str] = set()  # ids of pending acquire requests
-        self.listeners: list[Callable[[PoolEvent], object]] = []
+        self.waiting: set[str] = set()  # ids of pending requests
+        self.listeners = listeners
         self.methods: frozenset[str] = frozenset()
         self.snapshot = PoolSnapshot(
-            sandbox_type=self.name, isolation=None,
-            size=0, idle=0, starting=0, leased=0, waiting=0, dead=0, closed=False,
-            time=time.monotonic(), leases=(), waiters=(), sandboxes=(), error=None,
+            sandbox_type=self.name, isolation=None, size=0, dead=0, closed=False, time=time.monotonic(),
+            waiters=(), sandboxes=(), error=None,
         )  # fmt: skip
         self.connected = threading.Event()
         self.stopped = False
@@ -422,10 +358,9 @@ class _Link:
         while True:
             assert self._http is not None
             try:
-                response = await self._http.request(
-                    "GET" if path == "pool" else "POST", f"{self.url}{wire.PATH}/{path}",
-                    content=None if path == "pool" else content, headers={"Content-Type": "application/json"},
-                )  # fmt: skip
+                response = await self._http.post(
+                    f"{self.url}{wire.PATH}/{path}", content=content, headers={"Content-Type": "application/json"}
+                )
                 is_json = response.headers.get("content-type", "").startswith("application/json")
                 reply = response.json() if is_json else None
                 break
@@ -433,20 +368,22 @@ class _Link:
                 self.failure = f"{type(error).__name__}: {error}"
                 if time.monotonic() + pause > deadline:
                     raise RemotePoolError(
-                        f"the pool at {self.url} does not answer ({self.failure}; tried for {self.patience:g} s); its "
-                        "leases are lost unless it comes back within its heartbeat"
+                        f"the pool at {self.url} does not respond ({self.failure}; tried for {self.patience:g} s); its "
+                        "leases are lost unless it responds within its heartbeat interval"
                     ) from error
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 1.0)
         self.failure = ""
         if response.status_code == 413:
-            raise RemotePoolError(f"the pool at {self.url} takes no question as long as this (max_body= of the server)")
+            raise RemotePoolError(f"the request is too large for the pool at {self.url} (max_body= of the server)")
         if response.is_success and isinstance(reply, dict):
             self._update_snapshot(reply)
             return reply
         error_reply = reply.get("error") if isinstance(reply, dict) else None
         if error_reply is None:
-            raise RemotePoolError(f"{self.url} answers with {response.status_code}, not as a pool's server")
+            raise RemotePoolError(
+                f"{self.url} is not the server of a pool: it responded with status {response.status_code}"
+            )
         raise wire.decode_exception(error_reply)
 
     def _update_snapshot(self, reply: dict[str, Any]) -> None:
@@ -457,19 +394,16 @@ class _Link:
         self.snapshot = dataclasses.replace(
             seen,
             time=seen.time + shift,
-            leases=tuple(dataclasses.replace(each, since=each.since + shift) for each in seen.leases),
             sandboxes=tuple(dataclasses.replace(each, since=each.since + shift) for each in seen.sandboxes),
         )
 
     async def fetch_info(self) -> None:
         reply = await self.post("pool")
         if reply["version"] != wire.VERSION:
-            raise RemotePoolError(
-                f"{self.url} speaks version {reply['version']} of the protocol, this is {wire.VERSION}"
-            )
+            raise RemotePoolError(f"the protocol version of {self.url} must be {wire.VERSION}, got {reply['version']}")
         if self.type_name not in reply["is"]:
             raise SettingsError(
-                f"the pool at {self.url} gives a {reply['sandbox_type']}, not a {self.name}; say sandbox_type="
+                f"sandbox_type must be the class of the pool at {self.url}, {reply['sandbox_type']}, got {self.name}"
             )
         self.methods = frozenset(reply["methods"])
         self.heartbeat = float(reply["heartbeat"])
@@ -485,35 +419,34 @@ class _Link:
 
     async def acquire(self, owner: str, timeout: float, run: str) -> dict[str, Any]:
         await self.connect()
+        return await self.post_and_poll("acquire", owner=owner[:1000], run=run[:1000], timeout=timeout)
+
+    async def post_and_poll(self, path: str, **body: Any) -> dict[str, Any]:
+        """Repeat a request until the server has its result. If the caller is cancelled, cancel it on the server."""
         request = secrets.token_hex(16)
         self.waiting.add(request)
         try:
             while True:
-                reply = await self.post(
-                    "acquire",
-                    request=request,
-                    owner=owner[:1000],
-                    run=run[:1000],
-                    timeout=timeout,
-                    wait=min(_LONG_POLL_SECONDS, self.heartbeat / 2),
-                )
-                if reply["state"] == "leased":
+                wait = min(_LONG_POLL_SECONDS, self.heartbeat / 2)
+                reply = await self.post(path, request=request, wait=wait, **body)
+                if reply["state"] != "waiting":
                     return reply
         except (asyncio.CancelledError, RemotePoolError):
-            self._abandon(request)
+            task = asyncio.get_running_loop().create_task(self._abandon(request))
+            self._abandoning.add(task)
+            task.add_done_callback(self._abandoning.discard)
             raise
         finally:
             self.waiting.discard(request)
 
-    def _abandon(self, request: str) -> None:
+    async def _abandon(self, request: str) -> None:
         """Cancel a request on the server. If that fails, the server cancels it when the next heartbeat omits it."""
-        task = asyncio.get_running_loop().create_task(self._try("abandon", request=request))
-        self._abandoning.add(task)
-        task.add_done_callback(self._abandoning.discard)
-
-    async def _try(self, path: str, **body: Any) -> None:
         with contextlib.suppress(Exception):
-            await self.post(path, **body)
+            await self.post("abandon", request=request)
+
+    def stop_holding(self, lease: str) -> bool:
+        """Forget a lease; return False if it had already ended."""
+        return self.held.pop(lease, self) is not self
 
     def release_unclaimed(self, reply: dict[str, Any]) -> None:
         self.submit(self.release(reply["lease"], True))
@@ -522,7 +455,7 @@ class _Link:
         try:
             await self.post("release", lease=lease, reusable=reusable)
         except RemotePoolError as error:
-            _log.warning("a lease was not given back: %s", error)  # the server reclaims it when heartbeats omit it
+            _log.warning("a lease was not released: %s", error)  # the server reclaims it when heartbeats omit it
 
     async def recycle(self, sandbox: int, close: bool) -> None:
         await self.connect()
@@ -531,38 +464,36 @@ class _Link:
 
     def _forget_revoked(self, revoked: dict[str, str]) -> None:
         self.revoked.update(revoked)
-        for lease in revoked:
-            self.held.pop(lease, None)
+        for name, reason in revoked.items():
+            self.held.pop(name, None)
+            if (lease := self.leases.get(name)) is not None:
+                lease.revoked, lease.released = reason, True
 
     async def call(self, lease: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if lease in self.revoked:
             raise LeaseRevoked(f"the pool took the {self.name}: {self.revoked[lease]}")
         if lease not in self.held:
-            raise RemotePoolError(f"this sandbox of {self.url} is not leased any more")
-        request = secrets.token_hex(16)
-        turn = self.held.get(lease)
-        body = {
-            "request": request, "lease": lease, "method": method, "turn": wire.turn(turn),
-            "args": wire.encode(list(args), _lease_name), "kwargs": wire.encode(kwargs, _lease_name),
-            "wait": min(_LONG_POLL_SECONDS, self.heartbeat / 2),
-        }  # fmt: skip
+            raise RemotePoolError(f"the lease of this sandbox of {self.url} has ended")
         try:
-            while True:
-                reply = await self.post("call", **body)
-                if reply["state"] == "done":
-                    return wire.decode(reply["value"], self.module)
+            reply = await self.post_and_poll(
+                "call",
+                lease=lease,
+                method=method,
+                turn=wire.turn(self.held.get(lease)),
+                args=wire.encode(list(args), _lease_name),
+                kwargs=wire.encode(kwargs, _lease_name),
+            )
         except LeaseRevoked as error:
             self._forget_revoked({lease: str(error).partition(": ")[2] or str(error)})
             raise
-        except asyncio.CancelledError:
-            self._abandon(request)
-            raise
+        return wire.decode(reply["value"], self.module)
 
     # --- heartbeat
 
     async def _beat(self) -> None:
         """Report the leases held, receive changes, and sleep until the next heartbeat is due."""
         self._nudge.clear()
+        # With listeners, the server holds the heartbeat open until there are events, so there is no need to sleep.
         rest = self.heartbeat / 4
         try:
             if not self.connected.is_set():
@@ -605,17 +536,17 @@ class _Link:
 
     async def _interruptible(self, work: Coroutine[Any, Any, R]) -> R | None:
         """Return the coroutine's result, or None if `wake` was called first."""
-        question = asyncio.ensure_future(work)
+        request = asyncio.ensure_future(work)
         nudge = asyncio.ensure_future(self._nudge.wait())
         try:
-            await asyncio.wait([question, nudge], return_when=asyncio.FIRST_COMPLETED)
-            return question.result() if question.done() else None
+            await asyncio.wait([request, nudge], return_when=asyncio.FIRST_COMPLETED)
+            return request.result() if request.done() else None
         finally:
-            for each in (question, nudge):
+            for each in (request, nudge):
                 each.cancel()
-            await asyncio.wait([question, nudge])
-            if not question.cancelled():
-                question.exception()
+            await asyncio.wait([request, nudge])
+            if not request.cancelled():
+                request.exception()
 
     def _deliver_events(self, events: list[PoolEvent], after: int | None, sequence: int) -> None:
         if after is None:  # first heartbeat with listeners: deliver later events only
@@ -623,11 +554,7 @@ class _Link:
             return
         for event in events:
             self.sequence = event.sequence
-            for listener in list(self.listeners):
-                try:
-                    listener(event)
-                except Exception:
-                    _log.exception("a listener of the remote pool of %s raised", self.name)
+            self.listeners.notify(event)
 
 
 def _ssl_context(verify: bool | str) -> bool | ssl.SSLContext:
@@ -636,7 +563,12 @@ def _ssl_context(verify: bool | str) -> bool | ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=verify)
     except OSError as error:  # also raised for a file that holds no certificate
-        raise SettingsError(f"RemotePool(verify={verify!r}): want a file of certificates; {error}") from error
+        raise SettingsError(f"verify must be True, False or a file of certificates, got {verify!r}: {error}") from error
+
+
+def _lease_key(lease: Lease[Any]) -> str:
+    """Return the id of a lease at the server."""
+    return str(lease.sandbox._lease)
 
 
 def _lease_name(value: Any) -> str | None:

@@ -25,7 +25,9 @@ from typing import Annotated, Any, Self, TypeVar
 import pydantic
 
 from ...errors import LeaseRevoked, PoolTimeout, RemotePoolError, SandboxError, SettingsError
-from ...pool.pool import Lease, Pool, PoolEvent
+from ...pool.base import Lease
+from ...pool.pool import Pool
+from ...pool.records import PoolEvent
 from . import wire
 
 _log = logging.getLogger(__name__)
@@ -90,11 +92,8 @@ class _Beat(_Message):
     wait: Seconds = 0.0
 
 
-class _Bye(_Message):
-    pass
-
-
 M = TypeVar("M", bound=_Message)
+V = TypeVar("V")
 
 
 class _HTTPError(Exception):
@@ -106,6 +105,17 @@ class _HTTPError(Exception):
 
 
 # --- client state --------------------------------------------------------------------------------
+
+
+class _Recent(OrderedDict[str, V]):
+    """A dictionary of the most recent entries, which drops the oldest ones."""
+
+    limit = _KEPT_REQUESTS
+
+    def __setitem__(self, key: str, value: V) -> None:
+        super().__setitem__(key, value)
+        while len(self) > self.limit:
+            self.popitem(last=False)
 
 
 @dataclass
@@ -126,36 +136,71 @@ class _Client:
     last_seen: float
     lease_slots: asyncio.Semaphore
     leases: dict[str, _HeldLease] = field(default_factory=dict)
-    requests: OrderedDict[str, _Request] = field(default_factory=OrderedDict)
-    given_up: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    requests: _Recent[_Request] = field(default_factory=_Recent)
+    given_up: _Recent[None] = field(default_factory=_Recent)
     releasing: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     # Recycle requests that were carried out; a retry is answered without repeating them.
-    recycled: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    recycled: _Recent[None] = field(default_factory=_Recent)
     # Leases revoked by the pool, kept so that the client can be notified.
-    ended: OrderedDict[str, _HeldLease] = field(default_factory=OrderedDict)
+    ended: _Recent[_HeldLease] = field(default_factory=_Recent)
 
 
 class PoolServer:
-    """HTTP server of one pool, created by `serve_pool`. It starts when it is awaited or entered."""
+    """Serve a pool's sandboxes over HTTP to `RemotePool(server.url, token=server.token)`.
+
+    Use `server = await serve_pool(pool)` and later `await server.close()`, or `async with serve_pool(pool) as server`.
+    The pool remains usable locally; close it after the server. Requests are answered by the event loop that started the
+    server and wait while a cell of the same process computes, so serve from a separate process.
+
+    A client may call every public method of the sandbox class, and recycle a sandbox that is idle or that it holds
+    itself. Methods whose arguments can refer to files or other resources of this machine are checked by the sandbox
+    class's `validate_remote_options(method, args, kwargs)`, a class method that raises for values that are not allowed;
+    FileSandbox and Grader have one.
+
+    Args:
+        pool: The pool to serve.
+        host: The address to listen on. Any address other than loopback requires both `token` and `tls`.
+        port: The port to listen on; 0 picks a free one.
+        token: The secret that clients must present. None generates one, available as `server.token`; a server always
+            requires a token.
+        tls: The files of the certificate chain and of its key.
+        heartbeat: Seconds without a message after which a client loses its leases; their sandboxes are reset.
+        max_body: Maximum size of a request in bytes, including code and files that it uploads.
+        max_leases: Maximum number of sandboxes that one client may hold. Its further requests wait before they enter
+            the pool's queue. None means no limit.
+        max_waiting: Maximum number of pending acquire requests per client.
+        max_clients: Maximum number of clients at a time.
+
+    Raises:  SettingsError for an address that is not loopback without `token` and `tls`, or an invalid setting.
+    """
 
     def __init__(
-        self, pool: Pool[Any], host: str, port: int, token: str | None, tls: tuple[str, str] | None, heartbeat: float,
-        max_body: int, max_leases: int | None, max_waiting: int, max_clients: int,
-    ) -> None:  # fmt: skip
+        self,
+        pool: Pool[Any],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        tls: tuple[str, str] | None = None,
+        heartbeat: float = 15.0,
+        max_body: int = 16 * 2**20,
+        max_leases: int | None = None,
+        max_waiting: int = 1024,
+        max_clients: int = 256,
+    ) -> None:
         if not _is_loopback(host) and (token is None or tls is None):
             raise SettingsError(
-                f"serve_pool(host={host!r}): whoever reaches this address may run code in the sandboxes; give token= "
-                "and tls=(certificate file, key file), or serve on 127.0.0.1 and forward the port (ssh -L)"
+                f"token and tls=(certificate file, key file) must be given for host={host!r}, because whoever "
+                "reaches it can run code in the sandboxes; or serve on 127.0.0.1 and forward the port (ssh -L)"
             )
         if token is not None and (len(token) < 16 or not token.isascii() or not token.isprintable()):
-            raise SettingsError("token=: want at least 16 printable characters, such as secrets.token_urlsafe()")
+            raise SettingsError("token must be at least 16 printable characters, such as secrets.token_urlsafe()")
         if not 0.1 <= heartbeat <= 3600:
-            raise SettingsError(f"heartbeat={heartbeat!r}: want between 0.1 and 3600 seconds")
-        for name, value in (("max_body", max_body), ("max_waiting", max_waiting), ("max_clients", max_clients)):
+            raise SettingsError(f"heartbeat must be between 0.1 and 3600 seconds, got {heartbeat!r}")
+        limits = {"max_body": max_body, "max_waiting": max_waiting, "max_clients": max_clients}
+        for name, value in (limits | ({} if max_leases is None else {"max_leases": max_leases})).items():
             if value < 1:
-                raise SettingsError(f"{name}={value}: want at least 1")
-        if max_leases is not None and max_leases < 1:
-            raise SettingsError(f"max_leases={max_leases}: want at least 1, or None for all of the pool")
+                raise SettingsError(f"{name} must be at least 1, got {value}")
         self.pool = pool
         self.host = host
         # The requested port; once the server runs, the port it listens on.
@@ -209,11 +254,10 @@ class PoolServer:
             context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             context.load_cert_chain(*self._tls)
         application = web.Application(client_max_size=self.max_body)
-        application.router.add_get(f"{wire.PATH}/pool", self._handler(None, self._describe))
         for name, message_type, answer in (
-            ("acquire", _Acquire, self._acquire), ("abandon", _Abandon, self._abandon), ("call", _Call, self._call),
-            ("release", _Release, self._release), ("recycle", _Recycle, self._recycle), ("beat", _Beat, self._beat),
-            ("bye", _Bye, self._bye),
+            ("pool", _Message, self._describe), ("acquire", _Acquire, self._acquire),
+            ("abandon", _Abandon, self._abandon), ("call", _Call, self._call), ("release", _Release, self._release),
+            ("recycle", _Recycle, self._recycle), ("beat", _Beat, self._beat), ("bye", _Message, self._bye),
         ):  # fmt: skip
             application.router.add_post(f"{wire.PATH}/{name}", self._handler(message_type, answer))
         runner = web.AppRunner(application, access_log=None, handle_signals=False, shutdown_timeout=0.5)
@@ -279,24 +323,24 @@ class PoolServer:
     # --- request handling
 
     def _handler(
-        self, message_type: type[M] | None, answer: Callable[..., Awaitable[dict[str, Any]]]
+        self, message_type: type[M], answer: Callable[..., Awaitable[dict[str, Any]]]
     ) -> Callable[[Any], Awaitable[Any]]:
         from aiohttp import web
 
         async def handle(request: Any) -> Any:
             try:
                 self._check(request.headers.get("Authorization", ""))
-                if message_type is None:
-                    return web.json_response(await answer())
                 message = await self._read(request, message_type)
                 reply = await answer(message, self._client(message.client))
+                if message_type is not _Call:  # calls are frequent
+                    reply["snapshot"] = self._snapshot()
                 return web.json_response(reply, status=202 if reply.get("state") == "waiting" else 200)
             except _HTTPError as refused:
                 return web.json_response({"error": wire.encode_exception(refused.error)}, status=refused.status)
             except (web.HTTPException, ConnectionError):  # a body over the limit, or a client that disconnected
                 raise
             except Exception as error:
-                _log.exception("a question to a pool's server failed")
+                _log.exception("a request to a pool's server failed")
                 return web.json_response(
                     {"error": wire.encode_exception(SandboxError(f"the server failed: {error!r}"))}, status=500
                 )
@@ -322,15 +366,18 @@ class PoolServer:
                 if isinstance(error, pydantic.ValidationError)
                 else error
             )
-            raise _HTTPError(400, SettingsError(f"the question cannot be read: {text}")) from None
+            raise _HTTPError(400, SettingsError(f"the request is invalid: {text}")) from None
 
     def _client(self, name: str) -> _Client:
         now = asyncio.get_running_loop().time()
         client = self._clients.get(name)
         if client is None:
             if len(self._clients) >= self.max_clients:
-                raise _HTTPError(429, RemotePoolError(f"{self.max_clients} clients are served already (max_clients=)"))
+                raise _HTTPError(
+                    429, RemotePoolError(f"the server already has {self.max_clients} clients (max_clients=)")
+                )
             client = self._clients[name] = _Client(now, asyncio.Semaphore(self.max_leases or 2**30))
+            client.requests.limit = _KEPT_REQUESTS + self.max_waiting
         client.last_seen = now
         self._collect_revoked(client)
         return client
@@ -344,8 +391,6 @@ class PoolServer:
                 client.lease_slots.release()
                 for call in held.calls.values():
                     call.cancel()
-        while len(client.ended) > _KEPT_REQUESTS:
-            client.ended.popitem(last=False)
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
@@ -359,7 +404,7 @@ class PoolServer:
 
     # --- responses
 
-    async def _describe(self) -> dict[str, Any]:
+    async def _describe(self, message: _Message, client: _Client) -> dict[str, Any]:
         sandbox_type = self.pool.sandbox_type
         # Not inspect.getmembers: it would call properties.
         methods = [
@@ -369,45 +414,38 @@ class PoolServer:
         ]
         return {
             "version": wire.VERSION, "server": self._name, "sandbox_type": sandbox_type.__name__,
-            "size": self.pool.size,
             "methods": methods,
             "is": [f"{each.__module__}:{each.__qualname__}" for each in sandbox_type.__mro__[:-1]],
-            "heartbeat": self.heartbeat, **self._snapshot(),
+            "heartbeat": self.heartbeat
         }  # fmt: skip
 
-    def _snapshot(self) -> dict[str, Any]:
+    def _snapshot(self) -> Any:
         snapshot = self.pool.snapshot()
-        leases = tuple(dataclasses.replace(each, turn=wire.turn(each.turn)) for each in snapshot.leases)
-        return {"snapshot": wire.encode(dataclasses.replace(snapshot, leases=leases))}
+        boxes = tuple(dataclasses.replace(box, turn=wire.turn(box.turn)) for box in snapshot.sandboxes)
+        return wire.encode(dataclasses.replace(snapshot, sandboxes=boxes))
 
     async def _acquire(self, message: _Acquire, client: _Client) -> dict[str, Any]:
         now = asyncio.get_running_loop().time()
         request = client.requests.get(message.request)
         if request is None:
             if message.request in client.given_up:
-                raise _HTTPError(409, RemotePoolError("this request was given up"))
+                raise _HTTPError(409, RemotePoolError("this request was cancelled"))
             if sum(not each.task.done() for each in client.requests.values()) >= self.max_waiting:
-                raise _HTTPError(429, RemotePoolError(f"{self.max_waiting} acquires wait already (max_waiting=)"))
+                raise _HTTPError(
+                    429, RemotePoolError(f"{self.max_waiting} requests of this client already wait (max_waiting=)")
+                )
             task = self._spawn(self._lease(client, message))
             request = client.requests[message.request] = _Request(task, now)
-            while len(client.requests) > _KEPT_REQUESTS + self.max_waiting:
-                client.requests.popitem(last=False)
         request.asked_at = now
-        await asyncio.wait([request.task], timeout=min(message.wait, _LONGEST_WAIT))
-        if not request.task.done():
-            return {"state": "waiting", **self._snapshot()}
-        if request.task.cancelled():
-            raise _HTTPError(409, RemotePoolError("this request was given up"))
-        error = request.task.exception()
-        if error is not None:
-            raise _HTTPError(409, error)
-        lease = request.task.result()
+        if not await _done(request.task, message.wait):
+            return {"state": "waiting"}
+        lease = _result(request.task)
         held = client.leases.get(lease)
         if held is None:
             raise _HTTPError(404, _lease_is_over(lease))
         return {
             "state": "leased", "lease": lease, "sandbox": held.lease.id,
-            "isolation": getattr(held.lease.sandbox, "isolation", None), **self._snapshot(),
+            "isolation": getattr(held.lease.sandbox, "isolation", None)
         }  # fmt: skip
 
     async def _lease(self, client: _Client, message: _Acquire) -> str:
@@ -422,7 +460,7 @@ class PoolServer:
                 await client.lease_slots.acquire()
         except TimeoutError:
             raise PoolTimeout(
-                f"no {self.pool.name} free after {timeout:.1f} s: this client holds all that it may, {self.max_leases} "
+                f"no {self.pool.name} free after {timeout:.1f} s: this client holds {self.max_leases}, the maximum "
                 "(max_leases= of the server)"
             ) from None
         try:
@@ -441,12 +479,10 @@ class PoolServer:
             call = held.calls.get(message.request)
             if call is not None:
                 call.cancel()
-        return self._snapshot()
+        return {}
 
     def _give_up(self, client: _Client, name: str) -> None:
         client.given_up[name] = None  # the request itself may still be in transit
-        while len(client.given_up) > _KEPT_REQUESTS:
-            client.given_up.popitem(last=False)
         request = client.requests.pop(name, None)
         if request is None:
             return
@@ -466,11 +502,9 @@ class PoolServer:
             method = message.method
             known = callable(getattr(type(held.lease.sandbox), method, None))
             if method.startswith("_") or method in _NOT_REMOTE or not known:
-                raise _HTTPError(
-                    400, SandboxError(f"a {self.pool.name} has no {method}() that could be called from afar")
-                )
+                raise _HTTPError(400, SandboxError(f"a {self.pool.name} has no method {method}() for remote calls"))
             if sum(not each.done() for each in held.calls.values()) >= _KEPT_CALLS:
-                raise _HTTPError(429, RemotePoolError(f"{_KEPT_CALLS} calls on one lease are under way already"))
+                raise _HTTPError(429, RemotePoolError(f"{_KEPT_CALLS} calls of this lease are already running"))
             module = self.pool.sandbox_type.__module__
             try:
                 args = wire.decode(message.args, module, lambda name: self._sibling(client, name))
@@ -489,19 +523,14 @@ class PoolServer:
                 if oldest is None:
                     break
                 del held.calls[oldest]
-        await asyncio.wait([call], timeout=min(message.wait, _LONGEST_WAIT))
+        done = await _done(call, message.wait)
         client.last_seen = asyncio.get_running_loop().time()
-        if not call.done():
+        if not done:
             return {"state": "waiting"}
         self._collect_revoked(client)
         if message.lease in client.ended:
             raise self._lease_over_error(client, message.lease)
-        if call.cancelled():
-            raise _HTTPError(409, RemotePoolError("the call was given up, or its lease ended under it"))
-        failed = call.exception()
-        if failed is not None:
-            raise _HTTPError(409, failed)
-        return {"state": "done", "value": call.result()}
+        return {"state": "done", "value": _result(call)}
 
     @staticmethod
     def _lease_over_error(client: _Client, name: str) -> _HTTPError:
@@ -513,7 +542,7 @@ class PoolServer:
     def _sibling(self, client: _Client, name: str) -> Any:
         """Look up another sandbox of the same client that is passed as an argument, such as the target of a fork."""
         if name not in client.leases:
-            raise ValueError("it names a lease that is over")
+            raise ValueError("an argument is a sandbox whose lease has ended")
         return client.leases[name].lease.sandbox
 
     async def _release(self, message: _Release, client: _Client) -> dict[str, Any]:
@@ -521,7 +550,7 @@ class PoolServer:
         task = client.releasing.get(message.lease)
         if task is not None:
             await asyncio.wait([task])
-        return self._snapshot()
+        return {}
 
     def _return(self, client: _Client, name: str, reusable: bool) -> None:
         held = client.leases.pop(name, None)
@@ -535,19 +564,17 @@ class PoolServer:
     async def _recycle(self, message: _Recycle, client: _Client) -> dict[str, Any]:
         if message.request not in client.recycled:
             number = message.sandbox
-            holders = {lease.sandbox: lease.owner for lease in self.pool.snapshot().leases}
+            holders = {lease.id: lease.owner for lease in self.pool.snapshot().leases}
             if number in holders and number not in [held.lease.id for held in client.leases.values()]:
-                text = f"{self.pool.name} {number} is held by {holders[number]}, who came by another door: whoever "
-                raise _HTTPError(403, RemotePoolError(f"{text}serves the pool may recycle it there"))
+                text = f"{self.pool.name} {number} is held by {holders[number]}, not by this client"
+                raise _HTTPError(403, RemotePoolError(f"{text}; recycle it where the pool is served"))
             try:
                 self.pool.recycle(number, close=message.close)
             except SettingsError as error:
                 raise _HTTPError(409, error) from None
             client.recycled[message.request] = None
-            while len(client.recycled) > _KEPT_REQUESTS:
-                client.recycled.popitem(last=False)
             self._collect_revoked(client)
-        return {"revoked": self._revoked(client), **self._snapshot()}
+        return {"revoked": self._revoked(client)}
 
     @staticmethod
     def _revoked(client: _Client) -> dict[str, str]:
@@ -582,12 +609,12 @@ class PoolServer:
         return {
             "server": self._name, "leases": list(client.leases), "revoked": self._revoked(client),
             "events": wire.encode(events),
-            "sequence": self.pool._sequence, **self._snapshot(),
+            "sequence": self.pool._state.sequence
         }  # fmt: skip
 
-    async def _bye(self, message: _Bye, client: _Client) -> dict[str, Any]:
+    async def _bye(self, message: _Message, client: _Client) -> dict[str, Any]:
         await self._end(message.client)
-        return self._snapshot()
+        return {}
 
     # --- ending clients
 
@@ -622,8 +649,22 @@ class PoolServer:
             for name, client in list(self._clients.items()):
                 self._collect_revoked(client)
                 if loop.time() - client.last_seen > self.heartbeat:
-                    _log.warning("client %s has fallen silent; its %d leases end", name, len(client.leases))
+                    _log.warning("no heartbeat from client %s; its %d leases end", name, len(client.leases))
                     await self._end(name)
+
+
+async def _done(task: asyncio.Task[Any], seconds: float) -> bool:
+    await asyncio.wait([task], timeout=min(seconds, _LONGEST_WAIT))
+    return task.done()
+
+
+def _result(task: asyncio.Task[Any]) -> Any:
+    if task.cancelled():
+        raise _HTTPError(409, RemotePoolError("the request was cancelled, or its lease ended"))
+    error = task.exception()
+    if error is not None:
+        raise _HTTPError(409, error)
+    return task.result()
 
 
 async def _perform(sandbox: Any, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -646,7 +687,7 @@ async def _give_back(pool: Pool[Any], held: _HeldLease, reusable: bool) -> None:
 
 
 def _lease_is_over(lease: str) -> RemotePoolError:
-    return RemotePoolError(f"the lease {lease[:8]} is over: released, or its client was silent for too long")
+    return RemotePoolError(f"the lease {lease[:8]} has ended: it was released, or its client sent no heartbeat")
 
 
 def _is_loopback(host: str) -> bool:
@@ -658,47 +699,4 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def serve_pool(
-    pool: Pool[Any],
-    *,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    token: str | None = None,
-    tls: tuple[str, str] | None = None,
-    heartbeat: float = 15.0,
-    max_body: int = 16 * 2**20,
-    max_leases: int | None = None,
-    max_waiting: int = 1024,
-    max_clients: int = 256,
-) -> PoolServer:
-    """Serve a pool's sandboxes over HTTP to `RemotePool(server.url, token=server.token)`.
-
-    Use `server = await serve_pool(pool)` and later `await server.close()`, or `async with serve_pool(pool) as server`.
-    The pool remains usable locally; close it after the server. Requests are answered by the event loop that started the
-    server and wait while a cell of the same process computes, so serve from a separate process.
-
-    A client may call every public method of the sandbox class, and recycle a sandbox that is idle or that it holds
-    itself. Methods whose arguments can refer to files or other resources of this machine are checked by the sandbox
-    class's `validate_remote_options(method, args, kwargs)`, a class method that raises for values that are not allowed;
-    FileSandbox and Grader have one.
-
-    Args:
-        pool: The pool to serve.
-        host: The address to listen on. Any address other than loopback requires both `token` and `tls`.
-        port: The port to listen on; 0 picks a free one.
-        token: The secret that clients must present. None generates one, available as `server.token`; a server always
-            requires a token.
-        tls: The files of the certificate chain and of its key.
-        heartbeat: Seconds without a message after which a client loses its leases; their sandboxes are reset.
-        max_body: Maximum size of a request in bytes, including code and files that it uploads.
-        max_leases: Maximum number of sandboxes that one client may hold. Its further requests wait before they enter
-            the pool's queue. None means no limit.
-        max_waiting: Maximum number of pending acquire requests per client.
-        max_clients: Maximum number of clients at a time.
-
-    Returns:
-        The server, which starts when it is awaited or entered.
-
-    Raises:  SettingsError for an address that is not loopback without `token` and `tls`, or an invalid setting.
-    """
-    return PoolServer(pool, host, port, token, tls, heartbeat, max_body, max_leases, max_waiting, max_clients)
+serve_pool = PoolServer

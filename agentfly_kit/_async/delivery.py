@@ -1,0 +1,80 @@
+"""Results of other threads, delivered to the event loops that await them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from typing import Any
+
+_Results = list[tuple[asyncio.Future[Any], Any]]
+# Results that their event loop was woken for and has not taken yet.
+_pending: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Results] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop that runs in this thread, or None."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def deliver(future: asyncio.Future[Any], result: Any) -> bool:
+    """Set the result of a future from any thread. A future that is already done or cancelled keeps its state.
+
+    On the future's own event loop the result is set immediately. Otherwise the loop is woken; results that arrive
+    before it runs are delivered by the same wake-up.
+
+    Args:
+        future: The future.
+        result: Its result. An exception is raised where the future is awaited.
+
+    Returns:
+        False if the event loop is closed, so that nothing awaits the result.
+    """
+    loop = future.get_loop()
+    if loop.is_closed():
+        return False
+    if loop is running_loop():
+        _set_result(future, result)
+        return True
+    with _lock:
+        results = _pending.get(loop)
+        if results is not None:
+            results.append((future, result))
+            return True
+        _pending[loop] = [(future, result)]
+    try:
+        loop.call_soon_threadsafe(_set_pending, loop)
+    except RuntimeError:  # closed in the meantime
+        return False
+    return True
+
+
+def _set_pending(loop: asyncio.AbstractEventLoop) -> None:
+    with _lock:
+        results = _pending.pop(loop, [])
+    for future, result in results:
+        _set_result(future, result)
+
+
+def _set_result(future: asyncio.Future[Any], result: Any) -> None:
+    if future.done():
+        return
+    if isinstance(result, BaseException):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+
+
+def _after_fork() -> None:
+    """Reset the state in a forked child, which may have inherited a locked lock."""
+    global _lock
+    _lock = threading.Lock()
+    _pending.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

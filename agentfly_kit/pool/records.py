@@ -1,0 +1,110 @@
+"""Records that a pool reports: its snapshots and events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+SlotState = Literal["starting", "idle", "leased", "resetting", "closing"]
+Change = Literal[
+    "waiting", "gave up", "refused", "starting", "start failed", "idle", "leased", "turn", "resetting",
+    "expired", "ended by hand", "died", "closing", "closed", "pool closed",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxInfo:
+    """A sandbox at one moment.
+
+    Attributes:
+        id: Number of the sandbox.
+        state: starting, idle, leased, resetting, closing.
+        owner: Name of the holder, if it is leased.
+        uses: Number of leases so far, including the current one.
+        since: When it entered this state (monotonic seconds).
+        turn: The holder's current turn, or None if the holder has not set it.
+    """
+
+    id: int
+    state: SlotState
+    owner: str | None
+    uses: int
+    since: float
+    turn: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSnapshot:
+    """State of a pool at one moment.
+
+    Attributes:
+        sandbox_type: Name of the sandbox class.
+        isolation: Isolation level in use, or the requested one before the first start. None means the best available
+            level, or a sandbox class without levels.
+        size: Maximum number of sandboxes.
+        dead: Number of sandboxes found dead so far. Each is replaced when another is needed.
+        closed: True after the pool was closed.
+        time: When the snapshot was taken (monotonic seconds).
+        waiters: Owners of the waiting requests, in the order in which they will be served.
+        sandboxes: All sandboxes.
+        error: Error of the last failed start; None after a successful one.
+    """
+
+    sandbox_type: str
+    isolation: str | None
+    size: int
+    dead: int
+    closed: bool
+    time: float
+    waiters: tuple[str, ...]
+    sandboxes: tuple[SandboxInfo, ...]
+    error: str | None
+
+    @property
+    def leases(self) -> tuple[SandboxInfo, ...]:
+        """The leased sandboxes, the longest lease first."""
+        return tuple(sorted((box for box in self.sandboxes if box.state == "leased"), key=lambda box: box.since))
+
+    @property
+    def leased(self) -> int:
+        """Number of leased sandboxes."""
+        return self._count("leased")
+
+    @property
+    def idle(self) -> int:
+        """Number of sandboxes ready to be leased."""
+        return self._count("idle")
+
+    @property
+    def starting(self) -> int:
+        """Number of sandboxes that are being started, or reset after a lease."""
+        return self._count("starting", "resetting")
+
+    @property
+    def waiting(self) -> int:
+        """Number of waiting requests."""
+        return len(self.waiters)
+
+    def _count(self, *states: SlotState) -> int:
+        return sum(box.state in states for box in self.sandboxes)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolEvent:
+    """One change of a pool's state.
+
+    Attributes:
+        sequence: Number of the event, counted from 1 without gaps.
+        kind: What changed.
+        sandbox: Number of the sandbox, or None if the event concerns a request or the whole pool.
+        owner: Name of the holder or requester, if there is one.
+        time: When it changed (monotonic seconds).
+        detail: Further information, such as the reason.
+    """
+
+    sequence: int
+    kind: Change
+    sandbox: int | None
+    owner: str | None
+    time: float
+    detail: str = ""

@@ -1,0 +1,38 @@
+"""Results of other threads: one wake-up for several, and nothing for closed loops."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from agentfly_kit._async.delivery import deliver
+
+
+async def test_results_that_arrive_together_wake_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    futures: list[asyncio.Future[Any]] = [loop.create_future() for _ in range(8)]
+    futures[0].cancel()
+    wake_ups = []
+    wake_up = loop.call_soon_threadsafe
+    monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *given: (wake_ups.append(given), wake_up(*given))[1])
+
+    def work() -> None:
+        for number, future in enumerate(futures):
+            assert deliver(future, ValueError("last") if number == 7 else number)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()  # the event loop is blocked meanwhile
+    assert await asyncio.gather(*futures[1:7]) == list(range(1, 7))
+    with pytest.raises(ValueError, match="last"):
+        await futures[7]
+    assert len(wake_ups) == 1
+    assert deliver(futures[1], "late") and futures[1].result() == 1
+
+
+def test_a_closed_loop_takes_no_result() -> None:
+    loop = asyncio.new_event_loop()
+    future = loop.create_future()
+    loop.close()
+    assert not deliver(future, 1)
