@@ -226,7 +226,7 @@ def test_every_action_ends_once() -> None:
     other = mine.tokenizer.pad_token_id
     assert mine.observation_ids([USER], after=(*said, other)) == whole
     assert mine.observation_ids([USER], after=()) == whole
-    with pytest.raises(SettingsError, match="messages is empty"):
+    with pytest.raises(SettingsError, match="messages must not be empty"):
         mine.observation_ids([])
 
 
@@ -241,9 +241,9 @@ def test_an_end_of_two_tokens_is_written_once() -> None:
 
 
 def test_unknown_settings_are_refused() -> None:
-    with pytest.raises(SettingsError, match='history=\'render\' must be "exact", "append" or "rerender"'):
+    with pytest.raises(SettingsError, match='history must be "exact", "append" or "rerender", got \'render\''):
         Chat(tiny.tokenizer(), history="render")  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="format='hermez' is not known"):
+    with pytest.raises(SettingsError, match="format must be one of action, code, hermes, .* got 'hermez'"):
         Chat(tiny.tokenizer(), format="hermez")
 
 

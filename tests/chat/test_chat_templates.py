@@ -190,10 +190,7 @@ def test_tokens_grown_over_tool_calls_are_those_of_the_whole(name: str) -> None:
         (("Rome",), [told("21 degrees")]),
     ):
         messages += [called(name, *cities), *results]
-        opened = mine._adapt_messages(messages)
-        if not mine._visible_tools([TOOL]):
-            opened = mine._with_instructions(opened, [TOOL])
-        whole = mine.template.render(opened, mine._visible_tools([TOOL]), generate=True)
+        whole = mine.template.render(*mine._prepare(messages, [TOOL]), generate=True)
         bridge = mine.observation_ids(results, [TOOL])
         text, tail = mine.text(ids), mine.text(bridge)
         assert whole.startswith(text)
@@ -255,10 +252,7 @@ def test_conversations_at_random_grow_as_they_are_rendered(name: str) -> None:
                 said = called(name, *(f"x{rng.random()}" for _ in range(count)))
                 following = [told(text(), n) for n in range(count)]
             messages += [said, *following]
-            opened = mine._adapt_messages(messages)
-            if not mine._visible_tools([TOOL]):
-                opened = mine._with_instructions(opened, [TOOL])
-            whole = mine.template.render(opened, mine._visible_tools([TOOL]), generate=True)
+            whole = mine.template.render(*mine._prepare(messages, [TOOL]), generate=True)
             bridge = mine.text(mine.observation_ids(following, [TOOL]))
             assert whole.startswith(grown)
             assert whole.endswith(bridge)
@@ -348,7 +342,7 @@ def test_thinking_that_the_prompt_opens_is_thinking_though_it_is_never_closed() 
 def test_further_stops() -> None:
     mine = Chat(named("qwen2_5"), stop=["</tool_call>"])
     assert mine.token_texts(mine.stop_ids) == ("<|im_end|>", "</tool_call>")
-    with pytest.raises(Exception, match="give strings of one token"):
+    with pytest.raises(Exception, match="stop must contain strings of one token, got .two words."):
         Chat(named("qwen2_5"), stop=["two words"])
 
 
