@@ -24,7 +24,7 @@ from torch import Tensor
 
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.local.decoder import FusedLlamaDecoder, reference_forward
-from agentfly_kit.engines.local.kv_cache import SLAB_TOKENS, KVCache
+from agentfly_kit.engines.local.kv_cache import KVCache
 from agentfly_kit.engines.local.sample_buffers import SampleBuffers
 from agentfly_kit.engines.local.sampling import sample_tokens
 from agentfly_kit.errors import EngineError
@@ -323,8 +323,7 @@ class LocalEngine(Engine):
                 max(-(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP, held * 3 // 2), max(capacity, self.max_length + 1)
             )
         if self._cache is None:
-            # The reference forward pass needs the keys of each row to be contiguous.
-            self._cache = KVCache(0, capacity, self.policy.layers, slab=SLAB_TOKENS if self._fused_decoder() else None)
+            self._cache = KVCache(0, capacity, self.policy.layers)
         cache = self._cache
         count = cache.count
         if another and count < self.slots and None not in self._slot_session[self._active :]:
