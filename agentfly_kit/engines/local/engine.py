@@ -97,9 +97,7 @@ class LocalEngine(Engine):
 
     def __init__(self, policy: Policy, *, slots: int = 256) -> None:
         if slots < 1:
-            raise EngineError(
-                f"slots must be at least 1, got {slots}; it is rounded up to a multiple of {_ROW_MULTIPLE}"
-            )
+            raise EngineError(f"slots must be at least 1, got {slots}")
         self.policy = policy
         self.slots = -(-slots // _ROW_MULTIPLE) * _ROW_MULTIPLE
         self._max_length = policy.max_length
@@ -124,7 +122,6 @@ class LocalEngine(Engine):
         self._weight_addresses: list[int] = []  # memory address of each weight
         self._weight_windows: list[Tensor] = []  # views of the first elements of each weight
         self._weight_values: Tensor | None = None  # the values seen through those views
-        self._vocabulary = 0
         self._tick = 0
         # Number of context tokens computed so far, excluding copied and reused ones.
         self.prefilled = 0
@@ -180,10 +177,7 @@ class LocalEngine(Engine):
         if len(ids) >= self.max_length:
             raise EngineError(f"{len(ids)} ids leave no space for an action in a context of {self.max_length} tokens")
         array = np.asarray(ids, dtype=np.int64)
-        # Cheap check first: viewed as unsigned, negative ids are huge, and `_vocabulary` is cached per prefill.
-        if array.view(np.uint64).max() >= self._vocabulary and (
-            array.min() < 0 or array.max() >= self.policy.vocab_size
-        ):
+        if array.min() < 0 or array.max() >= self.policy.vocab_size:
             raise EngineError(
                 f"ids from {array.min()} to {array.max()} exceed the vocabulary of {self.policy.vocab_size} tokens; "
                 "encode the prompt with the tokenizer of this policy"
@@ -331,7 +325,9 @@ class LocalEngine(Engine):
         return cache
 
     def _detect_weight_change(self) -> None:
-        """Increment the weights number if the weights have changed.
+        """Increment the weights number if the weights have changed, and empty the idle slots with older weights.
+
+        Running rows keep their keys and values until the turn ends.
 
         `policy.version` alone is not sufficient, because loading weights may restore an old value. torch's version
         counters are not either, because a fused optimizer that a user steps directly changes neither. The first
@@ -343,13 +339,9 @@ class LocalEngine(Engine):
             self._weight_addresses, self._weight_windows = addresses, [_weight_window(p.detach()) for p in parameters]
         some = torch.cat(self._weight_windows)
         key = (self.policy.version, sum(p._version for p in parameters))
-        self._vocabulary = self.policy.vocab_size
         if key != self._weights_key or self._weight_values is None or not torch.equal(some, self._weight_values):
             self._weights_key, self._weight_values = key, some
             self._weights_number += 1
-
-    def _empty_stale_slots(self) -> None:
-        """Empty the idle slots that were computed with old weights; running rows keep theirs until the turn ends."""
         for i in range(self._active, len(self._slots)):
             if self._cache is not None and self._slots[i].weights != self._weights_number:
                 self._cache.length[i] = 0
@@ -450,7 +442,6 @@ class LocalEngine(Engine):
         # Hold the lock so that prefixes found in the cache are continued with the weights that computed them.
         with self.policy.lock:
             self._detect_weight_change()
-            self._empty_stale_slots()
             for request in self._waiting:
                 # The chains of a group have the same prompt: compute it once and copy its keys and logits.
                 key = request.ids.tobytes()
@@ -518,7 +509,7 @@ class LocalEngine(Engine):
         for request, slot, _ in chosen:
             cache.ids[slot, : len(request.ids)] = request.ids
         done: dict[int, Tensor] = {}
-        left = [(request, slot, start) for request, slot, start in chosen]
+        left = chosen
         while left:
             longest = max(len(r.ids) - start for r, _, start in left)
             width = next((w for w in _CHUNK_WIDTHS if w >= longest), _CHUNK_WIDTHS[-1])
@@ -547,8 +538,7 @@ class LocalEngine(Engine):
             left = following
         states = torch.stack([done[slot] for _, slot, _ in chosen])
         padded = torch.cat([states, states[:1].expand(-len(chosen) % _ROW_MULTIPLE, -1)])
-        logits = self.policy.logits(padded)[: len(chosen)]
-        return logits, self.policy.version
+        return self.policy.logits(padded)[: len(chosen)], self.policy.version
 
     def _decode(self) -> None:
         cache = self._cache
@@ -569,9 +559,10 @@ class LocalEngine(Engine):
         cache.ids[np.arange(count), at[:count]] = tokens[:count]
         cache.length[:count] += 1
         ended = self._sample_next(requests, logits, version)
-        self._deliver([(requests[row], self._sample(requests[row], why)) for row, why in ended.items()])
+        results = [(requests[row], self._sample(requests[row], why)) for row, why in ended.items()]
         for row in sorted(ended, reverse=True):
             self._retire(row)
+        self._deliver(results)
 
     def _sample_next(self, requests: Sequence[_Request], logits: Tensor, version: int) -> dict[int, str]:
         """Sample one token for each request and return the stop reasons of those that ended, by index."""

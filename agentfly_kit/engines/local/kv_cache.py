@@ -13,8 +13,6 @@ formula if their number is not a multiple of the vector width. Batches of a mult
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -135,15 +133,15 @@ class KVCache:
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of slot `source` to slot `target`."""
-        for block in map(_array, self._blocks):
+        for block in self._blocks:
             block[:, target, :, :length] = block[:, source, :, :length]
         self.ids[target, :length] = self.ids[source, :length]
         self.length[target] = length
 
     def swap(self, a: int, b: int) -> None:
         n = min(int(max(self.length[a], self.length[b])) + 1, self.capacity)
-        for block in map(_array, self._blocks):
-            held = block[:, a, :, :n] + 0  # a copy, of an array or a tensor
+        for block in self._blocks:
+            held = block[:, a, :, :n].clone()
             block[:, a, :, :n] = block[:, b, :, :n]
             block[:, b, :, :n] = held
         self.ids[[a, b], :n] = self.ids[[b, a], :n]
@@ -164,8 +162,3 @@ class KVCache:
             new[:, self.count :, :, used] = 0
             self._blocks[at] = new
         self.count, self.capacity = count, capacity
-
-
-def _array(block: Tensor) -> Any:
-    """Return a NumPy view of the block where possible: for small copies, it has a fifth of torch's overhead."""
-    return block.numpy() if block.device.type == "cpu" and block.dtype == torch.float32 else block
