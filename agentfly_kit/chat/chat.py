@@ -388,7 +388,8 @@ class Chat:
 
 def _following_roles(messages: Sequence[Message]) -> list[FollowingRole]:
     """Return the kinds of these messages, in order and without duplicates."""
-    return list(dict.fromkeys("tool" if message.get("role") == "tool" else "user" for message in messages))
+    roles: list[FollowingRole] = ["tool" if message.get("role") == "tool" else "user" for message in messages]
+    return list(dict.fromkeys(roles))
 
 
 @dataclass(frozen=True)

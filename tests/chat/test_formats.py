@@ -263,12 +263,11 @@ def test_no_beginning_of_a_call_is_a_call(name: str) -> None:
     fmt = formats.get(name)
     tool, key = CALLED.get(name, ("a", "x"))
     text = fmt.render_call(ToolCall("call-0", tool, {key: "rm -r }] here"}))
+    before = "" if name in ("llama3", "code", "react") else "I say. "
     for cut in range(len(text)):
-        assert not [
-            c
-            for c in fmt.parse("I say. " * (name not in ("llama3", "code", "react")) + text[:cut]).calls
-            if c.error is None
-        ], text[:cut]
+        parsed = fmt.parse(before + text[:cut])
+        assert not [call for call in parsed.calls if call.error is None], text[:cut]
+        assert not parsed.unclosed or parsed.content == before.strip(), text[:cut]
     assert fmt.parse(text).calls[0].error is None
 
 
