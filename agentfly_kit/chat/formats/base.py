@@ -132,7 +132,7 @@ def make_call(id: str, name: str, arguments: dict[str, Any], problem: str, shape
 def find_schema(tools: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     """Return the schemas of the parameters of the tool of this name; empty if there is none."""
     functions = (tool.get("function", tool) for tool in tools)
-    found = next((f for f in functions if f.get("name") == name), {})
+    found: dict[str, Any] = next((f for f in functions if f.get("name") == name), {})
     properties: dict[str, Any] = (found.get("parameters") or {}).get("properties", {})
     return properties
 
