@@ -9,17 +9,18 @@ names the template.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from agentfly_kit._display import Displayable
 from agentfly_kit.chat import drift as drifting
 from agentfly_kit.chat import formats
 from agentfly_kit.chat.drift import Drift
-from agentfly_kit.chat.template import FollowingRole, Template
+from agentfly_kit.chat.template import FollowingRole, Template, unused_marker
 from agentfly_kit.errors import ChatTemplateError, SettingsError
 from agentfly_kit.types import Message, Row, Trajectory
 
@@ -27,7 +28,7 @@ __all__ = ["Chat", "ChatReport", "Drift", "check"]
 
 History: TypeAlias = Literal["exact", "append", "rerender"]
 
-# Entries per cache of encoded and decoded strings. The chains of a group share their prompt.
+# Entries per cache of encoded messages and decoded ids, many of which the chains of a group share.
 _CACHE_SIZE = 1024
 
 
@@ -70,30 +71,22 @@ class Chat:
                 "set tokenizer.chat_template, or load the tokenizer of an instruction-tuned model"
             )
         if history not in get_args(History):
-            raise SettingsError(f'history={history!r} must be "exact", "append" or "rerender"')
+            raise SettingsError(f'history must be "exact", "append" or "rerender", got {history!r}')
         self.tokenizer = tokenizer
         self.history = history
         # Control tokens: special tokens, and added tokens that the template uses. Other text must not encode to them.
         added = {str(t) for t in getattr(tokenizer, "added_tokens_decoder", {}).values()}
         texts = {t for t in added if t.strip() and t in str(source)} | {t for t in tokenizer.all_special_tokens if t}
         self._controls = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
-        self.template = Template(tokenizer, options or {}, sorted(texts))
+        self.template = Template(tokenizer, options or {}, self._controls)
         # Format that parses calls as this template renders them; None if no format does.
-        self.detected_format = (
-            formats.detect_format(self.template.written_call) if self.template.calls is not None else None
-        )
-        if format == "auto":
-            self.format = self.detected_format or formats.get("hermes")
-        else:
-            self.format = formats.get(format)
-        self._calls_unreadable = self.format.native and self.template.calls is not None and self.detected_format is None
+        self.detected_format = formats.detect_format(self.template.written_call)
+        self.format = formats.get((self.detected_format or "hermes") if format == "auto" else format)
         opening = self.template.opening()
         self._open_tag = "<think>" if opening.rfind("<think>") > opening.rfind("</think>") else ""
-        self._shows_tools: dict[int, bool] = {}
-        self._token_text_cache: dict[int, str] = {}
-        self._encode_cache: dict[str, tuple[int, ...]] = {}
-        self._text_cache: dict[tuple[int, ...], str] = {}
         self._render_cache: dict[str, tuple[int, ...]] = {}
+        self._decode = functools.lru_cache(_CACHE_SIZE)(self._decode_ids)
+        self._token_text = functools.cache(self._decode_token)
         # Ids that end an action: end-of-turn tokens of the template, the eos token, and `stop`.
         self.stop_ids: tuple[int, ...] = self._stop_ids(stop)
 
@@ -105,15 +98,9 @@ class Chat:
         Raises:
             SettingsError: if the string holds a lone surrogate.
         """
-        known = self._encode_cache.get(text)
-        if known is None:
-            if not text.isascii():
-                self._check_encodable(text)
-            known = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-            if len(self._encode_cache) >= _CACHE_SIZE:
-                self._encode_cache.clear()
-            self._encode_cache[text] = known
-        return known
+        if not text.isascii():
+            self._check_encodable(text)
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @staticmethod
     def _check_encodable(text: str) -> None:
@@ -129,32 +116,22 @@ class Chat:
 
     def text(self, ids: Sequence[int]) -> str:
         """Decode ids, including special tokens. The text is for display and parsing, and never encoded again."""
-        key = tuple(ids)  # chains of a group share many turns
-        known = self._text_cache.get(key)
-        if known is not None:
-            return known
+        return self._decode(tuple(ids))
+
+    def _decode_ids(self, ids: tuple[int, ...]) -> str:
         if (backend := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:  # same result at half the cost
-            text = str(backend.decode(list(ids), skip_special_tokens=False))
-        else:
-            text = str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        if len(self._text_cache) >= _CACHE_SIZE:
-            self._text_cache.clear()
-        self._text_cache[key] = text
-        return text
+            return str(backend.decode(list(ids), skip_special_tokens=False))
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def token_texts(self, ids: Sequence[int]) -> tuple[str, ...]:
         """Decode each id separately. Incomplete UTF-8 sequences appear as <0xE2>."""
-        found = tuple(map(self._token_text_cache.get, ids))
-        if None in found:
-            found = tuple(self._token_text_cache.get(i) or self._token_text(i) for i in ids)
-        return cast("tuple[str, ...]", found)
+        return tuple(map(self._token_text, ids))
 
-    def _token_text(self, token: int) -> str:
-        text = self.text([token])
+    def _decode_token(self, token: int) -> str:
+        text = self._decode_ids((token,))
         if "�" in text or not text:
             raw = self.tokenizer.convert_ids_to_tokens(token)
             text = raw if isinstance(raw, str) else f"[{token}]"
-        self._token_text_cache[token] = text
         return text
 
     # --- messages to ids ---
@@ -178,18 +155,14 @@ class Chat:
         """
         if tools:
             self._require_append("tool")
-            if self._calls_unreadable and self._visible_tools(tools):
+            unreadable = self.template.calls is not None and self.detected_format is None
+            if unreadable and self._visible_tools(tools):
                 warnings.warn(
                     f"no format reads the calls that the chat template of {self.template.name} teaches: with "
                     f"{self.format.name} they are treated as answers; pass a custom formats.Format as format=",
                     stacklevel=3,
                 )
-        adapted = self._adapt_messages(messages)
-        if tools and not self._visible_tools(tools):
-            adapted = self._with_instructions(adapted, tools)
-        shown = self._visible_tools(tools)
-        render = functools.partial(self.template.render, tools=shown, generate=True)
-        return self._cached("prompt", adapted, shown, lambda: self._encode_safely(adapted, render))
+        return self._encode_messages(*self._prepare(messages, tools), after_action=False)
 
     def observation_ids(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, after: Sequence[int] = ()
@@ -208,13 +181,10 @@ class Chat:
             SettingsError: if `messages` is empty.
         """
         if not messages:
-            raise SettingsError("messages is empty; give the tool results or user messages that follow the action")
-        kinds: dict[FollowingRole, None] = {"tool" if m.get("role") == "tool" else "user": None for m in messages}
-        for kind in kinds:
+            raise SettingsError("messages must not be empty; pass the tool results or user messages after the action")
+        for kind in _following_roles(messages):
             self._require_append(kind)
-        adapted, shown = self._adapt_messages(messages), self._visible_tools(tools)
-        render = functools.partial(self.template.text_after_action, tools=shown)
-        ids = self._cached("observation", adapted, shown, lambda: self._encode_safely(adapted, render))
+        ids = self._encode_messages(self._adapt_messages(messages), self._visible_tools(tools), after_action=True)
         for count in range(min(len(after), len(ids), 4), 0, -1):
             if ids[count - 1] in self.stop_ids and tuple(after[-count:]) == ids[:count]:
                 return ids[count:]
@@ -230,15 +200,10 @@ class Chat:
 
         This requires history="rerender" and a template for which appending is not exact.
         """
-        if self.history != "rerender":
-            return False
-        kinds: set[FollowingRole] = {"tool" if m.get("role") == "tool" else "user" for m in messages}
-        return any(self.append_violation(kind) for kind in kinds)
+        return self.history == "rerender" and any(map(self.append_violation, _following_roles(messages)))
 
     def _require_append(self, following: FollowingRole) -> None:
-        if self.history != "exact":
-            return
-        if reason := self.append_violation(following):
+        if self.history == "exact" and (reason := self.append_violation(following)):
             what = "tool results" if following == "tool" else "a user's message after an answer"
             raise ChatTemplateError(
                 f"the chat template of {self.template.name} cannot take {what} by appending: {reason}. Use "
@@ -257,28 +222,24 @@ class Chat:
         if not self._results_as_user:
             return list(messages)
         adapted: list[Message] = []
-        merging = False
-        for message in messages:
-            if message.get("role") != "tool":
-                adapted.append(message)
-                merging = False
-                continue
-            text = self.format.observation(str(message.get("name") or ""), str(message.get("content") or ""))
-            if merging:
-                adapted[-1] = {**adapted[-1], "content": f"{adapted[-1]['content']}\n{text}"}
+        for are_results, group in itertools.groupby(messages, lambda message: message.get("role") == "tool"):
+            if are_results:
+                texts = (self.format.observation(str(m.get("name") or ""), str(m.get("content") or "")) for m in group)
+                adapted.append({"role": "user", "content": "\n".join(texts)})
             else:
-                adapted.append({"role": "user", "content": text})
-            merging = True
+                adapted += group
         return adapted
 
     def _visible_tools(self, tools: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
         """Return the schemas to pass to the template: none if it would ignore them or use a different format."""
-        if not tools or not self.format.native:
-            return ()
-        key = hash(tuple(str(t.get("function", t).get("name")) for t in tools))
-        if key not in self._shows_tools:
-            self._shows_tools[key] = self.template.shows(tools)
-        return tools if self._shows_tools[key] else ()
+        return tools if tools and self.format.native and self.template.shows_tools else ()
+
+    def _prepare(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+    ) -> tuple[list[Message], Sequence[dict[str, Any]]]:
+        """Return the messages and tool schemas to render, with the instructions of the format if necessary."""
+        adapted, shown = self._adapt_messages(messages), self._visible_tools(tools)
+        return (self._with_instructions(adapted, tools) if tools and not shown else adapted), shown
 
     def _with_instructions(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
         """Add the instructions of the format to the system message, or to the first message."""
@@ -293,51 +254,51 @@ class Chat:
             joined = [{"type": "text", "text": text + "\n\n"}, *(content or [])]
         return [{**first, "content": joined}, *out[1:]]
 
-    def _cached(
-        self, what: str, messages: Sequence[Message], shown: Any, make: Callable[[], tuple[int, ...]]
+    def _encode_messages(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, after_action: bool
     ) -> tuple[int, ...]:
-        """Cache the result of `make`: templates are slow to render, and the chains of a group repeat messages."""
-        key = f"{what} {list(messages)!r} {shown!r}"
-        known = self._render_cache.get(key)
-        if known is None:
-            known = make()
+        """Render and encode a prompt, or the messages after an action, from a cache because rendering is slow."""
+        key = f"{after_action} {list(messages)!r} {tools!r}"
+        if key not in self._render_cache:
             if len(self._render_cache) >= _CACHE_SIZE:
                 self._render_cache.clear()
-            self._render_cache[key] = known
-        return known
+            self._render_cache[key] = self._encode_safely(messages, tools, after_action)
+        return self._render_cache[key]
 
-    def _encode_safely(self, messages: Sequence[Message], render: Callable[[list[Message]], str]) -> tuple[int, ...]:
+    def _encode_safely(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], after_action: bool
+    ) -> tuple[int, ...]:
         """Render and encode messages such that user and tool text never encodes to control tokens.
 
         For example, <|im_end|> in the output of a tool is encoded as ordinary characters. All other text is encoded
         as usual.
         """
         controls: dict[str, str] = {}
-        said = repr(list(messages))
 
         def replace_control(match: re.Match[str]) -> str:
-            mark = f"qzcontrol{len(controls)}zq"
-            while mark in said:
-                mark += "q"
+            mark = unused_marker(f"qzcontrol{len(controls)}zq", messages)
             controls[mark] = match.group()
             return mark
 
-        plain: list[Message] = []
-        for message in messages:
-            if message.get("role") in ("user", "tool"):
-                content = message.get("content")
-                if isinstance(content, str):
-                    message = {**message, "content": self._controls.sub(replace_control, content)}
-                elif isinstance(content, list):
-                    parts = [
-                        {**p, "text": self._controls.sub(replace_control, p["text"])}
-                        if isinstance(p, dict) and isinstance(p.get("text"), str)
-                        else p
-                        for p in content
-                    ]
-                    message = {**message, "content": parts}
-            plain.append(message)
-        text = render(plain)
+        def replaced(content: Any) -> Any:
+            if isinstance(content, str):
+                return self._controls.sub(replace_control, content)
+            if isinstance(content, list):
+                return [
+                    {**p, "text": replaced(p["text"])} if isinstance(p, dict) and "text" in p else p for p in content
+                ]
+            return content
+
+        plain = [
+            {**message, "content": replaced(message["content"])}
+            if message.get("role") in ("user", "tool") and "content" in message
+            else message
+            for message in messages
+        ]
+        if after_action:
+            text = self.template.text_after_action(plain, tools)
+        else:
+            text = self.template.render(plain, tools, generate=True)
         if not controls:
             return self.encode(text)
         # Split each control string after its first character; encode each part with the text next to it. Later parts
@@ -363,7 +324,7 @@ class Chat:
             ids = self.encode(text)
             if len(ids) != 1:
                 raise SettingsError(
-                    f"stop={text!r} is {len(ids)} tokens of {self.template.name}; give strings of one token"
+                    f"stop must contain strings of one token, got {text!r}, {len(ids)} tokens of {self.template.name}"
                 )
             stops.append(ids[0])
         if (eos := self.tokenizer.eos_token_id) is not None:
@@ -412,11 +373,8 @@ class Chat:
         messages = [message for turn in given for message in turn.messages]
         last = given[-1] if given else None
         generate = last is not None and last.kind not in ("action", "forced")
-        adapted = self._adapt_messages(messages)
-        if row.tools and not self._visible_tools(row.tools):
-            adapted = self._with_instructions(adapted, row.tools)
         try:
-            again_text = self.template.render(adapted, self._visible_tools(row.tools), generate=generate)
+            again_text = self.template.render(*self._prepare(messages, row.tools), generate=generate)
         except ChatTemplateError as error:
             return Drift("other", 0, len(ids), "prompt, turn 0", token_texts[:6], (), "", str(error))
         again = self.encode(again_text)
@@ -426,6 +384,12 @@ class Chat:
         stops = ", ".join(repr(p) for p in self.token_texts(self.stop_ids))
         kept = "" if self.history == "exact" else f", history {self.history!r}"
         return f"Chat({len(self.tokenizer)} tokens, format {self.format.name!r}{kept}, stops at {stops})"
+
+
+def _following_roles(messages: Sequence[Message]) -> list[FollowingRole]:
+    """Return the kinds of these messages, in order and without duplicates."""
+    roles: list[FollowingRole] = ["tool" if message.get("role") == "tool" else "user" for message in messages]
+    return list(dict.fromkeys(roles))
 
 
 @dataclass(frozen=True)
@@ -463,20 +427,8 @@ class ChatReport(Displayable):
     whitespace: str
 
     def __repr__(self) -> str:
-        said = (
-            "exact"
-            if self.exact
-            else "; ".join(
-                f"{what}: {why}" for what, why in (("tool", self.tool_results), ("user", self.user_messages))
-            )
-        )
-        return f"ChatReport({self.name!r}, {said})"
-
-
-_PROBE: dict[str, Any] = {
-    "type": "function",
-    "function": {"name": "qzprobezq", "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
-}
+        violations = f"tool: {self.tool_results}; user: {self.user_messages}"
+        return f"ChatReport({self.name!r}, {'exact' if self.exact else violations})"
 
 
 def check(tokenizer: Any, **settings: Any) -> ChatReport:
@@ -506,7 +458,7 @@ def check(tokenizer: Any, **settings: Any) -> ChatReport:
         tool_results=tool or "exact",
         user_messages=user or "exact",
         tool_role="user" if chat._results_as_user else "tool",
-        tools=template.shows([_PROBE]),
+        tools=template.shows_tools,
         format=chat.detected_format.name if chat.detected_format else "",
         stop=chat.token_texts(chat.stop_ids)[0],
         stops=chat.token_texts(chat.stop_ids),

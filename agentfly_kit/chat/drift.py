@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from agentfly_kit._display import Displayable
+from agentfly_kit.chat.template import common_prefix_length
 
 Cause = Literal["none", "template", "re-tokenisation", "other"]
 
@@ -73,11 +74,10 @@ def compare(
         again_text: the re-encoded text.
         turns: (name, number of tokens) of each turn, in order.
     """
-    index = next((i for i, (a, b) in enumerate(zip(ids, again, strict=False)) if a != b), min(len(ids), len(again)))
+    index = common_prefix_length(ids, again)
     if index == len(ids):
         return Drift("none", index, len(ids))
-    same = next((i for i, (a, b) in enumerate(zip(text, again_text, strict=False)) if a != b), None)
-    same = min(len(text), len(again_text)) if same is None else same
+    same = common_prefix_length(text, again_text)
     begins = len("".join(token_texts[:index]))
     ends = max(
         begins + len(token_texts[index]),

@@ -7,6 +7,7 @@ template.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -20,39 +21,49 @@ from agentfly_kit.types import Message
 FollowingRole = Literal["tool", "user"]
 
 _USER: Message = {"role": "user", "content": "?"}
-_SCHEMA: dict[str, Any] = {
+_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "probe0", "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
 }
+# Shapes in which templates accept tool calls: the content beside them, and arguments as a dict or as JSON.
+_CALL_SHAPES: tuple[dict[str, Any], ...] = tuple(
+    {"content": content, "json": as_json} for as_json in (False, True) for content in ("", None)
+)
 # Places where templates expect the thinking of an assistant: keys of the message, or tags in its text.
 _THINKING = ("reasoning_content", "thinking", "reasoning", "tags")
 
 
 class Template:
-    """Chat template of a tokenizer, with fixed template variables (`options`).
+    """Chat template of a tokenizer.
+
+    Args:
+        tokenizer: tokenizer with a chat template.
+        options: variables for the template.
+        controls: pattern of the control tokens.
 
     Attributes:
         parts: True if content must be a list of parts, as for vision models.
         tool_role: "tool", or "user" if the template has no role for tool results.
-        calls: shape in which the template accepts tool calls (content, and arguments as JSON or dict); None if it does
-            not accept any.
+        calls: shape in which the template accepts tool calls; None if it does not accept any.
         thinking: key of the message that holds the thinking, or "tags" if it is part of the text.
     """
 
-    def __init__(self, tokenizer: Any, options: Mapping[str, Any], controls: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, options: Mapping[str, Any], controls: re.Pattern[str]) -> None:
         self.tokenizer = tokenizer
         self.options = dict(options)
         self.name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
-        self._control = re.compile("|".join(map(re.escape, sorted(controls, key=len, reverse=True))) or r"(?!)")
+        self._control = controls
         self._short_ids = False
         self._closings: dict[str, str] = {}
         self._violations: dict[FollowingRole, str] = {}
         self.parts = False
         self.parts = self._wants_parts()
         self.answer_tail = self._answer_tail()
-        self.calls = self._calls()
+        self.calls: dict[str, Any] | None = None
+        self.calls = next(filter(self._takes_calls, _CALL_SHAPES), None)
         self.tool_role: Literal["tool", "user"] = "tool" if self._takes_tools() else "user"
-        self.thinking = self._thinking()
+        # If the template renders thinking nowhere, history with thinking is never exact.
+        self.thinking = next(filter(self._takes_thinking, _THINKING), "tags")
 
     # --- rendering ---
 
@@ -63,19 +74,16 @@ class Template:
             ChatTemplateError: with the error message of the template.
         """
         try:
-            try:
-                return self._render(messages, tools, generate)
-            except Exception:
+            return self._render(messages, tools, generate)
+        except Exception as error:
+            if not self._short_ids and any("tool_call_id" in m or "tool_calls" in m for m in messages):
                 # Mistral templates require ids of nine letters or digits; retry with shortened ids.
-                if self._short_ids or not any("tool_call_id" in m or "tool_calls" in m for m in messages):
-                    raise
                 self._short_ids = True
                 try:
-                    return self._render(messages, tools, generate)
-                except Exception:
+                    return self.render(messages, tools, generate=generate)
+                except ChatTemplateError:
                     self._short_ids = False
                     raise
-        except Exception as error:
             roles = ", ".join(str(m.get("role")) for m in messages)
             raise ChatTemplateError(
                 f"the chat template of {self.name} refused messages with the roles ({roles}): {error}; "
@@ -135,34 +143,29 @@ class Template:
             )
         return tail
 
-    def _calls(self) -> dict[str, Any] | None:
-        shapes: list[dict[str, Any]] = [
-            {"content": content, "json": as_json} for as_json in (False, True) for content in ("", None)
-        ]
-        for shape in shapes:
-            said = self._call_message("qzcallzq", [{"name": "qznamezq", "tool_call_id": "call-0"}], shape)
-            text = self._render_or_empty([_USER, said], generate=False)
-            if "qzcallzq" in text and "qznamezq" in text:
-                return shape
-        return None
+    def _takes_calls(self, shape: dict[str, Any]) -> bool:
+        self.calls = shape
+        said = self._call_message([{"name": "qznamezq", "tool_call_id": "call-0"}], {"x": "qzcallzq"})
+        text = self._render_or_empty([_USER, said], generate=False)
+        return "qzcallzq" in text and "qznamezq" in text
 
     def _call_message(
-        self, mark: str, results: Sequence[Message], shape: Mapping[str, Any], thought: str | None = None
+        self, results: Sequence[Message], arguments: Mapping[str, Any], thought: str | None = None
     ) -> Message:
-        """An assistant's message with one call for each of these tool results; the mark is each call's argument."""
-        arguments: Any = {"x": mark}
+        """Return an assistant message with one call for each of these tool results, all with the same arguments."""
+        assert self.calls is not None
+        given = json.dumps(arguments) if self.calls["json"] else dict(arguments)
         calls = [
             {
                 "id": r.get("tool_call_id", f"call-{i}"),
                 "type": "function",
-                "function": {
-                    "name": r.get("name") or "tool",
-                    "arguments": json.dumps(arguments) if shape["json"] else arguments,
-                },
+                "function": {"name": r.get("name") or "tool", "arguments": given},
             }
             for i, r in enumerate(results)
         ]
-        return self._with_thinking({"role": "assistant", "content": shape["content"], "tool_calls": calls}, thought)
+        return self._with_thinking(
+            {"role": "assistant", "content": self.calls["content"], "tool_calls": calls}, thought
+        )
 
     def _answer_message(self, mark: str, thought: str | None = None) -> Message:
         return self._with_thinking({"role": "assistant", "content": mark}, thought)
@@ -176,26 +179,24 @@ class Template:
 
     def _takes_tools(self) -> bool:
         try:
-            return "qztoolzq" in self.text_after_action([{**_probe("qztoolzq"), "name": "probe"}])
+            return "qztoolzq" in self.text_after_action([{**_tool_result("qztoolzq"), "name": "probe"}])
         except ChatTemplateError:
             return False
 
-    def _thinking(self) -> str:
-        for key in _THINKING:
-            self.thinking = key
-            said = [self._answer_message("qzanswerzq", "qzthinkzq")]
-            if self.calls is not None and key != "tags":
-                said.append(self._call_message("qzcallzq", [_probe("")], self.calls, "qzthinkzq"))
-            if any("qzthinkzq" in self._render_or_empty([_USER, one], generate=False) for one in said):
-                return key
-        return "tags"  # the template drops them, so history with thinking is never exact
+    def _takes_thinking(self, key: str) -> bool:
+        self.thinking = key
+        said = [self._answer_message("qzanswerzq", "qzthinkzq")]
+        if self.calls is not None and key != "tags":
+            said.append(self._call_message([_tool_result("")], {"x": "qzcallzq"}, "qzthinkzq"))
+        return any("qzthinkzq" in self._render_or_empty([_USER, one], generate=False) for one in said)
 
     def takes_system(self) -> bool:
         return "qzplainzq" in self._render_or_empty([{"role": "system", "content": "qzplainzq"}, _USER], generate=True)
 
-    def shows(self, tools: Sequence[Mapping[str, Any]]) -> bool:
-        """Return True if tool schemas appear in a prompt."""
-        return self._render_or_empty([_USER], tools, generate=True) != self._render_or_empty([_USER], generate=True)
+    @cached_property
+    def shows_tools(self) -> bool:
+        """True if tool schemas appear in a prompt."""
+        return self._render_or_empty([_USER], [_TOOL], generate=True) != self._render_or_empty([_USER], generate=True)
 
     # --- text after an action ---
 
@@ -208,12 +209,12 @@ class Template:
         Raises:
             ChatTemplateError: if the text of the assistant is missing from the rendered conversation.
         """
-        mark = _unused_marker("qzsaidzq", following)
-        results = _leading_tool_messages(following)
+        mark = unused_marker("qzsaidzq", following)
+        results = list(itertools.takewhile(lambda message: message.get("role") == "tool", following))
         said: list[tuple[Message, str]] = []
         if results and self.calls is not None:
             for told in (results, results[:1]):  # some templates accept only one call per message
-                one = self._call_message(mark, told, self.calls)
+                one = self._call_message(told, {"x": mark})
                 closing = self._call_closing(one, mark, tools)
                 if closing is not None:
                     said.append((one, closing))
@@ -310,14 +311,14 @@ class Template:
         return self._grow_plans("uuu", thought) or (self._grow_plans("1u1u", thought) if mixed else "")
 
     def _takes_two(self) -> bool:
-        told = [_probe("qztold0zq", 0), _probe("qztold1zq", 1)]
-        said = self._call_message("qzsaidzq", told, self.calls) if self.calls else self._answer_message("qzsaidzq")
+        told = [_tool_result("qztold0zq", 0), _tool_result("qztold1zq", 1)]
+        said = self._call_message(told, {"x": "qzsaidzq"}) if self.calls else self._answer_message("qzsaidzq")
         text = self._render_or_empty([_USER, said, *told], generate=True)
         return "qztold0zq" in text and "qztold1zq" in text
 
     def _grow_plans(self, plan: str, thought: str | None) -> str:
         """Grow conversations by `plan`: after each action, "1" or "2" tool results or a user message ("u")."""
-        tools = [_SCHEMA] if self._render_or_empty([_USER], [_SCHEMA], generate=True) else []
+        tools = [_TOOL] if self._render_or_empty([_USER], [_TOOL], generate=True) else []
         system: list[Message] = [{"role": "system", "content": "?"}] if self.takes_system() else []
         plain = self._grow([_USER], [], plan, thought)
         return plain or self._grow([*system, _USER], tools, plan, thought)
@@ -331,14 +332,10 @@ class Template:
                     told: list[Message] = [{"role": "user", "content": f"qztold{i}zq"}]
                     said = self._answer_message(mark, seen)
                 else:
-                    told = [_probe(f"qztold{i}n{n}zq", n) for n in range(int(step))]
+                    told = [_tool_result(f"qztold{i}n{n}zq", n) for n in range(int(step))]
                     # Thinking in tags is part of the content, so the action must be plain text instead of a call.
                     plain = self.calls is None or (seen and self.thinking == "tags")
-                    said = (
-                        self._answer_message(mark, seen)
-                        if plain
-                        else self._call_message(mark, told, self.calls or {}, seen)
-                    )
+                    said = self._answer_message(mark, seen) if plain else self._call_message(told, {"x": mark}, seen)
                 messages += [said, *told]
                 whole = self.render(messages, tools, generate=True)
                 added = self.text_after_action(told, tools)
@@ -365,7 +362,7 @@ class Template:
         inside an action, as between thinking and answer, are excluded.
         """
         tails = [self.answer_tail]
-        for told in ({"role": "user", "content": "?"}, _probe("?")):
+        for told in ({"role": "user", "content": "?"}, _tool_result("?")):
             if told["role"] == "user" and self._control.match(self.answer_tail):
                 continue
             try:
@@ -383,11 +380,9 @@ class Template:
         """Render a call as it appears in an action; "" if the template does not accept calls."""
         if self.calls is None:
             return ""
-        function = {"name": name, "arguments": json.dumps(dict(arguments)) if self.calls["json"] else dict(arguments)}
-        call = {"id": "call-0", "type": "function", "function": function}
-        said: Message = {"role": "assistant", "content": self.calls["content"], "tool_calls": [call]}
+        said = self._call_message([{"name": name, "tool_call_id": "call-0"}], arguments)
         text, asked = self._render_or_empty([_USER, said], generate=False), self.render([_USER], generate=True)
-        text = text[_common_prefix_length(asked, text) :]
+        text = text[common_prefix_length(asked, text) :]
         return text[: -len(self.answer_tail)] if self.answer_tail and text.endswith(self.answer_tail) else text
 
     def whitespace_kept(self) -> bool:
@@ -399,25 +394,16 @@ class Template:
     def opening(self) -> str:
         """Return the text before the first token of the assistant."""
         asked, plain = self.render([_USER], generate=True), self.render([_USER], generate=False)
-        same = _common_prefix_length(asked, plain)
+        same = common_prefix_length(asked, plain)
         inside = [m.start() for m in self._control.finditer(asked) if m.start() < same < m.end()]
         return asked[inside[0] if inside else same :]
 
 
-def _probe(text: str, n: int = 0) -> Message:
+def _tool_result(text: str, n: int = 0) -> Message:
     return {"role": "tool", "name": f"probe{n}", "tool_call_id": f"call-{n}", "content": text}
 
 
-def _leading_tool_messages(messages: Sequence[Message]) -> list[Message]:
-    leading: list[Message] = []
-    for message in messages:
-        if message.get("role") != "tool":
-            break
-        leading.append(message)
-    return leading
-
-
-def _unused_marker(mark: str, messages: Sequence[Message]) -> str:
+def unused_marker(mark: str, messages: Sequence[Message]) -> str:
     """Extend the marker until it occurs in none of the messages, so that it is found unambiguously."""
     held = repr(list(messages))
     while mark in held:
@@ -435,13 +421,13 @@ def _short_id(id: str) -> str:
 
 
 def _rewrite_reason(before: str, whole: str, thought: str | None, step: int) -> str:
-    at = _common_prefix_length(before, whole)
+    at = common_prefix_length(before, whole)
     was, now = before[max(0, at - 20) : at + 30], whole[max(0, at - 20) : at + 30]
     gone = bool(thought) and any(f"{thought}{i}" in before and f"{thought}{i}" not in whole for i in range(step + 1))
     why = "it drops an assistant's earlier thinking" if gone else "it renders history differently when messages follow"
     return f"{why}: {was!r} became {now!r}"
 
 
-def _common_prefix_length(one: str, other: str) -> int:
-    """Return the length of the common prefix."""
+def common_prefix_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return the length of the common prefix of two strings or lists."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -115,7 +115,7 @@ class OpenAIEngine(Engine):
 
     @property
     def max_length(self) -> int:
-        return self._length or 1 << 30
+        return self._length or super().max_length
 
     def __repr__(self) -> str:
         what = "exact tokens" if self._exact else "text only"
@@ -144,8 +144,8 @@ class OpenAIEngine(Engine):
             EngineError: If the server cannot be reached or rejects the API key.
         """
         if self._length is None:
-            listed = await self._request_or_none("GET", "/models")
-            for entry in (listed or {}).get("data", []):
+            listed = await self._request_or_empty("GET", "/models")
+            for entry in listed.get("data", []):
                 if entry.get("id") == self.model and entry.get("max_model_len"):
                     self._length = int(entry["max_model_len"])
         warm = await self._logprobs_after_temperature()
@@ -172,38 +172,35 @@ class OpenAIEngine(Engine):
 
         Temperature 2 halves the logits, and with them the difference between the logprobs of any two tokens.
         """
-        given = [await self._probe_once(temperature) for temperature in (1.0, 2.0)]
-        if any(one is None for one in given):
+        plain, halved = await self._probe_once(1.0), await self._probe_once(2.0)
+        if plain is None or halved is None:
             return None
-        plain, halved = (one or {} for one in given)
-        shared = sorted(set(plain) & set(halved), key=lambda token: plain[token])
-        if len(shared) < 2 or abs(plain[shared[-1]] - plain[shared[0]]) < 1e-3:
+        shared = sorted(set(plain) & set(halved), key=plain.__getitem__)
+        between = plain[shared[-1]] - plain[shared[0]] if shared else 0.0
+        if between < 1e-3:
             return False  # undecidable from this prompt; False restricts sampling to temperatures 0 and 1
-        between = plain[shared[-1]] - plain[shared[0]]
         return math.isclose(halved[shared[-1]] - halved[shared[0]], between / 2, rel_tol=0.05)
 
     async def _probe_once(self, temperature: float) -> dict[str, float] | None:
         prompt = list(self.stop_ids[:1]) or [0]
         body = self._completion(prompt, Sampling(temperature=temperature, max_tokens=1)) | {"logprobs": 5}
-        answer = await self._request_or_none("POST", "/completions", body)
+        answer = await self._request_or_empty("POST", "/completions", body)
         try:
-            choice = (answer or {})["choices"][0]
+            choice = answer["choices"][0]
             if not isinstance(choice["token_ids"], list) or not choice["logprobs"]["token_logprobs"]:
                 return None
             return dict(choice["logprobs"]["top_logprobs"][0])
         except (KeyError, IndexError, TypeError):
             return None
 
-    async def _request_or_none(
-        self, method: str, path: str, body: dict[str, Any] | None = None
-    ) -> dict[str, Any] | None:
-        """Return the response, or None if the server does not support the request."""
+    async def _request_or_empty(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the response, empty if the server does not support the request."""
         try:
             return await self._request(method, path, body)
         except _Refused as error:
             if error.status in (401, 403):
                 raise
-            return None
+            return {}
 
     # --- sampling ---
 
@@ -290,14 +287,9 @@ class OpenAIEngine(Engine):
         }
         if request.tools:
             body["tools"] = list(request.tools)
-        if sampling.top_p < 1:
-            body["top_p"] = sampling.top_p
-        if sampling.top_k:
-            body["top_k"] = sampling.top_k
-        if sampling.min_p:
-            body["min_p"] = sampling.min_p
-        if sampling.stop:
-            body["stop"] = list(sampling.stop)
+        # Servers may reject options that they do not know, so only those that are set are sent.
+        options = {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p, "stop": sampling.stop}
+        body |= {name: value for name, value in options.items() if value != getattr(Sampling(), name)}
         try:
             answer = await self._request("POST", "/chat/completions", body | self._extra)
         except _Refused as error:
@@ -479,20 +471,18 @@ def _wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     open_calls: set[str] = set()
     for message in messages:
-        told = {k: v for k, v in message.items() if k in ("role", "content", "name", "tool_calls", "tool_call_id")}
-        if told.get("tool_calls"):
-            told["tool_calls"] = [
+        sent = {k: v for k, v in message.items() if k in ("role", "content", "name", "tool_call_id")}
+        calls = message.get("tool_calls") or ()
+        if calls:
+            sent["tool_calls"] = [
                 {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-                for call in told["tool_calls"]
+                for call in calls
             ]
-            open_calls = {call["id"] for call in told["tool_calls"]}
-        else:
-            told.pop("tool_calls", None)
-        if told["role"] == "assistant" and "tool_calls" not in told:
-            open_calls = set()
-        if told["role"] == "tool" and told.get("tool_call_id") not in open_calls:
-            told = {"role": "user", "content": told["content"]}
-        out.append(told)
+        if calls or sent["role"] == "assistant":
+            open_calls = {call["id"] for call in calls}
+        if sent["role"] == "tool" and sent.get("tool_call_id") not in open_calls:
+            sent = {"role": "user", "content": sent["content"]}
+        out.append(sent)
     return out
 
 
@@ -528,6 +518,6 @@ def _error_text(response: Any) -> str:
 def _retry_after_seconds(retry_after: str | None) -> float:
     """Parse a Retry-After header in seconds; dates are treated as 0."""
     try:
-        return max(0.0, float(retry_after or 0))
+        return float(retry_after or 0)
     except ValueError:
         return 0.0

@@ -36,11 +36,6 @@ async def test_the_shipped_policy_does_not_drift_unless_it_stumbles() -> None:
     assert {d.cause for d in found} <= {"none", "template", "re-tokenisation"}
 
 
-async def test_a_row_that_was_cut_is_compared_as_far_as_it_goes() -> None:
-    trajectory = await row("5 and mo…")
-    assert not chat().drift(trajectory)
-
-
 async def test_other_tokens_of_the_same_letters_are_re_tokenisation() -> None:
     chain = scripted(["unused"]).chain(TASK)
     letters = [i for letter in call("2+3").removeprefix("<tool_call>") for i in chat().encode(letter)]
@@ -73,11 +68,6 @@ async def test_what_the_template_writes_otherwise_is_the_templates() -> None:
     assert "<b>template</b>" in page
     assert "&lt;tool_call&gt;" in page
     assert "<tool_call>" not in page
-
-
-async def test_a_broken_call_is_lost_when_messages_are_all_that_is_kept() -> None:
-    drift = chat().drift(await row("<tool_call>oops</tool_call>", "5"))
-    assert (drift.cause, drift.turn) == ("template", "action, turn 1")
 
 
 async def test_dropped_thinking_is_the_templates() -> None:

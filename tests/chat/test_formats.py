@@ -25,11 +25,6 @@ def one(text: str) -> ToolCall:
     return parsed.calls[0]
 
 
-def test_plain_text_is_content() -> None:
-    parsed = hermes.parse("\n The answer is 5. ")
-    assert parsed == formats.Parsed("The answer is 5.")
-
-
 @pytest.mark.parametrize("blank", ["", " ", "\n", "\n\n  \t\r\n"])
 def test_a_call_with_any_whitespace(blank: str) -> None:
     body = '{"name": "calculator", "arguments": {"expression": "2+3"}}'
@@ -38,22 +33,11 @@ def test_a_call_with_any_whitespace(blank: str) -> None:
     assert call.raw == body
 
 
-def test_several_calls_in_order_and_content_around_them() -> None:
-    text = "first " + "and ".join(f'<tool_call>{{"name":"t{i}","arguments":{{"i":{i}}}}}</tool_call>' for i in range(3))
-    parsed = hermes.parse(text + " done")
-    assert [(c.id, c.name, c.arguments["i"]) for c in parsed.calls] == [
-        ("call-0", "t0", 0),
-        ("call-1", "t1", 1),
-        ("call-2", "t2", 2),
-    ]
-    assert parsed.content == "first and and  done"
-    assert hermes.parse(text) == hermes.parse(text)
-
-
 def test_a_broken_call_between_good_ones_loses_neither() -> None:
     good = '<tool_call>{"name":"a","arguments":{}}</tool_call>'
-    parsed = hermes.parse(f"{good}<tool_call>{{oops}}</tool_call>{good}")
+    parsed = hermes.parse(f"first {good}and<tool_call>{{oops}}</tool_call>{good} done")
     assert [c.error is None for c in parsed.calls] == [True, False, True]
+    assert parsed.content == "first and done"
     assert [c.id for c in parsed.calls] == ["call-0", "call-1", "call-2"]
 
 
@@ -112,16 +96,6 @@ def test_an_unclosed_call_is_never_a_call(text: str) -> None:
     assert parsed.content == "I say"
 
 
-def test_every_cut_of_a_call_is_unclosed_until_the_last_character() -> None:
-    text = '<tool_call>\n{"name": "a", "arguments": {"x": "}</tool_call>"}}\n</tool_call>'
-    for cut in range(len("<tool_call>"), len(text)):
-        parsed = hermes.parse(text[:cut])
-        # A cut inside the quoted tag leaves a closed tag and broken JSON: told to the model, never run.
-        assert all(call.error for call in parsed.calls), text[:cut]
-        assert parsed.unclosed or parsed.calls
-    assert one(text).arguments == {"x": "}</tool_call>"}
-
-
 def test_calls_before_an_unclosed_one_stay() -> None:
     parsed = hermes.parse('<tool_call>{"name":"a","arguments":{}}</tool_call><tool_call>{"name":"b"')
     assert [c.name for c in parsed.calls] == ["a"]
@@ -133,14 +107,8 @@ def test_a_tag_inside_an_unclosed_body_does_not_smuggle_a_call() -> None:
     assert call.error is not None
 
 
-def test_thinking_is_kept_apart() -> None:
-    parsed = hermes.parse("<think>\n2+3 is 5\n</think>\n\nIt is 5.")
-    assert (parsed.thinking, parsed.content) == ("2+3 is 5", "It is 5.")
-    assert hermes.parse("It is 5.").thinking is None
-    assert hermes.parse("<think>\n\n</think>It").thinking == ""
-
-
 def test_thinking_that_the_prompt_opened() -> None:
+    assert hermes.parse("<think>\n\n</think>It").thinking == ""
     parsed = hermes.parse('hm, <tool_call>{"name":"a"}</tool_call>?\n</think>\nNo.')
     assert (parsed.thinking, parsed.content, parsed.calls) == ('hm, <tool_call>{"name":"a"}</tool_call>?', "No.", ())
 
@@ -167,15 +135,6 @@ json_values = st.recursive(
 tag_soup = st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name":"a"}', "\n", " "])
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.text(min_size=1), st.dictionaries(st.text() | tag_soup, json_values | tag_soup, max_size=4))
-def test_what_is_rendered_is_read_back(name: str, arguments: dict[str, object]) -> None:
-    call = ToolCall("call-0", name, arguments)
-    parsed = hermes.parse(hermes.render_call(call))
-    assert parsed.calls == (ToolCall("call-0", name, arguments, raw=parsed.calls[0].raw),)
-    assert parsed.content == ""
-
-
 def test_rendered_calls_are_compact() -> None:
     text = hermes.render_call(ToolCall("call-0", "say", {"x": "é", "n": [1, 2]}))
     assert text == '<tool_call>{"name":"say","arguments":{"x":"é","n":[1,2]}}</tool_call>'
@@ -188,6 +147,8 @@ SOUP += ["<search>", "</search>", "<answer>", "</answer>", "<action>", "</action
 SOUP += ["<function=a>", "</function>", "<parameter=x>", "</parameter>"]
 SCHEMAS = [{"function": {"name": "a", "parameters": {"properties": {"x": {"type": "string"}}}}}]
 ALL = formats.NAMES
+# Tool and parameter of the formats that call a fixed tool.
+CALLED = {"code": ("python", "code"), "search": ("search", "query"), "action": ("act", "action")}
 
 
 def fuzz(name: str, count: int, seed: int) -> tuple[int, int, int]:
@@ -203,7 +164,6 @@ def fuzz(name: str, count: int, seed: int) -> tuple[int, int, int]:
             at = rng.randrange(len(text) + 1)
             text = text[:at] + rng.choice([*SOUP, ""]) + text[at + rng.randrange(3) :]
         parsed = fmt.parse(text, SCHEMAS if i % 2 else ())
-        assert bool(parsed.complaint) == parsed.unclosed
         assert [c.id for c in parsed.calls] == [f"call-{n}" for n in range(len(parsed.calls))]
         unclosed += parsed.unclosed
         for call in parsed.calls:
@@ -227,18 +187,6 @@ def test_ten_thousand_broken_texts(name: str) -> None:
     assert called > 300, (called, failed, unclosed)
     assert failed > 5, (called, failed, unclosed)
     assert unclosed > 50, (called, failed, unclosed)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", ALL)
-def test_a_hundred_thousand_broken_texts(name: str) -> None:
-    fuzz(name, 100_000, seed=1)
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.sampled_from(ALL), st.text(st.characters(), max_size=60))
-def test_any_text_at_all(name: str, text: str) -> None:
-    formats.get(name).parse(text)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -272,7 +220,7 @@ def back(fmt: formats.Format, call: ToolCall, tools: list[dict[str, Any]] | None
     assert not parsed.unclosed
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral", "react"])
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "react"])
 @settings(max_examples=100, deadline=None)
 @given(names, st.dictionaries(st.text() | tag_soup, json_values | tag_soup, max_size=4))
 def test_json_formats_read_back_what_they_write(name: str, tool: str, arguments: dict[str, Any]) -> None:
@@ -313,25 +261,20 @@ def test_tags_read_back_what_they_write(name: str, tool: str, parameter: str, te
 def test_no_beginning_of_a_call_is_a_call(name: str) -> None:
     """Cut anywhere before its end, a call is never run; told to the model or not, nothing of it is executed."""
     fmt = formats.get(name)
-    tool, key = {"code": ("python", "code"), "search": ("search", "query"), "action": ("act", "action")}.get(
-        name, ("a", "x")
-    )
+    tool, key = CALLED.get(name, ("a", "x"))
     text = fmt.render_call(ToolCall("call-0", tool, {key: "rm -r }] here"}))
+    before = "" if name in ("llama3", "code", "react") else "I say. "
     for cut in range(len(text)):
-        assert not [
-            c
-            for c in fmt.parse("I say. " * (name not in ("llama3", "code", "react")) + text[:cut]).calls
-            if c.error is None
-        ], text[:cut]
+        parsed = fmt.parse(before + text[:cut])
+        assert not [call for call in parsed.calls if call.error is None], text[:cut]
+        assert not parsed.unclosed or parsed.content == before.strip(), text[:cut]
     assert fmt.parse(text).calls[0].error is None
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_several_calls_in_order(name: str) -> None:
     fmt = formats.get(name)
-    tool, key = {"code": ("python", "code"), "search": ("search", "query"), "action": ("act", "action")}.get(
-        name, ("a", "x")
-    )
+    tool, key = CALLED.get(name, ("a", "x"))
     text = "\n".join(fmt.render_call(ToolCall(f"call-{i}", tool, {key: f"n{i}"})) for i in range(3))
     calls = fmt.parse(text).calls
     assert [(c.id, c.name, c.arguments) for c in calls] == [(f"call-{i}", tool, {key: f"n{i}"}) for i in range(3)]
@@ -340,9 +283,7 @@ def test_several_calls_in_order(name: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_thinking_is_kept_apart_in_every_format(name: str) -> None:
     fmt = formats.get(name)
-    tool, key = {"code": ("python", "code"), "search": ("search", "query"), "action": ("act", "action")}.get(
-        name, ("a", "x")
-    )
+    tool, key = CALLED.get(name, ("a", "x"))
     call = fmt.render_call(ToolCall("call-0", tool, {key: "b"}))
     parsed = fmt.parse(f"<think>\nhm, {call}\n</think>\n\n{call}")
     assert [c.arguments for c in parsed.calls] == [{key: "b"}]
@@ -487,5 +428,5 @@ def test_a_format_of_ones_own() -> None:
 def test_get() -> None:
     assert hermes.name == "hermes"
     assert formats.get(hermes) is hermes
-    with pytest.raises(errors.SettingsError, match="'hermez' is not known; use one of action, code, hermes"):
+    with pytest.raises(errors.SettingsError, match=r"format must be one of action, code, hermes, .* got 'hermez'"):
         formats.get("hermez")

@@ -11,7 +11,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from agents import agent, chat, fresh, random_policy, reference_logprobs, shipped, tasks
+from agents import agent, chat, fresh, random_policy, reference_logprobs, tasks
 from paths import TESTS
 
 from agentfly_kit.agent.rollout import Rollout
@@ -154,16 +153,6 @@ async def test_truncation_keeps_what_it_says(options: dict[str, Any], temperatur
         ids.append(token)
 
 
-async def test_an_untruncated_row_records_no_kept_mass_beside_a_truncated_one() -> None:
-    engine = LocalEngine(endless())
-    cut, whole = await asyncio.gather(
-        engine.sample(prompt(4), Sampling(top_k=2, max_tokens=3), 0),
-        engine.sample(prompt(5), Sampling(max_tokens=3), 0),
-    )
-    assert cut.kept_mass is not None
-    assert whole.kept_mass is None
-
-
 async def test_tokens_come_as_often_as_their_probability_says() -> None:
     policy = endless()
     engine = LocalEngine(policy)
@@ -223,18 +212,6 @@ async def test_few_slots_give_the_same_bits() -> None:
     wanted = tokens(await agent(fresh()).rollout(tasks(4), group_size=8))
     few = agent(engine=LocalEngine(fresh(), slots=8))
     assert tokens(await few.rollout(tasks(4), group_size=8)) == wanted
-
-
-async def test_other_seeds_rollouts_and_chains_sample_otherwise() -> None:
-    a = agent()
-    base = await a.rollout(tasks(1), group_size=6)
-    assert len({tuple(t.ids.tolist()) for t in base}) > 1
-    for other in (
-        a.replace(seed=1).rollout(tasks(1), 6),
-        a.rollout(tasks(1), 6, index=1),
-        a.rollout(tasks(1), 6, purpose="x"),
-    ):
-        assert [t.ids.tolist() for t in await other] != [t.ids.tolist() for t in base]
 
 
 # --- what is kept between turns ------------------------------------------------------------------
@@ -303,21 +280,6 @@ async def test_a_history_that_was_rewritten_is_computed_again_from_there() -> No
     shorter = ids[:5]
     check(policy, shorter, await engine.sample(shorter, Sampling(max_tokens=10), 1, request=request("a", 2)))
     check(policy, ids, await engine.sample(ids, Sampling(max_tokens=10), 1, request=request("a", 3)))
-
-
-async def test_sessions_that_lost_their_slot_are_computed_again() -> None:
-    policy = endless()
-    engine = LocalEngine(policy, slots=8)
-    history: dict[str, list[int]] = {f"s{i}": prompt(10 + i, seed=i) for i in range(20)}
-    for turn in range(3):
-        names = list(history)
-        random.Random(turn).shuffle(names)
-        got = await asyncio.gather(
-            *(engine.sample(history[n], Sampling(max_tokens=5), turn, request=request(n, turn)) for n in names)
-        )
-        for name, sample in zip(names, got, strict=True):
-            check(policy, history[name], sample)
-            history[name] += [*(sample.ids or ()), *prompt(3, seed=turn)]
 
 
 async def test_released_sessions_leave_their_slots() -> None:
@@ -564,16 +526,6 @@ async def test_no_numbers_of_a_broken_model_are_handed_out() -> None:
 # --- loops and threads ---------------------------------------------------------------------------
 
 
-def test_two_event_loops_one_after_the_other() -> None:
-    engine = LocalEngine(endless())
-
-    async def go() -> Sample:
-        return await engine.sample(prompt(8), Sampling(max_tokens=12), 5, request=request("a"))
-
-    a, b = asyncio.run(go()), asyncio.run(go())
-    assert (a.ids, a.logprobs) == (b.ids, b.logprobs)
-
-
 def test_a_loop_that_went_away_harms_nobody() -> None:
     engine = LocalEngine(endless())
 
@@ -626,18 +578,6 @@ async def test_an_idle_engine_has_no_thread_and_can_be_collected(monkeypatch: py
             break
         await asyncio.sleep(0.01)
     assert gone() is None
-
-
-async def test_the_event_loop_goes_on_while_it_computes() -> None:
-    engine = LocalEngine(shipped())
-    running = asyncio.gather(*(engine.sample(prompt(30, seed=i), Sampling(max_tokens=60), i) for i in range(32)))
-    ticks = 0
-    began = time.perf_counter()
-    while not running.done():
-        await asyncio.sleep(0)
-        ticks += 1
-    await running
-    assert ticks > 20, f"{ticks} turns of the loop in {time.perf_counter() - began:.2f} s"
 
 
 SCRIPT = """

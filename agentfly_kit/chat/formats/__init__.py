@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from agentfly_kit.chat.formats.bare_json import Llama3, Mistral
 from agentfly_kit.chat.formats.base import Format, Parsed
-from agentfly_kit.chat.formats.hermes import Hermes
+from agentfly_kit.chat.formats.json_calls import Hermes, Llama3, Mistral
 from agentfly_kit.chat.formats.plain import FencedCode, ReAct, Tags
 from agentfly_kit.chat.formats.qwen_xml import QwenXML
 from agentfly_kit.errors import SettingsError
@@ -26,7 +25,20 @@ __all__ = [
     "get",
 ]
 
-NAMES = ("action", "code", "hermes", "llama3", "mistral", "qwen3_coder", "react", "search")
+_FORMATS: dict[str, Format] = {
+    format.name: format
+    for format in (
+        Tags("action", "action", "act", "action", "observation"),
+        FencedCode(),
+        Hermes(),
+        Llama3(),
+        Mistral(),
+        QwenXML(),
+        ReAct(),
+        Tags("search", "search", "search", "query", "information"),
+    )
+}
+NAMES = tuple(_FORMATS)
 
 
 def get(name: str | Format) -> Format:
@@ -37,31 +49,20 @@ def get(name: str | Format) -> Format:
     """
     if isinstance(name, Format):
         return name
-    formats: dict[str, Format] = {
-        "action": Tags("action", "action", "act", "action", "observation"),
-        "code": FencedCode(),
-        "hermes": Hermes(),
-        "llama3": Llama3(),
-        "mistral": Mistral(),
-        "qwen3_coder": QwenXML(),
-        "react": ReAct(),
-        "search": Tags("search", "search", "search", "query", "information"),
-    }
-    if not isinstance(name, str) or name not in formats:
-        raise SettingsError(
-            f"format={name!r} is not known; use one of {', '.join(sorted(formats))}, or a subclass of formats.Format"
-        )
-    return formats[name]
-
-
-def reads(format: Format, write: Callable[[str, dict[str, Any]], str]) -> bool:
-    """Return True if the format parses a call rendered by `write` completely and correctly."""
-    name, arguments = "get_weather", {"city": "Paris, in France"}
-    parsed = format.parse(write(name, arguments))
-    return [(c.name, c.arguments, c.error) for c in parsed.calls] == [(name, arguments, None)] and not parsed.content
+    if name not in NAMES:
+        raise SettingsError(f"format must be one of {', '.join(NAMES)}, or a subclass of formats.Format, got {name!r}")
+    return _FORMATS[name]
 
 
 def detect_format(write: Callable[[str, dict[str, Any]], str]) -> Format | None:
-    """Return the only format that parses calls as a chat template renders them; None for none or several."""
-    found = [format for format in map(get, NAMES) if format.native and reads(format, write)]
+    """Return the only format that parses a call as a chat template renders it (`write`); None for none or several."""
+    name, arguments = "get_weather", {"city": "Paris, in France"}
+    text = write(name, arguments)
+    found = []
+    for format in _FORMATS.values():
+        if format.native:
+            parsed = format.parse(text)
+            calls = [(call.name, call.arguments, call.error) for call in parsed.calls]
+            if calls == [(name, arguments, None)] and not parsed.content:
+                found.append(format)
     return found[0] if len(found) == 1 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,37 +20,38 @@ class Parsed:
         content: Text outside of calls and thinking, without outer whitespace.
         calls: Calls in the order written. A malformed call has `.error`, which is shown to the model.
         thinking: Thinking, or None without thinking tags; "" if the tags are empty.
-        unclosed: True if the text ends inside a tool call, whose beginning is then neither a call nor content.
-        complaint: Error message for the model, if `unclosed`.
+        complaint: Error message for the model if the text ends inside a tool call, else "". The beginning of such a
+            call is neither a call nor content.
     """
 
     content: str
     calls: tuple[ToolCall, ...] = ()
     thinking: str | None = None
-    unclosed: bool = False
     complaint: str = ""
+
+    @property
+    def unclosed(self) -> bool:
+        """True if the text ends inside a tool call."""
+        return bool(self.complaint)
 
 
 class Format(ABC):
     """Base class for the textual format of tool calls. Subclass it for a custom format.
 
     Attributes:
-        name: name by which it is selected.
+        name: name by which it is selected and shown.
         stop: strings that end an action in this format, and stop sampling.
         native: True if chat templates render tools in this format. Otherwise `instructions` are added to the prompt,
             and results become user messages by `observation`.
     """
 
+    name: str
     stop: tuple[str, ...] = ()
     native: bool = False
 
-    @property
-    @abstractmethod
-    def name(self) -> str: ...
-
     @abstractmethod
     def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
-        """Parse the text of an action. Never raises.
+        """Parse the text of an action. Never raises; malformed calls have `.error`.
 
         Args:
             text: text of the action.
@@ -68,6 +70,71 @@ class Format(ABC):
     def observation(self, name: str, text: str) -> str:
         """Render a tool result as a user message, for chat templates without a tool role."""
         return f"<tool_response>\n{text}\n</tool_response>"
+
+
+class TaggedFormat(Format):
+    """Base class of formats in which an opening tag can start a call anywhere after the thinking."""
+
+    @property
+    @abstractmethod
+    def opening(self) -> re.Pattern[str]:
+        """Pattern of the opening tag."""
+
+    @property
+    @abstractmethod
+    def unclosed_error(self) -> str:
+        """Error message for a call that is not closed."""
+
+    @abstractmethod
+    def read_calls(
+        self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
+    ) -> tuple[list[ToolCall], int] | None:
+        """Parse the calls after an opening tag.
+
+        Args:
+            text: text of the action without thinking.
+            opened: match of the opening tag.
+            made: calls before this one.
+            tools: schemas of the tools.
+
+        Returns:
+            The calls and their end in the text, or None if the text ends before a call is closed.
+        """
+
+    def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
+        first = self.opening.search(text)
+        thinking, text = split_thinking(text, first.start() if first else -1)
+        content, calls, complaint = self._separate(text, tools)
+        return Parsed(content.strip(), tuple(calls), thinking, complaint)
+
+    def _separate(self, text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[ToolCall], str]:
+        """Return the content around the calls, the calls, and the complaint about an unclosed one, or ""."""
+        content: list[str] = []
+        calls: list[ToolCall] = []
+        at = 0
+        while (opened := self.opening.search(text, at)) is not None:
+            content.append(text[at : opened.start()])
+            found = self.read_calls(text, opened, calls, tools)
+            if found is None:
+                return "".join(content), calls, self.unclosed_error
+            calls += found[0]
+            at = found[1]
+        return "".join(content) + text[at:], calls, ""
+
+
+def make_call(id: str, name: str, arguments: dict[str, Any], problem: str, shape: str, raw: str) -> ToolCall:
+    """Return a call, or if there is a problem, a call with an error that shows the correct shape."""
+    if problem:
+        return ToolCall(id, name, {}, error=f"the tool call {problem}; write {shape}", raw=raw)
+    return ToolCall(id, name, arguments, raw=raw)
+
+
+def find_schema(tools: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Return the schemas of the parameters of the tool of this name; empty if there is none."""
+    functions = (tool.get("function", tool) for tool in tools)
+    found: dict[str, Any] = next((f for f in functions if f.get("name") == name), {})
+    properties: dict[str, Any] = (found.get("parameters") or {}).get("properties", {})
+    return properties
 
 
 def schemas(tools: Sequence[dict[str, Any]]) -> str:

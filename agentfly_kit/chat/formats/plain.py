@@ -10,10 +10,12 @@ from typing import Any
 from agentfly_kit.chat.formats.base import (
     Format,
     Parsed,
+    TaggedFormat,
     compact_json,
     encoding_problem,
+    find_schema,
     is_cut,
-    json_type,
+    make_call,
     read_json,
     schemas,
     short_repr,
@@ -36,14 +38,10 @@ class ReAct(Format):
     plain text instead of JSON.
     """
 
+    name = "react"
     stop = ("Observation:",)
 
-    @property
-    def name(self) -> str:
-        return "react"
-
     def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
-        """Parse the text of an action. Never raises; malformed calls have `.error`."""
         first = _ACTION.search(text)
         tagged, text = split_thinking(text, first.start() if first else -1)
         end = len(text)
@@ -52,32 +50,27 @@ class ReAct(Format):
                 end = found.start()
         said, final = text[:end], _FINAL.match(text, end)
         calls: list[ToolCall] = []
-        unclosed, at = False, 0
+        complaint, at = "", 0
         thoughts: list[str] = []
         while (action := _ACTION.search(said, at)) is not None:
             thoughts.append(said[at : action.start()])
-            given = _INPUT.match(said, action.end())
-            if given is None and not said[action.end() :].strip():
-                unclosed, at = True, len(said)
-                break
-            call, at = _react_call(said, action.group(1), given, action.end(), f"call-{len(calls)}", tools)
+            call, at = _react_call(said, action, f"call-{len(calls)}", tools)
             if call is None:
-                unclosed, at = True, len(said)
+                complaint = f"the tool call was not closed: write {_REACT_SHAPE}"
                 break
             calls.append(call)
         thoughts.append(said[at:])
         rest = "\n".join(part.strip() for part in thoughts if part.strip())
         if rest.startswith("Thought:"):
             rest = rest.removeprefix("Thought:").strip()
-            spoken = final is None and not calls and not unclosed
+            spoken = final is None and not calls and not complaint
         else:
             spoken = final is None
         content = text[final.end() :] if final else rest if spoken else ""
         if final and (over := _OBSERVED.search(content)):
             content = content[: over.start()]
         thinking = tagged if spoken or not rest else rest if tagged is None else f"{tagged}\n{rest}".strip()
-        complaint = f"the tool call was not closed: write {_REACT_SHAPE}" if unclosed else ""
-        return Parsed(content.strip(), tuple(calls), thinking, unclosed, complaint)
+        return Parsed(content.strip(), tuple(calls), thinking, complaint)
 
     def render_call(self, call: ToolCall) -> str:
         """Render two lines: the name, and the arguments as JSON."""
@@ -106,85 +99,70 @@ def _is_inside_input(text: str, at: int) -> bool:
 
 
 def _react_call(
-    text: str, name: str, given: re.Match[str] | None, after: int, id: str, tools: Sequence[dict[str, Any]]
+    text: str, action: re.Match[str], id: str, tools: Sequence[dict[str, Any]]
 ) -> tuple[ToolCall | None, int]:
-    """Parse one call. Return the call, or None if its input is incomplete, and its end."""
-
-    def failed(problem: str, end: int) -> tuple[ToolCall, int]:
-        error = f"the tool call {problem}; write {_REACT_SHAPE}"
-        return ToolCall(id, "" if encoding_problem(name) else name, {}, error=error, raw=text[after:end].strip()), end
-
-    line = text.find("\n", after + 1)
+    """Parse the call of an Action line. Return it, or None if it is incomplete, and its end."""
+    name, given = action.group(1), _INPUT.match(text, action.end())
+    at = given.end() if given else action.end()
+    arguments: dict[str, Any] = {}
+    line = text.find("\n", at if given else at + 1)
+    end = len(text) if line < 0 else line
     if given is None:
-        return failed("has no Action Input line", len(text) if line < 0 else line)
-    at = given.end()
-    if not name:
-        return failed("has no name after Action:", len(text))
-    if text.startswith("{", at):
-        value, end, problem = read_json(text, at)
+        if not text[at:].strip():
+            return None, len(text)
+        problem = "has no Action Input line"
+    elif not name:
+        problem, end = "has no name after Action:", len(text)
+    elif text.startswith("{", at):
+        value, after, problem = read_json(text, at)
         if problem:
-            return (None, len(text)) if is_cut(text, at) else failed(problem, len(text))
-        problem = "" if isinstance(value, dict) else f"has {json_type(value)} as input"
-        if problem := problem or encoding_problem([name, value]):
-            return failed(problem, end)
-        return ToolCall(id, name, value, raw=text[at:end]), end
-    end = text.find("\n", at)
-    end = len(text) if end < 0 else end
-    bare = text[at:end].strip()
-    only = _only_parameter(tools, name)
-    if not bare or only is None:
-        return failed(f"input {short_repr(bare)} is no JSON object" if bare else "has an empty input", end)
-    if problem := encoding_problem([name, bare]):
-        return failed(problem, end)
-    return ToolCall(id, name, {only: bare}, raw=bare), end
-
-
-def _only_parameter(tools: Sequence[dict[str, Any]], name: str) -> str | None:
-    for tool in tools:
-        function = tool.get("function", tool)
-        if function.get("name") == name:
-            keys = list((function.get("parameters") or {}).get("properties", {}))
-            return str(keys[0]) if len(keys) == 1 else None
-    return None
+            if is_cut(text, at):
+                return None, len(text)
+            end = len(text)
+        else:
+            arguments, end = value, after
+    elif not (bare := text[at:end].strip()):
+        problem = "has an empty input"
+    else:
+        # A tool with a single parameter may be given plain text.
+        parameters = list(find_schema(tools, name))
+        problem = "" if len(parameters) == 1 else f"input {short_repr(bare)} is no JSON object"
+        arguments = {parameters[0]: bare} if not problem else {}
+    problem = problem or encoding_problem([name, arguments])
+    if problem:
+        raw = text[action.end() : end].strip()
+        return make_call(id, "" if encoding_problem(name) else name, {}, problem, _REACT_SHAPE, raw), end
+    return ToolCall(id, name, arguments, raw=text[at:end].strip()), end
 
 
 @dataclass(frozen=True)
-class FencedCode(Format):
+class FencedCode(TaggedFormat):
     """Format in which a fenced code block is a call of one tool. Blocks in other languages are content."""
 
     tool: str = "python"
     parameter: str = "code"
     languages: tuple[str, ...] = ("python", "py")
 
-    @property
-    def name(self) -> str:
-        return "code"
+    name = "code"
+    unclosed_error = "the block of code was not closed: end it with ```"
 
-    def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
-        """Parse the text of an action. A closing fence must be at the start of a line."""
-        opening = re.compile(
-            rf"^[ \t]*(`{{3,}})[ \t]*({'|'.join(map(re.escape, self.languages))})[ \t]*$", re.MULTILINE
-        )
-        first = opening.search(text)
-        thinking, text = split_thinking(text, first.start() if first else -1)
-        calls: list[ToolCall] = []
-        content: list[str] = []
-        at, unclosed = 0, False
-        while (opened := opening.search(text, at)) is not None:
-            content.append(text[at : opened.start()])
-            closing = re.compile(rf"^[ \t]*{opened.group(1)}[ \t]*$", re.MULTILINE).search(text, opened.end())
-            if closing is None:
-                unclosed, at = True, len(text)
-                break
-            code = text[opened.end() + 1 : closing.start()].removesuffix("\n")
-            problem = encoding_problem(code)
-            error = f"the code {problem}" if problem else None
-            arguments = {} if problem else {self.parameter: code}
-            calls.append(ToolCall(f"call-{len(calls)}", self.tool, arguments, error=error, raw=code))
-            at = closing.end()
-        content.append(text[at:])
-        complaint = "the block of code was not closed: end it with ```" if unclosed else ""
-        return Parsed("".join(content).strip(), tuple(calls), thinking, unclosed, complaint)
+    @property
+    def opening(self) -> re.Pattern[str]:
+        languages = "|".join(map(re.escape, self.languages))
+        return re.compile(rf"^[ \t]*(`{{3,}})[ \t]*({languages})[ \t]*$", re.MULTILINE)
+
+    def read_calls(
+        self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
+    ) -> tuple[list[ToolCall], int] | None:
+        # The closing fence must be at the start of a line, too.
+        closing = re.compile(rf"^[ \t]*{opened.group(1)}[ \t]*$", re.MULTILINE).search(text, opened.end())
+        if closing is None:
+            return None
+        code = text[opened.end() + 1 : closing.start()].removesuffix("\n")
+        problem = encoding_problem(code)
+        error = f"the code {problem}" if problem else None
+        arguments = {} if problem else {self.parameter: code}
+        return [ToolCall(f"call-{len(made)}", self.tool, arguments, error=error, raw=code)], closing.end()
 
     def render_call(self, call: ToolCall) -> str:
         """Render the code in a fence longer than any fence inside it."""
@@ -200,79 +178,75 @@ class FencedCode(Format):
 
 
 @dataclass(frozen=True)
-class Tags(Format):
+class Tags(TaggedFormat):
     """Format with tags: `<search>a query</search>` calls one tool with one string, and `<answer>` holds the answer.
 
     `<action>` is used likewise for environments. A JSON object with "name" and "arguments" inside the tag calls the
     tool of that name.
 
     Args:
-        label
-        tag
-        tool
-        parameter
+        name: Name of the format.
+        tag: Tag around calls.
+        tool: Tool that is called with plain text.
+        parameter: Parameter of the tool that receives the text.
         result_tag: Tag around results.
     """
 
-    label: str
+    name: str
     tag: str
     tool: str
     parameter: str
     result_tag: str
 
     @property
-    def name(self) -> str:
-        return self.label
-
-    @property
     def stop(self) -> tuple[str, ...]:  # type: ignore[override]
         return (f"</{self.tag}>", "</answer>")
 
-    def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
-        """Parse the text of an action. The text inside <answer> is the content; everything after it is ignored."""
-        opening, closing = f"<{self.tag}>", f"</{self.tag}>"
-        first = min((at for at in (text.find(opening), text.find("<answer>")) if at >= 0), default=-1)
-        thinking, text = split_thinking(text, first)
-        calls: list[ToolCall] = []
-        content: list[str] = []
-        answer: str | None = None
-        at, unclosed = 0, False
-        while True:
-            begin, answered = text.find(opening, at), text.find("<answer>", at)
-            if answered >= 0 and (begin < 0 or answered < begin):
-                # Text before the answer is reasoning, not content.
-                body = text[answered + len("<answer>") :]
-                answer = body.partition("</answer>")[0].strip()
-                at = len(text)
-                break
-            if begin < 0:
-                break
-            content.append(text[at:begin])
-            end = text.find(closing, begin)
-            if end < 0:
-                unclosed, at = True, len(text)
-                break
-            calls.append(self._call(text[begin + len(opening) : end], f"call-{len(calls)}"))
-            at = end + len(closing)
-        content.append(text[at:])
-        outside = "".join(content).strip()
-        complaint = f"the tag was not closed: write {opening}...{closing}" if unclosed else ""
-        return Parsed(outside if answer is None else answer, tuple(calls), thinking, unclosed, complaint)
+    @property
+    def opening(self) -> re.Pattern[str]:
+        return re.compile(f"<{re.escape(self.tag)}>|<answer>")
 
-    def _call(self, body: str, id: str) -> ToolCall:
+    @property
+    def unclosed_error(self) -> str:
+        return f"the tag was not closed: write <{self.tag}>...</{self.tag}>"
+
+    def _separate(self, text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[ToolCall], str]:
+        # The answer, the first <answer> outside of a call, is the content. Text before it is reasoning, and everything
+        # after it is ignored.
+        tag = re.escape(self.tag)
+        parts = re.compile(rf"<{tag}>.*?(?:</{tag}>|\Z)|<answer>(.*?)(?:</answer>|\Z)", re.DOTALL).finditer(text)
+        answer = next((part for part in parts if part.group(1) is not None), None)
+        if answer is None:
+            return super()._separate(text, tools)
+        _, calls, complaint = super()._separate(text[: answer.start()], tools)
+        return answer.group(1), calls, complaint
+
+    def read_calls(
+        self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
+    ) -> tuple[list[ToolCall], int] | None:
+        closing = f"</{self.tag}>"
+        end = text.find(closing, opened.end())
+        if end < 0:
+            return None
+        body = text[opened.end() : end]
         name, arguments = self.tool, {self.parameter: body.strip()}
         if body.lstrip().startswith("{"):
-            value, end, problem = read_json(body, 0)
-            whole = not problem and not body[end:].strip()
+            value, at, problem = read_json(body, 0)
+            whole = not problem and not body[at:].strip()
             if whole and isinstance(value, dict) and set(value) == {"name", "arguments"}:
                 given, values = value["name"], value["arguments"]
                 if isinstance(given, str) and given and isinstance(values, dict):
                     name, arguments = given, values
         problem = encoding_problem([name, arguments]) or ("" if body.strip() else "is empty")
         error = f"the call {problem}; write <{self.tag}>...</{self.tag}>" if problem else None
-        return ToolCall(
-            id, "" if encoding_problem(name) else name, {} if error else arguments, error=error, raw=body.strip()
+        call = ToolCall(
+            f"call-{len(made)}",
+            "" if encoding_problem(name) else name,
+            {} if error else arguments,
+            error=error,
+            raw=body.strip(),
         )
+        return [call], end + len(closing)
 
     def render_call(self, call: ToolCall) -> str:
         """Render a call of the default tool as plain text, and calls of other tools as JSON."""

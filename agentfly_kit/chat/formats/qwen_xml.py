@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentfly_kit.chat.formats.base import (
-    Format,
-    Parsed,
+    TaggedFormat,
     compact_json,
     encoding_problem,
+    find_schema,
+    make_call,
     read_json,
     short_repr,
-    split_thinking,
 )
 from agentfly_kit.types import ToolCall
 
@@ -27,31 +27,27 @@ _SHAPE = "<tool_call>\n<function=name>\n<parameter=key>\nvalue\n</parameter>\n</
 
 
 @dataclass(frozen=True)
-class QwenXML(Format):
+class QwenXML(TaggedFormat):
     """Format with raw text values, parsed as JSON unless the parameter is a string, or unknown and not valid JSON."""
 
+    name = "qwen3_coder"
     native = True
+    opening = re.compile(_OPEN)
+    unclosed_error = f"the tool call was not closed: write {_SHAPE}"
 
-    @property
-    def name(self) -> str:
-        return "qwen3_coder"
-
-    def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
-        """Parse the text of an action. Never raises; malformed calls have `.error`."""
-        thinking, text = split_thinking(text, text.find(_OPEN))
-        content: list[str] = []
-        calls: list[ToolCall] = []
-        at, unclosed = 0, False
-        while (begin := text.find(_OPEN, at)) >= 0:
-            content.append(text[at:begin])
-            call, at = _read(text, begin + len(_OPEN), f"call-{len(calls)}", tools)
-            if call is None:
-                unclosed, at = True, len(text)
-                break
-            calls.append(call)
-        content.append(text[at:])
-        complaint = f"the tool call was not closed: write {_SHAPE}" if unclosed else ""
-        return Parsed("".join(content).strip(), tuple(calls), thinking, unclosed, complaint)
+    def read_calls(
+        self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
+    ) -> tuple[list[ToolCall], int] | None:
+        name, arguments, problem, at = _read_function(text, opened.end(), tools)
+        close = text.find(_CLOSE, at)
+        if close < 0:
+            return None
+        rest = text[at:close].strip()
+        if not problem and rest != "</function>":
+            problem = f"has text where a tag should be: {short_repr(rest)}" if rest else "does not close <function=...>"
+        problem = problem or encoding_problem([name, arguments])
+        raw = text[opened.end() : close].strip()
+        return [make_call(f"call-{len(made)}", name, arguments, problem, _SHAPE, raw)], close + len(_CLOSE)
 
     def render_call(self, call: ToolCall) -> str:
         """Render the call with one tag per argument: strings unchanged, other values as JSON."""
@@ -62,55 +58,34 @@ class QwenXML(Format):
         return f"{_OPEN}\n<function={call.name}>\n{values}</function>\n{_CLOSE}"
 
 
-def _read(text: str, start: int, id: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall | None, int]:
-    """Parse the call after the tag that ends at `start`. Return the call, or None if it is not closed, and its end."""
-    arguments: dict[str, Any] = {}
-    name = problem = ""
+def _read_function(text: str, start: int, tools: Sequence[dict[str, Any]]) -> tuple[str, dict[str, Any], str, int]:
+    """Parse the name and the parameters of a function. Return (name, arguments, problem, end)."""
     function = _FUNCTION.match(text, start)
-    at = start
     if function is None:
-        problem = "does not begin with <function=name>"
-    else:
-        name, at = function.group(1).strip(), function.end()
-        problem = "" if name else "has no function name"
-        while (key := _PARAMETER.match(text, at)) is not None:
-            end = _VALUE_END.search(text, key.end())
-            if end is None:
-                problem = problem or f"does not close <parameter={short_repr(key.group(1))[1:-1]}>"
-                break
-            raw = text[key.end() : end.start()]
-            raw = raw[raw.startswith("\n") : len(raw) - (raw.endswith("\n") and len(raw) > 1)]
-            if key.group(1) in arguments:
-                problem = problem or f"gives {short_repr(key.group(1))} twice"
-            arguments[key.group(1)] = _value(raw, _schema(tools, name, key.group(1)))
-            at = end.end()
-    close = text.find(_CLOSE, at)
-    if close < 0:
-        return None, len(text)
-    rest = text[at:close].strip()
-    if not problem and rest != "</function>":
-        problem = f"has text where a tag should be: {short_repr(rest)}" if rest else "does not close <function=...>"
-    problem = problem or encoding_problem([name, arguments])
-    raw_call = text[start:close].strip()
-    end_of_call = close + len(_CLOSE)
-    if problem:
-        return ToolCall(id, name, {}, error=f"the tool call {problem}; write {_SHAPE}", raw=raw_call), end_of_call
-    return ToolCall(id, name, arguments, raw=raw_call), end_of_call
+        return "", {}, "does not begin with <function=name>", start
+    name, at = function.group(1).strip(), function.end()
+    properties = find_schema(tools, name)
+    arguments: dict[str, Any] = {}
+    problem = "" if name else "has no function name"
+    while (opened := _PARAMETER.match(text, at)) is not None:
+        key, end = opened.group(1), _VALUE_END.search(text, opened.end())
+        if end is None:
+            problem = problem or f"does not close <parameter={short_repr(key)[1:-1]}>"
+            break
+        raw = text[opened.end() : end.start()]
+        raw = raw[raw.startswith("\n") : len(raw) - (raw.endswith("\n") and len(raw) > 1)]
+        if key in arguments:
+            problem = problem or f"gives {short_repr(key)} twice"
+        arguments[key] = _value(raw, properties.get(key))
+        at = end.end()
+    return name, arguments, problem, at
 
 
-def _value(raw: str, schema: dict[str, Any] | None) -> Any:
-    if schema is not None and schema.get("type") == "string":
+def _value(raw: str, schema: Any) -> Any:
+    known = isinstance(schema, dict)
+    if known and schema.get("type") == "string":
         return raw
     value, end, problem = read_json(raw, 0)
-    if problem or raw[end:].strip() or (isinstance(value, str) and schema is None) or encoding_problem(value):
+    if problem or raw[end:].strip() or (isinstance(value, str) and not known) or encoding_problem(value):
         return raw
     return value
-
-
-def _schema(tools: Sequence[dict[str, Any]], name: str, key: str) -> dict[str, Any] | None:
-    for tool in tools:
-        function = tool.get("function", tool)
-        if function.get("name") == name:
-            found = (function.get("parameters") or {}).get("properties", {}).get(key)
-            return found if isinstance(found, dict) else None
-    return None

@@ -15,17 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from agentfly_kit.engines.local.kv_cache import SLAB_TOKENS, KVCache
+from agentfly_kit.engines.local.kv_cache import KVCache
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
 # Maximum number of parameters. The fused weights are a copy, and for larger models the savings are negligible.
 _MAX_PARAMETERS = 1 << 24
 # Maximum deviation from the reference, relative to the largest hidden state.
 _TRIAL_GAP = 1e-4
-# Batch size for which prompt weights are packed. Results per row are bitwise identical for any number of rows.
-_PACKED_ROWS = 64
-# Operators used by torch's compiler. They are not public, so fall back to F.linear if they are missing.
-_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 class FusedLlamaDecoder:
@@ -58,8 +54,6 @@ class FusedLlamaDecoder:
         self._weights_key: object = None
         self._layers: list[tuple[Tensor, ...]] = []
         self._biases: list[Tensor | None] = []
-        # The four matrices of each layer in oneDNN's packed format, for products over many rows; created lazily.
-        self._packed: list[tuple[Tensor, ...]] | None = None
         self._cos = self._sin = torch.zeros(0)
 
     def __call__(self, cache: KVCache, tokens: Tensor, positions: Tensor, mask: Tensor, *, stamp: object) -> Tensor:
@@ -68,16 +62,13 @@ class FusedLlamaDecoder:
         `stamp` identifies the weights; if it differs from the previous call, the fused weights are rebuilt.
         """
         self._refresh(int(cache.capacity), stamp)
-        if tokens.shape[1] == 1 and cache.is_leading_rows:
+        if tokens.shape[1] == 1:
             return self._decode_one_token(cache, tokens[:, 0], positions[:, 0], mask)[:, None]
         (rows, width), heads, kv, size = tokens.shape, self._heads, self._kv, self._size
         x = F.embedding(tokens, self._trunk.embed_tokens.weight)
         cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
-        if self._packed is None:
-            self._packed = [tuple(_pack_weight(w) for w in layer[:4]) for layer in self._layers]
-        for i, (*_, before, after, scale) in enumerate(self._layers):
-            qkv, out, gate_up, down = self._packed[i]
-            found = _linear(self._norm(x, before), qkv, self._biases[i]).view(rows, width, heads + 2 * kv, size)
+        for i, (qkv, out, gate_up, down, before, after, scale) in enumerate(self._layers):
+            found = F.linear(self._norm(x, before), qkv, self._biases[i]).view(rows, width, heads + 2 * kv, size)
             qk = found[:, :, : heads + kv]
             if len(scale):
                 qk = self._norm(qk, None) * scale
@@ -88,13 +79,13 @@ class FusedLlamaDecoder:
             seen = F.scaled_dot_product_attention(
                 qk[:, :, :heads].transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=heads != kv
             )
-            x = x + _linear(seen.transpose(1, 2).reshape(rows, width, heads * size), out)
-            gate, up = _linear(self._norm(x, after), gate_up).chunk(2, -1)
-            x = x + _linear(F.silu(gate).mul_(up), down)
+            x = x + F.linear(seen.transpose(1, 2).reshape(rows, width, heads * size), out)
+            gate, up = F.linear(self._norm(x, after), gate_up).chunk(2, -1)
+            x = x + F.linear(F.silu(gate).mul_(up), down)
         return self._norm(x, self._trunk.norm.weight)
 
     def _decode_one_token(self, cache: KVCache, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """Compute one token for each of the leading rows.
+        """Compute one token per row.
 
         With one query per row, torch's fused attention is slow, because it needs one product per row and head. Two
         batched products over all rows and heads take about two thirds of its time.
@@ -107,7 +98,7 @@ class FusedLlamaDecoder:
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         seen = mask.shape[-1]
         hidden = torch.where(mask[:, 0, :, None], 0.0, -torch.inf)
-        hidden = hidden.expand(rows, kv, share, seen).reshape(rows * kv, share, seen).split(cache.slab, -1)
+        hidden = hidden.expand(rows, kv, share, seen).reshape(rows * kv, share, seen)
         for i, (qkv, out, gate_up, down, before, after, scale) in enumerate(self._layers):
             found = F.linear(self._norm(x, before), qkv, self._biases[i]).view(rows, heads + 2 * kv, size)
             qk = found[:, : heads + kv]
@@ -115,18 +106,13 @@ class FusedLlamaDecoder:
                 qk = self._norm(qk, None).mul_(scale)
             turned = torch.roll(qk, size // 2, -1).mul_(sin)
             torch.addcmul(turned, qk, cos, out=found[:, : heads + kv])
-            keys, values = cache.append(found[:, heads:], i)
+            states = found[:, heads:, None]
+            keys, values = (
+                part.reshape(rows * kv, seen, size) for part in cache.update(states[:, :kv], states[:, kv:], i)
+            )
             queries = found[:, :heads].reshape(rows * kv, share, size)
-            scores = [
-                torch.baddbmm(part, queries, k.transpose(1, 2), alpha=size**-0.5)
-                for part, k in zip(hidden, keys, strict=True)
-            ]
-            weights = (scores[0] if len(scores) == 1 else torch.cat(scores, -1)).softmax(-1)
-            # Accumulate slab by slab. Slabs after a row's end have zero weight, so they do not change its result.
-            parts = weights.split(cache.slab, -1)
-            mixed = torch.bmm(parts[0], values[0])
-            for part, v in zip(parts[1:], values[1:], strict=True):
-                mixed.baddbmm_(part, v)
+            scores = torch.baddbmm(hidden, queries, keys.transpose(1, 2), alpha=size**-0.5)
+            mixed = torch.bmm(scores.softmax(-1), values)
             x = x + F.linear(mixed.view(rows, heads * size), out)
             gate, up = F.linear(self._norm(x, after), gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate).mul_(up), down)
@@ -139,7 +125,7 @@ class FusedLlamaDecoder:
         """Rebuild the fused weights if they have changed, and extend the rotary tables to `capacity` positions."""
         key = (stamp, sum(p._version for p in self._parameters))
         if key != self._weights_key:
-            self._layers, self._biases, self._packed = [], [], None
+            self._layers, self._biases = [], []
             for layer in self._trunk.layers:
                 a, mlp = layer.self_attn, layer.mlp
                 parts = (a.q_proj, a.k_proj, a.v_proj)
@@ -172,7 +158,7 @@ class FusedLlamaDecoder:
         found: list[Tensor] = []
         with torch.inference_mode():
             for own in (False, True):
-                cache = KVCache(8, 9, len(self._trunk.layers), slab=SLAB_TOKENS)
+                cache = KVCache(8, 9, len(self._trunk.layers))
                 for start, stop in ((0, 8), (8, 9)):
                     positions = torch.arange(start, stop)[None].expand(8, -1)
                     mask = cache.prepare(torch.arange(8) if stop - start > 1 else 8, positions)
@@ -185,17 +171,6 @@ class FusedLlamaDecoder:
             float((theirs - ours).abs().max()) <= _TRIAL_GAP * float(theirs.abs().max())
             for theirs, ours in zip(found[:2], found[2:], strict=True)
         )
-
-
-def _pack_weight(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS) if _ONEDNN else weight
-
-
-def _linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Apply `F.linear` through oneDNN if available; for prompts it takes half the time of MKL on an AMD processor."""
-    if not packed.is_mkldnn:
-        return F.linear(x, packed, bias)
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 def reference_forward(trunk: Any, cache: KVCache, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:

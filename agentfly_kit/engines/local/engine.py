@@ -22,10 +22,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from agentfly_kit import seeds
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.local.decoder import FusedLlamaDecoder, reference_forward
-from agentfly_kit.engines.local.kv_cache import SLAB_TOKENS, KVCache
-from agentfly_kit.engines.local.sample_buffers import SampleBuffers
+from agentfly_kit.engines.local.kv_cache import KVCache
 from agentfly_kit.engines.local.sampling import sample_tokens
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.forward import single_torch_thread
@@ -42,16 +42,10 @@ _PREFILL_TOKENS = 4096
 _PREFILL_FORWARD_TOKENS = 512
 # Possible widths of a prefill chunk in tokens.
 _CHUNK_WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256)
-
-
 # Capacity of a slot in tokens grows in multiples of this, up to the model's context length.
 _CAPACITY_STEP = 256
-# A prefill starts when `waiting > running / share`, or when its oldest request has waited for `max_wait` decode steps.
-#
-# Measured for models that `FusedLlamaDecoder` runs, whose decode steps are short compared with a prefill's overhead.
-_PREFILL_BATCH_SHARE, _PREFILL_MAX_WAIT = 1, 12
-# The same for all other models, which were not measured: requests wait less.
-_SLOW_PREFILL_BATCH_SHARE, _SLOW_PREFILL_MAX_WAIT = 4, 8
+# A prefill starts when more requests wait than run, or when the oldest has waited for this number of decode steps.
+_PREFILL_MAX_WAIT = 12
 
 
 @dataclass(eq=False)
@@ -62,17 +56,32 @@ class _Request:
     session: str | None
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
+    # Maximum number of tokens to sample.
+    limit: int
     # If positive, return this many entries of the next token's distribution instead of sampling.
     top: int = 0
     started: float = field(default_factory=time.perf_counter)
-    limit: int = 0
+    # Number of decode steps that the request has waited for its prefill.
     waited: int = 0
-    # Row in the sample buffers; -1 before the first token.
-    buffer_row: int = -1
     cancelled: bool = False
+    # The sampled tokens so far.
+    sampled: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    kept_mass: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.limit = self.sampling.max_tokens
+
+@dataclass(eq=False)
+class _Slot:
+    # The request that runs in this slot; None if the slot is idle.
+    request: _Request | None = None
+    # The session whose history the slot holds.
+    session: str | None = None
+    # Number of the engine's step in which the slot was last used.
+    last_used: int = 0
+    # Number of the weights that computed the keys and values; see `LocalEngine._detect_weight_change`.
+    weights: int = -1
 
 
 class LocalEngine(Engine):
@@ -89,9 +98,7 @@ class LocalEngine(Engine):
 
     def __init__(self, policy: Policy, *, slots: int = 256) -> None:
         if slots < 1:
-            raise EngineError(
-                f"slots must be at least 1, got {slots}; it is rounded up to a multiple of {_ROW_MULTIPLE}"
-            )
+            raise EngineError(f"slots must be at least 1, got {slots}")
         self.policy = policy
         self.slots = -(-slots // _ROW_MULTIPLE) * _ROW_MULTIPLE
         self._max_length = policy.max_length
@@ -100,31 +107,22 @@ class LocalEngine(Engine):
         self._inbox: deque[_Request] = deque()
         self._released: deque[str] = deque()
         self._thread: threading.Thread | None = None
-        self._last_thread: threading.Thread | None = (
-            None  # the last thread that exited when idle; it may still be inside torch
-        )
+        # The last thread that exited when idle; it may still be inside torch.
+        self._last_thread: threading.Thread | None = None
         self._exiting = False
         # The attributes below are accessed only by the engine's thread.
         self._cache: KVCache | None = None
         self._waiting: list[_Request] = []
-        self._slot_request: list[_Request | None] = []  # by slot; the first `_active` slots are running
+        self._slots: list[_Slot] = []  # the first `_active` slots are running
+        self._active = 0
+        self._session_slot: dict[str | None, int] = {}
         self._model: Any = None
         self._decoder: FusedLlamaDecoder | None = None
-        self._buffers = SampleBuffers()
-        self._buffer_rows: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # by slot, for running slots
-        self._active = 0
-        self._session_slot: dict[str, int] = {}
-        self._slot_session: list[str | None] = []  # by slot
-        self._slot_last_used: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-        self._slot_weights: npt.NDArray[np.int64] = np.zeros(
-            0, dtype=np.int64
-        )  # by slot: number of the weights that computed its keys
         self._weights_number = 0
         self._weights_key: tuple[int, int] | None = None
         self._weight_addresses: list[int] = []  # memory address of each weight
         self._weight_windows: list[Tensor] = []  # views of the first elements of each weight
         self._weight_values: Tensor | None = None  # the values seen through those views
-        self._vocabulary = 0
         self._tick = 0
         # Number of context tokens computed so far, excluding copied and reused ones.
         self.prefilled = 0
@@ -180,21 +178,18 @@ class LocalEngine(Engine):
         if len(ids) >= self.max_length:
             raise EngineError(f"{len(ids)} ids leave no space for an action in a context of {self.max_length} tokens")
         array = np.asarray(ids, dtype=np.int64)
-        # Cheap check first: viewed as unsigned, negative ids are huge, and `_vocabulary` is cached per prefill.
-        if array.view(np.uint64).max() >= self._vocabulary and (
-            array.min() < 0 or array.max() >= self.policy.vocab_size
-        ):
+        if array.min() < 0 or array.max() >= self.policy.vocab_size:
             raise EngineError(
                 f"ids from {array.min()} to {array.max()} exceed the vocabulary of {self.policy.vocab_size} tokens; "
                 "encode the prompt with the tokenizer of this policy"
             )
         loop = asyncio.get_running_loop()
-        wanted = _Request(array, sampling, seed, session, loop, loop.create_future(), top=top)
-        wanted.limit = min(sampling.max_tokens, self.max_length - len(ids))
+        limit = min(sampling.max_tokens, self.max_length - len(ids))
+        wanted = _Request(array, sampling, seed, session, loop, loop.create_future(), limit, top)
         with self._wake:
             self._submitted.append(wanted)
             if self._thread is None:
-                _running.add(self)
+                _started.add(self)
                 atexit.unregister(_stop_all)
                 atexit.register(_stop_all)
                 self._thread = threading.Thread(target=self._run, name="agentfly-engine", daemon=True)
@@ -259,11 +254,8 @@ class LocalEngine(Engine):
         wrapped = EngineError(f"LocalEngine failed while sampling: {type(error).__name__}: {error}")
         wrapped.__cause__ = error
         # All slots, because an interrupted prefill may have reserved some beyond the running ones.
-        requests = [*self._waiting, *(r for r in self._slot_request if r is not None)]
-        self._waiting, self._slot_request, self._active, self._cache = [], [], 0, None
-        self._buffers, self._buffer_rows = SampleBuffers(), np.zeros(0, dtype=np.int64)
-        self._session_slot, self._slot_session = {}, []
-        self._slot_last_used, self._slot_weights = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        requests = [*self._waiting, *(slot.request for slot in self._slots if slot.request is not None)]
+        self._waiting, self._slots, self._active, self._cache, self._session_slot = [], [], 0, None, {}
         self._deliver([(request, wrapped) for request in requests])
 
     @staticmethod
@@ -292,28 +284,26 @@ class LocalEngine(Engine):
         for session in released:
             slot = self._session_slot.pop(session, None)
             if slot is not None:
-                self._slot_session[slot] = None
+                self._slots[slot].session = None
         self._waiting = [r for r in self._waiting if not r.cancelled]
         for row in reversed(range(self._active)):
-            request = self._slot_request[row]
-            if request is not None and request.cancelled:
+            if self._running(row).cancelled:
                 self._retire(row)
         if self._waiting:
             for request in self._waiting:
                 request.waited += 1
             # A prefill of one row costs as much as a decode step of many, so collect several requests first.
-            short = self._decoder is not None
-            batch_share, max_wait = (
-                (_PREFILL_BATCH_SHARE, _PREFILL_MAX_WAIT)
-                if short
-                else (_SLOW_PREFILL_BATCH_SHARE, _SLOW_PREFILL_MAX_WAIT)
-            )
-            if len(self._waiting) > self._active // batch_share or self._waiting[0].waited > max_wait:
+            if len(self._waiting) > self._active or self._waiting[0].waited > _PREFILL_MAX_WAIT:
                 self._prefill()
         if self._active:
             self._decode()
 
     # --- slots ---
+
+    def _running(self, row: int) -> _Request:
+        request = self._slots[row].request
+        assert request is not None
+        return request
 
     def _ensure_capacity(self, capacity: int, *, another: bool) -> KVCache:
         """Return the cache with at least `capacity` tokens per slot and, if `another`, a free slot if possible."""
@@ -324,26 +314,21 @@ class LocalEngine(Engine):
                 max(-(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP, held * 3 // 2), max(capacity, self.max_length + 1)
             )
         if self._cache is None:
-            # The reference forward pass needs the keys of each row to be contiguous.
-            self._cache = KVCache(0, capacity, self.policy.layers, slab=SLAB_TOKENS if self._fused_decoder() else None)
+            self._cache = KVCache(0, capacity, self.policy.layers)
         cache = self._cache
         count = cache.count
-        if another and count < self.slots and None not in self._slot_session[self._active :]:
+        if another and count < self.slots and all(slot.session is not None for slot in self._slots[self._active :]):
             # Allocate slots for all waiting requests, because growing copies the cache.
             wanted = -(-(self._active + len(self._waiting)) // _ROW_MULTIPLE) * _ROW_MULTIPLE
             count = min(self.slots, max(2 * count, 2 * _ROW_MULTIPLE, wanted))
         cache.grow(count, capacity)
-        extra = cache.count - len(self._slot_request)
-        if extra:
-            self._slot_request.extend([None] * extra)
-            self._slot_session.extend([None] * extra)
-            self._buffer_rows = np.concatenate([self._buffer_rows, np.zeros(extra, dtype=np.int64)])
-            self._slot_last_used = np.concatenate([self._slot_last_used, np.zeros(extra, dtype=np.int64)])
-            self._slot_weights = np.concatenate([self._slot_weights, np.full(extra, -1, dtype=np.int64)])
+        self._slots += [_Slot() for _ in range(cache.count - len(self._slots))]
         return cache
 
     def _detect_weight_change(self) -> None:
-        """Increment the weights number if the weights have changed.
+        """Increment the weights number if the weights have changed, and empty the idle slots with older weights.
+
+        Running rows keep their keys and values until the turn ends.
 
         `policy.version` alone is not sufficient, because loading weights may restore an old value. torch's version
         counters are not either, because a fused optimizer that a user steps directly changes neither. The first
@@ -355,97 +340,80 @@ class LocalEngine(Engine):
             self._weight_addresses, self._weight_windows = addresses, [_weight_window(p.detach()) for p in parameters]
         some = torch.cat(self._weight_windows)
         key = (self.policy.version, sum(p._version for p in parameters))
-        self._vocabulary = self.policy.vocab_size
         if key != self._weights_key or self._weight_values is None or not torch.equal(some, self._weight_values):
             self._weights_key, self._weight_values = key, some
             self._weights_number += 1
-
-    def _empty_stale_slots(self) -> None:
-        """Empty the idle slots that were computed with old weights; running rows keep theirs until the turn ends."""
-        if self._cache is not None:
-            stale = self._slot_weights != self._weights_number
-            stale[: self._active] = False
-            self._cache.length[stale] = 0
+        for i in range(self._active, len(self._slots)):
+            if self._cache is not None and self._slots[i].weights != self._weights_number:
+                self._cache.length[i] = 0
 
     def _admit(self, request: _Request, *, empty: bool = False) -> tuple[int, int] | None:
         """Return a slot and the number of the request's ids that it already holds; None if all slots are running.
 
         If `empty`, no common prefix is searched, because the caller will copy the whole prompt.
         """
-        own = self._session_slot.get(request.session) if request.session is not None else None
+        own = self._session_slot.get(request.session)
         cache = self._ensure_capacity(len(request.ids) + request.limit + 1, another=own is None)
-        if own is not None and self._slot_request[own] is not None:
+        if own is not None and self._slots[own].request is not None:
             raise EngineError(
                 f"session {request.session!r} has two concurrent requests; sample one action at a time per chain"
             )
-        source, common = -1, 0
-        if own is not None and 0 < (held := int(cache.length[own])) < len(request.ids):
-            # The usual case of a later turn: the slot's whole content is a prefix of the request.
-            source, common = own, held if bool((cache.ids[own, :held] == request.ids[:held]).all()) else 0
+        source, common = own, self._held_history(request)
         if not common and not empty:
-            source, common = cache.longest_prefix(request.ids, own, self._slot_weights == self._weights_number)
+            usable = np.array([slot.weights == self._weights_number for slot in self._slots])
+            source, common = cache.longest_prefix(request.ids, own, usable)
         common = min(common, len(request.ids) - 1)  # at least one token must be computed for its logits
         if own is None:
             own = self._claim_slot(avoid=source if common else None)
             if own is None:
                 return None
-        if source != own and common:
+        if source is not None and source != own and common:
             cache.copy(source, own, common)
         cache.length[own] = common
-        self._slot_weights[own] = self._weights_number
-        self._slot_last_used[own] = self._tick
+        slot = self._slots[own]
+        slot.weights, slot.last_used, slot.session = self._weights_number, self._tick, request.session
         if request.session is not None:
             self._session_slot[request.session] = own
-            self._slot_session[own] = request.session
         return own, common
 
-    def _tokens_to_compute(self, request: _Request) -> int:
-        """Return the number of the request's ids that its session's slot does not already hold."""
-        own = self._session_slot.get(request.session) if request.session is not None else None
-        if own is None or self._cache is None or self._slot_weights[own] != self._weights_number:
-            return len(request.ids)
+    def _held_history(self, request: _Request) -> int:
+        """Return the length of the history in the slot of the request's session, or 0 if its ids do not continue it."""
+        own = self._session_slot.get(request.session)
+        if own is None or self._cache is None or self._slots[own].weights != self._weights_number:
+            return 0
         held = int(self._cache.length[own])
         same = held < len(request.ids) and bool((self._cache.ids[own, :held] == request.ids[:held]).all())
-        return len(request.ids) - held if same else len(request.ids)
+        return held if same else 0
 
     def _claim_slot(self, avoid: int | None) -> int | None:
         """Return an idle slot: a free one, else the least recently used; None if all are running."""
-        idle = [i for i in range(self._active, len(self._slot_request)) if self._slot_request[i] is None]
-        free = [i for i in idle if self._slot_session[i] is None]
-        candidates = free or idle
+        idle = [i for i in range(self._active, len(self._slots)) if self._slots[i].request is None]
+        candidates = [i for i in idle if self._slots[i].session is None] or idle
         if avoid in candidates and len(candidates) > 1:
             candidates.remove(avoid)
         if not candidates:
             return None
-        slot = min(candidates, key=lambda i: (self._slot_last_used[i], i))
-        owner = self._slot_session[slot]
-        if owner is not None:
+        slot = min(candidates, key=lambda i: (self._slots[i].last_used, i))
+        if (owner := self._slots[slot].session) is not None:
             del self._session_slot[owner]
-            self._slot_session[slot] = None
+            self._slots[slot].session = None
         return slot
 
     def _swap(self, a: int, b: int) -> None:
         if a == b or self._cache is None:
             return
         self._cache.swap(a, b)
-        self._slot_request[a], self._slot_request[b] = self._slot_request[b], self._slot_request[a]
-        self._slot_session[a], self._slot_session[b] = self._slot_session[b], self._slot_session[a]
-        for array in (self._slot_last_used, self._slot_weights, self._buffer_rows):
-            array[[a, b]] = array[[b, a]]
-        for slot in (a, b):
-            owner = self._slot_session[slot]
-            if owner is not None:
-                self._session_slot[owner] = slot
+        self._slots[a], self._slots[b] = self._slots[b], self._slots[a]
+        for i in (a, b):
+            if self._slots[i].session is not None:
+                self._session_slot[self._slots[i].session] = i
 
     def _retire(self, row: int) -> None:
         """Remove a row from the running batch; its slot keeps the history for the session's next turn."""
-        request = self._slot_request[row]
-        assert request is not None
-        self._buffers.free(request.buffer_row)
         self._active -= 1
         self._swap(row, self._active)
-        self._slot_request[self._active] = None
-        self._slot_last_used[self._active] = self._tick
+        slot = self._slots[self._active]
+        slot.request, slot.last_used = None, self._tick
 
     # --- forward passes ---
 
@@ -475,11 +443,10 @@ class LocalEngine(Engine):
         # Hold the lock so that prefixes found in the cache are continued with the weights that computed them.
         with self.policy.lock:
             self._detect_weight_change()
-            self._empty_stale_slots()
             for request in self._waiting:
                 # The chains of a group have the same prompt: compute it once and copy its keys and logits.
                 key = request.ids.tobytes()
-                width = max(width, min(self._tokens_to_compute(request), _CHUNK_WIDTHS[-1]))
+                width = max(width, min(len(request.ids) - self._held_history(request), _CHUNK_WIDTHS[-1]))
                 if key not in lead and width * (len(chosen) + 1) > _PREFILL_TOKENS:
                     later.append(request)
                     continue
@@ -491,7 +458,7 @@ class LocalEngine(Engine):
                 if place is None:
                     later.append(request)
                     continue
-                self._slot_request[place[0]] = request  # reserve it, so that `_claim_slot` skips it
+                self._slots[place[0]].request = request  # reserve it, so that `_claim_slot` skips it
                 if key in lead:
                     duplicates.append((request, place[0], lead[key]))
                 else:
@@ -507,37 +474,28 @@ class LocalEngine(Engine):
                 cache.copy(chosen[first][1], slot, len(request.ids))
             logits = torch.cat([logits, logits[[first for _, _, first in duplicates]]])
             chosen += duplicates
-        distribution_only = [i for i, (r, _, _) in enumerate(chosen) if r.top]
-        if distribution_only:
-            self._deliver([(chosen[i][0], self._top_distribution(logits[i], chosen[i][0])) for i in distribution_only])
-            for i in distribution_only:
-                self._slot_request[chosen[i][1]] = None
-        going = [i for i, (r, _, _) in enumerate(chosen) if not r.top]
+        going: list[int] = []
+        for i, (request, slot, _) in enumerate(chosen):
+            if request.top:
+                self._slots[slot].request = None
+                self._deliver([(request, self._top_distribution(logits[i], request))])
+            else:
+                going.append(i)
         if not going:
             return
-        for i in going:
-            request = chosen[i][0]
-            request.buffer_row = self._buffers.allocate(request.sampling, request.seed, request.limit)
-        requests = [chosen[i][0] for i in going]
-        buffer_rows = np.array([r.buffer_row for r in requests], dtype=np.int64)
-        ended = self._sample_next(requests, buffer_rows, logits[going], version)
+        ended = self._sample_next([chosen[i][0] for i in going], logits[going], version)
         results, joining = [], []
-        for i, request in enumerate(requests):
-            slot = chosen[going[i]][1]
-            if i not in ended:
-                self._buffer_rows[slot] = request.buffer_row
-                joining.append(slot)
+        for at, i in enumerate(going):
+            request, slot, _ = chosen[i]
+            if at in ended:
+                self._slots[slot].request = None
+                results.append((request, self._sample(request, ended[at])))
             else:
-                self._slot_request[slot] = None
-                results.append((request, self._sample(request, ended[i])))
-                self._buffers.free(request.buffer_row)
-        # New rows go after the running ones. Slots already in that range stay in place, because a swap copies them.
-        places = range(self._active, self._active + len(joining))
-        free = sorted({*places}.difference(joining))
-        for slot in joining:
-            if slot not in places:
-                self._swap(slot, free.pop())
-        self._active += len(joining)
+                joining.append(slot)
+        # Running rows are the leading slots, so new rows are swapped with the idle slots after them.
+        for slot in sorted(joining):
+            self._swap(slot, self._active)
+            self._active += 1
         self._deliver(results)
 
     def _prompt_logits(self, chosen: list[tuple[_Request, int, int]]) -> tuple[Tensor, int]:
@@ -552,7 +510,7 @@ class LocalEngine(Engine):
         for request, slot, _ in chosen:
             cache.ids[slot, : len(request.ids)] = request.ids
         done: dict[int, Tensor] = {}
-        left = [(request, slot, start) for request, slot, start in chosen]
+        left = chosen
         while left:
             longest = max(len(r.ids) - start for r, _, start in left)
             width = next((w for w in _CHUNK_WIDTHS if w >= longest), _CHUNK_WIDTHS[-1])
@@ -581,17 +539,16 @@ class LocalEngine(Engine):
             left = following
         states = torch.stack([done[slot] for _, slot, _ in chosen])
         padded = torch.cat([states, states[:1].expand(-len(chosen) % _ROW_MULTIPLE, -1)])
-        logits = self.policy.logits(padded)[: len(chosen)]
-        return logits, self.policy.version
+        return self.policy.logits(padded)[: len(chosen)], self.policy.version
 
     def _decode(self) -> None:
         cache = self._cache
         assert cache is not None
         count = self._active
         rows = -(-count // _ROW_MULTIPLE) * _ROW_MULTIPLE
-        buffer_rows = self._buffer_rows[:count]
+        requests = [self._running(row) for row in range(count)]
         tokens = np.zeros(rows, dtype=np.int64)
-        tokens[:count] = self._buffers.last_ids(buffer_rows)
+        tokens[:count] = [request.sampled[-1] for request in requests]
         at = cache.length[:rows].copy()  # padding rows write to a position that is never read
         device = self.policy.device
         with self.policy.lock:
@@ -602,65 +559,67 @@ class LocalEngine(Engine):
             version = self.policy.version
         cache.ids[np.arange(count), at[:count]] = tokens[:count]
         cache.length[:count] += 1
-        ended = self._sample_next(self._slot_request[:count], buffer_rows, logits, version)
-        results = []
+        ended = self._sample_next(requests, logits, version)
+        results = [(requests[row], self._sample(requests[row], why)) for row, why in ended.items()]
         for row in sorted(ended, reverse=True):
-            request = self._slot_request[row]
-            assert request is not None
-            results.append((request, self._sample(request, ended[row])))
             self._retire(row)
-        if results:
-            self._deliver(results[::-1])
+        self._deliver(results)
 
-    def _sample_next(
-        self, requests: Sequence[_Request | None], buffer_rows: npt.NDArray[np.int64], logits: Tensor, version: int
-    ) -> dict[int, str]:
+    def _sample_next(self, requests: Sequence[_Request], logits: Tensor, version: int) -> dict[int, str]:
         """Sample one token for each request and return the stop reasons of those that ended, by index."""
-        buffers, device = self._buffers, logits.device
-        noise = buffers.noise(buffer_rows)
+        device = logits.device
+        noise = seeds.uniforms(
+            np.array([request.seed for request in requests], dtype=np.uint64),
+            np.array([len(request.sampled) for request in requests], dtype=np.uint64),
+        )
 
-        def column(values: npt.NDArray[Any], off: float) -> Tensor | None:
-            return torch.as_tensor(values, device=device) if bool((values != off).any()) else None
+        def column(name: str, off: float) -> Tensor | None:
+            values = [getattr(request.sampling, name) for request in requests]
+            return torch.tensor(values, device=device) if any(value != off for value in values) else None
 
         drawn = sample_tokens(
             logits,
-            torch.as_tensor(buffers.temperature[buffer_rows], device=device),
+            torch.tensor([float(request.sampling.temperature) for request in requests], device=device),
             torch.as_tensor(noise, device=device),
-            top_p=column(buffers.top_p[buffer_rows], 1.0),
-            top_k=column(buffers.top_k[buffer_rows], 0),
-            min_p=column(buffers.min_p[buffer_rows], 0.0),
+            top_p=column("top_p", 1.0),
+            top_k=column("top_k", 0),
+            min_p=column("min_p", 0.0),
         )
-        self.sampled += len(requests)
-        ids, logprobs = drawn.ids.cpu().numpy(), drawn.logprobs.cpu().numpy()
-        if not bool(np.isfinite(logprobs).all()):
+        if not bool(drawn.logprobs.isfinite().all()):
             raise EngineError("the logits are not finite; the policy's weights have diverged")
-        kept_mass = drawn.kept_mass.cpu().numpy() if drawn.kept_mass is not None else None
-        full = buffers.write(buffer_rows, ids, logprobs, drawn.entropies.cpu().numpy(), kept_mass, version)
-        ended = {int(i): "length" for i in full.nonzero()[0]}
-        for i in buffers.stops[buffer_rows].nonzero()[0].tolist():
-            request = requests[i]
-            if request is not None and self._has_stop_string(request):
+        self.sampled += len(requests)
+        ids, logprobs, entropies = drawn.ids.tolist(), drawn.logprobs.tolist(), drawn.entropies.tolist()
+        kept_mass = drawn.kept_mass.tolist() if drawn.kept_mass is not None else None
+        stop_ids = self.policy.chat.stop_ids
+        ended: dict[int, str] = {}
+        for i, request in enumerate(requests):
+            request.sampled.append(ids[i])
+            request.logprobs.append(logprobs[i])
+            request.entropies.append(entropies[i])
+            request.versions.append(version)
+            if kept_mass is not None:
+                request.kept_mass.append(kept_mass[i])
+            if ids[i] in stop_ids:
+                ended[i] = "stop"
+            elif request.sampling.stop and self._has_stop_string(request):
                 ended[i] = "string"
-        for stop in self.policy.chat.stop_ids:
-            ended.update((i, "stop") for i in (ids == stop).nonzero()[0].tolist())
+            elif len(request.sampled) >= request.limit:
+                ended[i] = "length"
         return ended
 
     def _has_stop_string(self, request: _Request) -> bool:
-        text = self.policy.chat.text(
-            self._buffers.ids[request.buffer_row, : self._buffers.count[request.buffer_row]].tolist()
-        )
+        text = self.policy.chat.text(request.sampled)
         return any(stop in text for stop in request.sampling.stop)
 
-    def _sample(self, request: _Request, stop: Any) -> Sample:
-        buffers, buffer_row = self._buffers, request.buffer_row
-        count = int(buffers.count[buffer_row])
+    @staticmethod
+    def _sample(request: _Request, stop: Any) -> Sample:
         return Sample(
-            ids=tuple(buffers.ids[buffer_row, :count].tolist()),
-            logprobs=tuple(buffers.logprobs[buffer_row, :count].tolist()),
-            entropies=tuple(buffers.entropies[buffer_row, :count].tolist()),
+            ids=tuple(request.sampled),
+            logprobs=tuple(request.logprobs),
+            entropies=tuple(request.entropies),
             stop=stop,
-            versions=tuple(buffers.versions[buffer_row, :count].tolist()),
-            kept_mass=tuple(buffers.kept_mass[buffer_row, :count].tolist()) if request.sampling.truncates else None,
+            versions=tuple(request.versions),
+            kept_mass=tuple(request.kept_mass) if request.sampling.truncates else None,
             seconds=time.perf_counter() - request.started,
         )
 
@@ -680,9 +639,9 @@ def _weight_window(weight: Tensor) -> Tensor:
     return weight.reshape(-1)[:8]
 
 
-_running: weakref.WeakSet[LocalEngine] = weakref.WeakSet()
+_started: weakref.WeakSet[LocalEngine] = weakref.WeakSet()
 
 
 def _stop_all() -> None:
-    for engine in list(_running):
+    for engine in list(_started):
         engine._stop_thread()

@@ -1,0 +1,197 @@
+"""Formats with JSON calls: Hermes (in tags), Llama 3 (at the start of the text) and Mistral (after [TOOL_CALLS])."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentfly_kit.chat.formats.base import (
+    Format,
+    Parsed,
+    TaggedFormat,
+    check_call,
+    compact_json,
+    encoding_problem,
+    is_cut,
+    json_type,
+    make_call,
+    read_json,
+    short_repr,
+    split_thinking,
+)
+from agentfly_kit.types import ToolCall
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_HERMES_TAG = re.compile(r"<tool_call>|<think>|</think>")
+_HERMES_SHAPE = f'{_OPEN}{{"name": ..., "arguments": {{...}}}}{_CLOSE}'
+
+_LLAMA = re.compile(r'\s*(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:name|type)"\s*:)')
+_LLAMA_NEXT = re.compile(r'\s*;?\s*(?=\{\s*"(?:name|type)"\s*:)')
+_LLAMA_SHAPE = '{"name": ..., "parameters": {...}}'
+_LLAMA_TAG = "<|python_tag|>"
+
+_MISTRAL = re.compile(r"\[TOOL_CALLS\]")
+_MISTRAL_NAME = re.compile(r"\s*([^\s\[\]{}]+?)\s*(?:\[CALL_ID\]\s*([A-Za-z0-9]+)\s*)?(?:\[ARGS\])?\s*(?=\{)")
+# Prefix of `name[ARGS]{`, that is, of a truncated call.
+_MISTRAL_NAME_PREFIX = re.compile(r"[^\s\[\]{}\"]+(?:\[[A-Z_]*\]?)?")
+_MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
+_MISTRAL_SHAPE = '[TOOL_CALLS][{"name": ..., "arguments": {...}}]'
+
+
+@dataclass(frozen=True)
+class Hermes(Format):
+    """Format requested by the chat templates of Qwen and Hermes models."""
+
+    name = "hermes"
+    native = True
+
+    def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
+        content: list[str] = []
+        thinking: list[str] = []
+        calls: list[ToolCall] = []
+        thought, complaint = False, ""
+        at = 0
+        while (tag := _HERMES_TAG.search(text, at)) is not None:
+            before, kind = text[at : tag.start()], tag.group()
+            at = tag.end()
+            if kind == "</think>" and not thought:
+                # The prompt may end with an open tag, so all text so far was thinking.
+                thinking, content, calls, thought = [text[: tag.start()]], [], [], True
+                continue
+            content.append(before)
+            if kind == "<think>":
+                thought = True
+                end = text.find("</think>", at)
+                # If truncated while thinking, calls inside the thinking do not count.
+                thinking.append(text[at:] if end < 0 else text[at:end])
+                at = len(text) if end < 0 else end + len("</think>")
+            elif kind == _OPEN:
+                call, at = self._read(text, at, f"call-{len(calls)}")
+                if call is None:
+                    complaint = f"the tool call was not closed: write {_HERMES_SHAPE}"
+                    break
+                calls.append(call)
+        content.append(text[at:])
+        thoughts = "\n".join(part.strip() for part in thinking) if thought else None
+        return Parsed("".join(content).strip(), tuple(calls), thoughts, complaint)
+
+    @staticmethod
+    def _read(text: str, start: int, id: str) -> tuple[ToolCall | None, int]:
+        """Parse the call after the tag that ends at `start`. Return it, or None if it is not closed, and its end."""
+        body, end, problem = read_json(text, start)
+        # Searched after the JSON, so that a closing tag inside a string argument is ignored.
+        close = text.find(_CLOSE, end)
+        if close < 0:
+            return None, len(text)
+        if not problem and (rest := text[end:close].strip()):
+            problem = f"has text after the JSON object: {short_repr(rest)}"
+        name, arguments, problem = ("", {}, problem) if problem else check_call(body)
+        call = make_call(id, name, arguments, problem, _HERMES_SHAPE, text[start:close].strip())
+        return call, close + len(_CLOSE)
+
+    def render_call(self, call: ToolCall) -> str:
+        return f"{_OPEN}{compact_json({'name': call.name, 'arguments': call.arguments})}{_CLOSE}"
+
+
+@dataclass(frozen=True)
+class Llama3(Format):
+    """Format of Llama 3, in which the whole action is a call: `{"name": ..., "parameters": {...}}`.
+
+    Several calls follow each other, optionally separated by semicolons. JSON that does not start with "name" or "type"
+    is an answer.
+    """
+
+    name = "llama3"
+    native = True
+
+    def parse(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
+        unclosed = f"the tool call was not closed: write {_LLAMA_SHAPE}"
+        thinking, text = (None, text) if _LLAMA.match(text) else split_thinking(text, -1)
+        calls: list[ToolCall] = []
+        at = 0
+        found = _LLAMA.match(text)
+        while found is not None:
+            begin = found.end()
+            body, at, problem = read_json(text, begin)
+            if problem and is_cut(text, begin):
+                return Parsed("", tuple(calls), thinking, unclosed)
+            if problem:
+                call, at = make_call(f"call-{len(calls)}", "", {}, problem, _LLAMA_SHAPE, text[begin:]), len(text)
+            else:
+                name, arguments, problem = check_call(body, ("parameters", "arguments"))
+                call = make_call(f"call-{len(calls)}", name, arguments, problem, _LLAMA_SHAPE, text[begin:at])
+            calls.append(call)
+            found = _LLAMA_NEXT.match(text, at)
+        if not calls and text.lstrip().startswith(_LLAMA_TAG):
+            # Marked as a call, but not a valid one.
+            raw = text.lstrip()[len(_LLAMA_TAG) :].strip()
+            if not raw or (raw.startswith("{") and is_cut(raw, 0)):
+                return Parsed("", (), thinking, unclosed)
+            call = make_call("call-0", "", {}, "is no JSON object with a name", _LLAMA_SHAPE, raw)
+            return Parsed("", (call,), thinking)
+        return Parsed(text[at:].strip(), tuple(calls), thinking)
+
+    def render_call(self, call: ToolCall) -> str:
+        """Render the call like the template of Llama, but without whitespace."""
+        return compact_json({"name": call.name, "parameters": call.arguments})
+
+
+@dataclass(frozen=True)
+class Mistral(TaggedFormat):
+    """Format of Mistral: `[TOOL_CALLS]` and a list of calls, or `[TOOL_CALLS]name[ARGS]{...}` per call in newer models.
+
+    Call ids of nine letters or digits are kept, because the template requires them later.
+    """
+
+    name = "mistral"
+    native = True
+    opening = _MISTRAL
+    unclosed_error = f"the tool call was not closed: write {_MISTRAL_SHAPE}"
+
+    def read_calls(
+        self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
+    ) -> tuple[list[ToolCall], int] | None:
+        named = _MISTRAL_NAME.match(text, opened.end())
+        start = named.end() if named else opened.end()
+        body, end, problem = read_json(text, start)
+        following = _MISTRAL.search(text, start)
+        segment = text[start : following.start() if following else len(text)].strip()
+        if problem:
+            # Without a following tag, the JSON, or the name before it, may have been truncated.
+            cut = not segment or (segment[0] in "[{" and is_cut(segment, 0))
+            if following is None and (cut or (not named and _MISTRAL_NAME_PREFIX.fullmatch(segment))):
+                return None
+            end = following.start() if following else len(text)
+        elif named:
+            body = [{"name": named.group(1), "arguments": body, "id": named.group(2)}]
+        elif isinstance(body, dict):
+            body = [body]
+        elif not isinstance(body, list):
+            problem = f"is {json_type(body)}, not a list of calls"
+        elif not body:
+            problem = "is an empty list"
+        if problem:
+            return [make_call(f"call-{len(made)}", "", {}, problem, _MISTRAL_SHAPE, segment)], end
+        calls: list[ToolCall] = []
+        for one in body:
+            taken = {call.id for call in (*made, *calls)}
+            calls.append(self._call(one, len(made) + len(calls), taken))
+        return calls, end
+
+    @staticmethod
+    def _call(body: Any, index: int, taken: set[str]) -> ToolCall:
+        name, arguments, problem = check_call(body)
+        id = body.get("id") if isinstance(body, dict) else None
+        if not (isinstance(id, str) and _MISTRAL_ID.fullmatch(id) and id not in taken):
+            id = f"call-{index}"
+        raw = "" if encoding_problem(body) else compact_json(body)
+        return make_call(id, name, arguments, problem, _MISTRAL_SHAPE, raw or short_repr(str(name)))
+
+    def render_call(self, call: ToolCall) -> str:
+        """Render a list of this one call, with its id if that is a valid Mistral id."""
+        body: dict[str, Any] = {"name": call.name, "arguments": call.arguments}
+        if _MISTRAL_ID.fullmatch(call.id):
+            body["id"] = call.id
+        return f"[TOOL_CALLS][{compact_json(body)}]"

