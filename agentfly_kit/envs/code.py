@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import dataclasses
 import functools
 import os
 import random
@@ -21,7 +20,7 @@ from typing import Any, Literal, TypeGuard
 
 from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs.base import forward_signature
-from agentfly_kit.envs.family import Family, Move
+from agentfly_kit.envs.family import Family, Move, hash_split, row_id, shipped_rows
 from agentfly_kit.errors import SettingsError, TaskError
 from agentfly_kit.sandboxes.grader import Grader
 from agentfly_kit.sandboxes.python import PythonSandbox
@@ -210,42 +209,35 @@ def steps_and_inputs(rng: random.Random) -> tuple[list[Step], list[int]]:
             return steps, inputs
 
 
-def _split_of(text: str) -> str:
-    return "test" if random.Random(f"code split {text}").random() < 0.2 else "train"
+def split_of(instruction: str) -> str:
+    """Return the split of an instruction, which is derived from its text, so that the splits are disjoint."""
+    return hash_split(f"code split {instruction}")
 
 
-def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Generate "steps" rows in MBPP's format: {"id", "question", "code", "test_list", "test_setup_code"}.
+def rows(n: int, split: str, seed: int = 0, kind: Literal["steps", "problems"] = "steps") -> list[dict[str, Any]]:
+    """Return rows in MBPP's format: {"id", "question", "code", "test_list", "test_setup_code"}.
 
-    The split of an instruction is derived from its text, so the splits are disjoint.
+    "steps" are generated; "problems" are the shipped ones, written by hand.
     """
+    if kind == "problems":
+        return shipped_rows("code_problems", n, split, seed)
+    if kind != "steps":
+        raise SettingsError(f"kind must be 'steps' or 'problems', got {kind!r}")
     rng = random.Random(f"code steps {split} {seed}")
     found: dict[str, dict[str, Any]] = {}
     while len(found) < n:
         steps, inputs = steps_and_inputs(rng)
         text = instruction(steps)
-        if _split_of(text) != split or text in found:
+        if split_of(text) != split or text in found:
             continue
-        number = f"{len(found):04}" if seed == 0 else f"{seed}-{len(found):04}"
         found[text] = {
-            "id": f"code-{split}-{number}",
+            "id": row_id("code", split, seed, len(found)),
             "question": text,
             "code": program(steps),
             "test_list": [f"assert f({x}) == {value(steps, x)}" for x in inputs],
             "test_setup_code": "",
         }
     return list(found.values())
-
-
-def _problems(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Return the first n shipped problems as rows; a seed other than 0 samples n of them in random order."""
-    shipped = task_sets.load_tasks("code_problems").split(split)
-    if n > len(shipped):
-        raise SettingsError(
-            f"n must be at most {len(shipped)}, the number of {split} problems, got {n}; kind='steps' has no limit"
-        )
-    chosen = shipped[:n] if seed == 0 else shipped.sample(n, seed)
-    return [{"id": t.id, "messages": [dict(m) for m in t.messages], **t.fields} for t in chosen]
 
 
 # --- files of others -----------------------------------------------------------------------------
@@ -348,16 +340,4 @@ family = Family(
     size='any number of kind="steps" can be generated; 24 of kind="problems" included; `load` reads MBPP\'s files',
     splits={"train": 1000, "test": 256},
 )
-agent, expert, random_agent = family.agent, family.expert, family.random_agent
-
-
-def tasks(
-    n: int | None = None, split: str | None = None, *, seed: int = 0, kind: Literal["steps", "problems"] = "steps"
-) -> Tasks:
-    """Return n tasks of a split, or of both splits by default. "steps" are generated, "problems" are hand-written."""
-    if kind == "steps":
-        return family.tasks(n, split, seed=seed)
-    if kind != "problems":
-        raise SettingsError(f"kind must be 'steps' or 'problems', got {kind!r}")
-    shipped = task_sets.load_tasks("code_problems").splits
-    return dataclasses.replace(family, rows=_problems, splits=shipped).tasks(n, split, seed=seed)
+tasks, agent, expert, random_agent = family.tasks, family.agent, family.expert, family.random_agent

@@ -31,7 +31,7 @@ from typing import Any
 from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs import mutation
 from agentfly_kit.envs.base import forward_signature
-from agentfly_kit.envs.family import Family, Move, tool_outputs
+from agentfly_kit.envs.family import Family, Move, hash_split, row_id, tool_outputs
 from agentfly_kit.errors import SettingsError, TaskError, ToolError
 from agentfly_kit.sandboxes.files import FileSandbox
 from agentfly_kit.sandboxes.grader import Grade, Grader
@@ -520,11 +520,7 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     The splits are disjoint by line: a line that is broken in one split is not broken in the other.
     """
     rng = random.Random(f"repo {split} {seed}")
-    mine = [
-        bug
-        for bug in _shipped_bugs()
-        if (random.Random(f"repo split {bug['file']}:{bug['line']}").random() < 0.3) == (split == "test")
-    ]
+    mine = [bug for bug in _shipped_bugs() if hash_split(f"repo split {bug['file']}:{bug['line']}", 0.3) == split]
     singles = rng.sample(mine, len(mine))
     found: list[dict[str, Any]] = []
     seen: set[tuple[str, ...]] = set()
@@ -532,7 +528,7 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     while len(found) < n:
         tried += 1
         if tried > 50 * n + 1000:
-            raise SettingsError(f"n must be at most {len(found)}, the number of {split} tasks of repo, got {n}")
+            break  # all pairs have probably been tried
         if singles and len(found) % 3 != 2:
             chosen = [singles.pop()]
         else:
@@ -544,10 +540,9 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
         if key in seen:
             continue
         seen.add(key)
-        mark = "" if seed == 0 else f"{seed}-"
         found.append(
             {
-                "id": f"repo-{split}-{mark}{len(found):04}",
+                "id": row_id("repo", split, seed, len(found)),
                 "question": _question(chosen),
                 "bugs": [{name: bug[name] for name in ("file", "line", "right", "broken")} for bug in chosen],
                 "failing": sorted({test for bug in chosen for test in bug["failing"]}),

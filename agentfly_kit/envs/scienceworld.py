@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import functools
 import importlib.util
+import itertools
 import os
 import random
 import shutil
 import subprocess
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,7 +25,6 @@ from agentfly_kit.agent.agent import Agent
 from agentfly_kit.envs.family import Family, Move, PlayerEngine, small_chat, tool_outputs
 from agentfly_kit.errors import SandboxError, SettingsError
 from agentfly_kit.pool.pool import Pool
-from agentfly_kit.tasks import Tasks
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
 
@@ -361,32 +359,25 @@ class ScienceWorld:
 
 
 def rows(n: int, split: str, seed: int = 0, kinds: Sequence[str] = KINDS) -> list[dict[str, Any]]:
-    """Generate rows {"id", "question", "kind", "variation"}, alternating the kinds; each variation occurs once.
-
-    Raises:  SettingsError if these kinds have fewer than n variations in the split.
-    """
+    """Generate rows {"id", "question", "kind", "variation"}, alternating the kinds; each variation occurs once."""
     if not kinds:
         raise SettingsError(f"kinds must contain at least one of {', '.join(KINDS)}, got ()")
-    orders: list[tuple[str, Iterator[int]]] = []
+    orders = []
     for kind in kinds:
         own = list(variations(kind, split))
         random.Random(f"scienceworld {kind} {split} {seed}").shuffle(own)
-        orders.append((kind, iter(own)))
+        orders.append([(kind, variation) for variation in own])
     mark = "" if seed == 0 else f"{seed}-"
-    found: list[dict[str, Any]] = []
-    while len(found) < n and orders:
-        left = []
-        for kind, order in orders:
-            variation = next(order, None)
-            if variation is None or len(found) == n:
-                continue
-            left.append((kind, order))
-            name = f"scienceworld-{split}-{mark}{kind}-{variation}"
-            found.append({"id": name, "question": "Do the experiment.", "kind": kind, "variation": variation})
-        orders = left
-    if len(found) < n:
-        raise SettingsError(f"n={n} is too large: these kinds have {len(found)} variations in {split!r}")
-    return found
+    alternating = [pair for row in itertools.zip_longest(*orders) for pair in row if pair is not None]
+    return [
+        {
+            "id": f"scienceworld-{split}-{mark}{kind}-{variation}",
+            "question": "Do the experiment.",
+            "kind": kind,
+            "variation": variation,
+        }
+        for kind, variation in alternating[:n]
+    ]
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
@@ -424,12 +415,7 @@ family = Family(
     install=f'pip install "agentfly_kit[envs]"; and {INSTALL_JAVA}',
     splits={"train": 300, "test": 120},
 )
-
-
-def tasks(n: int | None = None, split: str | None = None, *, seed: int = 0, kinds: Sequence[str] = KINDS) -> Tasks:
-    """Return n tasks of a split, or of both splits by default, alternating the given kinds."""
-    chosen = dataclasses.replace(family, rows=functools.partial(rows, kinds=tuple(kinds)))
-    return chosen.tasks(n, split, seed=seed)
+tasks = family.tasks
 
 
 def agent(engine: Any, *, size: int = 2, options: Mapping[str, Any] | None = None, **settings: Any) -> Agent:

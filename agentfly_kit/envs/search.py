@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from agentfly_kit.envs import encyclopedia, qa
-from agentfly_kit.envs.family import Family, Move, tool_outputs
+from agentfly_kit.envs.family import Family, Move, check_int, row_id, tool_outputs
 from agentfly_kit.envs.retrieval import Embed, Index, VectorIndex, WordIndex, embedding, words
 from agentfly_kit.errors import SettingsError, ToolError
 from agentfly_kit.tools.tool import tool
@@ -157,8 +157,7 @@ class Search:
             corpus = _loaded(str(corpus))
         elif corpus is not None and not isinstance(corpus, Corpus):
             corpus = Corpus(corpus)
-        if isinstance(topk, bool) or not isinstance(topk, int) or topk < 1:
-            raise SettingsError(f"topk must be at least 1, got {topk!r}")
+        check_int("topk", topk, 1)
         if metric not in get_args(Metric):
             raise SettingsError(f"metric must be 'em' or 'f1', got {metric!r}")
         self._given, self._topk, self._dense, self._metric, self._brief = corpus, topk, dense, metric, brief
@@ -230,18 +229,12 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     """Generate rows {"id", "question", "answer", "support", "world"}. Every fifth question is in the test split."""
     every = encyclopedia.questions(seed)
     chosen = [q for i, q in enumerate(every) if (i % 5 == 4) == (split == "test")]
-    if n > len(chosen):
-        raise SettingsError(
-            f"n={n} is too large: the encyclopedia has {len(chosen)} questions for {split!r}; reduce n, or use another "
-            "encyclopedia: seed=1"
-        )
-    mark = "" if seed == 0 else f"{seed}-"
     found = []
     for i, question in enumerate(chosen[:n]):
         steps = encyclopedia.path(question, seed)
         found.append(
             {
-                "id": f"search-{split}-{mark}{i:04}",
+                "id": row_id("search", split, seed, i),
                 "question": question.text,
                 "answer": steps[-1][2],
                 "support": [title for title, _, _ in steps],

@@ -27,7 +27,7 @@ from typing import Any
 from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs import kendall
 from agentfly_kit.envs.base import forward_signature
-from agentfly_kit.envs.family import Family, Move, tool_outputs
+from agentfly_kit.envs.family import Family, Move, first_world, row_id, tool_outputs
 from agentfly_kit.errors import SandboxError, SettingsError, TaskError
 from agentfly_kit.sandboxes.sql import SQLSandbox
 from agentfly_kit.tasks import Tasks
@@ -400,20 +400,16 @@ def question(of: World, rng: random.Random) -> Question:
     return Question(asked, gold, hardness)
 
 
-# Number of the first world of each split.
-_FIRST = {"train": 0, "test": 1_000_000}
-
-
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     """Generate rows {"id", "question", "db", "world", "gold", "hardness"}, each with its own database."""
     found = []
     for i in range(n):
-        number = 2_000_000 * seed + _FIRST[split] + i
+        number = first_world(split, seed) + i
         db = list(SCHEMAS)[i % len(SCHEMAS)]
         asked = question(world(db, number), random.Random(f"sql question {number}"))
         found.append(
             {
-                "id": f"sql-{split}-{i:04}" if seed == 0 else f"sql-{split}-{seed}-{i:04}",
+                "id": row_id("sql", split, seed, i),
                 "question": f"{SCHEMAS[db].told}\n{asked.text}",
                 "db": db,
                 "world": number,

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import csv
-import functools
-import json
 import os
 import random
 from collections.abc import Sequence
@@ -20,7 +18,7 @@ from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs.chess import puzzles
 from agentfly_kit.envs.chess.board import Board, Move
 from agentfly_kit.envs.chess.stockfish import Stockfish
-from agentfly_kit.envs.family import Family, tool_outputs
+from agentfly_kit.envs.family import Family, shipped_rows, tool_outputs
 from agentfly_kit.envs.family import Move as Play
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.tasks import Tasks
@@ -159,21 +157,12 @@ class Chess:
         into.moves, into._engine = list(self.moves), engine
 
 
-@functools.lru_cache(maxsize=8)
-def _shipped(split: str) -> tuple[str, ...]:
-    return tuple(task_sets._data().joinpath("chess", f"{split}.jsonl").read_text(encoding="utf-8").splitlines())
-
-
-@functools.lru_cache(maxsize=8)
-def _made(n: int, split: str, seed: int) -> tuple[str, ...]:
-    return tuple(json.dumps(row) for row in puzzles.made(n, seed=seed, split=split))
-
-
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Return rows {"id", "question", "fen", "solution", "mate"}: the included ones, or generated ones if n exceeds them
+    """Return rows with the fields "fen", "solution" and "mate": the included ones, or generated ones if n exceeds them
     or seed is not 0."""
-    shipped = seed == 0 and n <= puzzles.SIZES[split]
-    return [json.loads(line) for line in (_shipped(split)[:n] if shipped else _made(n, split, seed))]
+    if seed == 0 and n <= puzzles.SIZES[split]:
+        return shipped_rows("chess", n, split, seed)
+    return list(puzzles.made(n, seed=seed, split=split))
 
 
 def tasks_in(file: str | os.PathLike[str], n: int | None = None) -> Tasks:

@@ -317,16 +317,13 @@ class Board:
         replies = sorted(self.legal(), key=str)
         return next((reply for reply in replies if not self.push(reply).mates()), replies[0] if replies else None)
 
-    def mating(self) -> list[Move]:
-        """Return the moves that force mate in at most two moves."""
-        return [move for move in self.legal() if self._mates_next(self.push(move))]
-
-    @staticmethod
-    def _mates_next(after: Board) -> bool:
-        replies = list(after.legal())
-        if not replies:
-            return after.check
-        return all(after.push(reply).mates() for reply in replies)
+    def mating(self) -> Iterator[Move]:
+        """Yield the moves that force mate in at most two moves."""
+        for move in self.legal():
+            after = self.push(move)
+            replies = list(after.legal())
+            if all(after.push(reply).mates() for reply in replies) if replies else after.check:
+                yield move
 
     def flipped(self) -> Board:
         """Return the position with colours exchanged. Valid only without castling rights."""

@@ -10,7 +10,6 @@ import itertools
 import json
 import random
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +102,7 @@ class Catalogue:
         goals = self._asked(instructions) if instructions else self._synthetic()
         random.Random(seed).shuffle(goals)
         # Goals, in WebShop's order if the products are. Keys: asin, category, query, name, product_category,
-        # instruction_text, attributes, price_upper, goal_options, weight.
+        # instruction_text, attributes, price_upper, goal_options.
         self.goals: tuple[dict[str, Any], ...] = tuple(goals)
 
     # --- loading ---
@@ -155,8 +154,7 @@ class Catalogue:
         rest = rest.strip().lower()
         every = self.products.values()
         if kind == "<r>":
-            drawn = random.Random(f"webshop {rest}").sample(list(self.products), min(FOUND, len(self.products)))
-            return drawn
+            return random.Random(f"webshop {rest}").sample(list(self.products), min(FOUND, len(self.products)))
         if kind == "<a>":
             return [p.asin for p in every if rest in p.attributes][:FOUND]
         if kind == "<c>":
@@ -216,11 +214,11 @@ class Catalogue:
                     bound, text = self._bound(product.price)
                     asked = str(_need(row, "instruction", where)).strip(".") + text
                     options = list(_need(row, "instruction_options", where))
-                    goals.append(_goal(product, product.title, asked, list(wanted), options, bound) | {"weight": 1.0})
+                    goals.append(_goal(product, asked, list(wanted), options, bound))
         return goals
 
     def _synthetic(self) -> list[dict[str, Any]]:
-        goals, seen = [], Counter[str]()
+        goals = []
         for asin, product in self.products.items():
             row = self._attributes.get(asin, {})
             text, wanted = row.get("instruction"), list(row.get("instruction_attributes") or ())
@@ -232,10 +230,7 @@ class Catalogue:
                 options = dict(zip(names, values, strict=True))
                 told = ", and ".join(f"{k}: {v}" for k, v in options.items())
                 asked = f"{text}{' with ' + told if told else ''}{price_text}"
-                goals.append(_goal(product, product.title, asked, wanted, options, bound))
-                seen.update(wanted)
-        for goal in goals:
-            goal["weight"] = sum(1 / seen[name] for name in goal["attributes"]) / len(goal["attributes"])
+                goals.append(_goal(product, asked, wanted, options, bound))
         return goals
 
     def _bound(self, price: float) -> tuple[float, str]:
@@ -253,12 +248,12 @@ def _invented(world: int) -> Catalogue:
     return Catalogue(items, attributes, instructions, name=f"invented {world}", seed=SEED + world)
 
 
-def _goal(product: Product, name: str, text: str, attributes: list[str], options: Any, bound: float) -> dict[str, Any]:
+def _goal(product: Product, text: str, attributes: list[str], options: Any, bound: float) -> dict[str, Any]:
     return {
         "asin": product.asin,
         "category": product.category,
         "query": product.query,
-        "name": name,
+        "name": product.title,
         "product_category": product.product_category,
         "instruction_text": text,
         "attributes": attributes,

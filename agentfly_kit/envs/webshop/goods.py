@@ -113,7 +113,7 @@ def make(world: int = 0) -> Files:
                     "instruction": f"find me {attributes[0]} {attributes[1]} {kind}",
                     "instruction_attributes": attributes[:2],
                 }
-                asked[asin] = [_asked(asin, kind, attributes, options, n, rng) for n in range(ASKED)]
+                asked[asin] = [_asked(kind, attributes, options, n, rng) for n in range(ASKED)]
     return items, known, asked
 
 
@@ -137,10 +137,7 @@ def _item(
             "Sent within two days; returns are free.",
         ],
         "pricing": f"${rng.randint(*group.cost)}.00",
-        "customization_options": {
-            name: [{"value": value, "image": None} for value in values] for name, values in options.items()
-        },
-        "images": [],
+        "customization_options": {name: [{"value": value} for value in values] for name, values in options.items()},
         "category": group.category,
         "query": kind,
         "product_category": f"{group.shelf} › {kind}",
@@ -148,7 +145,7 @@ def _item(
 
 
 def _asked(
-    asin: str, kind: str, attributes: list[str], options: dict[str, list[str]], n: int, rng: random.Random
+    kind: str, attributes: list[str], options: dict[str, list[str]], n: int, rng: random.Random
 ) -> dict[str, Any]:
     """Generate an instruction that asks for one or two attributes and a value of each option."""
     wanted = rng.sample(attributes[:2], 2) if n % 2 == 0 else [rng.choice(attributes)]
@@ -156,12 +153,7 @@ def _asked(
     words = " and ".join(f"{name} {value}" for name, value in chosen.items())
     text = rng.choice(_ASKS).format(what=" ".join([*wanted, kind]), options=f"with {words}")
     return {
-        "asin": asin,
         "instruction": text + ".",
-        "attributes": attributes,
-        "options": [f"{name}: {value}" for name, value in chosen.items()],
         "instruction_attributes": wanted,
         "instruction_options": list(chosen.values()),
-        "assignment_id": f"made-{asin}-{n}",
-        "worker_id": "made",
     }
