@@ -15,12 +15,11 @@ import os
 import random
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs.base import forward_signature
-from agentfly_kit.envs.family import Family, Move, hash_split, row_id, shipped_rows
+from agentfly_kit.envs.family import Family, Move, check_int, existing_file, hash_split, row_id, shipped_rows
 from agentfly_kit.errors import SettingsError, TaskError
 from agentfly_kit.sandboxes.grader import Grader
 from agentfly_kit.sandboxes.python import PythonSandbox
@@ -243,7 +242,7 @@ def rows(n: int, split: str, seed: int = 0, kind: Literal["steps", "problems"] =
 # --- files of others -----------------------------------------------------------------------------
 
 
-def load(path: str | os.PathLike[str], *, shown: int | None = 1, ids: Sequence[int] | None = None) -> Tasks:
+def load(path: str | os.PathLike[str], *, shown: int | None = 1) -> Tasks:
     """Load tasks from a file in MBPP's format: mbpp.jsonl, sanitized-mbpp.json, the parquet files, or InterCode's
     ic_mbpp.json.
 
@@ -255,18 +254,12 @@ def load(path: str | os.PathLike[str], *, shown: int | None = 1, ids: Sequence[i
         path: the file.
         shown: number of tests included in the question. One test is enough to show the function's name; the others
             stay hidden. None includes all, as in MBPP's own prompt.
-        ids: `task_id` of the rows to load (positions, if there is no such column); by default all.
 
     Raises:  TaskError naming the file, the row and what is missing.
     """
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise TaskError(
-            f"{file}: no such file; pass the path of MBPP's mbpp.jsonl or sanitized-mbpp.json. Nothing is downloaded "
-            "automatically: get them from https://github.com/google-research/google-research/tree/master/mbpp"
-        )
-    if shown is not None and (isinstance(shown, bool) or not isinstance(shown, int) or shown < 0):
-        raise SettingsError(f"shown must be a number of tests, or None for all, got {shown!r}")
+    file = existing_file(path, "pass the path of MBPP's mbpp.jsonl or sanitized-mbpp.json")
+    if shown is not None:
+        check_int("shown", shown)
     found: dict[int, dict[str, Any]] = {}
     for position, (where, row) in enumerate(task_sets._read_rows(file)):
         made = _mbpp(row, where, shown)
@@ -278,13 +271,6 @@ def load(path: str | os.PathLike[str], *, shown: int | None = 1, ids: Sequence[i
         if key in found:
             raise TaskError(f"{where}: duplicate task_id {key}")
         found[key] = {"id": f"{file.stem}-{key:04}", **made}
-    if ids is not None:
-        for wanted in ids:
-            if wanted not in found:
-                raise TaskError(
-                    f"unknown id {wanted!r}: {file.name} has {len(found)} tasks, {min(found)} to {max(found)}"
-                )
-        found = {wanted: found[wanted] for wanted in ids}
     return task_sets.tasks_from(list(found.values()), name=file.stem)
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from agentfly_kit import tasks as task_sets
@@ -76,16 +78,9 @@ class Family:
     """Definition of a task family. Users call `tasks`, `agent`, `expert` and `random_agent`.
 
     Args:
-        name
         what: Description in one sentence.
-        environment
-        rows
-        expert_player
-        random_player
-        max_turns
         max_tokens: Maximum tokens per action.
         size: Number of tasks, in words.
-        licence
         needs: Modules that must be importable.
         programs: Programs that must be on PATH.
         install: Command that installs `needs` and `programs`.
@@ -228,6 +223,17 @@ def shipped_rows(name: str, n: int, split: str, seed: int) -> list[dict[str, Any
     shipped = task_sets.load_tasks(name).split(split)
     chosen = shipped[:n] if seed == 0 else shipped.sample(min(n, len(shipped)), seed)
     return [{"id": t.id, "messages": [dict(m) for m in t.messages], **t.fields} for t in chosen]
+
+
+def existing_file(path: str | os.PathLike[str], hint: str) -> Path:
+    """Return the path of a file that the user must provide.
+
+    Raises:  TaskError with the hint if it does not exist.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise TaskError(f"{file}: no such file; {hint}. Nothing is downloaded automatically")
+    return file
 
 
 # --- helpers of environments and players ---------------------------------------------------------

@@ -101,7 +101,6 @@ class Judgement:
     Attributes:
         score: Score from 0 to 1, or None if the answer could not be scored; the reason is then in `why`.
         points: Points per criterion, scaled to 0 to 1.
-        why
         outputs: Raw outputs of the judge, one per attempt.
     """
 

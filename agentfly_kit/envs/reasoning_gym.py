@@ -13,7 +13,7 @@ from typing import Any
 
 from agentfly_kit.envs.calculator import Calculator
 from agentfly_kit.envs.family import Family, Move, hash_split, row_id
-from agentfly_kit.errors import SettingsError, TaskError
+from agentfly_kit.errors import SettingsError
 from agentfly_kit.types import Message, Task
 
 # Default datasets of `tasks`.
@@ -29,19 +29,6 @@ def _package() -> Any:
 
 class ReasoningGym(Calculator):
     """Calculator environment with the verifier of the question's dataset."""
-
-    async def reset(self, task: Task, seed: int) -> None:
-        """Check the task.
-
-        Raises:  TaskError if the package does not have the task's dataset.
-        """
-        await super().reset(task, seed)
-        _package()
-        from reasoning_gym.factory import DATASETS as known
-
-        name = task.fields.get("dataset")
-        if not isinstance(name, str) or name not in known:
-            raise TaskError(f"task {task.id!r}: reasoning_gym has no dataset {name!r}; use the tasks of `tasks()`")
 
     def reward(  # type: ignore[override]  # parameters are filled by name
         self, final: str | None, answer: str, dataset: str, metadata: dict[str, Any], question_text: str

@@ -24,7 +24,7 @@ import random
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources.abc import Traversable
+from importlib.resources import as_file
 from pathlib import Path
 from typing import Any
 
@@ -94,36 +94,6 @@ class Repository:
             ]
         return tuple(found)
 
-    @functools.cached_property
-    def _needs(self) -> dict[str, frozenset[str]]:
-        """Path of each Python file -> paths of the files that it imports, directly or indirectly."""
-        paths = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in self.files}
-        direct = {
-            path: _imported(text, paths) for path, text in {**self.files, **self.tests}.items() if path.endswith(".py")
-        }
-        found = {}
-        for path in direct:
-            reached, pending = set[str](), [path]
-            while pending:
-                for other in direct.get(pending.pop(), ()):
-                    if other not in reached:
-                        reached.add(other)
-                        pending.append(other)
-            found[path] = frozenset(reached)
-        return found
-
-    def reached_by(self, files: Mapping[str, str]) -> frozenset[str]:
-        """Return the paths of the tests whose result could change if `files` replaced the repository's Python files.
-
-        These are the tests that import a changed file, directly or indirectly. If files were added or removed, or
-        imports changed, these are all tests.
-        """
-        own = {path: text for path, text in self.files.items() if path.endswith(".py")}
-        differ = {path for path, text in files.items() if own.get(path) != text}
-        if own.keys() != files.keys() or any(_imports(files[path]) != _imports(own[path]) for path in differ):
-            return frozenset(self.tests)
-        return frozenset(path for path in self.tests if differ & self._needs[path])
-
     def broken(self, bugs: Iterable[Mapping[str, Any]]) -> Repository:
         """Return a copy of the repository with the bugs applied.
 
@@ -142,30 +112,6 @@ class Repository:
         return Repository(files, self.tests)
 
 
-def _imports(text: str) -> tuple[str, ...] | None:
-    """Return the import statements of a source, or None if it is not valid Python."""
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    return tuple(ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
-
-
-def _imported(text: str, paths: Mapping[str, str]) -> set[str]:
-    """Return the paths of the modules and packages in {dotted name: path} that a source imports."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        for name in names:
-            parts = name.split(".")
-            found |= {paths[above] for n in range(len(parts)) if (above := ".".join(parts[: n + 1])) in paths}
-    return found
-
-
 def _is_test(path: str) -> bool:
     return re.fullmatch(r"(tests|hidden)/(.*/)?test_[^/]*\.py", path) is not None
 
@@ -177,47 +123,42 @@ def repository(folder: str | Path | None = None) -> Repository:
     """
     if folder is None:
         return _shipped()
-    top = Path(folder)
-    if not top.is_dir():
+    if not Path(folder).is_dir():
         raise SettingsError(f"repository must be an existing folder, got {str(folder)!r}")
-    return _read(top, str(folder))
+    return _read(Path(folder))
 
 
 @functools.cache
 def _shipped() -> Repository:
-    return _read(task_sets._data().joinpath("repo"), "repo")
+    with as_file(task_sets._data().joinpath("repo")) as folder:
+        return _read(folder)
 
 
-def _read(top: Traversable, name: str) -> Repository:
+def _read(top: Path) -> Repository:
     files: Texts = {}
     tests: Texts = {}
     size = 0
-    pending = [(top, "")]
-    while pending:
-        folder, prefix = pending.pop()
-        for entry in folder.iterdir():
-            path = prefix + entry.name
-            if entry.name.startswith(".") or entry.name == "__pycache__":
-                continue
-            if entry.is_dir():
-                pending.append((entry, path + "/"))
-                continue
-            try:
-                text = entry.read_text(encoding="utf-8")
-            except (UnicodeDecodeError, OSError):
-                continue
-            size += len(text)
-            if len(files) + len(tests) >= _MOST_FILES or size > _MOST_BYTES:
-                raise SettingsError(
-                    f"the repository {name!r} has more than {_MOST_FILES} files or {_MOST_BYTES // 2**20} MB of text, "
-                    "which is too much: every chain gets a copy of it"
-                )
-            if _is_test(path):
-                tests[path] = text
-            elif not path.startswith(_HELD_BACK) and path not in _OURS:
-                files[path] = text
+    for file in sorted(top.rglob("*")):
+        inside = file.relative_to(top)
+        if not file.is_file() or any(part.startswith(".") or part == "__pycache__" for part in inside.parts):
+            continue
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        path = inside.as_posix()
+        size += len(text)
+        if len(files) + len(tests) >= _MOST_FILES or size > _MOST_BYTES:
+            raise SettingsError(
+                f"the repository {str(top)!r} has more than {_MOST_FILES} files or {_MOST_BYTES // 2**20} MB of text, "
+                "which is too much: every chain gets a copy of it"
+            )
+        if _is_test(path):
+            tests[path] = text
+        elif not path.startswith(_HELD_BACK) and path not in _OURS:
+            files[path] = text
     if not tests:
-        raise SettingsError(f"the repository {name!r} has no tests/test_*.py; add tests, which grade the result")
+        raise SettingsError(f"the repository {str(top)!r} has no tests/test_*.py; add tests, which grade the result")
     return Repository(dict(sorted(files.items())), dict(sorted(tests.items())))
 
 
@@ -449,12 +390,11 @@ class Repo:
         was = self._repository
         now = await self.sources()
         first = set(failing)
-        # Tests that the changes cannot affect keep their initial result and are not run.
-        only = was.reached_by(now) if first else frozenset(was.tests)
         results = {f"{path}::{name}": f"{path}::{name}" not in first for path, name in was.cases}
         others = {path: text for path, text in was.files.items() if not path.endswith(".py")}
-        mended = {name.partition("::")[0] for name in first} or only
-        for paths in (only & mended, only - mended):
+        # The test files in which tests failed are run first: if the bug is not fixed, the others need not be run.
+        mended = {name.partition("::")[0] for name in first} & was.tests.keys()
+        for paths in (mended, was.tests.keys() - mended):
             graded = await grade(grader, was, others | now, only=paths)
             results |= {name: why is None for name, why in graded.items()}
             if not all(results[name] for name in first & results.keys()):
@@ -589,8 +529,7 @@ async def bugs(
             for number, change in enumerate(_sample_changes(mutation.mutations(text), most, f"{seed} {path}")):
                 bug = {"file": path, "line": change.line, "right": change.right, "broken": change.broken}
                 broken = whole.broken([bug]).files
-                only = whole.reached_by({name: each for name, each in broken.items() if name.endswith(".py")})
-                results = await grade(own, whole, broken, only=only, seconds=1.0, total=10.0)
+                results = await grade(own, whole, broken, seconds=1.0, total=10.0)
                 failing = [name for name, why in results.items() if why is not None]
                 shown = [name for name in failing if not name.startswith(_HELD_BACK)]
                 if not shown:
@@ -598,12 +537,7 @@ async def bugs(
                 row = {"id": f"{path}-{number:03}", **bug, "kind": change.kind, "failing": failing}
                 row["says"] = _failure_line(shown[0], results[shown[0]] or "", whole.tests[shown[0].partition("::")[0]])
                 if folder is not None:
-                    row = {
-                        **row,
-                        "question": _question([row]),
-                        "repository": place,
-                        "bugs": [bug],
-                    }
+                    row |= {"question": _question([row]), "repository": place, "bugs": [bug]}
                 found.append(row)
         return found
     finally:

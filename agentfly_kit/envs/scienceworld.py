@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from agentfly_kit.agent.agent import Agent
-from agentfly_kit.envs.family import Family, Move, PlayerEngine, small_chat, tool_outputs
+from agentfly_kit.envs.family import Family, Move, PlayerEngine, ScriptedPlayer, check_int, small_chat, tool_outputs
 from agentfly_kit.errors import SandboxError, SettingsError
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.tools.tool import tool
@@ -201,14 +201,9 @@ class Simulator:
         said = str(self.server.step(command))
         return said, float(self.server.getScore()), bool(self.server.getCompleted())
 
-    def describe(self) -> str:
-        return str(self.server.getTaskDescription())
-
-    def actions(self) -> list[str]:
-        return [str(form) for form in self.server.getPossibleActions() if form != "reset task"]
-
-    def objects(self) -> list[str]:
-        return [str(name) for name in self.server.getPossibleObjects()]
+    def ask(self, method: str) -> Any:
+        """Call a method of the Java object."""
+        return getattr(self.server, method)()
 
     @property
     def alive(self) -> bool:
@@ -237,10 +232,8 @@ class ScienceWorld:
     """
 
     def __init__(self, memory_mb: int = 512, steps: int = STEPS, simplification: str = "", gold: bool = False) -> None:
-        if memory_mb < 128:
-            raise SettingsError(f"memory_mb must be at least 128 for the simulator, got {memory_mb}")
-        if steps < 1:
-            raise SettingsError(f"steps must be at least 1, got {steps}")
+        check_int("memory_mb", memory_mb, 128)
+        check_int("steps", steps, 1)
         names = [] if simplification in ("", "easy") else simplification.split(",")
         unknown = [name for name in names if name not in SIMPLIFICATIONS]
         if unknown:  # otherwise the simulator would report it in an observation
@@ -302,7 +295,7 @@ class ScienceWorld:
         self.commands: list[str] = []
         self.seen: list[str] = []
         self.score, self.completed, self.done = 0.0, False, False
-        description = await self._ask("describe")
+        description = await self._ask("ask", "getTaskDescription")
         seen, _, _ = await self._ask("step", "look around")
         return f"{description}\n\n{seen}"
 
@@ -329,17 +322,13 @@ class ScienceWorld:
     @tool
     async def actions(self) -> str:
         """List the forms that a command can have; OBJ is an object. It takes no time."""
-        return ", ".join(await self._ask("actions"))
+        forms = await self._ask("ask", "getPossibleActions")
+        return ", ".join(form for form in forms if form != "reset task")
 
     @tool
     async def objects(self) -> str:
         """List the objects that can be named here. It takes no time."""
-        return ", ".join(await self._ask("objects"))
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """State that rewards may read."""
-        return {"score": self.score, "completed": self.completed, "commands": list(self.commands)}
+        return ", ".join(await self._ask("ask", "getPossibleObjects"))
 
     async def reward(self) -> dict[str, float]:
         """Return the score divided by 100, with 0 for a failed task (score -100). `success` is 1 for a score of 100."""
@@ -418,36 +407,33 @@ family = Family(
 tasks = family.tasks
 
 
-def agent(engine: Any, *, size: int = 2, options: Mapping[str, Any] | None = None, **settings: Any) -> Agent:
+def agent(engine: Any, *, size: int = 2, **settings: Any) -> Agent:
     """Create an agent for this environment with a pool of `size` Java processes. Chains wait for one up to a day.
 
     Args:
         engine: an engine, or a policy.
         size: size of the pool, unless `pool` or `pools` provides one.
-        options: keyword arguments of `ScienceWorld`.
         **settings: as for `af.envs.agent`.
     """
-    family.require_installed()
-    if "pool" not in settings and not any(p.sandbox_type is ScienceWorld for p in _several(settings.get("pools", ()))):
-        settings["pool"] = Pool(ScienceWorld, size=size, acquire_timeout=24 * 3600.0, **(options or {}))
-        options = None
-    return family.agent(engine, options=options, **settings)
-
-
-def _several(pools: Any) -> Sequence[Any]:
-    return (pools,) if hasattr(pools, "acquire") else tuple(pools)
+    pools = settings.get("pools", ())
+    given = [settings.get("pool"), *(pools if isinstance(pools, Sequence) else [pools])]
+    if not any(isinstance(pool, Pool) and pool.sandbox_type is ScienceWorld for pool in given):
+        settings["options"] = {"acquire_timeout": 24 * 3600.0, **(settings.get("options") or {})}
+    return family.agent(engine, size=size, **settings)
 
 
 def expert(**settings: Any) -> Agent:
     """Create an agent that follows the simulator's own solutions, of up to 178 commands."""
     if "pool" not in settings:
         settings["options"] = {"gold": True, "steps": 250, **(settings.get("options") or {})}
-    settings.setdefault("max_turns", 250)
-    chat = settings.pop("chat", None) or small_chat()
-    return agent(PlayerEngine(expert_player, chat), chat=chat, **settings)
+    return _played(expert_player, **{"max_turns": 250, **settings})
 
 
 def random_agent(**settings: Any) -> Agent:
     """Create an agent that sends random commands."""
+    return _played(random_player, **settings)
+
+
+def _played(player: ScriptedPlayer, **settings: Any) -> Agent:
     chat = settings.pop("chat", None) or small_chat()
-    return agent(PlayerEngine(random_player, chat), chat=chat, **settings)
+    return agent(PlayerEngine(player, chat), chat=chat, **settings)

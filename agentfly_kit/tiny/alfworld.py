@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 from agentfly_kit.envs import alfworld
 from agentfly_kit.envs.alfworld import games
 from agentfly_kit.envs.alfworld.games import TREATED, Game, Goal
-from agentfly_kit.envs.alfworld.house import OPENABLE, Name, text
+from agentfly_kit.envs.alfworld.house import OPENABLE, House, Name, text
+from agentfly_kit.envs.alfworld.plans import Walk
 from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe, Demonstration, single_tokens
 
 _PLACES = ("bed", "countertop", "desk", "diningtable", "drawer", "fridge", "microwave", "shelf", "sinkbasin")
@@ -38,42 +39,42 @@ _PHRASES = (
 _FIRST_GAME = 10_000_000_000
 
 
-class _Search:
-    """Solves a task using only observed information, and records (command, observation)."""
+class _Search(Walk):
+    """Solves a task using only observed information."""
 
-    def __init__(self, made: Game) -> None:
-        self.house = made.house()
-        self.steps: list[tuple[str, str]] = []
-        self._unseen = [place for place in self.house.inside if place[0] not in OPENABLE]  # nothing is hidden
+    def __init__(self, house: House) -> None:
+        super().__init__(house)
+        self._unseen = [place for place in house.inside if place[0] not in OPENABLE]  # nothing is hidden
         self._brought: set[Name] = set()
 
     def run(self, goal: Goal) -> None:
         """Execute commands until the goal is met."""
         if goal.kind == "look_at_obj_in_light":
-            self._take(goal.thing)
-            self._do(f"use {text(self._find(goal.place))}")
+            self._take_any(goal.thing)
+            self.do(f"use {text(self._find(goal.place))}")
         else:
             for _ in range(2 if goal.kind == "pick_two_obj_and_place" else 1):
                 self._bring(goal)
         assert goal.met(self.house), (goal, self.steps)
 
+    def go(self, place: Name) -> None:
+        super().go(place)
+        if place in self._unseen:
+            self._unseen.remove(place)
+
     def _bring(self, goal: Goal) -> None:
-        thing = self._take(goal.thing)
+        thing = self._take_any(goal.thing)
         if goal.kind in TREATED:
             verb, where, _ = TREATED[goal.kind]
-            self._go((where, 1))
-            self._do(f"{verb} {text(thing)} with {where} 1")
-        end = (goal.place, 1)
-        self._go(end)
-        if self.house.shut(end):
-            self._do(f"open {text(end)}")
-        self._do(f"move {text(thing)} to {text(end)}")
+            self.go((where, 1))
+            self.do(f"{verb} {text(thing)} with {where} 1")
+        self.put(thing, (goal.place, 1))
         self._brought.add(thing)
 
-    def _take(self, kind: str) -> Name:
+    def _take_any(self, kind: str) -> Name:
         thing = self._find(kind)
         assert self.house.here is not None
-        self._do(f"take {text(thing)} from {text(self.house.here)}")
+        self.do(f"take {text(thing)} from {text(self.house.here)}")
         return thing
 
     def _find(self, kind: str) -> Name:
@@ -82,24 +83,15 @@ class _Search:
             for place, things in self.house.inside.items():
                 for thing in things if place not in self._unseen else ():
                     if thing[0] == kind and thing not in self._brought:
-                        self._go(place)
+                        self.go(place)
                         return thing
-            self._go(self._unseen[0])
-
-    def _go(self, place: Name) -> None:
-        if self.house.here != place:
-            self._do(f"go to {text(place)}")
-        if place in self._unseen:
-            self._unseen.remove(place)
-
-    def _do(self, command: str) -> None:
-        self.steps.append((command, self.house.do(command)))
+            self.go(self._unseen[0])
 
 
-def searched(made: Game, goal: Goal | None = None) -> list[tuple[str, str]]:
+def searched(game: Game, goal: Goal | None = None) -> list[tuple[str, str]]:
     """Return (command, observation) of a solution that uses only observed information."""
-    search = _Search(made)
-    search.run(goal or made.goal)
+    search = _Search(game.house())
+    search.run(goal or game.goal)
     return search.steps
 
 

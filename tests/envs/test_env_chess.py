@@ -98,16 +98,14 @@ def test_what_ships_is_remade_and_has_one_solution() -> None:
         lines = DATA.joinpath(f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
         assert len(lines) == size
         assert [json.loads(line) for line in lines[:6]] == list(puzzles.made(6, split=split))
-    for row in chess.rows(24, "test"):
+    for row in chess.rows(8, "test"):
         board = Board.from_fen(row["fen"])
         if row["mate"] == 1:
             assert [str(m) for m in board.mates()] == row["solution"]
         else:
             assert not board.mates()
             assert [str(m) for m in board.mating()] == row["solution"][:1]
-    assert chess.rows(3, "train", seed=4) == chess.rows(5, "train", seed=4)[:3]
-    with pytest.raises(af.errors.SettingsError, match="mates must be 1, 2 or both"):
-        next(puzzles.made(1, mates=(3,)))
+    assert chess.rows(1, "train", seed=4) == chess.rows(2, "train", seed=4)[:1]
 
 
 def plays(*moves: str) -> Any:
@@ -142,50 +140,6 @@ async def test_any_mate_in_time_is_right_and_nothing_else() -> None:
     assert "is not a valid position" in str((await one(plays("Qg7"), fen="here", mate=1)).error)
 
 
-async def test_the_defender_takes_the_way_out_where_there_is_one() -> None:
-    for row in chess.rows(20, "test")[1::2]:
-        board = Board.from_fen(row["fen"])
-        wrong = next(str(m) for m in board.legal() if str(m) != row["solution"][0] and not board.push(m).stalemate)
-        t = await one(plays(wrong, "h1h1"), **row)
-        after = t.tool_calls[0].result.observation
-        assert "\n" in after or t.stop == "env_done"
-        walked = board.push(board.read(wrong))  # type: ignore[arg-type]
-        reply = walked.defence()
-        assert reply is None or not walked.push(reply).mates() or all(walked.push(r).mates() for r in walked.legal())
-
-
-async def test_64_boards_at_once_each_its_own() -> None:
-    """A white pawn on a square of its own marks each; the board that a chain is shown has that one."""
-    squares = [f + r for r in "234567" for f in "abcdefgh"]
-    tasks = []
-    for i in range(64):
-        cells = [""] * 64
-        cells[0], cells[2] = "K", "k"
-        square = squares[i % 48]
-        cells["abcdefgh".index(square[0]) + 8 * (int(square[1]) - 1)] = "P" if i < 48 else "p"
-        tasks.append(Task(f"t{i}", ({"role": "user", "content": "?"},), {"fen": Board(tuple(cells)).fen, "mate": 5}))
-
-    def script(task: Task, turn: int) -> str:
-        return '<tool_call>{"name":"board","arguments":{}}</tool_call>' if turn < 3 else "."
-
-    agent = chess.agent(af.ScriptedEngine(script), chat=family.small_chat(), size=16)
-    for t in (await agent.rollout(tasks)).trajectories:
-        for call in t.tool_calls:
-            assert call.result.observation.endswith(t.task.fields["fen"]), t.error
-
-
-async def test_a_fork_goes_its_own_way() -> None:
-    task = chess.tasks(2, "test")[1]
-    chain = chess.expert().chain(task)
-    for _ in range(2):
-        await chain.step()
-    fork = await chain.fork()
-    for each in (chain, fork):
-        while each.stop is None:
-            await each.step()
-        assert (await each.finish()).reward == 1.0
-
-
 async def test_puzzles_of_lichess_load_and_are_played_by_their_rule(tmp_path: Path) -> None:
     file = tmp_path / "puzzles.csv"
     head = "PuzzleId,FEN,Moves,Rating,RatingDeviation,Popularity,NbPlays,Themes,GameUrl,OpeningTags\n"
@@ -206,7 +160,7 @@ async def test_puzzles_of_lichess_load_and_are_played_by_their_rule(tmp_path: Pa
         file.write_text(text, encoding="utf-8")
         with pytest.raises(af.errors.SettingsError, match=wanted):
             chess.tasks_in(file)
-    with pytest.raises(af.errors.SettingsError, match="no such file"):
+    with pytest.raises(af.errors.TaskError, match="no such file; Lichess publishes"):
         chess.tasks_in(tmp_path / "nowhere.csv")
 
 

@@ -1,21 +1,18 @@
-"""Each family is real: its expert solves it, luck does not, and many chains at once see only their own world."""
+"""Every family: its expert solves it, the random player does not, and concurrent chains do not affect each other."""
 
 import asyncio
 import dataclasses
 import inspect
 import json
-import linecache
 import os
 import random
 import sys
-from fractions import Fraction
 from typing import Any
 
-import dice
 import pytest
 
 import agentfly_kit as af
-from agentfly_kit.envs import FAMILIES, exact, family, judge, lookup, maze
+from agentfly_kit.envs import FAMILIES, exact, family, lookup, maze
 from agentfly_kit.types import Task
 
 APART = {"scienceworld"}  # a Java process for each chain: test_env_scienceworld.py
@@ -73,16 +70,16 @@ async def test_the_same_seed_gives_the_same_evaluation_in_another_process() -> N
 @pytest.mark.parametrize("name", ready())
 def test_tasks_are_the_same_again_and_in_one_split_only(name: str) -> None:
     of = getattr(af.envs, name)
-    n = 10 if name == "chess" else 40  # a position is searched for, and proved
+    n = 4 if name == "chess" else 40  # puzzles are found by search
     tasks = of.tasks(n)  # raises where a content stands in both splits
     assert tasks.splits == {"train": n, "test": n}
     assert tasks == of.tasks(n)
     assert tasks.fingerprint != of.tasks(n, seed=1).fingerprint
     assert tuple(of.tasks(n, "test")) == tuple(tasks.test)
     assert [t.messages for t in of.tasks(n // 2, "test")] == [t.messages for t in tasks.test[: n // 2]]
-    with pytest.raises(af.errors.SettingsError, match="unknown split 'dev'"):
+    with pytest.raises(af.errors.SettingsError, match="split must be 'train' or 'test', or None for both, got 'dev'"):
         of.tasks(1, "dev")
-    with pytest.raises(af.errors.SettingsError, match="n must be at least 1, got 0"):
+    with pytest.raises(af.errors.SettingsError, match="n must be an integer of at least 1, got 0"):
         of.tasks(0)
     for seed in (-1, 1.5, "x", True):
         with pytest.raises(af.errors.SettingsError, match="seed must be an integer of at least 0, got"):
@@ -115,29 +112,6 @@ async def test_reasoning_gym_is_scored_by_its_own_verifiers() -> None:
 
 
 # ---- lookup
-
-
-async def test_64_lookups_at_once_each_in_its_own_store() -> None:
-    """A marker is planted in each store that a chain has; it must be all that this chain, and no other, reads of it."""
-    tasks = lookup.tasks(64, "train")
-
-    class Marked(lookup.Lookup):
-        async def reset(self, task: Task, seed: int) -> None:
-            await super().reset(task, seed)
-            for facts in self.facts.values():
-                facts["pet"] = f"marker-{task.id}"
-
-    def script(task: Task, turn: int) -> str:
-        of = random.Random(f"{task.id} {turn}").choice(list(lookup.store(task.fields["world"])))
-        return (
-            f'<tool_call>{{"name":"lookup","arguments":{{"of":"{of}","what":"pet"}}}}</tool_call>' if turn < 4 else "."
-        )
-
-    agent = af.envs.agent(
-        Marked, af.ScriptedEngine(script), chat=family.small_chat(), size=16, reward=af.envs.reward(lookup.Lookup)
-    )
-    for t in (await agent.rollout(tasks)).trajectories:
-        assert [c.result.observation for c in t.tool_calls] == [f"marker-{t.task.id}"] * 4, t.error
 
 
 def test_a_question_is_read_as_it_was_written_and_the_store_answers_it() -> None:
@@ -201,85 +175,6 @@ async def test_shaped_steps_add_up_to_one_whatever_the_detours() -> None:
         assert t.reward == 1.0
 
 
-async def test_64_walks_at_once_each_in_its_own_maze() -> None:
-    """A count of steps that no other walk begins with is planted in each; each ends with its own."""
-    tasks = maze.tasks(64, "train")
-    planted = {t.id: 1000 * (i + 1) for i, t in enumerate(tasks)}
-
-    class Marked(maze.Maze):
-        async def reset(self, task: Task, seed: int) -> str:
-            said = await super().reset(task, seed)
-            assert (self.steps, self.done) == (0, False)
-            self.steps = planted[task.id]
-            return said
-
-    chat = family.small_chat()
-    expert = af.envs.agent(
-        Marked, family.PlayerEngine(maze.expert_player, chat), chat=chat, size=16, max_turns=8,
-        reward=af.envs.reward(maze.Maze),
-    )  # fmt: skip
-    for t in (await expert.rollout(tasks)).trajectories:
-        assert t.success, t.error
-        assert t.metrics["steps"] == planted[t.task.id] + len(t.tool_calls)
-        grid = maze.Grid(t.task.fields["maze"], t.task.fields["far"])
-        assert len(t.tool_calls) == grid.away[grid.start]
-
-
-@pytest.mark.parametrize("name", [name for name in ("calculator", "math", "reasoning_gym") if name in ready()])
-async def test_64_calculations_at_once_are_each_told_their_own(name: str) -> None:
-    """Each asks three times for a number that is nobody else's. The environment keeps nothing from chain to chain."""
-    of = getattr(af.envs, name)
-    tasks = of.tasks(64, "train")
-    own = {t.id: 10_000 + i for i, t in enumerate(tasks)}
-    kept: list[dict[str, Any]] = []
-
-    class Watched(of.family.environment):  # type: ignore[misc]
-        async def reset(self, task: Task, seed: int) -> None:
-            kept.append(dict(vars(self)))
-            await super().reset(task, seed)
-
-    def plays(task: Task, messages: Any, rng: random.Random) -> Any:
-        if len(family.tool_outputs(messages)) < 3:
-            return "calculator", {"expression": f"{own[task.id]}*10+7"}
-        return str(task.fields["answer"])
-
-    chat = family.small_chat()
-    agent = af.envs.agent(
-        Watched, family.PlayerEngine(plays, chat), chat=chat, size=16, reward=af.envs.reward(of.family.environment)
-    )
-    for t in (await agent.rollout(tasks)).trajectories:
-        assert [c.result.observation for c in t.tool_calls if c.result] == [f"{own[t.task.id]}7"] * 3, t.error
-        assert t.success
-    assert kept == [{}] * 64
-
-
-async def test_64_signs_at_once_each_with_its_own_drafts() -> None:
-    """Each measures a draft of a length that is nobody else's, in an environment with a count of drafts planted."""
-    tasks = judge.tasks(64, "train")
-    number = {t.id: i + 1 for i, t in enumerate(tasks)}
-
-    class Marked(judge.Written):
-        async def reset(self, task: Task, seed: int) -> None:
-            await super().reset(task, seed)
-            assert self.drafts == 0
-            self.drafts = 1000 * number[task.id]
-
-    def plays(task: Task, messages: Any, rng: random.Random) -> Any:
-        if len(family.tool_outputs(messages)) < 2:
-            return "measure", {"text": "word " * number[task.id]}
-        return judge.expert_player(task, messages, rng)
-
-    chat = family.small_chat()
-    agent = af.envs.agent(
-        Marked, family.PlayerEngine(plays, chat), chat=chat, size=16, sampling=af.Sampling(max_tokens=512),
-        reward=af.envs.reward(judge.Written),
-    )  # fmt: skip
-    for t in (await agent.rollout(tasks)).trajectories:
-        mine = number[t.task.id]
-        assert [c.result.observation for c in t.tool_calls if c.result] == [f"{mine} words, 1 lines"] * 2, t.error
-        assert (t.success, t.metrics["drafts"]) == (True, 1000 * mine + 2)
-
-
 # ---- exact arithmetic
 
 
@@ -328,52 +223,6 @@ def test_an_answer_in_other_words_goes_to_math_verify() -> None:
 )  # fmt: skip
 def test_no_answer_is_right_by_force(said: str, answer: str, right: bool) -> None:
     assert exact.equivalent(said, answer) is right
-
-
-def test_exact_values_agree_with_fractions_and_sympy_on_random_expressions() -> None:
-    import sympy
-
-    seed = dice.seed()
-    rng = random.Random(seed)
-
-    def grow(depth: int) -> tuple[str, Fraction]:
-        if depth == 0 or rng.random() < 0.2:
-            n = rng.randint(0, 30)
-            return (
-                (str(n), Fraction(n))
-                if rng.random() < 0.7
-                else (f"{n}.{n % 10}5", Fraction(100 * n + n % 10 * 10 + 5, 100))
-            )
-        (a, x), (b, y) = grow(depth - 1), grow(depth - 1)
-        sign = rng.choice("+-*/^")
-        if sign == "^":
-            n = rng.randint(0, 3)
-            return f"({a})^{n}", x**n
-        return f"({a}){sign}({b})", {"+": x + y, "-": x - y, "*": x * y}[sign] if sign != "/" else x / y
-
-    computed = 0
-    for _ in range(300):
-        try:
-            text, wanted = grow(3)
-        except ZeroDivisionError:
-            continue
-        if len(text) > 200:
-            continue
-        try:
-            got = exact.value(text)
-        except exact.NotArithmetic:  # too many digits
-            continue
-        computed += 1
-        assert got == sympy.Rational(wanted.numerator, wanted.denominator), text
-        assert exact.same(exact.shown(got), text) is True
-        assert exact.same(text, f"{wanted.numerator + 1}/{wanted.denominator}") is (
-            False if len(str(wanted)) < 190 else None
-        )
-    assert computed > 150
-    for _ in range(40):
-        a, b = rng.randint(1, 30), rng.randint(1, 30)
-        assert exact.same(f"({a}^2*{b})^(1/2)", f"{a}*sqrt({b})") is True
-        assert exact.same(f"({a}^2*{b}+1)^(1/2)", f"{a}*sqrt({b})") is False
 
 
 # ---- what holds for all
@@ -486,14 +335,9 @@ async def test_a_fork_goes_on_from_the_same_state_or_is_refused_by_name(name: st
         ("lookup", {"world": 1, "answer": 7}, "answer must be a string, got 7 (int)"),
         ("webshop", {"world": [1], "goal": 1}, "field 'world' is [1]; it must be an integer"),
         ("alfworld", {"game": {"x": 1}}, "field 'game' is {'x': 1}; it must be an integer"),
-        ("alfworld", {"game": 1, "size": ["small"]}, "field size=['small'] must be 'small' or 'full'"),
+        ("alfworld", {"game": 1, "size": ["small"]}, "size must be 'small' or 'full', got ['small']"),
         ("calculator", {"answer": {"x": 1}}, "answer must be a string or a number, got {'x': 1} (dict)"),
         ("math", {"answer": None}, "answer must be a string or a number, got None (NoneType)"),
-        (
-            "reasoning_gym",
-            {"answer": "1", "dataset": {}, "metadata": {}, "question_text": ""},
-            "reasoning_gym has no dataset {}",
-        ),
     ],
 )
 async def test_a_field_that_cannot_be_is_named_with_what_is_wanted(name: str, fields: Any, words: str) -> None:
@@ -516,49 +360,6 @@ async def test_an_answer_may_be_a_number() -> None:
         agent = of.agent(family.PlayerEngine(lambda task, messages, rng: "14/2", chat), chat=chat, size=1)
         (t,) = (await agent.rollout([task])).trajectories
         assert t.success, t.error
-
-
-CELL = '''
-class Count:
-    def reset(self, task, seed):
-        self.n, self.done = 0, False
-        return f"Count to {task.fields['to']}."
-
-    @af.tool
-    def next(self) -> str:
-        """Say the next number."""
-        self.n += 1
-        return str(self.n)
-
-    @af.tool
-    def stop(self) -> str:
-        """Stop counting."""
-        self.done = True
-        return "Stopped."
-
-    def reward(self, state, to):
-        return float(state["n"] == to)
-
-    def fork(self, into):
-        into.n, into.done = self.n, self.done
-'''
-
-
-async def test_a_class_of_a_cell_is_an_environment_and_pooled() -> None:
-    space: dict[str, Any] = {"af": af, "__name__": "__main__"}
-    linecache.cache["<cell 1>"] = (len(CELL), None, CELL.splitlines(keepends=True), "<cell 1>")
-    exec(compile(CELL, "<cell 1>", "exec"), space)
-
-    def plays(task: Task, messages: Any, rng: random.Random) -> Any:
-        return ("next" if len(family.tool_outputs(messages)) < task.fields["to"] else "stop", {})
-
-    chat = family.small_chat()
-    pool = af.Pool(space["Count"], size=3)
-    agent = af.envs.agent(space["Count"], family.PlayerEngine(plays, chat), chat=chat, pool=pool, max_turns=12)
-    rollout = await agent.rollout(af.tasks_from([{"id": f"c{i}", "question": f"{i}?", "to": i % 9} for i in range(64)]))
-    assert {(t.stop, t.reward) for t in rollout.trajectories} == {("env_done", 1.0)}
-    assert pool.snapshot().idle <= 3
-    await pool.close()
 
 
 async def test_evaluations_tell_the_stages() -> None:

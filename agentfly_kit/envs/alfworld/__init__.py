@@ -116,14 +116,6 @@ class ALFWorld:
             return plans.plan(self.world, self.game.goal)
         return self.world.plan
 
-    @property
-    def state(self) -> dict[str, Any]:
-        """State that rewards may read."""
-        return {
-            "won": self.won, "steps": self.steps, "invalid": self.invalid, "commands": list(self.commands),
-            "world": self.world, "game": self.game, **self.stages,
-        }  # fmt: skip
-
     async def reward(self) -> dict[str, float]:
         """Return 1 if the goal is met, else 0, with the stages that the chain reached as metrics.
 

@@ -37,10 +37,7 @@ class Goal:
     """The goal of a game: its kind of task, the thing to handle and the place to bring it to.
 
     Attributes:
-        kind
-        thing
         place: Type of the receptacle, or of the lamp in "look_at_obj_in_light".
-        wording
     """
 
     kind: str

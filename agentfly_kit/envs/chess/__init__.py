@@ -11,14 +11,13 @@ import csv
 import os
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs.chess import puzzles
 from agentfly_kit.envs.chess.board import Board, Move
 from agentfly_kit.envs.chess.stockfish import Stockfish
-from agentfly_kit.envs.family import Family, shipped_rows, tool_outputs
+from agentfly_kit.envs.family import Family, existing_file, shipped_rows, tool_outputs
 from agentfly_kit.envs.family import Move as Play
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.tasks import Tasks
@@ -135,14 +134,6 @@ class Chess:
         """Show the board, and its FEN."""
         return f"{self.board.text()}\n{self.board.fen}"
 
-    @property
-    def state(self) -> dict[str, Any]:
-        """State that rewards may read."""
-        return {
-            "fen": self.board.fen, "moves": list(self.moves), "won": self.won, "first": self.first,
-            "illegal": self.illegal,
-        }  # fmt: skip
-
     async def reward(self) -> dict[str, float]:
         """Return 1 for the mate or the complete solution, else 0.
 
@@ -170,11 +161,9 @@ def tasks_in(file: str | os.PathLike[str], n: int | None = None) -> Tasks:
 
     In these files the opponent moves first; that move is applied to the position.
 
-    Raises:  SettingsError for a missing or malformed file, and for an invalid position or move, naming the line.
+    Raises:  TaskError for a missing file; SettingsError for a malformed one, naming the line.
     """
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise SettingsError(f"no such file {str(path)!r}; Lichess publishes its puzzles at database.lichess.org (CC0)")
+    path = existing_file(file, "Lichess publishes its puzzles at database.lichess.org (CC0)")
     found: list[dict[str, Any]] = []
     with path.open(encoding="utf-8", newline="") as lines:
         reader = csv.DictReader(lines)

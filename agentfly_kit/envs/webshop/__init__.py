@@ -46,7 +46,6 @@ class Shop:
         nouns: "words", "spacy", "auto", or a function from a title to its nouns.
         page_size: number of products per page of results.
         rich: mark buttons on the pages, as WebShop's `text_rich`.
-        show_attributes: add a tab with the product's attributes to item pages, an option of WebShop.
         brief: for small models: omit the instruction and navigation from pages, and select results by number.
     """
 
@@ -57,13 +56,12 @@ class Shop:
         nouns: str | Nouns | None = None,
         page_size: int = 10,
         rich: bool = False,
-        show_attributes: bool = False,
         brief: bool = False,
     ) -> None:
         check_int("page_size", page_size, 1)
         self._given = None if catalogue is None else _catalogue(catalogue)
         self._nouns = find_nouns(("words" if catalogue is None else "auto") if nouns is None else nouns)
-        self._page_size, self._rich, self._show_attributes, self._brief = page_size, rich, show_attributes, brief
+        self._page_size, self._rich, self._brief = page_size, rich, brief
 
     async def reset(self, task: Task, seed: int) -> str | None:
         self.enter(_of_task(task, self._given), task.fields["goal"])
@@ -104,8 +102,8 @@ class Shop:
             if self.subpage is not None:
                 return pages.sub(text, product, self.subpage)
             if self._brief:
-                return pages.brief_item(product, self.options, self._show_attributes)
-            return pages.item(text, product, self.options, self._show_attributes)
+                return pages.brief_item(product)
+            return pages.item(text, product, self.options)
         if self.keywords is None:
             return pages.search(text)
         shown = [self._product(asin) for asin in self._shown]
@@ -180,7 +178,7 @@ class Shop:
         elif value == pages.BUY.lower():
             self.bought, self.done = self.asin, True
         elif self.asin is not None:
-            tabs = {name.lower(): name for name in (*pages.SUBPAGES, pages.ATTRIBUTES)}
+            tabs = {name.lower(): name for name in pages.SUBPAGES}
             named = [name for name, values in self._product(self.asin).options.items() if value in values]
             if named:
                 self.options[named[-1]] = value
@@ -215,8 +213,8 @@ class Shop:
         }
 
     async def fork(self, into: Shop) -> None:
-        for name, value in vars(self).items():
-            setattr(into, name, value.copy() if isinstance(value, dict | list) and name != "goal" else value)
+        into.__dict__.update(self.__dict__)
+        into.options, into.seen = dict(self.options), list(self.seen)
 
 
 class WebShop(Shop):

@@ -38,17 +38,8 @@ class Product:
     """A product with the fields that the pages and the reward use.
 
     Attributes:
-        asin
-        title
-        description
-        bullets
         price: Price; for a price range, a random value within it.
-        price_text
         options: Option values by option name, in lower case.
-        attributes
-        category
-        query
-        product_category
     """
 
     asin: str
@@ -59,7 +50,6 @@ class Product:
     price_text: str
     options: Mapping[str, tuple[str, ...]]
     attributes: tuple[str, ...]
-    category: str
     query: str
     product_category: str
 
@@ -101,7 +91,7 @@ class Catalogue:
             raise SettingsError(f"the catalogue {name!r} has no product with an ASIN of at most 10 characters. {_HELP}")
         goals = self._asked(instructions) if instructions else self._synthetic()
         random.Random(seed).shuffle(goals)
-        # Goals, in WebShop's order if the products are. Keys: asin, category, query, name, product_category,
+        # Goals, in WebShop's order if the products are. Keys: asin, query, name, product_category,
         # instruction_text, attributes, price_upper, goal_options.
         self.goals: tuple[dict[str, Any], ...] = tuple(goals)
 
@@ -145,22 +135,7 @@ class Catalogue:
         return self.goals[number]
 
     def find(self, keywords: str) -> list[str]:
-        """Search and return at most 50 ASINs, best first.
-
-        As in WebShop, the first word may select another search: <r> for random products; <a>, <c> and <q> for products
-        with the given attribute, category or query.
-        """
-        kind, _, rest = keywords.strip().partition(" ")
-        rest = rest.strip().lower()
-        every = self.products.values()
-        if kind == "<r>":
-            return random.Random(f"webshop {rest}").sample(list(self.products), min(FOUND, len(self.products)))
-        if kind == "<a>":
-            return [p.asin for p in every if rest in p.attributes][:FOUND]
-        if kind == "<c>":
-            return [p.asin for p in every if rest == p.category.lower()][:FOUND]
-        if kind == "<q>":
-            return [p.asin for p in every if rest == p.query][:FOUND]
+        """Search and return at most 50 ASINs, best first."""
         asins = list(self.products)
         return [asins[i] for i in self.index.find(keywords, FOUND)]
 
@@ -199,7 +174,6 @@ class Catalogue:
             price_text=text,
             options=options,
             attributes=tuple(known),
-            category=str(item.get("category") or ""),
             query=str(item.get("query") or "").lower().strip(),
             product_category=str(item.get("product_category") or ""),
         )
@@ -251,7 +225,6 @@ def _invented(world: int) -> Catalogue:
 def _goal(product: Product, text: str, attributes: list[str], options: Any, bound: float) -> dict[str, Any]:
     return {
         "asin": product.asin,
-        "category": product.category,
         "query": product.query,
         "name": product.title,
         "product_category": product.product_category,

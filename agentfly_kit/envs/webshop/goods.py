@@ -27,19 +27,13 @@ ASKED = 5
 
 @dataclass(frozen=True)
 class Group:
-    """Kinds of products that share a category, attributes, options and a price range.
+    """Kinds of products that share attributes, options and a price range.
 
     Attributes:
-        shelf
-        category
-        kinds
-        attributes
-        options
         cost: (lowest, highest) price in whole dollars.
     """
 
     shelf: str
-    category: str
     kinds: tuple[str, ...]
     attributes: tuple[str, ...]
     options: tuple[str, ...]
@@ -48,27 +42,27 @@ class Group:
 
 GROUPS = (
     Group(
-        "clothing › everyday", "fashion", ("shirt", "jacket", "sweater", "dress", "coat", "hoodie"),
+        "clothing › everyday", ("shirt", "jacket", "sweater", "dress", "coat", "hoodie"),
         ("cotton", "woolen", "linen", "waterproof", "washable", "lightweight", "stretchy"), (_COLOR, _SIZE), (15, 80),
     ),
     Group(
-        "luggage › carried", "fashion", ("backpack", "wallet", "purse", "briefcase"),
+        "luggage › carried", ("backpack", "wallet", "purse", "briefcase"),
         ("leather", "canvas", "waterproof", "foldable", "durable", "lightweight"), (_COLOR,), (20, 90),
     ),
     Group(
-        "home › textiles", "garden", ("blanket", "rug", "curtain", "pillow"),
+        "home › textiles", ("blanket", "rug", "curtain", "pillow"),
         ("cotton", "woolen", "washable", "handmade", "reversible", "recycled"), (_COLOR, _SIZE), (12, 85),
     ),
     Group(
-        "home › furniture", "garden", ("lamp", "chair", "basket", "shelf"),
+        "home › furniture", ("lamp", "chair", "basket", "shelf"),
         ("wooden", "handmade", "foldable", "modern", "sturdy", "recycled"), (_COLOR,), (18, 92),
     ),
     Group(
-        "grocery › pantry", "grocery", ("jam", "tea", "syrup", "cookie"),
+        "grocery › pantry", ("jam", "tea", "syrup", "cookie"),
         ("organic", "vegan", "natural", "unsweetened", "kosher", "crunchy"), (_FLAVOR, _PACK), (4, 40),
     ),
     Group(
-        "beauty › bath", "beauty", ("soap", "candle", "lotion"),
+        "beauty › bath", ("soap", "candle", "lotion"),
         ("organic", "vegan", "natural", "gentle", "handmade", "creamy"), (_SCENT,), (5, 45),
     ),
 )  # fmt: skip
@@ -138,7 +132,6 @@ def _item(
         ],
         "pricing": f"${rng.randint(*group.cost)}.00",
         "customization_options": {name: [{"value": value} for value in values] for name, values in options.items()},
-        "category": group.category,
         "query": kind,
         "product_category": f"{group.shelf} › {kind}",
     }
