@@ -86,6 +86,7 @@ class Family:
         install: Command that installs `needs` and `programs`.
         splits: Default number of tasks per split.
         pool_size: Size of the pool of environments of an agent; further chains wait.
+        acquire_timeout: How long a chain waits for an environment, in seconds.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Family:
     install: str = ""
     splits: Mapping[str, int] = field(default_factory=lambda: {"train": 512, "test": 128})
     pool_size: int = 64
+    acquire_timeout: float = 120.0
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -154,7 +156,8 @@ class Family:
         Args:
             engine: an engine, or a policy, which is then sampled with a `LocalEngine`.
             chat: the chat of the engine's model; by default that of the policy.
-            **settings: as for `af.envs.agent`; max_turns, size and sampling default to the family's values.
+            **settings: as for `af.envs.agent`; max_turns, size, acquire_timeout and sampling default to the family's
+                values.
 
         Raises:  SettingsError if a requirement is not installed, or if `engine` or `chat` is missing.
         """
@@ -171,6 +174,7 @@ class Family:
             raise SettingsError("chat must be that of the engine's model: pass chat=policy.chat or af.Chat(tokenizer)")
         settings.setdefault("max_turns", self.max_turns)
         settings.setdefault("size", self.pool_size)
+        settings.setdefault("acquire_timeout", self.acquire_timeout)
         settings.setdefault("sampling", Sampling(max_tokens=self.max_tokens))
         return base.agent(self.environment, engine, chat=chat, **settings)
 

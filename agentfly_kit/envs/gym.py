@@ -87,10 +87,6 @@ def from_gymnasium(
             # The rewards of the steps are turn rewards already and must not be counted again.
             return {"reward": 0.0, "total": self.total, "success": float(self.total > 0)}
 
-        @property
-        def state(self) -> dict[str, Any]:
-            return {"observation": self.observation, "total": self.total, "done": self.done}
-
         def close(self) -> None:
             self.env.close()
 

@@ -30,7 +30,7 @@ from typing import Any
 
 from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs import mutation
-from agentfly_kit.envs.base import forward_signature
+from agentfly_kit.envs.base import SandboxEnvironment, forward_signature
 from agentfly_kit.envs.family import Family, Move, hash_split, row_id, tool_outputs
 from agentfly_kit.errors import SettingsError, TaskError, ToolError
 from agentfly_kit.sandboxes.files import FileSandbox
@@ -228,7 +228,7 @@ async def grade(
 
 
 @forward_signature(FileSandbox)
-class Repo:
+class Repo(SandboxEnvironment):
     """Environment with a working copy of a repository and the tests of its task.
 
     Args:
@@ -244,23 +244,6 @@ class Repo:
         self.done = False
         # Number of file changes by tools, minus those undone.
         self.edits = 0
-
-    async def start(self) -> None:
-        await self._sandbox.start()
-
-    @property
-    def alive(self) -> bool:
-        return self._sandbox.alive
-
-    @property
-    def isolation(self) -> str | None:
-        return self._sandbox.isolation
-
-    async def close(self) -> None:
-        await self._sandbox.close()
-
-    def kill(self) -> None:
-        self._sandbox.kill()
 
     async def reset(self, task: Task, seed: int) -> None:
         """Clear the folder and copy the task's repository, with its bugs, into it.

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from agentfly_kit.agent.agent import Agent
-from agentfly_kit.envs.family import Family, Move, PlayerEngine, ScriptedPlayer, check_int, small_chat, tool_outputs
+from agentfly_kit.envs.family import Family, Move, check_int, tool_outputs
 from agentfly_kit.errors import SandboxError, SettingsError
-from agentfly_kit.pool.pool import Pool
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
 
@@ -403,37 +402,14 @@ family = Family(
     programs=("java",),
     install=f'pip install "agentfly_kit[envs]"; and {INSTALL_JAVA}',
     splits={"train": 300, "test": 120},
+    pool_size=2,
+    acquire_timeout=24 * 3600.0,
 )
-tasks = family.tasks
-
-
-def agent(engine: Any, *, size: int = 2, **settings: Any) -> Agent:
-    """Create an agent for this environment with a pool of `size` Java processes. Chains wait for one up to a day.
-
-    Args:
-        engine: an engine, or a policy.
-        size: size of the pool, unless `pool` or `pools` provides one.
-        **settings: as for `af.envs.agent`.
-    """
-    pools = settings.get("pools", ())
-    given = [settings.get("pool"), *(pools if isinstance(pools, Sequence) else [pools])]
-    if not any(isinstance(pool, Pool) and pool.sandbox_type is ScienceWorld for pool in given):
-        settings["options"] = {"acquire_timeout": 24 * 3600.0, **(settings.get("options") or {})}
-    return family.agent(engine, size=size, **settings)
+tasks, agent, random_agent = family.tasks, family.agent, family.random_agent
 
 
 def expert(**settings: Any) -> Agent:
     """Create an agent that follows the simulator's own solutions, of up to 178 commands."""
     if "pool" not in settings:
         settings["options"] = {"gold": True, "steps": 250, **(settings.get("options") or {})}
-    return _played(expert_player, **{"max_turns": 250, **settings})
-
-
-def random_agent(**settings: Any) -> Agent:
-    """Create an agent that sends random commands."""
-    return _played(random_player, **settings)
-
-
-def _played(player: ScriptedPlayer, **settings: Any) -> Agent:
-    chat = settings.pop("chat", None) or small_chat()
-    return agent(PlayerEngine(player, chat), chat=chat, **settings)
+    return family.expert(**{"max_turns": 250, **settings})

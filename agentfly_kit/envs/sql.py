@@ -25,7 +25,7 @@ from typing import Any
 
 from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs import kendall
-from agentfly_kit.envs.base import forward_signature
+from agentfly_kit.envs.base import SandboxEnvironment, forward_signature
 from agentfly_kit.envs.family import Family, Move, existing_file, first_world, row_id, tool_outputs
 from agentfly_kit.errors import SandboxError, SettingsError, TaskError
 from agentfly_kit.sandboxes.sql import SQLSandbox
@@ -64,7 +64,7 @@ def score(seen: Rows | str | None, wanted: Rows) -> dict[str, float]:
 
 
 @forward_signature(SQLSandbox, omit=("max_rows",), max_output=2**20)
-class SQL:
+class SQL(SandboxEnvironment):
     """Environment with a database, which the chain may modify, and the rows of the task's reference query.
 
     Args:
@@ -89,19 +89,6 @@ class SQL:
         # Rows of the task's reference query on the unmodified database.
         self.gold: Rows = []
         self.done = False
-
-    async def start(self) -> None:
-        await self._sandbox.start()
-
-    @property
-    def alive(self) -> bool:
-        return self._sandbox.alive
-
-    async def close(self) -> None:
-        await self._sandbox.close()
-
-    def kill(self) -> None:
-        self._sandbox.kill()
 
     async def reset(self, task: Task, seed: int) -> None:
         """Create the task's database and run its reference query.

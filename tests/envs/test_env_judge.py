@@ -7,7 +7,6 @@ import random
 from typing import Any
 
 import agents
-import dice
 import pytest
 
 import agentfly_kit as af
@@ -51,22 +50,6 @@ def test_scores_are_read_or_refused_with_a_reason(text: str, points: tuple[float
     found, why = judging.read_scores(text, RUBRIC)
     assert found == (None if points is None else {"short": points[0], "kind": points[1]})
     assert bool(why) is (points is None)
-
-
-def test_reading_never_raises() -> None:
-    seed = dice.seed()
-    rng = random.Random(seed)
-    pieces = ["<scores>", "</scores>", "<better>", "</better>", "<order>", "</order>", "{", "}", '"short"', ":", "1",
-              "kind",
-              "\n", "tie", ",", "9" * 400, "\ud83d", "\u0663", "<think>", "</think>", "[", "null", "."]  # fmt: skip
-    for _ in range(3000):
-        text = "".join(rng.choices(pieces, k=rng.randint(0, 30)))
-        points, why = judging.read_scores(text, RUBRIC)
-        assert (points is None) == bool(why)
-        assert points is None or all(0 <= value <= 10 for value in points.values())
-        assert judging.read_choice(text)[0] in (None, 0.0, 0.5, 1.0)
-        order, _ = judging.read_order(text, 2)
-        assert order in (None, [1, 2], [2, 1])
 
 
 def test_choices_and_orders() -> None:

@@ -67,14 +67,9 @@ async def test_a_class_written_in_a_cell_is_an_environment() -> None:
     assert t.final is None
 
 
-async def test_what_no_call_ended_ends_with_an_answer_and_is_scored() -> None:
+async def test_an_episode_ends_with_an_answer_or_with_the_call_that_ends_it() -> None:
     (t,) = (await guesser([call(3), "no idea"]).rollout(task())).trajectories
-    assert (t.stop, t.reward) == ("answered", 0.0)
-    (t,) = (await guesser(["no idea"]).rollout(task())).trajectories
     assert (t.stop, t.reward, t.error) == ("answered", 0.0, None)
-
-
-async def test_after_the_end_no_call_is_run() -> None:
     (t,) = (await guesser([call(7) + call(3)]).rollout(task())).trajectories
     assert [c.result.observation for c in t.tool_calls] == ["right", "The episode is over."]
     assert t.stop == "env_done"
