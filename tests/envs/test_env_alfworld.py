@@ -27,7 +27,7 @@ def kitchen() -> House:
     )
 
 
-def test_the_words_are_the_originals() -> None:
+def test_observations_are_those_of_alfworld() -> None:
     house = kitchen()
     for command, said in [
         ("look", "You are in the middle of a room. Looking quickly around you, you see nothing."),
@@ -81,7 +81,7 @@ def test_the_words_are_the_originals() -> None:
      "move None to fridge 1", "go to fridge 1; open fridge 1", "go to fridge 1\x00", "геть to fridge 1", "look " * 5000,
      "__init__", "go to 'fridge 1'", "open apple 1", "close countertop 1"],
 )  # fmt: skip
-def test_what_is_no_command_changes_nothing(command: str) -> None:
+def test_invalid_commands_change_nothing(command: str) -> None:
     house, before = kitchen(), kitchen()
     assert house.do(command) == NOTHING
     assert house == before
@@ -89,7 +89,7 @@ def test_what_is_no_command_changes_nothing(command: str) -> None:
 
 
 @pytest.mark.parametrize("size", ["small", "full"])
-def test_whatever_is_admissible_does_something_and_a_plan_wins_from_anywhere(size: Any) -> None:
+def test_admissible_commands_have_an_effect_and_a_plan_wins_from_any_state(size: Any) -> None:
     rng = random.Random(3)
     kinds = set()
     for number in range(120):
@@ -110,14 +110,14 @@ def test_whatever_is_admissible_does_something_and_a_plan_wins_from_anywhere(siz
     assert kinds == set(games.KINDS)
 
 
-def test_a_plan_for_what_cannot_be_says_so() -> None:
+def test_an_impossible_goal_has_no_plan() -> None:
     with pytest.raises(ValueError, match="has 1 bread and 1 desk; the goal wants more"):
         plans.plan(kitchen(), games.Goal("pick_two_obj_and_place", "bread", "desk"))
     with pytest.raises(ValueError, match="no floorlamp"):
         plans.plan(kitchen(), games.Goal("look_at_obj_in_light", "bread", "floorlamp"))
 
 
-def test_goals_hold_when_and_only_when_they_are_met() -> None:
+def test_goals_are_met_exactly_when_their_conditions_hold() -> None:
     house = kitchen()
     heat = games.Goal("pick_heat_then_place_in_recep", "apple", "countertop")
     two = games.Goal("pick_two_obj_and_place", "apple", "countertop", 1)
@@ -139,7 +139,7 @@ def test_goals_hold_when_and_only_when_they_are_met() -> None:
     assert light.met(house)
 
 
-async def test_the_reward_says_how_far_a_chain_came() -> None:
+async def test_the_reward_contains_the_stages() -> None:
     tasks = alfworld.tasks(12, "test")
     won = (await alfworld.expert().rollout(tasks)).trajectories
     for t in won:
@@ -157,7 +157,7 @@ async def test_the_reward_says_how_far_a_chain_came() -> None:
         assert [c.result.observation for c in t.tool_calls] == [NOTHING] * 6
 
 
-async def test_the_admissible_commands_are_told_when_asked() -> None:
+async def test_admissible_commands_are_listed() -> None:
     task = alfworld.tasks(1, "test", size="small")[0]
     act, admissible = alfworld.family.tools
     assert (act.name, admissible.name) == ("act", "admissible_commands")
@@ -168,7 +168,7 @@ async def test_the_admissible_commands_are_told_when_asked() -> None:
     assert all("\n\nAdmissible: " in c.result.observation for c in t.tool_calls[:-1])
 
 
-def test_bad_settings_are_named() -> None:
+def test_invalid_settings_are_named() -> None:
     with pytest.raises(af.errors.SettingsError, match="size must be 'small' or 'full', got 'huge'"):
         alfworld.tasks(1, "test", size="huge")  # type: ignore[arg-type]
     with pytest.raises(af.errors.SettingsError, match=r"kinds must be one or more of .*, got \('cook',\)"):
@@ -196,7 +196,7 @@ def a_file(folder: Path, number: int = 0, **changes: Any) -> Path:
     return inside / "game.tw-pddl"
 
 
-async def test_a_folder_of_the_originals_games_becomes_tasks(tmp_path: Path) -> None:
+async def test_a_folder_of_alfworlds_games_becomes_tasks(tmp_path: Path) -> None:
     for number in range(3):
         a_file(tmp_path, number)
     a_file(tmp_path, 3, solvable=False)
@@ -213,7 +213,7 @@ async def test_a_folder_of_the_originals_games_becomes_tasks(tmp_path: Path) -> 
         assert "type: pip install textworld" in str(t.error)
 
 
-def test_bad_folders_and_files_are_named(tmp_path: Path) -> None:
+def test_invalid_folders_and_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(af.errors.SettingsError, match=r"is not a folder; .*alfworld-download"):
         alfworld.tasks_in(tmp_path / "nowhere")
     with pytest.raises(af.errors.SettingsError, match=r"no games \(.*alfworld-download"):

@@ -1,4 +1,4 @@
-"""Chess: the rules against known counts and python-chess, the puzzles that ship, the defender, and files of others."""
+"""chess: rules, puzzles, the defender, and files of Lichess."""
 
 import importlib.util
 import json
@@ -35,7 +35,7 @@ def count(board: Board, plies: int) -> int:
         ("rnbq1k1r/pp1Pbppp/2p5/8/2B5/8/PPP1NnPP/RNBQK2R w KQ - 1 8", 2, 1486),
     ],
 )
-def test_there_are_as_many_moves_as_is_known(fen: str, plies: int, moves: int) -> None:
+def test_move_counts_are_the_known_ones(fen: str, plies: int, moves: int) -> None:
     """Positions and counts: the chess programming wiki's "Perft results"."""
     assert count(Board.from_fen(fen), plies) == moves
     assert Board.from_fen(fen).fen == fen
@@ -69,7 +69,7 @@ def test_python_chess_agrees_in_drawn_games() -> None:
         assert other.is_checkmate(), row
 
 
-def test_moves_are_read_as_people_write_them() -> None:
+def test_moves_are_parsed_in_common_notations() -> None:
     board = Board.from_fen("r3k2r/pPp5/8/3pP3/8/8/P7/R3K2R w KQkq d6 0 1")
     for text, move in [
         ("e1g1", "e1g1"), ("O-O", "e1g1"), ("0-0-0", "e1c1"), ("exd6", "e5d6"), ("ed6", "e5d6"), ("b8=Q+", "b7b8q"),
@@ -87,12 +87,12 @@ def test_moves_are_read_as_people_write_them() -> None:
             "4k3/9/8/8/8/8/8/4K3 w - - 0 1", "4k3/8/8/8/8/8/4R3/4K3 w - - 0 1", "P3k3/8/8/8/8/8/8/4K3 w - - 0 1",
             "4k3/8/8/8/8/8/8/4K3 w QK - 0 1", "4k3/8/8/8/8/8/8/4K3 w - e5 0 1", "kk6/8/8/8/8/8/8/4K3 w - - 0 1"],
 )  # fmt: skip
-def test_what_is_no_position_is_named(fen: str) -> None:
+def test_invalid_positions_are_rejected(fen: str) -> None:
     with pytest.raises(af.errors.SettingsError, match="is not a valid position"):
         Board.from_fen(fen)
 
 
-def test_what_ships_is_remade_and_has_one_solution() -> None:
+def test_shipped_puzzles_are_reproducible_and_have_one_solution() -> None:
     assert "agentfly_kit.envs.chess.puzzles" in DATA.joinpath("ORIGIN.md").read_text(encoding="utf-8")
     for split, size in puzzles.SIZES.items():
         lines = DATA.joinpath(f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
@@ -123,7 +123,7 @@ async def one(agent: Any, **fields: Any) -> Any:
     return t
 
 
-async def test_any_mate_in_time_is_right_and_nothing_else() -> None:
+async def test_any_mate_within_the_limit_is_correct() -> None:
     two = {"fen": "7k/8/5K2/8/8/8/8/6Q1 w - - 0 1", "mate": 2}  # many ways
     assert (await one(plays("Qg7#"), **two)).reward == 1.0
     slow = await one(plays("Qg2", "Qg3"), **two)

@@ -68,7 +68,7 @@ async def test_the_same_seed_gives_the_same_evaluation_in_another_process() -> N
 
 
 @pytest.mark.parametrize("name", ready())
-def test_tasks_are_the_same_again_and_in_one_split_only(name: str) -> None:
+def test_tasks_are_reproducible_and_splits_disjoint(name: str) -> None:
     of = getattr(af.envs, name)
     n = 4 if name == "chess" else 40  # puzzles are found by search
     tasks = of.tasks(n)  # raises where a content stands in both splits
@@ -86,7 +86,7 @@ def test_tasks_are_the_same_again_and_in_one_split_only(name: str) -> None:
             of.tasks(1, seed=seed)
 
 
-def test_the_list_says_what_there_is() -> None:
+def test_list_describes_every_family() -> None:
     table = af.envs.list()
     assert list(table.index) == list(FAMILIES)
     assert list(table.columns) == ["what", "tools", "needs", "size", "licence", "installed"]
@@ -114,23 +114,7 @@ async def test_reasoning_gym_is_scored_by_its_own_verifiers() -> None:
 # ---- lookup
 
 
-def test_a_question_is_read_as_it_was_written_and_the_store_answers_it() -> None:
-    rng = random.Random(1)
-    hops = set()
-    for world in range(200):
-        facts = lookup.store(world)
-        asked = lookup.question(facts, rng)
-        assert lookup.read(asked.text) == asked
-        name = asked.name
-        for key in asked.keys:
-            name = facts[name][key]
-        assert asked.steps(facts)[-1][2] == name
-        hops.add(len(asked.keys))
-    assert hops == {1, 2, 3}
-    assert lookup.read("What is Ann's boss's boss's city?") == lookup.Question("Ann", ("boss", "boss", "city"))
-
-
-async def test_a_look_up_says_what_it_does_not_know() -> None:
+async def test_a_look_up_reports_unknown_people_and_facts() -> None:
     (look,) = af.envs.tools(lookup.Lookup)
     task = lookup.tasks(1, "train")[0]
     name = next(iter(lookup.store(task.fields["world"])))
@@ -142,7 +126,7 @@ async def test_a_look_up_says_what_it_does_not_know() -> None:
 # ---- maze
 
 
-def test_every_cell_of_a_maze_is_reached_by_one_way() -> None:
+def test_a_maze_is_a_tree() -> None:
     for number in range(50):
         grid = maze.Grid(number, 5)
         assert len(grid.away) == 25
@@ -150,7 +134,7 @@ def test_every_cell_of_a_maze_is_reached_by_one_way() -> None:
         assert all(maze._BACK[way] in grid.open[maze.beside(c, way)] for c, ways in grid.open.items() for way in ways)
 
 
-async def test_shaped_steps_add_up_to_one_whatever_the_detours() -> None:
+async def test_shaped_rewards_sum_to_one_with_detours() -> None:
     tasks = maze.tasks(10, "train")
     agent = maze.expert(options={"shaped": True})
     for t in (await agent.rollout(tasks)).trajectories:
@@ -190,20 +174,20 @@ async def test_shaped_steps_add_up_to_one_whatever_the_detours() -> None:
         ("(" * 150 + ")" * 50, "1", None), ("1 if 1 else 2", "1", None), ("True", "1", None), ("", "1", None),
     ],
 )  # fmt: skip
-def test_values_are_compared_not_texts(a: str, b: str, equal: bool | None) -> None:
+def test_same_compares_values(a: str, b: str, equal: bool | None) -> None:
     assert exact.same(a, b) is equal
     if equal is not None:
         assert exact.same(b, a) is equal
 
 
-def test_what_is_shown_is_read_again() -> None:
+def test_shown_values_can_be_parsed() -> None:
     for text, shown in {"8^(1/2)": "2*2^(1/2)", "2/4": "1/2", "3*(4+5)": "27", "(2+3^(1/2))^(1/2)": None}.items():
         got = exact.shown(exact.value(text))
         assert shown in (None, got)
         assert exact.same(got, text), got
 
 
-def test_an_answer_in_other_words_goes_to_math_verify() -> None:
+def test_other_notations_are_compared_by_math_verify() -> None:
     for said, answer, right in [
         ("2/4", "1/2", True), ("x+1", "1+x", True), ("{2,1}", "{1,2}", True), ("[1,2]", "(1,2)", False),
         ("$\\sqrt{8}$", "2\\sqrt{2}", True), ("1/2", "x+1", False), ("seven", "7", False), ("", "7", False),
@@ -221,7 +205,7 @@ def test_an_answer_in_other_words_goes_to_math_verify() -> None:
         ("\u0661", "2", False), ("-" * 3000 + "1", "1", False), ("nan", "1/2", False), ("1/0", "1/0", True),
     ],
 )  # fmt: skip
-def test_no_answer_is_right_by_force(said: str, answer: str, right: bool) -> None:
+def test_hostile_answers_are_wrong_and_take_no_time(said: str, answer: str, right: bool) -> None:
     assert exact.equivalent(said, answer) is right
 
 
@@ -233,7 +217,7 @@ def fewer(name: str, n: int = 64) -> int:
 
 
 @pytest.mark.parametrize("name", ready())
-async def test_many_chains_at_once_are_each_as_if_they_were_alone(name: str) -> None:
+async def test_concurrent_chains_do_not_affect_each_other(name: str) -> None:
     """64 at once, and one after another in one environment that serves them all, say the same word for word."""
     of = getattr(af.envs, name)
     tasks = of.tasks(fewer(name), "train")
@@ -253,7 +237,7 @@ def garbage(what: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", ready())
-async def test_an_action_that_is_none_is_told_so_and_the_others_go_on(name: str) -> None:
+async def test_invalid_actions_are_reported_and_do_not_affect_other_chains(name: str) -> None:
     of = getattr(af.envs, name)
     tasks = of.tasks(3, "test")
     tool = of.family.tools[0]
@@ -280,7 +264,7 @@ async def test_an_action_that_is_none_is_told_so_and_the_others_go_on(name: str)
 
 
 @pytest.mark.parametrize("name", ready())
-async def test_a_task_that_is_none_is_named_and_the_others_go_on(name: str) -> None:
+async def test_invalid_tasks_are_reported_and_do_not_affect_other_chains(name: str) -> None:
     of = getattr(af.envs, name)
     good = of.tasks(1, "test")[0]
     chat = family.small_chat()
@@ -340,7 +324,7 @@ async def test_a_fork_goes_on_from_the_same_state_or_is_refused_by_name(name: st
         ("math", {"answer": None}, "answer must be a string or a number, got None (NoneType)"),
     ],
 )
-async def test_a_field_that_cannot_be_is_named_with_what_is_wanted(name: str, fields: Any, words: str) -> None:
+async def test_invalid_fields_are_named(name: str, fields: Any, words: str) -> None:
     of = getattr(af.envs, name)
     if of.family.missing:
         pytest.skip(f"not installed: {', '.join(of.family.missing)}")
@@ -362,7 +346,7 @@ async def test_an_answer_may_be_a_number() -> None:
         assert t.success, t.error
 
 
-async def test_evaluations_tell_the_stages() -> None:
+async def test_evaluations_contain_the_metrics() -> None:
     for name, stage in (("maze", "steps"), ("judge", "short"), ("judge", "manners")):
         of = getattr(af.envs, name)
         evaluation = await af.evaluate(of.expert(), of.tasks(8, "test"))

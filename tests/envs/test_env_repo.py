@@ -1,4 +1,4 @@
-"""repo: mistakes in a repository that ships; whatever a chain does to its folder, only a mended program is paid."""
+"""repo: rewards for repairs only, hostile changes, users' repositories, and mutations."""
 
 import asyncio
 import contextlib
@@ -106,7 +106,7 @@ X""",
 
 
 @pytest.mark.parametrize("how", HOSTILE)
-async def test_nothing_but_a_repair_is_paid(how: str, env: repo.Repo, grader: Grader) -> None:
+async def test_hostile_changes_are_not_rewarded(how: str, env: repo.Repo, grader: Grader) -> None:
     await call(env, "shell", command=HOSTILE[how])
     said = await score(env, grader)
     assert (said["reward"], said["success"]) == (0.0, 0.0), said
@@ -153,7 +153,7 @@ async def test_values_of_the_visible_tests_are_not_enough(env: repo.Repo, grader
     assert 0.9 < said["kept"] < 1
 
 
-def test_what_ships_fits_together() -> None:
+def test_shipped_bugs_fit_the_repository() -> None:
     shipped, names = repo.repository(), {f"{path}::{name}" for path, name in repo.repository().cases}
     known = repo._shipped_bugs()
     assert len(known) > 150
@@ -169,7 +169,7 @@ def test_what_ships_fits_together() -> None:
 
 
 @pytest.mark.real
-async def test_what_ships_fails_as_it_says(grader: Grader) -> None:
+async def test_shipped_bugs_fail_as_recorded(grader: Grader) -> None:
     """Without those that never end: which tests are reached in time is the machine's."""
     shipped = repo.repository()
     ends = [bug for bug in repo._shipped_bugs() if "took more than" not in bug["says"] and "while" not in bug["right"]]
@@ -210,7 +210,7 @@ async def test_a_job_in_the_background_ends_when_the_chain_does() -> None:
     await pool.close()
 
 
-async def test_a_repository_of_ones_own(tmp_path: Path) -> None:
+async def test_a_users_repository(tmp_path: Path) -> None:
     for path, text in {
         "pack/__init__.py": "", "pack/half.py": "def half(n):\n    return n // 2\n",
         "tests/test_half.py": "from pack.half import half\n\n\ndef test_half():\n    assert half(6) == 3\n",
@@ -229,7 +229,7 @@ async def test_a_repository_of_ones_own(tmp_path: Path) -> None:
     assert t.reward == 0.0, t.error
 
 
-async def test_wrong_tasks_are_named_and_lose_no_sibling(tmp_path: Path) -> None:
+async def test_invalid_tasks_are_named_and_do_not_affect_other_chains(tmp_path: Path) -> None:
     with pytest.raises(af.errors.SettingsError, match=r"has no tests/test_\*\.py"):
         repo.repository(tmp_path)
     with pytest.raises(af.errors.SettingsError, match="repository must be an existing folder"):

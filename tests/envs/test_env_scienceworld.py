@@ -1,4 +1,4 @@
-"""ScienceWorld in Java processes that a pool keeps: its own solutions, many chains on few processes, and faults."""
+"""scienceworld: splits, Java processes, expert, isolation of chains, and faults."""
 
 import os
 from pathlib import Path

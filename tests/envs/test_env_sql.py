@@ -1,4 +1,4 @@
-"""sql: its reward is InterCode's, every chain has a database of its own, and what a query may do stays in there."""
+"""sql: the reward, isolation of databases, hostile queries, and files of Spider, BIRD and InterCode."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ async def test_a_fork_goes_on_with_a_copy() -> None:
         await each.finish()
 
 
-async def test_tasks_that_cannot_be_are_named() -> None:
+async def test_invalid_tasks_are_named() -> None:
     of = sql.SQL()
     try:
         for wrong, error, words in [
@@ -247,19 +247,6 @@ def test_without_duckdb_it_says_what_to_type(monkeypatch: pytest.MonkeyPatch) ->
 # ---- its tasks
 
 
-def test_worlds_are_the_same_again_and_every_kind_of_question_has_rows() -> None:
-    kinds = set()
-    for row in sql.rows(120, "train"):
-        of = sql.world(row["db"], row["world"])
-        with closing(sqlite3.connect(":memory:")) as connection:
-            connection.executescript(of.script)
-            got = connection.execute(row["gold"]).fetchall()
-        assert got, row
-        kinds.add((row["hardness"], row["question"].split("\n")[1].split(" ")[0]))
-    assert len(kinds) >= 6
-    assert {hardness for hardness, _ in kinds} == {"easy", "medium", "hard"}
-
-
 @pytest.fixture
 def spider(tmp_path: Path) -> Path:
     """A folder as Spider's archive has it."""
@@ -289,14 +276,7 @@ async def test_spiders_files_load_and_are_solved(spider: Path, engine: str) -> N
     assert expert.metrics["queries"] == 1
 
 
-def test_intercodes_rows_load(spider: Path) -> None:
-    row = {"db": "pets", "query": "How many?", "gold": "SELECT count(*) FROM pet", "hardness": "easy", "db_tables": {}}
-    (spider / "ic.json").write_text(json.dumps([row]), encoding="utf-8")
-    (only,) = sql.load(spider / "ic.json", schema=False)
-    assert (only.messages[-1]["content"], only.fields["hardness"]) == ("How many?", "easy")
-
-
-def test_birds_rows_load_with_what_it_calls_evidence(spider: Path) -> None:
+def test_rows_of_bird_and_intercode_load_with_evidence(spider: Path) -> None:
     bird = {
         "question_id": 195, "db_id": "pets", "question": "How many are heavy?", "evidence": "heavy means weight > 2.8",
         "SQL": "SELECT count(*) FROM pet WHERE weight > 2.8", "difficulty": "simple",
@@ -312,7 +292,7 @@ def test_birds_rows_load_with_what_it_calls_evidence(spider: Path) -> None:
     assert bare.messages[-1]["content"] == "How many are heavy?"
 
 
-def test_wrong_files_are_named(spider: Path) -> None:
+def test_invalid_files_are_named(spider: Path) -> None:
     with pytest.raises(TaskError, match=r"nowhere\.json: no such file; pass the path of Spider's dev\.json"):
         sql.load(spider / "nowhere.json")
     for content, words in [

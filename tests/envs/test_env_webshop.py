@@ -1,4 +1,4 @@
-"""WebShop: the pages and clicks, the reward's every part, files, and 64 visits at once."""
+"""webshop: reward, pages and clicks, players, and WebShop's files."""
 
 import json
 import re
@@ -106,7 +106,7 @@ def test_likeness_is_that_of_thefuzz() -> None:
         assert scoring.alike(a, b) == ratio, (a, b)
 
 
-def test_a_stand_in_takes_no_adjective_for_a_noun() -> None:
+def test_likely_nouns_are_no_adjectives() -> None:
     assert scoring.likely_nouns("Adwin Washable Cotton Shirt, extra LARGE (2 Pack)") == ["adwin", "shirt", "pack"]
     assert scoring.likely_nouns("") == []
     assert scoring.find_nouns(str.split) == str.split
@@ -130,7 +130,7 @@ def test_no_two_words_of_the_invented_shop_are_alike() -> None:
 # ---- the pages
 
 
-async def test_the_pages_are_webshops() -> None:
+async def test_pages_are_those_of_webshop() -> None:
     task = tasks(1, "test")[0]
     shop = WebShop()
     opening = await shop.reset(task, 0)
@@ -179,7 +179,7 @@ async def test_rich_pages_mark_what_was_clicked() -> None:
     assert f"[clicked button] {scent} [clicked button_]" in await shop.click(scent)
 
 
-async def test_what_is_not_on_the_page_changes_nothing_and_says_so() -> None:
+async def test_clicks_on_missing_elements_change_nothing() -> None:
     task = tasks(1, "test")[0]
     shop = await visit(task)
     with pytest.raises(af.ToolError, match="'buy now' is not on this page; you can click: search"):
@@ -296,7 +296,7 @@ async def test_tasks_of_files_are_solved_by_the_same_expert(folder: Path) -> Non
         WebShop(page_size=0)
 
 
-def test_files_that_are_not_theirs_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
+def test_invalid_files_are_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(
         af.errors.SettingsError, match=r"nowhere\.json: no such file\. WebShop's files are items_shuffle"
     ):

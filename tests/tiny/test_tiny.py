@@ -66,22 +66,22 @@ def test_the_template_promises_what_exact_tokens_need(policy: Any) -> None:
     assert report.thinking == "kept"
 
 
-def test_digits_and_signs_are_tokens_of_their_own(policy: Any) -> None:
+def test_digits_and_operators_are_single_tokens(policy: Any) -> None:
     assert policy.chat.token_texts(policy.chat.encode("12*(3+45)-6?")) == tuple("12*(3+45)-6?")
 
 
 @pytest.mark.parametrize("text", ["naïve 東京 🙂\n", "  two  blanks", '{"name": "x"}', "<tool_call>{}</tool_call>"])
-def test_any_text_comes_back(text: str, policy: Any) -> None:
+def test_any_text_is_decoded_unchanged(text: str, policy: Any) -> None:
     assert policy.chat.text(policy.chat.encode(text)) == text
 
 
-def test_pad_is_no_token_of_any_text(policy: Any) -> None:
+def test_the_padding_token_occurs_in_no_text(policy: Any) -> None:
     tokenizer = policy.chat.tokenizer
     assert tokenizer.pad_token_id not in (tokenizer.eos_token_id, *policy.chat.stop_ids)
     assert tokenizer.pad_token_id not in policy.chat.encode("What is <|im_start|>1+2?<|im_end|>")
 
 
-def test_the_template_says_which_tools_there_are(policy: Any) -> None:
+def test_the_template_lists_the_tools(policy: Any) -> None:
     user = {"role": "user", "content": "What is 1+2?"}
     second = {"function": {"name": "lookup", "parameters": {"properties": {"person": {}, "fact": {}}}}}
     render = policy.chat.render
