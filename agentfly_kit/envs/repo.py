@@ -94,6 +94,34 @@ class Repository:
             ]
         return tuple(found)
 
+    @functools.cached_property
+    def _needs(self) -> dict[str, set[str]]:
+        """Path of each Python file -> paths of the files that it imports, directly or indirectly."""
+        paths = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in self.files}
+        every = {path: text for path, text in {**self.files, **self.tests}.items() if path.endswith(".py")}
+        direct = {path: {paths[name] for name in _imports(text) or () if name in paths} for path, text in every.items()}
+        found = {}
+        for path in direct:
+            reached, pending = set[str](), [path]
+            while pending:
+                new = direct.get(pending.pop(), set()) - reached
+                reached |= new
+                pending += new
+            found[path] = reached
+        return found
+
+    def reached_by(self, files: Mapping[str, str]) -> frozenset[str]:
+        """Return the paths of the tests whose result could change if `files` replaced the repository's Python files.
+
+        These are the tests that import a changed file, directly or indirectly. If files were added or removed, or
+        imports changed, these are all tests. Running only those takes 0.2 to 0.4 s in `stall`, running all 1.1 s.
+        """
+        own = {path: text for path, text in self.files.items() if path.endswith(".py")}
+        differ = {path for path, text in files.items() if own.get(path) != text}
+        if own.keys() != files.keys() or any(_imports(files[path]) != _imports(own[path]) for path in differ):
+            return frozenset(self.tests)
+        return frozenset(path for path in self.tests if differ & self._needs[path])
+
     def broken(self, bugs: Iterable[Mapping[str, Any]]) -> Repository:
         """Return a copy of the repository with the bugs applied.
 
@@ -110,6 +138,21 @@ class Repository:
             lines[at] = bug["broken"] + "\n"
             files[bug["file"]] = "".join(lines)
         return Repository(files, self.tests)
+
+
+def _imports(text: str) -> frozenset[str] | None:
+    """Return the names that a source imports, with all their parents, or None if it is not valid Python."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names]
+    return frozenset(name.rsplit(".", n)[0] for name in names for n in range(name.count(".") + 1))
 
 
 def _is_test(path: str) -> bool:
@@ -373,11 +416,13 @@ class Repo(SandboxEnvironment):
         was = self._repository
         now = await self.sources()
         first = set(failing)
+        # Tests that the changes cannot affect keep their initial result and are not run.
+        only = was.reached_by(now) if first else frozenset(was.tests)
         results = {f"{path}::{name}": f"{path}::{name}" not in first for path, name in was.cases}
         others = {path: text for path, text in was.files.items() if not path.endswith(".py")}
         # The test files in which tests failed are run first: if the bug is not fixed, the others need not be run.
-        mended = {name.partition("::")[0] for name in first} & was.tests.keys()
-        for paths in (mended, was.tests.keys() - mended):
+        mended = {name.partition("::")[0] for name in first}
+        for paths in (only & mended, only - mended):
             graded = await grade(grader, was, others | now, only=paths)
             results |= {name: why is None for name, why in graded.items()}
             if not all(results[name] for name in first & results.keys()):
@@ -512,7 +557,8 @@ async def bugs(
             for number, change in enumerate(_sample_changes(mutation.mutations(text), most, f"{seed} {path}")):
                 bug = {"file": path, "line": change.line, "right": change.right, "broken": change.broken}
                 broken = whole.broken([bug]).files
-                results = await grade(own, whole, broken, seconds=1.0, total=10.0)
+                only = whole.reached_by({name: each for name, each in broken.items() if name.endswith(".py")})
+                results = await grade(own, whole, broken, only=only, seconds=1.0, total=10.0)
                 failing = [name for name, why in results.items() if why is not None]
                 shown = [name for name in failing if not name.startswith(_HELD_BACK)]
                 if not shown:
