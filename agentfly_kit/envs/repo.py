@@ -279,6 +279,8 @@ class Repo(SandboxEnvironment):
         **sandbox: settings of `FileSandbox`: isolation, memory_mb, disk_mb, ...
     """
 
+    _sandbox: FileSandbox
+
     def __init__(self, *, seconds: float = 20.0, **sandbox: Any) -> None:
         self._sandbox = FileSandbox(**sandbox)
         self._seconds = seconds

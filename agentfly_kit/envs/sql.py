@@ -74,6 +74,8 @@ class SQL(SandboxEnvironment):
         **sandbox: further settings of `SQLSandbox`: isolation, memory_mb, disk_mb, ...
     """
 
+    _sandbox: SQLSandbox
+
     def __init__(self, engine: str = "sqlite", *, seconds: float = 5.0, most: int = 10_000, **sandbox: Any) -> None:
         if engine == "duckdb" and importlib.util.find_spec("duckdb") is None:
             raise SettingsError(

@@ -275,9 +275,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             (given.out / f"{split}.jsonl").write_text(lines, encoding="utf-8")
         text = own.origin
     else:
-        made = build(given.name, given.out, seed=given.seed, report=lambda line: sys.stderr.write(f"{line}\n"))
+        made = build(given.name, given.out, seed=given.seed, report=_print)
         text, size = _POLICY_ORIGIN, round(made.size / 10_000) * 10
     (given.out / "ORIGIN.md").write_text(text.format(command=command, name=given.name, size=size), encoding="utf-8")
+
+
+def _print(line: str) -> None:
+    sys.stderr.write(line + "\n")
 
 
 _POLICY_ORIGIN = """\

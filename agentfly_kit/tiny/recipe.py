@@ -81,7 +81,7 @@ class BaseRecipe:
 
     name: ClassVar[str]
     words: ClassVar[Sequence[str]] = ()
-    tools: ClassVar[Sequence[Mapping[str, Any]]]
+    tools: ClassVar[Sequence[dict[str, Any]]]
     habits: ClassVar[Mapping[str, int]]
     origin: ClassVar[str]
     skill_steps: ClassVar[int] = 500

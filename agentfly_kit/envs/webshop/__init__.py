@@ -32,6 +32,8 @@ from agentfly_kit.tasks import Tasks
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task
 
+__all__ = ["BRIEF", "Catalogue", "Shop", "WebShop", "WebShopText", "agent", "expert", "family", "random_agent", "tasks"]
+
 # Options with which the shipped policy was pretrained: `agent(af.tiny.policy("webshop"), options=BRIEF)`.
 BRIEF: dict[str, Any] = {"brief": True, "page_size": 3}
 
