@@ -251,13 +251,13 @@ class Judge:
         seed: int = 0,
     ) -> None:
         if not isinstance(engine, Engine):
-            raise SettingsError(f"got {engine!r} as engine; pass an engine such as af.OpenAIEngine(base_url, model)")
+            raise SettingsError(f"engine must be an engine such as af.OpenAIEngine(base_url, model), got {engine!r}")
         chat = getattr(getattr(engine, "policy", None), "chat", None) if chat is None else chat
         if chat is None and engine.tokens == "exact" and engine.author == "policy":
             raise SettingsError(f"{engine!r} takes token ids: pass the judge chat=af.Chat(tokenizer) of its model")
         if attempts < 1 or max_chars < 1 or not timeout > 0:
             raise SettingsError(
-                f"got attempts={attempts}, max_chars={max_chars}, timeout={timeout}; each must be positive"
+                f"attempts, max_chars and timeout must be positive, got {attempts}, {max_chars} and {timeout}"
             )
         self.engine, self.chat = engine, chat
         self.rubric = None if rubric is None else Rubric.from_spec(rubric)

@@ -237,8 +237,8 @@ class ScienceWorld:
         unknown = [name for name in names if name not in SIMPLIFICATIONS]
         if unknown:  # otherwise the simulator would report it in an observation
             raise SettingsError(
-                f"got simplification={simplification!r} with unknown name {unknown[0]!r}; use 'easy' alone, or names "
-                f"separated by commas from {', '.join(SIMPLIFICATIONS)}"
+                f"simplification must be 'easy' alone, or names from {', '.join(SIMPLIFICATIONS)}, separated by commas; "
+                f"got {simplification!r}"
             )
         self.memory_mb, self.limit, self.simplification, self.gold = memory_mb, steps, simplification, gold
         self._simulator: Simulator | None = None
