@@ -234,11 +234,10 @@ class ScienceWorld:
         check_int("memory_mb", memory_mb, 128)
         check_int("steps", steps, 1)
         names = [] if simplification in ("", "easy") else simplification.split(",")
-        unknown = [name for name in names if name not in SIMPLIFICATIONS]
-        if unknown:  # otherwise the simulator would report it in an observation
+        if not set(names) <= set(SIMPLIFICATIONS):  # otherwise the simulator would report it in an observation
             raise SettingsError(
-                f"simplification must be 'easy' alone, or names from {', '.join(SIMPLIFICATIONS)}, separated by commas; "
-                f"got {simplification!r}"
+                f"simplification must be 'easy' alone, or comma-separated names from {', '.join(SIMPLIFICATIONS)}; got "
+                f"{simplification!r}"
             )
         self.memory_mb, self.limit, self.simplification, self.gold = memory_mb, steps, simplification, gold
         self._simulator: Simulator | None = None
