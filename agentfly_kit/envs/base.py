@@ -181,8 +181,8 @@ def _hints(method: Any) -> dict[str, Any]:
 
 
 def _is_sandbox(annotation: Any) -> bool:
-    asks = injection(annotation)
-    return asks is not None and asks.source == "sandbox"
+    wanted = injection(annotation)
+    return wanted is not None and wanted.source == "sandbox"
 
 
 async def _replay(environment: Any, sandbox_type: type, context: Context, trajectory: Any) -> None:

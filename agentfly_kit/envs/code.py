@@ -121,16 +121,16 @@ class Code:
         runs (number of interpreter calls).
         """
         source = code_in(final or "") if self.submitted is None else self.submitted
-        told = {"reward": 0.0, "success": 0.0, "submitted": float(self.submitted is not None), "loads": 0.0}
-        told["runs"] = float(self.runs)
+        scores = {"reward": 0.0, "success": 0.0, "submitted": float(self.submitted is not None), "loads": 0.0}
+        scores["runs"] = float(self.runs)
         if not source.strip():
-            return told
+            return scores
         grade = await grader.grade(
             source, self._tests, setup=self._setup, names=_built_in_names(self._code), timeout=self._seconds,
             total=4 * self._seconds,
         )  # fmt: skip
         reward = grade.share if self._partial else float(grade.ok)
-        return told | {"reward": reward, "success": float(grade.ok), "loads": float(grade.error is None)}
+        return scores | {"reward": reward, "success": float(grade.ok), "loads": float(grade.error is None)}
 
     async def fork(self, into: Code) -> None:
         """Copy the state and replay the interpreter's calls in the copy.
@@ -203,8 +203,8 @@ def steps_and_inputs(rng: random.Random) -> tuple[list[Step], list[int]]:
         steps = [(rng.choice(list(STEPS)), rng.randint(2, 30)) for _ in range(rng.choice((1, 2, 2, 3, 3)))]
         others = [[*steps[:i], *steps[i + 1 :]] for i in range(len(steps))]
         inputs = rng.sample(range(-40, 41), 4)
-        told = len({value(steps, x) for x in inputs}) > 2  # rules out constant functions
-        if told and all(any(value(steps, x) != value(other, x) for x in inputs) for other in others):
+        varied = len({value(steps, x) for x in inputs}) > 2  # rules out constant functions
+        if varied and all(any(value(steps, x) != value(other, x) for x in inputs) for other in others):
             return steps, inputs
 
 
@@ -291,8 +291,8 @@ def _mbpp(row: Any, where: str, shown: int | None) -> dict[str, Any]:
             f'"gold" and "tests" as in InterCode; it has {have}'
         )
     tests = [str(test) for test in tests]
-    told = tests if shown is None else tests[:shown]
-    question = "\n".join([text.strip(), *(["It must pass:"] if told else []), *told])
+    visible = tests if shown is None else tests[:shown]
+    question = "\n".join([text.strip(), *(["It must pass:"] if visible else []), *visible])
     return {
         "task_id": given.get("task_id"), "question": question, "code": code.replace("\r\n", "\n"), "test_list": tests,
         "test_setup_code": before.replace("\r\n", "\n"),

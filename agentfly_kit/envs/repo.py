@@ -522,9 +522,9 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def _question(bugs: Sequence[Mapping[str, Any]]) -> str:
-    says = "\n".join(str(bug["says"]) for bug in bugs)
+    failures = "\n".join(str(bug["says"]) for bug in bugs)
     return (
-        f"Tests of this repository fail since the last commit. `{_RUN}` says:\n\n{says}\n\n"
+        f"Tests of this repository fail since the last commit. `{_RUN}` says:\n\n{failures}\n\n"
         "Find what is wrong in the program and mend it there. The tests are right, and there are more than you see."
     )
 

@@ -197,8 +197,8 @@ class Simulator:
 
     def step(self, command: str) -> tuple[str, float, bool]:
         """Run a command and return the observation, the score from -1 to 1, and whether the task is completed."""
-        said = str(self.server.step(command))
-        return said, float(self.server.getScore()), bool(self.server.getCompleted())
+        observation = str(self.server.step(command))
+        return observation, float(self.server.getScore()), bool(self.server.getCompleted())
 
     def ask(self, method: str) -> Any:
         """Call a method of the Java object."""
@@ -305,17 +305,17 @@ class ScienceWorld:
             command: such as "open door to kitchen", "go to kitchen", "pick up thermometer", "focus on thermometer",
                 "use thermometer on water", "move metal pot to stove", "activate stove", "wait", "inventory".
         """
-        said = await self._do(command)
-        return ToolResult(not said.startswith("No known action"), said)
+        observation = await self._do(command)
+        return ToolResult(not observation.startswith("No known action"), observation)
 
     async def _do(self, command: str) -> str:
         command = " ".join(command.encode("utf-8", "replace").decode().split())[:500]
         command = "" if command.lower() == "reset task" else command  # a reset would contradict the chain's history
         self.commands.append(command)
-        said, self.score, self.completed = await self._ask("step", command)
-        self.seen.append(said)
+        observation, self.score, self.completed = await self._ask("step", command)
+        self.seen.append(observation)
         self.done = self.completed or self.score < 0 or len(self.commands) >= self.limit
-        return str(said)
+        return str(observation)
 
     @tool
     async def actions(self) -> str:
@@ -340,8 +340,8 @@ class ScienceWorld:
 
         Raises:  SandboxError if an observation differs: parts of the simulation are not reproducible.
         """
-        for command, said in zip(self.commands, self.seen, strict=True):
-            if await into._do(command) != said:
+        for command, seen in zip(self.commands, self.seen, strict=True):
+            if await into._do(command) != seen:
                 raise SandboxError(f"ScienceWorld cannot fork here: {command!r} gave a different result on replay")
 
 

@@ -262,7 +262,7 @@ class Schema:
         return {self.table: [self.key, self.text, *self.numbers], self.other: [self.text, self.what]}
 
     @property
-    def told(self) -> str:
+    def heading(self) -> str:
         return "Tables: " + ", ".join(f"{name}({', '.join(columns)})" for name, columns in self.tables.items())
 
 
@@ -383,7 +383,7 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
         found.append(
             {
                 "id": row_id("sql", split, seed, i),
-                "question": f"{SCHEMAS[db].told}\n{asked.text}",
+                "question": f"{SCHEMAS[db].heading}\n{asked.text}",
                 "db": db,
                 "world": number,
                 "gold": asked.gold,

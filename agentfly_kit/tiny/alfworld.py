@@ -145,7 +145,7 @@ kinds take turns. No game is in both splits. The words of the goals are ALFWorld
                 answer = ""
             else:
                 steps = steps[: self.rng.randrange(1, len(steps))]
-        calls: list[tuple[str, dict[str, Any], str | None]] = [("act", {"command": c}, said) for c, said in steps]
+        calls: list[tuple[str, dict[str, Any], str | None]] = [("act", {"command": c}, seen) for c, seen in steps]
         if not answer:  # the game is over: the model does not see the last observation
             calls[-1] = (*calls[-1][:2], None)
         question = f"{goal.text[0].upper()}{goal.text[1:]}."

@@ -52,7 +52,7 @@ world is in both splits. Licence: that of the project.
     def demonstrate(self, habit: str, example: tuple[World, Question]) -> Demonstration:
         of, asked = example
         schema, query = of.schema, asked.gold
-        prompt = f"{schema.told}\n{asked.text}"
+        prompt = f"{schema.heading}\n{asked.text}"
         if habit == "unsure":
             return self.conversation(prompt, (), UNSURE)
         if habit == "another column":

@@ -72,17 +72,17 @@ class ALFWorld:
         self.steps += 1
         self.commands.append(command)
         if isinstance(self.world, House):
-            said = self.world.do(command)
+            observation = self.world.do(command)
             assert self.game is not None
             self.won = self.game.goal.met(self.world)
             self._progress(self.world, self.game)
         else:
-            said = await asyncio.to_thread(self.world.do, command)
+            observation = await asyncio.to_thread(self.world.do, command)
             self.won = self.world.won
         self.done = self.won or self.steps >= self.limit
-        happened = said != NOTHING
+        happened = observation != NOTHING
         self.invalid += not happened
-        return ToolResult(happened, said if self.done else self._under(said))
+        return ToolResult(happened, observation if self.done else self._under(observation))
 
     @tool
     async def admissible_commands(self) -> str:

@@ -86,29 +86,29 @@ class Chess:
         own = len(self.moves) // 2
         right = 2 * own < len(self.line) and str(found) == self.line[2 * own]
         self.first = self.first or (own == 0 and right)
-        said = self._make(found)
+        san = self._make(found)
         self.left -= 1
         if self.board.mate:
             self.won = self.done = True
-            return ToolResult(True, f"{said}: checkmate.")
+            return ToolResult(True, f"{san}: checkmate.")
         if self.mate is None and not right:
             self.done = True
-            return ToolResult(True, f"{said}: that is not it.")
+            return ToolResult(True, f"{san}: that is not it.")
         if self.mate is None and not self.left:
             self.won = self.done = True
-            return ToolResult(True, f"{said}: solved.")
+            return ToolResult(True, f"{san}: solved.")
         if self.board.stalemate or not self.left:
             self.done = True
-            return ToolResult(True, f"{said}: {'stalemate' if self.board.stalemate else 'no mate'}.")
+            return ToolResult(True, f"{san}: {'stalemate' if self.board.stalemate else 'no mate'}.")
         reply = self._make(await self._reply())
         self.done = self.board.mate
-        return ToolResult(True, f"{said} {reply}{': you are mated.' if self.done else ''}\n{self.board.text()}")
+        return ToolResult(True, f"{san} {reply}{': you are mated.' if self.done else ''}\n{self.board.text()}")
 
     def _make(self, move: Move) -> str:
-        said = self.board.san(move)
+        san = self.board.san(move)
         self.board = self.board.push(move)
         self.moves.append(str(move))
-        return said
+        return san
 
     async def _reply(self) -> Move:
         played = len(self.moves)

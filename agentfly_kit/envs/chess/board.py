@@ -279,10 +279,10 @@ class Board:
 
     def read(self, text: str) -> Move | None:
         """Parse a legal move such as "e7e8q" or "e8=Q+". Return None if no move matches, or more than one."""
-        said = text.strip()
-        plain = re.sub(r"[+#!?]|\s*e\.p\.$", "", said).replace("0-0-0", "O-O-O").replace("0-0", "O-O")
+        stripped = text.strip()
+        plain = re.sub(r"[+#!?]|\s*e\.p\.$", "", stripped).replace("0-0-0", "O-O-O").replace("0-0", "O-O")
         for move in self.legal():
-            if str(move) == said.lower():
+            if str(move) == stripped.lower():
                 return move
         found = []
         for move in self.legal():

@@ -202,8 +202,8 @@ class Catalogue:
             names = sorted(product.options)
             for values in itertools.product(*(product.options[name] for name in names)):
                 options = dict(zip(names, values, strict=True))
-                told = ", and ".join(f"{k}: {v}" for k, v in options.items())
-                asked = f"{text}{' with ' + told if told else ''}{price_text}"
+                chosen = ", and ".join(f"{k}: {v}" for k, v in options.items())
+                asked = f"{text}{' with ' + chosen if chosen else ''}{price_text}"
                 goals.append(_goal(product, asked, wanted, options, bound))
         return goals
 
