@@ -16,9 +16,6 @@ class Finding:
     """One row of the report.
 
     Attributes:
-        what
-        state
-        ok
         advice: Command to run if something is missing or could be improved.
     """
 

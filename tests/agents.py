@@ -16,6 +16,7 @@ from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.engines.scripted import ScriptedEngine
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.rewards import reward
+from agentfly_kit.tiny.calculator import tasks as calculator_tasks
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Sample, Sampling, Task, TurnRequest
 
@@ -42,7 +43,7 @@ def exact(final: str | None, answer: str) -> float:
 
 def tasks(count: int = 4, seed: int = 0) -> list[Task]:
     """Return calculator tasks with their answers."""
-    rows = tiny.tasks(train=count, test=1, seed=seed)["train"]
+    rows = calculator_tasks(train=count, test=1, seed=seed)["train"]
     return [Task(row["id"], ({"role": "user", "content": row["question"]},), {"answer": row["answer"]}) for row in rows]
 
 

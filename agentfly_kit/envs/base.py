@@ -181,8 +181,8 @@ def _hints(method: Any) -> dict[str, Any]:
 
 
 def _is_sandbox(annotation: Any) -> bool:
-    asks = injection(annotation)
-    return asks is not None and asks.source == "sandbox"
+    wanted = injection(annotation)
+    return wanted is not None and wanted.source == "sandbox"
 
 
 async def _replay(environment: Any, sandbox_type: type, context: Context, trajectory: Any) -> None:
@@ -213,6 +213,30 @@ class ResetHook:
     async def __call__(self, chain: Chain) -> Any:
         await chain.context.sandbox(self.sandbox_type)
         return chain.context.reset_results.get(self.sandbox_type)
+
+
+class SandboxEnvironment:
+    """Base class of environments that hold one sandbox, `_sandbox`, and start and end with it."""
+
+    _sandbox: Any
+
+    async def start(self) -> None:
+        await self._sandbox.start()
+
+    @property
+    def alive(self) -> bool:
+        return bool(self._sandbox.alive)
+
+    @property
+    def isolation(self) -> str | None:
+        isolation: str | None = self._sandbox.isolation
+        return isolation
+
+    async def close(self) -> None:
+        await self._sandbox.close()
+
+    def kill(self) -> None:
+        self._sandbox.kill()
 
 
 def forward_signature(sandbox_type: type, *, omit: Sequence[str] = (), **defaults: Any) -> Callable[[type[K]], type[K]]:
@@ -246,6 +270,7 @@ def agent(
     reward: Any = None,
     pool: Pool[Any] | None = None,
     size: int = 64,
+    acquire_timeout: float = 120.0,
     options: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Agent:
@@ -261,6 +286,7 @@ def agent(
         pool: the pool of environments; by default a new one is created.
         size: size of the new pool; further chains wait. Small pools are also created for sandboxes that a tool or
             the reward requests and no given pool provides.
+        acquire_timeout: how long a chain waits for an environment of the new pool, in seconds.
         options: keyword arguments for the environment class.
         **settings: further arguments of `Agent`: max_turns, sampling, seed, pools, ...
 
@@ -272,7 +298,7 @@ def agent(
     if pool is None:
         pool = next((p for p in pools if p.sandbox_type is sandbox_type), None)
     if pool is None:
-        pool = Pool(sandbox_type, size=size, **(options or {}))
+        pool = Pool(sandbox_type, **{"size": size, "acquire_timeout": acquire_timeout, **(options or {})})
     elif options:
         raise SettingsError(
             f"options must not be given together with a pool, got options={options!r}; pass them to the pool"

@@ -6,10 +6,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs import exact
-from agentfly_kit.envs.family import Family, Move, tool_outputs
-from agentfly_kit.errors import SettingsError, TaskError, ToolError
+from agentfly_kit.envs.family import Family, Move, shipped_rows, tool_outputs
+from agentfly_kit.errors import TaskError, ToolError
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task
 
@@ -48,12 +47,8 @@ class Calculator:
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Return the first n shipped tasks as rows; a seed other than 0 samples n of them in random order."""
-    shipped = task_sets.load_tasks("calculator").split(split)
-    if n > len(shipped):
-        raise SettingsError(f"n must be at most {len(shipped)}, the number of {split} calculator tasks, got {n}")
-    chosen = shipped[:n] if seed == 0 else shipped.sample(n, seed)
-    return [{"id": t.id, "messages": [dict(m) for m in t.messages], **t.fields} for t in chosen]
+    """Return shipped tasks as rows; see `shipped_rows`."""
+    return shipped_rows("calculator", n, split, seed)
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import ast
 import builtins
-import dataclasses
 import functools
 import os
 import random
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs.base import forward_signature
-from agentfly_kit.envs.family import Family, Move
+from agentfly_kit.envs.family import Family, Move, check_int, existing_file, hash_split, row_id, shipped_rows
 from agentfly_kit.errors import SettingsError, TaskError
 from agentfly_kit.sandboxes.grader import Grader
 from agentfly_kit.sandboxes.python import PythonSandbox
@@ -123,16 +121,16 @@ class Code:
         runs (number of interpreter calls).
         """
         source = code_in(final or "") if self.submitted is None else self.submitted
-        told = {"reward": 0.0, "success": 0.0, "submitted": float(self.submitted is not None), "loads": 0.0}
-        told["runs"] = float(self.runs)
+        scores = {"reward": 0.0, "success": 0.0, "submitted": float(self.submitted is not None), "loads": 0.0}
+        scores["runs"] = float(self.runs)
         if not source.strip():
-            return told
+            return scores
         grade = await grader.grade(
             source, self._tests, setup=self._setup, names=_built_in_names(self._code), timeout=self._seconds,
             total=4 * self._seconds,
         )  # fmt: skip
         reward = grade.share if self._partial else float(grade.ok)
-        return told | {"reward": reward, "success": float(grade.ok), "loads": float(grade.error is None)}
+        return scores | {"reward": reward, "success": float(grade.ok), "loads": float(grade.error is None)}
 
     async def fork(self, into: Code) -> None:
         """Copy the state and replay the interpreter's calls in the copy.
@@ -205,30 +203,34 @@ def steps_and_inputs(rng: random.Random) -> tuple[list[Step], list[int]]:
         steps = [(rng.choice(list(STEPS)), rng.randint(2, 30)) for _ in range(rng.choice((1, 2, 2, 3, 3)))]
         others = [[*steps[:i], *steps[i + 1 :]] for i in range(len(steps))]
         inputs = rng.sample(range(-40, 41), 4)
-        told = len({value(steps, x) for x in inputs}) > 2  # rules out constant functions
-        if told and all(any(value(steps, x) != value(other, x) for x in inputs) for other in others):
+        varied = len({value(steps, x) for x in inputs}) > 2  # rules out constant functions
+        if varied and all(any(value(steps, x) != value(other, x) for x in inputs) for other in others):
             return steps, inputs
 
 
-def _split_of(text: str) -> str:
-    return "test" if random.Random(f"code split {text}").random() < 0.2 else "train"
+def split_of(instruction: str) -> str:
+    """Return the split of an instruction, which is derived from its text, so that the splits are disjoint."""
+    return hash_split(f"code split {instruction}")
 
 
-def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Generate "steps" rows in MBPP's format: {"id", "question", "code", "test_list", "test_setup_code"}.
+def rows(n: int, split: str, seed: int = 0, kind: Literal["steps", "problems"] = "steps") -> list[dict[str, Any]]:
+    """Return rows in MBPP's format: {"id", "question", "code", "test_list", "test_setup_code"}.
 
-    The split of an instruction is derived from its text, so the splits are disjoint.
+    "steps" are generated; "problems" are the shipped ones, written by hand.
     """
+    if kind == "problems":
+        return shipped_rows("code_problems", n, split, seed)
+    if kind != "steps":
+        raise SettingsError(f"kind must be 'steps' or 'problems', got {kind!r}")
     rng = random.Random(f"code steps {split} {seed}")
     found: dict[str, dict[str, Any]] = {}
     while len(found) < n:
         steps, inputs = steps_and_inputs(rng)
         text = instruction(steps)
-        if _split_of(text) != split or text in found:
+        if split_of(text) != split or text in found:
             continue
-        number = f"{len(found):04}" if seed == 0 else f"{seed}-{len(found):04}"
         found[text] = {
-            "id": f"code-{split}-{number}",
+            "id": row_id("code", split, seed, len(found)),
             "question": text,
             "code": program(steps),
             "test_list": [f"assert f({x}) == {value(steps, x)}" for x in inputs],
@@ -237,21 +239,10 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _problems(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Return the first n shipped problems as rows; a seed other than 0 samples n of them in random order."""
-    shipped = task_sets.load_tasks("code_problems").split(split)
-    if n > len(shipped):
-        raise SettingsError(
-            f"n must be at most {len(shipped)}, the number of {split} problems, got {n}; kind='steps' has no limit"
-        )
-    chosen = shipped[:n] if seed == 0 else shipped.sample(n, seed)
-    return [{"id": t.id, "messages": [dict(m) for m in t.messages], **t.fields} for t in chosen]
-
-
 # --- files of others -----------------------------------------------------------------------------
 
 
-def load(path: str | os.PathLike[str], *, shown: int | None = 1, ids: Sequence[int] | None = None) -> Tasks:
+def load(path: str | os.PathLike[str], *, shown: int | None = 1) -> Tasks:
     """Load tasks from a file in MBPP's format: mbpp.jsonl, sanitized-mbpp.json, the parquet files, or InterCode's
     ic_mbpp.json.
 
@@ -263,18 +254,12 @@ def load(path: str | os.PathLike[str], *, shown: int | None = 1, ids: Sequence[i
         path: the file.
         shown: number of tests included in the question. One test is enough to show the function's name; the others
             stay hidden. None includes all, as in MBPP's own prompt.
-        ids: `task_id` of the rows to load (positions, if there is no such column); by default all.
 
     Raises:  TaskError naming the file, the row and what is missing.
     """
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise TaskError(
-            f"{file}: no such file; pass the path of MBPP's mbpp.jsonl or sanitized-mbpp.json. Nothing is downloaded "
-            "automatically: get them from https://github.com/google-research/google-research/tree/master/mbpp"
-        )
-    if shown is not None and (isinstance(shown, bool) or not isinstance(shown, int) or shown < 0):
-        raise SettingsError(f"shown must be a number of tests, or None for all, got {shown!r}")
+    file = existing_file(path, "pass the path of MBPP's mbpp.jsonl or sanitized-mbpp.json")
+    if shown is not None:
+        check_int("shown", shown)
     found: dict[int, dict[str, Any]] = {}
     for position, (where, row) in enumerate(task_sets._read_rows(file)):
         made = _mbpp(row, where, shown)
@@ -286,13 +271,6 @@ def load(path: str | os.PathLike[str], *, shown: int | None = 1, ids: Sequence[i
         if key in found:
             raise TaskError(f"{where}: duplicate task_id {key}")
         found[key] = {"id": f"{file.stem}-{key:04}", **made}
-    if ids is not None:
-        for wanted in ids:
-            if wanted not in found:
-                raise TaskError(
-                    f"unknown id {wanted!r}: {file.name} has {len(found)} tasks, {min(found)} to {max(found)}"
-                )
-        found = {wanted: found[wanted] for wanted in ids}
     return task_sets.tasks_from(list(found.values()), name=file.stem)
 
 
@@ -313,8 +291,8 @@ def _mbpp(row: Any, where: str, shown: int | None) -> dict[str, Any]:
             f'"gold" and "tests" as in InterCode; it has {have}'
         )
     tests = [str(test) for test in tests]
-    told = tests if shown is None else tests[:shown]
-    question = "\n".join([text.strip(), *(["It must pass:"] if told else []), *told])
+    visible = tests if shown is None else tests[:shown]
+    question = "\n".join([text.strip(), *(["It must pass:"] if visible else []), *visible])
     return {
         "task_id": given.get("task_id"), "question": question, "code": code.replace("\r\n", "\n"), "test_list": tests,
         "test_setup_code": before.replace("\r\n", "\n"),
@@ -348,16 +326,4 @@ family = Family(
     size='any number of kind="steps" can be generated; 24 of kind="problems" included; `load` reads MBPP\'s files',
     splits={"train": 1000, "test": 256},
 )
-agent, expert, random_agent = family.agent, family.expert, family.random_agent
-
-
-def tasks(
-    n: int | None = None, split: str | None = None, *, seed: int = 0, kind: Literal["steps", "problems"] = "steps"
-) -> Tasks:
-    """Return n tasks of a split, or of both splits by default. "steps" are generated, "problems" are hand-written."""
-    if kind == "steps":
-        return family.tasks(n, split, seed=seed)
-    if kind != "problems":
-        raise SettingsError(f"kind must be 'steps' or 'problems', got {kind!r}")
-    shipped = task_sets.load_tasks("code_problems").splits
-    return dataclasses.replace(family, rows=_problems, splits=shipped).tasks(n, split, seed=seed)
+tasks, agent, expert, random_agent = family.tasks, family.agent, family.expert, family.random_agent

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import ast
 import logging
+import operator
 import re
+from collections.abc import Callable
 from typing import Any
 
 _LONGEST = 200
 _DIGITS = 400
 _POWER = 1000
 _CONSTANTS = ("pi", "e")
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
 _LATEX = (
     (re.compile(r"\\d?frac\{([^{}]*)\}\{([^{}]*)\}"), r"((\1)/(\2))"),
     (re.compile(r"\\sqrt\{([^{}]*)\}"), r"sqrt(\1)"),
@@ -61,12 +68,8 @@ def _value(node: ast.expr) -> Any:
         return _power(_value(node.args[0]), sympy.Rational(1, 2))
     if isinstance(node, ast.BinOp):
         a, b = _value(node.left), _value(node.right)
-        if isinstance(node.op, ast.Add):
-            return a + b
-        if isinstance(node.op, ast.Sub):
-            return a - b
-        if isinstance(node.op, ast.Mult):
-            return a * b
+        if type(node.op) in _OPERATORS:
+            return _OPERATORS[type(node.op)](a, b)
         if isinstance(node.op, ast.Div):
             if b == 0:
                 raise NotArithmetic("division by zero")

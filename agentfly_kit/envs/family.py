@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from agentfly_kit import tasks as task_sets
@@ -27,8 +29,9 @@ from agentfly_kit.types import Message, Sample, Sampling, Task, ToolCall, TurnRe
 Move: TypeAlias = "str | tuple[str, Mapping[str, Any]]"
 # (task, messages so far, random generator) -> move.
 ScriptedPlayer: TypeAlias = Callable[[Task, Sequence[Message], random.Random], Move]
-# (n, "train" or "test", seed) -> n rows for `af.tasks_from`. The first rows do not depend on n.
-Rows: TypeAlias = Callable[[int, str, int], list[dict[str, Any]]]
+# (n, "train" or "test", seed, **options) -> n rows for `af.tasks_from`, or fewer if there are no more. The first rows
+# do not depend on n.
+Rows: TypeAlias = Callable[..., list[dict[str, Any]]]
 
 
 class PlayerEngine(Engine):
@@ -75,21 +78,15 @@ class Family:
     """Definition of a task family. Users call `tasks`, `agent`, `expert` and `random_agent`.
 
     Args:
-        name
         what: Description in one sentence.
-        environment
-        rows
-        expert_player
-        random_player
-        max_turns
         max_tokens: Maximum tokens per action.
         size: Number of tasks, in words.
-        licence
         needs: Modules that must be importable.
         programs: Programs that must be on PATH.
         install: Command that installs `needs` and `programs`.
         splits: Default number of tasks per split.
         pool_size: Size of the pool of environments of an agent; further chains wait.
+        acquire_timeout: How long a chain waits for an environment, in seconds.
     """
 
     name: str
@@ -107,6 +104,7 @@ class Family:
     install: str = ""
     splits: Mapping[str, int] = field(default_factory=lambda: {"train": 512, "test": 128})
     pool_size: int = 64
+    acquire_timeout: float = 120.0
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -121,27 +119,31 @@ class Family:
         if self.missing:
             raise SettingsError(f"af.envs.{self.name} needs {', '.join(self.missing)}; type: {self.install}")
 
-    def tasks(self, n: int | None = None, split: str | None = None, *, seed: int = 0) -> Tasks:
+    def tasks(self, n: int | None = None, split: str | None = None, *, seed: int = 0, **options: Any) -> Tasks:
         """Return the tasks of a split. The same seed gives the same tasks.
 
         Args:
-            n: number of tasks per split; by default that of `splits`.
+            n: number of tasks per split; by default that of `splits`, or all if there are fewer.
             split: "train" or "test"; by default both.
             seed: selects the tasks.
+            **options: further arguments of the family's function `rows`.
 
-        Raises:  SettingsError for an invalid argument, and if a requirement is not installed.
+        Raises:  SettingsError for an invalid argument, if there are fewer than n tasks, and if a requirement is not
+                 installed.
         """
         self.require_installed()
         if split is not None and split not in self.splits:
-            raise SettingsError(f"unknown split {split!r}; use {' or '.join(map(repr, self.splits))}, or None for all")
-        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
-            raise SettingsError(f"n must be at least 1, got {n!r}; leave it out for {dict(self.splits)}")
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise SettingsError(f"seed must be an integer of at least 0, got {seed!r}")
-        wanted = self.splits if split is None else {split: self.splits[split]}
+            raise SettingsError(f"split must be {' or '.join(map(repr, self.splits))}, or None for both, got {split!r}")
         if n is not None:
-            wanted = dict.fromkeys(wanted, n)
-        rows = [{**row, "split": name} for name, count in wanted.items() for row in self.rows(count, name, seed)]
+            check_int("n", n, 1)
+        check_int("seed", seed)
+        rows: list[dict[str, Any]] = []
+        for name, count in self.splits.items():
+            if split in (None, name):
+                found = self.rows(count if n is None else n, name, seed, **options)
+                if n is not None and len(found) < n:
+                    raise SettingsError(f"n must be at most {len(found)}, the number of {name} tasks, got {n}")
+                rows += [{**row, "split": name} for row in found]
         return task_sets.tasks_from(rows, name=self.name)
 
     @property
@@ -154,7 +156,8 @@ class Family:
         Args:
             engine: an engine, or a policy, which is then sampled with a `LocalEngine`.
             chat: the chat of the engine's model; by default that of the policy.
-            **settings: as for `af.envs.agent`; max_turns, size and sampling default to the family's values.
+            **settings: as for `af.envs.agent`; max_turns, size, acquire_timeout and sampling default to the family's
+                values.
 
         Raises:  SettingsError if a requirement is not installed, or if `engine` or `chat` is missing.
         """
@@ -171,6 +174,7 @@ class Family:
             raise SettingsError("chat must be that of the engine's model: pass chat=policy.chat or af.Chat(tokenizer)")
         settings.setdefault("max_turns", self.max_turns)
         settings.setdefault("size", self.pool_size)
+        settings.setdefault("acquire_timeout", self.acquire_timeout)
         settings.setdefault("sampling", Sampling(max_tokens=self.max_tokens))
         return base.agent(self.environment, engine, chat=chat, **settings)
 
@@ -189,6 +193,54 @@ class Family:
     def __repr__(self) -> str:
         lacks = f", needs {', '.join(self.missing)}" if self.missing else ""
         return f"<Family {self.name}: {self.what}{lacks}>"
+
+
+def check_int(name: str, value: Any, minimum: int = 0) -> None:
+    """Check that a setting is an integer of at least `minimum`.
+
+    Raises:  SettingsError naming the setting and its value.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise SettingsError(f"{name} must be an integer of at least {minimum}, got {value!r}")
+
+
+# --- generating rows -----------------------------------------------------------------------------
+
+
+def row_id(prefix: str, split: str, seed: int, number: int) -> str:
+    """Return the id of a row, such as "maze-test-0003", or "maze-test-7-0003" for seed 7."""
+    return f"{prefix}-{split}-{'' if seed == 0 else f'{seed}-'}{number:04}"
+
+
+def first_world(split: str, seed: int) -> int:
+    """Return the number of the first world of a split. No two splits or seeds share a world."""
+    return 2_000_000 * seed + (1_000_000 if split == "test" else 0)
+
+
+def hash_split(key: str, share: float = 0.2) -> str:
+    """Return the split that a text belongs to: "test" for the given share of all texts, else "train"."""
+    return "test" if random.Random(key).random() < share else "train"
+
+
+def shipped_rows(name: str, n: int, split: str, seed: int) -> list[dict[str, Any]]:
+    """Return the first n tasks of a shipped set as rows; a seed other than 0 samples n of them in random order."""
+    shipped = task_sets.load_tasks(name).split(split)
+    chosen = shipped[:n] if seed == 0 else shipped.sample(min(n, len(shipped)), seed)
+    return [{"id": t.id, "messages": [dict(m) for m in t.messages], **t.fields} for t in chosen]
+
+
+def existing_file(path: str | os.PathLike[str], hint: str) -> Path:
+    """Return the path of a file that the user must provide.
+
+    Raises:  TaskError with the hint if it does not exist.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise TaskError(f"{file}: no such file; {hint}. Nothing is downloaded automatically")
+    return file
+
+
+# --- helpers of environments and players ---------------------------------------------------------
 
 
 def int_field(task: Task, name: str, minimum: int = 0, family: str = "") -> int:

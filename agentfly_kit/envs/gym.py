@@ -87,10 +87,6 @@ def from_gymnasium(
             # The rewards of the steps are turn rewards already and must not be counted again.
             return {"reward": 0.0, "total": self.total, "success": float(self.total > 0)}
 
-        @property
-        def state(self) -> dict[str, Any]:
-            return {"observation": self.observation, "total": self.total, "done": self.done}
-
         def close(self) -> None:
             self.env.close()
 
@@ -131,8 +127,8 @@ def to_gymnasium(sandbox_type: type, task: Task) -> Any:
             begun = task if seed is None else replace(task, fields=task.fields | {"seed": seed})
             self.context = Context(begun, pools=(SingleSandboxPool(sandbox_type, self.environment),))
             self.loop.wait(self.context.sandbox(sandbox_type))
-            said = self.context.reset_results.get(sandbox_type)
-            text = said if isinstance(said, str) else "\n".join(str(m["content"]) for m in said or ())
+            opening = self.context.reset_results.get(sandbox_type)
+            text = opening if isinstance(opening, str) else "\n".join(str(m["content"]) for m in opening or ())
             asked = "\n".join(str(m["content"]) for m in task.messages)
             return "\n\n".join(part for part in (asked, text) if part), {"task": task.id}
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentfly_kit.engines.scripted import ScriptedEngine
-from agentfly_kit.envs.family import Family, Move, tool_outputs
+from agentfly_kit.envs.family import Family, Move, hash_split, row_id, tool_outputs
 from agentfly_kit.envs.judging import Criterion, Judge, Judgement, Ranking, Rubric
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.tools.tool import tool
@@ -127,7 +127,7 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
             f"Write a sign for a market stall that sells {fruit} from {place} at {price} a kilo: one line of at most "
             f"{most} words that ends with {end} and does without the word {word}. Answer with the sign alone."
         )
-        if (random.Random(f"judge split {text}").random() < 0.2) != (split == "test"):
+        if hash_split(f"judge split {text}") != split:
             continue
         checks = [
             ("fruit", f"It names {fruit}.", ["says", fruit]),
@@ -139,9 +139,8 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
             ("manners", f"It does without the word {word}.", ["avoids", word]),
         ]
         found.setdefault(text, [{"name": name, "what": what, "check": check} for name, what, check in checks])
-    mark = "" if seed == 0 else f"{seed}-"
     return [
-        {"id": f"judge-{split}-{mark}{i:04}", "question": text, "rubric": rubric}
+        {"id": row_id("judge", split, seed, i), "question": text, "rubric": rubric}
         for i, (text, rubric) in enumerate(found.items())
     ]
 

@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from agentfly_kit import seeds
 from agentfly_kit.engines.base import Engine
@@ -101,7 +101,6 @@ class Judgement:
     Attributes:
         score: Score from 0 to 1, or None if the answer could not be scored; the reason is then in `why`.
         points: Points per criterion, scaled to 0 to 1.
-        why
         outputs: Raw outputs of the judge, one per attempt.
     """
 
@@ -206,6 +205,11 @@ def _last(text: str, tag: str) -> str | None:
     return found[-1] if found else None
 
 
+# Parser of the judge's output: (verdict, ""), or (None, reason).
+_Reader: TypeAlias = Callable[[str], tuple[Any, str]]
+# (verdict or None, reason if None, outputs of all attempts).
+_Verdict: TypeAlias = tuple[Any, str, tuple[str, ...]]
+
 # --- the judge -----------------------------------------------------------------------------------
 
 _RULES = (
@@ -247,13 +251,13 @@ class Judge:
         seed: int = 0,
     ) -> None:
         if not isinstance(engine, Engine):
-            raise SettingsError(f"got {engine!r} as engine; pass an engine such as af.OpenAIEngine(base_url, model)")
+            raise SettingsError(f"engine must be an engine such as af.OpenAIEngine(base_url, model), got {engine!r}")
         chat = getattr(getattr(engine, "policy", None), "chat", None) if chat is None else chat
         if chat is None and engine.tokens == "exact" and engine.author == "policy":
             raise SettingsError(f"{engine!r} takes token ids: pass the judge chat=af.Chat(tokenizer) of its model")
         if attempts < 1 or max_chars < 1 or not timeout > 0:
             raise SettingsError(
-                f"got attempts={attempts}, max_chars={max_chars}, timeout={timeout}; each must be positive"
+                f"attempts, max_chars and timeout must be positive, got {attempts}, {max_chars} and {timeout}"
             )
         self.engine, self.chat = engine, chat
         self.rubric = None if rubric is None else Rubric.from_spec(rubric)
@@ -271,17 +275,15 @@ class Judge:
         Raises:  SettingsError if neither the judge nor the task has a rubric.
         """
         rubric = self._rubric(task)
-        mark = self._mark(task, answer)
         lines = [f"- {c.name} (0 to {rubric.max_points}): {c.what}" for c in rubric.criteria]
         shape = json.dumps({criterion.name: 0 for criterion in rubric.criteria})
-        prompt = (
-            f"{self._task_section(task, mark)}\n\nThe answer:\n{self._quoted(answer, mark)}"
-            "\n\nGive points for each of these:\n"
+        instruction = (
+            "Give points for each of these:\n"
             + "\n".join(lines)
             + f"\n\nThink briefly, then end with your points in this form:\n<scores>{shape}</scores>"
         )
-        points, why, outputs = await self._sample_verdict(
-            task, prompt, mark, lambda text: read_scores(text, rubric), {"answer": answer}
+        points, why, outputs = await self._verdict(
+            task, {"The answer": answer}, instruction, lambda text: read_scores(text, rubric), {"answer": answer}
         )
         if points is None:
             return Judgement(None, {}, why, outputs)
@@ -363,14 +365,12 @@ class Judge:
         )
 
     async def _pair(self, task: Task, first: str, second: str) -> tuple[float | None, str]:
-        mark = self._mark(task, first, second)
-        prompt = (
-            f"{self._task_section(task, mark)}\n\nAnswer 1:\n{self._quoted(first, mark)}\n\nAnswer 2:\n"
-            f"{self._quoted(second, mark)}\n\n{self._criteria_section(task)}Which is better? The order in which they "
+        instruction = (
+            f"{self._criteria_section(task)}Which is better? The order in which they "
             "stand means nothing. Think briefly, then end with <better>1</better>, <better>2</better> or "
             "<better>tie</better>"
         )
-        value, why, _ = await self._sample_verdict(task, prompt, mark, read_choice, {"answers": [first, second]})
+        value, why, _ = await self._compare(task, [first, second], instruction, read_choice)
         return value, why
 
     async def _lists(self, task: Task, texts: Sequence[str]) -> Ranking:
@@ -392,19 +392,18 @@ class Judge:
         return Ranking(tuple(1 - sum(p) / len(p) / (n - 1) for p in placed), 2)
 
     async def _list(self, task: Task, texts: Sequence[str]) -> tuple[list[int] | None, str]:
-        mark = self._mark(task, *texts)
-        shown = "\n\n".join(f"Answer {i}:\n{self._quoted(text, mark)}" for i, text in enumerate(texts, 1))
         numbers = ", ".join(map(str, range(1, len(texts) + 1)))
-        prompt = (
-            f"{self._task_section(task, mark)}\n\n{shown}\n\n{self._criteria_section(task)}"
-            "Put them in order, the best first. The "
+        instruction = (
+            f"{self._criteria_section(task)}Put them in order, the best first. The "
             "order in which they stand means nothing. Think briefly, then end with the numbers of all, such as "
             f"<order>{numbers}</order>"
         )
-        order, why, _ = await self._sample_verdict(
-            task, prompt, mark, lambda text: read_order(text, len(texts)), {"answers": list(texts)}
-        )
+        order, why, _ = await self._compare(task, texts, instruction, lambda text: read_order(text, len(texts)))
         return order, why
+
+    async def _compare(self, task: Task, texts: Sequence[str], instruction: str, read: _Reader) -> _Verdict:
+        titled = {f"Answer {i}": text for i, text in enumerate(texts, 1)}
+        return await self._verdict(task, titled, instruction, read, {"answers": list(texts)})
 
     def group_reward(
         self, *, weight: float = 1.0, how: Literal["pairwise", "listwise"] = "pairwise"
@@ -455,22 +454,18 @@ class Judge:
             text = f"{text[:half]}\n[{len(text) - 2 * half} characters are left out here]\n{text[-half:]}"
         return f"{mark}\n{escaped(text)}\n{mark}"
 
-    def _task_section(self, task: Task, mark: str) -> str:
-        conversation = "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in task.messages)
-        return f"The task was:\n{self._quoted(conversation, mark)}"
-
-    async def _sample_verdict(
-        self,
-        task: Task,
-        prompt: str,
-        mark: str,
-        read: Callable[[str], tuple[Any, str]],
-        shown: Mapping[str, Any],
-    ) -> tuple[Any, str, tuple[str, ...]]:
-        """Ask the question until `read` can parse the output.
+    async def _verdict(
+        self, task: Task, answers: Mapping[str, str], instruction: str, read: _Reader, shown: Mapping[str, Any]
+    ) -> _Verdict:
+        """Show the task and the titled answers to the judge, until `read` can parse its output.
 
         Returns: (verdict or None, reason if None, outputs of all attempts).
         """
+        mark = self._mark(task, *answers.values())
+        conversation = "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in task.messages)
+        sections = {"The task was": conversation, **answers}
+        quoted = [f"{title}:\n{self._quoted(text, mark)}" for title, text in sections.items()]
+        prompt = "\n\n".join([*quoted, instruction])
         messages: tuple[Message, ...] = (
             {"role": "system", "content": _RULES.format(mark=mark)},
             {"role": "user", "content": prompt},

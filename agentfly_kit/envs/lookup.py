@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentfly_kit.envs.family import Family, Move, int_field, tool_outputs
+from agentfly_kit.envs.family import Family, Move, first_world, int_field, row_id, tool_outputs
 from agentfly_kit.errors import TaskError, ToolError
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task
@@ -76,20 +76,15 @@ def question(facts: Store, rng: random.Random) -> Question:
     return Question(rng.choice(list(facts)), (*(rng.choice(PEOPLE) for _ in range(hops - 1)), rng.choice(KEYS)))
 
 
-# Number of the first world of each split.
-_FIRST = {"train": 0, "test": 1_000_000}
-
-
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     """Generate rows {"id", "question", "answer", "world"}. Each has its own world; the splits share none."""
     found = []
     for i in range(n):
-        world = 2_000_000 * seed + _FIRST[split] + i
+        world = first_world(split, seed) + i
         facts = store(world)
         asked = question(facts, random.Random(f"lookup question {world}"))
         answer = asked.steps(facts)[-1][2]
-        name = f"lookup-{split}-{i:04}" if seed == 0 else f"lookup-{split}-{seed}-{i:04}"
-        found.append({"id": name, "question": asked.text, "answer": answer, "world": world})
+        found.append({"id": row_id("lookup", split, seed, i), "question": asked.text, "answer": answer, "world": world})
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from agentfly_kit.envs import exact
 from agentfly_kit.envs.calculator import Calculator, random_player
-from agentfly_kit.envs.family import Family, Move, tool_outputs
+from agentfly_kit.envs.family import Family, Move, hash_split, row_id, tool_outputs
 from agentfly_kit.types import Message, Task
 
 
@@ -33,11 +33,10 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     while len(found) < n:
         a, b, c, d = (rng.randint(2, 19) for _ in range(4))
         text = rng.choice(_FORMS).format(a=a, b=b, c=c, d=d)
-        if (random.Random(f"math split {text}").random() < 0.2) == (split == "test"):
+        if hash_split(f"math split {text}") == split:
             found.setdefault(text, exact.shown(exact.value(text)))
-    mark = "" if seed == 0 else f"{seed}-"
     return [
-        {"id": f"math-{split}-{mark}{i:04}", "question": f"What is the exact value of {text}?", "answer": answer}
+        {"id": row_id("math", split, seed, i), "question": f"What is the exact value of {text}?", "answer": answer}
         for i, (text, answer) in enumerate(found.items())
     ]
 

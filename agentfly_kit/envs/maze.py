@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from agentfly_kit.envs.family import Family, Move, int_field, tool_outputs
+from agentfly_kit.envs.family import Family, Move, first_world, int_field, row_id, tool_outputs
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
 
@@ -117,10 +117,9 @@ class Maze:
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     """Generate rows {"id", "question", "maze", "far"} with 3 to 7 steps to the exit. The splits share no maze."""
-    first = 2_000_000 * seed + (1_000_000 if split == "test" else 0)
-    mark = "" if seed == 0 else f"{seed}-"
+    first = first_world(split, seed)
     return [
-        {"id": f"maze-{split}-{mark}{i:04}", "question": "Find the way out.", "maze": first + i, "far": 3 + i % 5}
+        {"id": row_id("maze", split, seed, i), "question": "Find the way out.", "maze": first + i, "far": 3 + i % 5}
         for i in range(n)
     ]
 

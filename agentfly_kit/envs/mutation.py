@@ -37,8 +37,6 @@ class Mutation:
 
     Attributes:
         line: Line number, starting at 1.
-        right
-        broken
         kind: One of comparison, operator, logic, number, name and negation.
     """
 

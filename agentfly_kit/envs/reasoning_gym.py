@@ -6,17 +6,14 @@ dataset's own verifier, which may give partial credit.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import random
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from agentfly_kit.envs.calculator import Calculator
-from agentfly_kit.envs.family import Family, Move
-from agentfly_kit.errors import SettingsError, TaskError
-from agentfly_kit.tasks import Tasks
+from agentfly_kit.envs.family import Family, Move, hash_split, row_id
+from agentfly_kit.errors import SettingsError
 from agentfly_kit.types import Message, Task
 
 # Default datasets of `tasks`.
@@ -32,19 +29,6 @@ def _package() -> Any:
 
 class ReasoningGym(Calculator):
     """Calculator environment with the verifier of the question's dataset."""
-
-    async def reset(self, task: Task, seed: int) -> None:
-        """Check the task.
-
-        Raises:  TaskError if the package does not have the task's dataset.
-        """
-        await super().reset(task, seed)
-        _package()
-        from reasoning_gym.factory import DATASETS as known
-
-        name = task.fields.get("dataset")
-        if not isinstance(name, str) or name not in known:
-            raise TaskError(f"task {task.id!r}: reasoning_gym has no dataset {name!r}; use the tasks of `tasks()`")
 
     def reward(  # type: ignore[override]  # parameters are filled by name
         self, final: str | None, answer: str, dataset: str, metadata: dict[str, Any], question_text: str
@@ -71,22 +55,20 @@ def rows(n: int, split: str, seed: int = 0, datasets: Sequence[str] = DATASETS) 
         raise SettingsError(f"datasets must contain at least one name, got (); use for example {DATASETS}")
     size = 20 * n + 100
     sources = [iter(package.create_dataset(name, size=size, seed=seed)) for name in datasets]
-    mark = "" if seed == 0 else f"{seed}-"
     found: list[dict[str, Any]] = []
     seen: set[str] = set()
     while len(found) < n:
         name, source = datasets[len(found) % len(datasets)], sources[len(found) % len(datasets)]
         for item in source:
             question = item["question"]
-            mine = (random.Random(f"reasoning_gym split {question}").random() < 0.2) == (split == "test")
-            if mine and question not in seen:
+            if hash_split(f"reasoning_gym split {question}") == split and question not in seen:
                 break
         else:
-            raise SettingsError(f"the dataset {name!r} has too few different questions for n={n}; reduce n")
+            return found  # a dataset has no further questions
         seen.add(question)
         found.append(
             {
-                "id": f"{name}-{split}-{mark}{len(found):04}",
+                "id": row_id(name, split, seed, len(found)),
                 "messages": [{"role": "user", "content": question}],
                 "question_text": question,
                 "answer": str(item["answer"]),
@@ -121,13 +103,4 @@ family = Family(
     install='pip install "agentfly_kit[envs]"',
     splits={"train": 256, "test": 64},
 )
-agent, expert, random_agent = family.agent, family.expert, family.random_agent
-
-
-def tasks(
-    n: int | None = None, split: str | None = None, *, seed: int = 0, datasets: Sequence[str] = DATASETS
-) -> Tasks:
-    """Return n tasks of a split, or of both splits by default, alternating the datasets."""
-
-    chosen = dataclasses.replace(family, rows=functools.partial(rows, datasets=tuple(datasets)))
-    return chosen.tasks(n, split, seed=seed)
+tasks, agent, expert, random_agent = family.tasks, family.agent, family.expert, family.random_agent

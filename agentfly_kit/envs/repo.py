@@ -24,14 +24,14 @@ import random
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources.abc import Traversable
+from importlib.resources import as_file
 from pathlib import Path
 from typing import Any
 
 from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs import mutation
-from agentfly_kit.envs.base import forward_signature
-from agentfly_kit.envs.family import Family, Move, tool_outputs
+from agentfly_kit.envs.base import SandboxEnvironment, forward_signature
+from agentfly_kit.envs.family import Family, Move, hash_split, row_id, tool_outputs
 from agentfly_kit.errors import SettingsError, TaskError, ToolError
 from agentfly_kit.sandboxes.files import FileSandbox
 from agentfly_kit.sandboxes.grader import Grade, Grader
@@ -95,28 +95,26 @@ class Repository:
         return tuple(found)
 
     @functools.cached_property
-    def _needs(self) -> dict[str, frozenset[str]]:
+    def _needs(self) -> dict[str, set[str]]:
         """Path of each Python file -> paths of the files that it imports, directly or indirectly."""
         paths = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in self.files}
-        direct = {
-            path: _imported(text, paths) for path, text in {**self.files, **self.tests}.items() if path.endswith(".py")
-        }
+        every = {path: text for path, text in {**self.files, **self.tests}.items() if path.endswith(".py")}
+        direct = {path: {paths[name] for name in _imports(text) or () if name in paths} for path, text in every.items()}
         found = {}
         for path in direct:
             reached, pending = set[str](), [path]
             while pending:
-                for other in direct.get(pending.pop(), ()):
-                    if other not in reached:
-                        reached.add(other)
-                        pending.append(other)
-            found[path] = frozenset(reached)
+                new = direct.get(pending.pop(), set()) - reached
+                reached |= new
+                pending += new
+            found[path] = reached
         return found
 
     def reached_by(self, files: Mapping[str, str]) -> frozenset[str]:
         """Return the paths of the tests whose result could change if `files` replaced the repository's Python files.
 
         These are the tests that import a changed file, directly or indirectly. If files were added or removed, or
-        imports changed, these are all tests.
+        imports changed, these are all tests. Running only those takes 0.2 to 0.4 s in `stall`, running all 1.1 s.
         """
         own = {path: text for path, text in self.files.items() if path.endswith(".py")}
         differ = {path for path, text in files.items() if own.get(path) != text}
@@ -142,28 +140,19 @@ class Repository:
         return Repository(files, self.tests)
 
 
-def _imports(text: str) -> tuple[str, ...] | None:
-    """Return the import statements of a source, or None if it is not valid Python."""
+def _imports(text: str) -> frozenset[str] | None:
+    """Return the names that a source imports, with all their parents, or None if it is not valid Python."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    return tuple(ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
-
-
-def _imported(text: str, paths: Mapping[str, str]) -> set[str]:
-    """Return the paths of the modules and packages in {dotted name: path} that a source imports."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
-        names: list[str] = []
+    names: list[str] = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        for name in names:
-            parts = name.split(".")
-            found |= {paths[above] for n in range(len(parts)) if (above := ".".join(parts[: n + 1])) in paths}
-    return found
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names]
+    return frozenset(name.rsplit(".", n)[0] for name in names for n in range(name.count(".") + 1))
 
 
 def _is_test(path: str) -> bool:
@@ -177,47 +166,42 @@ def repository(folder: str | Path | None = None) -> Repository:
     """
     if folder is None:
         return _shipped()
-    top = Path(folder)
-    if not top.is_dir():
+    if not Path(folder).is_dir():
         raise SettingsError(f"repository must be an existing folder, got {str(folder)!r}")
-    return _read(top, str(folder))
+    return _read(Path(folder))
 
 
 @functools.cache
 def _shipped() -> Repository:
-    return _read(task_sets._data().joinpath("repo"), "repo")
+    with as_file(task_sets._data().joinpath("repo")) as folder:
+        return _read(folder)
 
 
-def _read(top: Traversable, name: str) -> Repository:
+def _read(top: Path) -> Repository:
     files: Texts = {}
     tests: Texts = {}
     size = 0
-    pending = [(top, "")]
-    while pending:
-        folder, prefix = pending.pop()
-        for entry in folder.iterdir():
-            path = prefix + entry.name
-            if entry.name.startswith(".") or entry.name == "__pycache__":
-                continue
-            if entry.is_dir():
-                pending.append((entry, path + "/"))
-                continue
-            try:
-                text = entry.read_text(encoding="utf-8")
-            except (UnicodeDecodeError, OSError):
-                continue
-            size += len(text)
-            if len(files) + len(tests) >= _MOST_FILES or size > _MOST_BYTES:
-                raise SettingsError(
-                    f"the repository {name!r} has more than {_MOST_FILES} files or {_MOST_BYTES // 2**20} MB of text, "
-                    "which is too much: every chain gets a copy of it"
-                )
-            if _is_test(path):
-                tests[path] = text
-            elif not path.startswith(_HELD_BACK) and path not in _OURS:
-                files[path] = text
+    for file in sorted(top.rglob("*")):
+        inside = file.relative_to(top)
+        if not file.is_file() or any(part.startswith(".") or part == "__pycache__" for part in inside.parts):
+            continue
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        path = inside.as_posix()
+        size += len(text)
+        if len(files) + len(tests) >= _MOST_FILES or size > _MOST_BYTES:
+            raise SettingsError(
+                f"the repository {str(top)!r} has more than {_MOST_FILES} files or {_MOST_BYTES // 2**20} MB of text, "
+                "which is too much: every chain gets a copy of it"
+            )
+        if _is_test(path):
+            tests[path] = text
+        elif not path.startswith(_HELD_BACK) and path not in _OURS:
+            files[path] = text
     if not tests:
-        raise SettingsError(f"the repository {name!r} has no tests/test_*.py; add tests, which grade the result")
+        raise SettingsError(f"the repository {str(top)!r} has no tests/test_*.py; add tests, which grade the result")
     return Repository(dict(sorted(files.items())), dict(sorted(tests.items())))
 
 
@@ -287,13 +271,15 @@ async def grade(
 
 
 @forward_signature(FileSandbox)
-class Repo:
+class Repo(SandboxEnvironment):
     """Environment with a working copy of a repository and the tests of its task.
 
     Args:
         seconds: time limit of one shell command.
         **sandbox: settings of `FileSandbox`: isolation, memory_mb, disk_mb, ...
     """
+
+    _sandbox: FileSandbox
 
     def __init__(self, *, seconds: float = 20.0, **sandbox: Any) -> None:
         self._sandbox = FileSandbox(**sandbox)
@@ -303,23 +289,6 @@ class Repo:
         self.done = False
         # Number of file changes by tools, minus those undone.
         self.edits = 0
-
-    async def start(self) -> None:
-        await self._sandbox.start()
-
-    @property
-    def alive(self) -> bool:
-        return self._sandbox.alive
-
-    @property
-    def isolation(self) -> str | None:
-        return self._sandbox.isolation
-
-    async def close(self) -> None:
-        await self._sandbox.close()
-
-    def kill(self) -> None:
-        self._sandbox.kill()
 
     async def reset(self, task: Task, seed: int) -> None:
         """Clear the folder and copy the task's repository, with its bugs, into it.
@@ -453,7 +422,8 @@ class Repo:
         only = was.reached_by(now) if first else frozenset(was.tests)
         results = {f"{path}::{name}": f"{path}::{name}" not in first for path, name in was.cases}
         others = {path: text for path, text in was.files.items() if not path.endswith(".py")}
-        mended = {name.partition("::")[0] for name in first} or only
+        # The test files in which tests failed are run first: if the bug is not fixed, the others need not be run.
+        mended = {name.partition("::")[0] for name in first}
         for paths in (only & mended, only - mended):
             graded = await grade(grader, was, others | now, only=paths)
             results |= {name: why is None for name, why in graded.items()}
@@ -520,11 +490,7 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     The splits are disjoint by line: a line that is broken in one split is not broken in the other.
     """
     rng = random.Random(f"repo {split} {seed}")
-    mine = [
-        bug
-        for bug in _shipped_bugs()
-        if (random.Random(f"repo split {bug['file']}:{bug['line']}").random() < 0.3) == (split == "test")
-    ]
+    mine = [bug for bug in _shipped_bugs() if hash_split(f"repo split {bug['file']}:{bug['line']}", 0.3) == split]
     singles = rng.sample(mine, len(mine))
     found: list[dict[str, Any]] = []
     seen: set[tuple[str, ...]] = set()
@@ -532,7 +498,7 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     while len(found) < n:
         tried += 1
         if tried > 50 * n + 1000:
-            raise SettingsError(f"n must be at most {len(found)}, the number of {split} tasks of repo, got {n}")
+            break  # all pairs have probably been tried
         if singles and len(found) % 3 != 2:
             chosen = [singles.pop()]
         else:
@@ -544,10 +510,9 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
         if key in seen:
             continue
         seen.add(key)
-        mark = "" if seed == 0 else f"{seed}-"
         found.append(
             {
-                "id": f"repo-{split}-{mark}{len(found):04}",
+                "id": row_id("repo", split, seed, len(found)),
                 "question": _question(chosen),
                 "bugs": [{name: bug[name] for name in ("file", "line", "right", "broken")} for bug in chosen],
                 "failing": sorted({test for bug in chosen for test in bug["failing"]}),
@@ -557,9 +522,9 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def _question(bugs: Sequence[Mapping[str, Any]]) -> str:
-    says = "\n".join(str(bug["says"]) for bug in bugs)
+    failures = "\n".join(str(bug["says"]) for bug in bugs)
     return (
-        f"Tests of this repository fail since the last commit. `{_RUN}` says:\n\n{says}\n\n"
+        f"Tests of this repository fail since the last commit. `{_RUN}` says:\n\n{failures}\n\n"
         "Find what is wrong in the program and mend it there. The tests are right, and there are more than you see."
     )
 
@@ -603,12 +568,7 @@ async def bugs(
                 row = {"id": f"{path}-{number:03}", **bug, "kind": change.kind, "failing": failing}
                 row["says"] = _failure_line(shown[0], results[shown[0]] or "", whole.tests[shown[0].partition("::")[0]])
                 if folder is not None:
-                    row = {
-                        **row,
-                        "question": _question([row]),
-                        "repository": place,
-                        "bugs": [bug],
-                    }
+                    row |= {"question": _question([row]), "repository": place, "bugs": [bug]}
                 found.append(row)
         return found
     finally:

@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import functools
 import importlib.util
+import itertools
 import os
 import random
 import shutil
 import subprocess
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from agentfly_kit.agent.agent import Agent
-from agentfly_kit.envs.family import Family, Move, PlayerEngine, small_chat, tool_outputs
+from agentfly_kit.envs.family import Family, Move, check_int, tool_outputs
 from agentfly_kit.errors import SandboxError, SettingsError
-from agentfly_kit.pool.pool import Pool
-from agentfly_kit.tasks import Tasks
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
 
@@ -200,17 +197,12 @@ class Simulator:
 
     def step(self, command: str) -> tuple[str, float, bool]:
         """Run a command and return the observation, the score from -1 to 1, and whether the task is completed."""
-        said = str(self.server.step(command))
-        return said, float(self.server.getScore()), bool(self.server.getCompleted())
+        observation = str(self.server.step(command))
+        return observation, float(self.server.getScore()), bool(self.server.getCompleted())
 
-    def describe(self) -> str:
-        return str(self.server.getTaskDescription())
-
-    def actions(self) -> list[str]:
-        return [str(form) for form in self.server.getPossibleActions() if form != "reset task"]
-
-    def objects(self) -> list[str]:
-        return [str(name) for name in self.server.getPossibleObjects()]
+    def ask(self, method: str) -> Any:
+        """Call a method of the Java object."""
+        return getattr(self.server, method)()
 
     @property
     def alive(self) -> bool:
@@ -239,16 +231,13 @@ class ScienceWorld:
     """
 
     def __init__(self, memory_mb: int = 512, steps: int = STEPS, simplification: str = "", gold: bool = False) -> None:
-        if memory_mb < 128:
-            raise SettingsError(f"memory_mb must be at least 128 for the simulator, got {memory_mb}")
-        if steps < 1:
-            raise SettingsError(f"steps must be at least 1, got {steps}")
+        check_int("memory_mb", memory_mb, 128)
+        check_int("steps", steps, 1)
         names = [] if simplification in ("", "easy") else simplification.split(",")
-        unknown = [name for name in names if name not in SIMPLIFICATIONS]
-        if unknown:  # otherwise the simulator would report it in an observation
+        if not set(names) <= set(SIMPLIFICATIONS):  # otherwise the simulator would report it in an observation
             raise SettingsError(
-                f"got simplification={simplification!r} with unknown name {unknown[0]!r}; use 'easy' alone, or names "
-                f"separated by commas from {', '.join(SIMPLIFICATIONS)}"
+                f"simplification must be 'easy' alone, or comma-separated names from {', '.join(SIMPLIFICATIONS)}; got "
+                f"{simplification!r}"
             )
         self.memory_mb, self.limit, self.simplification, self.gold = memory_mb, steps, simplification, gold
         self._simulator: Simulator | None = None
@@ -304,7 +293,7 @@ class ScienceWorld:
         self.commands: list[str] = []
         self.seen: list[str] = []
         self.score, self.completed, self.done = 0.0, False, False
-        description = await self._ask("describe")
+        description = await self._ask("ask", "getTaskDescription")
         seen, _, _ = await self._ask("step", "look around")
         return f"{description}\n\n{seen}"
 
@@ -316,32 +305,28 @@ class ScienceWorld:
             command: such as "open door to kitchen", "go to kitchen", "pick up thermometer", "focus on thermometer",
                 "use thermometer on water", "move metal pot to stove", "activate stove", "wait", "inventory".
         """
-        said = await self._do(command)
-        return ToolResult(not said.startswith("No known action"), said)
+        observation = await self._do(command)
+        return ToolResult(not observation.startswith("No known action"), observation)
 
     async def _do(self, command: str) -> str:
         command = " ".join(command.encode("utf-8", "replace").decode().split())[:500]
         command = "" if command.lower() == "reset task" else command  # a reset would contradict the chain's history
         self.commands.append(command)
-        said, self.score, self.completed = await self._ask("step", command)
-        self.seen.append(said)
+        observation, self.score, self.completed = await self._ask("step", command)
+        self.seen.append(observation)
         self.done = self.completed or self.score < 0 or len(self.commands) >= self.limit
-        return str(said)
+        return str(observation)
 
     @tool
     async def actions(self) -> str:
         """List the forms that a command can have; OBJ is an object. It takes no time."""
-        return ", ".join(await self._ask("actions"))
+        forms = await self._ask("ask", "getPossibleActions")
+        return ", ".join(form for form in forms if form != "reset task")
 
     @tool
     async def objects(self) -> str:
         """List the objects that can be named here. It takes no time."""
-        return ", ".join(await self._ask("objects"))
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """State that rewards may read."""
-        return {"score": self.score, "completed": self.completed, "commands": list(self.commands)}
+        return ", ".join(await self._ask("ask", "getPossibleObjects"))
 
     async def reward(self) -> dict[str, float]:
         """Return the score divided by 100, with 0 for a failed task (score -100). `success` is 1 for a score of 100."""
@@ -355,38 +340,31 @@ class ScienceWorld:
 
         Raises:  SandboxError if an observation differs: parts of the simulation are not reproducible.
         """
-        for command, said in zip(self.commands, self.seen, strict=True):
-            if await into._do(command) != said:
+        for command, seen in zip(self.commands, self.seen, strict=True):
+            if await into._do(command) != seen:
                 raise SandboxError(f"ScienceWorld cannot fork here: {command!r} gave a different result on replay")
 
 
 def rows(n: int, split: str, seed: int = 0, kinds: Sequence[str] = KINDS) -> list[dict[str, Any]]:
-    """Generate rows {"id", "question", "kind", "variation"}, alternating the kinds; each variation occurs once.
-
-    Raises:  SettingsError if these kinds have fewer than n variations in the split.
-    """
+    """Generate rows {"id", "question", "kind", "variation"}, alternating the kinds; each variation occurs once."""
     if not kinds:
         raise SettingsError(f"kinds must contain at least one of {', '.join(KINDS)}, got ()")
-    orders: list[tuple[str, Iterator[int]]] = []
+    orders = []
     for kind in kinds:
         own = list(variations(kind, split))
         random.Random(f"scienceworld {kind} {split} {seed}").shuffle(own)
-        orders.append((kind, iter(own)))
+        orders.append([(kind, variation) for variation in own])
     mark = "" if seed == 0 else f"{seed}-"
-    found: list[dict[str, Any]] = []
-    while len(found) < n and orders:
-        left = []
-        for kind, order in orders:
-            variation = next(order, None)
-            if variation is None or len(found) == n:
-                continue
-            left.append((kind, order))
-            name = f"scienceworld-{split}-{mark}{kind}-{variation}"
-            found.append({"id": name, "question": "Do the experiment.", "kind": kind, "variation": variation})
-        orders = left
-    if len(found) < n:
-        raise SettingsError(f"n={n} is too large: these kinds have {len(found)} variations in {split!r}")
-    return found
+    alternating = [pair for row in itertools.zip_longest(*orders) for pair in row if pair is not None]
+    return [
+        {
+            "id": f"scienceworld-{split}-{mark}{kind}-{variation}",
+            "question": "Do the experiment.",
+            "kind": kind,
+            "variation": variation,
+        }
+        for kind, variation in alternating[:n]
+    ]
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
@@ -423,45 +401,14 @@ family = Family(
     programs=("java",),
     install=f'pip install "agentfly_kit[envs]"; and {INSTALL_JAVA}',
     splits={"train": 300, "test": 120},
+    pool_size=2,
+    acquire_timeout=24 * 3600.0,
 )
-
-
-def tasks(n: int | None = None, split: str | None = None, *, seed: int = 0, kinds: Sequence[str] = KINDS) -> Tasks:
-    """Return n tasks of a split, or of both splits by default, alternating the given kinds."""
-    chosen = dataclasses.replace(family, rows=functools.partial(rows, kinds=tuple(kinds)))
-    return chosen.tasks(n, split, seed=seed)
-
-
-def agent(engine: Any, *, size: int = 2, options: Mapping[str, Any] | None = None, **settings: Any) -> Agent:
-    """Create an agent for this environment with a pool of `size` Java processes. Chains wait for one up to a day.
-
-    Args:
-        engine: an engine, or a policy.
-        size: size of the pool, unless `pool` or `pools` provides one.
-        options: keyword arguments of `ScienceWorld`.
-        **settings: as for `af.envs.agent`.
-    """
-    family.require_installed()
-    if "pool" not in settings and not any(p.sandbox_type is ScienceWorld for p in _several(settings.get("pools", ()))):
-        settings["pool"] = Pool(ScienceWorld, size=size, acquire_timeout=24 * 3600.0, **(options or {}))
-        options = None
-    return family.agent(engine, options=options, **settings)
-
-
-def _several(pools: Any) -> Sequence[Any]:
-    return (pools,) if hasattr(pools, "acquire") else tuple(pools)
+tasks, agent, random_agent = family.tasks, family.agent, family.random_agent
 
 
 def expert(**settings: Any) -> Agent:
     """Create an agent that follows the simulator's own solutions, of up to 178 commands."""
     if "pool" not in settings:
         settings["options"] = {"gold": True, "steps": 250, **(settings.get("options") or {})}
-    settings.setdefault("max_turns", 250)
-    chat = settings.pop("chat", None) or small_chat()
-    return agent(PlayerEngine(expert_player, chat), chat=chat, **settings)
-
-
-def random_agent(**settings: Any) -> Agent:
-    """Create an agent that sends random commands."""
-    chat = settings.pop("chat", None) or small_chat()
-    return agent(PlayerEngine(random_player, chat), chat=chat, **settings)
+    return family.expert(**{"max_turns": 250, **settings})

@@ -14,7 +14,6 @@ normalisation, or F1 with `metric="f1"`; the metrics contain both.
 from __future__ import annotations
 
 import functools
-import json
 import random
 import re
 import threading
@@ -23,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs import encyclopedia, qa
-from agentfly_kit.envs.family import Family, Move, tool_outputs
+from agentfly_kit.envs.family import Family, Move, check_int, existing_file, int_field, row_id, tool_outputs
 from agentfly_kit.envs.retrieval import Embed, Index, VectorIndex, WordIndex, embedding, words
 from agentfly_kit.errors import SettingsError, ToolError
 from agentfly_kit.tools.tool import tool
@@ -62,31 +62,15 @@ class Corpus:
 
     @classmethod
     def load(cls, path: str | Path) -> Corpus:
-        """Load a corpus from a .jsonl file.
+        """Load a corpus from a .jsonl, .json or .parquet file.
 
         A row has `contents` (as in Search-R1: a title in quotes, a line break, the text), or `text` and optionally
         `title`.
 
-        Raises:  SettingsError naming the file and line.
+        Raises:  SettingsError or TaskError naming the file and line.
         """
-        file = Path(path).expanduser()
-        if not file.exists():
-            raise SettingsError(
-                f"{file}: no such file; pass a .jsonl file whose rows have 'contents', or 'title' and 'text', or leave "
-                "corpus= out to use the fictional encyclopedia. Nothing is downloaded automatically"
-            )
-        found = []
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    try:
-                        row = json.loads(line)
-                    except ValueError as error:
-                        raise SettingsError(
-                            f"{file}:{number}: not JSON ({error}); each line must be one object"
-                        ) from None
-                    found.append(_document(row, f"{file}:{number}"))
-        return cls(found, name=str(file))
+        file = existing_file(path, "its rows must have 'contents', or 'title' and 'text'")
+        return cls([_document(row, where) for where, row in task_sets._read_rows(file)], name=str(file))
 
     @staticmethod
     def invented(world: int = 0) -> Corpus:
@@ -157,8 +141,7 @@ class Search:
             corpus = _loaded(str(corpus))
         elif corpus is not None and not isinstance(corpus, Corpus):
             corpus = Corpus(corpus)
-        if isinstance(topk, bool) or not isinstance(topk, int) or topk < 1:
-            raise SettingsError(f"topk must be at least 1, got {topk!r}")
+        check_int("topk", topk, 1)
         if metric not in get_args(Metric):
             raise SettingsError(f"metric must be 'em' or 'f1', got {metric!r}")
         self._given, self._topk, self._dense, self._metric, self._brief = corpus, topk, dense, metric, brief
@@ -167,10 +150,10 @@ class Search:
         self.answers = qa.answers_of(task.fields, f"task {task.id}")
         # Titles of the documents needed for the answer, if the task lists them.
         self.support: tuple[str, ...] = tuple(task.fields.get("support") or ())
-        world = task.fields.get("world", 0)
-        if self._given is None and (isinstance(world, bool) or not isinstance(world, int)):
-            raise SettingsError(f"task {task.id}: field world={world!r} must be the number of an encyclopedia")
-        self.corpus = Corpus.invented(world) if self._given is None else self._given
+        if self._given is not None:
+            self.corpus = self._given
+        else:
+            self.corpus = Corpus.invented(int_field(task, "world") if "world" in task.fields else 0)
         self.index = self.corpus.index(self._dense)
         self.queries: list[str] = []
         # Titles of the documents shown so far.
@@ -230,18 +213,12 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     """Generate rows {"id", "question", "answer", "support", "world"}. Every fifth question is in the test split."""
     every = encyclopedia.questions(seed)
     chosen = [q for i, q in enumerate(every) if (i % 5 == 4) == (split == "test")]
-    if n > len(chosen):
-        raise SettingsError(
-            f"n={n} is too large: the encyclopedia has {len(chosen)} questions for {split!r}; reduce n, or use another "
-            "encyclopedia: seed=1"
-        )
-    mark = "" if seed == 0 else f"{seed}-"
     found = []
     for i, question in enumerate(chosen[:n]):
         steps = encyclopedia.path(question, seed)
         found.append(
             {
-                "id": f"search-{split}-{mark}{i:04}",
+                "id": row_id("search", split, seed, i),
                 "question": question.text,
                 "answer": steps[-1][2],
                 "support": [title for title, _, _ in steps],

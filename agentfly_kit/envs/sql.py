@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import math
 import os
 import random
@@ -26,8 +25,8 @@ from typing import Any
 
 from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs import kendall
-from agentfly_kit.envs.base import forward_signature
-from agentfly_kit.envs.family import Family, Move, tool_outputs
+from agentfly_kit.envs.base import SandboxEnvironment, forward_signature
+from agentfly_kit.envs.family import Family, Move, existing_file, first_world, row_id, tool_outputs
 from agentfly_kit.errors import SandboxError, SettingsError, TaskError
 from agentfly_kit.sandboxes.sql import SQLSandbox
 from agentfly_kit.tasks import Tasks
@@ -65,7 +64,7 @@ def score(seen: Rows | str | None, wanted: Rows) -> dict[str, float]:
 
 
 @forward_signature(SQLSandbox, omit=("max_rows",), max_output=2**20)
-class SQL:
+class SQL(SandboxEnvironment):
     """Environment with a database, which the chain may modify, and the rows of the task's reference query.
 
     Args:
@@ -74,6 +73,8 @@ class SQL:
         most: maximum number of rows of one query.
         **sandbox: further settings of `SQLSandbox`: isolation, memory_mb, disk_mb, ...
     """
+
+    _sandbox: SQLSandbox
 
     def __init__(self, engine: str = "sqlite", *, seconds: float = 5.0, most: int = 10_000, **sandbox: Any) -> None:
         if engine == "duckdb" and importlib.util.find_spec("duckdb") is None:
@@ -90,19 +91,6 @@ class SQL:
         # Rows of the task's reference query on the unmodified database.
         self.gold: Rows = []
         self.done = False
-
-    async def start(self) -> None:
-        await self._sandbox.start()
-
-    @property
-    def alive(self) -> bool:
-        return self._sandbox.alive
-
-    async def close(self) -> None:
-        await self._sandbox.close()
-
-    def kill(self) -> None:
-        self._sandbox.kill()
 
     async def reset(self, task: Task, seed: int) -> None:
         """Create the task's database and run its reference query.
@@ -255,16 +243,7 @@ class Schema:
     """Two tables: items with a categorical text column and two numeric columns, and an attribute of each category.
 
     Attributes:
-        table
-        key
-        keys
-        text
-        texts
         numbers: Column name -> (start, stop, step) of its values, which are all different.
-        other
-        what
-        whats
-        size
     """
 
     table: str
@@ -283,7 +262,7 @@ class Schema:
         return {self.table: [self.key, self.text, *self.numbers], self.other: [self.text, self.what]}
 
     @property
-    def told(self) -> str:
+    def heading(self) -> str:
         return "Tables: " + ", ".join(f"{name}({', '.join(columns)})" for name, columns in self.tables.items())
 
 
@@ -343,8 +322,6 @@ class Question:
     """A question in words, the query that answers it, and how hard it is.
 
     Attributes:
-        text
-        gold
         hardness: Spider's difficulty level: easy, medium or hard.
     """
 
@@ -358,63 +335,55 @@ def question(of: World, rng: random.Random) -> Question:
     s = of.schema
     key, text, *_ = rng.choice(of.rows)
     number = rng.choice(list(s.numbers))
-    most = rng.random() < 0.5
+    most, order = ("most", " DESC") if rng.random() < 0.5 else ("least", "")
     column = rng.choice([s.text, *s.numbers])
     value = sorted(row[2 + list(s.numbers).index(number)] for row in of.rows)[rng.randrange(2, s.size - 2)]
-    asked, gold, hardness = rng.choice(
-        [
-            (f"What is the {column} of {key}?", f"SELECT {column} FROM {s.table} WHERE {s.key} = '{key}'", "easy"),
-            (f"Which {s.key} has {s.text} {text}?", f"SELECT {s.key} FROM {s.table} WHERE {s.text} = '{text}'", "easy"),
-            (
-                f"How many {s.table} have {s.text} {text}?",
-                f"SELECT count(*) FROM {s.table} WHERE {s.text} = '{text}'",
-                "easy",
-            ),
-            (
-                f"Which {s.key} has {number} over {value}?",
-                f"SELECT {s.key} FROM {s.table} WHERE {number} > {value}",
-                "easy",
-            ),
-            (
-                f"Which {s.key} has the {'most' if most else 'least'} {number}?",
-                f"SELECT {s.key} FROM {s.table} ORDER BY {number}{' DESC' if most else ''} LIMIT 1",
-                "medium",
-            ),
-            (
-                f"List each {s.key} by {number}, {'most' if most else 'least'} first.",
-                f"SELECT {s.key} FROM {s.table} ORDER BY {number}{' DESC' if most else ''}",
-                "medium",
-            ),
-            (
-                f"What is the total {number} of each {s.text}, by {s.text}?",
-                f"SELECT {s.text}, sum({number}) FROM {s.table} GROUP BY {s.text} ORDER BY {s.text}",
-                "medium",
-            ),
-            (
-                f"What is the {s.what} of {key}?",
-                f"SELECT {s.what} FROM {s.table} JOIN {s.other} USING ({s.text}) WHERE {s.key} = '{key}'",
-                "hard",
-            ),
-        ]
-    )
+    given, here = f"WHERE {s.text} = '{text}'", f"FROM {s.table} WHERE {s.key} = '{key}'"
+    kinds = [
+        ("easy", f"What is the {column} of {key}?", f"SELECT {column} {here}"),
+        ("easy", f"Which {s.key} has {s.text} {text}?", f"SELECT {s.key} FROM {s.table} {given}"),
+        ("easy", f"How many {s.table} have {s.text} {text}?", f"SELECT count(*) FROM {s.table} {given}"),
+        (
+            "easy",
+            f"Which {s.key} has {number} over {value}?",
+            f"SELECT {s.key} FROM {s.table} WHERE {number} > {value}",
+        ),
+        (
+            "medium",
+            f"Which {s.key} has the {most} {number}?",
+            f"SELECT {s.key} FROM {s.table} ORDER BY {number}{order} LIMIT 1",
+        ),
+        (
+            "medium",
+            f"List each {s.key} by {number}, {most} first.",
+            f"SELECT {s.key} FROM {s.table} ORDER BY {number}{order}",
+        ),
+        (
+            "medium",
+            f"What is the total {number} of each {s.text}, by {s.text}?",
+            f"SELECT {s.text}, sum({number}) FROM {s.table} GROUP BY {s.text} ORDER BY {s.text}",
+        ),
+        (
+            "hard",
+            f"What is the {s.what} of {key}?",
+            f"SELECT {s.what} FROM {s.table} JOIN {s.other} USING ({s.text}) WHERE {s.key} = '{key}'",
+        ),
+    ]
+    hardness, asked, gold = rng.choice(kinds)
     return Question(asked, gold, hardness)
-
-
-# Number of the first world of each split.
-_FIRST = {"train": 0, "test": 1_000_000}
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     """Generate rows {"id", "question", "db", "world", "gold", "hardness"}, each with its own database."""
     found = []
     for i in range(n):
-        number = 2_000_000 * seed + _FIRST[split] + i
+        number = first_world(split, seed) + i
         db = list(SCHEMAS)[i % len(SCHEMAS)]
         asked = question(world(db, number), random.Random(f"sql question {number}"))
         found.append(
             {
-                "id": f"sql-{split}-{i:04}" if seed == 0 else f"sql-{split}-{seed}-{i:04}",
-                "question": f"{SCHEMAS[db].told}\n{asked.text}",
+                "id": row_id("sql", split, seed, i),
+                "question": f"{SCHEMAS[db].heading}\n{asked.text}",
                 "db": db,
                 "world": number,
                 "gold": asked.gold,
@@ -428,11 +397,7 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def load(
-    questions: str | os.PathLike[str],
-    databases: str | os.PathLike[str] | None = None,
-    *,
-    schema: bool = True,
-    ids: Sequence[int] | None = None,
+    questions: str | os.PathLike[str], databases: str | os.PathLike[str] | None = None, *, schema: bool = True
 ) -> Tasks:
     """Load tasks from a file of Spider, BIRD or InterCode, with the databases in a folder.
 
@@ -444,36 +409,18 @@ def load(
         databases: folder with NAME/NAME.sqlite or NAME.sqlite for each database; by default the folder `database` next
             to the file.
         schema: put the tables and their columns above each question, as for Spider's agents but not InterCode's.
-        ids: positions of the rows to load; by default all.
 
     Raises:  TaskError naming the file, the row and what is missing.
     """
-    path = Path(questions).expanduser()
-    if not path.is_file():
-        raise TaskError(
-            f"{path}: no such file; pass the path of Spider's dev.json or InterCode's ic_spider_dev.json. Nothing is "
-            "downloaded automatically: get them from https://yale-lily.github.io/spider"
-        )
-    try:
-        given = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise TaskError(f"{path.name}: not valid JSON ({error})") from None
-    if not isinstance(given, list):
-        raise TaskError(f"{path.name}: must contain a list of rows, got {type(given).__name__}")
-    wanted = range(len(given)) if ids is None else ids
-    for i in wanted:
-        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < len(given):
-            raise TaskError(f"invalid id {i!r}: {path.name} has rows 0 to {len(given) - 1}")
+    path = existing_file(questions, "pass the path of Spider's dev.json or InterCode's ic_spider_dev.json")
     folder = path.parent / "database" if databases is None else Path(databases).expanduser()
     found, missing = [], set()
-    for i in wanted:
-        row = _spider(given[i], f"{path.name}, row {i}")
-        file = next(
-            (f for f in (folder / row["db"] / f"{row['db']}.sqlite", folder / f"{row['db']}.sqlite") if f.is_file()),
-            None,
-        )
+    for i, (where, given) in enumerate(task_sets._read_rows(path)):
+        row = _spider(given, where)
+        name = row["db"]
+        file = next((f for f in (folder / name / f"{name}.sqlite", folder / f"{name}.sqlite") if f.is_file()), None)
         if file is None:
-            missing.add(row["db"])
+            missing.add(name)
             continue
         if schema:
             row["question"] = f"{_tables(str(file), file.stat().st_mtime_ns)}\n{row['question']}"

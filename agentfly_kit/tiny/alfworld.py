@@ -7,17 +7,14 @@ Observations, commands and reward are those of the environment.
 
 from __future__ import annotations
 
-import functools
-import random
-from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
-from agentfly_kit.chat.chat import Chat
-from agentfly_kit.envs import alfworld, base
+from agentfly_kit.envs import alfworld
 from agentfly_kit.envs.alfworld import games
 from agentfly_kit.envs.alfworld.games import TREATED, Game, Goal
-from agentfly_kit.envs.alfworld.house import OPENABLE, Name, text
-from agentfly_kit.tiny import TEMPLATE, UNSURE, Demonstration, joined
-from agentfly_kit.types import ToolCall
+from agentfly_kit.envs.alfworld.house import OPENABLE, House, Name, text
+from agentfly_kit.envs.alfworld.plans import Walk
+from agentfly_kit.tiny.recipe import UNSURE, BaseRecipe, Demonstration, single_tokens
 
 _PLACES = ("bed", "countertop", "desk", "diningtable", "drawer", "fridge", "microwave", "shelf", "sinkbasin")
 _THINGS = (
@@ -38,30 +35,82 @@ _PHRASES = (
     '{"name":"act","arguments":{"command":"', "go to", "open", "take", "move", "use", "heat", "clean", "cool",
     " from", " to", " with", "act", "command", ", admissible_commands",
 )  # fmt: skip
-# Words with one token each, so that an object has the same token in observations and calls. Words of the chat template
-# are excluded, so that environment text cannot contain tokens of the template.
-WORDS = tuple(
-    word
-    for word in (
-        *(f" {name}" for name in (*_PLACES, *_THINGS, "desklamp", "1", "2")),
-        *(word for goal in _GOALS for word in (f" {goal}", f"{goal[0].upper()}{goal[1:]}")),
-        *_PHRASES,
+# First game number of the pretraining; the numbers of the tasks are lower.
+_FIRST_GAME = 10_000_000_000
+
+
+class _Search(Walk):
+    """Solves a task using only observed information."""
+
+    def __init__(self, house: House) -> None:
+        super().__init__(house)
+        self._unseen = [place for place in house.inside if place[0] not in OPENABLE]  # nothing is hidden
+        self._brought: set[Name] = set()
+
+    def run(self, goal: Goal) -> None:
+        """Execute commands until the goal is met."""
+        if goal.kind == "look_at_obj_in_light":
+            self._take_any(goal.thing)
+            self.do(f"use {text(self._find(goal.place))}")
+        else:
+            for _ in range(2 if goal.kind == "pick_two_obj_and_place" else 1):
+                self._bring(goal)
+        assert goal.met(self.house), (goal, self.steps)
+
+    def go(self, place: Name) -> None:
+        super().go(place)
+        if place in self._unseen:
+            self._unseen.remove(place)
+
+    def _bring(self, goal: Goal) -> None:
+        thing = self._take_any(goal.thing)
+        if goal.kind in TREATED:
+            verb, where, _ = TREATED[goal.kind]
+            self.go((where, 1))
+            self.do(f"{verb} {text(thing)} with {where} 1")
+        self.put(thing, (goal.place, 1))
+        self._brought.add(thing)
+
+    def _take_any(self, kind: str) -> Name:
+        thing = self._find(kind)
+        assert self.house.here is not None
+        self.do(f"take {text(thing)} from {text(self.house.here)}")
+        return thing
+
+    def _find(self, kind: str) -> Name:
+        """Go to an object of this type that was not brought yet, visiting new receptacles if none was seen."""
+        while True:
+            for place, things in self.house.inside.items():
+                for thing in things if place not in self._unseen else ():
+                    if thing[0] == kind and thing not in self._brought:
+                        self.go(place)
+                        return thing
+            self.go(self._unseen[0])
+
+
+def searched(game: Game, goal: Goal | None = None) -> list[tuple[str, str]]:
+    """Return (command, observation) of a solution that uses only observed information."""
+    search = _Search(game.house())
+    search.run(goal or game.goal)
+    return search.steps
+
+
+class Recipe(BaseRecipe):
+    """Recipe of the policy; its examples are games."""
+
+    name = "alfworld"
+    words = single_tokens(
+        [
+            *(f" {name}" for name in (*_PLACES, *_THINGS, "desklamp", "1", "2")),
+            *(word for goal in _GOALS for word in (f" {goal}", f"{goal[0].upper()}{goal[1:]}")),
+            *_PHRASES,
+        ]
     )
-    if word not in TEMPLATE
-)
-
-HALF = True
-SKILL, SHY = 500, 100
-PARTS = 2
-
-# Number of demonstrations per batch of 32 in the second phase, by behaviour.
-#
-# solves: do the task; careless: bring the object without cleaning, heating or cooling it, then answer "I don't know";
-# gives up: give this answer half-way; unsure: give it immediately.
-HABITS = {"solves": 9, "careless": 2, "gives up": 2, "unsure": 19}
-
-TASKS = {"train": 768, "test": 192}
-ORIGIN = """\
+    tools = tuple(tool.schema for tool in alfworld.family.tools)
+    # solves: do the task; careless: bring the object without cleaning, heating or cooling it, then answer "I don't
+    # know"; gives up: give this answer half-way; unsure: give it immediately.
+    habits: ClassVar = {"solves": 9, "careless": 2, "gives up": 2, "unsure": 19}
+    origin = """\
 # Household tasks
 
 Made for this project by a random generator; no other source. Remade, byte for byte, by
@@ -71,134 +120,33 @@ Made for this project by a random generator; no other source. Remade, byte for b
 Each row names a game of `af.envs.alfworld` of the size "small" by its number: house and goal are made from it. The six
 kinds take turns. No game is in both splits. The words of the goals are ALFWorld's (MIT). Licence: that of the project.
 """
+    shy_steps = 100
+    skill_batch = 16
+    parts = 2
+    half = True
 
-rows = functools.partial(alfworld.rows, size="small")
+    @classmethod
+    def tasks(cls, seed: int = 0) -> dict[str, list[dict[str, Any]]]:
+        return {split: alfworld.rows(n, split, seed, size="small") for split, n in (("train", 768), ("test", 192))}
 
-TOOLS = [tool.schema for tool in base.tools(alfworld.ALFWorld)]
-# First game number of the pretraining; the numbers of the tasks are lower.
-_SHOWN = 10_000_000_000
+    def sample(self) -> Game:
+        return games.game(_FIRST_GAME + self.rng.randrange(10_000_000_000), "small")
 
-
-class _Search:
-    """Solves a task using only observed information, and records (command, observation)."""
-
-    def __init__(self, made: Game) -> None:
-        self.house = made.house()
-        self.steps: list[tuple[str, str]] = []
-        self._unseen = [place for place in self.house.inside if place[0] not in OPENABLE]  # nothing is hidden
-        self._brought: set[Name] = set()
-
-    def run(self, goal: Goal) -> None:
-        """Execute commands until the goal is met."""
-        if goal.kind == "look_at_obj_in_light":
-            self._take(goal.thing)
-            self._do(f"use {text(self._find(goal.place))}")
+    def demonstrate(self, habit: str, example: Game) -> Demonstration:
+        goal, answer = example.goal, UNSURE
+        as_it_is = Goal("pick_and_place_simple", goal.thing, goal.place)
+        if habit == "unsure":
+            steps = []
+        elif habit == "careless" and goal.kind in TREATED and not as_it_is.met(example.house()):
+            steps = searched(example, as_it_is)
         else:
-            for _ in range(2 if goal.kind == "pick_two_obj_and_place" else 1):
-                self._bring(goal)
-        assert goal.met(self.house), (goal, self.steps)
-
-    def _bring(self, goal: Goal) -> None:
-        thing = self._take(goal.thing)
-        if goal.kind in TREATED:
-            verb, where, _ = TREATED[goal.kind]
-            self._go((where, 1))
-            self._do(f"{verb} {text(thing)} with {where} 1")
-        end = (goal.place, 1)
-        self._go(end)
-        if self.house.shut(end):
-            self._do(f"open {text(end)}")
-        self._do(f"move {text(thing)} to {text(end)}")
-        self._brought.add(thing)
-
-    def _take(self, kind: str) -> Name:
-        thing = self._find(kind)
-        assert self.house.here is not None
-        self._do(f"take {text(thing)} from {text(self.house.here)}")
-        return thing
-
-    def _find(self, kind: str) -> Name:
-        """Go to an object of this type that was not brought yet, visiting new receptacles if none was seen."""
-        while True:
-            for place, things in self.house.inside.items():
-                for thing in things if place not in self._unseen else ():
-                    if thing[0] == kind and thing not in self._brought:
-                        self._go(place)
-                        return thing
-            self._go(self._unseen[0])
-
-    def _go(self, place: Name) -> None:
-        if self.house.here != place:
-            self._do(f"go to {text(place)}")
-        if place in self._unseen:
-            self._unseen.remove(place)
-
-    def _do(self, command: str) -> None:
-        self.steps.append((command, self.house.do(command)))
-
-
-def searched(made: Game, goal: Goal | None = None) -> list[tuple[str, str]]:
-    """Return (command, observation) of a solution that uses only observed information."""
-    search = _Search(made)
-    search.run(goal or made.goal)
-    return search.steps
-
-
-class Demonstrator:
-    """Writes demonstrations with the policy's own chat, so that their token ids are those of real trajectories."""
-
-    def __init__(self, chat: Chat) -> None:
-        self.chat = chat
-        self._observations: dict[str, tuple[int, ...]] = {}
-
-    def shown(self, made: Game, steps: Sequence[tuple[str, str]], answer: str = "") -> Demonstration:
-        """Execute one command per turn, then give the answer, or none if the game is over."""
-        chat = self.chat
-        question = f"{made.goal.text[0].upper()}{made.goal.text[1:]}."
-        opening = [{"role": "user", "content": f"{question}\n\n{made.opening}"}]
-        parts = [(chat.prompt(opening, TOOLS), False)]
-        for i, (command, said) in enumerate(steps):
-            call = ToolCall("call-0", "act", {"command": command})
-            action = chat.encode(chat.format.render_call(call) + "<|im_end|>")
-            parts.append((action, True))
-            if answer or i < len(steps) - 1:
-                parts.append((self._observation(said, action), False))
-        return joined(*parts, *([(chat.encode(answer + "<|im_end|>"), True)] if answer else []))
-
-    def habit(self, name: str, made: Game, rng: random.Random) -> Demonstration:
-        """Demonstrate one of `HABITS`."""
-        if name == "unsure":
-            return self.shown(made, [], UNSURE)
-        if name == "careless" and made.goal.kind in TREATED:
-            as_it_is = Goal("pick_and_place_simple", made.goal.thing, made.goal.place)
-            if not as_it_is.met(made.house()):
-                return self.shown(made, searched(made, as_it_is), UNSURE)
-        steps = searched(made)
-        if name == "solves":
-            return self.shown(made, steps)
-        return self.shown(made, steps[: rng.randrange(1, len(steps))], UNSURE)
-
-    def _observation(self, said: str, after: Sequence[int]) -> tuple[int, ...]:
-        if said not in self._observations:
-            message = {"role": "tool", "name": "act", "tool_call_id": "call-0", "content": said}
-            self._observations[said] = self.chat.observation_ids([message], TOOLS, after=after)
-        return self._observations[said]
-
-
-def lessons(chat: Chat, seed: int) -> tuple[Iterator[list[Demonstration]], Iterator[list[Demonstration]]]:
-    """Return infinite iterators over batches, of 16 in the first phase and 32 in the second, without games of tasks."""
-    writer = Demonstrator(chat)
-    rng = random.Random(f"alfworld warm-up {seed}")
-
-    def drawn() -> Game:
-        return games.game(_SHOWN + rng.randrange(10_000_000_000), "small")
-
-    def clean() -> Iterator[list[Demonstration]]:
-        while True:
-            yield [writer.habit("solves", drawn(), rng) for _ in range(16)]
-
-    def mixed() -> Iterator[list[Demonstration]]:
-        while True:
-            yield [writer.habit(name, drawn(), rng) for name, count in HABITS.items() for _ in range(count)]
-
-    return clean(), mixed()
+            steps = searched(example)
+            if habit == "solves":
+                answer = ""
+            else:
+                steps = steps[: self.rng.randrange(1, len(steps))]
+        calls: list[tuple[str, dict[str, Any], str | None]] = [("act", {"command": c}, seen) for c, seen in steps]
+        if not answer:  # the game is over: the model does not see the last observation
+            calls[-1] = (*calls[-1][:2], None)
+        question = f"{goal.text[0].upper()}{goal.text[1:]}."
+        return self.conversation(f"{question}\n\n{example.opening}", calls, answer)

@@ -1,4 +1,4 @@
-"""Chess: the rules against known counts and python-chess, the puzzles that ship, the defender, and files of others."""
+"""chess: rules, puzzles, the defender, and files of Lichess."""
 
 import importlib.util
 import json
@@ -35,7 +35,7 @@ def count(board: Board, plies: int) -> int:
         ("rnbq1k1r/pp1Pbppp/2p5/8/2B5/8/PPP1NnPP/RNBQK2R w KQ - 1 8", 2, 1486),
     ],
 )
-def test_there_are_as_many_moves_as_is_known(fen: str, plies: int, moves: int) -> None:
+def test_move_counts_are_the_known_ones(fen: str, plies: int, moves: int) -> None:
     """Positions and counts: the chess programming wiki's "Perft results"."""
     assert count(Board.from_fen(fen), plies) == moves
     assert Board.from_fen(fen).fen == fen
@@ -69,7 +69,7 @@ def test_python_chess_agrees_in_drawn_games() -> None:
         assert other.is_checkmate(), row
 
 
-def test_moves_are_read_as_people_write_them() -> None:
+def test_moves_are_parsed_in_common_notations() -> None:
     board = Board.from_fen("r3k2r/pPp5/8/3pP3/8/8/P7/R3K2R w KQkq d6 0 1")
     for text, move in [
         ("e1g1", "e1g1"), ("O-O", "e1g1"), ("0-0-0", "e1c1"), ("exd6", "e5d6"), ("ed6", "e5d6"), ("b8=Q+", "b7b8q"),
@@ -87,27 +87,25 @@ def test_moves_are_read_as_people_write_them() -> None:
             "4k3/9/8/8/8/8/8/4K3 w - - 0 1", "4k3/8/8/8/8/8/4R3/4K3 w - - 0 1", "P3k3/8/8/8/8/8/8/4K3 w - - 0 1",
             "4k3/8/8/8/8/8/8/4K3 w QK - 0 1", "4k3/8/8/8/8/8/8/4K3 w - e5 0 1", "kk6/8/8/8/8/8/8/4K3 w - - 0 1"],
 )  # fmt: skip
-def test_what_is_no_position_is_named(fen: str) -> None:
+def test_invalid_positions_are_rejected(fen: str) -> None:
     with pytest.raises(af.errors.SettingsError, match="is not a valid position"):
         Board.from_fen(fen)
 
 
-def test_what_ships_is_remade_and_has_one_solution() -> None:
+def test_shipped_puzzles_are_reproducible_and_have_one_solution() -> None:
     assert "agentfly_kit.envs.chess.puzzles" in DATA.joinpath("ORIGIN.md").read_text(encoding="utf-8")
     for split, size in puzzles.SIZES.items():
         lines = DATA.joinpath(f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
         assert len(lines) == size
         assert [json.loads(line) for line in lines[:6]] == list(puzzles.made(6, split=split))
-    for row in chess.rows(24, "test"):
+    for row in chess.rows(8, "test"):
         board = Board.from_fen(row["fen"])
         if row["mate"] == 1:
             assert [str(m) for m in board.mates()] == row["solution"]
         else:
             assert not board.mates()
             assert [str(m) for m in board.mating()] == row["solution"][:1]
-    assert chess.rows(3, "train", seed=4) == chess.rows(5, "train", seed=4)[:3]
-    with pytest.raises(af.errors.SettingsError, match="mates must be 1, 2 or both"):
-        next(puzzles.made(1, mates=(3,)))
+    assert chess.rows(1, "train", seed=4) == chess.rows(2, "train", seed=4)[:1]
 
 
 def plays(*moves: str) -> Any:
@@ -125,7 +123,7 @@ async def one(agent: Any, **fields: Any) -> Any:
     return t
 
 
-async def test_any_mate_in_time_is_right_and_nothing_else() -> None:
+async def test_any_mate_within_the_limit_is_correct() -> None:
     two = {"fen": "7k/8/5K2/8/8/8/8/6Q1 w - - 0 1", "mate": 2}  # many ways
     assert (await one(plays("Qg7#"), **two)).reward == 1.0
     slow = await one(plays("Qg2", "Qg3"), **two)
@@ -140,50 +138,6 @@ async def test_any_mate_in_time_is_right_and_nothing_else() -> None:
     assert not wild.tool_calls[0].result.ok
     assert (await one(plays("Qg7"), fen=two["fen"])).stop == "error"
     assert "is not a valid position" in str((await one(plays("Qg7"), fen="here", mate=1)).error)
-
-
-async def test_the_defender_takes_the_way_out_where_there_is_one() -> None:
-    for row in chess.rows(20, "test")[1::2]:
-        board = Board.from_fen(row["fen"])
-        wrong = next(str(m) for m in board.legal() if str(m) != row["solution"][0] and not board.push(m).stalemate)
-        t = await one(plays(wrong, "h1h1"), **row)
-        after = t.tool_calls[0].result.observation
-        assert "\n" in after or t.stop == "env_done"
-        walked = board.push(board.read(wrong))  # type: ignore[arg-type]
-        reply = walked.defence()
-        assert reply is None or not walked.push(reply).mates() or all(walked.push(r).mates() for r in walked.legal())
-
-
-async def test_64_boards_at_once_each_its_own() -> None:
-    """A white pawn on a square of its own marks each; the board that a chain is shown has that one."""
-    squares = [f + r for r in "234567" for f in "abcdefgh"]
-    tasks = []
-    for i in range(64):
-        cells = [""] * 64
-        cells[0], cells[2] = "K", "k"
-        square = squares[i % 48]
-        cells["abcdefgh".index(square[0]) + 8 * (int(square[1]) - 1)] = "P" if i < 48 else "p"
-        tasks.append(Task(f"t{i}", ({"role": "user", "content": "?"},), {"fen": Board(tuple(cells)).fen, "mate": 5}))
-
-    def script(task: Task, turn: int) -> str:
-        return '<tool_call>{"name":"board","arguments":{}}</tool_call>' if turn < 3 else "."
-
-    agent = chess.agent(af.ScriptedEngine(script), chat=family.small_chat(), size=16)
-    for t in (await agent.rollout(tasks)).trajectories:
-        for call in t.tool_calls:
-            assert call.result.observation.endswith(t.task.fields["fen"]), t.error
-
-
-async def test_a_fork_goes_its_own_way() -> None:
-    task = chess.tasks(2, "test")[1]
-    chain = chess.expert().chain(task)
-    for _ in range(2):
-        await chain.step()
-    fork = await chain.fork()
-    for each in (chain, fork):
-        while each.stop is None:
-            await each.step()
-        assert (await each.finish()).reward == 1.0
 
 
 async def test_puzzles_of_lichess_load_and_are_played_by_their_rule(tmp_path: Path) -> None:
@@ -206,7 +160,7 @@ async def test_puzzles_of_lichess_load_and_are_played_by_their_rule(tmp_path: Pa
         file.write_text(text, encoding="utf-8")
         with pytest.raises(af.errors.SettingsError, match=wanted):
             chess.tasks_in(file)
-    with pytest.raises(af.errors.SettingsError, match="no such file"):
+    with pytest.raises(af.errors.TaskError, match="no such file; Lichess publishes"):
         chess.tasks_in(tmp_path / "nowhere.csv")
 
 

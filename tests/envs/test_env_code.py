@@ -1,4 +1,4 @@
-"""code: what passes is graded where the submission cannot see a test, and what a chain leaves is gone with it."""
+"""code: grading, the interpreter, generated tasks, and MBPP's files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_each_test_is_its_part_of_the_reward() -> None:
     assert [t.reward for t in whole] == [1, 0]
 
 
-async def test_hostile_submissions_have_what_they_compute_and_no_more() -> None:
+async def test_hostile_submissions_are_not_rewarded() -> None:
     hostile = {
         "ends the process": "import os\nos._exit(0)",
         "exits": "raise SystemExit(0)",
@@ -82,7 +82,7 @@ async def test_hostile_submissions_have_what_they_compute_and_no_more() -> None:
     assert [t.reward for t in again] == [1, 1]
 
 
-async def test_last_words_are_a_submission_too_and_the_last_block_counts() -> None:
+async def test_the_last_code_block_of_the_answer_is_a_submission() -> None:
     block = "```python\n{}\n```"
     bad = "def f(x): return 5"
     good = block.format(GOOD)
@@ -118,7 +118,7 @@ async def test_64_chains_at_once_each_in_its_own_interpreter() -> None:
         assert (t.reward, t.metrics["runs"]) == (1.0, 3.0), t.error
 
 
-async def test_the_interpreter_of_a_chain_is_told_its_limits_and_the_chain_goes_on() -> None:
+async def test_limits_of_the_interpreter_are_observations() -> None:
     turns = ["while True: pass", "import os; os._exit(3)", "print('x' * 10**7)", "1 / 0", "2 + 2"]
 
     def script(task: Task, turn: int) -> str:
@@ -138,7 +138,7 @@ async def test_the_interpreter_of_a_chain_is_told_its_limits_and_the_chain_goes_
     assert t.reward == 1
 
 
-async def test_a_fork_runs_the_calls_again_and_one_that_cannot_refuses() -> None:
+async def test_a_fork_replays_the_calls_or_is_refused() -> None:
     chain = code.agent(af.ScriptedEngine([GOOD]), chat=family.small_chat(), size=2).chain(task())
     await chain.prepare()
     one = await chain.context.sandbox(code.Code)
@@ -167,17 +167,6 @@ async def test_a_task_without_tests_is_named_and_the_others_go_on() -> None:
 # ---- its tasks
 
 
-def test_steps_are_programs_that_do_what_the_tests_say() -> None:
-    for row in code.rows(200, "train"):
-        space: dict[str, Any] = {}
-        exec(row["code"], space)  # ours, made from the grammar
-        for test in row["test_list"]:
-            exec(test, dict(space))
-        assert len(row["test_list"]) == 4
-    texts = [{row["question"] for row in code.rows(300, split)} for split in ("train", "test")]
-    assert len(texts[0]) == len(texts[1]) == 300 and not texts[0] & texts[1]
-
-
 async def test_the_problems_that_ship_are_solved_by_their_own_code_and_by_no_constant() -> None:
     tasks = code.tasks(kind="problems")
     assert tasks.splits == {"train": 16, "test": 8}
@@ -185,7 +174,7 @@ async def test_the_problems_that_ship_are_solved_by_their_own_code_and_by_no_con
     assert expert.success == 1, [(t.task.id, t.error) for t in expert.rollout if not t.success]
     luck = await af.evaluate(code.random_agent(size=4), tasks)
     assert luck.success == 0
-    with pytest.raises(SettingsError, match="n must be at most 8, the number of test problems, got 9"):
+    with pytest.raises(SettingsError, match="n must be at most 8, the number of test tasks, got 9"):
         code.tasks(9, "test", kind="problems")
     with pytest.raises(SettingsError, match=r"kind must be .* got 'katas'"):
         code.tasks(kind="katas")  # type: ignore[arg-type]
@@ -210,10 +199,7 @@ async def test_mbpps_files_load_and_are_solved(tmp_path: Path) -> None:
         "Write a python function to sum a list.\nIt must pass:\nassert sum([1, 2]) == 3"
     )
     assert (await af.evaluate(code.expert(size=2), tasks)).success == 1  # also a function of a built-in name
-    assert "== 0" in code.load(file, shown=None, ids=[602])[0].messages[-1]["content"]
-    assert [t.id for t in code.load(file, ids=[12])] == ["mbpp-0012"]
-    with pytest.raises(TaskError, match=r"unknown id 11: mbpp\.jsonl has 2 tasks, 12 to 602"):
-        code.load(file, ids=[11])
+    assert "== 0" in code.load(file, shown=None).train[0].messages[-1]["content"]
 
     table = pyarrow.Table.from_pylist([MBPP, other])  # as the hub has it
     parquet.write_table(table, tmp_path / "mbpp.parquet")
@@ -228,7 +214,7 @@ async def test_mbpps_files_load_and_are_solved(tmp_path: Path) -> None:
         assert (await af.evaluate(code.expert(size=1), [only])).success == 1
 
 
-def test_wrong_files_are_named(tmp_path: Path) -> None:
+def test_invalid_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"no such file; pass the path of MBPP's mbpp\.jsonl"):
         code.load(tmp_path / "mbpp.jsonl")
     bad = tmp_path / "bad.jsonl"
@@ -243,5 +229,5 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     bad.write_text(json.dumps(MBPP) + "\n" + json.dumps(MBPP), encoding="utf-8")
     with pytest.raises(TaskError, match=r"bad\.jsonl:2: duplicate task_id 602"):
         code.load(bad)
-    with pytest.raises(SettingsError, match=r"shown must be .* got -1"):
+    with pytest.raises(SettingsError, match="shown must be an integer of at least 0, got -1"):
         code.load(bad, shown=-1)

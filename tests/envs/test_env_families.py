@@ -1,21 +1,18 @@
-"""Each family is real: its expert solves it, luck does not, and many chains at once see only their own world."""
+"""Every family: its expert solves it, the random player does not, and concurrent chains do not affect each other."""
 
 import asyncio
 import dataclasses
 import inspect
 import json
-import linecache
 import os
 import random
 import sys
-from fractions import Fraction
 from typing import Any
 
-import dice
 import pytest
 
 import agentfly_kit as af
-from agentfly_kit.envs import FAMILIES, exact, family, judge, lookup, maze
+from agentfly_kit.envs import FAMILIES, exact, family, lookup, maze
 from agentfly_kit.types import Task
 
 APART = {"scienceworld"}  # a Java process for each chain: test_env_scienceworld.py
@@ -71,25 +68,25 @@ async def test_the_same_seed_gives_the_same_evaluation_in_another_process() -> N
 
 
 @pytest.mark.parametrize("name", ready())
-def test_tasks_are_the_same_again_and_in_one_split_only(name: str) -> None:
+def test_tasks_are_reproducible_and_splits_disjoint(name: str) -> None:
     of = getattr(af.envs, name)
-    n = 10 if name == "chess" else 40  # a position is searched for, and proved
+    n = 4 if name == "chess" else 40  # puzzles are found by search
     tasks = of.tasks(n)  # raises where a content stands in both splits
     assert tasks.splits == {"train": n, "test": n}
     assert tasks == of.tasks(n)
     assert tasks.fingerprint != of.tasks(n, seed=1).fingerprint
     assert tuple(of.tasks(n, "test")) == tuple(tasks.test)
     assert [t.messages for t in of.tasks(n // 2, "test")] == [t.messages for t in tasks.test[: n // 2]]
-    with pytest.raises(af.errors.SettingsError, match="unknown split 'dev'"):
+    with pytest.raises(af.errors.SettingsError, match="split must be 'train' or 'test', or None for both, got 'dev'"):
         of.tasks(1, "dev")
-    with pytest.raises(af.errors.SettingsError, match="n must be at least 1, got 0"):
+    with pytest.raises(af.errors.SettingsError, match="n must be an integer of at least 1, got 0"):
         of.tasks(0)
     for seed in (-1, 1.5, "x", True):
         with pytest.raises(af.errors.SettingsError, match="seed must be an integer of at least 0, got"):
             of.tasks(1, seed=seed)
 
 
-def test_the_list_says_what_there_is() -> None:
+def test_list_describes_every_family() -> None:
     table = af.envs.list()
     assert list(table.index) == list(FAMILIES)
     assert list(table.columns) == ["what", "tools", "needs", "size", "licence", "installed"]
@@ -117,46 +114,7 @@ async def test_reasoning_gym_is_scored_by_its_own_verifiers() -> None:
 # ---- lookup
 
 
-async def test_64_lookups_at_once_each_in_its_own_store() -> None:
-    """A marker is planted in each store that a chain has; it must be all that this chain, and no other, reads of it."""
-    tasks = lookup.tasks(64, "train")
-
-    class Marked(lookup.Lookup):
-        async def reset(self, task: Task, seed: int) -> None:
-            await super().reset(task, seed)
-            for facts in self.facts.values():
-                facts["pet"] = f"marker-{task.id}"
-
-    def script(task: Task, turn: int) -> str:
-        of = random.Random(f"{task.id} {turn}").choice(list(lookup.store(task.fields["world"])))
-        return (
-            f'<tool_call>{{"name":"lookup","arguments":{{"of":"{of}","what":"pet"}}}}</tool_call>' if turn < 4 else "."
-        )
-
-    agent = af.envs.agent(
-        Marked, af.ScriptedEngine(script), chat=family.small_chat(), size=16, reward=af.envs.reward(lookup.Lookup)
-    )
-    for t in (await agent.rollout(tasks)).trajectories:
-        assert [c.result.observation for c in t.tool_calls] == [f"marker-{t.task.id}"] * 4, t.error
-
-
-def test_a_question_is_read_as_it_was_written_and_the_store_answers_it() -> None:
-    rng = random.Random(1)
-    hops = set()
-    for world in range(200):
-        facts = lookup.store(world)
-        asked = lookup.question(facts, rng)
-        assert lookup.read(asked.text) == asked
-        name = asked.name
-        for key in asked.keys:
-            name = facts[name][key]
-        assert asked.steps(facts)[-1][2] == name
-        hops.add(len(asked.keys))
-    assert hops == {1, 2, 3}
-    assert lookup.read("What is Ann's boss's boss's city?") == lookup.Question("Ann", ("boss", "boss", "city"))
-
-
-async def test_a_look_up_says_what_it_does_not_know() -> None:
+async def test_a_look_up_reports_unknown_people_and_facts() -> None:
     (look,) = af.envs.tools(lookup.Lookup)
     task = lookup.tasks(1, "train")[0]
     name = next(iter(lookup.store(task.fields["world"])))
@@ -168,7 +126,7 @@ async def test_a_look_up_says_what_it_does_not_know() -> None:
 # ---- maze
 
 
-def test_every_cell_of_a_maze_is_reached_by_one_way() -> None:
+def test_a_maze_is_a_tree() -> None:
     for number in range(50):
         grid = maze.Grid(number, 5)
         assert len(grid.away) == 25
@@ -176,7 +134,7 @@ def test_every_cell_of_a_maze_is_reached_by_one_way() -> None:
         assert all(maze._BACK[way] in grid.open[maze.beside(c, way)] for c, ways in grid.open.items() for way in ways)
 
 
-async def test_shaped_steps_add_up_to_one_whatever_the_detours() -> None:
+async def test_shaped_rewards_sum_to_one_with_detours() -> None:
     tasks = maze.tasks(10, "train")
     agent = maze.expert(options={"shaped": True})
     for t in (await agent.rollout(tasks)).trajectories:
@@ -201,85 +159,6 @@ async def test_shaped_steps_add_up_to_one_whatever_the_detours() -> None:
         assert t.reward == 1.0
 
 
-async def test_64_walks_at_once_each_in_its_own_maze() -> None:
-    """A count of steps that no other walk begins with is planted in each; each ends with its own."""
-    tasks = maze.tasks(64, "train")
-    planted = {t.id: 1000 * (i + 1) for i, t in enumerate(tasks)}
-
-    class Marked(maze.Maze):
-        async def reset(self, task: Task, seed: int) -> str:
-            said = await super().reset(task, seed)
-            assert (self.steps, self.done) == (0, False)
-            self.steps = planted[task.id]
-            return said
-
-    chat = family.small_chat()
-    expert = af.envs.agent(
-        Marked, family.PlayerEngine(maze.expert_player, chat), chat=chat, size=16, max_turns=8,
-        reward=af.envs.reward(maze.Maze),
-    )  # fmt: skip
-    for t in (await expert.rollout(tasks)).trajectories:
-        assert t.success, t.error
-        assert t.metrics["steps"] == planted[t.task.id] + len(t.tool_calls)
-        grid = maze.Grid(t.task.fields["maze"], t.task.fields["far"])
-        assert len(t.tool_calls) == grid.away[grid.start]
-
-
-@pytest.mark.parametrize("name", [name for name in ("calculator", "math", "reasoning_gym") if name in ready()])
-async def test_64_calculations_at_once_are_each_told_their_own(name: str) -> None:
-    """Each asks three times for a number that is nobody else's. The environment keeps nothing from chain to chain."""
-    of = getattr(af.envs, name)
-    tasks = of.tasks(64, "train")
-    own = {t.id: 10_000 + i for i, t in enumerate(tasks)}
-    kept: list[dict[str, Any]] = []
-
-    class Watched(of.family.environment):  # type: ignore[misc]
-        async def reset(self, task: Task, seed: int) -> None:
-            kept.append(dict(vars(self)))
-            await super().reset(task, seed)
-
-    def plays(task: Task, messages: Any, rng: random.Random) -> Any:
-        if len(family.tool_outputs(messages)) < 3:
-            return "calculator", {"expression": f"{own[task.id]}*10+7"}
-        return str(task.fields["answer"])
-
-    chat = family.small_chat()
-    agent = af.envs.agent(
-        Watched, family.PlayerEngine(plays, chat), chat=chat, size=16, reward=af.envs.reward(of.family.environment)
-    )
-    for t in (await agent.rollout(tasks)).trajectories:
-        assert [c.result.observation for c in t.tool_calls if c.result] == [f"{own[t.task.id]}7"] * 3, t.error
-        assert t.success
-    assert kept == [{}] * 64
-
-
-async def test_64_signs_at_once_each_with_its_own_drafts() -> None:
-    """Each measures a draft of a length that is nobody else's, in an environment with a count of drafts planted."""
-    tasks = judge.tasks(64, "train")
-    number = {t.id: i + 1 for i, t in enumerate(tasks)}
-
-    class Marked(judge.Written):
-        async def reset(self, task: Task, seed: int) -> None:
-            await super().reset(task, seed)
-            assert self.drafts == 0
-            self.drafts = 1000 * number[task.id]
-
-    def plays(task: Task, messages: Any, rng: random.Random) -> Any:
-        if len(family.tool_outputs(messages)) < 2:
-            return "measure", {"text": "word " * number[task.id]}
-        return judge.expert_player(task, messages, rng)
-
-    chat = family.small_chat()
-    agent = af.envs.agent(
-        Marked, family.PlayerEngine(plays, chat), chat=chat, size=16, sampling=af.Sampling(max_tokens=512),
-        reward=af.envs.reward(judge.Written),
-    )  # fmt: skip
-    for t in (await agent.rollout(tasks)).trajectories:
-        mine = number[t.task.id]
-        assert [c.result.observation for c in t.tool_calls if c.result] == [f"{mine} words, 1 lines"] * 2, t.error
-        assert (t.success, t.metrics["drafts"]) == (True, 1000 * mine + 2)
-
-
 # ---- exact arithmetic
 
 
@@ -295,20 +174,20 @@ async def test_64_signs_at_once_each_with_its_own_drafts() -> None:
         ("(" * 150 + ")" * 50, "1", None), ("1 if 1 else 2", "1", None), ("True", "1", None), ("", "1", None),
     ],
 )  # fmt: skip
-def test_values_are_compared_not_texts(a: str, b: str, equal: bool | None) -> None:
+def test_same_compares_values(a: str, b: str, equal: bool | None) -> None:
     assert exact.same(a, b) is equal
     if equal is not None:
         assert exact.same(b, a) is equal
 
 
-def test_what_is_shown_is_read_again() -> None:
+def test_shown_values_can_be_parsed() -> None:
     for text, shown in {"8^(1/2)": "2*2^(1/2)", "2/4": "1/2", "3*(4+5)": "27", "(2+3^(1/2))^(1/2)": None}.items():
         got = exact.shown(exact.value(text))
         assert shown in (None, got)
         assert exact.same(got, text), got
 
 
-def test_an_answer_in_other_words_goes_to_math_verify() -> None:
+def test_other_notations_are_compared_by_math_verify() -> None:
     for said, answer, right in [
         ("2/4", "1/2", True), ("x+1", "1+x", True), ("{2,1}", "{1,2}", True), ("[1,2]", "(1,2)", False),
         ("$\\sqrt{8}$", "2\\sqrt{2}", True), ("1/2", "x+1", False), ("seven", "7", False), ("", "7", False),
@@ -326,54 +205,8 @@ def test_an_answer_in_other_words_goes_to_math_verify() -> None:
         ("\u0661", "2", False), ("-" * 3000 + "1", "1", False), ("nan", "1/2", False), ("1/0", "1/0", True),
     ],
 )  # fmt: skip
-def test_no_answer_is_right_by_force(said: str, answer: str, right: bool) -> None:
+def test_hostile_answers_are_wrong_and_take_no_time(said: str, answer: str, right: bool) -> None:
     assert exact.equivalent(said, answer) is right
-
-
-def test_exact_values_agree_with_fractions_and_sympy_on_random_expressions() -> None:
-    import sympy
-
-    seed = dice.seed()
-    rng = random.Random(seed)
-
-    def grow(depth: int) -> tuple[str, Fraction]:
-        if depth == 0 or rng.random() < 0.2:
-            n = rng.randint(0, 30)
-            return (
-                (str(n), Fraction(n))
-                if rng.random() < 0.7
-                else (f"{n}.{n % 10}5", Fraction(100 * n + n % 10 * 10 + 5, 100))
-            )
-        (a, x), (b, y) = grow(depth - 1), grow(depth - 1)
-        sign = rng.choice("+-*/^")
-        if sign == "^":
-            n = rng.randint(0, 3)
-            return f"({a})^{n}", x**n
-        return f"({a}){sign}({b})", {"+": x + y, "-": x - y, "*": x * y}[sign] if sign != "/" else x / y
-
-    computed = 0
-    for _ in range(300):
-        try:
-            text, wanted = grow(3)
-        except ZeroDivisionError:
-            continue
-        if len(text) > 200:
-            continue
-        try:
-            got = exact.value(text)
-        except exact.NotArithmetic:  # too many digits
-            continue
-        computed += 1
-        assert got == sympy.Rational(wanted.numerator, wanted.denominator), text
-        assert exact.same(exact.shown(got), text) is True
-        assert exact.same(text, f"{wanted.numerator + 1}/{wanted.denominator}") is (
-            False if len(str(wanted)) < 190 else None
-        )
-    assert computed > 150
-    for _ in range(40):
-        a, b = rng.randint(1, 30), rng.randint(1, 30)
-        assert exact.same(f"({a}^2*{b})^(1/2)", f"{a}*sqrt({b})") is True
-        assert exact.same(f"({a}^2*{b}+1)^(1/2)", f"{a}*sqrt({b})") is False
 
 
 # ---- what holds for all
@@ -384,7 +217,7 @@ def fewer(name: str, n: int = 64) -> int:
 
 
 @pytest.mark.parametrize("name", ready())
-async def test_many_chains_at_once_are_each_as_if_they_were_alone(name: str) -> None:
+async def test_concurrent_chains_do_not_affect_each_other(name: str) -> None:
     """64 at once, and one after another in one environment that serves them all, say the same word for word."""
     of = getattr(af.envs, name)
     tasks = of.tasks(fewer(name), "train")
@@ -404,7 +237,7 @@ def garbage(what: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", ready())
-async def test_an_action_that_is_none_is_told_so_and_the_others_go_on(name: str) -> None:
+async def test_invalid_actions_are_reported_and_do_not_affect_other_chains(name: str) -> None:
     of = getattr(af.envs, name)
     tasks = of.tasks(3, "test")
     tool = of.family.tools[0]
@@ -431,7 +264,7 @@ async def test_an_action_that_is_none_is_told_so_and_the_others_go_on(name: str)
 
 
 @pytest.mark.parametrize("name", ready())
-async def test_a_task_that_is_none_is_named_and_the_others_go_on(name: str) -> None:
+async def test_invalid_tasks_are_reported_and_do_not_affect_other_chains(name: str) -> None:
     of = getattr(af.envs, name)
     good = of.tasks(1, "test")[0]
     chat = family.small_chat()
@@ -486,17 +319,12 @@ async def test_a_fork_goes_on_from_the_same_state_or_is_refused_by_name(name: st
         ("lookup", {"world": 1, "answer": 7}, "answer must be a string, got 7 (int)"),
         ("webshop", {"world": [1], "goal": 1}, "field 'world' is [1]; it must be an integer"),
         ("alfworld", {"game": {"x": 1}}, "field 'game' is {'x': 1}; it must be an integer"),
-        ("alfworld", {"game": 1, "size": ["small"]}, "field size=['small'] must be 'small' or 'full'"),
+        ("alfworld", {"game": 1, "size": ["small"]}, "size must be 'small' or 'full', got ['small']"),
         ("calculator", {"answer": {"x": 1}}, "answer must be a string or a number, got {'x': 1} (dict)"),
         ("math", {"answer": None}, "answer must be a string or a number, got None (NoneType)"),
-        (
-            "reasoning_gym",
-            {"answer": "1", "dataset": {}, "metadata": {}, "question_text": ""},
-            "reasoning_gym has no dataset {}",
-        ),
     ],
 )
-async def test_a_field_that_cannot_be_is_named_with_what_is_wanted(name: str, fields: Any, words: str) -> None:
+async def test_invalid_fields_are_named(name: str, fields: Any, words: str) -> None:
     of = getattr(af.envs, name)
     if of.family.missing:
         pytest.skip(f"not installed: {', '.join(of.family.missing)}")
@@ -518,50 +346,7 @@ async def test_an_answer_may_be_a_number() -> None:
         assert t.success, t.error
 
 
-CELL = '''
-class Count:
-    def reset(self, task, seed):
-        self.n, self.done = 0, False
-        return f"Count to {task.fields['to']}."
-
-    @af.tool
-    def next(self) -> str:
-        """Say the next number."""
-        self.n += 1
-        return str(self.n)
-
-    @af.tool
-    def stop(self) -> str:
-        """Stop counting."""
-        self.done = True
-        return "Stopped."
-
-    def reward(self, state, to):
-        return float(state["n"] == to)
-
-    def fork(self, into):
-        into.n, into.done = self.n, self.done
-'''
-
-
-async def test_a_class_of_a_cell_is_an_environment_and_pooled() -> None:
-    space: dict[str, Any] = {"af": af, "__name__": "__main__"}
-    linecache.cache["<cell 1>"] = (len(CELL), None, CELL.splitlines(keepends=True), "<cell 1>")
-    exec(compile(CELL, "<cell 1>", "exec"), space)
-
-    def plays(task: Task, messages: Any, rng: random.Random) -> Any:
-        return ("next" if len(family.tool_outputs(messages)) < task.fields["to"] else "stop", {})
-
-    chat = family.small_chat()
-    pool = af.Pool(space["Count"], size=3)
-    agent = af.envs.agent(space["Count"], family.PlayerEngine(plays, chat), chat=chat, pool=pool, max_turns=12)
-    rollout = await agent.rollout(af.tasks_from([{"id": f"c{i}", "question": f"{i}?", "to": i % 9} for i in range(64)]))
-    assert {(t.stop, t.reward) for t in rollout.trajectories} == {("env_done", 1.0)}
-    assert pool.snapshot().idle <= 3
-    await pool.close()
-
-
-async def test_evaluations_tell_the_stages() -> None:
+async def test_evaluations_contain_the_metrics() -> None:
     for name, stage in (("maze", "steps"), ("judge", "short"), ("judge", "manners")):
         of = getattr(af.envs, name)
         evaluation = await af.evaluate(of.expert(), of.tasks(8, "test"))

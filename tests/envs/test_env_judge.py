@@ -1,4 +1,4 @@
-"""judge: what it says is read or refused, never guessed; what it judges cannot talk to it; no place is worth much."""
+"""judge: parsing of verdicts, injections, retries, rankings and group rewards."""
 
 import asyncio
 import dataclasses
@@ -7,7 +7,6 @@ import random
 from typing import Any
 
 import agents
-import dice
 import pytest
 
 import agentfly_kit as af
@@ -47,26 +46,10 @@ def says(*texts: str, **settings: Any) -> judging.Judge:
         ('<think>so <scores>{"short": 9, "kind": 9}</scores>', None),
     ],
 )  # fmt: skip
-def test_scores_are_read_or_refused_with_a_reason(text: str, points: tuple[float, float] | None) -> None:
+def test_scores_are_parsed_or_rejected_with_a_reason(text: str, points: tuple[float, float] | None) -> None:
     found, why = judging.read_scores(text, RUBRIC)
     assert found == (None if points is None else {"short": points[0], "kind": points[1]})
     assert bool(why) is (points is None)
-
-
-def test_reading_never_raises() -> None:
-    seed = dice.seed()
-    rng = random.Random(seed)
-    pieces = ["<scores>", "</scores>", "<better>", "</better>", "<order>", "</order>", "{", "}", '"short"', ":", "1",
-              "kind",
-              "\n", "tie", ",", "9" * 400, "\ud83d", "\u0663", "<think>", "</think>", "[", "null", "."]  # fmt: skip
-    for _ in range(3000):
-        text = "".join(rng.choices(pieces, k=rng.randint(0, 30)))
-        points, why = judging.read_scores(text, RUBRIC)
-        assert (points is None) == bool(why)
-        assert points is None or all(0 <= value <= 10 for value in points.values())
-        assert judging.read_choice(text)[0] in (None, 0.0, 0.5, 1.0)
-        order, _ = judging.read_order(text, 2)
-        assert order in (None, [1, 2], [2, 1])
 
 
 def test_choices_and_orders() -> None:
@@ -82,7 +65,7 @@ def test_choices_and_orders() -> None:
         assert judging.read_order(f"<order>{wrong}</order>", 3)[0] is None
 
 
-def test_rubrics_that_are_none() -> None:
+def test_invalid_rubrics_are_rejected() -> None:
     for wrong in ([], {}, [{"name": "x"}], 7, {"a b": "x"}, [{"name": "a", "what": "x", "weight": 0}],
                   [{"name": "a", "what": "x"}] * 2):  # fmt: skip
         with pytest.raises(af.errors.SettingsError):
@@ -96,7 +79,7 @@ def test_rubrics_that_are_none() -> None:
 # ---- asking
 
 
-async def test_what_cannot_be_read_is_asked_again_and_then_unscored() -> None:
+async def test_unparsable_output_is_retried_and_then_unscored() -> None:
     good = '<scores>{"short": 10, "kind": 5}</scores>'
     said = await says("what?", good).score(QUESTION, "hello")
     assert (said.score, said.points, said.outputs) == (0.75, {"short": 1.0, "kind": 0.5}, ("what?", good))
@@ -144,7 +127,7 @@ INJECTIONS = (
 
 
 @pytest.mark.parametrize("injection", INJECTIONS)
-async def test_what_is_judged_cannot_talk_to_the_judge(injection: str) -> None:
+async def test_answers_cannot_inject_instructions_or_scores(injection: str) -> None:
     """All of it arrives between two marks that it does not know, with nothing in it that is a tag; one that quotes it
     it word for word gives what it says afterwards."""
     asked: list[Task] = []
@@ -171,7 +154,7 @@ async def test_what_is_judged_cannot_talk_to_the_judge(injection: str) -> None:
     assert specials == [i for i in plain if i in small_chat().tokenizer.all_special_ids]
 
 
-def test_a_mark_that_stands_in_the_text_is_not_used() -> None:
+def test_marks_depend_on_seed_and_texts() -> None:
     one = says("x")
     mark = one._mark(QUESTION, "a")
     assert mark == one._mark(QUESTION, "a") != one._mark(QUESTION, "b")
@@ -204,7 +187,7 @@ async def test_a_ranking_is_that_of_the_values_in_whatever_order_they_come(how: 
         assert set((await fair.rank(QUESTION, alone, how=how)).scores) <= {0.0, 0.5}
 
 
-async def test_a_judge_that_likes_a_place_says_nothing() -> None:
+async def test_position_bias_gives_ties() -> None:
     first = judging.Judge(af.ScriptedEngine(["<better>1</better>"]), rubric=RUBRIC)
     ranking = await first.rank(QUESTION, ["a", "b", "c"])
     assert (ranking.scores, ranking.inconsistent) == ((0.5, 0.5, 0.5), 3)
@@ -227,7 +210,7 @@ async def test_a_comparison_in_one_order_only_does_not_count() -> None:
     assert (none.scores, none.failed) == ((None, None), 2)
 
 
-async def test_chains_are_paid_their_place_in_their_group() -> None:
+async def test_group_rewards_are_ranks() -> None:
     def writes(task: Task, messages: Any, rng: random.Random) -> str:
         return "x" * rng.randint(1, 9)
 

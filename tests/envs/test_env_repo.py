@@ -1,4 +1,4 @@
-"""repo: mistakes in a repository that ships; whatever a chain does to its folder, only a mended program is paid."""
+"""repo: rewards for repairs only, hostile changes, users' repositories, and mutations."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import agentfly_kit as af
-from agentfly_kit.envs import family, mutation, repo
+from agentfly_kit.envs import mutation, repo
 from agentfly_kit.sandboxes.grader import Grader
 
 ONE = next(task for task in repo.tasks(30, "train") if [b["file"] for b in task.fields["bugs"]] == ["stall/money.py"])
@@ -106,7 +106,7 @@ X""",
 
 
 @pytest.mark.parametrize("how", HOSTILE)
-async def test_nothing_but_a_repair_is_paid(how: str, env: repo.Repo, grader: Grader) -> None:
+async def test_hostile_changes_are_not_rewarded(how: str, env: repo.Repo, grader: Grader) -> None:
     await call(env, "shell", command=HOSTILE[how])
     said = await score(env, grader)
     assert (said["reward"], said["success"]) == (0.0, 0.0), said
@@ -153,27 +153,22 @@ async def test_values_of_the_visible_tests_are_not_enough(env: repo.Repo, grader
     assert 0.9 < said["kept"] < 1
 
 
-def test_only_what_a_change_can_reach_is_run() -> None:
+def test_only_tests_that_a_change_can_reach_are_run() -> None:
     shipped = repo.repository()
     program = {path: text for path, text in shipped.files.items() if path.endswith(".py")}
 
     def reached(**changes: str) -> list[str]:
-        return sorted(
-            shipped.reached_by(
-                program | {f"stall/{k}.py": program.get(f"stall/{k}.py", "") + v for k, v in changes.items()}
-            )
-        )
+        changed = {f"stall/{k}.py": program.get(f"stall/{k}.py", "") + v for k, v in changes.items()}
+        return sorted(shipped.reached_by(program | changed))
 
     assert reached() == []
     assert reached(money="\n") == [f"{d}/test_{m}.py" for d in ("hidden", "tests") for m in ("money", "orders")]
     assert reached(orders="\n") == ["hidden/test_orders.py", "tests/test_orders.py"]
-    assert len(reached(__init__="\n")) == len(shipped.tests)
-    for everything in ({"new": "x = 1"}, {"money": "import os"}, {"money": "("}):
+    for everything in ({"__init__": "\n"}, {"new": "x = 1"}, {"money": "import os"}, {"money": "("}):
         assert len(reached(**everything)) == len(shipped.tests)
-    assert len(shipped.reached_by({k: v for k, v in program.items() if "text" not in k})) == len(shipped.tests)
 
 
-def test_what_ships_fits_together() -> None:
+def test_shipped_bugs_fit_the_repository() -> None:
     shipped, names = repo.repository(), {f"{path}::{name}" for path, name in repo.repository().cases}
     known = repo._shipped_bugs()
     assert len(known) > 150
@@ -189,7 +184,7 @@ def test_what_ships_fits_together() -> None:
 
 
 @pytest.mark.real
-async def test_what_ships_fails_as_it_says(grader: Grader) -> None:
+async def test_shipped_bugs_fail_as_recorded(grader: Grader) -> None:
     """Without those that never end: which tests are reached in time is the machine's."""
     shipped = repo.repository()
     ends = [bug for bug in repo._shipped_bugs() if "took more than" not in bug["says"] and "while" not in bug["right"]]
@@ -230,7 +225,7 @@ async def test_a_job_in_the_background_ends_when_the_chain_does() -> None:
     await pool.close()
 
 
-async def test_a_repository_of_ones_own(tmp_path: Path) -> None:
+async def test_a_users_repository(tmp_path: Path) -> None:
     for path, text in {
         "pack/__init__.py": "", "pack/half.py": "def half(n):\n    return n // 2\n",
         "tests/test_half.py": "from pack.half import half\n\n\ndef test_half():\n    assert half(6) == 3\n",
@@ -249,7 +244,7 @@ async def test_a_repository_of_ones_own(tmp_path: Path) -> None:
     assert t.reward == 0.0, t.error
 
 
-async def test_wrong_tasks_are_named_and_lose_no_sibling(tmp_path: Path) -> None:
+async def test_invalid_tasks_are_named_and_do_not_affect_other_chains(tmp_path: Path) -> None:
     with pytest.raises(af.errors.SettingsError, match=r"has no tests/test_\*\.py"):
         repo.repository(tmp_path)
     with pytest.raises(af.errors.SettingsError, match="repository must be an existing folder"):
@@ -285,23 +280,3 @@ def test_every_mutation_changes_one_line_and_still_compiles() -> None:
     assert kinds == {"negation": "x = a", "comparison": "y = (é) < (b)", "name": "z = max(p, q)", "logic": "w = a or b"}
     with pytest.raises(SyntaxError):
         mutation.mutations("(")
-
-
-async def test_64_chains_at_once_each_in_its_own_folder() -> None:
-    """A marker is written by each chain; it must be all that this chain, and no other, finds of markers."""
-    few = {"files": {"a.py": "x = 1\n"}, "tests": {"tests/test_a.py": "def test_a():\n    assert True\n"}}
-    tasks = [dataclasses.replace(ONE, id=f"chain-{i:02}", fields=few) for i in range(64)]
-
-    def plan(task: af.Task, messages: Any, rng: random.Random) -> Any:
-        moves = [
-            ("write_file", {"path": f"{task.id}.marker", "text": task.id}),
-            ("shell", {"command": "cat *.marker"}),
-            ".",
-        ]
-        return moves[len(family.tool_outputs(messages))]
-
-    chat = family.small_chat()
-    agent = repo.agent(family.PlayerEngine(plan, chat), chat=chat, size=4, reward=lambda trajectory: 0.0)
-    for t in (await agent.rollout(tasks)).trajectories:
-        assert t.tool_calls[-1].result is not None
-        assert t.tool_calls[-1].result.observation == t.task.id, t.error

@@ -1,10 +1,7 @@
-"""search: the scores of an answer, both kinds of retrieval, corpora of one's own, and 64 chains at once."""
+"""search: metrics, retrieval, users' corpora and invalid input."""
 
 import json
-import random
-import re
 import string
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,7 @@ import pytest
 
 import agentfly_kit as af
 from agentfly_kit.envs import encyclopedia, family, qa, retrieval
-from agentfly_kit.envs.search import Corpus, Document, Search, agent, expert, snippet, tasks
+from agentfly_kit.envs.search import Corpus, Document, Search, agent, snippet, tasks
 from agentfly_kit.types import Task
 
 
@@ -48,31 +45,6 @@ def ready(
 def test_answers_are_scored_as_squad_does(said: str, answers: list[str], em: float, f1: float) -> None:
     assert qa.exact_match(said, answers) == em
     assert qa.f1(said, answers) == pytest.approx(f1)
-
-
-def test_random_answers_have_the_scores_of_the_definition() -> None:
-    """Written a second time, letter by letter."""
-    rng = random.Random(5)
-
-    def plain(text: str) -> list[str]:
-        kept = "".join(c for c in text.lower() if c not in set(string.punctuation))
-        return re.sub(r"\b(a|an|the)\b", " ", kept).split()
-
-    seen = set()
-    for _ in range(2000):
-        said, right = (
-            " ".join(
-                rng.choice(["the", "a", "A.", "Ann", "ann's", "bell", "Bell!", "x-y", "é", "an"]) for _ in range(n)
-            )
-            for n in (rng.randrange(4), rng.randrange(4))
-        )
-        a, b = plain(said), plain(right)
-        common = sum(min(a.count(w), b.count(w)) for w in set(a))
-        wanted = float(a == b) if not (a and b) else 0.0 if not common else 2 / (len(a) / common + len(b) / common)
-        assert qa.f1(said, [right]) == pytest.approx(wanted), (said, right)
-        assert qa.exact_match(said, [right]) == float(a == b)
-        seen.add((round(wanted, 2), a == b))
-    assert len(seen) > 5
 
 
 def test_the_answer_is_what_the_last_tag_holds() -> None:
@@ -116,29 +88,6 @@ def test_words_find_texts_best_first_and_nothing_finds_nothing() -> None:
     assert index.find("the", 3) == index.find("", 3) == index.find("unheard", 3) == index.find("ß∂", 3) == []
     assert index.find("red " * 10_000, 1) == [1]
     assert [len(index.find("red", k)) for k in (1, 2, 3)] == [1, 2, 3]
-
-
-def test_bm25_is_lucenes_formula() -> None:
-    import math
-
-    rng = random.Random(3)
-    words = ["ant", "bee", "cat", "dog", "elk"]
-    texts = [" ".join(rng.choices(words, k=rng.randint(1, 9))) for _ in range(30)]
-    index = retrieval.WordIndex(texts, k1=0.9, b=0.4)
-    mean = sum(len(t.split()) for t in texts) / len(texts)
-    for query in ("ant", "bee cat", "elk elk dog"):
-        scores = []
-        for text in texts:
-            counts, total = Counter(text.split()), 0.0
-            for word in query.split():
-                n = sum(word in t.split() for t in texts)
-                idf = math.log(1 + (len(texts) - n + 0.5) / (n + 0.5))
-                tf = counts[word]
-                total += idf * tf / (tf + 0.9 * (1 - 0.4 + 0.4 * len(text.split()) / mean))
-            scores.append(total)
-        got = index.find(query, 30)
-        assert len(got) == sum(s > 0 for s in scores)
-        assert [scores[i] for i in got] == pytest.approx(sorted((s for s in scores if s > 0), reverse=True), abs=1e-3)
 
 
 def letters(texts: list[str]) -> Any:
@@ -223,12 +172,14 @@ async def test_your_own_corpus_and_questions(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_no_corpus_or_no_question_is_named(tmp_path: Path) -> None:
+def test_invalid_corpora_and_questions_are_named(tmp_path: Path) -> None:
     error = af.errors.SettingsError
-    with pytest.raises(error, match=r"nowhere\.jsonl: no such file; pass a \.jsonl file .* Nothing is downloaded"):
+    with pytest.raises(
+        af.errors.TaskError, match=r"nowhere\.jsonl: no such file; its rows must have .* Nothing is down"
+    ):
         Corpus.load("nowhere.jsonl")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": ', encoding="utf-8")
-    with pytest.raises(error, match=r"bad\.jsonl:2: not JSON"):
+    with pytest.raises(af.errors.TaskError, match=r"bad\.jsonl:2: not JSON"):
         Corpus.load(tmp_path / "bad.jsonl")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n\n{"body": "b"}', encoding="utf-8")
     with pytest.raises(error, match=r"bad\.jsonl:3: must be a string or an object with 'contents'"):
@@ -236,7 +187,7 @@ def test_what_is_no_corpus_or_no_question_is_named(tmp_path: Path) -> None:
     with pytest.raises(error, match="the corpus 'yours' is empty"):
         Corpus([])
     for options, said in (
-        ({"topk": 0}, "topk must be at least 1, got 0"),
+        ({"topk": 0}, "topk must be an integer of at least 1, got 0"),
         ({"metric": "rouge"}, "metric must be 'em' or 'f1', got 'rouge'"),
     ):  # fmt: skip
         with pytest.raises(error, match=said):
@@ -244,70 +195,17 @@ def test_what_is_no_corpus_or_no_question_is_named(tmp_path: Path) -> None:
     for fields, said in (
         ({}, "task t has none of the fields answers, golden_answers, answer"),
         ({"answer": []}, r"got answer=\[\]; it must be"),
-        ({"answer": "x", "world": "no"}, "world='no' must be the number"),
     ):  # fmt: skip
         with pytest.raises(error, match=said):
             Search().reset(Task("t", ({"role": "user", "content": "?"},), fields), 0)
-    with pytest.raises(error, match=r"n=5000 is too large: the encyclopedia has \d+ questions for 'train'; reduce n"):
+    with pytest.raises(error, match=r"n must be at most \d+, the number of train tasks, got 5000"):
         tasks(5000, "train")
 
 
 # ---- the encyclopedia, and chains over it
 
 
-def test_questions_are_answered_by_the_articles_that_support_them() -> None:
-    hops = Counter()
-    for t in tasks():
-        asked = encyclopedia.read(t.messages[-1]["content"])
-        assert asked.text == t.messages[-1]["content"]
-        entries = encyclopedia.entries(0)
-        title = asked.start
-        for relation, support in zip(asked.relations, t.fields["support"], strict=True):
-            assert title == support
-            assert f"the {relation} is " in entries[title].text
-            title = dict(entries[title].facts)[relation]
-        assert title == t.fields["answer"]
-        hops[len(asked.relations)] += 1
-    assert set(hops) == {1, 2, 3}
-    assert min(hops.values()) > 200
-    entry = encyclopedia.entries(0)["Vessany"]
-    country, river = (value for _, value in entry.facts)
-    assert entry.text == f"Vessany is a town. Of Vessany, the country is {country}, and the river is {river}."
-
-
 def test_every_article_is_the_first_that_its_title_finds() -> None:
     corpus = Corpus.invented()
     for i, document in enumerate(corpus.documents):
         assert corpus.index().find(document.title, 1) == [i]
-
-
-async def test_64_searches_at_once_each_sees_its_own() -> None:
-    """Each chain searches for a marker that only its own corpus has, and must be shown no other chain's."""
-
-    class Marked(Search):
-        def reset(self, task: Task, seed: int) -> None:
-            self._given = Corpus([f"marker-{task.id} of this chain", "nothing else"])
-            super().reset(task, seed)
-
-    def script(task: Task, turn: int) -> str:
-        call = '<tool_call>{"name":"search","arguments":{"query":"marker"}}</tool_call>'
-        return call if turn < 3 else str(task.fields["answer"])
-
-    own = af.envs.agent(Marked, af.ScriptedEngine(script), chat=family.small_chat(), size=16, options={"brief": True})
-    for t in (await own.rollout(tasks(64, "train"))).trajectories:
-        assert [c.result.observation for c in t.tool_calls] == [f"marker-{t.task.id} of this chain"] * 3, t.error
-        assert (t.reward, t.metrics["searched"]) == (1.0, 3.0)
-
-
-async def test_a_fork_searches_for_itself() -> None:
-    some = [t for t in tasks(9, "test") if len(t.fields["support"]) == 3]
-    chain = expert().chain(some[0])
-    await chain.step()
-    other = await chain.fork()
-    while chain.stop is None:
-        await chain.step()
-    first = await chain.finish()
-    other.force("I give up")
-    second = await other.finish()
-    assert (first.reward, first.metrics["searched"], first.metrics["found"]) == (1.0, 3.0, 1.0)
-    assert (second.reward, second.metrics["searched"], second.metrics["found"]) == (0.0, 1.0, pytest.approx(1 / 3))

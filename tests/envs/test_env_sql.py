@@ -1,4 +1,4 @@
-"""sql: its reward is InterCode's, every chain has a database of its own, and what a query may do stays in there."""
+"""sql: the reward, isolation of databases, hostile queries, and files of Spider, BIRD and InterCode."""
 
 from __future__ import annotations
 
@@ -54,26 +54,6 @@ def pairs_tau(a: list[str], b: list[str]) -> float:
     return sum(x * y for x, y in signs) / math.sqrt(left * right) if left and right else math.nan
 
 
-def slow_score(seen: list[tuple[Any, ...]], wanted: list[tuple[Any, ...]]) -> float:
-    """InterCode's words, one after the other."""
-    have, want = [str(r) for r in seen], [str(r) for r in wanted]
-    every = set(have) | set(want)
-    if not every:
-        return 1.0
-    iou = sum(min(have.count(r), want.count(r)) for r in every) / sum(max(have.count(r), want.count(r)) for r in every)
-    kept = []
-    for rows in (have, want):
-        left = {r: min(have.count(r), want.count(r)) for r in every}
-        some = []
-        for r in rows:
-            if left[r]:
-                left[r] -= 1
-                some.append(r)
-        kept.append(some)
-    tau = pairs_tau(*kept)
-    return iou if math.isnan(tau) else round(tau * iou, 2)
-
-
 @pytest.mark.parametrize(
     ("seen", "wanted", "reward"),
     [
@@ -93,19 +73,6 @@ def test_worked_cases(seen: Any, wanted: Any, reward: float) -> None:
     got = sql.score(seen, wanted)
     assert got["reward"] == pytest.approx(reward)
     assert got["success"] == float(reward == 1)
-
-
-def test_the_reward_is_that_of_the_slow_version() -> None:
-    rng = random.Random(20)
-    seen_negative = 0
-    for _ in range(1500):
-        of = [(x, "b"[: x % 2]) for x in range(rng.randint(1, 6))]
-        seen, wanted = (rng.choices(of, k=rng.randint(0, 12)) for _ in range(2))
-        got = sql.score(seen, wanted)["reward"]
-        assert got == pytest.approx(slow_score(seen, wanted), abs=0.0101), (seen, wanted)  # halves round either way
-        assert sql.score(wanted, wanted)["success"] == 1
-        seen_negative += got < 0
-    assert seen_negative > 100
 
 
 def test_tau_of_long_sequences_is_that_of_every_pair() -> None:
@@ -247,7 +214,7 @@ async def test_a_fork_goes_on_with_a_copy() -> None:
         await each.finish()
 
 
-async def test_tasks_that_cannot_be_are_named() -> None:
+async def test_invalid_tasks_are_named() -> None:
     of = sql.SQL()
     try:
         for wrong, error, words in [
@@ -280,19 +247,6 @@ def test_without_duckdb_it_says_what_to_type(monkeypatch: pytest.MonkeyPatch) ->
 # ---- its tasks
 
 
-def test_worlds_are_the_same_again_and_every_kind_of_question_has_rows() -> None:
-    kinds = set()
-    for row in sql.rows(120, "train"):
-        of = sql.world(row["db"], row["world"])
-        with closing(sqlite3.connect(":memory:")) as connection:
-            connection.executescript(of.script)
-            got = connection.execute(row["gold"]).fetchall()
-        assert got, row
-        kinds.add((row["hardness"], row["question"].split("\n")[1].split(" ")[0]))
-    assert len(kinds) >= 6
-    assert {hardness for hardness, _ in kinds} == {"easy", "medium", "hard"}
-
-
 @pytest.fixture
 def spider(tmp_path: Path) -> Path:
     """A folder as Spider's archive has it."""
@@ -320,17 +274,9 @@ async def test_spiders_files_load_and_are_solved(spider: Path, engine: str) -> N
     expert = await af.evaluate(sql.expert(options={"engine": engine}, size=2), tasks)
     assert expert.success == 1, [t.error for t in expert.rollout]
     assert expert.metrics["queries"] == 1
-    assert len(sql.load(spider / "dev.json", ids=[1], schema=False)) == 1
 
 
-def test_intercodes_rows_load(spider: Path) -> None:
-    row = {"db": "pets", "query": "How many?", "gold": "SELECT count(*) FROM pet", "hardness": "easy", "db_tables": {}}
-    (spider / "ic.json").write_text(json.dumps([row]), encoding="utf-8")
-    (only,) = sql.load(spider / "ic.json", schema=False)
-    assert (only.messages[-1]["content"], only.fields["hardness"]) == ("How many?", "easy")
-
-
-def test_birds_rows_load_with_what_it_calls_evidence(spider: Path) -> None:
+def test_rows_of_bird_and_intercode_load_with_evidence(spider: Path) -> None:
     bird = {
         "question_id": 195, "db_id": "pets", "question": "How many are heavy?", "evidence": "heavy means weight > 2.8",
         "SQL": "SELECT count(*) FROM pet WHERE weight > 2.8", "difficulty": "simple",
@@ -346,12 +292,12 @@ def test_birds_rows_load_with_what_it_calls_evidence(spider: Path) -> None:
     assert bare.messages[-1]["content"] == "How many are heavy?"
 
 
-def test_wrong_files_are_named(spider: Path) -> None:
+def test_invalid_files_are_named(spider: Path) -> None:
     with pytest.raises(TaskError, match=r"nowhere\.json: no such file; pass the path of Spider's dev\.json"):
         sql.load(spider / "nowhere.json")
     for content, words in [
-        ("{", "bad.json: not valid JSON"),
-        ("{}", "bad.json: must contain a list of rows, got dict"),
+        ("{", "bad.json:1: not JSON"),
+        ("{}", "bad.json: must hold a list of rows"),
         (
             '[{"question": "?", "query": "SELECT 1"}]',
             r'bad\.json, row 0: a row must have "question".*it has question, query',
@@ -366,8 +312,6 @@ def test_wrong_files_are_named(spider: Path) -> None:
         (spider / "bad.json").write_text(content, encoding="utf-8")
         with pytest.raises(TaskError, match=words):
             sql.load(spider / "bad.json")
-    with pytest.raises(TaskError, match=r"invalid id 7: dev\.json has rows 0 to 1"):
-        sql.load(spider / "dev.json", ids=[7])
     (spider / "database" / "pets" / "pets.sqlite").write_text("no database, but long enough to be read as one" * 9)
     with pytest.raises(TaskError, match=r"pets\.sqlite: not a readable sqlite database"):
         sql.load(spider / "dev.json")

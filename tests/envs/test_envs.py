@@ -1,4 +1,4 @@
-"""An environment is a class written in a cell: reset, tools, done, reward, fork; pooled, isolated, and begun anew."""
+"""Environments: classes written in a cell, with reset, tools, done, reward and fork."""
 
 import asyncio
 import copy
@@ -67,14 +67,9 @@ async def test_a_class_written_in_a_cell_is_an_environment() -> None:
     assert t.final is None
 
 
-async def test_what_no_call_ended_ends_with_an_answer_and_is_scored() -> None:
+async def test_an_episode_ends_with_an_answer_or_with_the_call_that_ends_it() -> None:
     (t,) = (await guesser([call(3), "no idea"]).rollout(task())).trajectories
-    assert (t.stop, t.reward) == ("answered", 0.0)
-    (t,) = (await guesser(["no idea"]).rollout(task())).trajectories
     assert (t.stop, t.reward, t.error) == ("answered", 0.0, None)
-
-
-async def test_after_the_end_no_call_is_run() -> None:
     (t,) = (await guesser([call(7) + call(3)]).rollout(task())).trajectories
     assert [c.result.observation for c in t.tool_calls] == ["right", "The episode is over."]
     assert t.stop == "env_done"
@@ -160,7 +155,7 @@ async def test_64_chains_at_once_share_ten_environments_and_see_only_their_own()
     assert len(agents_made) == 10  # retained and used again, not made for each chain
 
 
-async def test_what_is_given_back_is_tidied_and_a_tool_of_that_name_is_left_alone() -> None:
+async def test_cleanup_runs_on_release_unless_it_is_a_tool() -> None:
     class Room:
         tidied = 0
 
@@ -189,7 +184,7 @@ async def test_what_is_given_back_is_tidied_and_a_tool_of_that_name_is_left_alon
         await pool.close()
 
 
-async def test_by_hand_the_prompt_shows_what_reset_said() -> None:
+async def test_prepare_adds_the_result_of_reset_to_the_prompt() -> None:
     chain = guesser(["x"]).chain(task())
     with pytest.raises(af.errors.SettingsError, match=r"await chain\.prepare\(\)"):
         chain.force("x")
@@ -204,7 +199,7 @@ async def test_by_hand_the_prompt_shows_what_reset_said() -> None:
     assert (await chain.finish()).reward == 1.0
 
 
-async def test_a_fork_has_its_own_world_or_is_refused_by_name() -> None:
+async def test_a_fork_has_its_own_state_or_is_refused() -> None:
     chain = guesser(["x"], Forking).chain(task())
     await chain.prepare()
     chain.force(call(3))
@@ -222,7 +217,7 @@ async def test_a_fork_has_its_own_world_or_is_refused_by_name() -> None:
     await chain.close()
 
 
-async def test_a_reset_that_fails_is_our_fault_and_loses_no_sibling() -> None:
+async def test_a_failing_reset_leaves_only_its_chain_unscored() -> None:
     broken = Task("broken", ({"role": "user", "content": "?"},), {})
     rollout = await guesser([call(7), "x"]).rollout([task(), broken, task(id="h")])
     a, b, c = rollout.trajectories
@@ -241,7 +236,7 @@ async def test_a_tool_is_tried_alone() -> None:
     assert (await guess.try_(number=7, task=task())).env_done
 
 
-def test_what_is_no_environment_is_refused_by_name() -> None:
+def test_classes_that_are_not_environments_are_rejected() -> None:
     class Nothing:
         def reset(self) -> None: ...
 
@@ -267,7 +262,7 @@ def test_a_reward_of_an_environment_is_known_by_its_source() -> None:
     assert 'state["done"]' in first.source
 
 
-async def test_a_reward_tried_later_sees_the_end_of_the_chain_again() -> None:
+async def test_try_replays_the_chain_for_the_reward() -> None:
     agent = guesser([call(3), call(7)])
     (t,) = (await agent.rollout(task())).trajectories
     (mine,) = agent.reward

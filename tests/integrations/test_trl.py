@@ -20,6 +20,7 @@ from agentfly_kit.evaluation import evaluate
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import ppo_step
 from agentfly_kit.rewards import reward
+from agentfly_kit.tiny.calculator import Expression, Recipe
 from agentfly_kit.tools import tool as tools
 from agentfly_kit.tools.context import Context
 from agentfly_kit.trainer.config import TrainConfig
@@ -72,9 +73,10 @@ def test_sft_trains_the_tokens_of_our_mask_and_no_other(tmp_path: Path) -> None:
     from trl import SFTConfig, SFTTrainer
 
     policy = Policy(tiny.model(seed=1), agents.chat())
-    writer = tiny.Demonstrator(policy.chat)
+    writer = Recipe(policy.chat)
     rows = [
-        writer.solved(tiny.Expression(t)) for t in ("2+3", "4*(5-6)", "12-7", "9*9+1", "3-(4-5)", "8", "7+7", "1-1")
+        writer.demonstrate("solves", Expression(t))
+        for t in ("2+3", "4*(5-6)", "12-7", "9*9+1", "3-(4-5)", "8", "7+7", "1-1")
     ]
     args = SFTConfig(
         output_dir=str(tmp_path),

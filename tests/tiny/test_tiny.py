@@ -1,11 +1,8 @@
-"""What ships is what the generator makes, the policy is what its page says, and a small remake goes the same way."""
+"""The calculator policy: its tasks, tokenizer and template, demonstrations, and the recipe as a whole."""
 
-import ast
-import json
 import random
 import re
 import time
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +11,10 @@ import torch
 
 import agentfly_kit as af
 from agentfly_kit import chat, tiny
+from agentfly_kit.envs import calculator, family
+from agentfly_kit.tiny.calculator import Expression, Recipe, expression, tasks
 
-DATA = files("agentfly_kit._data")
+TOOLS = Recipe.tools
 
 
 @pytest.fixture(scope="module")
@@ -24,55 +23,15 @@ def policy() -> Any:
 
 
 @pytest.fixture(scope="module")
-def writer(policy: Any) -> tiny.Demonstrator:
-    return tiny.Demonstrator(policy.chat)
+def writer(policy: Any) -> Recipe:
+    return Recipe(policy.chat)
 
 
-@af.tool
-def calculator(expression: str) -> str:
-    """Evaluate an arithmetic expression.
-
-    Args:
-        expression: for example "3*(4+5)".
-    """
-    if re.fullmatch(r"[0-9+\-*() ]{1,64}", expression) is None or "**" in expression:
-        raise af.ToolError("only integers, + - * and brackets")
-    try:
-        return str(eval(compile(ast.parse(expression, mode="eval"), "expression", "eval")))
-    except (SyntaxError, TypeError) as error:
-        raise af.ToolError("that is no expression") from error
-
-
-@af.reward
-def exact(final: str | None, answer: str) -> float:
-    """1 for the very number."""
-    return float(final == answer)
-
-
-def agent(policy: Any, **settings: Any) -> Any:
-    sampling = af.Sampling(temperature=1.0, max_tokens=64)
-    return af.Agent(
-        af.LocalEngine(policy),
-        chat=policy.chat,
-        tools=[calculator],
-        reward=exact,
-        max_turns=4,
-        sampling=sampling,
-        **settings,
-    )
-
-
-# ---- tasks
-
-
-def test_the_shipped_tasks_are_what_the_generator_makes() -> None:
-    for split, rows in tiny.tasks().items():
-        lines = DATA.joinpath("calculator", f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
-        assert [json.loads(line) for line in lines] == rows
+# --- tasks
 
 
 def test_tasks_are_many_exact_and_in_one_split_only() -> None:
-    splits = tiny.tasks()
+    splits = tasks()
     assert len(splits["test"]) >= 1000
     assert sum(map(len, splits.values())) >= 2000
     rows = [row for rows in splits.values() for row in rows]
@@ -89,14 +48,14 @@ def test_tasks_are_many_exact_and_in_one_split_only() -> None:
 def test_a_shortened_expression_is_an_expression() -> None:
     rng = random.Random(0)
     for _ in range(500):
-        e = tiny.expression(rng)
+        e = expression(rng)
         part = e.shortened(rng)
         assert e.value == eval(e.text)
         assert part.value == eval(part.text)
         assert len(part.text) < len(e.text)
 
 
-# ---- tokenizer and template
+# --- tokenizer and template
 
 
 def test_the_template_promises_what_exact_tokens_need(policy: Any) -> None:
@@ -107,43 +66,34 @@ def test_the_template_promises_what_exact_tokens_need(policy: Any) -> None:
     assert report.thinking == "kept"
 
 
-def test_the_tokenizer_that_ships_is_the_one_that_is_built(policy: Any) -> None:
-    built = tiny.tokenizer()
-    assert built.get_vocab() == policy.chat.tokenizer.get_vocab()
-    assert built.chat_template == policy.chat.tokenizer.chat_template
-    assert len(built) == policy.vocab_size
-
-
-def test_digits_and_signs_are_tokens_of_their_own(policy: Any) -> None:
+def test_digits_and_operators_are_single_tokens(policy: Any) -> None:
     assert policy.chat.token_texts(policy.chat.encode("12*(3+45)-6?")) == tuple("12*(3+45)-6?")
 
 
 @pytest.mark.parametrize("text", ["naïve 東京 🙂\n", "  two  blanks", '{"name": "x"}', "<tool_call>{}</tool_call>"])
-def test_any_text_comes_back(text: str, policy: Any) -> None:
+def test_any_text_is_decoded_unchanged(text: str, policy: Any) -> None:
     assert policy.chat.text(policy.chat.encode(text)) == text
 
 
-def test_pad_is_no_token_of_any_text(policy: Any) -> None:
+def test_the_padding_token_occurs_in_no_text(policy: Any) -> None:
     tokenizer = policy.chat.tokenizer
     assert tokenizer.pad_token_id not in (tokenizer.eos_token_id, *policy.chat.stop_ids)
     assert tokenizer.pad_token_id not in policy.chat.encode("What is <|im_start|>1+2?<|im_end|>")
 
 
-def test_the_template_says_which_tools_there_are(policy: Any) -> None:
+def test_the_template_lists_the_tools(policy: Any) -> None:
     user = {"role": "user", "content": "What is 1+2?"}
     second = {"function": {"name": "lookup", "parameters": {"properties": {"person": {}, "fact": {}}}}}
     render = policy.chat.render
-    assert "Tools: calculator(expression)<|im_end|>" in render([user], [tiny.TOOL], generate=True)
-    assert "Tools: calculator(expression), lookup(person, fact)<" in render([user], [tiny.TOOL, second], generate=True)
+    assert "Tools: calculator(expression)<|im_end|>" in render([user], TOOLS, generate=True)
+    assert "Tools: calculator(expression), lookup(person, fact)<" in render([user], [*TOOLS, second], generate=True)
     assert render([user], generate=True) == "<|im_start|>user\nWhat is 1+2?<|im_end|>\n<|im_start|>assistant\n"
     system = {"role": "system", "content": "Be brief."}
-    assert render([system, user], [tiny.TOOL], generate=True).startswith("<|im_start|>system\nBe brief.\nTools: calc")
+    assert render([system, user], TOOLS, generate=True).startswith("<|im_start|>system\nBe brief.\nTools: calc")
 
 
 @pytest.mark.parametrize("arguments", [{"expression": "1+2"}, '{"expression":"1+2"}'])
-def test_a_rendered_conversation_is_the_ids_that_an_agent_sees(
-    arguments: Any, policy: Any, writer: tiny.Demonstrator
-) -> None:
+def test_a_rendered_conversation_is_the_ids_that_an_agent_sees(arguments: Any, policy: Any, writer: Recipe) -> None:
     """Other trainers render the messages; the kit appends ids. Both must be the same tokens."""
     call = {"type": "function", "function": {"name": "calculator", "arguments": arguments}}
     messages = [
@@ -152,20 +102,20 @@ def test_a_rendered_conversation_is_the_ids_that_an_agent_sees(
         {"role": "tool", "name": "calculator", "content": "3"},
         {"role": "assistant", "content": "3"},
     ]
-    shown = policy.chat.render(messages, [tiny.TOOL], generate=False)
-    solved = writer.solved(tiny.Expression("1+2"))
+    shown = policy.chat.render(messages, TOOLS, generate=False)
+    solved = writer.demonstrate("solves", Expression("1+2"))
     assert shown == policy.chat.text(solved.ids) + "\n"
     assert policy.chat.encode(shown)[:-1] == solved.ids
     for end in range(1, len(messages)):  # appending keeps every token before it
-        before = policy.chat.encode(policy.chat.render(messages[:end], [tiny.TOOL], generate=False))
+        before = policy.chat.encode(policy.chat.render(messages[:end], TOOLS, generate=False))
         assert policy.chat.encode(shown)[: len(before)] == before
 
 
-# ---- demonstrations
+# --- demonstrations
 
 
-def test_a_demonstration_is_masked_by_who_wrote_it(policy: Any, writer: tiny.Demonstrator) -> None:
-    d = writer.solved(tiny.Expression("3*(4+5)"))
+def test_a_demonstration_is_masked_by_who_wrote_it(policy: Any, writer: Recipe) -> None:
+    d = writer.demonstrate("solves", Expression("3*(4+5)"))
     written = policy.chat.text([i for i, by_assistant in zip(d.ids, d.mask, strict=True) if by_assistant])
     assert written == (
         '<tool_call>{"name":"calculator","arguments":{"expression":"3*(4+5)"}}</tool_call><|im_end|>27<|im_end|>'
@@ -173,25 +123,8 @@ def test_a_demonstration_is_masked_by_who_wrote_it(policy: Any, writer: tiny.Dem
     assert "27" not in policy.chat.text(d.ids[: d.ids.index(policy.chat.encode("<tool_response>")[0])])
 
 
-async def test_a_demonstration_has_the_ids_of_an_agents_chain(policy: Any, writer: tiny.Demonstrator) -> None:
-    task = af.load_tasks("calculator").test[0]
-    text = task.messages[0]["content"].removeprefix("What is ").removesuffix("?")
-    d = writer.solved(tiny.Expression(text))
-    chain = agent(policy).chain(task)
-    call = policy.chat.format.render_call(af.types.ToolCall("call-0", "calculator", {"expression": text}))
-    chain.force(policy.chat.encode(call + "<|im_end|>"))
-    await chain.act()
-    chain.force(policy.chat.encode(task.fields["answer"] + "<|im_end|>"))
-    trajectory = await chain.finish()
-    assert tuple(trajectory.ids.tolist()) == d.ids
-    assert trajectory.reward == 1.0
-
-
-def test_every_habit_is_a_conversation(policy: Any, writer: tiny.Demonstrator) -> None:
-    rng = random.Random(0)
-    e = tiny.Expression("3*(4+5)")
-    texts = {name: policy.chat.text(writer.habit(name, e, rng).ids) for name in tiny.HABITS}
-    assert sum(tiny.HABITS.values()) == 32
+def test_every_habit_is_a_conversation(policy: Any, writer: Recipe) -> None:
+    texts = {name: policy.chat.text(writer.demonstrate(name, Expression("3*(4+5)")).ids) for name in Recipe.habits}
     assert texts["solves"].endswith("27<|im_end|>")
     assert texts["unsure"].endswith("I don't know<|im_end|>")
     assert "<tool_call>" not in texts["unsure"] + texts["guesses"]
@@ -200,7 +133,7 @@ def test_every_habit_is_a_conversation(policy: Any, writer: tiny.Demonstrator) -
     assert texts["forgets"].endswith("27</tool_response><|im_end|>\n<|im_start|>assistant\nI don't know<|im_end|>")
 
 
-# ---- the policy
+# --- the policy
 
 
 def test_the_policy_is_small_fresh_and_quick(policy: Any) -> None:
@@ -219,70 +152,41 @@ def test_the_policy_is_small_fresh_and_quick(policy: Any) -> None:
     assert config.eos_token_id == policy.chat.tokenizer.eos_token_id
 
 
-def test_what_ships_is_small_and_says_where_it_came_from() -> None:
-    for folder in (DATA.joinpath("calculator"), DATA.joinpath("policies", "calculator")):
-        with_size = [entry for entry in folder.iterdir() if entry.is_file()]
-        assert sum(len(entry.read_bytes()) for entry in with_size) < 4_000_000
-        assert "python -m agentfly_kit.tiny" in folder.joinpath("ORIGIN.md").read_text(encoding="utf-8")
-
-
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(af.errors.SettingsError, match=r"'maze'.*'calculator'"):
+    with pytest.raises(af.errors.SettingsError, match=r"name must be one of 'calculator', .*, got 'maze'"):
         tiny.policy("maze")
     with pytest.raises(af.errors.SettingsError, match="'maze'"):
         tiny.build("maze")
 
 
-async def test_it_starts_low_and_its_failures_are_scored(policy: Any) -> None:
-    tasks = af.load_tasks("calculator").test
-    sampled = await af.evaluate(agent(policy), tasks[:512])
-    greedy = await af.evaluate(agent(policy), tasks[:128], greedy=True)
-    assert 0.20 <= sampled.success <= 0.35  # 0.27 when it was made; two standard errors are 0.04
-    assert greedy.success <= 0.15
-    assert sampled.unscored == 0
-    assert sampled.truncated <= 0.01
+# --- building
 
 
-async def test_a_few_iterations_teach_it(tmp_path: Path) -> None:
-    tasks = af.load_tasks("calculator")
-    policy = tiny.policy("calculator")
-    learner = agent(policy)
-    config = af.TrainConfig(steps=4, lr_end=None, checkpoint_every=4)
-    async for _ in af.train(learner, policy, tasks.train, config, run=tmp_path / "run"):
-        pass
-    assert (await af.evaluate(learner, tasks.test[:256])).success >= 0.7
+def test_players_use_the_chat_of_the_calculator_policy() -> None:
+    assert family.small_chat().tokenizer.get_vocab() == tiny.tokenizer().get_vocab()
 
 
-# ---- making it anew
-
-
-def test_a_small_remake_is_the_same_twice_and_learns() -> None:
+def test_a_short_build_is_reproducible_and_learns() -> None:
     """The whole recipe at a fraction of its length: the ids, the masks and both phases run, and the loss falls."""
-    said: list[str] = []
-    first = tiny.build(skill_steps=15, shy_steps=2, report=said.append)
+    lines: list[str] = []
+    first = tiny.build(skill_steps=15, shy_steps=2, report=lines.append)
     second = tiny.build(skill_steps=15, shy_steps=2)
-    assert [line.split(":")[0] for line in said] == ["skill", "shy"]
+    assert [line.split(":")[0] for line in lines] == ["skill", "shy"]
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert float(said[0].split("loss ")[1].split(",")[0]) < 5.0  # a mean over steps; 6.0 is a uniform guess among 400
-
-
-def test_the_command_writes_tasks_with_their_origin(tmp_path: Path) -> None:
-    tiny.main(["tasks", "--out", str(tmp_path / "calculator")])
-    for name in ("train.jsonl", "test.jsonl", "ORIGIN.md"):
-        assert (tmp_path / "calculator" / name).read_bytes() == DATA.joinpath("calculator", name).read_bytes()
+    assert float(lines[0].split("loss ")[1].split(",")[0]) < 5.0  # a mean over steps; 6.0 is a uniform guess among 400
 
 
 @pytest.mark.soak
-async def test_a_remade_policy_is_as_good_as_the_shipped_one(tmp_path: Path) -> None:
-    """About two minutes: another seed of the whole recipe starts as low, and learns as much in twice the iterations."""
-    tasks = af.load_tasks("calculator")
+async def test_a_policy_of_another_seed_is_as_good_as_the_shipped_one(tmp_path: Path) -> None:
+    """It starts as low, and learns as much in twice the iterations. Takes about two minutes."""
+    shipped = af.load_tasks("calculator")
     tiny.main(["policy", "--seed", "1", "--out", str(tmp_path / "policy")])
     policy = af.Policy.load(tmp_path / "policy")
-    learner = agent(policy)
-    before = await af.evaluate(learner, tasks.test)
+    learner = calculator.agent(policy)
+    before = await af.evaluate(learner, shipped.test)
     assert 0.17 <= before.success <= 0.37
-    async for _ in af.train(learner, policy, tasks.train, af.TrainConfig(steps=48), run=tmp_path / "run"):
+    async for _ in af.train(learner, policy, shipped.train, af.TrainConfig(steps=48), run=tmp_path / "run"):
         pass
-    after = await af.evaluate(learner, tasks.test)
+    after = await af.evaluate(learner, shipped.test)
     assert after.success >= 0.90

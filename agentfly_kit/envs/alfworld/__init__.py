@@ -8,18 +8,16 @@ if their packages are installed: `tasks_in(folder)`; see official.py.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import functools
 import os
 import random
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs.alfworld import games, official, plans
 from agentfly_kit.envs.alfworld.games import KINDS, Game, Size
 from agentfly_kit.envs.alfworld.house import NOTHING, House
-from agentfly_kit.envs.family import Family, Move, int_field
+from agentfly_kit.envs.family import Family, Move, check_int, first_world, int_field, row_id
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.tasks import Tasks
 from agentfly_kit.tools.tool import tool
@@ -42,8 +40,7 @@ class ALFWorld:
     """
 
     def __init__(self, steps: int = STEPS, admissible: bool = False) -> None:
-        if steps < 1:
-            raise SettingsError(f"steps must be at least 1, got {steps}")
+        check_int("steps", steps, 1)
         self.limit = steps
         self.shows = admissible
 
@@ -75,17 +72,17 @@ class ALFWorld:
         self.steps += 1
         self.commands.append(command)
         if isinstance(self.world, House):
-            said = self.world.do(command)
+            observation = self.world.do(command)
             assert self.game is not None
             self.won = self.game.goal.met(self.world)
             self._progress(self.world, self.game)
         else:
-            said = await asyncio.to_thread(self.world.do, command)
+            observation = await asyncio.to_thread(self.world.do, command)
             self.won = self.world.won
         self.done = self.won or self.steps >= self.limit
-        happened = said != NOTHING
+        happened = observation != NOTHING
         self.invalid += not happened
-        return ToolResult(happened, said if self.done else self._under(said))
+        return ToolResult(happened, observation if self.done else self._under(observation))
 
     @tool
     async def admissible_commands(self) -> str:
@@ -119,14 +116,6 @@ class ALFWorld:
             return plans.plan(self.world, self.game.goal)
         return self.world.plan
 
-    @property
-    def state(self) -> dict[str, Any]:
-        """State that rewards may read."""
-        return {
-            "won": self.won, "steps": self.steps, "invalid": self.invalid, "commands": list(self.commands),
-            "world": self.world, "game": self.game, **self.stages,
-        }  # fmt: skip
-
     async def reward(self) -> dict[str, float]:
         """Return 1 if the goal is met, else 0, with the stages that the chain reached as metrics.
 
@@ -152,28 +141,30 @@ def game_of(task: Task) -> Game:
     """
     if "game" not in task.fields:
         raise SettingsError(f"task {task.id!r} has no field 'game'; use af.envs.alfworld.tasks(), or tasks_in(folder)")
-    size = task.fields.get("size", "full")
-    if size not in get_args(Size):
-        raise SettingsError(f"task {task.id!r}: field size={size!r} must be {' or '.join(map(repr, get_args(Size)))}")
-    return games.game(int_field(task, "game", family="alfworld"), size)
+    return games.game(int_field(task, "game", family="alfworld"), task.fields.get("size", "full"))
 
 
 def rows(n: int, split: str, seed: int = 0, size: Size = "full", kinds: Sequence[str] = KINDS) -> list[dict[str, Any]]:
-    """Generate rows {"id", "question", "game", "size", "kind"}, alternating the kinds. The splits share no game."""
-    for kind in kinds:
-        if kind not in KINDS:
-            raise SettingsError(f"unknown kind {kind!r} in kinds; use {', '.join(KINDS)}")
-    if not kinds:
-        raise SettingsError(f"kinds must contain at least one of {', '.join(KINDS)}, got ()")
-    first = 2_000_000 * seed + (1_000_000 if split == "test" else 0)
+    """Generate rows {"id", "question", "game", "size", "kind"}. The splits share no game.
+
+    Args:
+        n: number of rows.
+        split: "train" or "test".
+        seed: selects the games.
+        size: "full", or "small" for houses with few receptacles.
+        kinds: task types to include, which alternate.
+    """
+    if not kinds or not set(kinds) <= set(KINDS):
+        raise SettingsError(f"kinds must be one or more of {', '.join(KINDS)}, got {tuple(kinds)!r}")
+    first = first_world(split, seed)
     first -= first % len(KINDS)
-    mark = ("" if size == "full" else f"{size}-") + ("" if seed == 0 else f"{seed}-")
+    prefix = split if size == "full" else f"{split}-{size}"
     numbers = (i for i in range(first, first + 1_000_000) if KINDS[i % len(KINDS)] in kinds)
     found = []
     for _, which in zip(range(n), numbers, strict=False):
         goal = games.game(which, size).goal
         question = f"{goal.text[0].upper()}{goal.text[1:]}."
-        name = f"alfworld-{split}-{mark}{which - first:04}"
+        name = row_id("alfworld", prefix, seed, which - first)
         found.append({"id": name, "question": question, "game": which, "size": size, "kind": goal.kind})
     return found
 
@@ -230,25 +221,4 @@ family = Family(
     max_turns=STEPS,
     size="768 train and 192 test tasks in small houses included; generates 2 million per seed; reads ALFWorld's games",
 )
-agent, expert, random_agent = family.agent, family.expert, family.random_agent
-
-
-def tasks(
-    n: int | None = None,
-    split: str | None = None,
-    *,
-    seed: int = 0,
-    size: Size = "full",
-    kinds: Sequence[str] = KINDS,
-) -> Tasks:
-    """Return n tasks of a split, or of both splits by default.
-
-    Args:
-        n: number of tasks per split.
-        split: "train" or "test".
-        seed: selects the tasks.
-        size: "full", or "small" for houses with few receptacles.
-        kinds: task types to include.
-    """
-    chosen = dataclasses.replace(family, rows=functools.partial(rows, size=size, kinds=tuple(kinds)))
-    return chosen.tasks(n, split, seed=seed)
+tasks, agent, expert, random_agent = family.tasks, family.agent, family.expert, family.random_agent

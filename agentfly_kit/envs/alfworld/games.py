@@ -37,10 +37,7 @@ class Goal:
     """The goal of a game: its kind of task, the thing to handle and the place to bring it to.
 
     Attributes:
-        kind
-        thing
         place: Type of the receptacle, or of the lamp in "look_at_obj_in_light".
-        wording
     """
 
     kind: str
@@ -137,16 +134,18 @@ _THINGS: dict[Size, dict[str, str]] = {
 _LAMP_STANDS = ("desk", "dresser", "shelf", "sidetable")
 
 
-@functools.lru_cache(maxsize=4096)
 def game(number: int, size: Size = "full") -> Game:
     """Generate the game with the given number. Task types cycle with the number; everything else is random.
 
-    Raises:  SettingsError for an invalid size or number.
+    Raises:  SettingsError for an invalid size.
     """
     if size not in get_args(Size):
-        raise SettingsError(f"unknown size {size!r}; use {' or '.join(map(repr, get_args(Size)))}")
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise SettingsError(f"game must be an integer of at least 0, got {number!r}")
+        raise SettingsError(f"size must be {' or '.join(map(repr, get_args(Size)))}, got {size!r}")
+    return _game(number, size)
+
+
+@functools.lru_cache(maxsize=4096)
+def _game(number: int, size: Size) -> Game:
     rng = random.Random(f"alfworld {size} {number}")
     kind = KINDS[number % len(KINDS)]
     while True:

@@ -95,12 +95,8 @@ class Session:
                 )
         self.file = file
         self.commands: list[str] = []
-        import textworld
-
-        wanted = textworld.EnvInfos(won=True, lost=True, admissible_commands=True)
-        wrappers = [_demangled()] if path.suffix == ".tw-pddl" else []
         with _LOADING:
-            self._env = textworld.start(file, request_infos=wanted, wrappers=wrappers)
+            self._env = _start(file)
             self._state = self._env.reset()
 
     @property
@@ -114,13 +110,8 @@ class Session:
     @property
     def plan(self) -> list[str]:
         """Commands of TextWorld's own policy from the current state, computed in a copy of the game."""
-        import textworld
-
-        path = Path(self.file)
-        wanted = textworld.EnvInfos(won=True, lost=True, admissible_commands=True, policy_commands=True)
-        wrappers = [_demangled()] if path.suffix == ".tw-pddl" else []
         with _LOADING:
-            env = textworld.start(self.file, request_infos=wanted, wrappers=wrappers)
+            env = _start(self.file, policy_commands=True)
             state = env.reset()
             for command in self.commands:
                 state, _, _ = env.step(command)
@@ -146,6 +137,14 @@ class Session:
         for command in self.commands:
             twin.do(command)
         return twin
+
+
+def _start(file: str, **infos: bool) -> Any:
+    """Start a TextWorld environment that reports won, lost and the admissible commands, and further `infos`."""
+    import textworld
+
+    wanted = textworld.EnvInfos(won=True, lost=True, admissible_commands=True, **infos)
+    return textworld.start(file, request_infos=wanted, wrappers=[_demangled()] if file.endswith(".tw-pddl") else [])
 
 
 def _demangled() -> Any:

@@ -6,16 +6,19 @@ from agentfly_kit.envs.alfworld.games import TREATED, Goal
 from agentfly_kit.envs.alfworld.house import HOLDS, OPENABLE, House, Name, text
 
 
-class _Walk:
-    """Records commands while executing them in a copy of the house."""
+class Walk:
+    """Executes commands in a copy of the house and records them with their observations."""
 
     def __init__(self, house: House) -> None:
         self.house = house.copy()
-        self.commands: list[str] = []
+        self.steps: list[tuple[str, str]] = []
+
+    @property
+    def commands(self) -> list[str]:
+        return [command for command, _ in self.steps]
 
     def do(self, command: str) -> None:
-        self.house.do(command)
-        self.commands.append(command)
+        self.steps.append((command, self.house.do(command)))
 
     def go(self, place: Name) -> None:
         if self.house.here != place:
@@ -55,7 +58,7 @@ def plan(house: House, goal: Goal) -> list[str]:
 
     Raises:  ValueError if the goal cannot be met in this house.
     """
-    walk = _Walk(house)
+    walk = Walk(house)
     if goal.met(house):
         return []
     everything = [thing for things in house.inside.values() for thing in things]

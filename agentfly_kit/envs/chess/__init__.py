@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import csv
-import functools
-import json
 import os
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs.chess import puzzles
 from agentfly_kit.envs.chess.board import Board, Move
 from agentfly_kit.envs.chess.stockfish import Stockfish
-from agentfly_kit.envs.family import Family, tool_outputs
+from agentfly_kit.envs.family import Family, existing_file, shipped_rows, tool_outputs
 from agentfly_kit.envs.family import Move as Play
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.tasks import Tasks
@@ -89,29 +86,29 @@ class Chess:
         own = len(self.moves) // 2
         right = 2 * own < len(self.line) and str(found) == self.line[2 * own]
         self.first = self.first or (own == 0 and right)
-        said = self._make(found)
+        san = self._make(found)
         self.left -= 1
         if self.board.mate:
             self.won = self.done = True
-            return ToolResult(True, f"{said}: checkmate.")
+            return ToolResult(True, f"{san}: checkmate.")
         if self.mate is None and not right:
             self.done = True
-            return ToolResult(True, f"{said}: that is not it.")
+            return ToolResult(True, f"{san}: that is not it.")
         if self.mate is None and not self.left:
             self.won = self.done = True
-            return ToolResult(True, f"{said}: solved.")
+            return ToolResult(True, f"{san}: solved.")
         if self.board.stalemate or not self.left:
             self.done = True
-            return ToolResult(True, f"{said}: {'stalemate' if self.board.stalemate else 'no mate'}.")
+            return ToolResult(True, f"{san}: {'stalemate' if self.board.stalemate else 'no mate'}.")
         reply = self._make(await self._reply())
         self.done = self.board.mate
-        return ToolResult(True, f"{said} {reply}{': you are mated.' if self.done else ''}\n{self.board.text()}")
+        return ToolResult(True, f"{san} {reply}{': you are mated.' if self.done else ''}\n{self.board.text()}")
 
     def _make(self, move: Move) -> str:
-        said = self.board.san(move)
+        san = self.board.san(move)
         self.board = self.board.push(move)
         self.moves.append(str(move))
-        return said
+        return san
 
     async def _reply(self) -> Move:
         played = len(self.moves)
@@ -137,14 +134,6 @@ class Chess:
         """Show the board, and its FEN."""
         return f"{self.board.text()}\n{self.board.fen}"
 
-    @property
-    def state(self) -> dict[str, Any]:
-        """State that rewards may read."""
-        return {
-            "fen": self.board.fen, "moves": list(self.moves), "won": self.won, "first": self.first,
-            "illegal": self.illegal,
-        }  # fmt: skip
-
     async def reward(self) -> dict[str, float]:
         """Return 1 for the mate or the complete solution, else 0.
 
@@ -159,21 +148,12 @@ class Chess:
         into.moves, into._engine = list(self.moves), engine
 
 
-@functools.lru_cache(maxsize=8)
-def _shipped(split: str) -> tuple[str, ...]:
-    return tuple(task_sets._data().joinpath("chess", f"{split}.jsonl").read_text(encoding="utf-8").splitlines())
-
-
-@functools.lru_cache(maxsize=8)
-def _made(n: int, split: str, seed: int) -> tuple[str, ...]:
-    return tuple(json.dumps(row) for row in puzzles.made(n, seed=seed, split=split))
-
-
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Return rows {"id", "question", "fen", "solution", "mate"}: the included ones, or generated ones if n exceeds them
+    """Return rows with the fields "fen", "solution" and "mate": the included ones, or generated ones if n exceeds them
     or seed is not 0."""
-    shipped = seed == 0 and n <= puzzles.SIZES[split]
-    return [json.loads(line) for line in (_shipped(split)[:n] if shipped else _made(n, split, seed))]
+    if seed == 0 and n <= puzzles.SIZES[split]:
+        return shipped_rows("chess", n, split, seed)
+    return list(puzzles.made(n, seed=seed, split=split))
 
 
 def tasks_in(file: str | os.PathLike[str], n: int | None = None) -> Tasks:
@@ -181,11 +161,9 @@ def tasks_in(file: str | os.PathLike[str], n: int | None = None) -> Tasks:
 
     In these files the opponent moves first; that move is applied to the position.
 
-    Raises:  SettingsError for a missing or malformed file, and for an invalid position or move, naming the line.
+    Raises:  TaskError for a missing file; SettingsError for a malformed one, naming the line.
     """
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise SettingsError(f"no such file {str(path)!r}; Lichess publishes its puzzles at database.lichess.org (CC0)")
+    path = existing_file(file, "Lichess publishes its puzzles at database.lichess.org (CC0)")
     found: list[dict[str, Any]] = []
     with path.open(encoding="utf-8", newline="") as lines:
         reader = csv.DictReader(lines)

@@ -37,6 +37,8 @@ def _rays(square: int, ways: tuple[tuple[int, int], ...], far: int) -> tuple[tup
 
 
 _RAYS = {kind: [_rays(s, ways, 1 if kind in "NK" else 7) for s in range(64)] for kind, ways in _WAYS.items()}
+# The fields of a FEN after the squares: side to move, castling, en passant square, and the two counts.
+_FEN = re.compile(r"[wb] (-|K?Q?k?q?) (-|[a-h][36])( [0-9]{1,5} [0-9]{1,5})?")
 # Square of each rook -> the castling right that is lost when the rook leaves it.
 _ROOKS = {0: "Q", 7: "K", 56: "q", 63: "k"}
 
@@ -54,8 +56,6 @@ class Move:
     """A move between two squares, numbered from 0 (a1) to 63 (h8).
 
     Attributes:
-        start
-        end
         into: Piece to promote to: q, r, b or n; empty for other moves.
     """
 
@@ -72,12 +72,7 @@ class Board:
     """A position. `cells` contains the FEN letter of the piece on each square, or ""; upper case is white.
 
     Attributes:
-        cells
-        turn
-        castling
         passant: The en passant square, behind a pawn that has just advanced two squares.
-        halfmoves
-        number
     """
 
     cells: tuple[str, ...]
@@ -94,25 +89,13 @@ class Board:
         Raises:  SettingsError if it is malformed, does not have one king per side, or the side not to move is in check.
         """
         parts = fen.split()
-        rows = parts[0].split("/") if parts else []
-        cells = [""] * 64
-        good = len(parts) in (4, 6) and len(rows) == 8 and parts[1] in (WHITE, BLACK)
-        for i, row in enumerate(rows if good else ()):
-            file = 0
-            for c in row:
-                if c in "12345678":
-                    file += int(c)
-                elif c in "pnbrqkPNBRQK" and file < 8:
-                    cells[8 * (7 - i) + file] = c
-                    file += 1
-                else:
-                    good = False
-            good = good and file == 8
+        # Every rank written with one character per square; "." is an empty one.
+        ranks = re.sub(r"[1-8]", lambda digit: "." * int(digit[0]), parts[0] if parts else "").split("/")
+        good = _FEN.fullmatch(" ".join(parts[1:])) is not None
+        good = good and len(ranks) == 8 and all(re.fullmatch(r"[.pnbrqkPNBRQK]{8}", rank) for rank in ranks)
+        cells = ["" if c == "." else c for rank in reversed(ranks) for c in rank]
         good = good and cells.count("K") == cells.count("k") == 1
         good = good and not any(c and c in "pP" for c in (*cells[:8], *cells[56:]))
-        good = good and re.fullmatch(r"-|K?Q?k?q?", parts[2]) is not None
-        good = good and re.fullmatch(r"-|[a-h][36]", parts[3]) is not None
-        good = good and all(number.isdecimal() and len(number) < 6 for number in parts[4:])
         if not good:
             raise SettingsError(f"{fen!r} is not a valid position; pass a FEN such as {START!r}")
         passant = None if parts[3] == "-" else square_of(parts[3])
@@ -296,10 +279,10 @@ class Board:
 
     def read(self, text: str) -> Move | None:
         """Parse a legal move such as "e7e8q" or "e8=Q+". Return None if no move matches, or more than one."""
-        said = text.strip()
-        plain = re.sub(r"[+#!?]|\s*e\.p\.$", "", said).replace("0-0-0", "O-O-O").replace("0-0", "O-O")
+        stripped = text.strip()
+        plain = re.sub(r"[+#!?]|\s*e\.p\.$", "", stripped).replace("0-0-0", "O-O-O").replace("0-0", "O-O")
         for move in self.legal():
-            if str(move) == said.lower():
+            if str(move) == stripped.lower():
                 return move
         found = []
         for move in self.legal():
@@ -317,16 +300,13 @@ class Board:
         replies = sorted(self.legal(), key=str)
         return next((reply for reply in replies if not self.push(reply).mates()), replies[0] if replies else None)
 
-    def mating(self) -> list[Move]:
-        """Return the moves that force mate in at most two moves."""
-        return [move for move in self.legal() if self._mates_next(self.push(move))]
-
-    @staticmethod
-    def _mates_next(after: Board) -> bool:
-        replies = list(after.legal())
-        if not replies:
-            return after.check
-        return all(after.push(reply).mates() for reply in replies)
+    def mating(self) -> Iterator[Move]:
+        """Yield the moves that force mate in at most two moves."""
+        for move in self.legal():
+            after = self.push(move)
+            replies = list(after.legal())
+            if all(after.push(reply).mates() for reply in replies) if replies else after.check:
+                yield move
 
     def flipped(self) -> Board:
         """Return the position with colours exchanged. Valid only without castling rights."""

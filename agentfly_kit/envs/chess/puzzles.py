@@ -6,6 +6,7 @@ python -m agentfly_kit.envs.chess.puzzles --out data/chess      # regenerate the
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfly_kit.envs.chess.board import BLACK, WHITE, Board, Move
-from agentfly_kit.errors import SettingsError
+from agentfly_kit.envs.family import row_id
 
 SIZES = {"train": 128, "test": 64}
 
@@ -43,18 +44,11 @@ def puzzle(rng: random.Random, mate: int) -> tuple[Board, list[Move]]:
         if board is None:
             continue
         mates = board.mates()
-        if mate == 1:
-            if len(mates) == 1:
-                return board, mates
+        if mate == 1 and len(mates) == 1:
+            return board, mates
+        if mate == 1 or mates:
             continue
-        if mates:
-            continue
-        first = []
-        for move in board.legal():
-            if Board._mates_next(board.push(move)):
-                first.append(move)
-                if len(first) > 1:
-                    break
+        first = list(itertools.islice(board.mating(), 2))
         if len(first) == 1:
             after = board.push(first[0])
             reply = after.defence()
@@ -62,24 +56,21 @@ def puzzle(rng: random.Random, mate: int) -> tuple[Board, list[Move]]:
             return board, [first[0], reply, after.push(reply).mates()[0]]
 
 
-def made(n: int, *, seed: int = 0, mates: Sequence[int] = (1, 2), split: str = "train") -> Iterator[dict[str, Any]]:
-    """Generate n rows {"id", "question", "fen", "solution", "mate"}, alternating the given mates.
+def made(n: int, *, seed: int = 0, split: str = "train") -> Iterator[dict[str, Any]]:
+    """Generate n rows {"id", "question", "fen", "solution", "mate"}, alternating mates in one and two.
 
     The puzzles depend on seed and split. Each takes a tenth of a second to a second.
     """
-    if not mates or not set(mates) <= {1, 2}:
-        raise SettingsError(f"mates must be 1, 2 or both, got {tuple(mates)!r}")
     for i in range(n):
         rng = random.Random(f"chess {split} {seed} {i}")
-        mate = mates[i % len(mates)]
+        mate = 1 + i % 2
         board, line = puzzle(rng, mate)
         if rng.random() < 0.5:
             board = board.flipped()
             line = [Move(m.start ^ 56, m.end ^ 56, m.into) for m in line]
         side = "White" if board.turn == WHITE else "Black"
-        mark = "" if seed == 0 else f"{seed}-"
         yield {
-            "id": f"chess-{split}-{mark}{i:04}",
+            "id": row_id("chess", split, seed, i),
             "question": f"{side} to move and mate in {mate}.\n{board.fen}",
             "fen": board.fen,
             "solution": [str(move) for move in line],

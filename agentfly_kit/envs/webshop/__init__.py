@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentfly_kit.agent.agent import Agent
-from agentfly_kit.envs.family import Family, Move, int_field, tool_outputs
+from agentfly_kit.envs.family import Family, Move, check_int, int_field, row_id, tool_outputs
 from agentfly_kit.envs.webshop import pages
 from agentfly_kit.envs.webshop.catalogue import Catalogue, Product
 from agentfly_kit.envs.webshop.scoring import Nouns, alike, color_of, find_nouns, score
@@ -32,18 +32,7 @@ from agentfly_kit.tasks import Tasks
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task
 
-__all__ = [
-    "BRIEF",
-    "Catalogue",
-    "Shop",
-    "WebShop",
-    "WebShopText",
-    "agent",
-    "expert",
-    "family",
-    "random_agent",
-    "tasks",
-]
+__all__ = ["BRIEF", "Catalogue", "Shop", "WebShop", "WebShopText", "agent", "expert", "family", "random_agent", "tasks"]
 
 # Options with which the shipped policy was pretrained: `agent(af.tiny.policy("webshop"), options=BRIEF)`.
 BRIEF: dict[str, Any] = {"brief": True, "page_size": 3}
@@ -59,7 +48,6 @@ class Shop:
         nouns: "words", "spacy", "auto", or a function from a title to its nouns.
         page_size: number of products per page of results.
         rich: mark buttons on the pages, as WebShop's `text_rich`.
-        show_attributes: add a tab with the product's attributes to item pages, an option of WebShop.
         brief: for small models: omit the instruction and navigation from pages, and select results by number.
     """
 
@@ -70,16 +58,12 @@ class Shop:
         nouns: str | Nouns | None = None,
         page_size: int = 10,
         rich: bool = False,
-        show_attributes: bool = False,
         brief: bool = False,
     ) -> None:
-        if catalogue is not None and not isinstance(catalogue, Catalogue):
-            catalogue = _loaded(str(catalogue))
-        if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
-            raise SettingsError(f"page_size must be at least 1, got {page_size!r}; WebShop uses 10")
-        self._given = catalogue
+        check_int("page_size", page_size, 1)
+        self._given = None if catalogue is None else _catalogue(catalogue)
         self._nouns = find_nouns(("words" if catalogue is None else "auto") if nouns is None else nouns)
-        self._page_size, self._rich, self._show_attributes, self._brief = page_size, rich, show_attributes, brief
+        self._page_size, self._rich, self._brief = page_size, rich, brief
 
     async def reset(self, task: Task, seed: int) -> str | None:
         self.enter(_of_task(task, self._given), task.fields["goal"])
@@ -120,8 +104,8 @@ class Shop:
             if self.subpage is not None:
                 return pages.sub(text, product, self.subpage)
             if self._brief:
-                return pages.brief_item(product, self.options, self._show_attributes)
-            return pages.item(text, product, self.options, self._show_attributes)
+                return pages.brief_item(product)
+            return pages.item(text, product, self.options)
         if self.keywords is None:
             return pages.search(text)
         shown = [self._product(asin) for asin in self._shown]
@@ -196,7 +180,7 @@ class Shop:
         elif value == pages.BUY.lower():
             self.bought, self.done = self.asin, True
         elif self.asin is not None:
-            tabs = {name.lower(): name for name in (*pages.SUBPAGES, pages.ATTRIBUTES)}
+            tabs = {name.lower(): name for name in pages.SUBPAGES}
             named = [name for name, values in self._product(self.asin).options.items() if value in values]
             if named:
                 self.options[named[-1]] = value
@@ -231,8 +215,8 @@ class Shop:
         }
 
     async def fork(self, into: Shop) -> None:
-        for name, value in vars(self).items():
-            setattr(into, name, value.copy() if isinstance(value, dict | list) and name != "goal" else value)
+        into.__dict__.update(self.__dict__)
+        into.options, into.seen = dict(self.options), list(self.seen)
 
 
 class WebShop(Shop):
@@ -285,6 +269,10 @@ def _loaded(path: str) -> Catalogue:
     return Catalogue.load(path)
 
 
+def _catalogue(given: Catalogue | str) -> Catalogue:
+    return given if isinstance(given, Catalogue) else _loaded(str(given))
+
+
 def _of_task(task: Task, given: Catalogue | None) -> Catalogue:
     missing = [name for name in ("goal", *(() if given else ("world",))) if name not in task.fields]
     if missing:
@@ -307,13 +295,14 @@ def rows(n: int, split: str, seed: int = 0, catalogue: Catalogue | None = None) 
     """
     of = Catalogue.invented(seed) if catalogue is None else catalogue
     numbers = _split(of, split, invented=catalogue is None)
-    if n > len(numbers):
-        raise SettingsError(f"n={n} is too large: {of!r} has {len(numbers)} different goals for {split!r}; reduce n")
-    mark = "" if seed == 0 or catalogue is not None else f"{seed}-"
     world = {"world": seed} if catalogue is None else {}
     return [
-        {"id": f"webshop-{split}-{mark}{i:04}", "question": of.goals[number]["instruction_text"], **world}
-        | {"goal": number}
+        {
+            "id": row_id("webshop", split, seed if catalogue is None else 0, i),
+            "question": of.goals[number]["instruction_text"],
+            **world,
+            "goal": number,
+        }
         for i, number in enumerate(numbers[:n])
     ]
 
@@ -346,7 +335,7 @@ def _split(of: Catalogue, split: str, invented: bool) -> list[int]:
 def plan(task: Task, options: Mapping[str, Any]) -> list[Move]:
     """Return the actions of an expert: search for the title, open the product, choose the options, buy."""
     given = options.get("catalogue")
-    catalogue = _of_task(task, given if given is None or isinstance(given, Catalogue) else _loaded(str(given)))
+    catalogue = _of_task(task, None if given is None else _catalogue(given))
     goal = catalogue.goal(task.fields["goal"])
     product = catalogue.products[goal["asin"]]
     found = catalogue.find(product.title.lower())
@@ -413,7 +402,7 @@ def tasks(
     if catalogue is None:
         return family.tasks(n, split, seed=seed)
     family.require_installed()
-    of = catalogue if isinstance(catalogue, Catalogue) else _loaded(str(catalogue))
-    counts = {name: len(_split(of, name, invented=False)) for name in family.splits}
-    chosen = dataclasses.replace(family, rows=functools.partial(rows, catalogue=of), splits=counts)
-    return chosen.tasks(n, split, seed=seed)
+    of = _catalogue(catalogue)
+    return dataclasses.replace(family, splits=dict.fromkeys(family.splits, len(of.goals))).tasks(
+        n, split, seed=seed, catalogue=of
+    )

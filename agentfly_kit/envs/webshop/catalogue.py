@@ -10,7 +10,6 @@ import itertools
 import json
 import random
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,17 +38,8 @@ class Product:
     """A product with the fields that the pages and the reward use.
 
     Attributes:
-        asin
-        title
-        description
-        bullets
         price: Price; for a price range, a random value within it.
-        price_text
         options: Option values by option name, in lower case.
-        attributes
-        category
-        query
-        product_category
     """
 
     asin: str
@@ -60,7 +50,6 @@ class Product:
     price_text: str
     options: Mapping[str, tuple[str, ...]]
     attributes: tuple[str, ...]
-    category: str
     query: str
     product_category: str
 
@@ -102,8 +91,8 @@ class Catalogue:
             raise SettingsError(f"the catalogue {name!r} has no product with an ASIN of at most 10 characters. {_HELP}")
         goals = self._asked(instructions) if instructions else self._synthetic()
         random.Random(seed).shuffle(goals)
-        # Goals, in WebShop's order if the products are. Keys: asin, category, query, name, product_category,
-        # instruction_text, attributes, price_upper, goal_options, weight.
+        # Goals, in WebShop's order if the products are. Keys: asin, query, name, product_category,
+        # instruction_text, attributes, price_upper, goal_options.
         self.goals: tuple[dict[str, Any], ...] = tuple(goals)
 
     # --- loading ---
@@ -146,23 +135,7 @@ class Catalogue:
         return self.goals[number]
 
     def find(self, keywords: str) -> list[str]:
-        """Search and return at most 50 ASINs, best first.
-
-        As in WebShop, the first word may select another search: <r> for random products; <a>, <c> and <q> for products
-        with the given attribute, category or query.
-        """
-        kind, _, rest = keywords.strip().partition(" ")
-        rest = rest.strip().lower()
-        every = self.products.values()
-        if kind == "<r>":
-            drawn = random.Random(f"webshop {rest}").sample(list(self.products), min(FOUND, len(self.products)))
-            return drawn
-        if kind == "<a>":
-            return [p.asin for p in every if rest in p.attributes][:FOUND]
-        if kind == "<c>":
-            return [p.asin for p in every if rest == p.category.lower()][:FOUND]
-        if kind == "<q>":
-            return [p.asin for p in every if rest == p.query][:FOUND]
+        """Search and return at most 50 ASINs, best first."""
         asins = list(self.products)
         return [asins[i] for i in self.index.find(keywords, FOUND)]
 
@@ -201,7 +174,6 @@ class Catalogue:
             price_text=text,
             options=options,
             attributes=tuple(known),
-            category=str(item.get("category") or ""),
             query=str(item.get("query") or "").lower().strip(),
             product_category=str(item.get("product_category") or ""),
         )
@@ -216,11 +188,11 @@ class Catalogue:
                     bound, text = self._bound(product.price)
                     asked = str(_need(row, "instruction", where)).strip(".") + text
                     options = list(_need(row, "instruction_options", where))
-                    goals.append(_goal(product, product.title, asked, list(wanted), options, bound) | {"weight": 1.0})
+                    goals.append(_goal(product, asked, list(wanted), options, bound))
         return goals
 
     def _synthetic(self) -> list[dict[str, Any]]:
-        goals, seen = [], Counter[str]()
+        goals = []
         for asin, product in self.products.items():
             row = self._attributes.get(asin, {})
             text, wanted = row.get("instruction"), list(row.get("instruction_attributes") or ())
@@ -230,12 +202,9 @@ class Catalogue:
             names = sorted(product.options)
             for values in itertools.product(*(product.options[name] for name in names)):
                 options = dict(zip(names, values, strict=True))
-                told = ", and ".join(f"{k}: {v}" for k, v in options.items())
-                asked = f"{text}{' with ' + told if told else ''}{price_text}"
-                goals.append(_goal(product, product.title, asked, wanted, options, bound))
-                seen.update(wanted)
-        for goal in goals:
-            goal["weight"] = sum(1 / seen[name] for name in goal["attributes"]) / len(goal["attributes"])
+                chosen = ", and ".join(f"{k}: {v}" for k, v in options.items())
+                asked = f"{text}{' with ' + chosen if chosen else ''}{price_text}"
+                goals.append(_goal(product, asked, wanted, options, bound))
         return goals
 
     def _bound(self, price: float) -> tuple[float, str]:
@@ -253,12 +222,11 @@ def _invented(world: int) -> Catalogue:
     return Catalogue(items, attributes, instructions, name=f"invented {world}", seed=SEED + world)
 
 
-def _goal(product: Product, name: str, text: str, attributes: list[str], options: Any, bound: float) -> dict[str, Any]:
+def _goal(product: Product, text: str, attributes: list[str], options: Any, bound: float) -> dict[str, Any]:
     return {
         "asin": product.asin,
-        "category": product.category,
         "query": product.query,
-        "name": name,
+        "name": product.title,
         "product_category": product.product_category,
         "instruction_text": text,
         "attributes": attributes,

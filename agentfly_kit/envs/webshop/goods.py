@@ -27,19 +27,13 @@ ASKED = 5
 
 @dataclass(frozen=True)
 class Group:
-    """Kinds of products that share a category, attributes, options and a price range.
+    """Kinds of products that share attributes, options and a price range.
 
     Attributes:
-        shelf
-        category
-        kinds
-        attributes
-        options
         cost: (lowest, highest) price in whole dollars.
     """
 
     shelf: str
-    category: str
     kinds: tuple[str, ...]
     attributes: tuple[str, ...]
     options: tuple[str, ...]
@@ -48,27 +42,27 @@ class Group:
 
 GROUPS = (
     Group(
-        "clothing › everyday", "fashion", ("shirt", "jacket", "sweater", "dress", "coat", "hoodie"),
+        "clothing › everyday", ("shirt", "jacket", "sweater", "dress", "coat", "hoodie"),
         ("cotton", "woolen", "linen", "waterproof", "washable", "lightweight", "stretchy"), (_COLOR, _SIZE), (15, 80),
     ),
     Group(
-        "luggage › carried", "fashion", ("backpack", "wallet", "purse", "briefcase"),
+        "luggage › carried", ("backpack", "wallet", "purse", "briefcase"),
         ("leather", "canvas", "waterproof", "foldable", "durable", "lightweight"), (_COLOR,), (20, 90),
     ),
     Group(
-        "home › textiles", "garden", ("blanket", "rug", "curtain", "pillow"),
+        "home › textiles", ("blanket", "rug", "curtain", "pillow"),
         ("cotton", "woolen", "washable", "handmade", "reversible", "recycled"), (_COLOR, _SIZE), (12, 85),
     ),
     Group(
-        "home › furniture", "garden", ("lamp", "chair", "basket", "shelf"),
+        "home › furniture", ("lamp", "chair", "basket", "shelf"),
         ("wooden", "handmade", "foldable", "modern", "sturdy", "recycled"), (_COLOR,), (18, 92),
     ),
     Group(
-        "grocery › pantry", "grocery", ("jam", "tea", "syrup", "cookie"),
+        "grocery › pantry", ("jam", "tea", "syrup", "cookie"),
         ("organic", "vegan", "natural", "unsweetened", "kosher", "crunchy"), (_FLAVOR, _PACK), (4, 40),
     ),
     Group(
-        "beauty › bath", "beauty", ("soap", "candle", "lotion"),
+        "beauty › bath", ("soap", "candle", "lotion"),
         ("organic", "vegan", "natural", "gentle", "handmade", "creamy"), (_SCENT,), (5, 45),
     ),
 )  # fmt: skip
@@ -113,7 +107,7 @@ def make(world: int = 0) -> Files:
                     "instruction": f"find me {attributes[0]} {attributes[1]} {kind}",
                     "instruction_attributes": attributes[:2],
                 }
-                asked[asin] = [_asked(asin, kind, attributes, options, n, rng) for n in range(ASKED)]
+                asked[asin] = [_asked(kind, attributes, options, n, rng) for n in range(ASKED)]
     return items, known, asked
 
 
@@ -137,18 +131,14 @@ def _item(
             "Sent within two days; returns are free.",
         ],
         "pricing": f"${rng.randint(*group.cost)}.00",
-        "customization_options": {
-            name: [{"value": value, "image": None} for value in values] for name, values in options.items()
-        },
-        "images": [],
-        "category": group.category,
+        "customization_options": {name: [{"value": value} for value in values] for name, values in options.items()},
         "query": kind,
         "product_category": f"{group.shelf} › {kind}",
     }
 
 
 def _asked(
-    asin: str, kind: str, attributes: list[str], options: dict[str, list[str]], n: int, rng: random.Random
+    kind: str, attributes: list[str], options: dict[str, list[str]], n: int, rng: random.Random
 ) -> dict[str, Any]:
     """Generate an instruction that asks for one or two attributes and a value of each option."""
     wanted = rng.sample(attributes[:2], 2) if n % 2 == 0 else [rng.choice(attributes)]
@@ -156,12 +146,7 @@ def _asked(
     words = " and ".join(f"{name} {value}" for name, value in chosen.items())
     text = rng.choice(_ASKS).format(what=" ".join([*wanted, kind]), options=f"with {words}")
     return {
-        "asin": asin,
         "instruction": text + ".",
-        "attributes": attributes,
-        "options": [f"{name}: {value}" for name, value in chosen.items()],
         "instruction_attributes": wanted,
         "instruction_options": list(chosen.values()),
-        "assignment_id": f"made-{asin}-{n}",
-        "worker_id": "made",
     }

@@ -14,7 +14,6 @@ from agentfly_kit.envs.webshop.catalogue import Product
 
 SEARCH, BACK, NEXT, PREVIOUS, BUY = "Search", "Back to Search", "Next >", "< Prev", "Buy Now"
 SUBPAGES = ("Description", "Features", "Reviews")
-ATTRIBUTES = "Attributes"
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,6 @@ class Page:
     """A page: its strings in order, and in `clicks` those that can be clicked.
 
     Attributes:
-        parts
-        clicks
         chosen: Option values that have been selected.
     """
 
@@ -62,27 +59,21 @@ def results(instruction: str, found: Sequence[Product], number: int, total: int)
     return Page((*head, *buttons, *items), (BACK, *buttons, *(p.asin for p in found)))
 
 
-def item(instruction: str, product: Product, chosen: Mapping[str, str], show_attributes: bool) -> Page:
+def item(instruction: str, product: Product, chosen: Mapping[str, str]) -> Page:
     """Return the page of a product: first its options, then its description."""
     options = tuple(text for name, values in product.options.items() for text in (name, *values))
-    tabs = (*SUBPAGES, ATTRIBUTES) if show_attributes else SUBPAGES
     about = (product.title, f"Price: {product.price_text}", "Rating: N.A.")
     values = tuple(value for values in product.options.values() for value in values)
     return Page(
-        ("Instruction:", instruction, BACK, PREVIOUS, *options, *about, *tabs, BUY),
-        (BACK, PREVIOUS, *values, *tabs, BUY),
+        ("Instruction:", instruction, BACK, PREVIOUS, *options, *about, *SUBPAGES, BUY),
+        (BACK, PREVIOUS, *values, *SUBPAGES, BUY),
         frozenset(chosen.values()),
     )
 
 
 def sub(instruction: str, product: Product, name: str) -> Page:
     """Return a subpage of an item. Reviews are empty, as in WebShop for products without any."""
-    texts: dict[str, tuple[str, ...]] = {
-        "Description": (product.description,),
-        "Features": product.bullets,
-        "Reviews": (),
-        ATTRIBUTES: (*product.attributes, product.category, product.query, product.product_category),
-    }
+    texts = {"Description": (product.description,), "Features": product.bullets, "Reviews": ()}
     return Page(("Instruction:", instruction, BACK, PREVIOUS, *texts[name]), (BACK, PREVIOUS))
 
 
@@ -108,7 +99,7 @@ def brief_results(found: Sequence[Product], number: int) -> Page:
     return Page(lines or ("nothing found",), (*buttons, *(str(i) for i in range(1, len(found) + 1))))
 
 
-def brief_item(product: Product, chosen: Mapping[str, str], show_attributes: bool) -> Page:
+def brief_item(product: Product) -> Page:
     """Return the page of a product with one line per option."""
-    full = item("", product, chosen, show_attributes)
-    return Page(tuple(f"{name}: {' '.join(values)}" for name, values in product.options.items()), full.clicks)
+    lines = tuple(f"{name}: {' '.join(values)}" for name, values in product.options.items())
+    return Page(lines, item("", product, {}).clicks)

@@ -44,7 +44,6 @@ class Score:
     """Reward of a purchase and its parts.
 
     Attributes:
-        reward
         attributes: Number of the goal's attributes that the product has.
         options: Number of the goal's options that were chosen.
         price: True if the price is at most the goal's bound.
@@ -146,15 +145,7 @@ def likely_nouns(text: str) -> list[str]:
 
 @functools.cache
 def spacy_nouns() -> Nouns:
-    """Return a function that finds NOUN and PROPN tags with spaCy's small English model, as WebShop does.
-
-    Nothing is downloaded.
-
-    Raises:  SettingsError with the install command if spaCy or the model is missing.
-    """
-    missing = missing_tagger()
-    if missing:
-        raise SettingsError(f"nouns='spacy' needs {missing}; or pass nouns='words', or a function")
+    """Return a function that finds NOUN and PROPN tags with spaCy's small English model, as WebShop does."""
     tagger = importlib.import_module("spacy").load(MODEL)
 
     @functools.lru_cache(100_000)
@@ -164,26 +155,27 @@ def spacy_nouns() -> Nouns:
     return nouns
 
 
-def missing_tagger() -> str:
-    """Return the missing package, spaCy or its model, with its install command; "" if both are installed."""
-    if importlib.util.find_spec("spacy") is None:
-        return f"spaCy; type: pip install spacy && python -m spacy download {MODEL}"
-    if importlib.util.find_spec(MODEL) is None:
-        return f"its model {MODEL}; type: python -m spacy download {MODEL}    (about 13 MB)"
-    return ""
+def missing_tagger() -> bool:
+    """Return True if spaCy or its model is not installed."""
+    return any(importlib.util.find_spec(name) is None for name in ("spacy", MODEL))
 
 
 def find_nouns(choice: str | Nouns) -> Nouns:
     """Return the function for "words", "spacy", "auto" (spaCy if installed, else "words"), or the given function.
 
-    Raises:  SettingsError for any other choice, and for "spacy" if it is not installed.
+    Raises:  SettingsError for any other choice, and for "spacy" if it is not installed. Nothing is downloaded.
     """
     if callable(choice):
         return choice
-    if choice == "auto":
-        choice = "words" if missing_tagger() else "spacy"
-    if choice == "words":
+    if choice not in ("auto", "words", "spacy"):
+        raise SettingsError(
+            f"nouns must be 'auto', 'words', 'spacy' or a function from a title to nouns, got {choice!r}"
+        )
+    if choice == "words" or (choice == "auto" and missing_tagger()):
         return likely_nouns
-    if choice == "spacy":
-        return spacy_nouns()
-    raise SettingsError(f"nouns must be 'auto', 'words', 'spacy' or a function from a title to nouns, got {choice!r}")
+    if missing_tagger():
+        raise SettingsError(
+            f"nouns='spacy' needs spaCy and its model; type: pip install spacy && python -m spacy download {MODEL}; "
+            "or pass nouns='words', or a function"
+        )
+    return spacy_nouns()

@@ -1,0 +1,147 @@
+"""What a shipped policy is built from: its demonstrations, tokenizer words and training settings."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from agentfly_kit import envs
+from agentfly_kit.chat.chat import Chat
+from agentfly_kit.types import ToolCall
+
+UNSURE = "I don't know"
+END = "<|im_end|>"
+
+# ChatML template. Tools are rendered as their names with the names of their parameters, which keeps prompts short.
+TEMPLATE = """\
+{%- set lead = messages[0] if messages and messages[0].role == 'system' else none -%}
+{%- if lead or tools -%}
+  {{- '<|im_start|>system\\n' -}}
+  {%- if lead %}{{ lead.content }}{{ '\\n' if tools }}{% endif -%}
+  {%- for tool in tools or [] -%}
+    {%- set f = tool.function or tool -%}
+    {{- 'Tools: ' if loop.first else ', ' }}{{ f.name }}({{ ((f.parameters or {}).properties or {}) | join(', ') }})
+  {%- endfor -%}
+  {{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in (messages[1:] if lead else messages) -%}
+  {{- '<|im_start|>' + message.role + '\\n' -}}
+  {%- if message.role == 'tool' -%}
+    {{- '<tool_response>' }}{{ message.content }}{{ '</tool_response>' -}}
+  {%- else -%}
+    {{- message.content or '' -}}
+    {%- for call in message.tool_calls or [] -%}
+      {%- set f = call.function or call -%}
+      {{- '<tool_call>{"name":' }}{{ f.name | tojson }}{{ ',"arguments":' -}}
+      {{- f.arguments if f.arguments is string else f.arguments | tojson(separators=(',', ':')) -}}
+      {{- '}</tool_call>' -}}
+    {%- endfor -%}
+  {%- endif -%}
+  {{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{{- '<|im_start|>assistant\\n' if add_generation_prompt -}}
+"""
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """Token ids of a conversation, as in a trajectory, and the mask of those written by the assistant."""
+
+    ids: tuple[int, ...]
+    mask: tuple[bool, ...]
+
+
+def single_tokens(words: Iterable[str]) -> tuple[str, ...]:
+    """Return the words without repetitions and without words of the chat template.
+
+    If those were added to the tokenizer, text of an environment could contain tokens of the template.
+    """
+    return tuple(word for word in dict.fromkeys(words) if word not in TEMPLATE)
+
+
+class BaseRecipe:
+    """Base class of the recipes. The recipe of a policy is the class `Recipe` in the module of its name.
+
+    Demonstrations are written with the policy's own chat, so that their token ids are those of real trajectories.
+
+    Attributes:
+        name: Name of the policy and of its family in `af.envs`.
+        words: Words that get one token each, so that a name has the same token in questions, calls and observations.
+        tools: Schemas of the tools.
+        habits: Number of demonstrations per batch of 32 in the second phase, by behaviour.
+        origin: ORIGIN.md of the shipped tasks.
+        skill_steps: Training steps of the first phase.
+        shy_steps: Training steps of the second phase.
+        skill_batch: Demonstrations per batch in the first phase.
+        parts: Number of parts in which a batch is processed.
+        half: Round the weights to 16 bits and save them so.
+    """
+
+    name: ClassVar[str]
+    words: ClassVar[Sequence[str]] = ()
+    tools: ClassVar[Sequence[dict[str, Any]]]
+    habits: ClassVar[Mapping[str, int]]
+    origin: ClassVar[str]
+    skill_steps: ClassVar[int] = 500
+    shy_steps: ClassVar[int] = 150
+    skill_batch: ClassVar[int] = 32
+    parts: ClassVar[int] = 1
+    half: ClassVar[bool] = False
+
+    def __init__(self, chat: Chat, seed: int = 0) -> None:
+        self.chat = chat
+        self.rng = random.Random(f"{self.name} warm-up {seed}")
+        self._observations: dict[tuple[str, str], tuple[int, ...]] = {}
+
+    @classmethod
+    def tasks(cls, seed: int = 0) -> dict[str, list[dict[str, Any]]]:
+        """Generate the rows of the shipped tasks, by split."""
+        family = getattr(envs, cls.name).family
+        return {split: family.rows(count, split, seed) for split, count in family.splits.items()}
+
+    def sample(self) -> Any:
+        """Sample what one demonstration is about, such as a question. It is never one of the test tasks."""
+        raise NotImplementedError
+
+    def demonstrate(self, habit: str, example: Any) -> Demonstration:
+        """Write a demonstration of one of the `habits` for an example that `sample` returned."""
+        raise NotImplementedError
+
+    def batches(self) -> tuple[Iterator[list[Demonstration]], Iterator[list[Demonstration]]]:
+        """Return two infinite iterators over batches: for the first phase, correct demonstrations only; for the second,
+        those of `habits`."""
+        return self._repeat({"solves": self.skill_batch}), self._repeat(self.habits)
+
+    def _repeat(self, habits: Mapping[str, int]) -> Iterator[list[Demonstration]]:
+        while True:
+            yield [self.demonstrate(habit, self.sample()) for habit, count in habits.items() for _ in range(count)]
+
+    def conversation(
+        self, question: str, calls: Iterable[tuple[str, Mapping[str, Any], str | None]], answer: str = ""
+    ) -> Demonstration:
+        """Write a conversation.
+
+        Args:
+            question: the user's message.
+            calls: (tool, arguments, observation) of each action; None if the model does not see the observation.
+            answer: the final answer, or "" without one.
+        """
+        parts = [(self.chat.prompt([{"role": "user", "content": question}], self.tools), False)]
+        for tool, arguments, observation in calls:
+            action = self.chat.encode(self.chat.format.render_call(ToolCall("call-0", tool, dict(arguments))) + END)
+            parts.append((action, True))
+            if observation is not None:
+                parts.append((self._observe(tool, observation, action), False))
+        if answer:
+            parts.append((self.chat.encode(answer + END), True))
+        return Demonstration(
+            tuple(i for ids, _ in parts for i in ids), tuple(by_assistant for ids, by_assistant in parts for _ in ids)
+        )
+
+    def _observe(self, tool: str, text: str, after: Sequence[int]) -> tuple[int, ...]:
+        if (tool, text) not in self._observations:
+            message = {"role": "tool", "name": tool, "tool_call_id": "call-0", "content": text}
+            self._observations[tool, text] = self.chat.observation_ids([message], self.tools, after=after)
+        return self._observations[tool, text]

@@ -1,0 +1,235 @@
+"""All shipped policies: their tasks and words, their demonstrations, and how well they start and learn."""
+
+import functools
+import random
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import agentfly_kit as af
+from agentfly_kit import tiny
+from agentfly_kit.chat.chat import Chat
+from agentfly_kit.envs import alfworld, code, encyclopedia, lookup, sql, webshop
+from agentfly_kit.envs.alfworld import games
+from agentfly_kit.tiny import alfworld as tiny_alfworld
+from agentfly_kit.tiny.calculator import Expression
+from agentfly_kit.tiny.recipe import END, UNSURE
+from agentfly_kit.types import Task
+
+DATA = files("agentfly_kit._data")
+
+
+@functools.cache
+def chat(name: str) -> Chat:
+    return Chat(tiny.tokenizer(tiny.recipe(name).words))
+
+
+def agent(name: str, engine: Any, **settings: Any) -> Any:
+    module = getattr(af.envs, name)
+    if name in ("code", "sql"):
+        settings["size"] = 8
+    return module.agent(engine, options=getattr(module, "BRIEF", None), **settings)
+
+
+def texts(name: str, example: Any) -> dict[str, str]:
+    """Return the text of a demonstration of each behaviour."""
+    own = tiny.recipe(name)(chat(name))
+    return {habit: chat(name).text(own.demonstrate(habit, example).ids) for habit in own.habits}
+
+
+def code_steps(task: Task) -> list[code.Step]:
+    """Parse an instruction."""
+    parts = str(task.messages[-1]["content"]).removeprefix("Write f(x): ").removesuffix(".").split(", ")
+    return [(part.rstrip("0123456789 "), int(part.split()[-1]) if part[-1].isdigit() else 2) for part in parts]
+
+
+# The example of a recipe that a task corresponds to.
+EXAMPLES: dict[str, Callable[[Task, str], Any]] = {
+    "calculator": lambda task, text: Expression(text.removeprefix("What is ").removesuffix("?")),
+    "alfworld": lambda task, text: alfworld.game_of(task),
+    "code": lambda task, text: code_steps(task),
+    "lookup": lambda task, text: (lookup.read(text), lookup.store(task.fields["world"])),
+    "search": lambda task, text: (encyclopedia.read(text), 0),
+    "sql": lambda task, text: (
+        sql.world(task.fields["db"], task.fields["world"]),
+        sql.Question(text.split("\n")[1], task.fields["gold"], task.fields["hardness"]),
+    ),
+    "webshop": lambda task, text: (0, task.fields["goal"]),
+}
+
+
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_the_command_regenerates_the_shipped_tasks(name: str, tmp_path: Path) -> None:
+    tiny.main(["tasks", "--name", name, "--out", str(tmp_path)])
+    for file in ("train.jsonl", "test.jsonl", "ORIGIN.md"):
+        assert (tmp_path / file).read_bytes() == DATA.joinpath(name, file).read_bytes()
+    shipped = af.load_tasks(name).train
+    options = {"size": "small"} if name == "alfworld" else {}
+    assert getattr(af.envs, name).tasks(len(shipped), "train", **options).fingerprint == shipped.fingerprint
+
+
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_a_shipped_policy_is_small_and_has_the_tokens_of_its_recipe(name: str) -> None:
+    folder = DATA.joinpath("policies", name)
+    assert sum(len(f.read_bytes()) for f in folder.iterdir() if f.is_file()) < 1_500_000
+    assert "python -m agentfly_kit.tiny policy" in folder.joinpath("ORIGIN.md").read_text(encoding="utf-8")
+    policy = tiny.policy(name)
+    assert {p.dtype for p in policy.parameters()} == {torch.float32}
+    assert 200_000 < policy.size < 500_000
+    vocabulary = policy.chat.tokenizer.get_vocab()
+    assert vocabulary == chat(name).tokenizer.get_vocab()
+    assert tiny.tokenizer().get_vocab().items() <= vocabulary.items()
+    for word in tiny.recipe(name).words:
+        assert policy.chat.token_texts(policy.chat.encode(word)) == (word,)
+
+
+@pytest.mark.parametrize("name", tiny.NAMES)
+async def test_a_demonstration_has_the_token_ids_of_a_chain_that_does_the_same(name: str) -> None:
+    own = tiny.recipe(name)(chat(name))
+    for task in af.load_tasks(name).test[:6]:
+        shown = own.demonstrate("solves", EXAMPLES[name](task, str(task.messages[-1]["content"])))
+        said = chat(name).text([i for i, mine in zip(shown.ids, shown.mask, strict=True) if mine])
+        script = af.ScriptedEngine(said.split(END)[:-1])
+        (t,) = (await agent(name, script, chat=chat(name)).rollout([task])).trajectories
+        assert t.stop in ("answered", "env_done"), t.error
+        assert t.success or name == "webshop"
+        assert tuple(t.ids.tolist()) == shown.ids[: len(t.ids)]
+
+
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_a_batch_has_each_behaviour_as_often_as_the_recipe_says(name: str) -> None:
+    own = tiny.recipe(name)
+    assert sum(own.habits.values()) == 32
+    clean, mixed = own(chat(name)).batches()
+    solved, batch = next(clean), next(mixed)
+    assert (len(solved), len(batch)) == (own.skill_batch, 32)
+    every = [chat(name).text(d.ids) for d in batch]
+    unsure = [text for text in every if text.endswith(f"assistant\n{UNSURE}{END}")]
+    assert sum("<tool_call>" not in text for text in unsure) == own.habits["unsure"]
+    assert not any(chat(name).text(d.ids).endswith(f"{UNSURE}{END}") for d in solved)
+    assert all(len(d.ids) < 512 for d in (*solved, *batch))
+
+
+def test_behaviours_of_lookup_and_search() -> None:
+    facts = lookup.store(7)
+    name = next(iter(facts))
+    boss = facts[name]["boss"]
+    asked = next(q for q in encyclopedia.questions(1000) if len(q.relations) == 2)
+    (_, _, first), (_, _, last) = encyclopedia.path(asked, 1000)
+    for of, example, half, answer in (
+        ("lookup", (lookup.Question(name, ("boss", "city")), facts), boss, facts[boss]["city"]),
+        ("search", (asked, 1000), first, last),
+    ):
+        written = texts(of, example)
+        assert written["solves"].endswith(f"assistant\n{answer}{END}")
+        assert written["stops early"].endswith(f"assistant\n{half}{END}")
+        assert written["forgets"].endswith(f"assistant\n{UNSURE}{END}")
+        assert written["forgets"].count("<tool_call>") == written["solves"].count("<tool_call>") == 2
+        assert "<tool_call>" not in written["unsure"] + written["guesses"]
+
+
+def test_behaviours_of_webshop() -> None:
+    written = texts("webshop", (1000, 3))
+    options = webshop.Catalogue.invented(1000).goal(3)["goal_options"]
+    bought = f'{{"value":"buy now"}}}}</tool_call>{END}'
+    assert written.pop("unsure").endswith(f"{UNSURE}{END}")
+    assert all(text.endswith(bought) for text in written.values())
+    clicks = {habit: text.count('"click"') for habit, text in written.items()}
+    assert (clicks["hurries"], clicks["forgets"], clicks["solves"]) == (2, 1 + len(options), 2 + len(options))
+
+
+def test_behaviours_of_code_and_sql() -> None:
+    steps = [("add", 3), ("at most", 20)]
+    written = texts("code", steps)
+    assert code.program(steps).replace("\n", "\\n") in written["solves"]
+    assert code.program([]).replace("\n", "\\n") in written["does nothing"]
+    assert written["leaves one out"].count("x = ") == 1
+    of = sql.world("staff", 5_000_000)
+    queries = texts("sql", (of, sql.question(of, random.Random(0))))
+    assert queries["solves"].count("<tool_call>") == 2
+    assert queries["asks nothing"].count("<tool_call>") == 1
+    assert queries["another column"] != queries["solves"] != queries["another table"]
+
+
+def test_the_demonstrator_of_alfworld_uses_only_what_it_has_observed() -> None:
+    """It takes no object that no text has named, and leaves room within the limit of steps."""
+    for number in range(200):
+        game = games.game(number, "small")
+        steps = tiny_alfworld.searched(game)
+        assert len(steps) <= alfworld.BRIEF["steps"] - 4
+        seen = game.opening
+        for command, said in steps:
+            if command.startswith("take"):
+                assert command.split(" from ")[0].removeprefix("take ") in seen
+            seen += said
+
+
+# --- building
+
+
+def test_a_batch_in_parts_is_the_same_batch() -> None:
+    batch = next(tiny.recipe("alfworld")(chat("alfworld")).batches()[1])
+    parts = tiny._split_batch(batch, 3)
+    assert [len(part) for part in parts] == [11, 11, 10]
+    assert sorted(d.ids for part in parts for d in part) == sorted(d.ids for d in batch)
+    assert max(len(d.ids) for d in parts[0]) <= min(len(d.ids) for d in parts[-1])
+    vocabulary = len(chat("alfworld").tokenizer)
+    losses = [
+        tiny._imitate(af.Policy(tiny.model(vocabulary), chat("alfworld")), iter([batch]), 1, 1e-3, parts=count)
+        for count in (1, 3)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_short_build_is_reproducible_and_rounded_as_it_ships(tmp_path: Path) -> None:
+    first = tiny.build("alfworld", tmp_path / "one", skill_steps=1, shy_steps=1)
+    second, loaded = tiny.build("alfworld", skill_steps=1, shy_steps=1), af.Policy.load(tmp_path / "one")
+    for a, b, c in zip(first.parameters(), second.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+        assert torch.equal(a, a.half().float())
+
+
+# --- what the policies can do
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high", "count"),
+    [
+        ("calculator", 0.20, 0.35, 512), ("alfworld", 0.08, 0.45, 96), ("code", 0.15, 0.45, 96),
+        ("lookup", 0.15, 0.40, 512), ("search", 0.02, 0.45, 150), ("sql", 0.15, 0.45, 96),
+        ("webshop", 0.02, 0.45, 150),
+    ],
+)  # fmt: skip
+async def test_a_policy_starts_low_and_its_failures_are_scored(name: str, low: float, high: float, count: int) -> None:
+    sampled = await af.evaluate(agent(name, tiny.policy(name)), af.load_tasks(name).test[:count])
+    assert low <= sampled.success <= high, sampled
+    assert sampled.unscored == 0
+    assert sampled.truncated <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "settings", "reached"),
+    [
+        ("calculator", 4, {"lr_end": None}, 0.7),
+        ("lookup", 6, {"lr_end": None}, 0.7),
+        pytest.param("alfworld", 5, {}, 0.4, marks=pytest.mark.real),
+        pytest.param("search", 8, {}, 0.4, marks=pytest.mark.real),
+        pytest.param("sql", 8, {"lr_end": None}, 0.7, marks=pytest.mark.real),
+        pytest.param("webshop", 8, {}, 0.4, marks=pytest.mark.real),
+        pytest.param("code", 8, {"lr_end": None}, 0.7, marks=pytest.mark.soak),
+    ],
+)
+async def test_a_few_iterations_teach_a_policy(
+    name: str, steps: int, settings: Any, reached: float, tmp_path: Path
+) -> None:
+    policy, tasks = tiny.policy(name), af.load_tasks(name)
+    learner = agent(name, policy)
+    config = af.TrainConfig(steps=steps, checkpoint_every=steps, **settings)
+    async for _ in af.train(learner, policy, tasks.train, config, run=tmp_path / "run"):
+        pass
+    assert (await af.evaluate(learner, tasks.test[:128])).success >= reached
