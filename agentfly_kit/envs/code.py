@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from agentfly_kit import tasks as task_sets
-from agentfly_kit.envs.base import forward_signature
 from agentfly_kit.envs.family import Family, Move
 from agentfly_kit.errors import SettingsError, TaskError
 from agentfly_kit.sandboxes.grader import Grader
 from agentfly_kit.sandboxes.python import PythonSandbox
 from agentfly_kit.sandboxes.result import SandboxResult
+from agentfly_kit.sandboxes.sandbox import forward_signature
 from agentfly_kit.tasks import Tasks
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task

@@ -1,7 +1,7 @@
 """A persistent database: changes survive from query to query and are discarded with the chain.
 
-This is the host's side: it sends queries and decodes rows. inside/sql.py runs the queries, in the interpreter of a
-PythonSandbox.
+This is the host's side: it sends queries and decodes rows. inside/sql.py runs the queries, in the sandbox's
+interpreter.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from ..errors import SandboxError, SettingsError, ToolError
-from . import hosted
-from .host.container import Container
-from .hosted import HostedSandbox
+from .hosted import COPY_SECONDS, HostedSandbox, file_chunks
 from .result import Limit, SandboxResult
+from .sandbox import check_seconds, forward_signature
 
 _LIMITS = ("memory", "disk")
 _MAX_CELL_WIDTH = 60  # characters of a cell in `SQLResult.text`
@@ -73,6 +72,7 @@ class SQLResult(SandboxResult):
         return f"SQLResult({', '.join(said) or 'nothing said'})"
 
 
+@forward_signature(HostedSandbox, omit=("packages", "preload"))
 class SQLSandbox(HostedSandbox):
     """A private database in a confined process.
 
@@ -98,38 +98,32 @@ class SQLSandbox(HostedSandbox):
         database: str | os.PathLike[str] | None = None,
         script: str | None = None,
         max_rows: int = 100,
-        isolation: str | Container | None = None,
-        memory_mb: int | None = 256,
-        processes: int | None = 32,
-        cpu_seconds: float | None = 10.0,
-        disk_mb: int | None = 64,
-        network: bool = False,
-        max_output: int = 65536,
+        **settings: Any,
     ) -> None:
         if engine not in ("sqlite", "duckdb"):
-            raise SettingsError(f"engine={engine!r}: want 'sqlite' or 'duckdb'")
+            raise SettingsError(f"engine must be 'sqlite' or 'duckdb', got {engine!r}")
         if engine == "duckdb" and importlib.util.find_spec("duckdb") is None:
             raise SettingsError("engine='duckdb' needs duckdb: pip install \"agentfly_kit[sql]\"")
         if max_rows < 1:
-            raise SettingsError(f"max_rows={max_rows}: want at least 1")
+            raise SettingsError(f"max_rows must be at least 1, got {max_rows}")
         if database is not None and not Path(database).is_file():
-            raise SettingsError(f"database={str(database)!r}: there is no such file")
-        modules: Sequence[str] = ("sqlite3",) if engine == "sqlite" else ("sqlite3", "duckdb")
-        super().__init__(
-            isolation=isolation, memory_mb=memory_mb, processes=processes, cpu_seconds=cpu_seconds, disk_mb=disk_mb,
-            network=network, packages=engine == "duckdb", preload=modules, max_output=max_output,
-        )  # fmt: skip
+            raise SettingsError(f"database must be an existing file, got {str(database)!r}")
+        is_duckdb = engine == "duckdb"
+        super().__init__(packages=is_duckdb, preload=["sqlite3", "duckdb"] if is_duckdb else ["sqlite3"], **settings)
         self.engine = engine
         self.max_rows = max_rows
         self._script = script
-        self._seed_entries = (
-            [] if database is None else hosted._file_chunks("chain.db", 0o600, Path(database).read_bytes())
-        )
+        self._database = None if database is None else Path(database).read_bytes()
 
     async def _setup(self) -> None:
-        await self._put(iter(self._seed_entries), "")
-        if self._script:
-            result = await self._run(self._script, hosted._COPY_SECONDS)
+        await self._fill(self._database, self._script, COPY_SECONDS)
+
+    async def _fill(self, database: bytes | None, script: str | None, timeout: float) -> None:
+        """Write the database file, if any, and run a script in it."""
+        if database is not None:
+            await self._put(file_chunks("chain.db", 0o600, database))
+        if script:
+            result = await self._run(script, timeout)
             if not result.ok:
                 raise SettingsError(f"the script of this SQLSandbox failed: {result.error}")
 
@@ -143,11 +137,8 @@ class SQLSandbox(HostedSandbox):
 
         Raises:  SandboxError if the sandbox is closed or cannot be restarted. Failures of the query are not raised.
         """
-        if not 0 < timeout < float("inf"):
-            raise SettingsError(f"timeout={timeout!r}: want a positive number of seconds")
-        async with self._lock.acquire():
-            await self._start()
-            self._calls += 1
+        check_seconds(timeout=timeout)
+        async with self._exclusive():
             return await self._run(sql, timeout)
 
     async def _run(self, sql: str, timeout: float) -> SQLResult:
@@ -187,7 +178,7 @@ class SQLSandbox(HostedSandbox):
         died = result.died
         if limit == "memory" and self.engine == "duckdb" and not died:
             # After a failed allocation, the engine may hang in its next query (seen in 1 of 8 runs with duckdb 2.0).
-            died = (await self._python.run("import os\nos._exit(0)")).died
+            died = (await self._execute("import os\nos._exit(0)", 5.0)).died
         return SQLResult(
             error=error, error_type=error_type, seconds=result.seconds, truncated=truncated, timed_out=result.timed_out,
             died=died, limit=limit, columns=columns, types=types, rows=rows, changed=changed,
@@ -205,18 +196,12 @@ class SQLSandbox(HostedSandbox):
 
         Raises:  SettingsError if the script fails; SandboxError if the sandbox is closed or the database does not fit.
         """
-        async with self._lock.acquire():
-            await self._start()
+        async with self._exclusive():
             try:
                 await self._request_locked("renew")
             except ToolError as error:
                 raise SandboxError(f"this SQLSandbox could not be given another database: {error}") from None
-            await self._put(iter([] if database is None else hosted._file_chunks("chain.db", 0o600, database)), "")
-            self._calls += 1
-            if script is not None:
-                result = await self._run(script, timeout)
-                if not result.ok:
-                    raise SettingsError(f"the script of this database failed: {result.error}")
+            await self._fill(database, script, timeout)
 
     async def fork(self, into: SQLSandbox) -> None:
         """Copy the database to another sandbox.

@@ -31,8 +31,8 @@ import agentfly_kit as af
 from agentfly_kit.errors import IsolationError, SandboxError, SettingsError
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.sandboxes import Container, FileSandbox, PythonSandbox, ShellSandbox, SQLSandbox
+from agentfly_kit.sandboxes.host import commands
 from agentfly_kit.sandboxes.host import container as containers_module
-from agentfly_kit.sandboxes.host import isolation
 from agentfly_kit.sandboxes.host.limits import Limits
 
 pytestmark = pytest.mark.real
@@ -395,12 +395,12 @@ def test_what_a_killed_maker_left_unstarted_is_swept(engine: Podman):
         "from agentfly_kit.sandboxes.host import container as c\n"
         "from agentfly_kit.sandboxes.host.limits "
         "import Limits\nwith c._client(sys.argv[2]) as api:\n    api.create_container_from_config(c._config(api, "
-        "Container(sys.argv[1]), Limits()))"
+        "Container(sys.argv[1]), Limits(), True))"
     )
     subprocess.run([sys.executable, "-c", code, IMAGE, engine.url], check=True, timeout=120)
     assert len(engine.names()) == 1
     with containers_module._client(engine.url) as api:
-        ours = api.create_container_from_config(containers_module._config(api, place(engine), Limits()))["Id"]
+        ours = api.create_container_from_config(containers_module._config(api, place(engine), Limits(), True))["Id"]
         containers_module._remove_orphans(api)
         assert [each["Id"] for each in api.containers(all=True)] == [ours], "the living maker's stays"
         api.remove_container(ours)
@@ -491,21 +491,21 @@ async def test_printing_between_calls_blocks_nothing(sandbox: PythonSandbox):
 
 
 def test_what_is_sent_in_is_understood_by_the_oldest_python_that_is_promised():
-    for file in (isolation.WORKER, Path(containers_module.__file__).parents[1] / "inside" / "container_relay.py"):
-        ast.parse(file.read_text(), feature_version=(3, 9))
+    for name in containers_module._RELAY_FILES:
+        ast.parse((commands.INSIDE / f"{name}.py").read_text(), feature_version=(3, 9))
 
 
 def test_what_is_not_isolated_is_said():
     assert any("kernel is shared" in text for text in Container("x").not_isolated)
-    with pytest.raises(SettingsError, match=r"or a container: isolation=af\.Container"):
+    with pytest.raises(SettingsError, match=r"or a container such as af\.Container"):
         PythonSandbox(isolation="container")
 
 
 def test_settings_that_cannot_be():
     for wrong, said in (
-        ({"image": ""}, "want an image's name"),
-        ({"image": "x", "cpus": 0}, "cpus=0"),
-        ({"image": "x", "mounts": {"data": "/data"}}, "two absolute paths"),
+        ({"image": ""}, "image must be the name"),
+        ({"image": "x", "cpus": 0}, "cpus must be between"),
+        ({"image": "x", "mounts": {"data": "/data"}}, "absolute paths to absolute paths"),
     ):
         with pytest.raises(SettingsError, match=said):
             Container(**wrong)  # type: ignore[arg-type]

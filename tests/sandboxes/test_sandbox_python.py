@@ -23,13 +23,13 @@ import pytest
 from agentfly_kit.errors import IsolationError, IsolationWarning, SandboxError, SettingsError
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.sandboxes import PythonSandbox, sandbox_report
-from agentfly_kit.sandboxes.host import isolation, limits, process
+from agentfly_kit.sandboxes.host import commands, isolation, limits, process
 from agentfly_kit.sandboxes.host.limits import Group, Hierarchy, Limits, find_hierarchy
-from agentfly_kit.sandboxes.inside import zygote
+from agentfly_kit.sandboxes.inside import processes
 
 # Absent, they are skipped. There and refused, these tests fail: a machine that should have it must not hide that.
 STRICT = isolation.strict_unavailable_reason() if shutil.which("bwrap") is None else ""
-LANDLOCK = "" if isolation.landlock_version() else isolation.landlock_unavailable_reason()
+LANDLOCK = "" if commands.landlock_version() else isolation.landlock_unavailable_reason()
 MARKS = {
     "strict": [pytest.mark.skipif(bool(STRICT), reason=STRICT)],
     "landlock": [pytest.mark.skipif(bool(LANDLOCK), reason=LANDLOCK)],
@@ -265,7 +265,7 @@ async def test_a_sandbox_that_is_killed_from_outside_says_so(level: str):
         await asyncio.sleep(0.1)
         assert sandbox.pid is not None
         os.kill(sandbox.pid, signal.SIGKILL)
-        with pytest.raises(SandboxError, match="ended from outside, and with it the variables"):
+        with pytest.raises(SandboxError, match="ended from outside, and the variables"):
             await asyncio.wait_for(call, 5)
         assert not sandbox.alive
         with pytest.raises(SandboxError, match="ended from outside"):
@@ -311,7 +311,7 @@ async def test_all_that_was_started_is_under_its_limits(level: str, listed: bool
     async with PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("import subprocess; subprocess.Popen(['sleep', '100'])")
         assert sandbox._handle is not None and sandbox._handle.group is not None and sandbox.pid is not None
-        everything = {sandbox.pid, *zygote.descendants(sandbox.pid)}
+        everything = {sandbox.pid, *processes.descendants(sandbox.pid)}
         assert len(everything) >= 3
         assert set(sandbox._handle.group.processes()) == everything
 
@@ -419,7 +419,7 @@ async def test_fork_by_replay(level: str):
         assert (await parent.run("x")).value == "[1, 2]", "two states from here on"
         await parent.run("import time\ntime.time_ns()")
         async with pool.lease() as other:
-            with pytest.raises(SandboxError, match="cannot fork: call 5 of 5 gave something else"):
+            with pytest.raises(SandboxError, match="cannot fork: call 5 of 5 gave a different result"):
                 await parent.fork(other)
             assert (await other.run("x")).error_type == "NameError"
 
@@ -445,7 +445,7 @@ async def test_preload(level: str):
 
 
 async def test_packages_are_there_read_only_or_not_at_all(level: str):
-    site = isolation.packages()[0]
+    site = commands.packages()[0]
     code = "import importlib.util, os\n[importlib.util.find_spec(name) is not None for name in ('numpy', 'json')]"
     async with PythonSandbox(isolation=level) as sandbox:
         assert (await sandbox.run(code)).value == "[True, True]"
@@ -453,7 +453,7 @@ async def test_packages_are_there_read_only_or_not_at_all(level: str):
         code_in_child = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {code!r}]).returncode"
         assert (await sandbox.run(code_in_child, timeout=20)).value == "0"
         if level != "none":
-            place = site if level == "landlock" else isolation.inside_path(site)
+            place = site if level == "landlock" else commands.inside_path(site)
             write = await sandbox.run(f"open({place!r} + '/mark', 'w')")
             assert write.error_type in ("OSError", "PermissionError")
     async with PythonSandbox(isolation=level, packages=False) as sandbox:
@@ -637,7 +637,7 @@ async def test_a_forked_copy_of_this_process_ends_nothing(level: str):
 
 def test_levels_are_never_lowered_in_silence(monkeypatch: pytest.MonkeyPatch):
     names = "'strict', 'landlock', 'none'"
-    with pytest.raises(SettingsError, match=f"isolation='docker': want one of {names}, or None"):
+    with pytest.raises(SettingsError, match=f"isolation must be one of {names}, None .* got 'docker'"):
         PythonSandbox(isolation="docker")
     monkeypatch.setattr(
         isolation, "strict_unavailable_reason", lambda: "bubblewrap is not installed: `apt-get install bubblewrap`"
@@ -645,7 +645,7 @@ def test_levels_are_never_lowered_in_silence(monkeypatch: pytest.MonkeyPatch):
 
     async def named(level: str, why: str) -> None:
         async with Pool(PythonSandbox, isolation=level) as pool:
-            with pytest.raises(IsolationError, match=f"isolation='{level}' cannot be had here: {why}"):
+            with pytest.raises(IsolationError, match=f"isolation='{level}' is not available: {why}"):
                 await pool.acquire()
 
     async def best(level: str) -> None:
@@ -657,7 +657,7 @@ def test_levels_are_never_lowered_in_silence(monkeypatch: pytest.MonkeyPatch):
     if not LANDLOCK:
         assert sandbox_report().best == "landlock"
         asyncio.run(best("landlock"))
-    monkeypatch.setattr(isolation, "landlock_version", lambda: 0)
+    monkeypatch.setattr(commands, "landlock_version", lambda: 0)
     asyncio.run(named("landlock", "this kernel has no Landlock"))
     report = sandbox_report()
     assert report.best == "none"
@@ -676,7 +676,7 @@ def test_strict_without_a_way_to_count_processes_is_refused_to_root(monkeypatch:
     monkeypatch.setattr(isolation, "strict_unavailable_reason", lambda: "")
     monkeypatch.setattr(isolation, "hierarchy", lambda: None)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    with pytest.raises(IsolationError, match="does not hold for root"):
+    with pytest.raises(IsolationError, match="does not apply to root"):
         isolation.resolve_level("strict", Limits())
     assert isolation.resolve_level("strict", Limits(processes=None)) == "strict"
     assert isolation.limit_mechanisms("strict", Limits(), None)["processes"] == "not limited"
@@ -686,7 +686,7 @@ def test_strict_without_a_way_to_count_processes_is_refused_to_root(monkeypatch:
     "setting", [{"memory_mb": 1}, {"processes": 0}, {"cpu_seconds": float("nan")}, {"disk_mb": -1}, {"max_output": 3}]
 )
 def test_settings_that_cannot_be(setting: dict[str, float]):
-    with pytest.raises(SettingsError, match=f"{next(iter(setting))}="):
+    with pytest.raises(SettingsError, match=f"{next(iter(setting))} must be at least"):
         PythonSandbox(**setting)  # type: ignore[arg-type]
 
 
@@ -702,7 +702,7 @@ def test_control_groups_version_2(tmp_path: Path):
     mounts = f"cgroup2 {mount} cgroup2 rw 0 0\n"
     found = find_hierarchy(mounts, "0::/user.slice/app.slice/session.scope\n")
     assert found == Hierarchy("v2", {"": app}), "a neighbour of our own group: one that holds processes has no children"
-    group = Group(found, Limits(memory_mb=100, processes=8))
+    group = Group.create(found, Limits(memory_mb=100, processes=8))
     folder = group.folders[""]
     assert folder.parent == app
     assert (folder / "memory.max").read_text() == str(100 * 2**20 + limits._OWN_MEMORY)
@@ -727,7 +727,7 @@ def test_control_groups_version_1(tmp_path: Path):
     assert dict(found.roots) == {
         "memory": tmp_path / "memory/docker", "pids": tmp_path / "pids", "cpuacct": tmp_path / "cpu,cpuacct/docker",
     }  # fmt: skip
-    group = Group(found, Limits(memory_mb=None, processes=3))
+    group = Group.create(found, Limits(memory_mb=None, processes=3))
     assert not (group.folders["memory"] / "memory.limit_in_bytes").exists()
     assert (group.folders["pids"] / "pids.max").read_text() == "5"
 
@@ -738,7 +738,7 @@ async def test_packages_that_lie_below_tmp_are_there_and_the_sandbox_begins_empt
     site = Path(tempfile.mkdtemp(dir="/tmp", prefix="agentfly-test-site-"))
     try:
         (site / "lies_in_tmp.py").write_text("number = 7\n")
-        monkeypatch.setattr(isolation, "packages", lambda: [str(site)])
+        monkeypatch.setattr(commands, "packages", lambda: [str(site)])
         async with Pool(PythonSandbox, size=1, isolation="strict") as pool, pool.lease("me") as sandbox:
             assert (
                 await sandbox.run("import os, lies_in_tmp\nlies_in_tmp.number, os.listdir('/tmp')")

@@ -42,7 +42,7 @@ async def test_what_a_command_tells(level: str):
         assert (await sandbox.run('cat; read x; echo "[$x]"')).stdout == "[]\n", "nobody types"
         with pytest.raises(ToolError, match="NUL"):
             await sandbox.run("echo \0")
-        with pytest.raises(SettingsError, match="timeout=0"):
+        with pytest.raises(SettingsError, match="timeout must be a positive"):
             await sandbox.run("true", timeout=0)
 
 
@@ -298,10 +298,10 @@ async def test_a_fork_with_a_job_is_refused_by_name(level: str):
         assert (await two.run("ls -A | wc -l")).stdout == "0\n"
         await one.run("kill %1; wait")
         await one.fork(two)
-        with pytest.raises(SandboxError, match="another of its kind"):
+        with pytest.raises(SandboxError, match="can fork only into another"):
             await one.fork(one)
         async with PythonSandbox(isolation=level) as other:
-            with pytest.raises(SandboxError, match="another of its kind"):
+            with pytest.raises(SandboxError, match="can fork only into another"):
                 await one.fork(other)  # type: ignore[arg-type]
 
 
