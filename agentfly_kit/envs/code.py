@@ -25,7 +25,7 @@ from agentfly_kit.errors import SettingsError, TaskError
 from agentfly_kit.sandboxes.grader import Grader
 from agentfly_kit.sandboxes.python import PythonSandbox
 from agentfly_kit.sandboxes.result import SandboxResult
-from agentfly_kit.sandboxes.sandbox import forward_signature
+from agentfly_kit.sandboxes.settings import forward_signature
 from agentfly_kit.tasks import Tasks
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task

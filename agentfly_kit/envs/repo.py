@@ -34,7 +34,7 @@ from agentfly_kit.envs.family import Family, Move, tool_outputs
 from agentfly_kit.errors import SettingsError, TaskError, ToolError
 from agentfly_kit.sandboxes.files import FileSandbox
 from agentfly_kit.sandboxes.grader import Grade, Grader
-from agentfly_kit.sandboxes.sandbox import forward_signature
+from agentfly_kit.sandboxes.settings import forward_signature
 from agentfly_kit.sandboxes.shell import ShellResult
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task

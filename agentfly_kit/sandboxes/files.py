@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..errors import SettingsError
 from .hosted import Files, seed_entries
-from .sandbox import forward_signature
+from .settings import forward_signature
 from .shell import ShellSandbox
 
 

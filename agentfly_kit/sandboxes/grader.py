@@ -12,7 +12,7 @@ from .grading import Grade, Grading, InvalidTest, SubmissionSandbox, TestsSandbo
 from .host.limits import Limits
 from .hosted import Files, HostedSandbox
 from .result import SandboxResult
-from .sandbox import check_seconds, forward_signature
+from .settings import check_seconds, forward_signature
 
 __all__ = ["Grade", "Grader", "Verdict"]
 

@@ -6,7 +6,8 @@ import hashlib
 
 from ..errors import SandboxError
 from .result import SandboxResult
-from .sandbox import Sandbox, check_seconds
+from .sandbox import Sandbox
+from .settings import check_seconds
 
 
 class PythonSandbox(Sandbox):

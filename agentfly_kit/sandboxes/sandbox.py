@@ -7,17 +7,16 @@ Between calls, nothing is bound to an event loop, so successive calls may come f
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import json
 import os
 import secrets
 import socket
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from ..errors import SandboxError, SettingsError
 from .call import CONTROL_SECONDS, GRACE_SECONDS, Call, JSONLines, Watch
@@ -28,38 +27,7 @@ from .host.container import Container
 from .host.limits import Limits
 from .result import SandboxResult
 
-K = TypeVar("K")
-
 _START_SECONDS = 30.0
-
-
-def forward_signature(sandbox_type: type, *, omit: Sequence[str] = (), **defaults: Any) -> Callable[[type[K]], type[K]]:
-    """Copy the keyword parameters of `sandbox_type.__init__` onto the decorated class's signature.
-
-    For a class whose `__init__` forwards `**settings` to `sandbox_type`. Pools (which reject unknown options when they
-    are created) and `help()` then see the actual parameters. `omit` names parameters to leave out;
-    `defaults` replaces their defaults.
-    """
-
-    def decorate(cls: type[K]) -> type[K]:
-        own = inspect.signature(cls)
-        named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        more = [
-            parameter.replace(default=defaults.get(name, parameter.default))
-            for name, parameter in inspect.signature(sandbox_type).parameters.items()
-            if name not in own.parameters and name not in omit
-        ]
-        cls.__signature__ = own.replace(parameters=[*named, *more])  # type: ignore[attr-defined]
-        return cls
-
-    return decorate
-
-
-def check_seconds(**given: float) -> None:
-    """Raise SettingsError for an argument that is not a positive, finite number of seconds."""
-    for name, value in given.items():
-        if not 0 < value < float("inf"):
-            raise SettingsError(f"{name} must be a positive number of seconds, got {value!r}")
 
 
 class Sandbox:

@@ -49,13 +49,6 @@ class ShellResult(SandboxResult):
             parts.append("[the shell has ended: the next command begins in a new one, beside the same files]")
         return "\n".join(part for part in parts if part)
 
-    def __repr__(self) -> str:
-        said = [f"{name}={value!r}" for name in ("stdout", "stderr") if (value := getattr(self, name))]
-        said += [f"exit_code={self.exit_code}"]
-        said += [name for name in ("truncated", "timed_out", "died") if getattr(self, name)]
-        said += [f"limit={self.limit!r}"] if self.limit else []
-        return f"ShellResult({', '.join(said)})"
-
 
 class ShellSandbox(HostedSandbox):
     """A persistent, confined bash. It starts in its own, empty folder, with this Python first in its PATH.

@@ -15,14 +15,13 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from ..errors import SandboxError, SettingsError, ToolError
 from .hosted import COPY_SECONDS, HostedSandbox, file_chunks
-from .result import Limit, SandboxResult
-from .sandbox import check_seconds, forward_signature
+from .result import SandboxResult
+from .settings import check_seconds, forward_signature
 
-_LIMITS = ("memory", "disk")
 _MAX_CELL_WIDTH = 60  # characters of a cell in `SQLResult.text`
 
 
@@ -63,13 +62,6 @@ class SQLResult(SandboxResult):
         if self.died:
             parts.append("[the database was opened anew: what was not committed, and temporary tables, are lost]")
         return "\n".join(part for part in parts if part)
-
-    def __repr__(self) -> str:
-        said = [f"columns={self.columns}", f"rows={len(self.rows)}"] if self.columns else []
-        said += [f"error={self.error!r}"] if self.error else []
-        said += [name for name in ("truncated", "timed_out", "died") if getattr(self, name)]
-        said += [f"limit={self.limit!r}"] if self.limit else []
-        return f"SQLResult({', '.join(said) or 'nothing said'})"
 
 
 @forward_signature(HostedSandbox, omit=("packages", "preload"))
@@ -142,47 +134,45 @@ class SQLSandbox(HostedSandbox):
             return await self._run(sql, timeout)
 
     async def _run(self, sql: str, timeout: float) -> SQLResult:
-        max_chars = self.max_output
         result, reply = await self._send(
             "query", timeout, sql=sql, engine=self.engine, memory_mb=self.limits.memory_mb, max_rows=self.max_rows,
-            max_chars=max_chars, max_cell_chars=max(256, max_chars // 4),
+            max_chars=self.max_output, max_cell_chars=max(256, self.max_output // 4),
         )  # fmt: skip
         if reply is not None and "refused" in reply:
             raise ToolError(str(reply["refused"]))
-        answer = reply.get("answer") if reply is not None else None
-        limit, error = result.limit, result.error
-        columns: tuple[str, ...] = ()
-        types: tuple[str | None, ...] = ()
-        rows: tuple[tuple[Any, ...], ...] = ()
-        changed, error_type, truncated = None, None, False
-        if isinstance(answer, dict):
-            try:
-                columns = tuple(str(name) for name in answer["columns"])
-                types = tuple(None if each is None else str(each) for each in answer["types"])
-                rows = tuple(tuple(_decode(each) for each in row) for row in answer["rows"][: self.max_rows])
-                changed = None if answer["changed"] is None else int(answer["changed"])
-                truncated = bool(answer["more"] or answer["cut"])
-                error = None if answer.get("error") is None else str(answer["error"])
-                error_type = None if answer.get("type") is None else str(answer["type"])
-                if answer.get("limit") in _LIMITS:
-                    limit = cast(Limit, answer["limit"])
-            except (KeyError, TypeError, ValueError, ArithmeticError, RecursionError):
-                answer = None
-        if not isinstance(answer, dict):
-            if result.timed_out and not result.died:
+        found: dict[str, Any] = {}
+        limit, error, died = result.limit, result.error, result.died
+        try:
+            found = self._read_answer((reply or {})["answer"])
+            error = found.pop("error")
+            limit = found.pop("limit") or limit
+        except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError, RecursionError):
+            found = {}
+            if result.timed_out and not died:
                 error = f"stopped: it ran for more than {timeout:g} s"
-            elif limit is not None and not result.died:
+            elif limit is not None and not died:
                 error = f"stopped: it ran into the {limit} limit"
-            columns, types, rows = (), (), ()
             error = error or "the database gave no readable answer"
-        died = result.died
         if limit == "memory" and self.engine == "duckdb" and not died:
             # After a failed allocation, the engine may hang in its next query (seen in 1 of 8 runs with duckdb 2.0).
             died = (await self._execute("import os\nos._exit(0)", 5.0)).died
         return SQLResult(
-            error=error, error_type=error_type, seconds=result.seconds, truncated=truncated, timed_out=result.timed_out,
-            died=died, limit=limit, columns=columns, types=types, rows=rows, changed=changed,
+            error=error, seconds=result.seconds, timed_out=result.timed_out, died=died, limit=limit, **found
         )  # fmt: skip
+
+    def _read_answer(self, answer: Any) -> dict[str, Any]:
+        """Convert an answer of inside/sql.py, which is untrusted, to attributes of an SQLResult."""
+        text = {name: None if answer.get(name) is None else str(answer[name]) for name in ("error", "type", "limit")}
+        return {
+            "columns": tuple(str(name) for name in answer["columns"]),
+            "types": tuple(None if each is None else str(each) for each in answer["types"]),
+            "rows": tuple(tuple(_decode(each) for each in row) for row in answer["rows"][: self.max_rows]),
+            "changed": None if answer["changed"] is None else int(answer["changed"]),
+            "truncated": bool(answer["more"] or answer["cut"]),
+            "error": text["error"],
+            "error_type": text["type"],
+            "limit": text["limit"] if text["limit"] in ("memory", "disk") else None,
+        }
 
     async def renew(self, script: str | None = None, *, database: bytes | None = None, timeout: float = 60.0) -> None:
         """Replace the database with another one, in the same process.

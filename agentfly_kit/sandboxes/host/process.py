@@ -30,6 +30,10 @@ _EXIT_SECONDS = 0.5  # s: grace period for a zygote to exit before it is killed
 _PRELUDE = 'for file in $JOIN; do echo 0 > "$file" || exit 97; done; unset JOIN; exec "$@"'
 
 
+spawner: concurrent.futures.ThreadPoolExecutor
+container_spawner: concurrent.futures.ThreadPoolExecutor
+
+
 def _make_executors() -> None:
     """Create the threads that start sandboxes and live as long as this Python process.
 
@@ -162,7 +166,7 @@ def settings_line(limits: Limits, preload: Sequence[str], max_output: int, **mor
 
 
 def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, packages: bool) -> SandboxProcess:
-    """Start a zygote; must be called on the spawner's thread. Takes 2 ms, or up to 20 ms with a control group.
+    """Start a zygote; must be called on the spawner's thread. Takes 2 ms.
 
     Returns before the zygote is ready. It processes commands sent on the control socket as soon as it is.
 
@@ -204,7 +208,7 @@ def _launch(
     else:
         handle.scratch = tempfile.mkdtemp(prefix=f"{reaper.SCRATCH}{reaper.owner_tag()}-")
         command, environment = [], commands.environment(handle.scratch, os.environ.get("PATH", os.defpath))
-        wipe, place = [handle.scratch], str
+        wipe, place = [handle.scratch], os.fspath
     command += commands.run_zygote(program.fileno(), "zygote", str(inside.fileno()))
 
     # Without a control group, RLIMIT_NPROC limits processes. In its own user namespace the zygote counts too; otherwise
@@ -225,7 +229,7 @@ def _launch(
         executable=place(commands.inside_python(packages)), **confinement,
     )  # fmt: skip
 
-    if handle.group is not None and not _lists_children():
+    if handle.group is not None:
         # A shell enters the group and then execs the sandbox. A preexec_fn would run Python between fork and exec,
         # where a lock held by another thread could deadlock, and would make fork copy a large host process.
         environment = {**environment, "JOIN": " ".join(handle.group.procs_files)}
@@ -235,34 +239,8 @@ def _launch(
         command, env=environment, cwd=handle.scratch or "/", pass_fds=passed, start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=handle.errors,
     )  # fmt: skip
-    if handle.group is not None and _lists_children():
-        _confine(handle.group, handle.process)
     with contextlib.suppress(BrokenPipeError):  # it has exited already; waiting for its answer reports why
         handle.control.sendall(line)  # the zygote starts nothing before it has the settings
-
-
-def _confine(group: Group, process: subprocess.Popen[bytes]) -> None:
-    """Move a process that was just started, and its descendants, into its control group.
-
-    This is done while the process starts, not before, because the first move after a pause waits for a kernel grace
-    period of 10 to 20 ms, during which bubblewrap and Python can start.
-
-    Raises:  OSError if the kernel refuses.
-    """
-    for _ in range(100):
-        outside = {process.pid, *processes.descendants(process.pid)} - set(group.processes())
-        if not outside or process.poll() is not None:
-            return
-        for pid in outside:
-            with contextlib.suppress(ProcessLookupError):
-                group.enter(pid)
-    raise OSError(f"{len(outside)} processes of the sandbox did not enter its control group")
-
-
-@functools.cache
-def _lists_children() -> bool:
-    """Return True if the kernel lists the children of a process; otherwise some could escape their limits."""
-    return os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 
 def _processes_of_this_user() -> int:
