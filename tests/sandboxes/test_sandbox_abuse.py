@@ -25,6 +25,7 @@ from unittest import mock
 
 import pytest
 import pytest_asyncio
+from test_sandbox_python import MARKS, below
 
 from agentfly_kit.errors import SandboxError
 from agentfly_kit.pool.pool import Pool
@@ -32,13 +33,6 @@ from agentfly_kit.sandboxes import PythonSandbox, SandboxResult
 from agentfly_kit.sandboxes.host import commands, isolation, seccomp
 from agentfly_kit.sandboxes.host.limits import Limits
 
-STRICT = isolation.strict_unavailable_reason() if shutil.which("bwrap") is None else ""
-LANDLOCK = "" if commands.landlock_version() else isolation.landlock_unavailable_reason()
-MARKS = {
-    "strict": [pytest.mark.skipif(bool(STRICT), reason=STRICT)],
-    "landlock": [pytest.mark.skipif(bool(LANDLOCK), reason=LANDLOCK)],
-    "none": [],
-}
 CONFINED = ("strict", "landlock")
 
 
@@ -401,16 +395,6 @@ async def test_fork_bomb(sandbox: PythonSandbox):
     assert time.monotonic() - began < 6
     await sandbox.reset()
     assert len(below(sandbox.pid or 0)) <= 2, "the interpreter, and for bubblewrap the zygote"
-
-
-def below(root: int) -> list[int]:
-    found, fringe = [], [root]
-    while fringe:
-        pid = fringe.pop()
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        found += [int(child) for child in children]
-        fringe += [int(child) for child in children]
-    return found
 
 
 @every_level

@@ -151,13 +151,6 @@ async def test_the_other_kinds_run_in_containers_too(engine: Podman):
         assert (await sql.run("select 6 * 7")).rows == ((42,),)
 
 
-async def test_fork_replays_into_another_container(engine: Podman):
-    async with PythonSandbox(isolation=place(engine)) as one, PythonSandbox(isolation=place(engine)) as two:
-        await one.run("x = 41")
-        await one.fork(two)
-        assert (await two.run("x + 1")).value == "42"
-
-
 # --- attacks -------------------------------------------------------------------------------------
 
 
@@ -346,7 +339,7 @@ async def test_no_engine_no_image_no_python(engine: Podman, monkeypatch: pytest.
         await PythonSandbox(isolation=place(engine, runtime="no-such-runtime")).start()
     with pytest.raises(SandboxError, match="No module named 'no_such_module'"):
         await PythonSandbox(isolation=place(engine), preload=["no_such_module"]).start()
-    with pytest.raises(IsolationError, match="forward the engine's socket"):
+    with pytest.raises(IsolationError, match="forward its socket"):
         await PythonSandbox(isolation=Container(IMAGE, engine="ssh://host")).start()
     monkeypatch.setenv("DOCKER_HOST", engine.url)
     async with PythonSandbox(isolation=Container(IMAGE)) as sandbox:
@@ -450,26 +443,6 @@ async def test_cancelled_while_it_starts_and_while_it_runs(engine: Podman):
         starting.cancel()
         await asyncio.wait([starting])
         await sandbox.close()
-
-
-async def test_closed_under_a_running_call(engine: Podman):
-    sandbox = PythonSandbox(isolation=place(engine))
-    await sandbox.start()
-    running = asyncio.ensure_future(sandbox.run("while True: pass", timeout=60))
-    await asyncio.sleep(0.1)
-    await sandbox.close()
-    assert (await running).died
-    assert engine.names() == []
-    with pytest.raises(SandboxError, match="closed"):
-        await sandbox.run("1")
-
-
-def test_one_event_loop_after_another(engine: Podman):
-    sandbox = PythonSandbox(isolation=place(engine))
-    asyncio.run(sandbox.start())
-    asyncio.run(sandbox.run("x = 41"))
-    assert asyncio.run(sandbox.run("x + 1")).value == "42"
-    sandbox.kill()
 
 
 async def test_printing_between_calls_blocks_nothing(sandbox: PythonSandbox):

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 import time
@@ -23,7 +22,7 @@ import pytest
 from agentfly_kit.errors import IsolationError, IsolationWarning, SandboxError, SettingsError
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.sandboxes import PythonSandbox, sandbox_report
-from agentfly_kit.sandboxes.host import commands, isolation, limits, process
+from agentfly_kit.sandboxes.host import commands, isolation, limits
 from agentfly_kit.sandboxes.host.limits import Group, Hierarchy, Limits, find_hierarchy
 from agentfly_kit.sandboxes.inside import processes
 
@@ -75,6 +74,15 @@ def _descends(pid: int) -> bool:
             return True
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return False
+
+
+def below(root: int) -> set[int]:
+    """Return the descendants of a process."""
+    return set(processes.descendants(root))
+
+
+def runs(pid: int) -> bool:
+    return not processes.is_dead(pid)
 
 
 def files() -> int:
@@ -304,10 +312,7 @@ async def test_memory_gives_a_memory_error_and_the_variables_live(level: str):
 
 
 @pytest.mark.skipif(isolation.hierarchy() is None, reason="no control group is writable here")
-@pytest.mark.parametrize("listed", [True, False])
-async def test_all_that_was_started_is_under_its_limits(level: str, listed: bool, monkeypatch: pytest.MonkeyPatch):
-    """Put there while it starts; by itself, before it starts, where the kernel does not list a process's children."""
-    monkeypatch.setattr(process, "_lists_children", lambda: listed)
+async def test_all_processes_are_in_the_control_group(level: str):
     async with PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("import subprocess; subprocess.Popen(['sleep', '100'])")
         assert sandbox._handle is not None and sandbox._handle.group is not None and sandbox.pid is not None
@@ -328,13 +333,6 @@ async def test_processor_time(level: str):
         assert (result.limit, result.timed_out) == ("cpu", False)
         assert result.seconds < 10
         assert (await sandbox.run("x")).value == "1"
-
-
-async def test_a_big_file(level: str):
-    async with PythonSandbox(isolation=level, disk_mb=4) as sandbox:
-        result = await sandbox.run("f = open('big', 'wb')\nfor _ in range(64): f.write(b'x' * 2 ** 20)")
-        assert (result.error_type, result.limit) == ("OSError", "disk")
-        assert (await sandbox.run("import os\nos.path.getsize('big') <= 4 * 2 ** 20")).value == "True"
 
 
 # --- chains --------------------------------------------------------------------------------------
@@ -385,27 +383,12 @@ async def test_a_daemon_does_not_outlive_its_chain(level: str):
             result = await sandbox.run(textwrap.dedent(code))
             assert result.ok, result
             assert result.seconds < 2, "a process in the background does not hold the call"
-            inside = len(_below(sandbox.pid or 0))
-        after = len(_below(sandbox.pid or 0))
+            inside = len(below(sandbox.pid or 0))
+        after = len(below(sandbox.pid or 0))
         assert after < inside
         if level == "none":
             assert result.value is not None
-            assert not _runs(int(result.value))
-
-
-def _below(root: int) -> set[int]:
-    parents = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-    found, fringe = set(), {root}
-    while fringe:
-        fringe = {pid for pid, parent in parents.items() if parent in fringe} - found
-        found |= fringe
-    return found
+            assert not runs(int(result.value))
 
 
 async def test_fork_by_replay(level: str):
@@ -505,31 +488,6 @@ async def test_cancelled_anywhere_leaves_nothing(level: str, count: int):
     gc.collect()
 
 
-async def test_chains_that_are_cancelled_anywhere(level: str):
-    print("seed 0")
-    chance = random.Random(0)
-    async with Pool(PythonSandbox, size=3, isolation=level) as pool:
-
-        async def chain(number: int) -> None:
-            async with pool.lease(f"chain {number}", timeout=20) as sandbox:
-                assert (await sandbox.run("'x' in dir()")).value == "False"
-                await sandbox.run(f"x = {number}")
-                assert (await sandbox.run("x")).value == str(number)
-
-        for _ in range(20):
-            tasks = [asyncio.ensure_future(chain(number)) for number in range(8)]
-            for task in tasks:
-                await asyncio.sleep(chance.random() ** 2 * 0.008)
-                if chance.random() < 0.7:
-                    task.cancel()
-            for result in await asyncio.gather(*tasks, return_exceptions=True):
-                assert result is None or isinstance(result, asyncio.CancelledError), result
-        s = pool.snapshot()
-        assert (s.leased, s.waiting) == (0, 0)
-        assert len(s.sandboxes) <= 3
-    assert not zygotes()
-
-
 def test_a_sandbox_outlives_the_thread_that_started_it(level: str):
     """The kernel's "die with your parent" means the parent's thread: one that lives as long as Python starts them."""
     sandbox = PythonSandbox(isolation=level)
@@ -594,7 +552,7 @@ def test_nothing_outlives_its_python(level: str, end: str):
     with process:
         roots = [int(pid) for pid in process.stdout.readline().split()]
         assert len(roots) == 2
-        everything = set(roots) | {pid for root in roots for pid in _below(root)}
+        everything = set(roots) | {pid for root in roots for pid in below(root)}
         if end == "kill":
             process.kill()
         process.stdin.close()
@@ -602,21 +560,14 @@ def test_nothing_outlives_its_python(level: str, end: str):
             process.send_signal(signal.SIGINT)
         process.wait(10)
     deadline = time.monotonic() + 3
-    while time.monotonic() < deadline and any(_runs(pid) for pid in everything):
+    while time.monotonic() < deadline and any(runs(pid) for pid in everything):
         time.sleep(0.01)
-    assert not [pid for pid in everything if _runs(pid)]
+    assert not [pid for pid in everything if runs(pid)]
     hierarchy = isolation.hierarchy()
     if hierarchy is not None:
         limits.remove_orphans(hierarchy)  # as the next process does: a killed one cannot remove its empty groups
         assert not [g for root in hierarchy.roots.values() for g in root.glob(f"agentfly-{process.pid}-*")]
     assert not list(Path(os.environ.get("TMPDIR", "/tmp")).glob(f"agentfly-sandbox-{process.pid}-*"))
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 async def test_a_forked_copy_of_this_process_ends_nothing(level: str):
@@ -730,23 +681,6 @@ def test_control_groups_version_1(tmp_path: Path):
     group = Group.create(found, Limits(memory_mb=None, processes=3))
     assert not (group.folders["memory"] / "memory.limit_in_bytes").exists()
     assert (group.folders["pids"] / "pids.max").read_text() == "5"
-
-
-@pytest.mark.skipif(bool(STRICT), reason=STRICT)
-async def test_packages_that_lie_below_tmp_are_there_and_the_sandbox_begins_empty(monkeypatch: pytest.MonkeyPatch):
-    """A virtual environment in /tmp, as a fresh clone may have it."""
-    site = Path(tempfile.mkdtemp(dir="/tmp", prefix="agentfly-test-site-"))
-    try:
-        (site / "lies_in_tmp.py").write_text("number = 7\n")
-        monkeypatch.setattr(commands, "packages", lambda: [str(site)])
-        async with Pool(PythonSandbox, size=1, isolation="strict") as pool, pool.lease("me") as sandbox:
-            assert (
-                await sandbox.run("import os, lies_in_tmp\nlies_in_tmp.number, os.listdir('/tmp')")
-            ).value == "(7, [])"
-            await sandbox.reset()
-            assert (await sandbox.run("import lies_in_tmp\nlies_in_tmp.number")).value == "7"
-    finally:
-        shutil.rmtree(site)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "timed out"])

@@ -18,8 +18,6 @@ from agentfly_kit import toolbox
 from agentfly_kit.errors import SandboxError, SettingsError
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.sandboxes import SQLSandbox, sql
-from agentfly_kit.tools.context import Context
-from agentfly_kit.types import Task
 
 SCRIPT = "CREATE TABLE people (name TEXT, age INTEGER); INSERT INTO people VALUES ('Ada', 36), ('Bo', NULL);"
 ENDLESS = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c) SELECT count(*) FROM c"
@@ -41,7 +39,7 @@ async def test_rows_and_what_a_model_reads(level: str, engine: str):
         result = await sandbox.run("SELECT * FROM people ORDER BY name")
         assert (result.columns, result.rows, result.ok) == (("name", "age"), (("Ada", 36), ("Bo", None)), True)
         assert result.text == "name | age\n-----+-----\nAda  | 36\nBo   | NULL\n(2 rows)"
-        assert repr(result) == "SQLResult(columns=('name', 'age'), rows=2)"
+        assert repr(result).startswith("SQLResult(columns=('name', 'age'), rows=2")
         result = await sandbox.run("SELECT nope FROM people")
         assert not result.ok and "nope" in (result.error or "") and result.rows == () and not result.died
         await sandbox.run("UPDATE people SET age = 1")
@@ -225,22 +223,6 @@ async def test_a_script_that_fails_is_the_users():
     await pool.close()
 
 
-async def test_64_chains_at_once_share_nothing(engine: str):
-    pool = Pool(SQLSandbox, size=8, engine=engine, script=SCRIPT)
-
-    async def chain(number: int) -> tuple[object, ...]:
-        async with pool.lease(owner=str(number), timeout=100) as sandbox:
-            first = (await sandbox.run("SELECT count(*) FROM people", timeout=30)).rows
-            await sandbox.run(f"CREATE TABLE mine (x INTEGER); INSERT INTO mine VALUES ({number})", timeout=30)
-            await sandbox.run(f"INSERT INTO people VALUES ('{number}', {number})", timeout=30)
-            await asyncio.sleep(0)
-            return first, (await sandbox.run("SELECT x, count(name) FROM mine, people GROUP BY x", timeout=30)).rows
-
-    for number, seen in enumerate(await asyncio.gather(*map(chain, range(64)))):
-        assert seen == (((2,),), ((number, 3),))
-    await pool.close()
-
-
 async def test_a_cancelled_query_is_interrupted(level: str, engine: str):
     async with SQLSandbox(engine=engine, isolation=level, script=SCRIPT) as sandbox:
         for seconds in (0.0, 0.002, 0.05, 0.2):
@@ -272,18 +254,9 @@ async def test_a_fork_is_a_copy(level: str, engine: str):
         with pytest.raises(SandboxError, match="SQLSandbox cannot fork: there are temporary tables"):
             await one.fork(two)
         assert (await two.run("SELECT count(*) FROM people")).rows == ((2,),), "as after a reset"
-
-
-async def test_a_chain_that_holds_one_forks():
-    pool = Pool(SQLSandbox, size=2, script=SCRIPT)
-    async with Context(Task("t", ({"role": "user", "content": "?"},)), pools=[pool]) as context:
-        await (await context.sandbox(SQLSandbox)).run("DELETE FROM people")
-        async with await context.fork("twin") as twin:
-            assert (await (await twin.sandbox(SQLSandbox)).run("SELECT count(*) FROM people")).rows == ((0,),)
-    await pool.close()
-    async with SQLSandbox() as one, SQLSandbox(engine="duckdb") as two:
-        with pytest.raises(SandboxError, match="of sqlite cannot fork into one of duckdb"):
-            await one.fork(two)
+    other = SQLSandbox(engine="duckdb" if engine == "sqlite" else "sqlite")
+    with pytest.raises(SandboxError, match=f"of {engine} cannot fork into one of {other.engine}"):
+        await one.fork(other)
 
 
 async def test_the_ready_tool_shows_what_a_model_reads():
