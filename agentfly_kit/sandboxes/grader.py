@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any, Self
 
-from ..errors import SettingsError
+from ..errors import SettingsError, ToolError
 from .grading import Grade, Grading, InvalidTest, SubmissionSandbox, TestsSandbox, Verdict
 from .host.limits import Limits
 from .hosted import Files, HostedSandbox
@@ -182,8 +182,11 @@ class Grader:
         """
         _check(source, [(stdin, "")], timeout, timeout)
         async with self._exclusive():
-            result, reply = await self._work._call("program", timeout, source=source, stdin=stdin)
-            answer = (reply or {}).get("answer")
+            try:
+                result, reply = await self._work._call("program", timeout, source=source, stdin=stdin)
+            except ToolError:  # the program itself wrote this answer
+                return SandboxResult(error="it gave no readable answer")
+            answer = reply.get("answer")
             error = answer.get("error") if isinstance(answer, dict) else result.error or "it gave no readable answer"
             return dataclasses.replace(result, value=None, error=None if error is None else str(error)[-4000:])
 

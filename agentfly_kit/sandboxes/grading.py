@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..errors import SandboxError, SettingsError
+from ..errors import SandboxError, SettingsError, ToolError
 from .hosted import Files, HostedSandbox
 from .result import Limit, SandboxResult
 
@@ -148,12 +148,12 @@ class Grading:
                 result, reply = await half._call(name, seconds_left, **given)
         except TimeoutError:
             raise NoAnswer(self.timeout_message(), "time") from None
+        except ToolError as refusal:
+            raise NoAnswer(str(refusal)[:2000]) from None
         if half is self.work:
             self.stdout = (self.stdout + result.stdout)[: half.max_output]
-        if reply is not None and "answer" in reply:
+        if "answer" in reply:
             return reply["answer"], result
-        if reply is not None:
-            raise NoAnswer(str(reply.get("refused"))[:2000], None)
         raise NoAnswer(self.timeout_message() if result.limit == "time" else _failure_message(result), result.limit)
 
     async def call_tests(self, name: str, **given: object) -> Any:
@@ -180,7 +180,7 @@ class Grading:
         error = answer.get("error") if isinstance(answer, dict) else "it gave no readable answer"
         if error is not None:
             self.load_error = str(error)[-4000:]
-            raise NoAnswer(self.load_error, None)
+            raise NoAnswer(self.load_error)
         self.is_loaded = True
 
     def begin(self) -> float:
@@ -189,7 +189,7 @@ class Grading:
         self.stdout = ""
         return now
 
-    def verdict(self, began: float, error: str | None, limit: Limit | None = None) -> Verdict:
+    def verdict(self, began: float, error: str | None = None, limit: Limit | None = None) -> Verdict:
         return Verdict(error is None, error, limit, self.stdout, self.loop.time() - began)
 
     async def prepare(self) -> None:
@@ -236,7 +236,7 @@ class Grading:
         while "ask" in step:
             answer, _ = await self.call_half(self.work, "answer", question=step["ask"])
             if not isinstance(answer, str):
-                raise NoAnswer("the submission gave no readable answer", None)
+                raise NoAnswer("the submission gave no readable answer")
             step = await self.call_tests("resume", answer=answer)
         if "broken" in step:
             raise InvalidTest(step["broken"])
@@ -260,7 +260,7 @@ class Grading:
             return self.verdict(began, f"it printed more than {self.work.max_output} bytes", "output")
         if _lines(result.stdout) != _lines(stdout):
             return self.verdict(began, f"it printed\n{result.stdout[:2000]}\nand not\n{stdout[:2000]}")
-        return self.verdict(began, None)
+        return self.verdict(began)
 
 
 def _failure_message(result: SandboxResult) -> str:

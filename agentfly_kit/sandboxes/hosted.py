@@ -57,10 +57,12 @@ class HostedSandbox(Sandbox):
 
     # --- calls -----------------------------------------------------------------------------------
 
-    async def _call(self, name: str, timeout: float, **given: object) -> tuple[SandboxResult, dict[str, Any] | None]:
+    async def _call(self, name: str, timeout: float, **given: object) -> tuple[SandboxResult, dict[str, Any]]:
         """Call the program under the lock.
 
-        Returns:  the interpreter's result, and {"answer": ...}, {"refused": ...} or None.
+        Returns:  the interpreter's result, and {"answer": ...}, or {} if there is no valid answer.
+
+        Raises:  ToolError if the program refuses the request.
         """
         check_seconds(timeout=timeout)
         async with self._exclusive():
@@ -77,7 +79,8 @@ class HostedSandbox(Sandbox):
         """Like `_request`, for callers that hold the lock."""
         return _answer(name, COPY_SECONDS, *await self._send(name, COPY_SECONDS, **given))
 
-    async def _send(self, name: str, timeout: float, **given: object) -> tuple[SandboxResult, dict[str, Any] | None]:
+    async def _send(self, name: str, timeout: float, **given: object) -> tuple[SandboxResult, dict[str, Any]]:
+        """Like `_call`, for callers that hold the lock."""
         size = self.max_output - 16
         call = f"_agentfly['handle']({name!r}, {json.dumps(given)!r}, {size})"
         result = await self._execute(call, timeout)
@@ -92,12 +95,16 @@ class HostedSandbox(Sandbox):
                 total = None
             text += part
         if total is None or len(text) > total:
-            return result, None
+            return result, {}
         try:
-            answer = json.loads(text)
+            reply = json.loads(text)
         except (ValueError, RecursionError):
-            answer = None
-        return result, answer if isinstance(answer, dict) else None
+            return result, {}
+        if not isinstance(reply, dict):
+            return result, {}
+        if "refused" in reply:
+            raise ToolError(str(reply["refused"]))
+        return result, reply
 
     # --- the folder ------------------------------------------------------------------------------
 
@@ -171,11 +178,9 @@ def _parse_chunk(value: str | None) -> tuple[int | None, str]:
     return int(number), text
 
 
-def _answer(name: str, timeout: float, result: SandboxResult, answer: dict[str, Any] | None) -> Any:
-    if answer is not None and "refused" in answer:
-        raise ToolError(str(answer["refused"]))
-    if answer is not None and "answer" in answer:
-        return answer["answer"]
+def _answer(name: str, timeout: float, result: SandboxResult, reply: dict[str, Any]) -> Any:
+    if "answer" in reply:
+        return reply["answer"]
     if result.limit == "time":
         raise ToolError(f"{name} took more than {timeout:g} s and was stopped")
     if result.limit is not None:

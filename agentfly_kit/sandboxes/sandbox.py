@@ -360,8 +360,11 @@ class Sandbox:
             self._limit_hits = handle.usage.limit_hits()
         self._has_interpreter = True
 
-    async def _count_processes(self) -> int | None:
-        """Return the number of processes inside, including the interpreter; None if the kernel does not list them."""
+    async def count_processes(self) -> int | None:
+        """Return the number of processes inside, including the interpreter; None if the kernel does not list them.
+
+        Raises:  SandboxError if the sandbox is dead or does not answer.
+        """
         serial = next(self._questions)
         if not self._command("count", serial=serial):
             raise SandboxError("the sandbox has died")

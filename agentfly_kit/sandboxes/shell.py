@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..errors import SandboxError, ToolError
+from ..errors import SandboxError
 from .hosted import HostedSandbox
 from .result import Limit, SandboxResult
 
@@ -73,11 +73,8 @@ class ShellSandbox(HostedSandbox):
         Raises:  SandboxError if the sandbox is closed or cannot be restarted. Failures of a command are not raised.
         """
         result, reply = await self._call("run", timeout, command=command, cpu_seconds=self.limits.cpu_seconds)
-        if reply is not None and "refused" in reply:
-            raise ToolError(str(reply["refused"]))
-        answer = reply.get("answer") if reply is not None else None
-        if not isinstance(answer, dict):
-            answer = {}
+        answer = reply.get("answer")
+        answer = answer if isinstance(answer, dict) else {}
         code = answer.get("exit")
         code = code if type(code) is int and -(2**31) <= code < 2**31 else None
         ended = code is None or bool(answer.get("ended"))
@@ -116,7 +113,7 @@ class ShellSandbox(HostedSandbox):
 
     async def _check_background(self, shells: int) -> None:
         """Raise SandboxError if processes other than the interpreter and this number of shells are running inside."""
-        processes = await self._count_processes()
+        processes = await self.count_processes()
         if processes is None:
             raise SandboxError(
                 f"this {type(self).__name__} cannot fork: this kernel does not list the children of a process, so "

@@ -138,12 +138,10 @@ class SQLSandbox(HostedSandbox):
             "query", timeout, sql=sql, engine=self.engine, memory_mb=self.limits.memory_mb, max_rows=self.max_rows,
             max_chars=self.max_output, max_cell_chars=max(256, self.max_output // 4),
         )  # fmt: skip
-        if reply is not None and "refused" in reply:
-            raise ToolError(str(reply["refused"]))
         found: dict[str, Any] = {}
         limit, error, died = result.limit, result.error, result.died
         try:
-            found = self._read_answer((reply or {})["answer"])
+            found = self._read_answer(reply["answer"])
             error = found.pop("error")
             limit = found.pop("limit") or limit
         except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError, RecursionError):

@@ -442,11 +442,6 @@ async def test_graded_elsewhere_out_of_the_policy_s_sight(level: str):
             async with graders.lease("me") as grader:
                 grade = await grader.grade(ADD, [*TESTS, ("1", "")], setup="import os\nleft = os.getpid()")
                 assert passed(grade) == [True, True, False, True] and "assert add(1, 2) == 4" in grade.verdicts[2].error
-                leave = "import builtins, os\nbuiltins.mark = 1\nopen('mark', 'w').close()\n" + ADD
-                look = "import builtins, os\ndef add(a, b): return hasattr(builtins, 'mark') or os.path.exists('mark')"
-                assert passed(await grader.grade(leave, TESTS[:1])) == [True]
-                assert passed(await grader.grade(look, ["assert add(1, 2) is False"])) == [True]
-                assert (await grader.run("print(input()[::-1])", "abc")).stdout == "cba\n"
                 given = {"data.txt": "5"}
                 five = "def add(a, b): return int(open('data.txt').read())"
                 assert (await grader.grade(five, ["assert add(1, 2) == 5"], files=given)).ok

@@ -191,26 +191,6 @@ def sleepers() -> int:
     return count
 
 
-async def test_64_chains_at_once_share_nothing():
-    """16 sandboxes, 64 chains one after another in them: each finds an empty shell, and its own state to the end."""
-    pool, rounds = Pool(ShellSandbox, size=16), 2
-
-    async def chain(number: int) -> list[str]:
-        async with pool.lease(owner=str(number), timeout=60) as sandbox:
-            seen = [(await sandbox.run('echo "$X"; ls -A; type -t f', timeout=30)).stdout]
-            await sandbox.run(f"X={number}; echo {number} > file; f() {{ echo f{number}; }}; cd /usr", timeout=30)
-            for _ in range(rounds):
-                await asyncio.sleep(0)
-                seen.append((await sandbox.run("echo $X; cat ~/file; f; pwd", timeout=30)).stdout)
-            return seen
-
-    seen = await asyncio.gather(*(chain(number) for number in range(64)))
-    for number, (first, *later) in enumerate(seen):
-        assert first == "\n"
-        assert later == [f"{number}\n{number}\nf{number}\n/usr\n"] * rounds
-    await pool.close()
-
-
 # --- cancellation --------------------------------------------------------------------------------
 
 

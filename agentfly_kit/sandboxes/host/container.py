@@ -51,13 +51,6 @@ for name in {_RELAY_FILES}:
 sys.argv[:] = [""]
 {commands.BOOT}"""
 
-NOT_ISOLATED = (
-    "the kernel is shared unless runtime= selects another runtime, so a vulnerability in it is one of the container",
-    "the folders of mounts= can be read, and written if mounted ':rw'; what is written there outlives the sandbox",
-    "access to the engine amounts to root on its machine; you have it, the code inside does not",
-    "with network=True the code is on the engine's default network, or on the one named by network=",
-)
-
 
 @dataclass(frozen=True)
 class Container:
@@ -101,7 +94,12 @@ class Container:
     @property
     def not_isolated(self) -> tuple[str, ...]:
         """Aspects of the host that a container does not isolate."""
-        return NOT_ISOLATED
+        return (
+            "the kernel is shared unless runtime= selects another; a vulnerability in it is one of the container",
+            "the folders of mounts= can be read, and written if mounted ':rw'; files written there are not deleted",
+            "access to the engine amounts to root on its machine; you have it, the code inside does not",
+            "with network=True the code is on the engine's default network, or on the one named by network=",
+        )
 
     @property
     def inner_mounts(self) -> dict[str, str]:
