@@ -277,7 +277,7 @@ async def test_its_own_loopback_works(sandbox: PythonSandbox, level: str):
 
 
 @every_level
-async def test_the_network_is_there_when_it_was_asked_for(level: str):
+async def test_network_access_if_requested(level: str):
     with socket.create_server(("127.0.0.1", 0)) as server:
         code = (
             f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), timeout=2).fileno() > 0"
@@ -411,7 +411,7 @@ async def test_threads_are_counted(sandbox: PythonSandbox):
     assert (await attack(sandbox, code)).limit == "processes"
 
 
-async def test_a_thread_that_does_not_start_for_want_of_memory_is_told_as_memory():
+async def test_a_thread_that_lacks_memory_is_reported_as_memory():
     code = """
     import threading
     threading.stack_size(2 ** 29)
@@ -466,7 +466,7 @@ async def test_files_fill_their_own_disk_only(sandbox: PythonSandbox):
 
 
 @levels("landlock", "none")
-async def test_a_file_is_bounded_where_a_folder_is_not(sandbox: PythonSandbox):
+async def test_the_size_of_a_file_is_limited(sandbox: PythonSandbox):
     code = """
     written = 0
     with open('big', 'wb', buffering=0) as file:
@@ -481,7 +481,7 @@ async def test_a_file_is_bounded_where_a_folder_is_not(sandbox: PythonSandbox):
 
 
 @strict
-async def test_files_without_end_and_without_content(level: str):
+async def test_endless_empty_files(level: str):
     """They are memory, and end with what holds them."""
     code = """
     import os
@@ -499,7 +499,7 @@ async def test_files_without_end_and_without_content(level: str):
 
 
 @levels("strict", "landlock")
-async def test_a_bomb_in_a_zip(sandbox: PythonSandbox, level: str):
+async def test_zip_bomb(sandbox: PythonSandbox, level: str):
     code = """
     import io, zipfile
     packed = io.BytesIO()
@@ -563,7 +563,7 @@ async def test_endless_output(sandbox: PythonSandbox):
 
 
 @every_level
-async def test_replies_that_lie(sandbox: PythonSandbox):
+async def test_forged_replies(sandbox: PythonSandbox):
     """The code can find the socket on which the interpreter answers and speak for it: to its own chain alone."""
     find = "import os, socket, stat, json\ndef is_socket(f):\n    try: return stat.S_ISSOCK(os.fstat(f).st_mode)\n"
     find += "    except OSError: return False\n"
@@ -591,7 +591,7 @@ async def test_replies_that_lie(sandbox: PythonSandbox):
 
 
 @strict
-async def test_a_reset_takes_all_of_it(sandbox: PythonSandbox):
+async def test_a_reset_removes_everything(sandbox: PythonSandbox):
     code = """
     import os, socket, subprocess, sys, time
     os.makedirs('/tmp/' + 'd/' * 200)
@@ -616,7 +616,7 @@ async def test_a_reset_takes_all_of_it(sandbox: PythonSandbox):
 
 
 @levels("landlock", "none")
-async def test_a_reset_takes_all_of_it_without_namespaces(sandbox: PythonSandbox, level: str):
+async def test_a_reset_removes_everything_without_namespaces(sandbox: PythonSandbox, level: str):
     code = """
     import os, subprocess, sys
     os.makedirs('d/' * 200)
@@ -648,7 +648,7 @@ async def test_folders_deeper_than_any_path_and_closed_to_their_owner_are_wiped(
 
 
 @strict
-async def test_a_python_that_lies_below_tmp_is_seen_and_kept(
+async def test_a_python_below_tmp_is_visible_and_survives_resets(
     level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """/tmp is the sandbox's own and begins empty, so it is shown in another place, which a reset leaves alone."""
@@ -665,9 +665,7 @@ async def test_a_python_that_lies_below_tmp_is_seen_and_kept(
 
 
 @every_level
-async def test_a_reset_that_fails_costs_the_sandbox_and_no_secret(
-    sandbox: PythonSandbox, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_reset_that_fails_ends_the_sandbox(sandbox: PythonSandbox, monkeypatch: pytest.MonkeyPatch):
     await sandbox.run("import os\nfor i in range(1, 4000):\n    os.mkdir(str(i))")
     monkeypatch.setattr("agentfly_kit.sandboxes.sandbox.CONTROL_SECONDS", 1e-6)
     with pytest.raises(SandboxError, match="no answer from the sandbox"):
@@ -678,7 +676,7 @@ async def test_a_reset_that_fails_costs_the_sandbox_and_no_secret(
 
 
 @every_level
-async def test_limits_are_told_as_they_are_held(sandbox: PythonSandbox, level: str):
+async def test_limit_mechanisms(sandbox: PythonSandbox, level: str):
     group = isolation.hierarchy()
     if group is None:
         assert sandbox.limit_mechanisms["memory_mb"].startswith("RLIMIT_DATA")
@@ -697,7 +695,7 @@ async def test_limits_are_told_as_they_are_held(sandbox: PythonSandbox, level: s
 
 @levels("landlock")
 @pytest.mark.parametrize("version", [1, 3])
-async def test_an_older_landlock_is_made_up_for(
+async def test_the_filter_covers_what_an_older_landlock_lacks(
     level: str, version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """What its first versions leave open, the filter refuses: signals, and before the third cutting a file short."""

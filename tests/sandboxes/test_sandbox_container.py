@@ -91,7 +91,7 @@ async def sandbox(engine: Podman) -> AsyncIterator[PythonSandbox]:
 # --- a sandbox like any other --------------------------------------------------------------------
 
 
-async def test_a_call_tells_what_it_tells_anywhere(engine: Podman):
+async def test_results_are_those_of_other_levels(engine: Podman):
     async with PythonSandbox(isolation=place(engine)) as sandbox:
         result = await sandbox.run("print('out')\nimport sys\nprint('err', file=sys.stderr)\n6 * 7")
         assert (result.stdout, result.stderr, result.value, result.error) == ("out\n", "err\n", "42", None)
@@ -159,12 +159,12 @@ async def test_the_other_kinds_run_in_containers_too(engine: Podman):
     [
         abuse.test_the_zygote_is_out_of_reach, abuse.test_its_own_loopback_works, abuse.test_no_new_user_namespace,
         abuse.test_fork_bomb, abuse.test_threads_are_counted, abuse.test_endless_loops_in_python_and_in_c,
-        abuse.test_endless_output, abuse.test_replies_that_lie,
+        abuse.test_endless_output, abuse.test_forged_replies,
         abuse.test_folders_deeper_than_any_path_and_closed_to_their_owner_are_wiped,
     ],
     ids=lambda attempt: attempt.__name__.removeprefix("test_"),
 )  # fmt: skip
-async def test_what_the_strict_level_withstands(
+async def test_attacks_of_the_strict_level(
     sandbox: PythonSandbox, attempt: Callable[..., Any], engine: Podman, monkeypatch: pytest.MonkeyPatch
 ):
     """The very tests of that level, on a container. They look at it from the host too: the engine is here."""
@@ -183,7 +183,7 @@ async def test_the_filter_refuses(sandbox: PythonSandbox):
 # --- settings, looked at from inside -------------------------------------------------------------
 
 
-async def test_who_it_is_inside(sandbox: PythonSandbox):
+async def test_user_capabilities_and_environment(sandbox: PythonSandbox):
     code = "open('/proc/1/status').read()"
     status = eval((await attack(sandbox, "open('/proc/self/status').read()")).value or "''")
     said = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
@@ -294,7 +294,7 @@ async def test_processors(engine: Podman):
         assert used < 0.8, "a quarter of 1.5 s, with room for how the kernel counts"
 
 
-async def test_network_is_there_only_when_it_was_asked_for(engine: Podman):
+async def test_network_access_only_if_requested(engine: Podman):
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -381,7 +381,7 @@ def test_python_that_ends_without_closing_leaves_nothing(engine: Podman):
     eventually(lambda: engine.names() == [], "a container outlived its kernel")
 
 
-def test_what_a_killed_maker_left_unstarted_is_swept(engine: Podman):
+def test_unstarted_containers_of_a_killed_process_are_removed(engine: Podman):
     """Between making and starting there is no input that could end: the next process on this engine removes it."""
     code = (
         "import sys\nfrom agentfly_kit.sandboxes import Container\n"
@@ -463,18 +463,18 @@ async def test_printing_between_calls_blocks_nothing(sandbox: PythonSandbox):
     assert (result.value, result.stdout) == ("42", "")
 
 
-def test_what_is_sent_in_is_understood_by_the_oldest_python_that_is_promised():
+def test_inside_files_parse_with_the_oldest_supported_python():
     for name in containers_module._RELAY_FILES:
         ast.parse((commands.INSIDE / f"{name}.py").read_text(), feature_version=(3, 9))
 
 
-def test_what_is_not_isolated_is_said():
+def test_not_isolated():
     assert any("kernel is shared" in text for text in Container("x").not_isolated)
     with pytest.raises(SettingsError, match=r"or a container such as af\.Container"):
         PythonSandbox(isolation="container")
 
 
-def test_settings_that_cannot_be():
+def test_invalid_settings():
     for wrong, said in (
         ({"image": ""}, "image must be the name"),
         ({"image": "x", "cpus": 0}, "cpus must be between"),
@@ -484,7 +484,7 @@ def test_settings_that_cannot_be():
             Container(**wrong)  # type: ignore[arg-type]
 
 
-def test_usual_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_address_of_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("DOCKER_HOST", "tcp://there:1")
     assert containers_module.address(None) == "tcp://there:1"
     assert containers_module.address("unix:///x") == "unix:///x"

@@ -131,7 +131,7 @@ def test_a_folder_of_another_user_stays(tmp_path: Path):
     assert folder.exists()
 
 
-def test_groups_go_with_whatruns_in_them():
+def test_orphaned_groups_are_removed_with_their_processes():
     hierarchy = isolation.hierarchy()
     if hierarchy is None:
         pytest.skip("no control group can be made here")

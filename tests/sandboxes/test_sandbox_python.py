@@ -159,7 +159,7 @@ async def test_functions_see_their_imports_and_classes_their_module(level: str):
         assert (await sandbox.run("__name__")).value == "'__main__'"
 
 
-async def test_what_children_print_is_seen(level: str):
+async def test_output_of_child_processes(level: str):
     async with PythonSandbox(isolation=level) as sandbox:
         result = await sandbox.run(
             "import os, sys\nprint('one')\nsys.stdout.flush()\nos.system('echo two; echo three >&2')"
@@ -172,7 +172,7 @@ async def test_what_children_print_is_seen(level: str):
         assert result.value == repr("5\n")
 
 
-async def test_output_is_cut_and_says_so(level: str):
+async def test_truncated_output(level: str):
     async with PythonSandbox(isolation=level, max_output=1000) as sandbox:
         result = await sandbox.run("print('a' * 5000)\n'b' * 5000")
         assert (len(result.stdout), len(result.value or ""), result.truncated) == (1000, 1000, True)
@@ -220,7 +220,7 @@ async def test_timeout_keeps_the_variables(level: str):
         assert (await sandbox.run("x")).value == "6"
 
 
-async def test_what_ignores_the_interrupt_is_killed(level: str):
+async def test_code_that_ignores_the_interrupt_is_killed(level: str):
     async with PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("open('kept.txt', 'w').write('file')\nx = 5")
         code = """
@@ -248,7 +248,7 @@ async def test_what_ignores_the_interrupt_is_killed(level: str):
         ("import os; os.closerange(3, 256)", "the interpreter"),
     ],
 )
-async def test_death_is_told_and_the_next_call_works(level: str, code: str, error: str):
+async def test_death_is_reported_and_the_next_call_works(level: str, code: str, error: str):
     async with PythonSandbox(isolation=level, memory_mb=128) as sandbox:
         result = await sandbox.run(code, timeout=10)
         assert (result.died, result.timed_out, result.ok) == (True, False, False)
@@ -265,7 +265,7 @@ async def test_exit_is_an_exception_like_any_other(level: str):
         assert (await sandbox.run("x")).value == "1"
 
 
-async def test_a_sandbox_that_is_killed_from_outside_says_so(level: str):
+async def test_a_sandbox_killed_from_outside_raises(level: str):
     """That is no doing of the code: not a result, which would be scored, but an error of the host."""
     async with PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("x = 1")
@@ -586,7 +586,7 @@ async def test_a_forked_copy_of_this_process_ends_nothing(level: str):
 # --- levels and limits, as words -----------------------------------------------------------------
 
 
-def test_levels_are_never_lowered_in_silence(monkeypatch: pytest.MonkeyPatch):
+def test_levels_are_never_lowered_silently(monkeypatch: pytest.MonkeyPatch):
     names = "'strict', 'landlock', 'none'"
     with pytest.raises(SettingsError, match=f"isolation must be one of {names}, None .* got 'docker'"):
         PythonSandbox(isolation="docker")
@@ -617,7 +617,7 @@ def test_levels_are_never_lowered_in_silence(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.skipif(bool(STRICT), reason=STRICT)
-async def test_the_best_is_strict_where_it_can_be_had():
+async def test_strict_is_the_best_level():
     async with PythonSandbox() as sandbox:
         assert sandbox.isolation == "strict" == sandbox_report().best
         assert sandbox.limit_mechanisms["network"] == "no interface but its own loopback"
@@ -636,7 +636,7 @@ def test_strict_without_a_way_to_count_processes_is_refused_to_root(monkeypatch:
 @pytest.mark.parametrize(
     "setting", [{"memory_mb": 1}, {"processes": 0}, {"cpu_seconds": float("nan")}, {"disk_mb": -1}, {"max_output": 3}]
 )
-def test_settings_that_cannot_be(setting: dict[str, float]):
+def test_invalid_settings(setting: dict[str, float]):
     with pytest.raises(SettingsError, match=f"{next(iter(setting))} must be at least"):
         PythonSandbox(**setting)  # type: ignore[arg-type]
 

@@ -25,7 +25,7 @@ def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-async def test_what_a_command_tells(level: str):
+async def test_results_of_commands(level: str):
     async with ShellSandbox(isolation=level) as sandbox:
         result = await sandbox.run("echo out; echo err >&2; false")
         assert (result.stdout, result.stderr, result.exit_code, result.ok) == ("out\n", "err\n", 1, False)
@@ -44,7 +44,7 @@ async def test_what_a_command_tells(level: str):
             await sandbox.run("true", timeout=0)
 
 
-async def test_any_text_arrives_as_it_was_written(level: str):
+async def test_commands_are_passed_verbatim(level: str):
     """Quotes, lines, history marks, backslashes, control characters: nothing is read twice."""
     text = "".join(map(chr, [*range(1, 128), 0xE9, 0x1F600])) + "!! !x $(id) `id` \\x41 'a' \"b\"\n#"
     async with ShellSandbox(isolation=level) as sandbox:
@@ -52,7 +52,7 @@ async def test_any_text_arrives_as_it_was_written(level: str):
         assert (result.stdout, result.stderr) == (text + "\n", "")
 
 
-async def test_the_shell_is_kept(level: str):
+async def test_the_state_of_the_shell_persists(level: str):
     async with ShellSandbox(isolation=level) as sandbox:
         home = (await sandbox.run("pwd")).stdout
         await sandbox.run("mkdir d; cd d; A=5; export B=6; f() { echo f$A; }; alias g='echo alias'; shopt -s extglob")
@@ -61,7 +61,7 @@ async def test_the_shell_is_kept(level: str):
         assert (await sandbox.run("cd -; python -c 'import sys, numpy; print(sys.version_info[0])'")).ok, "this Python"
 
 
-async def test_time_is_up_and_the_shell_lives(level: str):
+async def test_the_shell_survives_a_timeout(level: str):
     async with ShellSandbox(isolation=level) as sandbox:
         await sandbox.run("A=5; sleep 1000 &")
         for command in ("echo begun; sleep 100; echo no", "while true; do :; done", "(sleep 100; echo no) | cat"):
@@ -87,7 +87,7 @@ async def test_a_shell_that_ignores_the_interrupt_is_replaced(level: str):
         assert (await sandbox.run('echo "[$A]"; cat file')).stdout == "[]\nkept\n"
 
 
-async def test_the_end_of_a_shell_is_told(level: str):
+async def test_the_end_of_a_shell_is_reported(level: str):
     async with ShellSandbox(isolation=level) as sandbox:
         for command, code in (("exit 3", 3), ("kill -9 $$", 137), ("set -e; false", 1), ("exec true", 0)):
             await sandbox.run("A=5")
@@ -97,7 +97,7 @@ async def test_the_end_of_a_shell_is_told(level: str):
             assert (await sandbox.run('echo "[$A]"')).stdout == "[]\n"
 
 
-async def test_killing_what_watches_the_shell(level: str):
+async def test_killing_the_interpreter_that_controls_the_shell(level: str):
     async with ShellSandbox(isolation=level) as sandbox:
         result = await sandbox.run("kill -9 $PPID; sleep 1")
         assert (result.exit_code, result.died) == (None, True)
@@ -210,7 +210,7 @@ async def test_a_cancelled_command_is_interrupted_and_the_next_one_runs(level: s
 # --- forks ---------------------------------------------------------------------------------------
 
 
-async def test_a_fork_goes_on_by_itself(level: str):
+async def test_a_fork_is_independent(level: str):
     async with ShellSandbox(isolation=level) as one, ShellSandbox(isolation=level) as two:
         await two.run("echo old > old; OLD=1; cd /usr")
         await one.run("mkdir -p d; cd d; A='it''s \"5\"'; export B=6; C=(1 'b c'); f() { echo f$A; }; alias g='echo g'")
@@ -243,7 +243,7 @@ async def test_a_fork_with_a_job_is_refused_by_name(level: str):
                 await one.fork(other)  # type: ignore[arg-type]
 
 
-async def test_the_ready_tool_shows_what_a_model_reads():
+async def test_the_builtin_tool():
     result = await toolbox.shell.try_(command="echo hi; ls nothing")
     assert not result.ok
     assert result.observation.startswith("hi\nls: cannot access 'nothing'") and result.observation.endswith(

@@ -34,7 +34,7 @@ def engine(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-async def test_rows_and_what_a_model_reads(level: str, engine: str):
+async def test_rows_and_text(level: str, engine: str):
     async with SQLSandbox(engine=engine, isolation=level, script=SCRIPT) as sandbox:
         result = await sandbox.run("SELECT * FROM people ORDER BY name")
         assert (result.columns, result.rows, result.ok) == (("name", "age"), (("Ada", 36), ("Bo", None)), True)
@@ -199,7 +199,7 @@ async def test_every_chain_gets_its_own_copy(level: str, engine: str, tmp_path: 
     assert file.read_bytes() == before
 
 
-def test_settings_that_cannot_be(monkeypatch: pytest.MonkeyPatch):
+def test_invalid_settings(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(SettingsError, match="engine must be 'sqlite' or 'duckdb', got 'mysql'"):
         SQLSandbox(engine="mysql")
     with pytest.raises(SettingsError, match="must be an existing file"):
@@ -212,7 +212,7 @@ def test_settings_that_cannot_be(monkeypatch: pytest.MonkeyPatch):
     SQLSandbox()
 
 
-async def test_a_script_that_fails_is_the_users():
+async def test_a_script_that_fails_raises_settings_error():
     sandbox = SQLSandbox(script="CREATE TABL x")
     with pytest.raises(SettingsError, match='the script of this SQLSandbox failed: near "TABL"'):
         await sandbox.start()
@@ -259,14 +259,14 @@ async def test_a_fork_is_a_copy(level: str, engine: str):
         await one.fork(other)
 
 
-async def test_the_ready_tool_shows_what_a_model_reads():
+async def test_the_builtin_tool():
     result = await toolbox.sql.try_(query="SELECT 1 AS one")
     assert (result.ok, result.observation) == (True, "one\n---\n1\n(1 row)")
     result = await toolbox.sql.try_(query="SELEC 1")
     assert (result.ok, result.observation) == (False, 'near "SELEC": syntax error')
 
 
-def test_values_from_inside_are_not_believed():
+def test_invalid_values_from_inside():
     for told in ([1], {"no such": 1}, {"decimal": "x"}, {"uuid": 3}, {"date": "x"}, {}, {"bytes": 1, "text": 2}):
         with pytest.raises((KeyError, TypeError, ValueError, ArithmeticError, AttributeError)):
             sql._decode(told)
