@@ -63,13 +63,12 @@ def discard_leftovers() -> None:
     if "agentfly_kit.pool.pool" not in sys.modules:
         return
     from agentfly_kit.pool.base import Lease
-    from agentfly_kit.sandboxes.hosted import HostedSandbox
-    from agentfly_kit.sandboxes.python import PythonSandbox
+    from agentfly_kit.sandboxes.sandbox import Sandbox
 
     for found in gc.get_objects():
         if issubclass(type(found), Lease):  # not isinstance, which runs code of proxy objects (`__class__`)
             found.released = True
-        elif issubclass(type(found), PythonSandbox | HostedSandbox):
+        elif issubclass(type(found), Sandbox):
             found.kill()
 
 

@@ -38,9 +38,9 @@ start, alive, close As for any sandbox class. Optional.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.errors import SandboxError, SettingsError
@@ -55,7 +55,6 @@ from agentfly_kit.types import ToolResult
 if TYPE_CHECKING:
     from agentfly_kit.agent.chain import Chain
 
-K = TypeVar("K")
 OVER = "The episode is over."
 # Size of the pools created for the sandboxes of tools and rewards, which are leased only briefly.
 _EXTRA_POOL_SIZE = 4
@@ -237,28 +236,6 @@ class SandboxEnvironment:
 
     def kill(self) -> None:
         self._sandbox.kill()
-
-
-def forward_signature(sandbox_type: type, *, omit: Sequence[str] = (), **defaults: Any) -> Callable[[type[K]], type[K]]:
-    """Copy the keyword parameters of `sandbox_type.__init__` onto the decorated class's signature.
-
-    For a class whose `__init__` forwards `**settings` to `sandbox_type`. Pools (which reject unknown options when they
-    are created) and `help()` then see the actual parameters. `omit` names parameters to leave out;
-    `defaults` replaces their defaults.
-    """
-
-    def decorate(cls: type[K]) -> type[K]:
-        own = inspect.signature(cls)
-        named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        more = [
-            parameter.replace(default=defaults.get(name, parameter.default))
-            for name, parameter in inspect.signature(sandbox_type).parameters.items()
-            if name not in own.parameters and name not in omit
-        ]
-        cls.__signature__ = own.replace(parameters=[*named, *more])  # type: ignore[attr-defined]
-        return cls
-
-    return decorate
 
 
 def agent(

@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeGuard
 
 from agentfly_kit import tasks as task_sets
-from agentfly_kit.envs.base import forward_signature
 from agentfly_kit.envs.family import Family, Move, check_int, existing_file, hash_split, row_id, shipped_rows
 from agentfly_kit.errors import SettingsError, TaskError
 from agentfly_kit.sandboxes.grader import Grader
 from agentfly_kit.sandboxes.python import PythonSandbox
 from agentfly_kit.sandboxes.result import SandboxResult
+from agentfly_kit.sandboxes.settings import forward_signature
 from agentfly_kit.tasks import Tasks
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task

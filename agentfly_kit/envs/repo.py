@@ -30,11 +30,12 @@ from typing import Any
 
 from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs import mutation
-from agentfly_kit.envs.base import SandboxEnvironment, forward_signature
+from agentfly_kit.envs.base import SandboxEnvironment
 from agentfly_kit.envs.family import Family, Move, hash_split, row_id, tool_outputs
 from agentfly_kit.errors import SettingsError, TaskError, ToolError
 from agentfly_kit.sandboxes.files import FileSandbox
 from agentfly_kit.sandboxes.grader import Grade, Grader
+from agentfly_kit.sandboxes.settings import forward_signature
 from agentfly_kit.sandboxes.shell import ShellResult
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task

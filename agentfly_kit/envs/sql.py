@@ -25,9 +25,10 @@ from typing import Any
 
 from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs import kendall
-from agentfly_kit.envs.base import SandboxEnvironment, forward_signature
+from agentfly_kit.envs.base import SandboxEnvironment
 from agentfly_kit.envs.family import Family, Move, existing_file, first_world, row_id, tool_outputs
 from agentfly_kit.errors import SandboxError, SettingsError, TaskError
+from agentfly_kit.sandboxes.settings import forward_signature
 from agentfly_kit.sandboxes.sql import SQLSandbox
 from agentfly_kit.tasks import Tasks
 from agentfly_kit.tools.tool import tool

@@ -1,17 +1,16 @@
 """A persistent folder with file operations for a model that works on code, and a shell in the same folder.
 
-This is the host's side. inside/files.py carries out the operations, in the interpreter of a PythonSandbox.
+This is the host's side. inside/files.py carries out the operations, in the sandbox's interpreter.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from ..errors import SettingsError
-from . import hosted
-from .host.container import Container
+from .hosted import Files, seed_entries
+from .settings import forward_signature
 from .shell import ShellSandbox
 
 
@@ -32,6 +31,7 @@ class GrepMatch(NamedTuple):
         return f"{self.path}:{self.line}: {self.text}"
 
 
+@forward_signature(ShellSandbox)
 class FileSandbox(ShellSandbox):
     """A private folder with read, write, edit, list, grep and undo, and a shell (`run(command)`) that starts there.
 
@@ -46,31 +46,15 @@ class FileSandbox(ShellSandbox):
     operation raises ToolError with a message for the model.
     """
 
-    _inside_files: ClassVar[tuple[str, ...]] = ("base", "shell", "files")
+    _inside_files: ClassVar[tuple[str, ...]] = ("base", "processes", "shell", "files")
     _folder: ClassVar[str] = "work"
 
-    def __init__(
-        self,
-        *,
-        files: Mapping[str, str | bytes] | str | os.PathLike[str] | None = None,
-        isolation: str | Container | None = None,
-        memory_mb: int | None = 256,
-        processes: int | None = 32,
-        cpu_seconds: float | None = 10.0,
-        disk_mb: int | None = 64,
-        network: bool = False,
-        packages: bool = True,
-        preload: Sequence[str] = (),
-        max_output: int = 65536,
-    ) -> None:
-        super().__init__(
-            isolation=isolation, memory_mb=memory_mb, processes=processes, cpu_seconds=cpu_seconds, disk_mb=disk_mb,
-            network=network, packages=packages, preload=preload, max_output=max_output,
-        )  # fmt: skip
-        self._seed_entries = [] if files is None else hosted.seed_entries(files)
+    def __init__(self, *, files: Files | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._seed_entries = [] if files is None else seed_entries(files, self._folder)
 
     async def _setup(self) -> None:
-        await self._put(iter(self._seed_entries), self._folder)
+        await self._put(self._seed_entries)
 
     @classmethod
     def validate_remote_options(cls, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -79,9 +63,9 @@ class FileSandbox(ShellSandbox):
         Raises:  SettingsError if it does.
         """
         if method == "seed" and not all(isinstance(given, Mapping) for given in (*args, *kwargs.values())):
-            raise SettingsError("seed(): from afar, give the files themselves: {path: text or bytes}")
+            raise SettingsError("files must be a dict from paths to text or bytes in a remote call of seed()")
 
-    async def seed(self, files: Mapping[str, str | bytes] | str | os.PathLike[str]) -> None:
+    async def seed(self, files: Files) -> None:
         """Add the files of one task, overwriting existing ones. A reset removes them; `undo` does not.
 
         Args:
@@ -89,10 +73,7 @@ class FileSandbox(ShellSandbox):
 
         Raises:  SettingsError for invalid `files`; SandboxError if they do not fit.
         """
-        entries = hosted.seed_entries(files)
-        async with self._lock.acquire():
-            await self._start()
-            await self._put(iter(entries), self._folder)
+        await self._seed(files)
 
     async def read(self, path: str, start: int = 1, end: int | None = None, *, numbers: bool = False) -> str:
         """Return the text of a file, or its lines from `start` (counted from 1) to `end`, inclusive.
@@ -107,21 +88,19 @@ class FileSandbox(ShellSandbox):
                  characters (it is never silently truncated).
         """
         return str(
-            await self._request(
-                "read", path=path, start=start, end=end, numbers=numbers, max_chars=self.max_output, folder=self._folder
-            )
+            await self._request("read", path=path, start=start, end=end, numbers=numbers, max_chars=self.max_output)
         )
 
     async def write(self, path: str, text: str) -> str:
         """Create or overwrite a file, creating its parent folders, and return a summary. The write is atomic."""
-        return str(await self._request("write", path=path, text=text, folder=self._folder))
+        return str(await self._request("write", path=path, text=text))
 
     async def edit(self, path: str, old: str, new: str) -> str:
         """Replace `old`, which must occur exactly once, with `new`, and return the new lines with their context.
 
         Raises:  ToolError if `old` is missing (with the closest match) or occurs more than once (with line numbers).
         """
-        return str(await self._request("edit", path=path, old=old, new=new, folder=self._folder))
+        return str(await self._request("edit", path=path, old=old, new=new))
 
     async def list(self, path: str = ".", depth: int = 2) -> tuple[str, ...]:
         """List the paths below a folder, with a trailing slash for folders.
@@ -133,8 +112,8 @@ class FileSandbox(ShellSandbox):
             depth: number of levels to descend.
         """
         if depth < 1:
-            raise SettingsError(f"depth={depth}: want at least 1")
-        reply = await self._request("list", path=path, depth=depth, folder=self._folder)
+            raise SettingsError(f"depth must be at least 1, got {depth}")
+        reply = await self._request("list", path=path, depth=depth)
         more = (f"... and {reply['more']} more",) if reply["more"] else ()
         return (*map(str, reply["names"]), *more)
 
@@ -146,11 +125,9 @@ class FileSandbox(ShellSandbox):
             path: a file or a folder.
             max_matches: maximum number of lines to return.
         """
-        reply: dict[str, Any] = await self._request(
-            "grep", pattern=pattern, path=path, max_matches=max_matches, folder=self._folder
-        )
+        reply: dict[str, Any] = await self._request("grep", pattern=pattern, path=path, max_matches=max_matches)
         return tuple(GrepMatch(str(name), int(line), str(text)) for name, line, text in reply["found"])
 
     async def undo(self, path: str | None = None) -> str:
         """Undo the last write or edit (of `path`, if given) and return a summary. Up to 8 MB of history are kept."""
-        return str(await self._request("undo", path=path, folder=self._folder))
+        return str(await self._request("undo", path=path))

@@ -1,90 +1,23 @@
-"""Run tests against submitted code, in fresh processes that the chain that wrote the code never had access to.
-
-This is the host's side: it relays requests from the tests to the submission, and the replies back. Both ends of that
-protocol are in inside/grading.py. The output of whole programs is compared here, on the host.
-"""
+"""Run tests against submitted code, in fresh processes that the chain that wrote the code never had access to."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
-import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
-from ..errors import SandboxError, SettingsError
-from . import hosted
-from .host.container import Container
+from ..errors import SettingsError, ToolError
+from .grading import Grade, Grading, InvalidTest, SubmissionSandbox, TestsSandbox, Verdict
 from .host.limits import Limits
-from .hosted import HostedSandbox
-from .result import Limit, SandboxResult
+from .hosted import Files, HostedSandbox
+from .result import SandboxResult
+from .settings import check_seconds, forward_signature
+
+__all__ = ["Grade", "Grader", "Verdict"]
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The result of one test. `error` may quote the test: show it to a model only if the test is not secret.
-
-    Attributes:
-        passed: True if the test passed.
-        error: Why the test failed; None if it passed.
-        limit: The limit that stopped the submission or the test, if any.
-        stdout: Output of the submission during the test, up to max_output bytes.
-        seconds: Duration of the test.
-    """
-
-    passed: bool
-    error: str | None = None
-    limit: Limit | None = None
-    stdout: str = ""
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Grade:
-    """The grade of a submission: one verdict per test, in order.
-
-    Attributes:
-        verdicts: One Verdict per test.
-        error: Why the submission failed to load, in which case no Python test passed. Never quotes the tests.
-    """
-
-    verdicts: tuple[Verdict, ...]
-    error: str | None = None
-
-    @property
-    def passed(self) -> int:
-        """Number of tests that passed."""
-        return sum(verdict.passed for verdict in self.verdicts)
-
-    @property
-    def share(self) -> float:
-        """Fraction of tests that passed, in [0, 1]."""
-        return self.passed / len(self.verdicts)
-
-    @property
-    def ok(self) -> bool:
-        """True if all tests passed."""
-        return self.passed == len(self.verdicts)
-
-    def __repr__(self) -> str:
-        return f"Grade({self.passed} of {len(self.verdicts)} passed{', did not load' if self.error else ''})"
-
-
-class _Half(HostedSandbox):
-    """One of a Grader's two interpreters: that of the submission or that of the tests."""
-
-    _inside_files: ClassVar[tuple[str, ...]] = ("base", "grading")
-
-    async def seed(self, files: Mapping[str, str | bytes] | str | os.PathLike[str]) -> None:
-        entries = hosted.seed_entries(files)
-        async with self._lock.acquire():
-            await self._start()
-            self._calls += 1
-            await self._put(iter(entries), "")
-
-
+@forward_signature(HostedSandbox)
 class Grader:
     """Grade code written by a policy in fresh, resource-limited processes: `await grader.grade(source, tests)`.
 
@@ -103,26 +36,9 @@ class Grader:
     protect the tests from the submission.
     """
 
-    def __init__(
-        self,
-        *,
-        isolation: str | Container | None = None,
-        memory_mb: int | None = 256,
-        processes: int | None = 32,
-        cpu_seconds: float | None = 10.0,
-        disk_mb: int | None = 64,
-        network: bool = False,
-        packages: bool = True,
-        preload: Sequence[str] = (),
-        max_output: int = 65536,
-    ) -> None:
-        self._work, self._tests = (
-            _Half(
-                isolation=isolation, memory_mb=memory_mb, processes=processes, cpu_seconds=cpu_seconds, disk_mb=disk_mb,
-                network=network, packages=packages, preload=preload, max_output=max_output,
-            )
-            for _ in range(2)
-        )  # fmt: skip
+    def __init__(self, **settings: Any) -> None:
+        self._work = SubmissionSandbox(**settings)
+        self._tests = TestsSandbox(**settings)
         self._used = False
         self._busy = False
         self._graded = 0
@@ -184,7 +100,7 @@ class Grader:
 
     def __repr__(self) -> str:
         state = f"{self._graded} graded" if self.alive else "not running"
-        return f"<Grader {self.isolation or 'best isolation there is'}, {state}>"
+        return f"<Grader {self.isolation or 'best available isolation'}, {state}>"
 
     # --- grading ---------------------------------------------------------------------------------
 
@@ -195,7 +111,7 @@ class Grader:
         Raises:  SettingsError if it does.
         """
         if not isinstance(kwargs.get("files") or {}, Mapping):
-            raise SettingsError(f"{method}(files=): from afar, give the files themselves: {{path: text or bytes}}")
+            raise SettingsError(f"files must be a dict from paths to text or bytes in a remote call of {method}()")
 
     async def grade(
         self,
@@ -206,7 +122,7 @@ class Grader:
         names: Sequence[str] = (),
         module: str = "solution",
         modules: Sequence[str] = (),
-        files: Mapping[str, str | bytes] | str | os.PathLike[str] | None = None,
+        files: Files | None = None,
         timeout: float = 5.0,
         total: float = 60.0,
     ) -> Grade:
@@ -241,14 +157,15 @@ class Grader:
         cases = list(tests)
         _check(source, cases, timeout, total)
         async with self._exclusive():
-            run = _Grading(
-                self._work, self._tests, source, setup, module, list(names), list(modules), files, timeout, total
-            )
+            run = Grading(
+                self._work, self._tests, source, setup=setup, module=module, names=names, modules=modules, files=files,
+                timeout=timeout, total=total,
+            )  # fmt: skip
             verdicts = []
             for number, case in enumerate(cases, 1):
                 try:
                     verdicts.append(await (run.python(case) if isinstance(case, str) else run.program(*case)))
-                except _InvalidTest as error:
+                except InvalidTest as error:
                     raise SettingsError(f"test {number}: {error}") from None
             self._graded += 1
             return Grade(tuple(verdicts), run.load_error)
@@ -265,8 +182,11 @@ class Grader:
         """
         _check(source, [(stdin, "")], timeout, timeout)
         async with self._exclusive():
-            result, reply = await self._work._call("program", timeout, source=source, stdin=stdin)
-            answer = (reply or {}).get("answer")
+            try:
+                result, reply = await self._work._call("program", timeout, source=source, stdin=stdin)
+            except ToolError:  # the program itself wrote this answer
+                return SandboxResult(error="it gave no readable answer")
+            answer = reply.get("answer")
             error = answer.get("error") if isinstance(answer, dict) else result.error or "it gave no readable answer"
             return dataclasses.replace(result, value=None, error=None if error is None else str(error)[-4000:])
 
@@ -274,224 +194,25 @@ class Grader:
     async def _exclusive(self) -> AsyncIterator[None]:
         """Reserve this Grader for one call, and start from two fresh processes."""
         if self._busy:
-            raise SettingsError("this Grader is at work already; take another, from a pool of them")
+            raise SettingsError("this Grader is already grading; use a pool of Graders to grade concurrently")
         self._busy = True
         try:
             if self._used or not self.alive:
-                await _restart(self._work)
-                await _restart(self._tests)
+                await self._work.restart()
+                await self._tests.restart()
             self._used = True
             yield
         finally:
             self._busy = False
 
 
-async def _restart(half: _Half) -> None:
-    """Reset an interpreter, or start a new one if it is dead or cannot be reset."""
-    if half.alive:
-        try:
-            await half.reset()
-            return
-        except SandboxError:
-            if half._closed:
-                raise
-    await half.start()
-
-
-class _InvalidTest(Exception):
-    """The test itself is invalid, whatever the submission."""
-
-
-class _Grading:
-    """State of one running `grade` call."""
-
-    def __init__(
-        self, work: _Half, tests: _Half, source: str, setup: str, module: str, names: list[str], modules: list[str],
-        files: Mapping[str, str | bytes] | str | os.PathLike[str] | None, timeout: float, total: float,
-    ) -> None:  # fmt: skip
-        self.work, self.tests = work, tests
-        self.source, self.setup, self.files, self.timeout = source, setup, files, timeout
-        self.module, self.names, self.modules = module, names, modules
-        self.loop = asyncio.get_running_loop()
-        self.total = total
-        self.end = self.loop.time() + total
-        self.test_end = self.end
-        self.is_new = True  # no code has run in the submission's interpreter
-        self.is_loaded = False
-        self.load_error: str | None = None
-        self.are_tests_new = True
-        self.are_tests_ready = False
-        self.setup_error: str | None = None
-        self.stdout = ""
-
-    def seconds_left(self) -> float:
-        return min(self.end, self.test_end) - self.loop.time()
-
-    def timeout_message(self) -> str:
-        if self.end <= self.test_end:
-            return f"it was not done when the {self.total:g} s for all tests were over"
-        return f"it took more than {self.timeout:g} s"
-
-    async def call_half(self, half: _Half, name: str, **given: object) -> Any:
-        """Call one of the interpreters and return its answer and its SandboxResult.
-
-        Raises:  _NoAnswer if the call was refused, timed out or failed.
-        """
-        seconds_left = self.seconds_left()
-        if seconds_left <= 0:
-            raise _NoAnswer(self.timeout_message(), "time")
-        try:
-            # `_call` stops code that runs too long; this timeout covers an answer that never arrives.
-            async with asyncio.timeout(seconds_left + 2.0):
-                result, reply = await half._call(name, seconds_left, **given)
-        except TimeoutError:
-            raise _NoAnswer(self.timeout_message(), "time") from None
-        if half is self.work:
-            self.stdout = (self.stdout + result.stdout)[: half.max_output]
-        if reply is not None and "answer" in reply:
-            return reply["answer"], result
-        if reply is not None:
-            raise _NoAnswer(str(reply.get("refused"))[:2000], None)
-        raise _NoAnswer(self.timeout_message() if result.limit == "time" else _failure_message(result), result.limit)
-
-    async def call_tests(self, name: str, **given: object) -> Any:
-        answer, _ = await self.call_half(self.tests, name, **given)
-        return answer
-
-    async def fresh(self) -> None:
-        """Provide an interpreter for the submission in which no code of it has run, with `files` in place."""
-        if not self.is_new:
-            await _restart(self.work)
-        self.is_new = False
-        self.is_loaded = False
-        if self.files is not None:
-            await self.work.seed(self.files)
-
-    async def load(self) -> None:
-        if self.is_loaded:
-            return
-        await self.fresh()
-        try:
-            answer, _ = await self.call_half(self.work, "load", source=self.source, module=self.module)
-        except _NoAnswer as ended:
-            self.load_error = str(ended)
-            raise
-        error = answer.get("error") if isinstance(answer, dict) else "it gave no readable answer"
-        if error is not None:
-            self.load_error = str(error)[-4000:]
-            raise _NoAnswer(self.load_error, None)
-        self.is_loaded = True
-
-    def begin(self) -> float:
-        now = self.loop.time()
-        self.test_end = now + self.timeout
-        self.stdout = ""
-        return now
-
-    def verdict(self, began: float, error: str | None, limit: Limit | None = None) -> Verdict:
-        return Verdict(error is None, error, limit, self.stdout, self.loop.time() - began)
-
-    async def prepare(self) -> None:
-        """Prepare the tests' interpreter and run the setup."""
-        if self.are_tests_ready:
-            return
-        if not self.are_tests_new:
-            await _restart(self.tests)
-        self.are_tests_new = False
-        await self.call_tests("prepare", module=self.module, names=self.names, modules=self.modules)
-        try:
-            self.setup_error, asked = await self.steps(self.setup, setup=True) if self.setup else (None, False)
-        except _InvalidTest as error:
-            raise SettingsError(f"the setup of the tests failed: {error}") from None
-        if self.setup_error is not None and not asked:
-            raise SettingsError(f"the setup of the tests failed: {self.setup_error}")
-        self.are_tests_ready = True
-
-    async def python(self, test: str) -> Verdict:
-        began = self.begin()
-        if self.load_error is not None:
-            return self.verdict(began, self.load_error)
-        if self.seconds_left() <= 0:
-            return self.verdict(began, self.timeout_message(), "time")
-        try:
-            await self.load()
-            self.test_end = self.loop.time() + self.timeout
-            await self.prepare()
-            if self.setup_error is not None:
-                return self.verdict(began, f"in the setup of the tests: {self.setup_error}")
-            error, _ = await self.steps(test, setup=False)
-        except _NoAnswer as ended:
-            # The state of both interpreters is unknown now: restart both for the next test.
-            self.is_loaded = self.are_tests_ready = False
-            return self.verdict(began, str(ended), ended.limit)
-        return self.verdict(began, error)
-
-    async def steps(self, text: str, setup: bool) -> tuple[str | None, bool]:
-        """Run a test, relaying its requests to the submission.
-
-        Returns:  the error (None if it passed), and whether the test used the submission.
-        """
-        step = await self.call_tests("begin", text=text, setup=setup)
-        while "ask" in step:
-            answer, _ = await self.call_half(self.work, "answer", question=step["ask"])
-            if not isinstance(answer, str):
-                raise _NoAnswer("the submission gave no readable answer", None)
-            step = await self.call_tests("resume", answer=answer)
-        if "broken" in step:
-            raise _InvalidTest(step["broken"])
-        if "end" not in step:
-            raise SandboxError("the tests ended as no tests end")
-        return step["end"], bool(step["asked"])
-
-    async def program(self, stdin: str, stdout: str) -> Verdict:
-        began = self.begin()
-        if self.seconds_left() <= 0:
-            return self.verdict(began, self.timeout_message(), "time")
-        await self.fresh()
-        try:
-            answer, result = await self.call_half(self.work, "program", source=self.source, stdin=stdin)
-        except _NoAnswer as ended:
-            return self.verdict(began, str(ended), ended.limit)
-        error = answer.get("error") if isinstance(answer, dict) else "it gave no readable answer"
-        if error is not None:
-            return self.verdict(began, str(error)[-4000:])
-        if result.truncated:
-            return self.verdict(began, f"it printed more than {self.work.max_output} bytes", "output")
-        if _lines(result.stdout) != _lines(stdout):
-            return self.verdict(began, f"it printed\n{result.stdout[:2000]}\nand not\n{stdout[:2000]}")
-        return self.verdict(began, None)
-
-
-class _NoAnswer(Exception):
-    """An interpreter did not answer. Carries the error and the limit to report in the verdict."""
-
-    def __init__(self, text: str, limit: Limit | None) -> None:
-        super().__init__(text)
-        self.limit = limit
-
-
 def _check(source: str, cases: Sequence[object], timeout: float, total: float) -> None:
     if not isinstance(source, str):
-        raise SettingsError(f"source is {type(source).__name__}; want the text of a program")
+        raise SettingsError(f"source must be the text of a program, got {type(source).__name__}")
     if not cases:
-        raise SettingsError("no tests were given: nothing could fail")
+        raise SettingsError("tests must contain at least one test, got none")
     for number, case in enumerate(cases, 1):
         pair = isinstance(case, tuple | list) and len(case) == 2 and all(isinstance(each, str) for each in case)
         if not isinstance(case, str) and not pair:
-            raise SettingsError(f"test {number} is {case!r}; want Python text, or a pair (stdin, stdout)")
-    for name, value in (("timeout", timeout), ("total", total)):
-        if not 0 < value < float("inf"):
-            raise SettingsError(f"{name}={value!r}: want a positive number of seconds")
-
-
-def _failure_message(result: SandboxResult) -> str:
-    if result.limit is not None and not result.died:
-        return f"it ran into the {result.limit} limit"
-    return (result.error or "it gave no readable answer")[-4000:]
-
-
-def _lines(text: str) -> list[str]:
-    lines = [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
-    while lines and not lines[-1]:
-        lines.pop()
-    return lines
+            raise SettingsError(f"test {number} must be Python text or a pair (stdin, stdout), got {case!r}")
+    check_seconds(timeout=timeout, total=total)

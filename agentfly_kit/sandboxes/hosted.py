@@ -1,7 +1,7 @@
 """Base class of sandboxes built on a Python interpreter: a program that runs in it, and calls to that program.
 
-PythonSandbox provides isolation, limits, timeouts, cancellation and cleanup. A subclass adds files from inside/*.py,
-whose source is sent to the interpreter when it is first needed, and again after a restart of the interpreter.
+Sandbox provides isolation, limits, timeouts, cancellation and cleanup. A subclass adds files from inside/*.py, whose
+source is sent to the interpreter when it is first needed, and again after a restart of the interpreter.
 """
 
 from __future__ import annotations
@@ -11,179 +11,61 @@ import functools
 import json
 import os
 import stat
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ..errors import SandboxError, SettingsError, ToolError
-from .fifo_lock import FifoLock
-from .host.container import Container
-from .host.limits import Limits
-from .python import PythonSandbox
+from .host.commands import INSIDE
 from .result import SandboxResult
+from .sandbox import Sandbox
+from .settings import check_seconds
 
+Files = Mapping[str, str | bytes] | str | os.PathLike[str]  # a dict from paths to contents, or a folder
 G = TypeVar("G", bound="HostedSandbox")
 
-_HERE = Path(__file__).parent / "inside"
 _CHUNK_BYTES = 256 * 1024  # bytes of a file sent in one call
-_COPY_SECONDS = 60.0
+COPY_SECONDS = 60.0
 _MAX_ANSWER = 2**27  # maximum length of an answer in characters; answers from inside are untrusted
 _PROGRAM_MISSING = "name '_agentfly' is not defined"
 
 
 @functools.cache
-def _program_cell(names: tuple[str, ...]) -> str:
+def _program_cell(names: tuple[str, ...], folder: str) -> str:
     """Return a cell that defines `_agentfly`, the namespace of the program, unless it is already defined."""
-    parts = []
+    body = ""
     for name in names:
-        lines = (_HERE / f"{name}.py").read_text(encoding="utf-8").splitlines()
-        parts.append("\n".join("" if line.startswith("from .base import") else line for line in lines))
-    body = "".join(
-        f"    exec(compile({part!r}, {name!r}, 'exec', dont_inherit=True), _space)\n"
-        for name, part in zip(names, parts, strict=True)
-    )
+        lines = (INSIDE / f"{name}.py").read_text(encoding="utf-8").splitlines()
+        # All files share one namespace, so their imports of each other are removed.
+        part = "\n".join("" if line.startswith("from .") else line for line in lines)
+        body += f"    exec(compile({part!r}, {name!r}, 'exec', dont_inherit=True), _space)\n"
+    body += f"    _space['WORK_FOLDER'] = {folder!r}\n"
     # `_agentfly` is bound last, because a cancelled call may interrupt this cell.
     return f"if '_agentfly' not in globals():\n    _space = {{'__name__': '_agentfly'}}\n{body}    _agentfly = _space\n"
 
 
-class HostedSandbox:
-    """Base class of sandboxes that run a program in a PythonSandbox. The settings are those of PythonSandbox.
+class HostedSandbox(Sandbox):
+    """Base class of sandboxes that run a program in the interpreter. The settings are those of PythonSandbox.
 
     A subclass sets `_inside_files` and makes calls with `_call` (always returns a result) or `_request` (returns an
     answer or raises ToolError). It overrides `_setup` to prepare a fresh sandbox before the first call.
     """
 
     _inside_files: ClassVar[tuple[str, ...]] = ("base",)
-
-    def __init__(
-        self,
-        *,
-        isolation: str | Container | None = None,
-        memory_mb: int | None = 256,
-        processes: int | None = 32,
-        cpu_seconds: float | None = 10.0,
-        disk_mb: int | None = 64,
-        network: bool = False,
-        packages: bool = True,
-        preload: Sequence[str] = (),
-        max_output: int = 65536,
-    ) -> None:
-        self._python = PythonSandbox(
-            isolation=isolation, memory_mb=memory_mb, processes=processes, cpu_seconds=cpu_seconds, disk_mb=disk_mb,
-            network=network, packages=packages, preload=preload, max_output=max_output,
-        )  # fmt: skip
-        self.max_output = max_output
-        self._ready = False
-        self._closed = False
-        self._calls = 0
-        self._lock = FifoLock()
-
-    # --- lifecycle -------------------------------------------------------------------------------
-
-    async def start(self) -> None:
-        """Start and set up the sandbox. Does nothing if it is running.
-
-        Raises:  IsolationError if the isolation level is unavailable, SandboxError if the process does not start.
-        """
-        async with self._lock.acquire():
-            await self._start()
-
-    async def _start(self) -> None:
-        if self._closed:
-            raise SandboxError(f"this {type(self).__name__} is closed; make a new one")
-        if self._python.alive and self._ready:
-            return
-        self._ready = False
-        self._calls = 0
-        await self._python.start()
-        await self._setup()
-        self._ready = True
-
-    async def _setup(self) -> None:
-        """Prepare a fresh sandbox. The default does nothing."""
-
-    async def reset(self) -> None:
-        """Kill all processes inside, empty the folders and set the sandbox up again.
-
-        Raises:  SandboxError if that fails; the sandbox is then dead.
-        """
-        async with self._lock.acquire():
-            if not self.alive:
-                raise SandboxError(f"a dead or closed {type(self).__name__} cannot be reset; make a new one")
-            self._ready = False
-            self._calls = 0
-            await self._python.reset()
-            await self._setup()
-            self._ready = True
-
-    @property
-    def alive(self) -> bool:
-        """True if the sandbox can be used or reset."""
-        return self._python.alive
-
-    @property
-    def isolation(self) -> str | None:
-        """The isolation level in use; before `start`, the requested one."""
-        return self._python.isolation
-
-    @property
-    def limits(self) -> Limits:
-        """The resource limits of the sandbox."""
-        return self._python.limits
-
-    @property
-    def limit_mechanisms(self) -> Mapping[str, str]:
-        """Mechanism that enforces each limit, as text; "not limited" if there is none."""
-        return self._python.limit_mechanisms
-
-    @property
-    def pid(self) -> int | None:
-        """Process id, on the host, of the sandbox's outermost process."""
-        return self._python.pid
-
-    async def close(self) -> None:
-        """Close the sandbox, leaving no process and no file behind. Idempotent. A running call is ended."""
-        self._closed = True
-        await self._python.close()
-
-    def kill(self) -> None:
-        """Close the sandbox immediately, without an event loop. Not safe from another thread while a call runs."""
-        self._closed = True
-        self._python.kill()
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
-
-    def __repr__(self) -> str:
-        if self._closed:
-            state = "closed"
-        elif self.pid is None:
-            state = "not started"
-        elif not self.alive:
-            state = "dead"
-        else:
-            state = f"{self._calls} call{'' if self._calls == 1 else 's'}"
-        return f"<{type(self).__name__} {self.isolation or 'best isolation there is'}, {state}>"
+    _folder: ClassVar[str] = ""  # subfolder of the sandbox's folder in which the program works
 
     # --- calls -----------------------------------------------------------------------------------
 
-    async def _call(self, name: str, timeout: float, **given: object) -> tuple[SandboxResult, dict[str, Any] | None]:
+    async def _call(self, name: str, timeout: float, **given: object) -> tuple[SandboxResult, dict[str, Any]]:
         """Call the program under the lock.
 
-        Returns:  the interpreter's result, and {"answer": ...}, {"refused": ...} or None.
+        Returns:  the interpreter's result, and {"answer": ...}, or {} if there is no valid answer.
+
+        Raises:  ToolError if the program refuses the request.
         """
-        if not 0 < timeout < float("inf"):
-            raise SettingsError(f"timeout={timeout!r}: want a positive number of seconds")
-        async with self._lock.acquire():
-            if self._calls and not self._python.alive:
-                self._python._raise_if_ended()
-            await self._start()
-            self._calls += 1
+        check_seconds(timeout=timeout)
+        async with self._exclusive():
             return await self._send(name, timeout, **given)
 
     async def _request(self, name: str, timeout: float = 10.0, **given: object) -> Any:
@@ -195,36 +77,43 @@ class HostedSandbox:
 
     async def _request_locked(self, name: str, **given: object) -> Any:
         """Like `_request`, for callers that hold the lock."""
-        return _answer(name, _COPY_SECONDS, *await self._send(name, _COPY_SECONDS, **given))
+        return _answer(name, COPY_SECONDS, *await self._send(name, COPY_SECONDS, **given))
 
-    async def _send(self, name: str, timeout: float, **given: object) -> tuple[SandboxResult, dict[str, Any] | None]:
+    async def _send(self, name: str, timeout: float, **given: object) -> tuple[SandboxResult, dict[str, Any]]:
+        """Like `_call`, for callers that hold the lock."""
         size = self.max_output - 16
         call = f"_agentfly['handle']({name!r}, {json.dumps(given)!r}, {size})"
-        try:
-            result = await self._python.run(call, timeout=timeout)
-            if result.error_type == "NameError" and (result.error or "").endswith(_PROGRAM_MISSING):
-                await self._python.run(_program_cell(self._inside_files), timeout=_COPY_SECONDS)
-                result = await self._python.run(call, timeout=timeout)
-            total, text = _parse_chunk(result.value)
-            while total is not None and len(text) < total:
-                more = await self._python.run(f"_agentfly['REPLY'].chunk({len(text)}, {size})", timeout=_COPY_SECONDS)
-                again, part = _parse_chunk(more.value)
-                if again != total or not part:
-                    total = None
-                text += part
-        finally:
-            self._python._history.clear()  # these calls are never replayed, and they contain whole files
+        result = await self._execute(call, timeout)
+        if result.error_type == "NameError" and (result.error or "").endswith(_PROGRAM_MISSING):
+            await self._execute(_program_cell(self._inside_files, self._folder), COPY_SECONDS)
+            result = await self._execute(call, timeout)
+        total, text = _parse_chunk(result.value)
+        while total is not None and len(text) < total:
+            more = await self._execute(f"_agentfly['REPLY'].chunk({len(text)}, {size})", COPY_SECONDS)
+            again, part = _parse_chunk(more.value)
+            if again != total or not part:
+                total = None
+            text += part
         if total is None or len(text) > total:
-            return result, None
+            return result, {}
         try:
-            answer = json.loads(text)
+            reply = json.loads(text)
         except (ValueError, RecursionError):
-            answer = None
-        return result, answer if isinstance(answer, dict) else None
+            return result, {}
+        if not isinstance(reply, dict):
+            return result, {}
+        if "refused" in reply:
+            raise ToolError(str(reply["refused"]))
+        return result, reply
 
-    # --- its folder ------------------------------------------------------------------------------
+    # --- the folder ------------------------------------------------------------------------------
 
-    async def _put(self, entries: Iterator[dict[str, Any]], folder: str) -> None:
+    async def _seed(self, files: Files) -> None:
+        entries = seed_entries(files, self._folder)
+        async with self._exclusive():
+            await self._put(entries)
+
+    async def _put(self, entries: Iterable[dict[str, Any]]) -> None:
         """Write files, batching small ones into one call. The caller holds the lock."""
         batch: list[dict[str, Any]] = []
         size = 0
@@ -233,28 +122,29 @@ class HostedSandbox:
                 batch.append(entry)
                 size += len(entry.get("data", "")) + 200
                 if size > 2 * _CHUNK_BYTES:
-                    await self._request_locked("put", entries=batch, folder=folder)
+                    await self._request_locked("put", entries=batch)
                     batch, size = [], 0
             if batch:
-                await self._request_locked("put", entries=batch, folder=folder)
+                await self._request_locked("put", entries=batch)
         except ToolError as error:
-            raise SandboxError(f"the files of a {type(self).__name__} could not be put in place: {error}") from None
+            raise SandboxError(f"the files of this {type(self).__name__} could not be written: {error}") from None
 
     async def _copy_home(self, into: HostedSandbox) -> None:
         """Copy the sandbox's folder to another sandbox. The caller holds the locks of both."""
         for path, kind, mode, size, mtime, link in await self._request_locked("list_home"):
             if kind == "other":
                 raise SandboxError(
-                    f"this {type(self).__name__} cannot fork: {path!r} is a pipe, a socket or a device: it has no copy"
+                    f"this {type(self).__name__} cannot fork: {path!r} is a pipe, a socket or a device, "
+                    "which cannot be copied"
                 )
             entry: dict[str, Any] = {"path": path, "kind": kind, "mode": mode, "link": link}
             if kind != "file":
-                await into._request_locked("put", entries=[entry], folder="")
+                await into._request_locked("put", entries=[entry])
                 continue
             for offset in range(0, max(1, size), _CHUNK_BYTES):
                 data = await self._request_locked("read_chunk", path=path, offset=offset, size=_CHUNK_BYTES)
                 piece = entry | {"data": data, "more": offset > 0, "mtime": mtime}
-                await into._request_locked("put", entries=[piece], folder="")
+                await into._request_locked("put", entries=[piece])
 
     @asynccontextmanager
     async def _copying(self: G, into: G) -> AsyncIterator[None]:
@@ -263,13 +153,14 @@ class HostedSandbox:
         Raises:  SandboxError, with the reason, for a state that cannot be copied.
         """
         if not isinstance(into, type(self)) or into is self:
-            raise SandboxError(f"a {type(self).__name__} forks into another of its kind, not into {into!r}")
+            raise SandboxError(
+                f"a {type(self).__name__} can fork only into another {type(self).__name__}, got {into!r}"
+            )
         try:
-            async with self._lock.acquire(), into._lock.acquire():
-                await self._start()
-                await into._start()
+            async with self._exclusive(), into._exclusive():
                 try:
-                    await into._python.reset()  # the copy includes the seeded files, in their current state
+                    # Without `_setup`, because the copy includes the seeded files, in their current state.
+                    await into._new_interpreter(wipe=True)
                     yield
                 except ToolError as error:
                     raise SandboxError(f"this {type(self).__name__} cannot fork: {error}") from None
@@ -287,11 +178,9 @@ def _parse_chunk(value: str | None) -> tuple[int | None, str]:
     return int(number), text
 
 
-def _answer(name: str, timeout: float, result: SandboxResult, answer: dict[str, Any] | None) -> Any:
-    if answer is not None and "refused" in answer:
-        raise ToolError(str(answer["refused"]))
-    if answer is not None and "answer" in answer:
-        return answer["answer"]
+def _answer(name: str, timeout: float, result: SandboxResult, reply: dict[str, Any]) -> Any:
+    if "answer" in reply:
+        return reply["answer"]
     if result.limit == "time":
         raise ToolError(f"{name} took more than {timeout:g} s and was stopped")
     if result.limit is not None:
@@ -303,8 +192,8 @@ def _answer(name: str, timeout: float, result: SandboxResult, answer: dict[str, 
 # --- initial files ------------------------------------------------------------------------------
 
 
-def seed_entries(files: Mapping[str, str | bytes] | str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read files into entries for `_put`, from a mapping of paths to contents or from a folder of the host.
+def seed_entries(files: Files, folder: str) -> list[dict[str, Any]]:
+    """Read files into entries for `_put` in a subfolder, from a mapping of paths to contents or a folder of the host.
 
     Raises:  SettingsError for a path that leaves the sandbox's folder, a folder that does not exist, or content that is
              neither str nor bytes.
@@ -314,19 +203,21 @@ def seed_entries(files: Mapping[str, str | bytes] | str | os.PathLike[str]) -> l
         for path, content in files.items():
             parts = path.split("/") if isinstance(path, str) else [".."]
             if not path or path.startswith("/") or path.endswith("/") or ".." in parts or "\0" in path:
-                raise SettingsError(f"files: {path!r} is no path within the sandbox's folder, such as 'src/main.py'")
+                raise SettingsError(
+                    f"files must have paths within the sandbox's folder, such as 'src/main.py', got {path!r}"
+                )
             if not isinstance(content, str | bytes):
-                raise SettingsError(f"files: {path!r} is {type(content).__name__}; want str or bytes")
+                raise SettingsError(f"files[{path!r}] must be str or bytes, got {type(content).__name__}")
             data = content.encode() if isinstance(content, str) else content
-            found += _file_chunks(path, 0o644, data)
+            found += file_chunks(os.path.join(folder, path), 0o644, data)
         return found
     top = Path(files)
     if not top.is_dir():
-        raise SettingsError(f"files={str(files)!r}: there is no such folder; give a folder or a dict of path: text")
+        raise SettingsError(f"files must be an existing folder or a dict from paths to text, got {str(files)!r}")
     for here, folders, names in os.walk(top):
         for name in sorted([*folders, *names]):
             file = Path(here, name)
-            inside = file.relative_to(top).as_posix()
+            inside = os.path.join(folder, file.relative_to(top).as_posix())
             status = file.lstat()
             mode = stat.S_IMODE(status.st_mode)
             if file.is_symlink():
@@ -334,11 +225,12 @@ def seed_entries(files: Mapping[str, str | bytes] | str | os.PathLike[str]) -> l
             elif file.is_dir():
                 found.append({"path": inside, "kind": "folder", "mode": mode | 0o700})
             elif file.is_file():
-                found += _file_chunks(inside, mode | 0o600, file.read_bytes())
+                found += file_chunks(inside, mode | 0o600, file.read_bytes())
     return found
 
 
-def _file_chunks(path: str, mode: int, data: bytes) -> list[dict[str, Any]]:
+def file_chunks(path: str, mode: int, data: bytes) -> list[dict[str, Any]]:
+    """Split a file into entries for `_put`."""
     return [
         {
             "path": path, "kind": "file", "mode": mode, "more": offset > 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,11 +45,15 @@ class SandboxResult:
         return self.error is None and not self.timed_out and not self.died
 
     def __repr__(self) -> str:
-        said = [f"{name}={value!r}" for name in ("stdout", "stderr", "value") if (value := getattr(self, name))]
-        said += [self.error_type] if self.error_type else []
-        said += [name for name in ("truncated", "timed_out", "died") if getattr(self, name)]
-        said += [f"limit={self.limit!r}"] if self.limit else []
-        return f"SandboxResult({', '.join(said) or 'nothing said'})"
+        shown = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value == field.default or field.name in ("error_type", "seconds", "types"):
+                continue
+            if field.name == "error":
+                value = value.splitlines()[-1] if value else ""
+            shown.append(f"{field.name}={len(value) if field.name == 'rows' else repr(value)}")
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     @property
     def text(self) -> str:

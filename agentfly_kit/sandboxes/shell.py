@@ -1,7 +1,7 @@
 """A persistent shell: working directory, variables and functions survive from command to command.
 
-This is the host's side: it sends commands and interprets results. inside/shell.py runs the commands, in the interpreter
-of a PythonSandbox.
+This is the host's side: it sends commands and interprets results. inside/shell.py runs the commands, in the sandbox's
+interpreter.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..errors import SandboxError, ToolError
+from ..errors import SandboxError
 from .hosted import HostedSandbox
 from .result import Limit, SandboxResult
 
-_NO_TERMINAL = re.compile(
-    r"^bash: \[\d+: [^\]]*\] tcsetattr: [^\n]*\n", re.MULTILINE
-)  # printed by bash when a command is killed
+# Printed by bash when a command is killed.
+_NO_TERMINAL = re.compile(r"^bash: \[\d+: [^\]]*\] tcsetattr: [^\n]*\n", re.MULTILINE)
 _SIGNALS: dict[int, Limit] = {128 + 24: "cpu", 128 + 25: "disk"}  # SIGXCPU, SIGXFSZ
 
 
@@ -50,13 +49,6 @@ class ShellResult(SandboxResult):
             parts.append("[the shell has ended: the next command begins in a new one, beside the same files]")
         return "\n".join(part for part in parts if part)
 
-    def __repr__(self) -> str:
-        said = [f"{name}={value!r}" for name in ("stdout", "stderr") if (value := getattr(self, name))]
-        said += [f"exit_code={self.exit_code}"]
-        said += [name for name in ("truncated", "timed_out", "died") if getattr(self, name)]
-        said += [f"limit={self.limit!r}"] if self.limit else []
-        return f"ShellResult({', '.join(said)})"
-
 
 class ShellSandbox(HostedSandbox):
     """A persistent, confined bash. It starts in its own, empty folder, with this Python first in its PATH.
@@ -69,8 +61,7 @@ class ShellSandbox(HostedSandbox):
     Background jobs keep running between commands and end with the lease.
     """
 
-    _inside_files: ClassVar[tuple[str, ...]] = ("base", "shell")
-    _folder: ClassVar[str] = ""
+    _inside_files: ClassVar[tuple[str, ...]] = ("base", "processes", "shell")
 
     async def run(self, command: str, timeout: float = 10.0) -> ShellResult:
         """Run one or more lines of commands in the shell. Standard input is empty.
@@ -81,13 +72,9 @@ class ShellSandbox(HostedSandbox):
 
         Raises:  SandboxError if the sandbox is closed or cannot be restarted. Failures of a command are not raised.
         """
-        cpu = self.limits.cpu_seconds
-        result, reply = await self._call("run", timeout, command=command, folder=self._folder, cpu_seconds=cpu)
-        if reply is not None and "refused" in reply:
-            raise ToolError(str(reply["refused"]))
-        answer = reply.get("answer") if reply is not None else None
-        if not isinstance(answer, dict):
-            answer = {}
+        result, reply = await self._call("run", timeout, command=command, cpu_seconds=self.limits.cpu_seconds)
+        answer = reply.get("answer")
+        answer = answer if isinstance(answer, dict) else {}
         code = answer.get("exit")
         code = code if type(code) is int and -(2**31) <= code < 2**31 else None
         ended = code is None or bool(answer.get("ended"))
@@ -105,16 +92,9 @@ class ShellSandbox(HostedSandbox):
         elif result.limit is not None and (stderr == "\n" or stderr.endswith("\n\n")):
             stderr = stderr[:-1]  # printed by bash when it is interrupted
         return ShellResult(
-            stdout=result.stdout,
-            stderr=stderr,
-            error=error,
-            seconds=result.seconds,
-            truncated=result.truncated,
-            timed_out=result.timed_out,
-            died=ended,
-            limit=limit,
-            exit_code=code,
-        )
+            stdout=result.stdout, stderr=stderr, error=error, seconds=result.seconds, truncated=result.truncated,
+            timed_out=result.timed_out, died=ended, limit=limit, exit_code=code,
+        )  # fmt: skip
 
     async def fork(self, into: ShellSandbox) -> None:
         """Copy the files and the shell's state (directory, variables, functions, options) to another sandbox.
@@ -130,16 +110,15 @@ class ShellSandbox(HostedSandbox):
             await self._check_background(shells=0 if state is None else 1)
             await self._copy_home(into)
             if state is not None:
-                await into._request_locked(
-                    "load", state=state, old=await self._request_locked("home"), folder=self._folder
-                )
+                await into._request_locked("load", state=state, old=await self._request_locked("home"))
 
     async def _check_background(self, shells: int) -> None:
         """Raise SandboxError if processes other than the interpreter and this number of shells are running inside."""
-        processes = await self._python.count_processes()
+        processes = await self.count_processes()
         if processes is None:
             raise SandboxError(
-                "this kernel does not list a process's children, so background processes cannot be ruled out"
+                f"this {type(self).__name__} cannot fork: this kernel does not list the children of a process, so "
+                "background processes cannot be ruled out"
             )
         if (others := processes - 1 - shells) > 0:
             raise SandboxError(

@@ -1,7 +1,7 @@
 """A persistent database: changes survive from query to query and are discarded with the chain.
 
-This is the host's side: it sends queries and decodes rows. inside/sql.py runs the queries, in the interpreter of a
-PythonSandbox.
+This is the host's side: it sends queries and decodes rows. inside/sql.py runs the queries, in the sandbox's
+interpreter.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from ..errors import SandboxError, SettingsError, ToolError
-from . import hosted
-from .host.container import Container
-from .hosted import HostedSandbox
-from .result import Limit, SandboxResult
+from .hosted import COPY_SECONDS, HostedSandbox, file_chunks
+from .result import SandboxResult
+from .settings import check_seconds, forward_signature
 
-_LIMITS = ("memory", "disk")
 _MAX_CELL_WIDTH = 60  # characters of a cell in `SQLResult.text`
 
 
@@ -65,14 +63,8 @@ class SQLResult(SandboxResult):
             parts.append("[the database was opened anew: what was not committed, and temporary tables, are lost]")
         return "\n".join(part for part in parts if part)
 
-    def __repr__(self) -> str:
-        said = [f"columns={self.columns}", f"rows={len(self.rows)}"] if self.columns else []
-        said += [f"error={self.error!r}"] if self.error else []
-        said += [name for name in ("truncated", "timed_out", "died") if getattr(self, name)]
-        said += [f"limit={self.limit!r}"] if self.limit else []
-        return f"SQLResult({', '.join(said) or 'nothing said'})"
 
-
+@forward_signature(HostedSandbox, omit=("packages", "preload"))
 class SQLSandbox(HostedSandbox):
     """A private database in a confined process.
 
@@ -98,38 +90,32 @@ class SQLSandbox(HostedSandbox):
         database: str | os.PathLike[str] | None = None,
         script: str | None = None,
         max_rows: int = 100,
-        isolation: str | Container | None = None,
-        memory_mb: int | None = 256,
-        processes: int | None = 32,
-        cpu_seconds: float | None = 10.0,
-        disk_mb: int | None = 64,
-        network: bool = False,
-        max_output: int = 65536,
+        **settings: Any,
     ) -> None:
         if engine not in ("sqlite", "duckdb"):
-            raise SettingsError(f"engine={engine!r}: want 'sqlite' or 'duckdb'")
+            raise SettingsError(f"engine must be 'sqlite' or 'duckdb', got {engine!r}")
         if engine == "duckdb" and importlib.util.find_spec("duckdb") is None:
             raise SettingsError("engine='duckdb' needs duckdb: pip install \"agentfly_kit[sql]\"")
         if max_rows < 1:
-            raise SettingsError(f"max_rows={max_rows}: want at least 1")
+            raise SettingsError(f"max_rows must be at least 1, got {max_rows}")
         if database is not None and not Path(database).is_file():
-            raise SettingsError(f"database={str(database)!r}: there is no such file")
-        modules: Sequence[str] = ("sqlite3",) if engine == "sqlite" else ("sqlite3", "duckdb")
-        super().__init__(
-            isolation=isolation, memory_mb=memory_mb, processes=processes, cpu_seconds=cpu_seconds, disk_mb=disk_mb,
-            network=network, packages=engine == "duckdb", preload=modules, max_output=max_output,
-        )  # fmt: skip
+            raise SettingsError(f"database must be an existing file, got {str(database)!r}")
+        is_duckdb = engine == "duckdb"
+        super().__init__(packages=is_duckdb, preload=["sqlite3", "duckdb"] if is_duckdb else ["sqlite3"], **settings)
         self.engine = engine
         self.max_rows = max_rows
         self._script = script
-        self._seed_entries = (
-            [] if database is None else hosted._file_chunks("chain.db", 0o600, Path(database).read_bytes())
-        )
+        self._database = None if database is None else Path(database).read_bytes()
 
     async def _setup(self) -> None:
-        await self._put(iter(self._seed_entries), "")
-        if self._script:
-            result = await self._run(self._script, hosted._COPY_SECONDS)
+        await self._fill(self._database, self._script, COPY_SECONDS)
+
+    async def _fill(self, database: bytes | None, script: str | None, timeout: float) -> None:
+        """Write the database file, if any, and run a script in it."""
+        if database is not None:
+            await self._put(file_chunks("chain.db", 0o600, database))
+        if script:
+            result = await self._run(script, timeout)
             if not result.ok:
                 raise SettingsError(f"the script of this SQLSandbox failed: {result.error}")
 
@@ -143,55 +129,48 @@ class SQLSandbox(HostedSandbox):
 
         Raises:  SandboxError if the sandbox is closed or cannot be restarted. Failures of the query are not raised.
         """
-        if not 0 < timeout < float("inf"):
-            raise SettingsError(f"timeout={timeout!r}: want a positive number of seconds")
-        async with self._lock.acquire():
-            await self._start()
-            self._calls += 1
+        check_seconds(timeout=timeout)
+        async with self._exclusive():
             return await self._run(sql, timeout)
 
     async def _run(self, sql: str, timeout: float) -> SQLResult:
-        max_chars = self.max_output
         result, reply = await self._send(
             "query", timeout, sql=sql, engine=self.engine, memory_mb=self.limits.memory_mb, max_rows=self.max_rows,
-            max_chars=max_chars, max_cell_chars=max(256, max_chars // 4),
+            max_chars=self.max_output, max_cell_chars=max(256, self.max_output // 4),
         )  # fmt: skip
-        if reply is not None and "refused" in reply:
-            raise ToolError(str(reply["refused"]))
-        answer = reply.get("answer") if reply is not None else None
-        limit, error = result.limit, result.error
-        columns: tuple[str, ...] = ()
-        types: tuple[str | None, ...] = ()
-        rows: tuple[tuple[Any, ...], ...] = ()
-        changed, error_type, truncated = None, None, False
-        if isinstance(answer, dict):
-            try:
-                columns = tuple(str(name) for name in answer["columns"])
-                types = tuple(None if each is None else str(each) for each in answer["types"])
-                rows = tuple(tuple(_decode(each) for each in row) for row in answer["rows"][: self.max_rows])
-                changed = None if answer["changed"] is None else int(answer["changed"])
-                truncated = bool(answer["more"] or answer["cut"])
-                error = None if answer.get("error") is None else str(answer["error"])
-                error_type = None if answer.get("type") is None else str(answer["type"])
-                if answer.get("limit") in _LIMITS:
-                    limit = cast(Limit, answer["limit"])
-            except (KeyError, TypeError, ValueError, ArithmeticError, RecursionError):
-                answer = None
-        if not isinstance(answer, dict):
-            if result.timed_out and not result.died:
+        found: dict[str, Any] = {}
+        limit, error, died = result.limit, result.error, result.died
+        try:
+            found = self._read_answer(reply["answer"])
+            error = found.pop("error")
+            limit = found.pop("limit") or limit
+        except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError, RecursionError):
+            found = {}
+            if result.timed_out and not died:
                 error = f"stopped: it ran for more than {timeout:g} s"
-            elif limit is not None and not result.died:
+            elif limit is not None and not died:
                 error = f"stopped: it ran into the {limit} limit"
-            columns, types, rows = (), (), ()
             error = error or "the database gave no readable answer"
-        died = result.died
         if limit == "memory" and self.engine == "duckdb" and not died:
             # After a failed allocation, the engine may hang in its next query (seen in 1 of 8 runs with duckdb 2.0).
-            died = (await self._python.run("import os\nos._exit(0)")).died
+            died = (await self._execute("import os\nos._exit(0)", 5.0)).died
         return SQLResult(
-            error=error, error_type=error_type, seconds=result.seconds, truncated=truncated, timed_out=result.timed_out,
-            died=died, limit=limit, columns=columns, types=types, rows=rows, changed=changed,
+            error=error, seconds=result.seconds, timed_out=result.timed_out, died=died, limit=limit, **found
         )  # fmt: skip
+
+    def _read_answer(self, answer: Any) -> dict[str, Any]:
+        """Convert an answer of inside/sql.py, which is untrusted, to attributes of an SQLResult."""
+        text = {name: None if answer.get(name) is None else str(answer[name]) for name in ("error", "type", "limit")}
+        return {
+            "columns": tuple(str(name) for name in answer["columns"]),
+            "types": tuple(None if each is None else str(each) for each in answer["types"]),
+            "rows": tuple(tuple(_decode(each) for each in row) for row in answer["rows"][: self.max_rows]),
+            "changed": None if answer["changed"] is None else int(answer["changed"]),
+            "truncated": bool(answer["more"] or answer["cut"]),
+            "error": text["error"],
+            "error_type": text["type"],
+            "limit": text["limit"] if text["limit"] in ("memory", "disk") else None,
+        }
 
     async def renew(self, script: str | None = None, *, database: bytes | None = None, timeout: float = 60.0) -> None:
         """Replace the database with another one, in the same process.
@@ -205,18 +184,12 @@ class SQLSandbox(HostedSandbox):
 
         Raises:  SettingsError if the script fails; SandboxError if the sandbox is closed or the database does not fit.
         """
-        async with self._lock.acquire():
-            await self._start()
+        async with self._exclusive():
             try:
                 await self._request_locked("renew")
             except ToolError as error:
                 raise SandboxError(f"this SQLSandbox could not be given another database: {error}") from None
-            await self._put(iter([] if database is None else hosted._file_chunks("chain.db", 0o600, database)), "")
-            self._calls += 1
-            if script is not None:
-                result = await self._run(script, timeout)
-                if not result.ok:
-                    raise SettingsError(f"the script of this database failed: {result.error}")
+            await self._fill(database, script, timeout)
 
     async def fork(self, into: SQLSandbox) -> None:
         """Copy the database to another sandbox.

@@ -149,7 +149,7 @@ async def test_a_fork_replays_the_calls_or_is_refused() -> None:
     assert (await code.Code.python.function(other, "y + 1")).value == "42"  # type: ignore[attr-defined]
     await code.Code.python.function(one, "import os; os.urandom(9)")  # type: ignore[attr-defined]
     await twin.finish()
-    with pytest.raises(af.errors.SandboxError, match="cannot fork: call 3 of 3 gave something else"):
+    with pytest.raises(af.errors.SandboxError, match="cannot fork: call 3 of 3 gave a different result"):
         await chain.fork()
     await chain.finish()
 

@@ -223,7 +223,7 @@ async def test_invalid_tasks_are_named() -> None:
                 SandboxError,
                 "the query of task 't' fails in sqlite: no such column: nope",
             ),
-            ({"script": "CREATE TABEL t"}, SettingsError, "the script of this database failed"),
+            ({"script": "CREATE TABEL t"}, SettingsError, "the script of this SQLSandbox failed"),
             ({"script": None}, SettingsError, "task 't' has no database: add a field 'script'"),
             ({"script": None, "database": "nowhere.sqlite"}, SettingsError, "'nowhere.sqlite' does not exist"),
             ({"gold": None}, SettingsError, "task 't' has no field 'gold'"),

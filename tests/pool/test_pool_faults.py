@@ -23,7 +23,7 @@ import containers
 import dice
 import pytest
 from cancelling import cancelled_lives, settled
-from test_sandbox_python import LEVELS, _runs, files, groups, scratch, zygotes
+from test_sandbox_python import LEVELS, files, groups, runs, scratch, zygotes
 
 import agentfly_kit as af
 from agentfly_kit.pool.pool import Pool
@@ -393,9 +393,9 @@ def test_a_kernel_that_is_interrupted_restarted_or_killed(level: str, end: str):
         else:
             over(manager, client, end)
         deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and any(_runs(each) for each in everything):
+        while time.monotonic() < deadline and any(runs(each) for each in everything):
             time.sleep(0.05)
-        assert not [each for each in everything if _runs(each)], "children die with their kernel"
+        assert not [each for each in everything if runs(each)], "children die with their kernel"
         if end != "interrupt":
             assert len(said(client, CELL.format(level=level)).split()) == 2, "all cells, run again"
         hierarchy = isolation.hierarchy()

@@ -51,7 +51,7 @@ async def test_right_and_wrong(level: str):
         assert "could not" not in repr(broken) and repr(broken) == "Grade(0 of 3 passed, did not load)"
 
 
-async def test_what_tests_look_like():
+async def test_kinds_of_tests():
     source = """
     import collections, dataclasses
     LIMIT = 10
@@ -114,7 +114,7 @@ async def test_whole_programs():
     assert (await graded("if __name__ == '__main__':\n    print(1)\n    exit()", ("", "1"))).ok
 
 
-async def test_a_program_by_itself():
+async def test_run_executes_a_whole_program():
     async with af.Grader() as grader:
         result = await grader.run("print(input()[::-1])", "abc")
         assert (result.stdout, result.ok) == ("cba\n", True)
@@ -136,14 +136,14 @@ async def test_files_and_modules():
     assert grade.ok, grade.verdicts
 
 
-async def test_wrong_tests_are_ours():
+async def test_invalid_tests_raise_settings_error():
     async with af.Grader() as grader:
         for tests, more, words in [
-            ([], {}, "no tests"),
+            ([], {}, "at least one test"),
             (["assert add("], {}, "test 1: SyntaxError"),
-            ([("a", 1)], {}, "want Python text, or a pair"),
-            (TESTS, {"setup": "import no_such_module"}, "the setup of the tests failed(.|\n)*no_such_module"),
-            (TESTS, {"timeout": 0}, "timeout=0"),
+            ([("a", 1)], {}, "must be Python text or a pair"),
+            (TESTS, {"setup": "import no_such_module"}, "setup failed(.|\n)*no_such_module"),
+            (TESTS, {"timeout": 0}, "timeout must be a positive"),
         ]:
             with pytest.raises(SettingsError, match=words):
                 await grader.grade(ADD, tests, **more)  # type: ignore[arg-type]
@@ -208,7 +208,7 @@ async def test_a_cheat_passes_nothing():
         assert (await grader.grade(ADD, tests)).ok, "honest work passes them all"
 
 
-async def test_clocks_and_memory_are_held():
+async def test_time_and_memory_limits_apply():
     for source, limit in [
         ("def add(a, b):\n    while True: pass", "time"),
         ("import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ndef add(a, b): time.sleep(100)", "time"),
@@ -336,7 +336,7 @@ async def test_it_can_be_closed_cancelled_and_killed(nothing_left: None):  # noq
     lease = await pool.acquire()
     loop = asyncio.ensure_future(lease.sandbox.grade("def add(a, b):\n    while True: pass", TESTS, timeout=100))
     await asyncio.sleep(0.3)
-    with pytest.raises(SettingsError, match="is at work already"):
+    with pytest.raises(SettingsError, match="already grading"):
         await lease.sandbox.grade(ADD, TESTS)
     loop.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -388,7 +388,7 @@ if os.fork() == 0:
 
 
 @pytest.mark.parametrize("level", [each for each in few("strict") if each.values != ("none",)])
-async def test_graded_elsewhere_out_of_the_policy_s_sight(level: str):
+async def test_grading_on_a_remote_pool_is_hidden_from_the_policy(level: str):
     """The chain's interpreter and the grader's two are another process's, over HTTP. A process that the chain left
     behind looks for the answer all the while, in memory and in files; so does the submission."""
     token = "a token of the tests"
@@ -442,15 +442,10 @@ async def test_graded_elsewhere_out_of_the_policy_s_sight(level: str):
             async with graders.lease("me") as grader:
                 grade = await grader.grade(ADD, [*TESTS, ("1", "")], setup="import os\nleft = os.getpid()")
                 assert passed(grade) == [True, True, False, True] and "assert add(1, 2) == 4" in grade.verdicts[2].error
-                leave = "import builtins, os\nbuiltins.mark = 1\nopen('mark', 'w').close()\n" + ADD
-                look = "import builtins, os\ndef add(a, b): return hasattr(builtins, 'mark') or os.path.exists('mark')"
-                assert passed(await grader.grade(leave, TESTS[:1])) == [True]
-                assert passed(await grader.grade(look, ["assert add(1, 2) is False"])) == [True]
-                assert (await grader.run("print(input()[::-1])", "abc")).stdout == "cba\n"
                 given = {"data.txt": "5"}
                 five = "def add(a, b): return int(open('data.txt').read())"
                 assert (await grader.grade(five, ["assert add(1, 2) == 5"], files=given)).ok
-                with pytest.raises(SettingsError, match="from afar, give the files themselves"):
+                with pytest.raises(SettingsError, match="in a remote call"):
                     await grader.grade(five, ["assert add(1, 2) == 5"], files="/etc")
     finally:
         elsewhere.kill()

@@ -21,7 +21,7 @@ def write(name: str, **arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {{{written}}}}}\n</tool_call>'
 
 
-async def test_a_class_of_a_cell_is_lent_reset_and_forked():
+async def test_a_class_defined_in_a_cell_is_a_sandbox():
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class Notes" in block]
     assert len(code.split("@af.tool")[0].splitlines()) <= 10, "ten lines are promised"

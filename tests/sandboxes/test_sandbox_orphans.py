@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_sandbox_python import MARKS, _below, _runs
+from test_sandbox_python import LEVELS, below, runs
 
 from agentfly_kit.sandboxes.host import isolation, limits, reaper
 
@@ -31,7 +31,6 @@ async def main():
 
 asyncio.run(main())
 """
-LEVELS = [pytest.param(level, marks=marks) for level, marks in MARKS.items()]
 
 
 def groups(pid: int) -> list[Path]:
@@ -49,7 +48,7 @@ def test_after_a_kill_the_next_start_reaps(level: str, tmp_path: Path):
     with host:
         try:
             zygote = int(host.stdout.readline())
-            everything = [zygote, *_below(zygote)]
+            everything = [zygote, *below(zygote)]
             (sleeper,) = [pid for pid in everything if b"sleep\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
             os.kill(zygote, signal.SIGSTOP)  # so that it cannot clean up before it is killed: the worst that can come
         finally:
@@ -62,11 +61,11 @@ def test_after_a_kill_the_next_start_reaps(level: str, tmp_path: Path):
     assert groups(host.pid) or isolation.hierarchy() is None
     subprocess.run([sys.executable, "-c", HOST, level, "go"], check=True, stdout=subprocess.DEVNULL, env=environment)
     deadline = time.monotonic() + 20
-    while any(_runs(pid) for pid in everything) and time.monotonic() < deadline:
+    while any(runs(pid) for pid in everything) and time.monotonic() < deadline:
         time.sleep(0.01)
     if isolation.hierarchy() is not None or level == "strict":
-        assert not [pid for pid in everything if _runs(pid)], "a process was left"
-    elif _runs(sleeper):
+        assert not [pid for pid in everything if runs(pid)], "a process was left"
+    elif runs(sleeper):
         os.kill(sleeper, signal.SIGKILL)  # without control groups nothing knows whose it was, and the report says so
     assert not groups(host.pid), "a control group was left"
     assert not list(tmp_path.iterdir()), "a folder was left"
@@ -132,7 +131,7 @@ def test_a_folder_of_another_user_stays(tmp_path: Path):
     assert folder.exists()
 
 
-def test_groups_go_with_what_runs_in_them():
+def test_orphaned_groups_are_removed_with_their_processes():
     hierarchy = isolation.hierarchy()
     if hierarchy is None:
         pytest.skip("no control group can be made here")

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 import time
@@ -23,13 +22,13 @@ import pytest
 from agentfly_kit.errors import IsolationError, IsolationWarning, SandboxError, SettingsError
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.sandboxes import PythonSandbox, sandbox_report
-from agentfly_kit.sandboxes.host import isolation, limits, process
+from agentfly_kit.sandboxes.host import commands, isolation, limits
 from agentfly_kit.sandboxes.host.limits import Group, Hierarchy, Limits, find_hierarchy
-from agentfly_kit.sandboxes.inside import zygote
+from agentfly_kit.sandboxes.inside import processes
 
 # Absent, they are skipped. There and refused, these tests fail: a machine that should have it must not hide that.
 STRICT = isolation.strict_unavailable_reason() if shutil.which("bwrap") is None else ""
-LANDLOCK = "" if isolation.landlock_version() else isolation.landlock_unavailable_reason()
+LANDLOCK = "" if commands.landlock_version() else isolation.landlock_unavailable_reason()
 MARKS = {
     "strict": [pytest.mark.skipif(bool(STRICT), reason=STRICT)],
     "landlock": [pytest.mark.skipif(bool(LANDLOCK), reason=LANDLOCK)],
@@ -75,6 +74,15 @@ def _descends(pid: int) -> bool:
             return True
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return False
+
+
+def below(root: int) -> set[int]:
+    """Return the descendants of a process."""
+    return set(processes.descendants(root))
+
+
+def runs(pid: int) -> bool:
+    return not processes.is_dead(pid)
 
 
 def files() -> int:
@@ -151,7 +159,7 @@ async def test_functions_see_their_imports_and_classes_their_module(level: str):
         assert (await sandbox.run("__name__")).value == "'__main__'"
 
 
-async def test_what_children_print_is_seen(level: str):
+async def test_output_of_child_processes(level: str):
     async with PythonSandbox(isolation=level) as sandbox:
         result = await sandbox.run(
             "import os, sys\nprint('one')\nsys.stdout.flush()\nos.system('echo two; echo three >&2')"
@@ -164,7 +172,7 @@ async def test_what_children_print_is_seen(level: str):
         assert result.value == repr("5\n")
 
 
-async def test_output_is_cut_and_says_so(level: str):
+async def test_truncated_output(level: str):
     async with PythonSandbox(isolation=level, max_output=1000) as sandbox:
         result = await sandbox.run("print('a' * 5000)\n'b' * 5000")
         assert (len(result.stdout), len(result.value or ""), result.truncated) == (1000, 1000, True)
@@ -212,7 +220,7 @@ async def test_timeout_keeps_the_variables(level: str):
         assert (await sandbox.run("x")).value == "6"
 
 
-async def test_what_ignores_the_interrupt_is_killed(level: str):
+async def test_code_that_ignores_the_interrupt_is_killed(level: str):
     async with PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("open('kept.txt', 'w').write('file')\nx = 5")
         code = """
@@ -240,7 +248,7 @@ async def test_what_ignores_the_interrupt_is_killed(level: str):
         ("import os; os.closerange(3, 256)", "the interpreter"),
     ],
 )
-async def test_death_is_told_and_the_next_call_works(level: str, code: str, error: str):
+async def test_death_is_reported_and_the_next_call_works(level: str, code: str, error: str):
     async with PythonSandbox(isolation=level, memory_mb=128) as sandbox:
         result = await sandbox.run(code, timeout=10)
         assert (result.died, result.timed_out, result.ok) == (True, False, False)
@@ -257,7 +265,7 @@ async def test_exit_is_an_exception_like_any_other(level: str):
         assert (await sandbox.run("x")).value == "1"
 
 
-async def test_a_sandbox_that_is_killed_from_outside_says_so(level: str):
+async def test_a_sandbox_killed_from_outside_raises(level: str):
     """That is no doing of the code: not a result, which would be scored, but an error of the host."""
     async with PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("x = 1")
@@ -265,7 +273,7 @@ async def test_a_sandbox_that_is_killed_from_outside_says_so(level: str):
         await asyncio.sleep(0.1)
         assert sandbox.pid is not None
         os.kill(sandbox.pid, signal.SIGKILL)
-        with pytest.raises(SandboxError, match="ended from outside, and with it the variables"):
+        with pytest.raises(SandboxError, match="ended from outside, and the variables"):
             await asyncio.wait_for(call, 5)
         assert not sandbox.alive
         with pytest.raises(SandboxError, match="ended from outside"):
@@ -304,14 +312,11 @@ async def test_memory_gives_a_memory_error_and_the_variables_live(level: str):
 
 
 @pytest.mark.skipif(isolation.hierarchy() is None, reason="no control group is writable here")
-@pytest.mark.parametrize("listed", [True, False])
-async def test_all_that_was_started_is_under_its_limits(level: str, listed: bool, monkeypatch: pytest.MonkeyPatch):
-    """Put there while it starts; by itself, before it starts, where the kernel does not list a process's children."""
-    monkeypatch.setattr(process, "_lists_children", lambda: listed)
+async def test_all_processes_are_in_the_control_group(level: str):
     async with PythonSandbox(isolation=level) as sandbox:
         await sandbox.run("import subprocess; subprocess.Popen(['sleep', '100'])")
         assert sandbox._handle is not None and sandbox._handle.group is not None and sandbox.pid is not None
-        everything = {sandbox.pid, *zygote.descendants(sandbox.pid)}
+        everything = {sandbox.pid, *processes.descendants(sandbox.pid)}
         assert len(everything) >= 3
         assert set(sandbox._handle.group.processes()) == everything
 
@@ -328,13 +333,6 @@ async def test_processor_time(level: str):
         assert (result.limit, result.timed_out) == ("cpu", False)
         assert result.seconds < 10
         assert (await sandbox.run("x")).value == "1"
-
-
-async def test_a_big_file(level: str):
-    async with PythonSandbox(isolation=level, disk_mb=4) as sandbox:
-        result = await sandbox.run("f = open('big', 'wb')\nfor _ in range(64): f.write(b'x' * 2 ** 20)")
-        assert (result.error_type, result.limit) == ("OSError", "disk")
-        assert (await sandbox.run("import os\nos.path.getsize('big') <= 4 * 2 ** 20")).value == "True"
 
 
 # --- chains --------------------------------------------------------------------------------------
@@ -385,27 +383,12 @@ async def test_a_daemon_does_not_outlive_its_chain(level: str):
             result = await sandbox.run(textwrap.dedent(code))
             assert result.ok, result
             assert result.seconds < 2, "a process in the background does not hold the call"
-            inside = len(_below(sandbox.pid or 0))
-        after = len(_below(sandbox.pid or 0))
+            inside = len(below(sandbox.pid or 0))
+        after = len(below(sandbox.pid or 0))
         assert after < inside
         if level == "none":
             assert result.value is not None
-            assert not _runs(int(result.value))
-
-
-def _below(root: int) -> set[int]:
-    parents = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-    found, fringe = set(), {root}
-    while fringe:
-        fringe = {pid for pid, parent in parents.items() if parent in fringe} - found
-        found |= fringe
-    return found
+            assert not runs(int(result.value))
 
 
 async def test_fork_by_replay(level: str):
@@ -419,7 +402,7 @@ async def test_fork_by_replay(level: str):
         assert (await parent.run("x")).value == "[1, 2]", "two states from here on"
         await parent.run("import time\ntime.time_ns()")
         async with pool.lease() as other:
-            with pytest.raises(SandboxError, match="cannot fork: call 5 of 5 gave something else"):
+            with pytest.raises(SandboxError, match="cannot fork: call 5 of 5 gave a different result"):
                 await parent.fork(other)
             assert (await other.run("x")).error_type == "NameError"
 
@@ -445,7 +428,7 @@ async def test_preload(level: str):
 
 
 async def test_packages_are_there_read_only_or_not_at_all(level: str):
-    site = isolation.packages()[0]
+    site = commands.packages()[0]
     code = "import importlib.util, os\n[importlib.util.find_spec(name) is not None for name in ('numpy', 'json')]"
     async with PythonSandbox(isolation=level) as sandbox:
         assert (await sandbox.run(code)).value == "[True, True]"
@@ -453,7 +436,7 @@ async def test_packages_are_there_read_only_or_not_at_all(level: str):
         code_in_child = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {code!r}]).returncode"
         assert (await sandbox.run(code_in_child, timeout=20)).value == "0"
         if level != "none":
-            place = site if level == "landlock" else isolation.inside_path(site)
+            place = site if level == "landlock" else commands.inside_path(site)
             write = await sandbox.run(f"open({place!r} + '/mark', 'w')")
             assert write.error_type in ("OSError", "PermissionError")
     async with PythonSandbox(isolation=level, packages=False) as sandbox:
@@ -503,31 +486,6 @@ async def test_cancelled_anywhere_leaves_nothing(level: str, count: int):
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             assert result is None or isinstance(result, asyncio.CancelledError), result
     gc.collect()
-
-
-async def test_chains_that_are_cancelled_anywhere(level: str):
-    print("seed 0")
-    chance = random.Random(0)
-    async with Pool(PythonSandbox, size=3, isolation=level) as pool:
-
-        async def chain(number: int) -> None:
-            async with pool.lease(f"chain {number}", timeout=20) as sandbox:
-                assert (await sandbox.run("'x' in dir()")).value == "False"
-                await sandbox.run(f"x = {number}")
-                assert (await sandbox.run("x")).value == str(number)
-
-        for _ in range(20):
-            tasks = [asyncio.ensure_future(chain(number)) for number in range(8)]
-            for task in tasks:
-                await asyncio.sleep(chance.random() ** 2 * 0.008)
-                if chance.random() < 0.7:
-                    task.cancel()
-            for result in await asyncio.gather(*tasks, return_exceptions=True):
-                assert result is None or isinstance(result, asyncio.CancelledError), result
-        s = pool.snapshot()
-        assert (s.leased, s.waiting) == (0, 0)
-        assert len(s.sandboxes) <= 3
-    assert not zygotes()
 
 
 def test_a_sandbox_outlives_the_thread_that_started_it(level: str):
@@ -594,7 +552,7 @@ def test_nothing_outlives_its_python(level: str, end: str):
     with process:
         roots = [int(pid) for pid in process.stdout.readline().split()]
         assert len(roots) == 2
-        everything = set(roots) | {pid for root in roots for pid in _below(root)}
+        everything = set(roots) | {pid for root in roots for pid in below(root)}
         if end == "kill":
             process.kill()
         process.stdin.close()
@@ -602,21 +560,14 @@ def test_nothing_outlives_its_python(level: str, end: str):
             process.send_signal(signal.SIGINT)
         process.wait(10)
     deadline = time.monotonic() + 3
-    while time.monotonic() < deadline and any(_runs(pid) for pid in everything):
+    while time.monotonic() < deadline and any(runs(pid) for pid in everything):
         time.sleep(0.01)
-    assert not [pid for pid in everything if _runs(pid)]
+    assert not [pid for pid in everything if runs(pid)]
     hierarchy = isolation.hierarchy()
     if hierarchy is not None:
         limits.remove_orphans(hierarchy)  # as the next process does: a killed one cannot remove its empty groups
         assert not [g for root in hierarchy.roots.values() for g in root.glob(f"agentfly-{process.pid}-*")]
     assert not list(Path(os.environ.get("TMPDIR", "/tmp")).glob(f"agentfly-sandbox-{process.pid}-*"))
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 async def test_a_forked_copy_of_this_process_ends_nothing(level: str):
@@ -635,9 +586,9 @@ async def test_a_forked_copy_of_this_process_ends_nothing(level: str):
 # --- levels and limits, as words -----------------------------------------------------------------
 
 
-def test_levels_are_never_lowered_in_silence(monkeypatch: pytest.MonkeyPatch):
+def test_levels_are_never_lowered_silently(monkeypatch: pytest.MonkeyPatch):
     names = "'strict', 'landlock', 'none'"
-    with pytest.raises(SettingsError, match=f"isolation='docker': want one of {names}, or None"):
+    with pytest.raises(SettingsError, match=f"isolation must be one of {names}, None .* got 'docker'"):
         PythonSandbox(isolation="docker")
     monkeypatch.setattr(
         isolation, "strict_unavailable_reason", lambda: "bubblewrap is not installed: `apt-get install bubblewrap`"
@@ -645,7 +596,7 @@ def test_levels_are_never_lowered_in_silence(monkeypatch: pytest.MonkeyPatch):
 
     async def named(level: str, why: str) -> None:
         async with Pool(PythonSandbox, isolation=level) as pool:
-            with pytest.raises(IsolationError, match=f"isolation='{level}' cannot be had here: {why}"):
+            with pytest.raises(IsolationError, match=f"isolation='{level}' is not available: {why}"):
                 await pool.acquire()
 
     async def best(level: str) -> None:
@@ -657,7 +608,7 @@ def test_levels_are_never_lowered_in_silence(monkeypatch: pytest.MonkeyPatch):
     if not LANDLOCK:
         assert sandbox_report().best == "landlock"
         asyncio.run(best("landlock"))
-    monkeypatch.setattr(isolation, "landlock_version", lambda: 0)
+    monkeypatch.setattr(commands, "landlock_version", lambda: 0)
     asyncio.run(named("landlock", "this kernel has no Landlock"))
     report = sandbox_report()
     assert report.best == "none"
@@ -666,7 +617,7 @@ def test_levels_are_never_lowered_in_silence(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.skipif(bool(STRICT), reason=STRICT)
-async def test_the_best_is_strict_where_it_can_be_had():
+async def test_strict_is_the_best_level():
     async with PythonSandbox() as sandbox:
         assert sandbox.isolation == "strict" == sandbox_report().best
         assert sandbox.limit_mechanisms["network"] == "no interface but its own loopback"
@@ -676,7 +627,7 @@ def test_strict_without_a_way_to_count_processes_is_refused_to_root(monkeypatch:
     monkeypatch.setattr(isolation, "strict_unavailable_reason", lambda: "")
     monkeypatch.setattr(isolation, "hierarchy", lambda: None)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    with pytest.raises(IsolationError, match="does not hold for root"):
+    with pytest.raises(IsolationError, match="does not apply to root"):
         isolation.resolve_level("strict", Limits())
     assert isolation.resolve_level("strict", Limits(processes=None)) == "strict"
     assert isolation.limit_mechanisms("strict", Limits(), None)["processes"] == "not limited"
@@ -685,8 +636,8 @@ def test_strict_without_a_way_to_count_processes_is_refused_to_root(monkeypatch:
 @pytest.mark.parametrize(
     "setting", [{"memory_mb": 1}, {"processes": 0}, {"cpu_seconds": float("nan")}, {"disk_mb": -1}, {"max_output": 3}]
 )
-def test_settings_that_cannot_be(setting: dict[str, float]):
-    with pytest.raises(SettingsError, match=f"{next(iter(setting))}="):
+def test_invalid_settings(setting: dict[str, float]):
+    with pytest.raises(SettingsError, match=f"{next(iter(setting))} must be at least"):
         PythonSandbox(**setting)  # type: ignore[arg-type]
 
 
@@ -702,7 +653,7 @@ def test_control_groups_version_2(tmp_path: Path):
     mounts = f"cgroup2 {mount} cgroup2 rw 0 0\n"
     found = find_hierarchy(mounts, "0::/user.slice/app.slice/session.scope\n")
     assert found == Hierarchy("v2", {"": app}), "a neighbour of our own group: one that holds processes has no children"
-    group = Group(found, Limits(memory_mb=100, processes=8))
+    group = Group.create(found, Limits(memory_mb=100, processes=8))
     folder = group.folders[""]
     assert folder.parent == app
     assert (folder / "memory.max").read_text() == str(100 * 2**20 + limits._OWN_MEMORY)
@@ -727,26 +678,9 @@ def test_control_groups_version_1(tmp_path: Path):
     assert dict(found.roots) == {
         "memory": tmp_path / "memory/docker", "pids": tmp_path / "pids", "cpuacct": tmp_path / "cpu,cpuacct/docker",
     }  # fmt: skip
-    group = Group(found, Limits(memory_mb=None, processes=3))
+    group = Group.create(found, Limits(memory_mb=None, processes=3))
     assert not (group.folders["memory"] / "memory.limit_in_bytes").exists()
     assert (group.folders["pids"] / "pids.max").read_text() == "5"
-
-
-@pytest.mark.skipif(bool(STRICT), reason=STRICT)
-async def test_packages_that_lie_below_tmp_are_there_and_the_sandbox_begins_empty(monkeypatch: pytest.MonkeyPatch):
-    """A virtual environment in /tmp, as a fresh clone may have it."""
-    site = Path(tempfile.mkdtemp(dir="/tmp", prefix="agentfly-test-site-"))
-    try:
-        (site / "lies_in_tmp.py").write_text("number = 7\n")
-        monkeypatch.setattr(isolation, "packages", lambda: [str(site)])
-        async with Pool(PythonSandbox, size=1, isolation="strict") as pool, pool.lease("me") as sandbox:
-            assert (
-                await sandbox.run("import os, lies_in_tmp\nlies_in_tmp.number, os.listdir('/tmp')")
-            ).value == "(7, [])"
-            await sandbox.reset()
-            assert (await sandbox.run("import lies_in_tmp\nlies_in_tmp.number")).value == "7"
-    finally:
-        shutil.rmtree(site)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "timed out"])

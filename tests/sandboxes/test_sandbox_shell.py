@@ -14,8 +14,6 @@ from agentfly_kit import toolbox
 from agentfly_kit.errors import SandboxError, SettingsError, ToolError
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.sandboxes import PythonSandbox, ShellResult, ShellSandbox
-from agentfly_kit.tools.context import Context
-from agentfly_kit.types import Task
 
 LONG = 90_000_000 + os.getpid()
 """Seconds that no other test run on this machine sleeps."""
@@ -27,7 +25,7 @@ def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-async def test_what_a_command_tells(level: str):
+async def test_results_of_commands(level: str):
     async with ShellSandbox(isolation=level) as sandbox:
         result = await sandbox.run("echo out; echo err >&2; false")
         assert (result.stdout, result.stderr, result.exit_code, result.ok) == ("out\n", "err\n", 1, False)
@@ -42,11 +40,11 @@ async def test_what_a_command_tells(level: str):
         assert (await sandbox.run('cat; read x; echo "[$x]"')).stdout == "[]\n", "nobody types"
         with pytest.raises(ToolError, match="NUL"):
             await sandbox.run("echo \0")
-        with pytest.raises(SettingsError, match="timeout=0"):
+        with pytest.raises(SettingsError, match="timeout must be a positive"):
             await sandbox.run("true", timeout=0)
 
 
-async def test_any_text_arrives_as_it_was_written(level: str):
+async def test_commands_are_passed_verbatim(level: str):
     """Quotes, lines, history marks, backslashes, control characters: nothing is read twice."""
     text = "".join(map(chr, [*range(1, 128), 0xE9, 0x1F600])) + "!! !x $(id) `id` \\x41 'a' \"b\"\n#"
     async with ShellSandbox(isolation=level) as sandbox:
@@ -54,7 +52,7 @@ async def test_any_text_arrives_as_it_was_written(level: str):
         assert (result.stdout, result.stderr) == (text + "\n", "")
 
 
-async def test_the_shell_is_kept(level: str):
+async def test_the_state_of_the_shell_persists(level: str):
     async with ShellSandbox(isolation=level) as sandbox:
         home = (await sandbox.run("pwd")).stdout
         await sandbox.run("mkdir d; cd d; A=5; export B=6; f() { echo f$A; }; alias g='echo alias'; shopt -s extglob")
@@ -63,7 +61,7 @@ async def test_the_shell_is_kept(level: str):
         assert (await sandbox.run("cd -; python -c 'import sys, numpy; print(sys.version_info[0])'")).ok, "this Python"
 
 
-async def test_time_is_up_and_the_shell_lives(level: str):
+async def test_the_shell_survives_a_timeout(level: str):
     async with ShellSandbox(isolation=level) as sandbox:
         await sandbox.run("A=5; sleep 1000 &")
         for command in ("echo begun; sleep 100; echo no", "while true; do :; done", "(sleep 100; echo no) | cat"):
@@ -89,7 +87,7 @@ async def test_a_shell_that_ignores_the_interrupt_is_replaced(level: str):
         assert (await sandbox.run('echo "[$A]"; cat file')).stdout == "[]\nkept\n"
 
 
-async def test_the_end_of_a_shell_is_told(level: str):
+async def test_the_end_of_a_shell_is_reported(level: str):
     async with ShellSandbox(isolation=level) as sandbox:
         for command, code in (("exit 3", 3), ("kill -9 $$", 137), ("set -e; false", 1), ("exec true", 0)):
             await sandbox.run("A=5")
@@ -99,7 +97,7 @@ async def test_the_end_of_a_shell_is_told(level: str):
             assert (await sandbox.run('echo "[$A]"')).stdout == "[]\n"
 
 
-async def test_killing_what_watches_the_shell(level: str):
+async def test_killing_the_interpreter_that_controls_the_shell(level: str):
     async with ShellSandbox(isolation=level) as sandbox:
         result = await sandbox.run("kill -9 $PPID; sleep 1")
         assert (result.exit_code, result.died) == (None, True)
@@ -135,15 +133,6 @@ async def test_the_processor_limit_is_each_commands_own(level: str):
         assert time.process_time() - began < 5, "the host waited, and did not spin"
         result = await sandbox.run("while true; do :; done", timeout=20)
         assert (result.limit, result.ok, result.timed_out) == ("cpu", False, False)
-        assert (await sandbox.run("echo ok")).stdout == "ok\n"
-
-
-async def test_memory_and_files_have_their_limits():
-    async with ShellSandbox(memory_mb=64, disk_mb=4) as sandbox:
-        result = await sandbox.run("python -c 'x = bytearray(500 * 2**20)'", timeout=20)
-        assert not result.ok
-        result = await sandbox.run("head -c 20000000 /dev/zero > big", timeout=20)
-        assert not result.ok
         assert (await sandbox.run("echo ok")).stdout == "ok\n"
 
 
@@ -202,26 +191,6 @@ def sleepers() -> int:
     return count
 
 
-async def test_64_chains_at_once_share_nothing():
-    """16 sandboxes, 64 chains one after another in them: each finds an empty shell, and its own state to the end."""
-    pool, rounds = Pool(ShellSandbox, size=16), 2
-
-    async def chain(number: int) -> list[str]:
-        async with pool.lease(owner=str(number), timeout=60) as sandbox:
-            seen = [(await sandbox.run('echo "$X"; ls -A; type -t f', timeout=30)).stdout]
-            await sandbox.run(f"X={number}; echo {number} > file; f() {{ echo f{number}; }}; cd /usr", timeout=30)
-            for _ in range(rounds):
-                await asyncio.sleep(0)
-                seen.append((await sandbox.run("echo $X; cat ~/file; f; pwd", timeout=30)).stdout)
-            return seen
-
-    seen = await asyncio.gather(*(chain(number) for number in range(64)))
-    for number, (first, *later) in enumerate(seen):
-        assert first == "\n"
-        assert later == [f"{number}\n{number}\nf{number}\n/usr\n"] * rounds
-    await pool.close()
-
-
 # --- cancellation --------------------------------------------------------------------------------
 
 
@@ -238,41 +207,10 @@ async def test_a_cancelled_command_is_interrupted_and_the_next_one_runs(level: s
         assert (result.stdout, sleepers()) == ("5\n", 0)
 
 
-async def test_cancelled_at_any_moment_it_ends(level: str):
-    for seconds in (0.0, 0.001, 0.01, 0.03, 0.1):
-        sandbox = ShellSandbox(isolation=level)
-        running = asyncio.create_task(sandbox.run(f"sleep {LONG}", timeout=60))
-        await asyncio.sleep(seconds)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert (await sandbox.run("echo ok")).stdout == "ok\n"
-        await sandbox.close()
-        assert sleepers() == 0
-
-
-async def test_closed_in_the_middle(level: str):
-    sandbox = ShellSandbox(isolation=level)
-    running = asyncio.create_task(sandbox.run(f"sleep {LONG}", timeout=60))
-    while sleepers() == 0:
-        await asyncio.sleep(0.01)
-    await sandbox.close()
-    assert (await running).died
-    with pytest.raises(SandboxError, match="closed"):
-        await sandbox.run("true")
-    assert repr(sandbox) == f"<ShellSandbox {level}, closed>"
-
-
-async def test_calls_side_by_side_run_in_the_order_of_asking(level: str):
-    async with ShellSandbox(isolation=level) as sandbox:
-        results = await asyncio.gather(*(sandbox.run(f"X=${{X-}}{i}; echo $X") for i in range(9)))
-        assert [result.stdout for result in results][-1] == "012345678\n"
-
-
 # --- forks ---------------------------------------------------------------------------------------
 
 
-async def test_a_fork_goes_on_by_itself(level: str):
+async def test_a_fork_is_independent(level: str):
     async with ShellSandbox(isolation=level) as one, ShellSandbox(isolation=level) as two:
         await two.run("echo old > old; OLD=1; cd /usr")
         await one.run("mkdir -p d; cd d; A='it''s \"5\"'; export B=6; C=(1 'b c'); f() { echo f$A; }; alias g='echo g'")
@@ -300,24 +238,14 @@ async def test_a_fork_with_a_job_is_refused_by_name(level: str):
         assert (await two.run("ls -A | wc -l")).stdout == "0\n"
         await one.run("kill %1; wait")
         await one.fork(two)
-        with pytest.raises(SandboxError, match="another of its kind"):
+        with pytest.raises(SandboxError, match="can fork only into another"):
             await one.fork(one)
         async with PythonSandbox(isolation=level) as other:
-            with pytest.raises(SandboxError, match="another of its kind"):
+            with pytest.raises(SandboxError, match="can fork only into another"):
                 await one.fork(other)  # type: ignore[arg-type]
 
 
-async def test_a_chain_that_holds_one_forks():
-    pool = Pool(ShellSandbox, size=2)
-    async with Context(Task("t", ({"role": "user", "content": "?"},)), pools=[pool]) as context:
-        await (await context.sandbox(ShellSandbox)).run("A=5; echo 1 > file")
-        async with await context.fork("twin") as twin:
-            sandbox = await twin.sandbox(ShellSandbox)
-            assert (await sandbox.run("echo $A; cat file")).stdout == "5\n1\n"
-    await pool.close()
-
-
-async def test_the_ready_tool_shows_what_a_model_reads():
+async def test_the_builtin_tool():
     result = await toolbox.shell.try_(command="echo hi; ls nothing")
     assert not result.ok
     assert result.observation.startswith("hi\nls: cannot access 'nothing'") and result.observation.endswith(

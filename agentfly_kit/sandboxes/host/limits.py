@@ -5,6 +5,7 @@ A limit is either enforced or reported as not enforced.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -12,6 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from ...errors import SettingsError
 from . import reaper
@@ -45,7 +47,21 @@ class Limits:
         for name, low in least.items():
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= low):
-                raise SettingsError(f"{name}={value!r}: want at least {low}, or None for no limit")
+                raise SettingsError(f"{name} must be at least {low}, or None for no limit, got {value!r}")
+
+    def rlimits(self) -> dict[str, int]:
+        """Return the limits of each process, by their names in the module `resource`."""
+        found = {"RLIMIT_CORE": 0, "RLIMIT_NOFILE": 512}
+        if self.memory_mb is not None:
+            # The group's limit kills the process. This one raises a MemoryError first, which preserves variables.
+            found["RLIMIT_DATA"] = self.memory_mb * _MEBIBYTE
+        if self.disk_mb is not None:
+            found["RLIMIT_FSIZE"] = self.disk_mb * _MEBIBYTE
+        return found
+
+    def describe(self, mechanisms: Mapping[str, str]) -> dict[str, str]:
+        """Return the mechanisms that enforce the limits, with "not limited" for a limit that is None."""
+        return {name: how if getattr(self, name) is not None else "not limited" for name, how in mechanisms.items()}
 
 
 _MEBIBYTE = 2**20
@@ -108,55 +124,59 @@ def _own_group(mount: Path, path: str) -> Path:
     return place if place.is_dir() else mount
 
 
+class GroupUsage(Protocol):
+    """Counters of a control group."""
+
+    def cpu_seconds(self) -> float | None:
+        """Return the CPU time used so far by all processes of the group, including ended ones; None if unknown."""
+
+    def limit_hits(self) -> tuple[int, int]:
+        """Return the number of out-of-memory kills and the number of refused forks."""
+
+
 class Group:
-    """The control group of one sandbox (one folder for v2, one per controller for v1).
+    """The control group of one sandbox: one folder for v2, one per controller for v1."""
 
-    Raises:  OSError if the kernel refuses; then nothing is left behind.
-    """
+    def __init__(self, version: str, folders: Mapping[str, Path]) -> None:
+        self.version = version
+        self.folders = folders
 
-    def __init__(self, hierarchy: Hierarchy, limits: Limits) -> None:
-        self.version = hierarchy.version
-        self.name = f"agentfly-{reaper.owner_tag()}-{next(_numbers)}"
-        self.folders = {controller: root / self.name for controller, root in hierarchy.roots.items()}
+    @classmethod
+    def create(cls, hierarchy: Hierarchy, limits: Limits) -> Group:
+        """Create a control group with limits.
+
+        Raises:  OSError if the kernel refuses; then nothing is left behind.
+        """
+        name = f"agentfly-{reaper.owner_tag()}-{next(_numbers)}"
+        group = cls(hierarchy.version, {controller: root / name for controller, root in hierarchy.roots.items()})
         try:
-            for folder in self.folders.values():
+            for folder in group.folders.values():
                 folder.mkdir()
-            self._limit(limits)
+            group._limit(limits)
         except OSError:
-            self.remove()
+            group.remove()
             raise
+        return group
 
     def _limit(self, limits: Limits) -> None:
-        memory = None if limits.memory_mb is None else limits.memory_mb * _MEBIBYTE + _OWN_MEMORY
-        processes = None if limits.processes is None else limits.processes + _OWN_PROCESSES
-        if self.version == "v1":
-            if memory is not None:
-                _write(self.folders["memory"] / "memory.limit_in_bytes", memory)
-                # Otherwise the group would swap. Kernels without swap accounting do not have this file.
-                _write(self.folders["memory"] / "memory.memsw.limit_in_bytes", memory, optional=True)
-            if processes is not None:
-                _write(self.folders["pids"] / "pids.max", processes)
-        else:
-            folder = self.folders[""]
-            if memory is not None:
-                _write(folder / "memory.max", memory)
-                _write(folder / "memory.swap.max", 0, optional=True)
-            if processes is not None:
-                _write(folder / "pids.max", processes)
+        v1 = self.version == "v1"
+        if limits.memory_mb is not None:
+            memory = limits.memory_mb * _MEBIBYTE + _OWN_MEMORY
+            folder = self.folders["memory" if v1 else ""]
+            (folder / ("memory.limit_in_bytes" if v1 else "memory.max")).write_text(str(memory))
+            # Otherwise the group would swap. Kernels without swap accounting do not have these files.
+            with contextlib.suppress(OSError):
+                if v1:
+                    (folder / "memory.memsw.limit_in_bytes").write_text(str(memory))
+                else:
+                    (folder / "memory.swap.max").write_text("0")
+        if limits.processes is not None:
+            (self.folders["pids" if v1 else ""] / "pids.max").write_text(str(limits.processes + _OWN_PROCESSES))
 
     @property
     def procs_files(self) -> list[str]:
         """Files to which a process writes 0 to enter the group."""
         return [str(folder / "cgroup.procs") for folder in self.folders.values()]
-
-    def enter(self, pid: int) -> None:
-        """Move another process into the group.
-
-        The first move after a pause takes 10 to 20 ms, because taking the kernel's `cgroup_threadgroup_rwsem` starts
-        with an RCU grace period.
-        """
-        for file in self.procs_files:
-            Path(file).write_text(str(pid))
 
     def cpu_seconds(self) -> float | None:
         """Return the CPU time used so far by all processes of the group, including ended ones; None if unknown."""
@@ -170,13 +190,13 @@ class Group:
 
     def limit_hits(self) -> tuple[int, int]:
         """Return the number of out-of-memory kills and the number of refused forks."""
-        if self.version == "v1":
-            memory = _fields(self.folders["memory"] / "memory.oom_control").get("oom_kill", 0)
-            return memory, _fields(self.folders["pids"] / "pids.events").get("max", 0)
-        folder = self.folders[""]
-        return _fields(folder / "memory.events").get("oom_kill", 0), _fields(folder / "pids.events").get("max", 0)
+        v1 = self.version == "v1"
+        memory = self.folders["memory"] / "memory.oom_control" if v1 else self.folders[""] / "memory.events"
+        processes = self.folders["pids" if v1 else ""] / "pids.events"
+        return _fields(memory).get("oom_kill", 0), _fields(processes).get("max", 0)
 
     def processes(self) -> list[int]:
+        """Return the processes in the group."""
         folder = self.folders.get("pids") or self.folders[""]
         return [int(pid) for pid in (_read(folder / "cgroup.procs") or "").split()]
 
@@ -186,12 +206,11 @@ class Group:
         while pids := self.processes():
             for folder in self.folders.values():
                 if (folder / "cgroup.kill").exists():
-                    _write(folder / "cgroup.kill", 1, optional=True)
+                    with contextlib.suppress(OSError):
+                        (folder / "cgroup.kill").write_text("1")
             for pid in pids:
-                try:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, 9)
-                except (ProcessLookupError, PermissionError):
-                    pass
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.001)
@@ -204,17 +223,13 @@ class Group:
         """
         deadline = time.monotonic() + patience
         for folder in self.folders.values():
-            while True:
+            while folder.exists():
                 try:
                     folder.rmdir()
-                except FileNotFoundError:
-                    pass
                 except OSError:
-                    if time.monotonic() < deadline:
-                        time.sleep(0.001)
-                        continue
-                    return False
-                break
+                    if time.monotonic() > deadline:
+                        return False
+                    time.sleep(0.001)
         return True
 
 
@@ -223,18 +238,9 @@ def remove_orphans(hierarchy: Hierarchy) -> None:
     for root in hierarchy.roots.values():
         for folder in root.glob("agentfly-*"):
             if reaper.is_gone(folder.name.removeprefix("agentfly-").rpartition("-")[0]):
-                left = Group.__new__(Group)
-                left.version, left.folders = hierarchy.version, {"": folder}
+                left = Group(hierarchy.version, {"": folder})
                 left.kill(0.5)
                 left.remove(0.1)
-
-
-def _write(file: Path, value: int, optional: bool = False) -> None:
-    try:
-        file.write_text(str(value))
-    except OSError:
-        if not optional:
-            raise
 
 
 def _read(file: Path) -> str | None:

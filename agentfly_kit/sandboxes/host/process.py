@@ -11,7 +11,6 @@ import contextlib
 import functools
 import json
 import os
-import queue
 import shutil
 import signal
 import socket
@@ -19,67 +18,36 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import BinaryIO, TypeVar
+from collections.abc import Sequence
+from typing import Any, BinaryIO
 
 from ...errors import SandboxError
-from ..inside import zygote
-from . import isolation, reaper, seccomp
-from .limits import Group, Limits
+from ..inside import processes
+from . import commands, isolation, reaper, seccomp
+from .limits import Group, GroupUsage, Limits
 
-T = TypeVar("T")
-
-_MEBIBYTE = 2**20
 _EXIT_SECONDS = 0.5  # s: grace period for a zygote to exit before it is killed
 _PRELUDE = 'for file in $JOIN; do echo 0 > "$file" || exit 97; done; unset JOIN; exec "$@"'
 
 
-class Spawner:
-    """A single thread that starts all sandboxes and lives as long as the process.
+spawner: concurrent.futures.ThreadPoolExecutor
+container_spawner: concurrent.futures.ThreadPoolExecutor
 
-    PR_SET_PDEATHSIG takes effect when the parent *thread* ends, so a sandbox started from a thread of a thread pool
-    would die with that thread.
+
+def _make_executors() -> None:
+    """Create the threads that start sandboxes and live as long as this Python process.
+
+    PR_SET_PDEATHSIG takes effect when the parent *thread* ends, so a sandbox started from an event loop's own executor
+    would die with that loop. Several containers can start concurrently.
     """
-
-    def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-
-    def submit(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Schedule a call on the spawner's thread."""
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-        def work() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
-
-        with self._lock:
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._serve, name="agentfly-spawner", daemon=True)
-                self._thread.start()
-        self._work.put(work)
-        return future
-
-    def _serve(self) -> None:
-        while True:
-            self._work.get()()
+    global spawner, container_spawner
+    spawner = concurrent.futures.ThreadPoolExecutor(1, "agentfly-spawner")
+    container_spawner = concurrent.futures.ThreadPoolExecutor(8, "agentfly-container")
 
 
-spawner = Spawner()
-
-
-def _after_fork() -> None:
-    global spawner
-    spawner = Spawner()  # threads do not survive a fork
-
-
+_make_executors()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=_make_executors)  # threads do not survive a fork
 
 
 class SandboxProcess:
@@ -90,6 +58,7 @@ class SandboxProcess:
         self.process: subprocess.Popen[bytes] | None = None
         self.control: socket.socket | None = None
         self.group: Group | None = None
+        self.usage: GroupUsage | None = None  # counters of the group, which a container engine may own
         self.scratch: str | None = None
         self.errors: BinaryIO | None = None
         self.data: socket.socket | None = None  # host's ends of the channels to the interpreter
@@ -166,7 +135,7 @@ class SandboxProcess:
         """Kill the process and its descendants. Without namespaces, descendants would survive a dead zygote."""
         _signal(process.pid, signal.SIGSTOP)  # a stopped process still adopts orphaned descendants
         for _ in range(100):
-            pids = [pid for pid in zygote.descendants(process.pid) if not zygote.is_dead(pid)]
+            pids = [pid for pid in processes.descendants(process.pid) if not processes.is_dead(pid)]
             for pid in pids:
                 _signal(pid, signal.SIGKILL)
             if not pids:
@@ -177,10 +146,8 @@ class SandboxProcess:
 
 
 def _signal(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 @functools.cache
@@ -189,10 +156,17 @@ def _reap() -> None:
     reaper.reap_folders()
 
 
-def launch(
-    level: str, limits: Limits, preload: Sequence[str], max_output: int, packages: bool = True
-) -> SandboxProcess:
-    """Start a zygote; must be called on the spawner's thread. Takes 2 ms, or up to 20 ms with a control group.
+def settings_line(limits: Limits, preload: Sequence[str], max_output: int, **more: Any) -> bytes:
+    """Return the first message to a zygote; see `Zygote.handle`."""
+    settings: dict[str, Any] = {
+        "op": "settings", "rlimits": limits.rlimits(), "cpu_seconds": limits.cpu_seconds, "max_output": max_output,
+        "preload": list(preload), "path": [], "pdeathsig": False, "scratch": None, "landlock": None, "filter": "",
+    }  # fmt: skip
+    return json.dumps(settings | more).encode() + b"\n"
+
+
+def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, packages: bool) -> SandboxProcess:
+    """Start a zygote; must be called on the spawner's thread. Takes 2 ms.
 
     Returns before the zygote is ready. It processes commands sent on the control socket as soon as it is.
 
@@ -200,110 +174,73 @@ def launch(
     """
     _reap()
     handle = SandboxProcess()
-    passed: list[int] = []
-    opened: list[socket.socket | BinaryIO] = []
-    strict = level == "strict"
     try:
-        groups = isolation.hierarchy()
-        if groups is not None:
-            handle.group = Group(groups, limits)
-        host, inside = socket.socketpair()
-        opened.append(inside)
-        handle.control = host
-        host.setblocking(False)
-        folders = isolation.python_folders(packages)
-        passed.append(inside.fileno())
-        rlimits = {"RLIMIT_CORE": 0, "RLIMIT_NOFILE": 512}
-        if limits.memory_mb is not None:
-            # The group's limit kills the process. This one raises a MemoryError first, which preserves variables.
-            rlimits["RLIMIT_DATA"] = limits.memory_mb * _MEBIBYTE
-        if limits.disk_mb is not None:
-            rlimits["RLIMIT_FSIZE"] = limits.disk_mb * _MEBIBYTE
-        own_user = level == "landlock" and groups is None and isolation.own_user_namespace()
-        if limits.processes is not None and groups is None and level != "none":
-            # In its own user namespace the zygote counts too; otherwise all processes of this user do.
-            rlimits["RLIMIT_NPROC"] = limits.processes + (1 if strict or own_user else _processes_of_this_user() + 1)
-        folder = None
-        if not strict:
-            handle.scratch = folder = tempfile.mkdtemp(prefix=f"{reaper.SCRATCH}{reaper.owner_tag()}-")
-        home = folder or isolation.STRICT_HOME
-        place = isolation.inside_path if strict else str
-        version = isolation.landlock_version() if level == "landlock" else None
-        program = b""
-        if level == "landlock":
-            program = seccomp.program(landlock=version, network=limits.network) or b""
-        settings = {
-            "op": "settings", "rlimits": rlimits, "cpu_seconds": limits.cpu_seconds, "max_output": max_output,
-            "wipe": ["/tmp", "/dev/shm"] if strict else [folder],
-            "keep": [place(path) for path in folders],
-            "path": [place(path) for path in isolation.packages()] if packages else [],
-            "preload": list(preload),
-            "own_user": own_user,
-            "pdeathsig": not strict, "scratch": folder, "executable": place(isolation.inside_python(packages)),
-            "filter": program.hex(),
-            "landlock": isolation.landlock_rules(home, limits, packages) if level == "landlock" else None,
-        }  # fmt: skip
-        line = json.dumps(settings).encode() + b"\n"
-        handle.errors = tempfile.TemporaryFile()  # noqa: SIM115
-        program_file = isolation.worker_file()
-        opened.append(program_file)
-        passed.append(program_file.fileno())
-        command: list[str] = []
-        if strict:
-            filter_ = isolation.seccomp_file()
-            assert filter_ is not None, "strict without a call filter: the probe must have refused it"
-            opened.append(filter_)
-            passed.append(filter_.fileno())
-            command, environment = isolation.strict_command(limits, filter_.fileno(), packages=packages)
-        else:
-            environment = isolation.environment(home, os.environ.get("PATH", os.defpath))
-        command += isolation.run_worker(program_file.fileno(), "zygote", str(inside.fileno()))
-        if handle.group is not None and not _lists_children():
-            # A shell enters the group and then execs the sandbox. A preexec_fn would run Python between fork and exec,
-            # where a lock held by another thread could deadlock, and would make fork copy a large host process.
-            environment = {**environment, "JOIN": " ".join(handle.group.procs_files)}
-            command = ["/bin/sh", "-c", _PRELUDE, "sandbox", *command]
-        handle.process = subprocess.Popen(
-            command, env=environment, cwd=folder or "/", pass_fds=passed, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=handle.errors,
-        )  # fmt: skip
-        if handle.group is not None and _lists_children():
-            _confine(handle.group, handle.process)
-        with contextlib.suppress(BrokenPipeError):  # it has exited already; waiting for its answer reports why
-            host.sendall(line)  # the zygote starts nothing before it has the settings
+        with contextlib.ExitStack() as opened:  # files that only the new process keeps
+            _launch(handle, opened, level, limits, preload, max_output, packages)
     except BaseException as error:
         handle.destroy()
         if isinstance(error, OSError):
-            raise SandboxError(f"a sandbox could not be started: {error}") from error
+            raise SandboxError(f"the sandbox could not be started: {error}") from error
         raise
-    finally:
-        for each in opened:
-            each.close()
     return handle
 
 
-def _confine(group: Group, process: subprocess.Popen[bytes]) -> None:
-    """Move a process that was just started, and its descendants, into its control group.
+def _launch(
+    handle: SandboxProcess, opened: contextlib.ExitStack, level: str, limits: Limits, preload: Sequence[str],
+    max_output: int, packages: bool,
+) -> None:  # fmt: skip
+    strict, landlock = level == "strict", level == "landlock"
+    groups = isolation.hierarchy()
+    if groups is not None:
+        handle.group = handle.usage = Group.create(groups, limits)
+    handle.control, inside = socket.socketpair()
+    opened.enter_context(inside)
+    handle.control.setblocking(False)
+    program = opened.enter_context(commands.program_file())
+    passed = [inside.fileno(), program.fileno()]
+    if strict:
+        calls = seccomp.program()
+        assert calls is not None, "strict without a system-call filter: the probe must have rejected it"
+        filter_file = opened.enter_context(commands.anonymous_file(calls))
+        passed.append(filter_file.fileno())
+        command, environment = commands.strict_command(limits, filter_file.fileno(), packages=packages)
+        wipe, place = ["/tmp", "/dev/shm"], commands.inside_path
+    else:
+        handle.scratch = tempfile.mkdtemp(prefix=f"{reaper.SCRATCH}{reaper.owner_tag()}-")
+        command, environment = [], commands.environment(handle.scratch, os.environ.get("PATH", os.defpath))
+        wipe, place = [handle.scratch], os.fspath
+    command += commands.run_zygote(program.fileno(), "zygote", str(inside.fileno()))
 
-    This is done while the process starts, not before, because the first move after a pause waits for a kernel grace
-    period of 10 to 20 ms, during which bubblewrap and Python can start.
+    # Without a control group, RLIMIT_NPROC limits processes. In its own user namespace the zygote counts too; otherwise
+    # all processes of this user do.
+    rlimits = limits.rlimits()
+    own_user = landlock and groups is None and isolation.own_user_namespace()
+    if limits.processes is not None and groups is None and level != "none":
+        rlimits["RLIMIT_NPROC"] = limits.processes + 1 + (0 if strict or own_user else _processes_of_this_user())
+    confinement: dict[str, Any] = {}
+    if landlock:
+        calls = seccomp.program(landlock=commands.landlock_version(), network=limits.network) or b""
+        rules = commands.landlock_rules(str(handle.scratch), limits, packages)
+        confinement = {"filter": calls.hex(), "landlock": rules}
+    line = settings_line(
+        limits, preload, max_output, rlimits=rlimits, own_user=own_user, pdeathsig=not strict, wipe=wipe,
+        scratch=handle.scratch, keep=[place(path) for path in commands.python_folders(packages)],
+        path=[place(path) for path in commands.packages()] if packages else [],
+        executable=place(commands.inside_python(packages)), **confinement,
+    )  # fmt: skip
 
-    Raises:  OSError if the kernel refuses.
-    """
-    for _ in range(100):
-        outside = {process.pid, *zygote.descendants(process.pid)} - set(group.processes())
-        if not outside or process.poll() is not None:
-            return
-        for pid in outside:
-            with contextlib.suppress(ProcessLookupError):
-                group.enter(pid)
-    raise OSError(f"{len(outside)} of its processes did not enter their control group")
-
-
-@functools.cache
-def _lists_children() -> bool:
-    """Return True if the kernel lists the children of a process; otherwise some could escape their limits."""
-    return os.path.exists(f"/proc/self/task/{os.getpid()}/children")
+    if handle.group is not None:
+        # A shell enters the group and then execs the sandbox. A preexec_fn would run Python between fork and exec,
+        # where a lock held by another thread could deadlock, and would make fork copy a large host process.
+        environment = {**environment, "JOIN": " ".join(handle.group.procs_files)}
+        command = ["/bin/sh", "-c", _PRELUDE, "sandbox", *command]
+    handle.errors = tempfile.TemporaryFile()  # noqa: SIM115
+    handle.process = subprocess.Popen(
+        command, env=environment, cwd=handle.scratch or "/", pass_fds=passed, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=handle.errors,
+    )  # fmt: skip
+    with contextlib.suppress(BrokenPipeError):  # it has exited already; waiting for its answer reports why
+        handle.control.sendall(line)  # the zygote starts nothing before it has the settings
 
 
 def _processes_of_this_user() -> int:
@@ -315,5 +252,5 @@ def _processes_of_this_user() -> int:
                 if folder.stat().st_uid == uid:
                     count += len(os.listdir(f"{folder.path}/task"))
             except OSError:
-                continue  # it has ended in the meantime
+                continue  # the process has ended in the meantime
     return count

@@ -13,7 +13,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from ..inside import zygote
+from ..inside import processes
 
 SCRATCH = "agentfly-sandbox-"
 
@@ -76,5 +76,5 @@ def reap_folders(top: str | None = None) -> None:
             with contextlib.suppress(OSError):  # another process may be deleting it too
                 status = entry.stat(follow_symlinks=False)
                 if stat.S_ISDIR(status.st_mode) and status.st_uid == mine:
-                    zygote.wipe(entry.path, [])
+                    processes.wipe(entry.path, [])
                     os.rmdir(entry.path)

@@ -1,1 +1,4 @@
-"""Programs that run inside a sandbox. They use only the standard library and are sent in as text or bytecode."""
+"""Programs that run inside a sandbox, on the standard library alone. They are sent in as source or bytecode.
+
+The host imports only `frames` and `processes`, which both sides use.
+"""

@@ -15,6 +15,7 @@ import stat
 from collections.abc import Callable
 from typing import Any
 
+WORK_FOLDER = ""  # subfolder of the sandbox's folder in which a shell starts and file operations work; set by the host
 CALLS: dict[str, Callable[..., Any]] = {}
 
 
@@ -63,9 +64,9 @@ def home() -> str:
     return os.path.realpath(os.environ["HOME"])
 
 
-def base(folder: str) -> str:
-    """Return the path of a subfolder of the sandbox's folder, creating it; "" for the sandbox's folder itself."""
-    path = os.path.join(home(), folder) if folder else home()
+def work_folder() -> str:
+    """Return the path of the working folder, creating it if necessary."""
+    path = os.path.join(home(), WORK_FOLDER) if WORK_FOLDER else home()
     os.makedirs(path, exist_ok=True)
     return path
 
@@ -103,36 +104,42 @@ def read_chunk(path: str, offset: int, size: int) -> str:
         return base64.b64encode(file.read(size)).decode()
 
 
-def put(entries: list[dict[str, Any]], folder: str) -> None:
-    """Create the entries read by `list_home` and `read_chunk`. Later chunks of a file are appended."""
-    top = base(folder)
+def put(entries: list[dict[str, Any]]) -> None:
+    """Create entries as read by `list_home` and `read_chunk`. Later chunks of a file are appended."""
     os.umask(0o022)
     for entry in entries:
-        path = os.path.join(top, entry["path"])
+        path = os.path.join(home(), entry["path"])
         os.makedirs(os.path.dirname(path), exist_ok=True)
         if entry["kind"] == "folder":
-            before = os.umask(0)
-            try:
-                os.mkdir(path, entry["mode"])
-            except FileExistsError:
-                chmod_if_allowed(path, entry["mode"])
-            finally:
-                os.umask(before)
+            make_folder(path, entry["mode"])
         elif entry["kind"] == "link":
             os.symlink(entry["link"], path)
-            continue
         else:
             data = base64.b64decode(entry["data"])
-            if not entry.get("more"):
-                write_new(path, entry["mode"], data)
-            else:
+            if entry.get("more"):
                 with open(path, "ab") as file:
                     file.write(data)
+            else:
+                write_new(path, entry["mode"], data)
             if entry.get("mtime") is not None:
                 try:
                     os.utime(path, ns=(entry["mtime"], entry["mtime"]))
                 except PermissionError:
-                    pass  # as in `chmod_if_allowed`
+                    pass  # the level "landlock" forbids changing times
+
+
+def make_folder(path: str, mode: int) -> None:
+    """Create a folder with the given permissions, or try to give them to an existing one."""
+    before = os.umask(0)
+    try:
+        os.mkdir(path, mode)
+    except FileExistsError:
+        try:
+            os.chmod(path, mode)
+        except PermissionError:
+            pass  # the level "landlock" forbids changing permissions
+    finally:
+        os.umask(before)
 
 
 def write_new(path: str, mode: int, data: bytes, folder: int | None = None) -> None:
@@ -151,13 +158,6 @@ def write_new(path: str, mode: int, data: bytes, folder: int | None = None) -> N
         os.umask(before)
     with open(file, "wb") as opened:
         opened.write(data)
-
-
-def chmod_if_allowed(path: str, mode: int) -> None:
-    try:
-        os.chmod(path, mode)
-    except PermissionError:
-        pass  # the level "landlock" forbids changing permissions
 
 
 CALLS |= {"list_home": list_home, "read_chunk": read_chunk, "put": put}

@@ -1,52 +1,26 @@
 """The zygote of a container, which communicates with the host over the container's standard input and output.
 
 It runs as the container's first process and extends the zygote of zygote.py: the channels of its interpreters are
-multiplexed as frames over that one stream. It imports only the standard library. host/container.py sends both files in
-as text.
-
-A frame, in either direction, consists of the channel (1 byte), the serial number of the interpreter (4 bytes), the
-length of the data (4 bytes) and the data. CONTROL is one JSON message of the zygote's protocol; DATA is a chunk of an
-interpreter's socket, or its end if empty; OUT and ERR are printed output; USAGE is JSON with the counters of the
-container's control group.
+multiplexed as frames (frames.py) over that one stream. host/stream.py is the other end.
 """
 
 from __future__ import annotations
 
 import _socket
-import ctypes
 import json
 import os
 import select
-import signal
-import struct
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
-from .zygote import Zygote, prctl
+from .frames import CONTROL, DATA, ERR, OUT, USAGE, frame, frames
+from .kernel import PR_SET_NO_NEW_PRIVS, filter_calls, prctl
+from .zygote import Zygote, run
 
-CONTROL, DATA, OUT, ERR, USAGE = range(5)
-HEAD = struct.Struct("!BII")
 _CHUNK = 65536  # also the capacity of a pipe
 _FULL = 4 * _CHUNK  # limit for unsent bytes; beyond it, printing code blocks
 _USAGE_SECONDS = 0.2
-_PR_NO_NEW_PRIVS, _PR_SECCOMP, _FILTER = 38, 22, 2
-
-
-def frame(channel: int, serial: int, data: bytes) -> bytes:
-    return HEAD.pack(channel, serial, len(data)) + data
-
-
-def frames(buffer: bytearray) -> Iterator[tuple[int, int, bytes]]:
-    """Remove complete frames from the front of a buffer and yield them."""
-    while len(buffer) >= HEAD.size:
-        channel, serial, length = HEAD.unpack_from(buffer)
-        if len(buffer) < HEAD.size + length:
-            return
-        data = bytes(buffer[HEAD.size : HEAD.size + length])
-        del buffer[: HEAD.size + length]
-        yield channel, serial, data
 
 
 class Relay(Zygote):
@@ -59,20 +33,13 @@ class Relay(Zygote):
         self.unsent = bytearray()  # data not yet sent to the interpreter
         self.data: _socket.socket | None = None  # relay's end of the data channel
         self.pipes: dict[int, int] = {}  # descriptor -> OUT or ERR
-        self.wake_pipe: tuple[int, ...] = ()
         self.counts: tuple[int, int] | None = None
         self.call_running = False  # a call is running
         self.usage_read = 0.0
-        os.register_at_fork(after_in_child=self.close_in_child)
 
     def serve(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal.SIGPIPE):
-            signal.signal(number, signal.SIG_IGN)
-        wake, waker = self.wake_pipe = os.pipe()
-        for descriptor in (wake, waker, 1):
-            os.set_blocking(descriptor, False)
-        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        wake = self.wake_on_signals()
+        os.set_blocking(1, False)
         while True:
             poll = select.poll()
             poll.register(0, select.POLLIN)
@@ -90,11 +57,7 @@ class Relay(Zygote):
             if self.call_running and time.monotonic() - self.usage_read > _USAGE_SECONDS:
                 self.usage(always=True)
             if wake in ready:
-                try:
-                    os.read(wake, 4096)
-                except BlockingIOError:
-                    pass
-                self.reap()
+                self.woken()
             for pipe in [pipe for pipe in self.pipes if pipe in ready]:
                 self.read_pipe(pipe)
             if self.data is not None and self.data.fileno() in ready:
@@ -143,7 +106,9 @@ class Relay(Zygote):
         if message["op"] == "settings":
             message["executable"] = sys.executable
             message["wipe"] = writable(message["keep"])
-            restrict(bytes.fromhex(message["restrict"]))
+            prctl(PR_SET_NO_NEW_PRIVS, 1)
+            if message["restrict"]:
+                filter_calls(bytes.fromhex(message["restrict"]))  # in addition to the engine's filter
         elif message["op"] == "fresh":
             self.close_ends()
             self.call_running = False
@@ -159,11 +124,8 @@ class Relay(Zygote):
     # --- the interpreter
 
     def close_in_child(self) -> None:
-        """Close the relay's descriptors in a forked child, so that the interpreter does not inherit them."""
+        super().close_in_child()
         self.close_ends()
-        for descriptor in self.wake_pipe:
-            os.close(descriptor)
-        self.wake_pipe = ()
 
     def close_ends(self) -> None:
         if self.data is not None:
@@ -270,45 +232,14 @@ def writable(keep: list[str]) -> list[str]:
     with open("/proc/self/mounts") as mounts:
         for line in mounts:
             _, place, kind, options, *_ = line.split(" ")
-            inside = any(place == kept or place.startswith(kept + "/") for kept in keep)
-            if (
-                (
-                    "rw" in options.split(",")
-                    and kind not in ("proc", "sysfs", "devpts", "cgroup", "cgroup2")
-                    and not inside
-                )
-                and os.path.isdir(place)
-                and os.access(place, os.W_OK)
-            ):
+            if "rw" not in options.split(",") or kind in ("proc", "sysfs", "devpts", "cgroup", "cgroup2"):
+                continue
+            if any(place == kept or place.startswith(kept + "/") for kept in keep):
+                continue
+            if os.path.isdir(place) and os.access(place, os.W_OK):
                 found.append(place)
     return found
 
 
-def restrict(program: bytes) -> None:
-    """Install a system-call filter, in addition to the engine's, for this process and its descendants."""
-    prctl(_PR_NO_NEW_PRIVS, 1)
-    if not program:
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    text = ctypes.create_string_buffer(program, len(program))
-    # struct sock_fprog: the number of instructions, and where they are
-    head = (ctypes.c_uint64 * 2)(len(program) // 8, ctypes.addressof(text))
-    none = ctypes.c_long(0)
-    if libc.prctl(_PR_SECCOMP, ctypes.c_long(_FILTER), head, none, none):
-        raise OSError(ctypes.get_errno(), "the system-call filter was refused")
-
-
 def main() -> None:
-    relay = Relay()
-    try:
-        relay.serve()
-    except Exception:
-        import traceback
-
-        traceback.print_exc()  # for the host, which is waiting for an answer
-        sys.stderr.flush()
-    finally:
-        try:
-            relay.kill_all()
-        finally:
-            os._exit(0)
+    run(Relay())

@@ -15,19 +15,19 @@ import stat
 from collections import deque
 from typing import Any
 
-from .base import CALLS, Refused, base, write_new
+from .base import CALLS, Refused, work_folder, write_new
 
 UNDO_BYTES = 8 * 2**20
 UNDO: deque[tuple[str, bytes | None]] = deque()  # path and previous content; None: the file did not exist
-FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def relative_path(path: str, folder: str) -> str:
+def relative_path(path: str) -> str:
     """Resolve a path and return it relative to the folder.
 
     Raises:  Refused if it leaves the folder.
     """
-    root = base(folder)
+    root = work_folder()
     if "\0" in path:
         raise Refused("a path cannot hold the character NUL")
     try:
@@ -39,10 +39,10 @@ def relative_path(path: str, folder: str) -> str:
     return os.path.relpath(real, root)
 
 
-def open_parent(inside: str, folder: str, make: bool = False) -> int:
+def open_parent(inside: str, make: bool = False) -> int:
     """Open the parent folder of a path and return its descriptor. `make`: create missing folders."""
     try:
-        here = os.open(base(folder), FOLDER)
+        here = os.open(work_folder(), OPEN_FOLDER)
     except OSError as error:
         raise Refused(f"the folder cannot be used: {error.strerror}") from None
     for name in inside.split("/")[:-1]:
@@ -52,7 +52,7 @@ def open_parent(inside: str, folder: str, make: bool = False) -> int:
                     os.mkdir(name, dir_fd=here)
                 except FileExistsError:
                     pass
-            there = os.open(name, FOLDER, dir_fd=here)
+            there = os.open(name, OPEN_FOLDER, dir_fd=here)
         except FileNotFoundError:
             raise Refused(f"there is no {inside!r}") from None
         except OSError as error:
@@ -63,16 +63,16 @@ def open_parent(inside: str, folder: str, make: bool = False) -> int:
     return here
 
 
-def read_bytes(path: str, folder: str) -> tuple[str, bytes]:
+def read_bytes(path: str) -> tuple[str, bytes]:
     """Return the path relative to the folder, and the content of the file."""
-    inside = relative_path(path, folder)
-    above = open_parent(inside, folder)
+    inside = relative_path(path)
+    above = open_parent(inside)
     try:
         file = os.open(
             inside.rpartition("/")[2], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=above
         )
     except FileNotFoundError:
-        raise Refused(f"there is no {path!r}{suggestion(inside, folder)}") from None
+        raise Refused(f"there is no {path!r}{suggestion(inside)}") from None
     except OSError as error:
         raise Refused(f"{path!r} cannot be read: {error.strerror}") from None
     finally:
@@ -89,15 +89,15 @@ def read_bytes(path: str, folder: str) -> tuple[str, bytes]:
         os.close(file)
 
 
-def suggestion(inside: str, folder: str) -> str:
-    names = [name for name in list_folder(".", folder, 8)["names"] if not name.endswith("/")]
+def suggestion(inside: str) -> str:
+    names = [name for name in list_folder(".", 8)["names"] if not name.endswith("/")]
     close = [name for name in names if name.rpartition("/")[2] == inside.rpartition("/")[2]]
     close = close or difflib.get_close_matches(inside, names, 3)
     return f"; there is {', '.join(close[:3])}" if close else ""
 
 
-def read_text(path: str, folder: str) -> tuple[str, str]:
-    inside, data = read_bytes(path, folder)
+def read_text(path: str) -> tuple[str, str]:
+    inside, data = read_bytes(path)
     try:
         text = data.decode()
     except UnicodeDecodeError:
@@ -107,9 +107,9 @@ def read_text(path: str, folder: str) -> tuple[str, str]:
     return inside, text
 
 
-def replace_file(inside: str, folder: str, data: bytes | None) -> None:
+def replace_file(inside: str, data: bytes | None) -> None:
     """Replace the content of a file atomically; on failure it keeps its old content. None deletes the file."""
-    above = open_parent(inside, folder, make=data is not None)
+    above = open_parent(inside, make=data is not None)
     name = inside.rpartition("/")[2]
     new = f".{name[:100]}.{secrets.token_hex(4)}"
     try:
@@ -139,8 +139,8 @@ def replace_file(inside: str, folder: str, data: bytes | None) -> None:
         os.close(above)
 
 
-def change_file(inside: str, folder: str, before: bytes | None, after: bytes | None) -> None:
-    replace_file(inside, folder, after)
+def change_file(inside: str, before: bytes | None, after: bytes | None) -> None:
+    replace_file(inside, after)
     UNDO.append((inside, before))
     while sum(len(data or b"") for _, data in UNDO) > UNDO_BYTES:
         UNDO.popleft()
@@ -149,8 +149,8 @@ def change_file(inside: str, folder: str, before: bytes | None, after: bytes | N
 # --- the calls -----------------------------------------------------------------------------------
 
 
-def read(path: str, start: int, end: int | None, numbers: bool, max_chars: int, folder: str) -> str:
-    _, text = read_text(path, folder)
+def read(path: str, start: int, end: int | None, numbers: bool, max_chars: int) -> str:
+    _, text = read_text(path)
     lines = text.splitlines(keepends=True)
     if start < 1 or (end is not None and end < start):
         raise Refused(f"lines {start} to {end}: the first line is 1, and the last is not before the first")
@@ -169,22 +169,22 @@ def read(path: str, start: int, end: int | None, numbers: bool, max_chars: int, 
     return "".join(shown)
 
 
-def write(path: str, text: str, folder: str) -> str:
-    inside = relative_path(path, folder)
+def write(path: str, text: str) -> str:
+    inside = relative_path(path)
     if inside == "." or path.endswith("/"):
         raise Refused(f"{path!r} is a folder; name a file")
     try:
-        before: bytes | None = read_bytes(path, folder)[1]
+        before: bytes | None = read_bytes(path)[1]
     except Refused:
         before = None
     data = text.encode("utf-8", "surrogateescape")
-    change_file(inside, folder, before, data)
+    change_file(inside, before, data)
     count = len(text.splitlines())
     return f"{inside}: {'written' if before is None else 'overwritten'}, {count} line{'' if count == 1 else 's'}"
 
 
-def edit(path: str, old: str, new: str, folder: str) -> str:
-    inside, text = read_text(path, folder)
+def edit(path: str, old: str, new: str) -> str:
+    inside, text = read_text(path)
     if not old:
         raise Refused("the text to replace is empty; to make or overwrite a file, write it")
     if old == new:
@@ -206,7 +206,7 @@ def edit(path: str, old: str, new: str, folder: str) -> str:
             else f"the text to replace overlaps itself in {inside}; give more of the lines around it"
         )
     after = text[: places[0]] + new + text[places[0] + len(old) :]
-    change_file(inside, folder, text.encode(), after.encode("utf-8", "surrogateescape"))
+    change_file(inside, text.encode(), after.encode("utf-8", "surrogateescape"))
     first = max(1, numbers[0] - 2)
     last = numbers[0] + new.count("\n") + 2
     lines = after.splitlines()[first - 1 : min(last, first + 30)]
@@ -233,10 +233,10 @@ def closest_match(old: str, text: str) -> str:
     return ""
 
 
-def list_folder(path: str, folder: str, depth: int, max_names: int = 1000) -> dict[str, Any]:
+def list_folder(path: str, depth: int, max_names: int = 1000) -> dict[str, Any]:
     """List a folder: {"names": paths, with a trailing slash for folders; "more": number of paths left out}."""
-    inside = relative_path(path, folder)
-    top = os.path.join(base(folder), inside)
+    inside = relative_path(path)
+    top = os.path.join(work_folder(), inside)
     names: list[str] = []
     more = 0
     if not os.path.isdir(top):
@@ -245,7 +245,7 @@ def list_folder(path: str, folder: str, depth: int, max_names: int = 1000) -> di
     while pending:
         here, left = pending.pop()
         try:
-            entries = sorted(os.scandir(os.path.join(base(folder), here)), key=lambda entry: entry.name)
+            entries = sorted(os.scandir(os.path.join(work_folder(), here)), key=lambda entry: entry.name)
         except OSError:
             continue
         below = []
@@ -262,7 +262,7 @@ def list_folder(path: str, folder: str, depth: int, max_names: int = 1000) -> di
     return {"names": sorted(names), "more": more}
 
 
-def grep(pattern: str, path: str, max_matches: int, folder: str) -> dict[str, Any]:
+def grep(pattern: str, path: str, max_matches: int) -> dict[str, Any]:
     """Search files: {"found": [path, line number, line] per match; "more": True if there are more matches}."""
     try:
         wanted = re.compile(pattern)
@@ -270,15 +270,15 @@ def grep(pattern: str, path: str, max_matches: int, folder: str) -> dict[str, An
         raise Refused(
             f"{pattern!r} is no regular expression: {error}; put a \\ before a letter that means itself"
         ) from None
-    inside = relative_path(path, folder)
-    if os.path.isdir(os.path.join(base(folder), inside)):
-        names = [name for name in list_folder(path, folder, 64, 100_000)["names"] if not name.endswith("/")]
+    inside = relative_path(path)
+    if os.path.isdir(os.path.join(work_folder(), inside)):
+        names = [name for name in list_folder(path, 64, 100_000)["names"] if not name.endswith("/")]
     else:
         names = [inside]
     found: list[list[Any]] = []
     for name in names:
         try:
-            _, text = read_text(name, folder)
+            _, text = read_text(name)
         except Refused:
             if name == path:
                 raise
@@ -291,12 +291,12 @@ def grep(pattern: str, path: str, max_matches: int, folder: str) -> dict[str, An
     return {"found": found, "more": False}
 
 
-def undo(path: str | None, folder: str) -> str:
-    inside = None if path is None else relative_path(path, folder)
+def undo(path: str | None) -> str:
+    inside = None if path is None else relative_path(path)
     for at in range(len(UNDO) - 1, -1, -1):
         name, before = UNDO[at]
         if inside in (None, name):
-            replace_file(name, folder, before)
+            replace_file(name, before)
             del UNDO[at]
             return f"{name}: {'deleted again' if before is None else 'as it was before the last change'}"
     raise Refused("there is nothing to undo" if path is None else f"there is no change of {path!r} to undo")

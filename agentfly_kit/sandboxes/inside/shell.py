@@ -1,8 +1,8 @@
 """The inner side of a ShellSandbox: one bash that reads a command, evaluates it and reports its exit status.
 
-This file runs after base.py in the same namespace. The bash is interactive, though without a terminal, because only an
-interactive bash abandons the current command on an interrupt and continues with its variables intact. It writes
-directly to the interpreter's stdout and stderr, so that output survives any kill.
+This file runs after base.py and processes.py in the same namespace. The bash is interactive, though without a terminal,
+because only an interactive bash abandons the current command on an interrupt and continues with its variables intact.
+It writes directly to the interpreter's stdout and stderr, so that output survives any kill.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import sys
 import time
 from typing import Any
 
-from .base import CALLS, Refused, base, home
+from .base import CALLS, Refused, home, work_folder
+from .processes import descendants, is_dead
 
 # Their sum must be below the time between the host's interrupt and its kill (0.5 s).
 INTERRUPT_SECONDS, KILL_SECONDS = 0.2, 0.2
@@ -36,35 +37,10 @@ def quoted(text: str) -> str:
     return "$'" + "".join(chr(b) if b in plain else f"\\{b:03o}" for b in text.encode("utf-8", "surrogateescape")) + "'"
 
 
-def descendants(root: int) -> set[int]:
-    """Return all living descendants of `root`; empty if the kernel does not list the children of a process."""
-    found: set[int] = set()
-    unseen = [root]
-    while unseen:
-        pid = unseen.pop()
-        try:
-            for task in os.listdir(f"/proc/{pid}/task"):
-                with open(f"/proc/{pid}/task/{task}/children") as lines:
-                    children = [int(child) for child in lines.read().split()]
-                found |= set(children)
-                unseen += children
-        except OSError:
-            continue
-    return {pid for pid in found if not is_dead(pid)}
-
-
-def is_dead(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
-
-
 class Shell:
     """A running bash process."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self) -> None:
         program = shutil.which("bash")
         if program is None:
             raise Refused("there is no bash in this sandbox; install bash")
@@ -77,7 +53,8 @@ class Shell:
         self.status_number = statuses
         self.process = subprocess.Popen(
             [program, "--norc", "--noprofile", "--noediting", "-i"], stdin=commands, stderr=subprocess.DEVNULL,
-            pass_fds=[statuses, errors], start_new_session=True, env=environment, cwd=folder,
+            pass_fds=[statuses, errors], start_new_session=True, env=environment,
+            cwd=work_folder(),
         )  # fmt: skip
         for descriptor in (commands, statuses, errors):
             os.close(descriptor)
@@ -94,7 +71,7 @@ class Shell:
 
     def begin(self, command: str) -> None:
         """Start a command. Commands and exit statuses use descriptors that the command itself does not inherit."""
-        self.known = descendants(self.process.pid)
+        self.known = self.processes()
         self.running = secrets.token_hex(8)
         line = f"eval {quoted(command)} </dev/null {self.status_number}>&-"
         self.send(f"{line}\nbuiltin printf '%s %s\\n' {self.running} \"$?\" >&{self.status_number}")
@@ -122,11 +99,14 @@ class Shell:
 
         At the level "landlock", where processes are not visible, nothing is killed here; the host kills everything.
         """
-        self.signal(signal.SIGINT)
+        try:
+            os.killpg(self.process.pid, signal.SIGINT)
+        except OSError:
+            pass  # the shell has ended
         status = self.status(INTERRUPT_SECONDS)
         deadline = time.monotonic() + KILL_SECONDS
         while status is None and time.monotonic() < deadline:
-            for pid in descendants(self.process.pid) - self.known:
+            for pid in self.processes() - self.known:
                 try:
                     os.kill(pid, signal.SIGKILL)
                 except OSError:
@@ -134,11 +114,9 @@ class Shell:
             status = self.status(0.02)
         return status
 
-    def signal(self, number: int) -> None:
-        try:
-            os.killpg(self.process.pid, number)
-        except OSError:
-            pass
+    def processes(self) -> set[int]:
+        """Return the living processes that the shell has started; empty if they are not visible."""
+        return {pid for pid in descendants(self.process.pid) if not is_dead(pid)}
 
     def raise_cpu_limit(self, cpu_seconds: float | None) -> None:
         """Allow the shell `cpu_seconds` more CPU time, because its CPU time accumulates over commands."""
@@ -172,23 +150,23 @@ class Current:
     shell: Shell | None = None
 
 
-def get_shell(folder: str) -> Shell:
+def get_shell() -> Shell:
     if Current.shell is None or Current.shell.process.poll() is not None:
         if Current.shell is not None:
             Current.shell.end()  # a background job of the model has killed it
         Current.shell = None
-        Current.shell = Shell(base(folder))
+        Current.shell = Shell()
     return Current.shell
 
 
-def run(command: str, folder: str, cpu_seconds: float | None) -> dict[str, Any]:
+def run(command: str, cpu_seconds: float | None) -> dict[str, Any]:
     """Run a command: {"exit": exit status or None, "ended": True if the shell has ended}."""
     if "\0" in command:
         raise Refused("a command cannot hold the character NUL")
     began = False
     status: int | None = None
     try:
-        shell = get_shell(folder)
+        shell = get_shell()
         shell.raise_cpu_limit(cpu_seconds)
         shell.begin(command)
         began = True
@@ -211,7 +189,7 @@ def dump() -> str | None:
         return None
     path = os.path.join(home(), ".agentfly-shell-state")
     try:
-        run(f"{DUMP}{quoted(path)} 2>/dev/null", "", None)
+        run(f"{DUMP}{quoted(path)} 2>/dev/null", None)
         with open(path, errors="surrogateescape") as file:
             return file.read()
     finally:
@@ -219,12 +197,12 @@ def dump() -> str | None:
             os.unlink(path)
 
 
-def load(state: str, old: str, folder: str) -> None:
+def load(state: str, old: str) -> None:
     """Restore the state returned by `dump` in a new shell. `old`: the home folder of the dumped shell."""
     path = os.path.join(home(), ".agentfly-shell-state")
     with open(path, "w", errors="surrogateescape") as file:
         file.write(state if old == home() else state.replace(old, home()))
-    run(f"builtin source {quoted(path)} 2>/dev/null", folder, None)
+    run(f"builtin source {quoted(path)} 2>/dev/null", None)
     os.unlink(path)
 
 

@@ -1,0 +1,292 @@
+"""One running call of a sandbox, from sending the request to its result, and the readers of its channels."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+from .result import Limit, SandboxResult
+
+if TYPE_CHECKING:
+    from .sandbox import Sandbox
+
+CONTROL_SECONDS = 5.0  # a sandbox whose reset takes longer is considered broken
+GRACE_SECONDS = 0.5  # between the interrupt, which keeps the variables, and the kill
+_CPU_POLL_SECONDS = 0.25  # how often the CPU time of a running call is checked
+_MAX_OUTPUT_FACTOR = 256  # stop a call once it has printed this many times max_output
+_CHUNK = 65536
+
+
+class JSONLines:
+    """Reader of JSON objects, one per line, from a non-blocking socket. Input may be untrusted; its size is bounded."""
+
+    def __init__(self, source: socket.socket, max_bytes: int = 2**20) -> None:
+        self.socket = source
+        self.max_bytes = max_bytes
+        self.buffer = bytearray()
+        self.ended = False
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the messages received so far.
+
+        Raises:  EOFError at the end of the stream, ValueError if the data violates the protocol.
+        """
+        while True:
+            try:
+                data = self.socket.recv(_CHUNK)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:
+                data = b""
+            if not data:
+                self.ended = True
+                break
+            self.buffer += data
+            if len(self.buffer) > self.max_bytes:
+                raise ValueError("a message is too long")
+            if len(data) < _CHUNK:
+                break
+        *lines, rest = self.buffer.split(b"\n")
+        if self.ended and not lines:
+            raise EOFError
+        self.buffer = bytearray(rest)
+        messages = []
+        for line in lines:
+            message = json.loads(line)
+            if not isinstance(message, dict):
+                raise ValueError("a message is not an object")
+            messages.append(message)
+        return messages
+
+
+class Watch:
+    """File descriptors and timers registered with an event loop for one wait. `stop` removes them and ends the wait."""
+
+    def __init__(self, watches: set[Watch]) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[dict[str, Any] | None] = self.loop.create_future()
+        self._files: set[int] = set()
+        self._timers: list[asyncio.TimerHandle] = []
+        self._watches = watches  # all running ones of the sandbox
+        watches.add(self)
+
+    def on_readable(self, file: int, call: Callable[[], object]) -> None:
+        """Call a function whenever a file descriptor is readable."""
+        self.loop.add_reader(file, call)
+        self._files.add(file)
+
+    def remove(self, file: int) -> None:
+        """Unregister a file descriptor."""
+        if file in self._files:
+            self._files.discard(file)
+            self.loop.remove_reader(file)
+            self.loop.remove_writer(file)
+
+    def after(self, seconds: float, call: Callable[[], object]) -> None:
+        """Call a function after some time."""
+        self._timers.append(self.loop.call_later(seconds, call))
+
+    def finish(self, message: dict[str, Any] | None) -> None:
+        """End the wait with a message, if it has not ended yet."""
+        if not self.done.done():
+            self.done.set_result(message)
+
+    def stop(self) -> None:
+        """Unregister everything and end the wait without a message. Idempotent."""
+        self._watches.discard(self)
+        if self.loop.is_closed():
+            return
+        for file in list(self._files):
+            self.remove(file)
+        for timer in self._timers:
+            timer.cancel()
+        self.finish(None)
+
+
+class Call(Watch):
+    """One running call: sends the request and collects output until there is an answer, a limit is hit, or it dies."""
+
+    def __init__(self, sandbox: Sandbox, request: bytes, timeout: float) -> None:
+        super().__init__(sandbox._watches)
+        handle, control, replies = sandbox._handle, sandbox._control, sandbox._replies
+        assert handle is not None and control is not None and replies is not None
+        self.sandbox, self.control, self.replies = sandbox, control, replies
+        self.number = sandbox._nonce
+        self.request = request  # what is not sent yet
+        self.timeout = timeout
+        self.pipes = handle.pipes
+        self.printed = (bytearray(), bytearray())
+        self.discarded = 0
+        self.truncated = self.timed_out = False
+        self.limit: Limit | None = None
+        self.status: int | None = None
+        self.began = time.perf_counter()
+        self.usage = handle.usage
+        has_budget = self.usage is not None and sandbox.limits.cpu_seconds is not None
+        self.cpu_before = self.usage.cpu_seconds() if self.usage is not None and has_budget else None
+        self.on_readable(replies.socket.fileno(), self.read_reply)
+        self.on_readable(control.socket.fileno(), self.read_control)
+        for pipe, kept in zip(self.pipes, self.printed, strict=True):
+            self.on_readable(pipe, functools.partial(self.read_pipe, pipe, kept))
+        self.after(timeout, self.on_timeout)
+        # Also without a CPU limit, because the timer wakes the event loop (see _async/interrupts.py).
+        self.after(_CPU_POLL_SECONDS, self.check_cpu)
+
+    # --- input and output
+
+    def send(self) -> None:
+        file = self.replies.socket.fileno()
+        try:
+            while self.request:
+                sent = self.replies.socket.send(self.request[: 4 * _CHUNK])
+                self.request = self.request[sent:]
+        except (BlockingIOError, InterruptedError):
+            self.loop.add_writer(file, self.send)
+            return
+        except OSError:
+            self.request = b""  # the interpreter died: the readers will notice
+        self.loop.remove_writer(file)
+
+    def read_reply(self) -> None:
+        try:
+            for message in self.replies.read():
+                if message.get("id") == self.number:
+                    self.finish(message)
+                    return
+        except (EOFError, ValueError):
+            # The interpreter died (the zygote will report it), closed the socket, or violated the protocol.
+            self.remove(self.replies.socket.fileno())
+            self.kill()
+
+    def read_control(self) -> None:
+        try:
+            for message in self.control.read():
+                if message.get("op") == "exit" and message.get("serial") == self.sandbox._serial:
+                    self.status = int(message["status"])
+                    self.finish(None)
+        except EOFError:
+            self.remove(self.control.socket.fileno())
+            self.finish(None)
+
+    def read_pipe(self, pipe: int, kept: bytearray) -> bool:
+        """Read one chunk. Return True if there was one."""
+        try:
+            data = os.read(pipe, _CHUNK)
+        except (BlockingIOError, InterruptedError):
+            return False
+        if not data:
+            self.remove(pipe)
+            return False
+        room = self.sandbox.max_output - len(kept)
+        kept += data[:room]
+        if len(data) > room:
+            self.truncated = True
+            self.discarded += len(data)
+            if self.discarded > _MAX_OUTPUT_FACTOR * self.sandbox.max_output:
+                self.interrupt("output")
+        return True
+
+    # --- limits
+
+    def on_timeout(self) -> None:
+        self.timed_out = self.limit is None
+        self.interrupt("time")
+
+    def check_cpu(self) -> None:
+        budget = self.sandbox.limits.cpu_seconds
+        now = self.usage.cpu_seconds() if self.usage is not None else None
+        if budget is not None and now is not None and self.cpu_before is not None and now - self.cpu_before > budget:
+            self.interrupt("cpu")
+        if self.limit is None:
+            self.after(_CPU_POLL_SECONDS, self.check_cpu)
+
+    def interrupt(self, limit: Limit) -> None:
+        """Interrupt the code because of a limit, unless that has happened, and kill it after a grace period."""
+        if self.limit is None:
+            self.limit = limit
+            self.sandbox._interrupt()
+            self.after(GRACE_SECONDS, self.kill)
+
+    def kill(self) -> None:
+        if self.sandbox._command("kill"):
+            self.after(CONTROL_SECONDS, self.on_kill_timeout)
+        else:
+            self.finish(None)
+
+    def on_kill_timeout(self) -> None:
+        if not self.done.done():
+            self.sandbox._drop()
+
+    # --- the result
+
+    async def outcome(self) -> SandboxResult:
+        """Wait for the end of the call and return its result."""
+        self.send()
+        reply = await self.done
+        sandbox = self.sandbox
+        if not sandbox._closed and sandbox.alive:
+            for pipe, kept in zip(self.pipes, self.printed, strict=True):
+                # Everything printed before the answer is in the pipe by now: at most 16 pages, at least one per read.
+                for _ in range(16):
+                    if not self.read_pipe(pipe, kept):
+                        break
+        seconds = time.perf_counter() - self.began
+        if reply is None:
+            sandbox._has_interpreter = False
+        limit = self.limit or self.reported_limit(reply, seconds)
+        if reply is None and limit is None and self.status is None and not sandbox._closed:
+            sandbox._raise_if_ended()
+        said = reply or {}
+        value, error, error_type = (_encodable(said.get(name)) for name in ("value", "error", "type"))
+        if reply is None:
+            error = _death_message(limit, self.status, self.timeout, sandbox._closed)
+        max_chars = 4 * sandbox.max_output  # already cut by the interpreter, unless the code inside forged the reply
+        return SandboxResult(
+            stdout=self.printed[0].decode("utf-8", "replace"),
+            stderr=self.printed[1].decode("utf-8", "replace"),
+            value=None if value is None else value[:max_chars],
+            error=None if error is None else error[-max_chars:],
+            error_type=error_type,
+            seconds=seconds,
+            truncated=self.truncated or bool(said.get("truncated")),
+            timed_out=self.timed_out,
+            died=reply is None,
+            limit=limit,
+        )
+
+    def reported_limit(self, reply: dict[str, Any] | None, seconds: float) -> Limit | None:
+        """Return the limit according to the control group or the interpreter."""
+        hits = before = self.sandbox._limit_hits
+        if self.usage is not None and (reply is None or seconds > 0.002 or reply.get("error")):
+            hits = self.sandbox._limit_hits = self.usage.limit_hits()
+        reported = reply.get("limit") if reply else None
+        if hits[0] > before[0]:
+            return "memory"
+        if reported in ("memory", "cpu", "disk", "processes"):
+            return cast(Limit, reported)
+        return "processes" if hits[1] > before[1] else None
+
+
+def _encodable(text: object) -> str | None:
+    """Return untrusted text with lone surrogates replaced, so that it can be encoded; None if it is not a string."""
+    return text.encode("utf-8", "replace").decode() if isinstance(text, str) else None
+
+
+def _death_message(limit: Limit | None, status: int | None, timeout: float, closed: bool) -> str:
+    if closed:
+        return "the sandbox was closed"
+    if limit == "time":
+        return f"killed: it ran for more than {timeout:g} s and did not stop when it was interrupted"
+    if limit is not None:
+        return f"killed: it ran into the {limit} limit"
+    if status is None:
+        return "the sandbox died"
+    if status < 0:
+        return f"the interpreter was ended by signal {-status}"
+    return f"the interpreter exited with status {status}"

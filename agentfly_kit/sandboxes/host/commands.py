@@ -1,0 +1,214 @@
+"""Commands that start a zygote at an isolation level, and what of the host's files is visible inside."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import marshal
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import BinaryIO
+
+from .limits import Limits
+
+INSIDE = Path(__file__).parent.parent / "inside"
+ZYGOTE_FILES = ("kernel", "processes", "interpreter", "zygote")  # each after those that it imports
+STRICT_HOME = "/tmp"
+STRICT_SHM_MB = 16
+_PACKAGE_PATHS = ("purelib", "platlib")
+_SYSTEM_FILES = ["/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"]
+_NETWORK_FILES = ["/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates"]
+
+# Makes `files`, pairs of a name and its code, the modules of a package, and runs `main` of the last one. The modules
+# leave sys.modules again, and the empty entry leaves sys.path, so that nothing is imported from the working directory.
+BOOT = """
+sys.path[:] = filter(None, sys.path)
+sys.modules["sandbox"] = type(sys)("sandbox")
+sys.modules["sandbox"].__path__ = []
+for name, code in files:
+    module = sys.modules["sandbox." + name] = type(sys)("sandbox." + name)
+    module.__package__, module.__file__ = "sandbox", "/sandbox/" + name + ".py"
+    exec(code, module.__dict__)
+for name in [name for name in sys.modules if name.partition(".")[0] == "sandbox"]:
+    del sys.modules[name]
+module.main()
+"""
+# The program is passed as bytecode in an anonymous file, because compiling it takes longer than starting Python and
+# costs memory.
+_LOCAL_BOOT = f"""# zygote.py
+import sys, marshal
+with open(int(sys.argv.pop(1)), "rb") as program: files = marshal.loads(program.read())
+{BOOT}"""
+
+
+def run_zygote(program_fd: int, *arguments: str) -> list[str]:
+    """Return the command that runs the zygote from a `program_file`."""
+    return [host_python(), "-s", "-S", "-c", _LOCAL_BOOT, str(program_fd), *arguments]
+
+
+def program_file() -> BinaryIO:
+    """Return the compiled zygote in an anonymous file."""
+    return anonymous_file(_program())
+
+
+@functools.cache
+def _program() -> bytes:
+    return marshal.dumps(
+        [
+            (name, compile((INSIDE / f"{name}.py").read_bytes(), f"/sandbox/{name}.py", "exec", dont_inherit=True))
+            for name in ZYGOTE_FILES
+        ]
+    )
+
+
+def anonymous_file(content: bytes) -> BinaryIO:
+    """Return a file without a name, positioned at its start."""
+    file: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115
+    file.write(content)
+    file.seek(0)
+    return file
+
+
+# --- Python and its packages ---------------------------------------------------------------------
+
+
+def host_python() -> str:
+    """Return the path of the Python binary with symlinks resolved; it locates the standard library by that path."""
+    return os.path.realpath(sys.executable)
+
+
+def inside_python(packages: bool = True) -> str:
+    """Return the value of `sys.executable` inside.
+
+    With packages it is the virtual environment's Python, so that child processes find the packages too.
+    """
+    if not packages or not sys.executable:
+        return host_python()
+    folder, name = os.path.split(sys.executable)
+    return os.path.join(os.path.realpath(folder), name)
+
+
+def python_folders(with_packages: bool = True) -> list[str]:
+    """Return the folders that this Python and its packages need, except those in /usr, which is always visible."""
+    places = [sys.base_prefix, os.path.dirname(host_python())]
+    if with_packages:
+        places += [sys.prefix, *packages()]
+    kept = ["/usr"]
+    for folder in sorted({os.path.realpath(place) for place in places} - {"/"}):
+        if not any(_is_within(folder, other) for other in kept):
+            kept.append(folder)
+    return kept[1:]
+
+
+def packages() -> list[str]:
+    """Return the folders of installed packages, for the sandbox's `sys.path`."""
+    return list(dict.fromkeys(os.path.realpath(sysconfig.get_path(name)) for name in _PACKAGE_PATHS))
+
+
+def _visible_packages() -> list[str]:
+    """Return package folders below the interpreter's prefix or /usr, which are visible unless mounted over."""
+    bases = (os.path.realpath(sys.base_prefix), "/usr")
+    names = [
+        sysconfig.get_path(name, vars={"base": base, "platbase": base}) for base in bases for name in _PACKAGE_PATHS
+    ]
+    names += [*packages(), "/usr/lib/python3/dist-packages", "/usr/local/lib/python3/dist-packages"]
+    folders = dict.fromkeys(map(os.path.realpath, names))
+    return [path for path in folders if os.path.isdir(path) and any(_is_within(path, base) for base in bases)]
+
+
+def _is_within(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder + "/")
+
+
+def environment(home: str, path: str = "/usr/local/bin:/usr/bin:/bin") -> dict[str, str]:
+    """Return the complete environment of the code inside. Nothing is inherited from the host."""
+    return {
+        "PATH": path, "HOME": home, "TMPDIR": home, "USER": "sandbox", "LOGNAME": "sandbox", "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0",  # makes the order of a set of strings the same in every chain
+        "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUTF8": "1",
+        # One thread each: parallelism comes from the pool, and each thread reserves memory that counts as used.
+        "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+    }  # fmt: skip
+
+
+def inside_path(path: str) -> str:
+    """Return the path, inside a strict sandbox, of a file or folder of the host's Python: usually the same path.
+
+    Paths below /tmp are remapped, because there the sandbox has its own, initially empty folder; a virtual environment
+    in /tmp is mounted elsewhere. The interpreter itself cannot be moved, because it finds its library by its path.
+    """
+    python = (os.path.realpath(sys.base_prefix), host_python())
+    fixed = any(_is_within(place, path) or _is_within(path, place) for place in python)
+    return path if fixed or not _is_within(path, STRICT_HOME) else f"/sandbox/host{path}"
+
+
+# --- levels --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def landlock_version() -> int:
+    """Return the kernel's Landlock ABI version, or 0. It covers files from 1, truncation from 3, TCP 4, signals 6."""
+    if sys.platform != "linux":
+        return 0
+    return max(0, int(ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
+
+
+def landlock_rules(home: str, limits: Limits, packages: bool = True) -> dict[str, object]:
+    """Return which paths code at the landlock level may open, and how. Landlock denies all others."""
+    read = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", *_SYSTEM_FILES, *python_folders(packages)]
+    read += ["/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/uptime", "/proc/loadavg", "/proc/version"]
+    read += ["/proc/sys/kernel/pid_max", "/sys/devices/system/cpu"]
+    if limits.network:
+        read += _NETWORK_FILES
+    devices = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")]
+    paths = [(path, "read") for path in read] + [(path, "device") for path in devices] + [(home, "all")]
+    return {"abi": min(7, landlock_version()), "network": limits.network, "paths": paths}
+
+
+def strict_command(
+    limits: Limits, seccomp_fd: int, program: str = "bwrap", packages: bool = True
+) -> tuple[list[str], dict[str, str]]:
+    """Return the bwrap command line, up to the program to run, and the environment in which to start bwrap.
+
+    bwrap keeps its own environment, readable inside as /proc/1/environ unless the program is pid 1. Therefore the
+    environment is minimal, and the program is also pid 1. The order of mounts matters: later mounts hide earlier ones.
+    """
+    command = [shutil.which(program) or program, "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
+    if limits.network:
+        command += ["--share-net"]
+    command += ["--cap-drop", "ALL", "--clearenv"]
+    for name, value in environment(STRICT_HOME).items():
+        command += ["--setenv", name, value]
+    command += ["--new-session", "--die-with-parent", "--as-pid-1", "--hostname", "sandbox"]
+    command += ["--ro-bind", "/usr", "/usr"]
+    for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
+        if os.path.islink(f"/{name}"):
+            command += ["--symlink", os.readlink(f"/{name}"), f"/{name}"]
+        elif os.path.isdir(f"/{name}"):
+            command += ["--ro-bind", f"/{name}", f"/{name}"]
+    for name in _SYSTEM_FILES:
+        command += ["--ro-bind-try", name, name]
+    if limits.network:
+        for name in _NETWORK_FILES:
+            command += ["--ro-bind-try", os.path.realpath(name), name]
+    command += ["--proc", "/proc", "--dev", "/dev", "--size", str(shm_bytes(limits)), "--tmpfs", "/dev/shm"]
+    command += ["--remount-ro", "/dev"]
+    if limits.disk_mb is not None:
+        command += ["--size", str(limits.disk_mb * 2**20)]
+    command += ["--tmpfs", STRICT_HOME]
+    for folder in python_folders(packages):
+        command += ["--ro-bind", folder, inside_path(folder)]
+    if not packages:
+        for folder in _visible_packages():
+            command += ["--size", "4096", "--perms", "0555", "--tmpfs", folder, "--remount-ro", folder]
+    command += ["--disable-userns", "--chdir", STRICT_HOME, "--remount-ro", "/", "--seccomp", str(seccomp_fd), "--"]
+    return command, {"PATH": "/usr/bin:/bin"}
+
+
+def shm_bytes(limits: Limits) -> int:
+    """Return the size of /dev/shm, which the disk limit bounds too."""
+    return (STRICT_SHM_MB if limits.disk_mb is None else min(STRICT_SHM_MB, limits.disk_mb)) * 2**20

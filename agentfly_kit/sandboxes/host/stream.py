@@ -1,0 +1,210 @@
+"""The stream between this process and the zygote of a container, and the counters that the zygote reports over it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..inside.frames import CONTROL, DATA, OUT, USAGE, frame, frames
+
+_CHUNK = 65536
+_DRAIN_SECONDS = 1.0  # after the container ended: how long to wait until its last output is delivered
+
+
+class Usage:
+    """Counters of a container's control group, as last reported by its zygote. The engine owns the group."""
+
+    def __init__(self) -> None:
+        self.hit_counts: tuple[int, int] = (0, 0)
+        self.seconds: float | None = None
+
+    def limit_hits(self) -> tuple[int, int]:
+        return self.hit_counts
+
+    def cpu_seconds(self) -> float | None:
+        return self.seconds
+
+
+class Stream:
+    """Tunnel of a zygote's protocol through an attached connection, so that the zygote appears to run on the host.
+
+    It runs on a thread of its own and is not bound to an event loop. It receives the channels of the interpreters from
+    the other end of `control`, as a local zygote would.
+    """
+
+    def __init__(self, connection: socket.socket, control: socket.socket, usage: Usage) -> None:
+        self.connection, self.control, self.usage = connection, control, usage
+        control.setblocking(False)
+        self.thread = threading.Thread(target=self._serve, name="agentfly-stream", daemon=True)
+        self.ended = False
+        self.stderr_tail = bytearray()
+        self._serial = 0
+        self._data: socket.socket | None = None
+        self._pipes: tuple[int, ...] = ()
+        self._commands = b""
+        self._received_fds: list[int] = []
+        self._raw = bytearray()  # includes the engine's own headers
+        self._inbox = bytearray()
+        self._outgoing: deque[tuple[int, bytes]] = deque()  # (channel, data still to be delivered), in order
+
+    def boot(self, files: Sequence[Path]) -> None:
+        """Send the source code to run inside."""
+        for file in files:
+            source = file.read_bytes()
+            self.connection.sendall(b"%d\n" % len(source) + source)
+
+    def _serve(self) -> None:
+        try:
+            self._relay()
+        except OSError:
+            pass  # one of the two ends was closed
+        finally:
+            self.ended = True
+            self._drop_channels()
+            for each in (self.connection, self.control):
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+                each.close()
+
+    def _relay(self) -> None:
+        over = False
+        while not over or self._outgoing:
+            poll = select.poll()
+            poll.register(self.control, select.POLLIN)
+            blocked = self._blocked()
+            if blocked is not None:
+                poll.register(blocked, select.POLLOUT)
+            elif not over:
+                poll.register(self.connection, select.POLLIN)
+            if self._data is not None and not over:
+                poll.register(self._data, select.POLLIN)
+            ready = dict(poll.poll(_DRAIN_SECONDS * 1e3 if over else None))
+            if over and not ready:
+                return
+            if self.control.fileno() in ready and not self._command():
+                return
+            if self._data is not None and self._data.fileno() in ready and not over:
+                self._forward()
+            if self.connection.fileno() in ready:
+                over = not self._receive()
+            self._deliver()
+
+    # --- to the container
+
+    def _command(self) -> bool:
+        """Forward commands from the host to the zygote. Return False at the end of the socket."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self.control, _CHUNK, 16)
+        except ConnectionError:
+            return False
+        self._received_fds += descriptors
+        *lines, self._commands = (self._commands + data).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if message["op"] == "fresh":
+                self._drop_channels()
+                given, self._received_fds = self._received_fds[:3], self._received_fds[3:]
+                self._data = socket.socket(fileno=given[0])
+                self._data.setblocking(False)
+                self._pipes = tuple(given[1:])
+                for pipe in self._pipes:
+                    os.set_blocking(pipe, False)
+                self._serial = message["serial"]
+                # Drop unread data of the previous interpreter; keep messages from the zygote.
+                self._outgoing = deque(each for each in self._outgoing if each[0] == CONTROL)
+            self.connection.sendall(frame(CONTROL, self._serial, line))
+        return bool(data)
+
+    def _forward(self) -> None:
+        assert self._data is not None
+        try:
+            data = self._data.recv(_CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self.connection.sendall(frame(DATA, self._serial, data))
+        else:
+            self._data.close()
+            self._data = None
+
+    # --- from the container
+
+    def _receive(self) -> bool:
+        """Read from the container. Return False when the container has ended."""
+        data = self.connection.recv(_CHUNK)
+        self._raw += data
+        while len(self._raw) >= 8:
+            kind, length = self._raw[0], struct.unpack_from("!I", self._raw, 4)[0]
+            if len(self._raw) < 8 + length:
+                break
+            piece = bytes(self._raw[8 : 8 + length])
+            del self._raw[: 8 + length]
+            if kind == 1:
+                self._inbox += piece
+            else:
+                self.stderr_tail = (self.stderr_tail + piece)[-4096:]
+        for channel, serial, piece in frames(self._inbox):
+            if channel == USAGE:
+                usage = json.loads(piece)
+                self.usage.hit_counts = (int(usage["hits"][0]), int(usage["hits"][1]))
+                self.usage.seconds = usage["cpu"]
+            elif channel == CONTROL:
+                self._outgoing.append((CONTROL, piece + b"\n"))
+            elif serial == self._serial:
+                self._outgoing.append((channel, piece))
+        return bool(data)
+
+    def _target(self, channel: int) -> int | socket.socket | None:
+        if channel == CONTROL:
+            return self.control
+        if channel == DATA:
+            return self._data
+        return self._pipes[channel - OUT] if self._pipes else None
+
+    def _blocked(self) -> int | None:
+        """Return the file descriptor that must become writable before more data can be delivered."""
+        if not self._outgoing:
+            return None
+        target = self._target(self._outgoing[0][0])
+        return target if isinstance(target, int) or target is None else target.fileno()
+
+    def _deliver(self) -> None:
+        while self._outgoing:
+            channel, piece = self._outgoing[0]
+            target = self._target(channel)
+            try:
+                if target is None:
+                    sent = len(piece)
+                elif isinstance(target, int):
+                    sent = os.write(target, piece)
+                elif piece:
+                    sent = target.send(piece)
+                else:  # the interpreter closed its end
+                    target.shutdown(socket.SHUT_WR)
+                    sent = 0
+            except BlockingIOError:
+                return
+            except OSError:
+                sent = len(piece)  # its reader is gone
+            if sent < len(piece):
+                self._outgoing[0] = (channel, piece[sent:])
+            else:
+                self._outgoing.popleft()
+
+    def _drop_channels(self) -> None:
+        if self._data is not None:
+            self._data.close()
+            self._data = None
+        pipes, self._pipes = self._pipes, ()
+        for pipe in pipes:
+            os.close(pipe)

@@ -1,0 +1,132 @@
+"""System calls with which a sandbox confines itself, by ctypes: capabilities, Landlock, filters, user namespaces."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # typing costs memory in every sandbox
+    from typing import Any
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+libc = ctypes.CDLL(None, use_errno=True)  # loaded before any fork, so that all interpreters share its pages
+
+
+def prctl(option: int, value: int) -> None:
+    """Call prctl; does nothing on systems without it."""
+    call = getattr(libc, "prctl", None)
+    if call is not None:
+        call(option, value, 0, 0, 0)
+
+
+def kernel(name: str, *arguments: Any) -> int:
+    """Call a C function that reports failure by -1 and errno. Integers are passed as 64 bits.
+
+    Raises:  OSError, naming the function, if the call fails.
+    """
+    result: int = getattr(libc, name)(*(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments))
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+    return result
+
+
+def enter_user_namespace() -> None:
+    """Enter a new user namespace in which this user keeps its uid and gid."""
+    uid, gid = os.getuid(), os.getgid()
+    kernel("unshare", 0x10000000)  # NEWUSER
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        write(f"/proc/self/{name}", text)
+
+
+def drop_capabilities() -> None:
+    """Drop all capabilities, for this process and all programs that it starts."""
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    prctl(47, 4)  # PR_CAP_AMBIENT, clear all
+    for capability in range(64):
+        prctl(24, capability)  # PR_CAPBSET_DROP; fails for capabilities that the kernel does not have
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    kernel("capset", header, (ctypes.c_uint32 * 6)())
+
+
+def filter_calls(program: bytes) -> None:
+    """Install a system-call filter for this process and its descendants. Needs PR_SET_NO_NEW_PRIVS."""
+    text = ctypes.create_string_buffer(program, len(program))
+    # struct sock_fprog: the number of instructions, and where they are
+    head = (ctypes.c_uint64 * 2)(len(program) // 8, ctypes.addressof(text))
+    kernel("prctl", 22, 2, head, 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+
+
+def landlock(rules: dict[str, Any]) -> int:
+    """Create a Landlock ruleset that denies all but the given paths, and return its file descriptor.
+
+    Paths that do not exist are skipped.
+    """
+    abi = rules["abi"]
+    every = 0x1FFF | (0x2000 if abi >= 2 else 0) | (0x4000 if abi >= 3 else 0) | (0x8000 if abi >= 5 else 0)
+    words = [every, *([0 if rules["network"] else 3] if abi >= 4 else []), *([3] if abi >= 6 else [])]
+    attribute = (ctypes.c_uint64 * len(words))(*words)
+    ruleset = kernel("syscall", 444, attribute, ctypes.sizeof(attribute), 0)
+    on_files = 0xC007  # execute, write, read, truncate, ioctl
+    for path, rights in rules["paths"]:
+        try:
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            continue
+        allowed = (every if rights == "all" else 0xD if rights == "read" else 0x400E) & every
+        if not os.path.isdir(path):
+            allowed &= on_files
+        rule = allowed.to_bytes(8, sys.byteorder) + descriptor.to_bytes(4, sys.byteorder)
+        try:
+            kernel("syscall", 445, ruleset, 1, ctypes.create_string_buffer(rule, 12), 0)
+        finally:
+            os.close(descriptor)
+    return ruleset
+
+
+def restrict(rules: dict[str, Any], program: bytes) -> None:
+    """Confine this process and its descendants: Landlock rules, no capabilities, a system-call filter."""
+    ruleset = landlock(rules)
+    drop_capabilities()
+    kernel("syscall", 446, ruleset, 0)  # landlock_restrict_self
+    os.close(ruleset)
+    filter_calls(program)
+
+
+_LIMIT_FILES = {
+    "": ("cpu.max", "memory.max", "memory.high"),  # cgroup v2, with all controllers in one folder
+    "cpu": ("cpu.cfs_quota_us", "cpu.cfs_period_us"),
+    "memory": ("memory.limit_in_bytes",),
+}
+
+
+def own_limits() -> list[str]:
+    """Return the files with the limits of this process's control group. DuckDB aborts if it cannot read them."""
+    found = ["/proc/self/cgroup"]
+    with open(found[0]) as file:
+        memberships = [line.rstrip("\n").split(":", 2) for line in file]
+    for _, controllers, path in memberships:
+        for controller in controllers.split(","):
+            root = f"/sys/fs/cgroup/{controller}".rstrip("/")
+            for folder in dict.fromkeys((root, root + path.rstrip("/"))):
+                found += [f"{folder}/{name}" for name in _LIMIT_FILES.get(controller, ())]
+    return found
+
+
+def set_oom_score(score: str) -> None:
+    """Set how likely the kernel is to kill this process when memory runs out."""
+    try:
+        write("/proc/self/oom_score_adj", score)
+    except OSError:
+        pass  # not Linux
+
+
+def write(path: str, text: str) -> None:
+    """Write to an existing file without a Python stream, which would dirty more pages."""
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,411 @@
+"""A confined Python interpreter on this host: the base of all sandbox classes, with their settings and lifecycle.
+
+This is the host's side of the protocol with a zygote and its interpreter (inside/zygote.py, inside/interpreter.py).
+Between calls, nothing is bound to an event loop, so successive calls may come from different loops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import secrets
+import socket
+import weakref
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from typing import Any, Self
+
+from ..errors import SandboxError, SettingsError
+from .call import CONTROL_SECONDS, GRACE_SECONDS, Call, JSONLines, Watch
+from .fifo_lock import FifoLock
+from .host import container, process
+from .host import isolation as levels
+from .host.container import Container
+from .host.limits import Limits
+from .result import SandboxResult
+
+_START_SECONDS = 30.0
+
+
+class Sandbox:
+    """Base class of sandboxes: a confined Python interpreter that a subclass makes calls to.
+
+    `async with` starts and closes the sandbox. The settings are described in PythonSandbox.
+
+    Raises:  SettingsError for an invalid setting.
+    """
+
+    def __init__(
+        self,
+        *,
+        isolation: str | Container | None = None,
+        memory_mb: int | None = 256,
+        processes: int | None = 32,
+        cpu_seconds: float | None = 10.0,
+        disk_mb: int | None = 64,
+        network: bool = False,
+        packages: bool = True,
+        preload: Sequence[str] = (),
+        max_output: int = 65536,
+    ) -> None:
+        if isinstance(preload, str):
+            raise SettingsError(f"preload must be a list of module names, got {preload!r}")
+        if max_output < 256:
+            raise SettingsError(f"max_output must be at least 256 bytes, got {max_output}")
+        if not isinstance(isolation, Container):
+            levels.check_level(isolation)
+        self.limits = Limits(memory_mb, processes, cpu_seconds, disk_mb, network)
+        # The level in use; before `start`, the requested one.
+        self.isolation: str | None = str(isolation) if isinstance(isolation, Container) else isolation
+        self.max_output = max_output
+        self._requested_isolation = isolation
+        self._preload = tuple(preload)
+        self._packages = packages
+        self._lock = FifoLock()  # serializes calls, resets and forks
+        self._closed = False
+        self._call_count = 0  # since the start or the last reset; if not 0, there may be state to lose
+        self._handle: process.SandboxProcess | None = None
+        self._finalizer: weakref.finalize[..., Sandbox] | None = None
+        self._control: JSONLines | None = None
+        self._replies: JSONLines | None = None
+        self._watches: set[Watch] = set()
+        self._serial = 0  # number of the current interpreter
+        self._questions = itertools.count(1)  # serial numbers of `count` and `sync` requests
+        self._nonce = 0  # id of the running call
+        self._has_interpreter = False  # an interpreter is running
+        self._abandoned: bytes | None = None  # unsent part of a call that was cancelled while it ran
+        self._interrupted = False  # an interrupt may not have been delivered yet
+        self._limit_hits = (0, 0)
+
+    # --- lifecycle ------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start and set up the sandbox (about 30 ms). Does nothing if it is running.
+
+        Raises:  IsolationError if the isolation level is unavailable, SandboxError if the process does not start.
+        """
+        async with self._lock.acquire():
+            await self._start()
+
+    async def _start(self) -> None:
+        if self._closed:
+            raise SandboxError(f"this {type(self).__name__} is closed; make a new one")
+        if self.alive:
+            return
+        self._drop()
+        spawner = process.container_spawner if self._in_container else process.spawner
+        future = spawner.submit(self._launch)
+        try:
+            level, handle = await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(_end_launched)  # the launch may be in progress on the other thread
+            raise
+        self._adopt(level, handle)
+        try:
+            if self._requested_isolation is None and level != "strict":
+                levels.warn_below_strict(level)
+            if self._in_container:
+                await self._expect("ready", 0, _START_SECONDS)
+            # Commands are processed in order, so "ready" need not be awaited on this machine.
+            await self._new_interpreter(wipe=False, within=_START_SECONDS)
+            await self._set_up()
+        except SandboxError as error:
+            handle.stop()
+            stderr_line = handle.last_error_line()
+            self._drop()
+            raise SandboxError(
+                f"{error}; last line of its stderr: {stderr_line}" if stderr_line else str(error)
+            ) from None
+        except BaseException:
+            self._drop()
+            raise
+
+    def _launch(self) -> tuple[str, process.SandboxProcess]:
+        isolation, options = self._requested_isolation, (self._preload, self.max_output, self._packages)
+        if isinstance(isolation, Container):
+            return str(isolation), container.launch(isolation, self.limits, *options)
+        level = levels.resolve_level(isolation, self.limits)
+        return level, process.launch(level, self.limits, *options)
+
+    def _adopt(self, level: str, handle: process.SandboxProcess) -> None:
+        if self._closed:
+            handle.kill()
+            raise SandboxError(f"this {type(self).__name__} was closed while it started")
+        assert handle.control is not None
+        self.isolation = level
+        self._handle = handle
+        self._finalizer = weakref.finalize(self, handle.kill)
+        self._control = JSONLines(handle.control)
+
+    async def _set_up(self) -> None:
+        """Prepare a fresh interpreter. A sandbox whose preparation fails or is cancelled must not be used."""
+        try:
+            await self._setup()
+        except BaseException:
+            self._drop()
+            raise
+        self._call_count = 0
+
+    async def _setup(self) -> None:
+        """Prepare a fresh interpreter before the first call. The default does nothing. The caller holds the lock."""
+
+    async def reset(self) -> None:
+        """Kill all processes inside, empty the folders and set up a new interpreter (about 2 ms).
+
+        Raises:  SandboxError if that fails; the sandbox is then dead.
+        """
+        async with self._lock.acquire():
+            if not self.alive:
+                raise SandboxError(f"a dead or closed {type(self).__name__} cannot be reset; make a new one")
+            self._call_count = 0
+            await self._new_interpreter(wipe=True)
+            await self._set_up()
+
+    @property
+    def alive(self) -> bool:
+        """True if the sandbox can be used or reset. A sandbox outlives the death of its interpreter."""
+        if self._closed or self._handle is None or self._control is None or self._control.ended:
+            return False
+        return self._handle.alive
+
+    @property
+    def _in_container(self) -> bool:
+        return isinstance(self._requested_isolation, Container)
+
+    @property
+    def limit_mechanisms(self) -> Mapping[str, str]:
+        """Mechanism that enforces each limit, as text; "not limited" if there is none."""
+        if isinstance(self._requested_isolation, Container):
+            return self._requested_isolation.limit_mechanisms(self.limits)
+        return levels.limit_mechanisms(self.isolation or levels.best(), self.limits, levels.hierarchy())
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, on the host, of the sandbox's outermost process."""
+        return None if self._handle is None or self._handle.process is None else self._handle.process.pid
+
+    async def close(self) -> None:
+        """Close the sandbox, leaving no process and no file behind. Idempotent. A running call is ended."""
+        self._closed = True
+        handle = self._handle
+        if handle is None:
+            return
+        self._stop_watching()
+        ending = asyncio.get_running_loop().run_in_executor(None, handle.destroy)
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            handle.destroy()  # blocks for a few ms until the thread is done: nothing may outlive the event loop
+            raise
+
+    def kill(self) -> None:
+        """Close the sandbox immediately, without an event loop. Not safe from another thread while a call runs."""
+        self._closed = True
+        self._drop()
+
+    def _drop(self) -> None:
+        self._call_count = 0
+        self._stop_watching()
+        if self._handle is not None:
+            self._handle.dropped = True
+        if self._finalizer is not None:
+            self._finalizer()
+
+    def _stop_watching(self) -> None:
+        """Unregister all file descriptors from event loops, before they are closed and their numbers reused."""
+        self._has_interpreter = False
+        self._abandoned = None
+        for watch in list(self._watches):
+            watch.stop()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        if self._closed:
+            state = "closed"
+        elif self._handle is None:
+            state = "not started"
+        elif not self.alive:
+            state = "dead"
+        else:
+            state = f"{self._call_count} call{'' if self._call_count == 1 else 's'}"
+        return f"<{type(self).__name__} {self.isolation or 'best available isolation'}, {state}>"
+
+    # --- calls -----------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _exclusive(self) -> AsyncIterator[None]:
+        """Hold the lock for one call by the user, in a sandbox that is running.
+
+        Raises:  SandboxError if the sandbox is closed, cannot be started, or lost state because it was ended from
+                 outside.
+        """
+        async with self._lock.acquire():
+            if not self.alive:
+                self._raise_if_ended()
+                await self._start()
+            self._call_count += 1
+            yield
+
+    def _raise_if_ended(self) -> None:
+        """Raise SandboxError if the sandbox was killed from outside and state that a chain relies on was lost."""
+        handle = self._handle
+        if self._call_count and handle is not None and not handle.dropped and not self._closed:
+            raise SandboxError(
+                "the sandbox was ended from outside, and the variables and files of its chain are lost; "
+                "`await sandbox.start()` starts it from scratch"
+            )
+
+    async def _execute(self, code: str, timeout: float) -> SandboxResult:
+        """Run code in the interpreter. The caller holds the lock of a running sandbox."""
+        if not self.alive:
+            self._raise_if_ended()
+            raise SandboxError(f"this {type(self).__name__} is {'closed' if self._closed else 'dead'}")
+        if self._abandoned is not None:
+            # A cancelled call was interrupted when it was cancelled. Wait for it, and kill it if it keeps running.
+            await self._outcome(Call(self, self._abandoned, GRACE_SECONDS))
+            self._abandoned = None
+        if self._interrupted and self._has_interpreter:
+            # Wait until the zygote has delivered the interrupt. Otherwise, if the interrupted call answers first, a
+            # late interrupt could hit the next call.
+            serial = next(self._questions)
+            if self._command("sync", serial=serial):
+                await self._expect("sync", serial, CONTROL_SECONDS)
+            self._interrupted = False
+        if not self._has_interpreter:
+            await self._new_interpreter(wipe=False)
+        # The id must be unpredictable: a thread left by an earlier call could otherwise forge the next reply.
+        self._nonce = secrets.randbits(62)
+        request = json.dumps({"id": self._nonce, "code": code}).encode() + b"\n"
+        call = Call(self, request, timeout)
+        try:
+            return await self._outcome(call)
+        except asyncio.CancelledError:
+            if not self._closed:
+                self._abandoned = call.request
+                self._interrupt()
+            raise
+
+    async def _outcome(self, call: Call) -> SandboxResult:
+        try:
+            return await call.outcome()
+        finally:
+            call.stop()
+
+    def _interrupt(self) -> None:
+        self._interrupted = True
+        self._command("interrupt")
+
+    # --- the zygote ------------------------------------------------------------------------------
+
+    def _command(self, op: str, descriptors: Sequence[int] = (), **message: object) -> bool:
+        """Send a command to the zygote without waiting for an answer. Return False if the zygote is gone.
+
+        The send does not block: messages are small and the zygote always reads.
+        """
+        handle = self._handle
+        if handle is None or handle.control is None or handle.control.fileno() < 0:
+            return False
+        data = json.dumps({"op": op, **message}).encode() + b"\n"
+        try:
+            if descriptors:
+                socket.send_fds(handle.control, [data], list(descriptors))
+            else:
+                handle.control.send(data)
+        except OSError:
+            return False
+        return True
+
+    async def _new_interpreter(self, wipe: bool, within: float | None = None) -> None:
+        """Start an interpreter on new channels, which no process of the previous interpreter can write to."""
+        handle = self._handle
+        assert handle is not None
+        self._has_interpreter = False
+        self._abandoned = None
+        self._interrupted = False  # commands run in order: a pending interrupt can only reach the previous interpreter
+        self._serial += 1
+        handle.close_channels()
+        handle.data, data = socket.socketpair()
+        handle.data.setblocking(False)
+        out, out_inside = os.pipe()
+        err, err_inside = os.pipe()
+        handle.pipes = (out, err)
+        for pipe in handle.pipes:
+            os.set_blocking(pipe, False)
+        with data:
+            inside = (data.fileno(), out_inside, err_inside)
+            sent = self._command("fresh", inside, serial=self._serial, wipe=wipe)
+        os.close(out_inside)
+        os.close(err_inside)
+        try:
+            if not sent:
+                raise SandboxError("the sandbox has died")
+            reply = await self._expect("fresh", self._serial, within or CONTROL_SECONDS)
+            if reply.get("error"):
+                raise SandboxError(f"the sandbox could not start a new interpreter: {reply['error']}")
+        except BaseException:
+            handle.stop()  # a partly reset sandbox must not be used again
+            handle.dropped = True
+            raise
+        self._replies = JSONLines(handle.data, max_bytes=16 * self.max_output + 4096)
+        if handle.usage is not None:
+            self._limit_hits = handle.usage.limit_hits()
+        self._has_interpreter = True
+
+    async def count_processes(self) -> int | None:
+        """Return the number of processes inside, including the interpreter; None if the kernel does not list them.
+
+        Raises:  SandboxError if the sandbox is dead or does not answer.
+        """
+        serial = next(self._questions)
+        if not self._command("count", serial=serial):
+            raise SandboxError("the sandbox has died")
+        processes = (await self._expect("count", serial, CONTROL_SECONDS)).get("processes")
+        return None if processes is None else int(processes)
+
+    async def _expect(self, op: str, serial: int, timeout: float) -> dict[str, Any]:
+        """Wait for one message from the zygote, skipping those about earlier interpreters."""
+        control = self._control
+        if control is None or control.socket.fileno() < 0:
+            raise SandboxError("the sandbox has died")
+        watch = Watch(self._watches)
+        late = False
+
+        def read() -> None:
+            try:
+                for message in control.read():
+                    if message.get("op") == op and message.get("serial", 0) == serial:
+                        watch.finish(message)
+                    elif message.get("op") == "exit" and message.get("serial") == self._serial:
+                        self._has_interpreter = False  # the interpreter exited in the meantime
+            except EOFError:
+                watch.stop()
+
+        def give_up() -> None:
+            nonlocal late
+            late = True
+            watch.stop()
+
+        watch.on_readable(control.socket.fileno(), read)
+        watch.after(timeout, give_up)
+        try:
+            message = await watch.done
+        finally:
+            watch.stop()
+        if message is None:
+            raise SandboxError(f"no answer from the sandbox in {timeout:g} s" if late else "the sandbox has died")
+        return message
+
+
+def _end_launched(future: Future[tuple[str, process.SandboxProcess]]) -> None:
+    """Kill the sandbox started by a launch whose caller was cancelled."""
+    if not future.cancelled() and future.exception() is None:
+        future.result()[1].kill()

@@ -1,0 +1,40 @@
+"""Settings that a sandbox class forwards to another, and their validation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from ..errors import SettingsError
+
+K = TypeVar("K")
+
+
+def forward_signature(sandbox_type: type, *, omit: Sequence[str] = (), **defaults: Any) -> Callable[[type[K]], type[K]]:
+    """Copy the keyword parameters of `sandbox_type.__init__` onto the decorated class's signature.
+
+    For a class whose `__init__` forwards `**settings` to `sandbox_type`. Pools (which reject unknown options when they
+    are created) and `help()` then see the actual parameters. `omit` names parameters to leave out;
+    `defaults` replaces their defaults.
+    """
+
+    def decorate(cls: type[K]) -> type[K]:
+        own = inspect.signature(cls)
+        named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        more = [
+            parameter.replace(default=defaults.get(name, parameter.default))
+            for name, parameter in inspect.signature(sandbox_type).parameters.items()
+            if name not in own.parameters and name not in omit
+        ]
+        cls.__signature__ = own.replace(parameters=[*named, *more])  # type: ignore[attr-defined]
+        return cls
+
+    return decorate
+
+
+def check_seconds(**given: float) -> None:
+    """Raise SettingsError for an argument that is not a positive, finite number of seconds."""
+    for name, value in given.items():
+        if not 0 < value < float("inf"):
+            raise SettingsError(f"{name} must be a positive number of seconds, got {value!r}")
