@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentfly_kit.errors import RewardError
+from agentfly_kit.errors import RewardError, TaskError
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.rewards import Reward, RewardSet, Score, reward
-from agentfly_kit.tools.context import Context, FromTask
+from agentfly_kit.tools.context import Context
+from agentfly_kit.tools.injection import FromTask
 from agentfly_kit.types import Failure, Task, ToolCall, ToolResult, Trajectory, Turn
 
 TASK = Task("t", ({"role": "user", "content": "2+3"},), {"answer": "5", "tags": ["sum"]})
@@ -417,34 +418,34 @@ async def test_rewards_run_side_by_side() -> None:
 
 
 async def test_a_set_from_whatever_an_agent_is_given() -> None:
-    assert len(RewardSet.coerce(None)) == 0
-    assert await RewardSet.coerce(None).score(ANSWERED, Context(TASK)) == Score(None)
-    assert RewardSet.coerce(exact).names == ("exact",)
-    assert RewardSet.coerce([exact, raises]).names == ("exact", "raises")
-    assert RewardSet.coerce(raises).names == ("raises",)
+    assert await RewardSet(None).score(ANSWERED, Context(TASK)) == Score(None)
+    assert RewardSet(exact).names == ("exact",)
+    assert RewardSet([exact, raises]).names == ("exact", "raises")
+    assert RewardSet(raises).names == ("raises",)
     whole = RewardSet([exact])
-    assert RewardSet.coerce(whole) is whole
-    with pytest.raises(RewardError, match="two rewards are named 'exact'"):
+    assert list(RewardSet(whole)) == list(whole)
+    assert whole["exact"] is exact
+    with pytest.raises(RewardError, match="names of rewards must be unique, got 'exact' twice"):
         RewardSet([exact, exact])
 
 
 def test_a_field_that_no_task_has_is_refused_at_once() -> None:
     wrong = Task("w", TASK.messages, {"anwser": "5", "level": 2})
-    with pytest.raises(RewardError) as caught:
+    with pytest.raises(TaskError) as caught:
         RewardSet([exact]).check([TASK, wrong])
     assert str(caught.value) == (
-        "reward exact requires 'answer', which task 'w' does not have (its fields: anwser, level; also available: "
-        "final, trajectory, context); rename the parameter or give it a default"
+        "reward exact requires the field 'answer', which task 'w' does not have (its fields: anwser, level; also "
+        "available: final, trajectory, context); rename the parameter or give it a default"
     )
-    exact.check(TASK)
+    exact.check([TASK])
     RewardSet([exact]).check([TASK])
 
     @reward
     def turned(turn: Turn) -> int:  # a name of per="turn" only
         return 1
 
-    with pytest.raises(RewardError, match="requires 'turn'"):
-        turned.check(TASK)
+    with pytest.raises(TaskError, match="requires the field 'turn'"):
+        turned.check([TASK])
 
 
 # --- it stays the function, and shows itself -----------------------------------------------------
@@ -500,17 +501,17 @@ def unresolved(x: Nowhere) -> float:  # type: ignore[name-defined]  # noqa: F821
 @pytest.mark.parametrize(
     ("function", "options", "words"),
     [
-        (starred, {}, "starred: arguments are injected by name"),
-        (double_starred, {}, "double_starred: arguments are injected by name"),
-        (vague, {}, "vague: parameter 'sandbox' has no type; for example sandbox: af.PythonSandbox"),
-        (yields, {}, "yields is a generator"),
-        (Judge.judge, {}, "judge is a method without an instance"),
-        (unresolved, {}, "unresolved: an annotation cannot be resolved"),
-        (len, {}, "len must be a function"),
-        (raises, {"per": "token"}, "per='token' must be 'trajectory' or 'turn'"),
-        (raises, {"weight": math.nan}, "weight=nan must be a finite number"),
-        (raises, {"weight": "1"}, "weight='1' must be a finite number"),
-        (raises, {"timeout": 0}, "timeout=0 must be above 0 seconds"),
+        (starred, {}, "starred: parameter 'parts' must accept a keyword argument"),
+        (double_starred, {}, "double_starred: parameter 'fields' must accept a keyword argument"),
+        (vague, {}, "vague: parameter 'sandbox' must have a type, for example sandbox: af.PythonSandbox"),
+        (yields, {}, "a reward must return one result, got the generator yields"),
+        (Judge.judge, {}, "judge: a method must have an instance"),
+        (unresolved, {}, "unresolved: annotations must be resolvable"),
+        (len, {}, "a reward must be a function defined with `def`, got len"),
+        (raises, {"per": "token"}, "per must be 'trajectory' or 'turn', got 'token'"),
+        (raises, {"weight": math.nan}, "weight must be a finite number, got nan"),
+        (raises, {"weight": "1"}, "weight must be a finite number, got '1'"),
+        (raises, {"timeout": 0}, "timeout must be above 0 seconds, or None for no limit, got 0"),
     ],
 )
 def test_what_cannot_be_a_reward_is_refused_when_decorated(function: Any, options: Any, words: str) -> None:
@@ -534,12 +535,10 @@ def test_fingerprints_and_redefinition() -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     old = cell(source, names)
     rewards = RewardSet([old])
-    before = rewards.fingerprint
     assert cell(source, names).fingerprint == old.fingerprint
     assert rewards.redefined() == ()
     cell(source.replace("* SCALE", "+ SCALE"), names)
     assert rewards.redefined() == ("f",)
-    assert rewards.fingerprint == before
     for change in (("SCALE = 2", "SCALE = 3"), ("@reward", "@reward(weight=2)"), ("len(answer)", "1")):
         assert cell(source.replace(*change), {"__name__": "__main__"}).fingerprint != old.fingerprint
 

@@ -442,7 +442,7 @@ async def test_a_task_that_is_none_is_named_and_the_others_go_on(name: str) -> N
         bad = dataclasses.replace(good, id="bad", fields=fields)
         try:
             one, other = (await agent.rollout([good, bad])).trajectories
-        except af.errors.RewardError as error:  # refused before anything ran
+        except af.errors.TaskError as error:  # refused before anything ran
             refused.append(str(error))
             continue
         assert one.reward is not None, one.error

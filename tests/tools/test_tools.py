@@ -19,11 +19,13 @@ from typing import Annotated, Any, Literal, Optional
 import numpy as np
 import pydantic
 import pytest
+import typing_extensions
 from paths import ROOT
 from pydantic import Field
 
 from agentfly_kit.errors import NotAwaited, TaskError, ToolError, ToolSchemaError
-from agentfly_kit.tools.context import Context, FromTask
+from agentfly_kit.tools.context import Context
+from agentfly_kit.tools.injection import FromTask
 from agentfly_kit.tools.tool import Tool, ToolSet, tool
 from agentfly_kit.types import Task, ToolCall, ToolResult
 
@@ -53,9 +55,9 @@ class Tree(pydantic.BaseModel):
     children: list[Tree] = []
 
 
-class Window(typing.TypedDict):
+class Window(typing_extensions.TypedDict):
     left: int
-    right: typing.NotRequired[int]
+    right: typing_extensions.NotRequired[int]
 
 
 @tool
@@ -413,19 +415,19 @@ def yields(n: Annotated[int, "a"]) -> Any:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (untyped, "untyped: parameter 'a' has no type; annotate it, for example a: str"),
-        (undocumented, "undocumented: parameter 'b' has no description (it describes 'bb', not in the signature)"),
+        (untyped, "untyped: parameter 'a' must have a type, for example a: str"),
+        (undocumented, "undocumented: parameter 'b' must have a description (the docstring describes 'a', 'bb')"),
         (undocumented, "Args:\n        b: "),
-        (starred, "starred: *parts cannot be described in a schema"),
-        (double_starred, "double_starred: **parts cannot be described in a schema"),
-        (positional, "positional: parameter 'a' is positional-only"),
-        (opaque, "opaque: parameter 'lock' has the type"),
-        (uncallable, "uncallable: parameter 'f' has a type without a JSON representation"),
-        (odd_default, "odd_default: parameter 'n' has the default inf"),
-        (silent, "silent: no description"),
-        (unresolved, "unresolved: an annotation cannot be resolved (name 'Nowhere' is not defined)"),
-        (yields, "yields is a generator; a tool must return one result"),
-        (len, "len must be a function defined with `def`"),
+        (starred, "starred: parameter 'parts' must accept a keyword argument, got a variadic positional"),
+        (double_starred, "double_starred: parameter 'parts' must accept a keyword argument, got a variadic"),
+        (positional, "positional: parameter 'a' must accept a keyword argument, got a positional-only"),
+        (opaque, "opaque: parameter 'lock' must have a type with a JSON schema"),
+        (uncallable, "uncallable: parameter 'f' must have a type with a JSON schema"),
+        (odd_default, "odd_default: the default of parameter 'n' must be a JSON value of its type, got inf"),
+        (silent, "silent: the function must have a docstring"),
+        (unresolved, "unresolved: annotations must be resolvable, got NameError: name 'Nowhere' is not defined"),
+        (yields, "a tool must return one result, got the generator yields"),
+        (len, "a tool must be a function defined with `def`, got len"),
         (calculator, "calculator is already a tool"),
         (classmethod(len), "a classmethod cannot be a tool"),
     ],
@@ -946,12 +948,15 @@ async def test_a_missing_field_is_our_failure_unless_it_has_a_default() -> None:
     bare = Task("bare", TASK.messages, {"fact": 1})
     result = await lookup.invoke({"person": "Ann"}, context(bare))
     assert result.error is not None
-    words = "tool lookup requires the field 'facts', which task 'bare' does not have (its fields: fact)"
+    words = (
+        "tool lookup requires the field 'facts', which task 'bare' does not have (its fields: fact); "
+        "rename the parameter or give it a default"
+    )
     assert result.error.message == words
     with pytest.raises(TaskError) as caught:
         ToolSet([lookup, with_default]).check([TASK, bare])
     assert str(caught.value) == words
-    ToolSet([lookup, with_default]).check(TASK)
+    ToolSet([lookup, with_default]).check([TASK])
 
 
 async def test_what_a_tool_does_to_a_field_stays_in_its_chain() -> None:
@@ -1101,11 +1106,11 @@ def test_a_set_is_by_name_and_in_order() -> None:
     assert "add" in tools
     assert add in tools
     assert repr(tools) == "<ToolSet calculator, add, google>"
-    with pytest.raises(KeyError, match="the tools are: calculator"):
+    with pytest.raises(KeyError, match="must be one of the names: calculator, add, google"):
         tools["nope"]
-    with pytest.raises(ToolSchemaError, match="two tools are named 'add'"):
+    with pytest.raises(ToolSchemaError, match="names of tools must be unique, got 'add' twice"):
         ToolSet([add, tool(name="add")(google)])
-    with pytest.raises(ToolSchemaError, match=r"must be a list of tools: \[add\]"):
+    with pytest.raises(ToolSchemaError, match=r"tools must be a list of tools, got <Tool add"):
         ToolSet(add)  # type: ignore[arg-type]
 
 
