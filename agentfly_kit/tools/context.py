@@ -24,19 +24,8 @@ from agentfly_kit.types import Task
 S = TypeVar("S")
 
 
-class LeaseLike(Protocol):
-    """Protocol of the leases of a context: the part of `Lease` that it uses."""
-
-    turn: Any
-
-    @property
-    def sandbox(self) -> Any: ...
-    @property
-    def revoked(self) -> str: ...
-
-
 class PoolLike(Protocol):
-    """Protocol of the pools of a context: the part of `Pool` that it uses."""
+    """Protocol of the pools of a context: the part of `Pool` that it uses. A lease has `sandbox`, `turn`, `revoked`."""
 
     @property
     def sandbox_type(self) -> type: ...
@@ -111,7 +100,7 @@ class Context:
         self.pools = tuple(pools)
         self.concurrency = concurrency
         self.run = run
-        self._leases: dict[PoolLike, asyncio.Task[LeaseLike]] = {}
+        self._leases: dict[PoolLike, asyncio.Task[Any]] = {}
         self._locks: dict[PoolLike, asyncio.Lock] = {}
         self._closed = False
         self._close_lock = asyncio.Lock()
@@ -141,13 +130,13 @@ class Context:
         if acquiring.exception() is not None and self._leases.get(pool) is acquiring:
             del self._leases[pool]  # let the next request try again
         lease = acquiring.result()
-        self._check_revoked(sandbox_type, lease)
+        self.check()
         if lease.turn != self.turn:
             lease.turn = self.turn  # shown in the pool's snapshot
         return typing.cast(S, lease.sandbox)
 
-    async def _acquire(self, pool: PoolLike) -> LeaseLike:
-        lease: LeaseLike = await pool.acquire(self.trajectory_id, run=self.run)
+    async def _acquire(self, pool: PoolLike) -> Any:
+        lease = await pool.acquire(self.trajectory_id, run=self.run)
         if environments.is_environment(pool.sandbox_type):
             try:
                 await self._reset_environment(pool.sandbox_type, lease.sandbox)
@@ -160,11 +149,9 @@ class Context:
         """Start an episode by resetting the environment for the task."""
         given = environments.reset_arguments(environment, self.task)
         outcome = await functions.call_user_function(environment.reset, given)
-        if outcome.error is not None:
-            what = f"{type(outcome.error).__name__}: {outcome.error}"
-            raise SandboxError(
-                f"{sandbox_type.__name__}.reset failed for task {self.task.id!r} ({what})"
-            ) from outcome.error
+        if (error := outcome.error) is not None:
+            what = f"{type(error).__name__}: {error}"
+            raise SandboxError(f"{sandbox_type.__name__}.reset failed for task {self.task.id!r} ({what})") from error
         self.reset_results[sandbox_type] = outcome.value
 
     @asynccontextmanager
@@ -184,14 +171,10 @@ class Context:
             LeaseRevoked: if a pool has revoked one; the message names the reason.
         """
         for pool, lease in self._leases.items():
-            if _is_held(lease):
-                self._check_revoked(pool.sandbox_type, lease.result())
-
-    def _check_revoked(self, sandbox_type: type, lease: LeaseLike) -> None:
-        if lease.revoked:
-            raise LeaseRevoked(
-                f"the pool took the {sandbox_type.__name__} of the chain {self.trajectory_id!r}: {lease.revoked}"
-            )
+            if _is_held(lease) and (reason := lease.result().revoked):
+                raise LeaseRevoked(
+                    f"the pool took the {pool.sandbox_type.__name__} of the chain {self.trajectory_id!r}: {reason}"
+                )
 
     def pool(self, sandbox_type: type) -> PoolLike:
         """Return the pool of this sandbox class, or else the pool of a subclass.
@@ -288,7 +271,7 @@ class Context:
         return f"<Context of {self.trajectory_id!r}, turn {self.turn}, holds {held or 'no sandbox'}{closed}>"
 
 
-def _is_held(lease: asyncio.Task[LeaseLike]) -> bool:
+def _is_held(lease: asyncio.Task[Any]) -> bool:
     return lease.done() and not lease.cancelled() and lease.exception() is None
 
 

@@ -72,6 +72,7 @@ class InjectedFunction(Generic[P, R]):
         name
         timeout: Limit in seconds for one call of the function, or None.
         source: Source code of the function.
+        task_fields: Task fields that the function requires (parameters without a default).
     """
 
     kind: ClassVar[str]
@@ -121,9 +122,11 @@ class InjectedFunction(Generic[P, R]):
                 f"annotations must be resolvable, got {type(error).__name__}: {error}; define or import the name "
                 "before the function, and not only under TYPE_CHECKING"
             ) from None
+        # A function is a method if it is defined in a class body and its first parameter is `self`.
         parameters = list(inspect.signature(function).parameters.values())
         outer = function.__qualname__.rpartition(".")[0]  # "", "Class", "maker.<locals>" or "maker.<locals>.Class"
         self._method = bool(parameters) and parameters[0].name == "self" and outer != "" and not outer.endswith(">")
+        # All parameters with resolved annotations, and the injected ones.
         self._parameters: dict[str, inspect.Parameter] = {}
         self._hidden: dict[str, Injection] = {}
         for p in parameters[1:] if self._method else parameters:
@@ -138,6 +141,11 @@ class InjectedFunction(Generic[P, R]):
                 injected = Injection(p.name if p.name in injected_names else "field")
             if injected is not None:
                 self._hidden[p.name] = injected
+        self.task_fields = tuple(
+            n
+            for n, i in self._hidden.items()
+            if i.source == "field" and self._parameters[n].default is inspect.Parameter.empty
+        )
 
     def _error(self, text: str) -> AgentFlyError:
         return self.error_type(f"{self.name}: {text}")
@@ -166,16 +174,14 @@ class InjectedFunction(Generic[P, R]):
         """Sandbox classes that the function requires, and for which the agent needs pools."""
         return tuple(dict.fromkeys(i.sandbox_type for i in self._hidden.values() if i.source == "sandbox"))
 
-    @property
-    def task_fields(self) -> tuple[str, ...]:
-        """Task fields that the function requires (parameters without a default)."""
-        hidden = self._hidden.items()
-        return tuple(n for n, i in hidden if i.source == "field" and self._parameters[n].default is inspect._empty)
-
     def redefined(self) -> bool:
         """Return True if a later notebook cell has redefined the function with different source code."""
         now = functions.current_definition(self.function)
-        return isinstance(now, type(self)) and now.function is not self.function and now.fingerprint != self.fingerprint
+        return (
+            isinstance(now, InjectedFunction)
+            and now.function is not self.function
+            and now.fingerprint != self.fingerprint
+        )
 
     def check(self, tasks: Iterable[Task]) -> None:
         """Check that every task has the fields that the function requires.
@@ -186,15 +192,12 @@ class InjectedFunction(Generic[P, R]):
         for task in tasks:
             for name in self.task_fields:
                 if name not in task.fields:
-                    raise self._missing_field(name, task)
-
-    def _missing_field(self, name: str, task: Task) -> TaskError:
-        have = ", ".join(task.fields) or "none"
-        also = f"; also available: {', '.join(self._injected_names)}" if self._injected_names else ""
-        return TaskError(
-            f"{self.kind} {self.name} requires the field {name!r}, which task {task.id!r} does not have (its fields: "
-            f"{have}{also}); rename the parameter or give it a default"
-        )
+                    have = ", ".join(task.fields) or "none"
+                    also = f"; also available: {', '.join(self._injected_names)}" if self._injected_names else ""
+                    raise TaskError(
+                        f"{self.kind} {self.name} requires the field {name!r}, which task {task.id!r} does not have "
+                        f"(its fields: {have}{also}); rename the parameter or give it a default"
+                    )
 
     @asynccontextmanager
     async def _inject(
@@ -207,6 +210,7 @@ class InjectedFunction(Generic[P, R]):
             fields: task fields.
             **values: further values, by source.
         """
+        self.check([context.task])
         values["context"] = context
         sandbox_types = {n: i.sandbox_type for n, i in self._hidden.items() if i.source == "sandbox"}
         async with AsyncExitStack() as stack:
@@ -223,8 +227,6 @@ class InjectedFunction(Generic[P, R]):
                     arguments[name] = values[injected.source]
                 elif name in fields:
                     arguments[name] = fields[name]
-                elif name in self.task_fields:
-                    raise self._missing_field(name, context.task)
             yield arguments
 
 
