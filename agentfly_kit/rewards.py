@@ -7,7 +7,6 @@ only its own chain unscored.
 from __future__ import annotations
 
 import asyncio
-import copy
 import inspect
 import math
 import numbers
@@ -109,30 +108,14 @@ class Reward(InjectedFunction[P, R]):
         if per not in _INJECTED_NAMES:
             raise RewardError(f"per must be 'trajectory' or 'turn', got {per!r}")
         super().__init__(function, name, timeout, _INJECTED_NAMES[per])
-        self.weight = self._checked_weight(weight)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+            raise self._error(f"weight must be a finite number, got {weight!r}")
+        self.weight = float(weight)
         self.per: Per = per
         if self._method:
             raise self._error("a method must have an instance; use a function that calls the bound method")
         if self._hidden.get("sandbox") == Injection("field") and "sandbox" not in function.__annotations__:
             raise self._error("parameter 'sandbox' must have a type, for example sandbox: af.PythonSandbox")
-
-    def _checked_weight(self, weight: float) -> float:
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-            raise self._error(f"weight must be a finite number, got {weight!r}")
-        return float(weight)
-
-    def replace(self, *, weight: float | None = None, name: str | None = None) -> Reward[P, R]:
-        """Return a copy with another weight or name.
-
-        Raises:
-            RewardError: if the weight is not finite.
-        """
-        other = copy.copy(self)
-        if weight is not None:
-            other.weight = self._checked_weight(weight)
-        if name is not None:
-            other.name = name
-        return other
 
     def _settings(self) -> str:
         return f"{self.name} {self.weight} {self.per} {self.timeout}"
@@ -169,7 +152,7 @@ class Reward(InjectedFunction[P, R]):
         if self.per == "turn":
             turn = _action_to_score(trajectory, turn)
         elif turn is not None:
-            raise RewardError(f"{self.name} scores a whole trajectory; turn= requires a reward with per='turn'")
+            raise RewardError(f"turn must be None for {self.name}, which scores a whole trajectory, got {turn!r}")
         async with temporary_context(trajectory.task, self.sandbox_types, pool) as context:
             return await self.score(trajectory, context, turn=turn)
 
@@ -207,36 +190,26 @@ class Reward(InjectedFunction[P, R]):
         return replace(score, reward=reward, metrics=metrics, extras=extras)
 
     def _split_result(self, value: Any) -> tuple[float | None, dict[str, float], dict[str, Any]]:
-        if not isinstance(value, Mapping):
-            return self._to_number(value, "it"), {}, {}
-        if "reward" not in value:
-            raise RewardError(
-                f"{self.name} must return a dict with the key 'reward', got keys: {', '.join(map(str, value))}"
-            )
-        metrics: dict[str, float] = {}
-        extras: dict[str, Any] = {}
-        for key, part in value.items():
-            if key == "reward" or part is None:
-                continue
-            if _is_number(part):
-                number = self._to_number(part, f"metric {key!r}")
-                assert number is not None
-                metrics[str(key)] = number
-            else:
-                extras[str(key)] = part
-        return self._to_number(value["reward"], "'reward'"), metrics, extras
+        """Return (reward, metrics, extras) for a return value."""
+        given = value if isinstance(value, Mapping) else {"reward": value}
+        if "reward" not in given:
+            raise RewardError(f"{self.name} must return a dict with the key 'reward', got {', '.join(map(str, given))}")
+        known = {str(key): part for key, part in given.items() if part is not None}
+        metrics = {
+            key: self._to_number(key, part) for key, part in known.items() if key == "reward" or _is_number(part)
+        }
+        extras = {key: part for key, part in known.items() if key not in metrics}
+        return metrics.pop("reward", None), metrics, extras
 
-    def _to_number(self, value: Any, what: str) -> float | None:
-        if value is None:
-            return None
+    def _to_number(self, key: str, value: Any) -> float:
         if not _is_number(value):
             raise RewardError(
-                f"{self.name}: {what} is {_short_repr(value)}, a {type(value).__qualname__}; "
-                "return a number, True or False, None (unscored), or dict(reward=..., ...)"
+                f"{self.name}: {key!r} must be a number, True or False, or None (unscored), got {_short_repr(value)}, "
+                f"a {type(value).__qualname__}; a dict(reward=..., ...) may hold further values"
             )
         number = float(value.item() if hasattr(value, "item") else value)
         if not math.isfinite(number):
-            raise RewardError(f"{self.name}: {what} is {number}; return a finite number, or None for unscored")
+            raise RewardError(f"{self.name}: {key!r} must be finite, or None for unscored, got {number}")
         return number
 
 
@@ -369,10 +342,10 @@ def _action_to_score(trajectory: Trajectory, turn: Turn | int | None) -> Turn:
     if turn is None:
         actions = [t for t in trajectory.turns if t.kind == "action"]
         if not actions:
-            raise RewardError(f"trajectory {trajectory.id!r} has no action to score")
+            raise RewardError(f"trajectory {trajectory.id!r} must have an action to score, got none")
         turn = actions[-1]
     if turn.kind != "action":
-        raise RewardError(f"a reward per turn must be given an action, got {turn!r}")
+        raise RewardError(f"turn must be an action, got {turn!r}")
     return turn
 
 
