@@ -1,4 +1,4 @@
-"""Rewards: what is injected, what a value may be, and that a failure costs one chain its score and nothing else."""
+"""Rewards: injected arguments, return values, and failures, which leave only their own chain unscored."""
 
 from __future__ import annotations
 

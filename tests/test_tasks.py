@@ -1,4 +1,4 @@
-"""Tasks: every way in, splits that share nothing, and errors that name the line."""
+"""Tasks: loading, disjoint splits, and errors that name the file and line."""
 
 from __future__ import annotations
 

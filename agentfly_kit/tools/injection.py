@@ -109,7 +109,7 @@ class InjectedFunction(Generic[P, R]):
             raise self.error_type(f"a {self.kind} must return one result, got the generator {shown}")
         functools.update_wrapper(self, function, updated=())
         self.function = function
-        self.name = name if name is not None else function.__name__
+        self.name: str = name if name is not None else function.__name__
         self.timeout = timeout
         self.source = functions.source_of(function)
         self._injected_names = injected_names or ()

@@ -1,4 +1,4 @@
-"""The context: one lease a kind a chain, kept to the end, given back whatever happens."""
+"""The context: one lease per sandbox class and chain, kept until the chain ends and always released."""
 
 from __future__ import annotations
 
@@ -214,12 +214,6 @@ async def test_what_cannot_be_copied_is_shared() -> None:
     lock = threading.Lock()
     context = Context(Task("t", TASK.messages, {"lock": lock}))
     assert context.fields["lock"] is lock
-
-
-async def test_state_is_the_chains_own() -> None:
-    one, two = Context(TASK), Context(TASK)
-    one.state["seen"] = 1
-    assert two.state == {}
 
 
 async def test_a_fork_copies_state_and_forks_sandboxes() -> None:

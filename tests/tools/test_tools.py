@@ -1,4 +1,4 @@
-"""Tools: what the model is shown, what it is told, and what a call can never do to the chain or to its siblings."""
+"""Tools: schemas, conversion of arguments and results, failures, timeouts, injected parameters and fingerprints."""
 
 from __future__ import annotations
 
@@ -626,23 +626,6 @@ async def test_calls_of_one_turn_run_side_by_side() -> None:
     assert [(c.id, c.result.observation) for c in done if c.result] == [(f"call-{i}", str(i)) for i in range(4)]
 
 
-async def test_a_blocking_tool_stops_no_other_chain() -> None:
-    release = threading.Event()
-
-    @tool
-    def block() -> str:
-        """Block."""
-        release.wait(10)
-        return "done"
-
-    running = asyncio.ensure_future(block.try_())
-    for _ in range(20):  # the loop goes round while the tool blocks
-        await asyncio.sleep(0.001)
-    assert not running.done()
-    release.set()
-    assert (await running).observation == "done"
-
-
 async def test_a_late_coroutine_is_cancelled() -> None:
     cancelled = asyncio.Event()
 
@@ -781,20 +764,6 @@ async def test_a_missing_field_is_our_failure_unless_it_has_a_default() -> None:
         ToolSet([lookup, with_default]).check([TASK, bare])
     assert str(caught.value) == words
     ToolSet([lookup, with_default]).check([TASK])
-
-
-async def test_what_a_tool_does_to_a_field_stays_in_its_chain() -> None:
-    @tool
-    def spoil(facts: FromTask[dict[str, str]]) -> int:
-        """Forget."""
-        facts.pop("Ann", None)
-        return len(facts)
-
-    here = context()
-    assert (await spoil.invoke({}, here)).observation == "0"
-    assert here.fields["facts"] == {}
-    assert TASK.fields["facts"] == {"Ann": "Oslo"}
-    assert (await lookup.invoke({"person": "Ann"}, context())).ok
 
 
 async def test_an_argument_that_is_called_task() -> None:

@@ -228,7 +228,7 @@ def test_what_is_no_tool() -> None:
     def plain(x):  # type: ignore[no-untyped-def]
         return x
 
-    with pytest.raises(af.errors.ToolSchemaError, match="'x' has no type"):
+    with pytest.raises(af.errors.ToolSchemaError, match="'x' must have a type"):
         w.ToolForm(plain)
 
 
