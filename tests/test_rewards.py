@@ -487,6 +487,8 @@ def test_a_fingerprint_includes_the_settings() -> None:
     settings: list[dict[str, Any]] = [{}, {"weight": 2}, {"per": "turn"}, {"timeout": 9}, {"name": "other"}]
     assert len({reward(**options)(raises).fingerprint for options in settings}) == 5
     assert reward(raises).fingerprint == reward(raises).fingerprint
+    # The module's `exact` has other settings, but the same function: this is not a redefinition.
+    assert RewardSet(reward(weight=0.5)(exact.function)).redefined() == ()
 
 
 def test_a_score_compares_by_what_it_says() -> None:
