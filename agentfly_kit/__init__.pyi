@@ -44,8 +44,8 @@ from agentfly_kit.tasks import load_tasks as load_tasks
 from agentfly_kit.tasks import tasks_from as tasks_from
 from agentfly_kit.tools import builtin as _builtin
 from agentfly_kit.tools.context import Context as Context
-from agentfly_kit.tools.context import FromPool as FromPool
-from agentfly_kit.tools.context import FromTask as FromTask
+from agentfly_kit.tools.injection import FromPool as FromPool
+from agentfly_kit.tools.injection import FromTask as FromTask
 from agentfly_kit.tools.tool import ToolSet as ToolSet
 from agentfly_kit.tools.tool import tool as tool
 from agentfly_kit.trainer.config import TrainConfig as TrainConfig

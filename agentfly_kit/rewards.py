@@ -7,23 +7,19 @@ only its own chain unscored.
 from __future__ import annotations
 
 import asyncio
-import copy
-import inspect
 import math
 import numbers
-import types as pytypes
-import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, overload
 
-from agentfly_kit._async.pending_call import PendingCall, pending_call
+from agentfly_kit._async.pending_call import pending_call
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import RewardError
 from agentfly_kit.tools import function as functions
-from agentfly_kit.tools.context import Context, Injection, PoolLike, copy_or_share, injection, temporary_context
-from agentfly_kit.types import UNSCORED_STOPS, Failure, Task, Trajectory, Turn
+from agentfly_kit.tools.context import Context, Fields, PoolLike, temporary_context
+from agentfly_kit.tools.injection import FunctionSet, InjectedFunction, Injection
+from agentfly_kit.types import UNSCORED_STOPS, Failure, Trajectory, Turn
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -71,12 +67,15 @@ class Score(Displayable):
         return "\n".join(lines)
 
 
-class Reward(Displayable, Generic[P, R]):
+class Reward(Displayable, InjectedFunction[P, R]):
     """Function that scores a chain, created by `@reward`. Calling it calls the function.
 
     `score` returns its value for a trajectory and records exceptions as failures. `try_` does so interactively and
     shows every injected argument.
     """
+
+    kind = "reward"
+    error_type = RewardError
 
     def __init__(
         self,
@@ -86,83 +85,21 @@ class Reward(Displayable, Generic[P, R]):
         per: Per = "trajectory",
         name: str | None = None,
         timeout: float | None = 60.0,
-        frame: pytypes.FrameType | None = None,
     ) -> None:
-        shown = getattr(function, "__qualname__", repr(function))
-        if not inspect.isfunction(function):
-            raise RewardError(
-                f"{shown} must be a function defined with `def`; wrap it in one whose parameters name its inputs"
-            )
-        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise RewardError(f"{shown} is a generator; a reward must return one result")
         if per not in _INJECTED_NAMES:
-            raise RewardError(f"{shown}: per={per!r} must be 'trajectory' or 'turn'")
+            raise RewardError(f"per must be 'trajectory' or 'turn', got {per!r}")
+        super().__init__(function, name, timeout, _INJECTED_NAMES[per])
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-            raise RewardError(f"{shown}: weight={weight!r} must be a finite number")
-        if timeout is not None and not timeout > 0:
-            raise RewardError(f"{shown}: timeout={timeout!r} must be above 0 seconds, or None for no limit")
-        self.function = function
-        self.name = name or function.__name__
+            raise self._error(f"weight must be a finite number, got {weight!r}")
         self.weight = float(weight)
         self.per: Per = per
-        self.timeout = timeout
-        self.source = functions.source_of(function)
-        self._parameters, self._hidden = _signature(self.name, function, frame)
-        self.__name__, self.__qualname__ = function.__name__, function.__qualname__
-        self.__doc__, self.__module__, self.__wrapped__ = function.__doc__, function.__module__, function
+        if self._method:
+            raise self._error("a method must have an instance; use a function that calls the bound method")
+        if self._hidden.get("sandbox") == Injection("field") and "sandbox" not in function.__annotations__:
+            raise self._error("parameter 'sandbox' must have a type, for example sandbox: af.PythonSandbox")
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        function: Callable[..., R] = self.function
-        if inspect.iscoroutinefunction(function):
-            return typing.cast(R, PendingCall(f"{self.name}(...)", lambda: function(*args, **kwargs)))
-        return function(*args, **kwargs)
-
-    def replace(self, *, weight: float | None = None, name: str | None = None) -> Reward[P, R]:
-        """Return a copy with another weight or name.
-
-        Raises:
-            RewardError: if the weight is not finite.
-        """
-        other = copy.copy(self)
-        if weight is not None:
-            if not math.isfinite(weight):
-                raise RewardError(f"{self.name}: weight={weight!r} must be a finite number")
-            other.weight = float(weight)
-        if name is not None:
-            other.name = name
-        return other
-
-    @property
-    def fingerprint(self) -> str:
-        return functions.fingerprint(self.function, self.source, f"{self.name} {self.weight} {self.per} {self.timeout}")
-
-    @property
-    def sandbox_types(self) -> tuple[type, ...]:
-        """Sandbox classes that the reward requires, and for which the agent needs pools."""
-        return tuple(
-            dict.fromkeys(injected.sandbox_type for injected in self._hidden.values() if injected.source == "sandbox")
-        )
-
-    @property
-    def task_fields(self) -> tuple[str, ...]:
-        """Task fields that the reward requires (parameters without a default)."""
-        return tuple(n for n, p in self._parameters.items() if self._source_of(n) == "field" and p.default is p.empty)
-
-    def redefined(self) -> bool:
-        """Return True if a later notebook cell has redefined the reward with different source code."""
-        now = functions.current_definition(self.function)
-        return isinstance(now, Reward) and now.function is not self.function and now.fingerprint != self.fingerprint
-
-    def check(self, tasks: Task | Iterable[Task]) -> None:
-        """Check that every task has the required fields.
-
-        Raises:
-            RewardError: names the function, the missing field and the available fields.
-        """
-        for task in [tasks] if isinstance(tasks, Task) else tasks:
-            for name in self.task_fields:
-                if name not in task.fields:
-                    raise RewardError(_missing_field_message(self.name, name, task, self.per))
+    def _settings(self) -> str:
+        return f"{self.name} {self.weight} {self.per} {self.timeout}"
 
     def __repr__(self) -> str:
         weight = f", weight {self.weight:g}" if self.weight != 1 else ""
@@ -189,8 +126,8 @@ class Reward(Displayable, Generic[P, R]):
         if self.per == "turn":
             turn = _action_to_score(trajectory, turn)
         elif turn is not None:
-            raise RewardError(f"{self.name} scores a whole trajectory; turn= requires a reward with per='turn'")
-        async with temporary_context(trajectory.task, self.sandbox_types, () if pool is None else (pool,)) as context:
+            raise RewardError(f"turn must be None for {self.name}, which scores a whole trajectory, got {turn!r}")
+        async with temporary_context(trajectory.task, self.sandbox_types, pool) as context:
             return await self.score(trajectory, context, turn=turn)
 
     async def score(self, trajectory: Trajectory, context: Context, *, turn: Turn | None = None) -> Score:
@@ -202,94 +139,51 @@ class Reward(Displayable, Generic[P, R]):
             CancelledError: if the caller was cancelled.
             KeyboardInterrupt: always propagates.
         """
-        where = f"reward {self.name}"
-        values: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
+        # Copied from the task, not from the chain, whose fields a tool may have changed.
+        fields = Fields(trajectory.task.fields)
+        observation = _observation_after(trajectory, turn)
         try:
-            async with AsyncExitStack() as stack:
-                values = await self._inject(trajectory, context, turn, stack)
-                shown = dict(values)
-                async with context.concurrency.rewards.slot():
-                    outcome = await functions.call_user_function(
-                        self.function, values, timeout=self.timeout, convert=self._split_result
-                    )
+            async with (
+                self._inject(
+                    context, fields, final=trajectory.final, trajectory=trajectory, turn=turn, observation=observation
+                ) as arguments,
+                context.concurrency.rewards.slot(),
+            ):
+                outcome = await functions.call_user_function(
+                    self.function, arguments, timeout=self.timeout, convert=self._split_result
+                )
         except Exception as error:  # from the pool, or a missing task field
-            return Score(None, error=functions.failure_from(where, error), arguments=values, name=self.name)
-        if outcome.timed_out:
-            text = f"took longer than {self.timeout:g} s and was {outcome.timed_out}; raise timeout=, or make it faster"
-            found = Failure(where, "TimeoutError", text)
-            return Score(None, error=found, arguments=shown, name=self.name, seconds=outcome.seconds)
+            outcome = functions.Outcome(error=error)
+        score = Score(None, arguments=arguments, name=self.name, seconds=outcome.seconds)
         if outcome.error is not None:
-            found = functions.failure_from(where, outcome.error)
-            return Score(None, error=found, arguments=shown, name=self.name, seconds=outcome.seconds)
+            return replace(score, error=functions.failure_from(f"reward {self.name}", outcome.error))
         reward, metrics, extras = outcome.value
         if reward is not None:
             metrics = {self.name: reward, **metrics}
-        return Score(reward, metrics, extras=extras, arguments=shown, name=self.name, seconds=outcome.seconds)
-
-    def _source_of(self, name: str) -> str:
-        if name in self._hidden:
-            return self._hidden[name].source
-        return name if name in _INJECTED_NAMES[self.per] else "field"
-
-    async def _inject(
-        self, trajectory: Trajectory, context: Context, turn: Turn | None, stack: AsyncExitStack
-    ) -> dict[str, Any]:
-        ready = {"final": trajectory.final, "trajectory": trajectory, "context": context, "turn": turn}
-        values: dict[str, Any] = {}
-        sandbox_types = {
-            name: injected.sandbox_type for name, injected in self._hidden.items() if injected.source == "sandbox"
-        }
-        # Leased in a fixed global order, so that two rewards that need the same two sandboxes cannot deadlock.
-        leased: dict[str, Any] = {
-            name: await stack.enter_async_context(context.using(sandbox_type))
-            for name, sandbox_type in sorted(sandbox_types.items(), key=lambda item: item[1].__qualname__)
-        }
-        for name, parameter in self._parameters.items():
-            source = self._source_of(name)
-            if source == "sandbox":
-                values[name] = leased[name]
-            elif source == "observation":
-                values[name] = _observation_after(trajectory, turn)
-            elif source in ready:
-                values[name] = ready[source]
-            elif name in trajectory.task.fields:
-                # Copied from the task, not from the chain, whose fields a tool may have changed.
-                values[name] = copy_or_share(trajectory.task.fields[name])
-            elif parameter.default is parameter.empty:
-                raise RewardError(_missing_field_message(self.name, name, trajectory.task, self.per))
-        return values
+        return replace(score, reward=reward, metrics=metrics, extras=extras)
 
     def _split_result(self, value: Any) -> tuple[float | None, dict[str, float], dict[str, Any]]:
-        if not isinstance(value, Mapping):
-            return self._to_number(value, "it"), {}, {}
-        if "reward" not in value:
-            raise RewardError(
-                f"{self.name} must return a dict with the key 'reward', got keys: {', '.join(map(str, value))}"
-            )
-        metrics: dict[str, float] = {}
-        extras: dict[str, Any] = {}
-        for key, part in value.items():
-            if key == "reward" or part is None:
-                continue
-            if _is_number(part):
-                number = self._to_number(part, f"metric {key!r}")
-                assert number is not None
-                metrics[str(key)] = number
-            else:
-                extras[str(key)] = part
-        return self._to_number(value["reward"], "'reward'"), metrics, extras
+        """Return (reward, metrics, extras) for a return value."""
+        given = value if isinstance(value, Mapping) else {"reward": value}
+        if "reward" not in given:
+            raise RewardError(f"{self.name} must return a dict with the key 'reward', got {', '.join(map(str, given))}")
+        known = {str(key): part for key, part in given.items() if part is not None}
+        metrics = {
+            key: self._to_number(key, part) for key, part in known.items() if key == "reward" or _is_number(part)
+        }
+        extras = {key: part for key, part in known.items() if key not in metrics}
+        return metrics.pop("reward", None), metrics, extras
 
-    def _to_number(self, value: Any, what: str) -> float | None:
-        if value is None:
-            return None
+    def _to_number(self, key: str, value: Any) -> float:
         if not _is_number(value):
             raise RewardError(
-                f"{self.name}: {what} is {_short_repr(value)}, a {type(value).__qualname__}; "
-                "return a number, True or False, None (unscored), or dict(reward=..., ...)"
+                f"{self.name}: {key!r} must be a number, True or False, or None (unscored), got {_short_repr(value)}, "
+                f"a {type(value).__qualname__}; a dict(reward=..., ...) may hold further values"
             )
         number = float(value.item() if hasattr(value, "item") else value)
         if not math.isfinite(number):
-            raise RewardError(f"{self.name}: {what} is {number}; return a finite number, or None for unscored")
+            raise RewardError(f"{self.name}: {key!r} must be finite, or None for unscored, got {number}")
         return number
 
 
@@ -326,61 +220,29 @@ def reward(
     Raises:
         RewardError: names the function and the parameter.
     """
-    frame = functions.caller_frame(1)
 
     def decorate(function: Callable[P, R]) -> Reward[P, R]:
-        return Reward(function, weight=weight, per=per, name=name, timeout=timeout, frame=frame)
+        return Reward(function, weight=weight, per=per, name=name, timeout=timeout)
 
     return decorate if function is None else decorate(function)
 
 
-class RewardSet(Displayable, Sequence[Reward[..., Any]]):
-    """Rewards of one agent. The reward of a trajectory is their weighted sum; each value is also a metric."""
+class RewardSet(Displayable, FunctionSet[Reward[..., Any]]):
+    """Rewards of one agent. The reward of a trajectory is their weighted sum; each value is also a metric.
 
-    def __init__(self, rewards: Iterable[Reward[..., Any] | Callable[..., Any]] = ()) -> None:
-        self._rewards = tuple(r if isinstance(r, Reward) else reward(r) for r in rewards)
-        names = [r.name for r in self._rewards]
-        for name in names:
-            if names.count(name) > 1:
-                raise RewardError(f"two rewards are named {name!r}; rename one: @af.reward(name=...)")
+    Args:
+        rewards: a reward or function, several of them, a `RewardSet`, or None.
 
-    @classmethod
-    def coerce(cls, rewards: RewardSet | Reward[..., Any] | Callable[..., Any] | Iterable[Any] | None) -> RewardSet:
-        """Convert the argument of `Agent(reward=)`: None, a reward or function, a list, or a `RewardSet`."""
-        if isinstance(rewards, RewardSet):
-            return rewards
+    Raises:
+        RewardError: if two rewards have the same name.
+    """
+
+    def __init__(self, rewards: Reward[..., Any] | Callable[..., Any] | Iterable[Any] | None = None) -> None:
         if rewards is None:
-            return cls()
-        if isinstance(rewards, Reward) or callable(rewards):
-            return cls([rewards])
-        return cls(rewards)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(r.name for r in self._rewards)
-
-    @property
-    def sandbox_types(self) -> tuple[type, ...]:
-        """Sandbox classes that the rewards require."""
-        return tuple(dict.fromkeys(sandbox_type for r in self._rewards for sandbox_type in r.sandbox_types))
-
-    @property
-    def fingerprint(self) -> str:
-        return " ".join(f"{r.name}={r.fingerprint}" for r in self._rewards)
-
-    def redefined(self) -> tuple[str, ...]:
-        """Return the names of rewards that a later notebook cell has redefined; this set still runs the old ones."""
-        return tuple(r.name for r in self._rewards if r.redefined())
-
-    def check(self, tasks: Task | Iterable[Task]) -> None:
-        """Check that every task has the fields that the rewards require.
-
-        Raises:
-            RewardError: names the function, the missing field and the available fields.
-        """
-        for task in [tasks] if isinstance(tasks, Task) else tasks:
-            for r in self._rewards:
-                r.check(task)
+            rewards = ()
+        elif isinstance(rewards, Reward) or not isinstance(rewards, Iterable):
+            rewards = (rewards,)
+        super().__init__(r if isinstance(r, Reward) else reward(r) for r in rewards)
 
     async def score(self, trajectory: Trajectory, context: Context) -> Score:
         """Run all rewards concurrently and return their weighted sum.
@@ -389,11 +251,11 @@ class RewardSet(Displayable, Sequence[Reward[..., Any]]):
         failed or was cancelled is not scored, because the model did not cause that. If all rewards are per turn, the
         reward of the trajectory itself is 0.0.
         """
-        if trajectory.stop in UNSCORED_STOPS or not self._rewards:
+        if trajectory.stop in UNSCORED_STOPS or len(self) == 0:
             return Score(None)
         actions = [(i, t) for i, t in enumerate(trajectory.turns) if t.kind == "action"]
         jobs: list[tuple[Reward[..., Any], int | None, Turn | None]] = []
-        for r in self._rewards:
+        for r in self:
             jobs += [(r, None, None)] if r.per == "trajectory" else [(r, i, t) for i, t in actions]
         if len(jobs) == 1:
             ((r, index, turn),) = jobs
@@ -402,21 +264,8 @@ class RewardSet(Displayable, Sequence[Reward[..., Any]]):
             running = [group.create_task(r.score(trajectory, context, turn=turn)) for r, _, turn in jobs]
         return _combine_scores([(r, i, task.result()) for (r, i, _), task in zip(jobs, running, strict=True)])
 
-    @overload
-    def __getitem__(self, key: int) -> Reward[..., Any]: ...
-    @overload
-    def __getitem__(self, key: slice) -> RewardSet: ...
-    def __getitem__(self, key: int | slice) -> Reward[..., Any] | RewardSet:
-        return RewardSet(self._rewards[key]) if isinstance(key, slice) else self._rewards[key]
-
-    def __iter__(self) -> Iterator[Reward[..., Any]]:
-        return iter(self._rewards)
-
-    def __len__(self) -> int:
-        return len(self._rewards)
-
     def __repr__(self) -> str:
-        return f"<RewardSet {' + '.join(f'{r.weight:g} {r.name}' for r in self._rewards) or 'empty'}>"
+        return f"<RewardSet {' + '.join(f'{r.weight:g} {r.name}' for r in self) or 'empty'}>"
 
 
 def _combine_scores(parts: Sequence[tuple[Reward[..., Any], int | None, Score]]) -> Score:
@@ -454,41 +303,7 @@ def _combine_scores(parts: Sequence[tuple[Reward[..., Any], int | None, Score]])
     return Score(total, metrics, error, turn_rewards, extras)
 
 
-# --- reading a function and its result -----------------------------------------------------------
-
-
-def _signature(
-    owner: str, function: Callable[..., Any], frame: pytypes.FrameType | None
-) -> tuple[dict[str, inspect.Parameter], dict[str, Injection]]:
-    try:
-        annotations = functions.type_hints(function, frame)
-    except Exception as error:
-        raise RewardError(
-            f"{owner}: an annotation cannot be resolved ({error}); define or import it before the function, "
-            "and not only under TYPE_CHECKING"
-        ) from None
-    parameters = dict(inspect.signature(function).parameters)
-    if next(iter(parameters), None) == "self":
-        raise RewardError(f"{owner} is a method without an instance; use a function that calls the bound method")
-    hidden: dict[str, Injection] = {}
-    for name, parameter in parameters.items():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise RewardError(
-                f"{owner}: arguments are injected by name, but {str(parameter)!r} has none; name each parameter"
-            )
-        if name in annotations and (injected := injection(annotations[name])) is not None:
-            hidden[name] = injected
-        elif name == "sandbox" and name not in annotations:
-            raise RewardError(f"{owner}: parameter 'sandbox' has no type; for example sandbox: af.PythonSandbox")
-    return parameters, hidden
-
-
-def _missing_field_message(owner: str, name: str, task: Task, per: Per) -> str:
-    have = ", ".join(task.fields) or "none"
-    return (
-        f"reward {owner} requires {name!r}, which task {task.id!r} does not have (its fields: {have}; "
-        f"also available: {', '.join(_INJECTED_NAMES[per])}); rename the parameter or give it a default"
-    )
+# --- turns and values ----------------------------------------------------------------------------
 
 
 def _action_to_score(trajectory: Trajectory, turn: Turn | int | None) -> Turn:
@@ -497,10 +312,10 @@ def _action_to_score(trajectory: Trajectory, turn: Turn | int | None) -> Turn:
     if turn is None:
         actions = [t for t in trajectory.turns if t.kind == "action"]
         if not actions:
-            raise RewardError(f"trajectory {trajectory.id!r} has no action to score")
+            raise RewardError(f"trajectory {trajectory.id!r} must have an action to score, got none")
         turn = actions[-1]
     if turn.kind != "action":
-        raise RewardError(f"a reward per turn must be given an action, got {turn!r}")
+        raise RewardError(f"turn must be an action, got {turn!r}")
     return turn
 
 

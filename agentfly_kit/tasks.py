@@ -10,7 +10,8 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -39,10 +40,10 @@ class Tasks(Displayable, Sequence[Task]):
         self._splits = tuple(splits) if splits is not None else (None,) * len(self._tasks)
         self.name = name
         if len(self._splits) != len(self._tasks):
-            raise TaskError(f"{len(self._tasks)} tasks have {len(self._splits)} splits; give one split per task")
+            raise TaskError(f"splits must have one entry per task ({len(self._tasks)}), got {len(self._splits)}")
         for id, count in Counter(task.id for task in self._tasks).items():
             if count > 1:
-                raise TaskError(f"{name}: {count} tasks have the id {id!r}; ids must be unique")
+                raise TaskError(f"{name}: ids must be unique, got {id!r} for {count} tasks")
         if len(set(self._splits)) > 1:
             _check_disjoint(self, name)
 
@@ -98,7 +99,7 @@ class Tasks(Displayable, Sequence[Task]):
             TaskError: if `n` is not between 0 and the number of tasks.
         """
         if not 0 <= n <= len(self):
-            raise TaskError(f"sample({n}): n must be between 0 and {len(self)}, the number of tasks in {self.name}")
+            raise TaskError(f"n must be between 0 and {len(self)}, the number of tasks in {self.name}, got {n}")
         return self._take(random.Random(seed).sample(range(len(self)), n))
 
     def _take(self, indices: Iterable[int]) -> Tasks:
@@ -148,16 +149,28 @@ def load_tasks(name_or_path: str | Path) -> Tasks:
     """
     text = str(name_or_path)
     if isinstance(name_or_path, str) and "/" not in text and "\\" not in text and not text.endswith(_SUFFIXES):
-        folder = _shipped(text)
-        return _from_folder(folder, text)
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        return _from_folder(path, path.name)
-    if not path.exists():
+        if text not in _shipped_names():
+            raise TaskError(
+                f"there is no task set {text!r}; available: {_list_of_shipped()}. To load a file, give its path: "
+                f"load_tasks('./{text}.jsonl')"
+            )
+        path = _data() / text
+    else:
+        path = Path(name_or_path).expanduser()
+    if path.is_file():
+        return _build_tasks(_read_rows(path), path.name)
+    if not path.is_dir():
         raise TaskError(
             f"{path}: no such file; give a .jsonl, .json or .parquet file, or a task set: {_list_of_shipped()}"
         )
-    return _build_tasks(_read_rows(path), path.name)
+    files = [file for file in path.iterdir() if file.name.endswith(_SUFFIXES)]
+    if not files:
+        raise TaskError(f"{path}: no .jsonl, .json or .parquet file in it")
+    rows: list[tuple[str, Any]] = []
+    for file in sorted(files, key=lambda file: (not file.name.startswith("train."), file.name)):
+        split = file.name.rpartition(".")[0]
+        rows += [(location, _with_split(row, split)) for location, row in _read_rows(file)]
+    return _build_tasks(rows, path.name)
 
 
 def _data() -> Any:
@@ -172,46 +185,18 @@ def _data() -> Any:
 
 def _shipped_names() -> list[str]:
     root = _data()
-    if not root.is_dir():
-        return []
     # Folders without train.jsonl hold source material of environment families.
-    return sorted(d.name for d in root.iterdir() if d.is_dir() and d.joinpath("train.jsonl").is_file())
+    return sorted(d.name for d in root.iterdir() if d.joinpath("train.jsonl").is_file()) if root.is_dir() else []
 
 
 def _list_of_shipped() -> str:
     return ", ".join(map(repr, _shipped_names())) or "(no task sets are installed)"
 
 
-def _shipped(name: str) -> Any:
-    if name not in _shipped_names():
-        raise TaskError(
-            f"there is no task set {name!r}; available: {_list_of_shipped()}. To load a file, give its path: "
-            f"load_tasks('./{name}.jsonl')"
-        )
-    return _data() / name
-
-
-def _from_folder(folder: Any, name: str) -> Tasks:
-    files = sorted((f for f in folder.iterdir() if f.name.endswith(_SUFFIXES)), key=lambda f: _split_order(f.name))
-    if not files:
-        raise TaskError(f"{folder}: no .jsonl, .json or .parquet file in it")
-    rows: list[tuple[str, Any]] = []
-    for file in files:
-        split = file.name.rpartition(".")[0]
-        rows += [(location, _with_split(row, split)) for location, row in _read_rows(file)]
-    return _build_tasks(rows, name)
-
-
-def _split_order(name: str) -> tuple[bool, str]:
-    return not name.startswith("train."), name
-
-
-def _with_split(row: Any, split: str) -> Any:
-    return {"split": split, **row} if isinstance(row, Mapping) else row
-
-
 def _read_rows(file: Any) -> list[tuple[str, Any]]:
     """Return (location, row) for each row of a file."""
+    if not file.name.endswith(_SUFFIXES):
+        raise TaskError(f"{file.name}: give a .jsonl, .json or .parquet file")
     if file.name.endswith(".parquet"):
         import pyarrow.parquet as parquet
 
@@ -220,44 +205,52 @@ def _read_rows(file: Any) -> list[tuple[str, Any]]:
                 table = parquet.read_table(stream)
             except Exception as error:
                 raise TaskError(f"{file.name}: not a readable parquet file ({error})") from None
-        return [(f"{file.name}, row {i}", row) for i, row in enumerate(table.to_pylist())]
-    if not file.name.endswith((".jsonl", ".json")):
-        raise TaskError(f"{file.name}: give a .jsonl, .json or .parquet file")
+        return _locate(table.to_pylist(), file.name)
     data = file.read_bytes()
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise TaskError(f"{file.name}:{line}: not UTF-8; save the file as UTF-8") from None
-    if file.name.endswith(".json"):
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            line = getattr(error, "lineno", 1)
-            raise TaskError(f"{file.name}:{line}: not JSON ({getattr(error, 'msg', error)})") from None
-        return _rows_of_json(value, file.name)
-    rows = []
     # Not splitlines(), which also splits at characters that are valid inside JSON strings.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
+    parts = text.split("\n") if file.name.endswith(".jsonl") else [text]
+    values = []
+    for number, part in enumerate(parts, 1):
+        if not part.strip():
             continue
         try:
-            rows.append((f"{file.name}:{number}", json.loads(line)))
+            values.append((f"{file.name}:{number}", json.loads(part)))
         except (ValueError, RecursionError) as error:
-            raise TaskError(f"{file.name}:{number}: not JSON ({getattr(error, 'msg', error)})") from None
-    return rows
+            line = number + getattr(error, "lineno", 1) - 1
+            raise TaskError(f"{file.name}:{line}: not JSON ({getattr(error, 'msg', error)})") from None
+    return values if file.name.endswith(".jsonl") else _locate(values[0][1] if values else [], file.name)
 
 
-def _rows_of_json(value: Any, name: str) -> list[tuple[str, Any]]:
-    if isinstance(value, list):
-        return [(f"{name}, row {i}", row) for i, row in enumerate(value)]
-    if isinstance(value, dict) and value and all(isinstance(part, list) for part in value.values()):
+def _locate(rows: Any, name: str) -> list[tuple[str, Any]]:
+    """Return (location, row) for each row of a collection of rows, or of a mapping from splits to such collections."""
+    if isinstance(rows, Mapping):
         return [
-            (f"{name}, {split} row {i}", _with_split(row, split))
-            for split, part in value.items()
-            for i, row in enumerate(part)
+            (f"{name}, {split} row {i}", _with_split(row, str(split)))
+            for split, part in rows.items()
+            for i, row in enumerate(_iterable_rows(part, name))
         ]
-    raise TaskError(f'{name}: must hold a list of rows, or {{"train": [rows], "test": [rows]}}')
+    return [(f"{name}, row {i}", row) for i, row in enumerate(_iterable_rows(rows, name))]
+
+
+def _with_split(row: Any, split: str) -> Any:
+    return {"split": split, **row} if isinstance(row, Mapping) else row
+
+
+def _iterable_rows(rows: Any, name: str) -> Iterable[Any]:
+    if hasattr(rows, "notna"):  # a DataFrame, in which a missing value is NaN, NaT or NA; a task field uses None
+        records: list[Any] = rows.astype(object).where(rows.notna(), None).to_dict("records")
+        return records
+    if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
+        raise TaskError(
+            f"{name}: rows must be a list of dicts, a DataFrame or a Dataset, or a dict of one of these per split, got "
+            f"{rows!r:.60}; for a file use load_tasks(path)"
+        )
+    return rows
 
 
 # --- from Python objects -------------------------------------------------------------------------
@@ -275,21 +268,14 @@ def tasks_from(rows: Any, *, test: float | None = None, name: str = "tasks") -> 
     Raises:
         TaskError: names the row.
     """
-    if isinstance(rows, Mapping):
-        found = [
-            (f"{name}, {split} row {i}", _with_split(row, str(split)))
-            for split, part in rows.items()
-            for i, row in enumerate(_iterable_rows(part))
-        ]
-    else:
-        found = [(f"{name}, row {i}", row) for i, row in enumerate(_iterable_rows(rows))]
-    tasks = _build_tasks(found, name)
+    tasks = _build_tasks(_locate(rows, name), name)
     if test is None:
         return tasks
     if isinstance(test, bool) or not 0 < test < 1:
-        raise TaskError(f"test={test!r} must be the fraction of tasks to hold out, between 0 and 1")
+        raise TaskError(f"test must be the fraction of tasks to hold out, between 0 and 1, got {test!r}")
     if tasks.splits:
-        raise TaskError(f"test={test!r}: the rows already have splits: {', '.join(map(repr, tasks.splits))}")
+        have = ", ".join(map(repr, tasks.splits))
+        raise TaskError(f"test must be None for rows that already have splits ({have}), got {test!r}")
     return _held_out(tasks, test)
 
 
@@ -311,23 +297,6 @@ def _held_out(tasks: Tasks, share: float) -> Tasks:
     return Tasks(tasks, ["test" if i in held else "train" for i in range(len(tasks))], tasks.name)
 
 
-def _iterable_rows(rows: Any) -> Iterable[Any]:
-    if type(rows).__module__.split(".")[0] == "pandas" and hasattr(rows, "to_dict"):
-        import pandas as pd
-
-        def clean(value: Any) -> Any:
-            # Depending on the column type a missing value is NaN, NaT or NA; a task field uses None.
-            missing = pd.api.types.is_scalar(value) and pd.isna(value)
-            return None if missing else value
-
-        return [{key: clean(value) for key, value in row.items()} for row in rows.to_dict("records")]
-    if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
-        raise TaskError(
-            f"tasks_from({rows!r:.60}): give a list of dicts, a DataFrame or a Dataset; for a file use load_tasks(path)"
-        )
-    return rows
-
-
 # --- rows ----------------------------------------------------------------------------------------
 
 
@@ -342,14 +311,14 @@ def _build_tasks(rows: Iterable[tuple[str, Any]], name: str) -> Tasks:
             # Repeated rows are separate tasks; a numeric suffix keeps their ids unique.
             repeats[task.id] += 1
             if repeats[task.id] > 1:
-                task = Task(f"{task.id}-{repeats[task.id]}", task.messages, task.fields)
+                task = replace(task, id=f"{task.id}-{repeats[task.id]}")
         if task.id in seen:
-            raise TaskError(f"{location}: the id {task.id!r} is already used in {seen[task.id]}; ids must be unique")
+            raise TaskError(f"{location}: ids must be unique, got {task.id!r}, which {seen[task.id]} has too")
         seen[task.id] = location
         tasks.append(task)
         splits.append(split)
     if not tasks:
-        raise TaskError(f"{name}: contains no tasks")
+        raise TaskError(f"{name}: rows must contain at least one task, got none")
     return Tasks(tasks, splits, name)
 
 
@@ -365,20 +334,19 @@ def _build_task(location: str, row: Any) -> tuple[Task, str | None, bool]:
     column = next((c for c in _QUESTIONS if values.get(c) not in (None, "", [])), None)
     if column is None:
         raise TaskError(
-            f"{location}: no question; add one of {', '.join(_QUESTIONS)} (its columns: {', '.join(values) or 'none'})"
+            f"{location}: a row must have a question in one of the columns {', '.join(_QUESTIONS)}, got columns: "
+            f"{', '.join(values) or 'none'}"
         )
     messages = _parse_messages(location, column, values.pop(column))
     id, split = values.pop("id", None), values.pop("split", None)
     if split is not None and not (isinstance(split, str) and split):
-        raise TaskError(f"{location}: split={split!r} must be a name such as 'train' or 'test'")
+        raise TaskError(f"{location}: 'split' must be a name such as 'train' or 'test', got {split!r}")
     if id is not None and (not isinstance(id, str | int) or isinstance(id, bool) or id == ""):
-        raise TaskError(f"{location}: id={id!r} must be a string or an integer, or be left out")
-    derived = id is None
-    try:
-        task = Task("derived" if derived else str(id), messages, values)
-    except TaskError as error:
-        raise TaskError(f"{location}: {error}") from None
-    return (Task(_digest(_canonical_content(task)), messages, values) if derived else task), split, derived
+        raise TaskError(f"{location}: 'id' must be a string or an integer, or be left out, got {id!r}")
+    task = Task(location if id is None else str(id), messages, values)
+    if id is None:
+        task = replace(task, id=_digest(_canonical_content(task)))
+    return task, split, id is None
 
 
 def _parse_messages(location: str, column: str, value: Any) -> tuple[Message, ...]:
@@ -389,7 +357,7 @@ def _parse_messages(location: str, column: str, value: Any) -> tuple[Message, ..
             )
         return ({"role": "user", "content": value},)
     if not isinstance(value, list):
-        raise TaskError(f"{location}: {column!r} is a {type(value).__name__}; use a string or a list of messages")
+        raise TaskError(f"{location}: {column!r} must be a string or a list of messages, got {value!r:.60}")
     messages = []
     for i, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or message.get("content") is None:
@@ -429,29 +397,24 @@ def _check_disjoint(tasks: Tasks, name: str) -> None:
 
 def _canonical_content(task: Task) -> str:
     """Serialize messages and fields to canonical JSON, ignoring the id."""
-    return json.dumps(
-        [task.messages, task.fields], sort_keys=True, ensure_ascii=False, default=_canonical_fallback(task)
-    )
+    try:
+        return json.dumps([task.messages, task.fields], sort_keys=True, ensure_ascii=False, default=_to_jsonable)
+    except TypeError as error:
+        raise TaskError(f"task {task.id!r}: the content of its fields cannot be compared ({error})") from None
 
 
-def _canonical_fallback(task: Task) -> Callable[[Any], Any]:
-    def text(value: Any) -> Any:
-        from pydantic_core import to_jsonable_python
+def _to_jsonable(value: Any) -> Any:
+    from pydantic_core import to_jsonable_python
 
-        if isinstance(value, set | frozenset):
-            return sorted(map(repr, value))
-        try:
-            return to_jsonable_python(value, bytes_mode="base64", inf_nan_mode="strings")
-        except Exception:
-            pass
-        if callable(dump := getattr(value, "tobytes", None)):  # arrays and images
-            return hashlib.blake2b(dump(), digest_size=16).hexdigest()
-        raise TaskError(
-            f"task {task.id!r}: a field holds a {type(value).__qualname__}, whose content cannot be compared; "
-            "use strings, numbers, lists, dicts, bytes or arrays"
-        )
-
-    return text
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    try:
+        return to_jsonable_python(value, bytes_mode="base64", inf_nan_mode="strings")
+    except Exception:
+        pass
+    if callable(dump := getattr(value, "tobytes", None)):  # arrays and images
+        return hashlib.blake2b(dump(), digest_size=16).hexdigest()
+    raise TypeError(f"got a {type(value).__qualname__}; use strings, numbers, lists, dicts, bytes or arrays")
 
 
 def _digest(*texts: str) -> str:

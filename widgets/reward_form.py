@@ -49,7 +49,7 @@ class RewardForm(ChainsView):
         agent: The agent that produced the trajectories, needed to open one in the stepper.
         follow: True to re-score whenever the cell that defines the reward has run again.
 
-    Raises:  RewardError if the reward needs a task field that a task does not have.
+    Raises:  TaskError if the reward needs a task field that a task does not have.
     """
 
     stem: ClassVar[str] = "reward_form"
@@ -64,7 +64,7 @@ class RewardForm(ChainsView):
     def __init__(self, reward: Any, rollout: Any, *, follow: bool = True, agent: Any = None) -> None:
         from agentfly_kit.rewards import RewardSet
 
-        self.reward = RewardSet.coerce(reward)
+        self.reward = RewardSet(reward)
         if not self.reward:
             raise TypeError("reward must be a function decorated with @af.reward")
         # Kept until its page closes, because in `RewardForm(reward, await agent.rollout(...))` no variable holds it.

@@ -145,7 +145,7 @@ class ToolForm(Opener):
         task = self._task or Task("try", ({"role": "user", "content": ""},))
         self.busy = True
         try:
-            async with temporary_context(task, self.tool.sandbox_types, () if pool is None else (pool,)) as context:
+            async with temporary_context(task, self.tool.sandbox_types, pool) as context:
                 result = await self.tool.invoke(arguments, context)
         finally:
             self.busy = False

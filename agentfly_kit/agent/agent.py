@@ -111,7 +111,7 @@ class Agent(Displayable):
             raise SettingsError(f"chat={self.chat!r}: give a Chat, such as policy.chat or af.Chat(tokenizer)")
         tools = self.tools if isinstance(self.tools, ToolSet) else ToolSet(self.tools)
         object.__setattr__(self, "tools", tools)
-        object.__setattr__(self, "reward", RewardSet.coerce(self.reward))
+        object.__setattr__(self, "reward", RewardSet(self.reward))
         pools = (self.pools,) if hasattr(self.pools, "acquire") else tuple(self.pools)
         object.__setattr__(self, "pools", pools)
         concurrent = ("max_concurrent_requests", "max_concurrent_tools", "max_concurrent_rewards")

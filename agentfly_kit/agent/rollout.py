@@ -332,7 +332,7 @@ class Rollout(Displayable):
             SettingsError: if the reward requires a sandbox or environment. Those of the chains have been released, and
                 a fresh one is not in the same state.
         """
-        rewards = RewardSet.coerce(reward)
+        rewards = RewardSet(reward)
         if rewards.sandbox_types:
             asking = next(r.name for r in rewards if r.sandbox_types)
             raise SettingsError(

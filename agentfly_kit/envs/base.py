@@ -48,7 +48,8 @@ from agentfly_kit.pool import environment as environments
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.rewards import Reward, RewardSet
 from agentfly_kit.tools import function as functions
-from agentfly_kit.tools.context import Context, FromPool, injection
+from agentfly_kit.tools.context import Context
+from agentfly_kit.tools.injection import FromPool, injection
 from agentfly_kit.tools.tool import Tool, ToolSet
 from agentfly_kit.types import ToolResult
 
@@ -174,7 +175,7 @@ def reward(sandbox_type: type) -> Reward[..., Any] | None:
 
 def _hints(method: Any) -> dict[str, Any]:
     try:
-        return functions.type_hints(method, None)
+        return functions.type_hints(method)
     except Exception:  # a name imported only under TYPE_CHECKING: no parameter can request a sandbox then
         return {}
 
@@ -281,7 +282,7 @@ def agent(
             f"options must not be given together with a pool, got options={options!r}; pass them to the pool"
         )
     toolset = ToolSet([*own, *tools])
-    scored = RewardSet.coerce(_reward(sandbox_type) if reward is None else reward)
+    scored = RewardSet(_reward(sandbox_type) if reward is None else reward)
     have = [pool, *(p for p in pools if p is not pool)]
     for asked in dict.fromkeys((*toolset.sandbox_types, *scored.sandbox_types)):
         if not any(issubclass(p.sandbox_type, asked) for p in have):

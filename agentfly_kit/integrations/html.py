@@ -333,13 +333,13 @@ def tool_set(tools: ToolSet) -> str:
 
 
 def reward(reward: Reward[..., Any]) -> str:
-    sources = {name: reward._source_of(name).replace("field", "field of the task") for name in reward._parameters}
+    sources = {name: injected.source.replace("field", "field of the task") for name, injected in reward._hidden.items()}
     doc = _paragraph(inspect.getdoc(reward.function) or "")
     return heading(reward) + doc + table(("parameter", "source"), sources.items())
 
 
 def reward_set(rewards: RewardSet) -> str:
-    rows = ((r.name, float(r.weight), r.per, ", ".join(r._parameters)) for r in rewards)
+    rows = ((r.name, float(r.weight), r.per, ", ".join(r._hidden)) for r in rewards)
     return table(("reward", "weight", "per", "parameters"), rows)
 
 

@@ -10,11 +10,13 @@ import sys
 import textwrap
 import time
 import types as pytypes
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from agentfly_kit._async import threads
+from agentfly_kit._async.pending_call import cancelling
 from agentfly_kit.types import Failure
 
 # --- calling -------------------------------------------------------------------------------------
@@ -22,18 +24,19 @@ from agentfly_kit.types import Failure
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of one call: a value, an error (its traceback starts in the function), or a timeout.
+    """Outcome of one call: a value, or an error whose traceback starts in the function.
 
     Attributes:
         value
-        error
-        timed_out: After a timeout, "cancelled" (coroutine) or "abandoned" (thread, which cannot be stopped); else "".
+        error: After a timeout, a TimeoutError "took longer than 5 s and was cancelled" (coroutine) or "... abandoned"
+            (thread, which cannot be stopped).
+        timed_out: True after a timeout.
         seconds
     """
 
     value: Any = None
     error: BaseException | None = None
-    timed_out: str = ""
+    timed_out: bool = False
     seconds: float = 0.0
 
 
@@ -84,20 +87,21 @@ async def call_user_function(
             finally:
                 timed_out = "cancelled" if limit.expired() else ""
     except asyncio.CancelledError as cancelled:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
+        if cancelling():
             raise
         error = cancelled  # something that the function awaited was cancelled, not the caller
-    except threads.CallTimeout:
-        return Outcome(timed_out="abandoned", seconds=time.perf_counter() - start)
+    except threads.CallTimeout as expired:
+        error, timed_out = expired, "abandoned"
     except (Exception, SystemExit) as raised:
         error = raised
     seconds = time.perf_counter() - start
-    if timed_out and error is not None:
-        return Outcome(timed_out=timed_out, seconds=seconds)
+    if error is None:
+        return Outcome(value, seconds=seconds)
+    if timed_out:
+        return Outcome(None, TimeoutError(f"took longer than {timeout:g} s and was {timed_out}"), True, seconds)
     if isinstance(error, KeyboardInterrupt):
         raise error
-    return Outcome(value, None if error is None else _trim_traceback(error, function), seconds=seconds)
+    return Outcome(value, _trim_traceback(error, function), seconds=seconds)
 
 
 def _trim_traceback(error: BaseException, function: Callable[..., Any]) -> BaseException:
@@ -203,31 +207,20 @@ def _digest(*texts: str) -> str:
 # --- annotations ---------------------------------------------------------------------------------
 
 
-def type_hints(function: Callable[..., Any], frame: pytypes.FrameType | None) -> dict[str, Any]:
-    """Return the resolved annotations with `Annotated` metadata, looking up local names in the defining frames.
+def type_hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the resolved annotations with `Annotated` metadata. Local names are looked up in the calling frames.
 
     Raises:
         NameError: if a name is not found.
     """
-    import typing
-
     try:
         return typing.get_type_hints(function, include_extras=True)
     except NameError:
-        # String annotations of a function defined inside another function or a class body.
+        # String annotations of a function defined inside another function or a class body, which is being executed.
         local: dict[str, Any] = {}
-        frames = []
-        while frame is not None and frame.f_globals is getattr(function, "__globals__", None):
-            frames.append(frame)
+        frame: pytypes.FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_globals is getattr(function, "__globals__", None):
+                local = frame.f_locals | local
             frame = frame.f_back
-        for outer in reversed(frames):
-            local.update(outer.f_locals)
         return typing.get_type_hints(function, localns=local, include_extras=True)
-
-
-def caller_frame(depth: int) -> pytypes.FrameType | None:
-    """Return the frame `depth` calls above the caller; None if there is none."""
-    try:
-        return sys._getframe(depth + 1)
-    except ValueError:
-        return None

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
-import sys
-import types as pytypes
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import docstring_parser
-import typing_extensions
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
-from pydantic.errors import PydanticInvalidForJsonSchema
 from pydantic.fields import FieldInfo
 
 from agentfly_kit.errors import ToolSchemaError
 
 REQUIRED: Any = inspect.Parameter.empty
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """Parameter that the model provides."""
-
-    name: str
-    annotation: Any
-    description: str
-    default: Any = REQUIRED
 
 
 def parse_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
@@ -42,7 +26,7 @@ def parse_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     try:
         parsed = docstring_parser.parse(inspect.getdoc(function) or "")
     except docstring_parser.ParseError as error:
-        raise ToolSchemaError(f"the docstring of {function.__name__} cannot be parsed: {error}") from None
+        raise ToolSchemaError(f"the docstring of {function.__name__} must be valid, got {error}") from None
     parts = [part.strip() for part in (parsed.short_description, parsed.long_description) if part]
     return "\n\n".join(parts), {p.arg_name: " ".join((p.description or "").split()) for p in parsed.params}
 
@@ -50,48 +34,62 @@ def parse_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 class Arguments:
     """Visible parameters of one function, with their JSON schema and the validation of JSON values.
 
+    Args:
+        owner: name of the function.
+        parameters: parameters that the model provides, with resolved annotations.
+        documented: descriptions from the docstring. A description in the annotation takes precedence.
+
     Raises:
-        ToolSchemaError: if a type or default has no JSON representation.
+        ToolSchemaError: if a parameter has no type or description, or its type or default has no JSON representation.
     """
 
-    def __init__(self, owner: str, parameters: Sequence[Parameter]) -> None:
+    def __init__(self, owner: str, parameters: Sequence[inspect.Parameter], documented: Mapping[str, str]) -> None:
         self.owner = owner
         self.parameters = {p.name: p for p in parameters}
-        self._adapters = {p.name: _adapter(owner, p) for p in parameters}
-        self.schema = self._make_schema()
-
-    def _make_schema(self) -> dict[str, Any]:
-        for name, adapter in self._adapters.items():
-            try:
-                adapter.json_schema()
-            except PydanticInvalidForJsonSchema as error:
-                raise ToolSchemaError(
-                    f"{self.owner}: parameter {name!r} has a type without a JSON representation "
-                    f"({str(error).splitlines()[0]}); use a JSON-compatible type"
-                ) from None
+        self._adapters = {p.name: self._adapter(p) for p in parameters}
         # In one call, so that classes with the same name in different parameters get different definitions.
-        by_name, shared = TypeAdapter.json_schemas([(n, "validation", a) for n, a in self._adapters.items()])
+        schemas, shared = TypeAdapter.json_schemas([(n, "validation", a) for n, a in self._adapters.items()])
         properties: dict[str, Any] = {}
         for name, parameter in self.parameters.items():
-            entry = dict(by_name[(name, "validation")])
-            entry["description"] = parameter.description
+            entry = dict(schemas[(name, "validation")])
+            entry["description"] = _description_in(parameter.annotation) or documented.get(name)
+            if not entry["description"]:
+                others = f" (the docstring describes {', '.join(map(repr, documented))})" if documented else ""
+                raise ToolSchemaError(
+                    f"{owner}: parameter {name!r} must have a description{others}; add to the docstring\n"
+                    f"    Args:\n        {name}: description for the model"
+                )
             if parameter.default is not REQUIRED and parameter.default is not None:
                 entry["default"] = self._json_default(parameter)
             properties[name] = entry
         root: dict[str, Any] = {"type": "object", "properties": properties}
-        if required := [p.name for p in self.parameters.values() if p.default is REQUIRED]:
+        if required := [p.name for p in parameters if p.default is REQUIRED]:
             root["required"] = required
-        untitled = _strip_titles({**root, "$defs": shared.get("$defs", {})})
-        return _inline_refs(untitled)
+        self.schema = _simplify(root, shared.get("$defs", {}))
 
-    def _json_default(self, parameter: Parameter) -> Any:
+    def _adapter(self, parameter: inspect.Parameter) -> TypeAdapter[Any]:
+        name, annotation = parameter.name, parameter.annotation
+        if annotation is REQUIRED:
+            raise ToolSchemaError(f"{self.owner}: parameter {name!r} must have a type, for example {name}: str")
+        try:
+            adapter: TypeAdapter[Any] = TypeAdapter(annotation)
+            adapter.json_schema()
+        except (PydanticSchemaGenerationError, PydanticUserError, TypeError, NameError, RecursionError) as error:
+            raise ToolSchemaError(
+                f"{self.owner}: parameter {name!r} must have a type with a JSON schema, got "
+                f"{inspect.formatannotation(annotation)} ({str(error).splitlines()[0]}); use another type, or hide the "
+                "parameter from the model: af.FromTask[...] for a task field, a sandbox class, or af.Context"
+            ) from None
+        return adapter
+
+    def _json_default(self, parameter: inspect.Parameter) -> Any:
         try:
             value = self._adapters[parameter.name].dump_python(parameter.default, mode="json", warnings="error")
             return json.loads(json.dumps(value, allow_nan=False))
         except Exception:
             raise ToolSchemaError(
-                f"{self.owner}: parameter {parameter.name!r} has the default {parameter.default!r}, which is not a "
-                f"JSON value of its type; change it, or use {_type_repr(parameter.annotation)} | None = None"
+                f"{self.owner}: the default of parameter {parameter.name!r} must be a JSON value of its type, got "
+                f"{parameter.default!r}; use {inspect.formatannotation(parameter.annotation)} | None = None"
             ) from None
 
     def validate(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -122,19 +120,8 @@ class Arguments:
         texts = []
         for name, entry in self.schema["properties"].items():
             end = "" if self.parameters[name].default is REQUIRED else f" = {json.dumps(entry.get('default'))}"
-            texts.append(f"{name}: {_type_name(entry)}{end}")
+            texts.append(f"{name}: {type_name(entry)}{end}")
         return f"({', '.join(texts)})"
-
-
-def _adapter(owner: str, parameter: Parameter) -> TypeAdapter[Any]:
-    try:
-        return TypeAdapter(_for_pydantic(parameter.annotation))
-    except (PydanticSchemaGenerationError, PydanticUserError, TypeError, NameError, RecursionError) as error:
-        raise ToolSchemaError(
-            f"{owner}: parameter {parameter.name!r} has the type {_type_repr(parameter.annotation)}, which has no JSON "
-            f"schema ({str(error).splitlines()[0]}); use a JSON-compatible type, or hide it from the model: "
-            f"af.FromTask[...] for a task field, a sandbox class, or af.Context"
-        ) from None
 
 
 def _validation_messages(name: str, error: ValidationError) -> list[str]:
@@ -147,7 +134,7 @@ def _validation_messages(name: str, error: ValidationError) -> list[str]:
     return found
 
 
-def description_in(annotation: Any) -> str | None:
+def _description_in(annotation: Any) -> str | None:
     """Return the description in `Annotated[int, "..."]` or `Annotated[int, Field(description="...")]`."""
     if typing.get_origin(annotation) is not Annotated:
         return None
@@ -162,102 +149,44 @@ def description_in(annotation: Any) -> str | None:
 # --- schemas -------------------------------------------------------------------------------------
 
 
-def _strip_titles(schema: Any) -> Any:
-    """Remove the titles that pydantic adds: they repeat the names and cost tokens in every prompt."""
-    if isinstance(schema, list):
-        return [_strip_titles(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    out = {}
-    for key, value in schema.items():
-        if key == "title" and isinstance(value, str):
-            continue
+def _simplify(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """Remove titles and replace each $ref by its definition. Definitions that contain a recursive type stay in $defs.
+
+    Pydantic's titles repeat the names, and would cost tokens in every prompt.
+    """
+    schema = _rewrite({**schema, "$defs": definitions}, {})
+    while inlined := {name: d for name, d in schema["$defs"].items() if '"$ref"' not in json.dumps(d)}:
+        schema["$defs"] = {name: d for name, d in schema["$defs"].items() if name not in inlined}
+        schema = _rewrite(schema, inlined)
+    if not schema["$defs"]:
+        del schema["$defs"]
+    return schema
+
+
+def _rewrite(part: Any, definitions: Mapping[str, Any]) -> Any:
+    """Return a copy without titles, in which each $ref to one of the definitions is replaced by the definition."""
+    if isinstance(part, list):
+        return [_rewrite(each, definitions) for each in part]
+    if not isinstance(part, dict):
+        return part
+    name = part.get("$ref", "").removeprefix("#/$defs/")
+    out: dict[str, Any] = dict(definitions.get(name, {}))
+    for key, value in part.items():
         if key in ("properties", "$defs", "patternProperties"):  # keys are names chosen by the user, possibly "title"
-            out[key] = {name: _strip_titles(part) for name, part in value.items()}
+            out[key] = {chosen: _rewrite(each, definitions) for chosen, each in value.items()}
         elif key in ("default", "const", "enum", "examples"):
             out[key] = value
-        else:
-            out[key] = _strip_titles(value)
+        elif not (key == "title" or (key == "$ref" and name in definitions)):
+            out[key] = _rewrite(value, definitions)
     return out
 
 
-def _inline_refs(root: dict[str, Any]) -> dict[str, Any]:
-    """Replace each $ref by its definition. Recursive types stay in $defs and keep their $refs."""
-    definitions: dict[str, Any] = root.pop("$defs", {})
-    kept: set[str] = set()
-
-    def reaches(name: str, goal: str, seen: set[str]) -> bool:
-        inner = {ref for ref in _refs(definitions[name]) if ref not in seen}
-        return goal in _refs(definitions[name]) or any(reaches(ref, goal, seen | inner) for ref in inner)
-
-    recursive = {name for name in definitions if reaches(name, name, {name})}
-
-    def replace(part: Any) -> Any:
-        if isinstance(part, list):
-            return [replace(p) for p in part]
-        if not isinstance(part, dict):
-            return part
-        rest = {key: replace(value) for key, value in part.items() if key != "$ref"}
-        if "$ref" not in part:
-            return rest
-        name = part["$ref"].removeprefix("#/$defs/")
-        if name in recursive:
-            kept.add(name)
-            return {"$ref": part["$ref"], **rest}
-        return {**replace(copy.deepcopy(definitions[name])), **rest}
-
-    out: dict[str, Any] = replace(root)
-    done: dict[str, Any] = {}
-    while todo := sorted(kept - set(done)):
-        done[todo[0]] = replace(definitions[todo[0]])
-    return {**out, "$defs": done} if done else out
-
-
-def _refs(part: Any) -> set[str]:
-    if isinstance(part, list):
-        return set().union(*map(_refs, part))
-    if not isinstance(part, dict):
-        return set()
-    own = {part["$ref"].removeprefix("#/$defs/")} if isinstance(part.get("$ref"), str) else set()
-    return own.union(*map(_refs, part.values()))
-
-
-def _type_name(entry: Mapping[str, Any]) -> str:
+def type_name(entry: Mapping[str, Any]) -> str:
+    """Return a short name for the type of a JSON schema."""
     if "enum" in entry or "const" in entry:
         return " | ".join(json.dumps(value, ensure_ascii=False) for value in entry.get("enum", [entry.get("const")]))
     if "anyOf" in entry:
-        return " | ".join(_type_name(part) for part in entry["anyOf"])
+        return " | ".join(type_name(part) for part in entry["anyOf"])
     if entry.get("type") == "array" and isinstance(entry.get("items"), dict):
-        return f"array of {_type_name(entry['items'])}"
+        return f"array of {type_name(entry['items'])}"
     return str(entry.get("type", "object" if "$ref" in entry else "any"))
-
-
-def _type_repr(annotation: Any) -> str:
-    return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
-
-
-def _for_pydantic(annotation: Any) -> Any:
-    """Replace `typing.TypedDict` by `typing_extensions.TypedDict`, which pydantic requires before Python 3.12."""
-    if sys.version_info >= (3, 12):
-        return annotation
-    if typing.is_typeddict(annotation) and type(annotation).__module__ == "typing":
-        hints = typing.get_type_hints(annotation, include_extras=True)
-        fields = {
-            key: typing_extensions.Required[_for_pydantic(hint)]
-            if key in annotation.__required_keys__
-            else typing_extensions.NotRequired[_for_pydantic(hint)]
-            for key, hint in hints.items()
-        }
-        make: Any = typing_extensions.TypedDict
-        twin = make(annotation.__name__, fields)
-        twin.__doc__ = annotation.__doc__
-        return twin
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is None or origin is typing.Literal or not args:
-        return annotation
-    if origin is Annotated:
-        return Annotated[(_for_pydantic(args[0]), *annotation.__metadata__)]
-    new = tuple(_for_pydantic(a) if not isinstance(a, list) else a for a in args)
-    if new == args:
-        return annotation
-    return typing.Union[new] if origin is pytypes.UnionType else origin[new]  # noqa: UP007  # members are only known here

@@ -33,7 +33,8 @@ from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import BatchError, EngineError, NotAwaited, SandboxError, SettingsError, ToolError
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.rewards import reward
-from agentfly_kit.tools.context import Context, FromTask
+from agentfly_kit.tools.context import Context
+from agentfly_kit.tools.injection import FromTask
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Sample, Sampling, Task, ToolResult, Trajectory, TurnRequest
 

@@ -275,7 +275,7 @@ async def test_invalid_tasks_are_reported_and_do_not_affect_other_chains(name: s
         bad = dataclasses.replace(good, id="bad", fields=fields)
         try:
             one, other = (await agent.rollout([good, bad])).trajectories
-        except af.errors.RewardError as error:  # refused before anything ran
+        except af.errors.TaskError as error:  # refused before anything ran
             refused.append(str(error))
             continue
         assert one.reward is not None, one.error

@@ -1,4 +1,4 @@
-"""The context: one lease a kind a chain, kept to the end, given back whatever happens."""
+"""The context: one lease per sandbox class and chain, kept until the chain ends and always released."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import pytest
 
-import agentfly_kit.tools.context as module
 from agentfly_kit.errors import PoolTimeout, SandboxError, SettingsError
 from agentfly_kit.pool.pool import Pool
-from agentfly_kit.tools.context import Context, FromPool, FromTask, injection
+from agentfly_kit.tools.context import Context
+from agentfly_kit.tools.injection import FromPool, FromTask, Injection, injection
 from agentfly_kit.types import Task
 
 TASK = Task("t", ({"role": "user", "content": "?"},), {"answer": ["5"], "lock": asyncio.Event})
@@ -62,47 +62,47 @@ class FakePool:
         self.gate = asyncio.Event()
         self.gate.set()
         self.out: list[Any] = []
-        self.asked: list[tuple[str, float | None]] = []
+        self.asked: list[tuple[str, str]] = []
         self.given_back = 0
 
-    async def acquire(self, *, owner: str, timeout: float | None = None) -> Any:
-        self.asked.append((owner, timeout))
+    async def acquire(self, owner: str, *, run: str) -> Any:
+        self.asked.append((owner, run))
         await self.gate.wait()
         if self.fails:
             self.fails -= 1
             raise PoolTimeout("nothing free")
-        lease = type("Lease", (), {"sandbox": self.sandbox_type(), "turn": None})()
+        lease = type("Lease", (), {"sandbox": self.sandbox_type(), "turn": None, "revoked": ""})()
         self.out.append(lease)
         return lease
 
     async def release(self, lease: Any) -> None:
-        await asyncio.sleep(0)
         if self.release_fails:
             raise SandboxError("would not end")
         self.out.remove(lease)
         self.given_back += 1
+        await asyncio.sleep(0)
 
 
 def test_what_an_annotation_asks_for() -> None:
-    assert injection(Box) == module.Injection("sandbox", Box)
-    assert injection(FromPool[Fleeting]) == module.Injection("sandbox", Fleeting)
-    assert injection(FromTask[dict[str, int]]) == module.Injection("field")
-    assert injection(FromTask) == module.Injection("field")
-    assert injection(Context) == module.Injection("context")
+    assert injection(Box) == Injection("sandbox", Box)
+    assert injection(FromPool[Fleeting]) == Injection("sandbox", Fleeting)
+    assert injection(FromTask[dict[str, int]]) == Injection("field")
+    assert injection(FromTask) == Injection("field")
+    assert injection(Context) == Injection("context")
     for plain in (str, Fleeting, list[str], str | None, dict):
         assert injection(plain) is None
 
 
 async def test_one_lease_a_kind_a_chain() -> None:
     boxes, others = FakePool(), FakePool(OtherBox)
-    context = Context(TASK, trajectory_id="chain 7", pools=[others, boxes], timeout=3.0)
+    context = Context(TASK, trajectory_id="chain 7", pools=[others, boxes], run="rollout-1")
     assert boxes.asked == []  # nothing is taken before it is wanted
     first = await context.sandbox(Box)
     assert await context.sandbox(Box) is first
     other = await context.sandbox(OtherBox)
     assert other is not first
     assert type(other) is OtherBox
-    assert boxes.asked == [("chain 7", 3.0)]
+    assert boxes.asked == [("chain 7", "rollout-1")]
     assert context.held == {Box: first, OtherBox: other}
     await context.close()
     assert (boxes.given_back, others.given_back) == (1, 1)
@@ -148,9 +148,9 @@ async def test_which_pool_is_said_or_refused() -> None:
     with pytest.raises(SettingsError) as caught:
         await Context(TASK, pools=[FakePool(OtherBox)]).sandbox(ForkingBox)
     assert str(caught.value) == (
-        "no pool gives a ForkingBox (pools here: OtherBox); give the agent one: Agent(pools=[af.Pool(ForkingBox)])"
+        "exactly one pool must provide a ForkingBox, got 0 (pools: OtherBox); pass Agent(pools=[af.Pool(ForkingBox)])"
     )
-    with pytest.raises(SettingsError, match="2 pools give a Box; keep one"):
+    with pytest.raises(SettingsError, match="exactly one pool must provide a Box, got 2"):
         await Context(TASK, pools=[FakePool(), FakePool()]).sandbox(Box)
 
 
@@ -193,8 +193,8 @@ async def test_close_finishes_before_its_caller_is_cancelled() -> None:
 async def test_every_lease_goes_back_though_one_pool_fails() -> None:
     bad, good = FakePool(release_fails=True), FakePool(OtherBox)
     context = Context(TASK, pools=[bad, good])
-    await context.sandbox(Box)
     await context.sandbox(OtherBox)
+    await context.sandbox(Box)  # the last lease is released first
     with pytest.raises(SandboxError, match="would not end"):
         await context.close()
     assert good.out == []
@@ -214,12 +214,6 @@ async def test_what_cannot_be_copied_is_shared() -> None:
     lock = threading.Lock()
     context = Context(Task("t", TASK.messages, {"lock": lock}))
     assert context.fields["lock"] is lock
-
-
-async def test_state_is_the_chains_own() -> None:
-    one, two = Context(TASK), Context(TASK)
-    one.state["seen"] = 1
-    assert two.state == {}
 
 
 async def test_a_fork_copies_state_and_forks_sandboxes() -> None:

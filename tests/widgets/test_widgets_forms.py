@@ -228,7 +228,7 @@ def test_what_is_no_tool() -> None:
     def plain(x):  # type: ignore[no-untyped-def]
         return x
 
-    with pytest.raises(af.errors.ToolSchemaError, match="'x' has no type"):
+    with pytest.raises(af.errors.ToolSchemaError, match="'x' must have a type"):
         w.ToolForm(plain)
 
 
@@ -336,7 +336,7 @@ async def test_a_reward_that_fails_is_told_and_leaves_a_chain_unscored() -> None
     def lacks(colour: str) -> float:
         return 1.0
 
-    with pytest.raises(af.errors.RewardError, match="requires 'colour'"):
+    with pytest.raises(af.errors.TaskError, match="requires the field 'colour'"):
         w.RewardForm(lacks, saved())
 
 

@@ -1,0 +1,292 @@
+"""Functions whose arguments are injected: what an annotation requests, and the base classes of tools and rewards."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Generic, ParamSpec, Self, TypeAlias, TypeVar, overload
+
+from agentfly_kit._async.pending_call import PendingCall
+from agentfly_kit.errors import AgentFlyError, TaskError
+from agentfly_kit.tools import function as functions
+from agentfly_kit.tools.context import Context
+from agentfly_kit.types import Task
+
+T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Injection:
+    """Source of the value of an injected parameter.
+
+    Attributes:
+        source: "sandbox", "context", "field" (a field of the task), or the name of another injected value of rewards.
+        sandbox_type: The sandbox class, if `source` is "sandbox".
+    """
+
+    source: str
+    sandbox_type: type = object
+
+
+# `facts: FromTask[dict]` injects the task's field of that name. The model does not see the parameter.
+FromTask: TypeAlias = Annotated[T, Injection("field")]
+
+# `browser: FromPool[Browser]` injects a sandbox from the pool of that class. It is needed only for a class that is not
+# recognized as a sandbox because it lacks `run` or `close`.
+FromPool: TypeAlias = Annotated[T, Injection("sandbox")]
+
+
+def injection(annotation: Any) -> Injection | None:
+    """Return the injection that an annotation requests, or None if it requests none."""
+    if typing.get_origin(annotation) is Annotated:
+        inner = annotation.__origin__
+        for extra in annotation.__metadata__:
+            if isinstance(extra, Injection):
+                return (
+                    replace(extra, sandbox_type=typing.get_origin(inner) or inner)
+                    if extra.source == "sandbox"
+                    else extra
+                )
+        return injection(inner)
+    if inspect.isclass(annotation):
+        if issubclass(annotation, Context):
+            return Injection("context")
+        if all(callable(getattr(annotation, name, None)) for name in ("run", "close")):
+            return Injection("sandbox", annotation)
+    return None
+
+
+class InjectedFunction(Generic[P, R]):
+    """User function whose arguments are injected in whole or in part. Base class of `Tool` and `Reward`.
+
+    Calling it calls the function.
+
+    Attributes:
+        function: The decorated function.
+        name
+        timeout: Limit in seconds for one call of the function, or None.
+        source: Source code of the function.
+        task_fields: Task fields that the function requires (parameters without a default).
+    """
+
+    kind: ClassVar[str]
+    error_type: ClassVar[type[AgentFlyError]]
+    __name__: str
+    __qualname__: str
+
+    def __init__(
+        self,
+        function: Callable[P, R],
+        name: str | None,
+        timeout: float | None,
+        injected_names: Collection[str] | None = None,
+    ) -> None:
+        """Analyze the function.
+
+        Args:
+            function: the decorated function.
+            name: its name by default.
+            timeout: limit in seconds, or None.
+            injected_names: names of parameters with injected values besides task fields; all parameters are injected.
+                None injects only those whose annotation requests it.
+        """
+        shown = getattr(function, "__qualname__", repr(function))
+        if isinstance(function, InjectedFunction):
+            raise self.error_type(f"{function.name} is already a {function.kind}; decorate the function only once")
+        if isinstance(function, staticmethod | classmethod):
+            raise self.error_type(
+                f"put @staticmethod above @af.{self.kind}, not below it; a classmethod cannot be a {self.kind}"
+            )
+        if not inspect.isfunction(function):
+            raise self.error_type(f"a {self.kind} must be a function defined with `def`, got {shown}; wrap it in one")
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise self.error_type(f"a {self.kind} must return one result, got the generator {shown}")
+        functools.update_wrapper(self, function, updated=())
+        self.function = function
+        self.name: str = name if name is not None else function.__name__
+        self.timeout = timeout
+        self.source = functions.source_of(function)
+        self._injected_names = injected_names or ()
+        if timeout is not None and not timeout > 0:
+            raise self._error(f"timeout must be above 0 seconds, or None for no limit, got {timeout!r}")
+        try:
+            annotations = functions.type_hints(function)
+        except Exception as error:
+            raise self._error(
+                f"annotations must be resolvable, got {type(error).__name__}: {error}; define or import the name "
+                "before the function, and not only under TYPE_CHECKING"
+            ) from None
+        # A function is a method if it is defined in a class body and its first parameter is `self`.
+        parameters = list(inspect.signature(function).parameters.values())
+        outer = function.__qualname__.rpartition(".")[0]  # "", "Class", "maker.<locals>" or "maker.<locals>.Class"
+        self._method = bool(parameters) and parameters[0].name == "self" and outer != "" and not outer.endswith(">")
+        # All parameters with resolved annotations, and the injected ones.
+        self._parameters: dict[str, inspect.Parameter] = {}
+        self._hidden: dict[str, Injection] = {}
+        for p in parameters[1:] if self._method else parameters:
+            if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+                raise self._error(
+                    f"parameter {p.name!r} must accept a keyword argument, got a {p.kind.description} parameter; "
+                    "name each parameter, and remove / and *"
+                )
+            self._parameters[p.name] = p.replace(annotation=annotations.get(p.name, p.empty))
+            injected = injection(annotations.get(p.name))
+            if injected is None and injected_names is not None:
+                injected = Injection(p.name if p.name in injected_names else "field")
+            if injected is not None:
+                self._hidden[p.name] = injected
+        self.task_fields = tuple(
+            n
+            for n, i in self._hidden.items()
+            if i.source == "field" and self._parameters[n].default is inspect.Parameter.empty
+        )
+
+    def _error(self, text: str) -> AgentFlyError:
+        return self.error_type(f"{self.name}: {text}")
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        function = self._bound()
+        if inspect.iscoroutinefunction(function):
+            # Like a coroutine, but a missing await raises a clear error.
+            return typing.cast(R, PendingCall(f"{self.name}(...)", lambda: function(*args, **kwargs)))
+        return function(*args, **kwargs)
+
+    def _bound(self) -> Callable[..., R]:
+        return self.function
+
+    def _settings(self) -> str:
+        """Return the settings that belong to the fingerprint, besides the source code."""
+        raise NotImplementedError
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the source code, the constants and functions that it uses, and the settings."""
+        return functions.fingerprint(self.function, self.source, self._settings())
+
+    @property
+    def sandbox_types(self) -> tuple[type, ...]:
+        """Sandbox classes that the function requires, and for which the agent needs pools."""
+        return tuple(dict.fromkeys(i.sandbox_type for i in self._hidden.values() if i.source == "sandbox"))
+
+    def redefined(self) -> bool:
+        """Return True if a later notebook cell has redefined the function with different source code."""
+        now = functions.current_definition(self.function)
+        return (
+            isinstance(now, InjectedFunction)
+            and now.function is not self.function
+            and now.fingerprint != self.fingerprint
+        )
+
+    def check(self, tasks: Iterable[Task]) -> None:
+        """Check that every task has the fields that the function requires.
+
+        Raises:
+            TaskError: for the first task that lacks one.
+        """
+        for task in tasks:
+            for name in self.task_fields:
+                if name not in task.fields:
+                    have = ", ".join(task.fields) or "none"
+                    also = f"; also available: {', '.join(self._injected_names)}" if self._injected_names else ""
+                    raise TaskError(
+                        f"{self.kind} {self.name} requires the field {name!r}, which task {task.id!r} does not have "
+                        f"(its fields: {have}{also}); rename the parameter or give it a default"
+                    )
+
+    @asynccontextmanager
+    async def _inject(
+        self, context: Context, fields: Mapping[str, Any], **values: Any
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Async context manager that returns the injected arguments and gives exclusive use of their sandboxes.
+
+        Args:
+            context: context of the chain, which leases the sandboxes.
+            fields: task fields.
+            **values: further values, by source.
+        """
+        self.check([context.task])
+        values["context"] = context
+        sandbox_types = {n: i.sandbox_type for n, i in self._hidden.items() if i.source == "sandbox"}
+        async with AsyncExitStack() as stack:
+            # Leased in a fixed global order, so that two calls that need the same two sandboxes cannot deadlock.
+            sandboxes: dict[str, Any] = {
+                name: await stack.enter_async_context(context.using(sandbox_type))
+                for name, sandbox_type in sorted(sandbox_types.items(), key=lambda item: item[1].__qualname__)
+            }
+            arguments: dict[str, Any] = {}
+            for name, injected in self._hidden.items():
+                if injected.source == "sandbox":
+                    arguments[name] = sandboxes[name]
+                elif injected.source != "field":
+                    arguments[name] = values[injected.source]
+                elif name in fields:
+                    arguments[name] = fields[name]
+            yield arguments
+
+
+F = TypeVar("F", bound=InjectedFunction[..., Any])
+
+
+class FunctionSet(Sequence[F]):
+    """Immutable collection of tools or rewards with unique names, indexed by position or name."""
+
+    def __init__(self, functions: Iterable[F]) -> None:
+        self._functions = tuple(functions)
+        self._by_name: dict[str, F] = {}
+        for function in self._functions:
+            if function.name in self._by_name:
+                raise function.error_type(
+                    f"names of {function.kind}s must be unique, got {function.name!r} twice; rename one: "
+                    f"@af.{function.kind}(name=...)"
+                )
+            self._by_name[function.name] = function
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._by_name)
+
+    @property
+    def sandbox_types(self) -> tuple[type, ...]:
+        """Sandbox classes that the functions require."""
+        return tuple(dict.fromkeys(sandbox_type for f in self for sandbox_type in f.sandbox_types))
+
+    def redefined(self) -> tuple[str, ...]:
+        """Return the names of functions that a later notebook cell has redefined; this set still runs the old ones."""
+        return tuple(f.name for f in self if f.redefined())
+
+    def check(self, tasks: Sequence[Task]) -> None:
+        """Check that every task has the fields that the functions require.
+
+        Raises:
+            TaskError: for the first task that lacks one.
+        """
+        for function in self:
+            function.check(tasks)
+
+    @overload
+    def __getitem__(self, key: int | str) -> F: ...
+    @overload
+    def __getitem__(self, key: slice) -> Self: ...
+    def __getitem__(self, key: int | str | slice) -> F | Self:
+        if isinstance(key, slice):
+            return type(self)(self._functions[key])
+        if isinstance(key, int):
+            return self._functions[key]
+        if key not in self._by_name:
+            raise KeyError(f"{key!r} must be one of the names: {', '.join(self.names) or 'none'}")
+        return self._by_name[key]
+
+    def __contains__(self, item: object) -> bool:
+        return item in (self._by_name if isinstance(item, str) else self._functions)
+
+    def __iter__(self) -> Iterator[F]:
+        return iter(self._functions)
+
+    def __len__(self) -> int:
+        return len(self._functions)
