@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from agentfly_kit import _html
-from agentfly_kit.errors import AlignmentError, EngineError, SettingsError, TaskError
+from agentfly_kit.errors import AlignmentError, EngineError, HostError, SettingsError, TaskError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -282,19 +282,21 @@ class Failure:
         type: Name of the exception's class.
         message: The exception as text.
         traceback: The formatted traceback.
+        host: True if the exception was a `HostError`, which the model did not cause. Not saved to disk.
     """
 
     where: str
     type: str
     message: str
     traceback: str = ""
+    host: bool = field(default=False, compare=False, repr=False)
 
     @classmethod
     def from_exception(cls, where: str, error: BaseException) -> Failure:
         import traceback
 
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        return cls(where, type(error).__name__, str(error), text)
+        return cls(where, type(error).__name__, str(error), text, isinstance(error, HostError))
 
     def __str__(self) -> str:
         return f"{self.where}: {self.type}: {self.message}"
@@ -489,6 +491,21 @@ class Turn:
             turns.append(turn)
             turn = turn.parent
         return tuple(reversed(turns))
+
+    @property
+    def row_path(self) -> tuple[Turn, ...]:
+        """This turn and its predecessors in the same row, oldest first."""
+        return tuple(turn for turn in self.path if turn.row == self.row)
+
+    @property
+    def completes_action(self) -> bool:
+        """True if the turn completes an assistant message. A forced beginning does not: its continuation does."""
+        return self.kind in ("action", "forced") and bool(self.messages)
+
+    @property
+    def actions(self) -> int:
+        """Number of actions up to and including this turn."""
+        return sum(turn.completes_action for turn in self.path)
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= 60 else self.text[:57] + "..."
@@ -722,7 +739,7 @@ class Trajectory:
     @property
     def actions(self) -> tuple[Turn, ...]:
         """Turns that complete an assistant message. A forced prefix belongs to the action that follows it."""
-        return tuple(turn for turn in self.turns if turn.kind in ("action", "forced") and turn.messages)
+        return tuple(turn for turn in self.turns if turn.completes_action)
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
@@ -840,41 +857,6 @@ class Group:
         rows = ((t.chain, t.reward, t.stop, len(t.actions), t.explain()) for t in self.trajectories[:50])
         more = f"<p>and {len(self) - 50} more</p>" if len(self) > 50 else ""
         return _html.heading(self) + _html.table(("chain", "reward", "end", "actions", "why"), rows) + more
-
-
-# --- events and progress -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RolloutEvent:
-    """Change of state of a chain. `state` is the state after the event.
-
-    Events of a rollout arrive in the order of `sequence`, without gaps. Events of one chain nest: every "start" has a
-    matching "end", even after a failure or cancellation, and the first and last event have kind "chain".
-
-    Attributes:
-        sequence: Number of the event within the rollout, without gaps.
-        kind: "chain", "turn", "tool" or "reward".
-        phase: "start" or "end".
-        trajectory: Id of the chain.
-        task: Id of its task.
-        turn: Index of the action; of a chain or a reward, the number of actions so far.
-        state: "waiting", "sampling", "tool", "scoring", "done", "failed" or "cancelled".
-        time: Seconds since the start of the rollout.
-        detail: Text (end of a turn), tool name (tool), stop reason (end of a chain), or description of a failure.
-        call: Id of the call, for tool events. The calls of one action run concurrently.
-    """
-
-    sequence: int
-    kind: Literal["chain", "turn", "tool", "reward"]
-    phase: Literal["start", "end"]
-    trajectory: str
-    task: str
-    turn: int
-    state: Literal["waiting", "sampling", "tool", "scoring", "done", "failed", "cancelled"]
-    time: float
-    detail: str = ""
-    call: str = ""
 
 
 # --- one optimisation step -----------------------------------------------------------------------

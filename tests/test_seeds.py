@@ -66,10 +66,3 @@ def test_company_and_order_change_nothing() -> None:
     for order in itertools.permutations(range(3)):
         assert seeds.uniforms(s[list(order)], c[list(order)]).tolist() == whole[list(order)].tolist()
     assert seeds.uniforms(s[1:2], c[1:2])[0] == whole[1]
-
-
-@given(PARTS, PARTS, st.lists(st.integers(0, 9), max_size=4))
-def test_a_stem_gives_what_the_parts_give(shared: list[int | str], own: list[int | str], turns: list[int]) -> None:
-    stream = seeds.SeedStream((7, *shared), tuple(own))
-    for turn in turns:
-        assert stream.for_turn(turn) == seeds.derive(7, *shared, *own, turn)

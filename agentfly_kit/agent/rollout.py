@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agentfly_kit import _html
 from agentfly_kit._async.pending_call import pending_call
+from agentfly_kit.agent.turns import with_turn_rewards
 from agentfly_kit.errors import RunError, SettingsError
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.tools.context import Context
@@ -72,10 +73,14 @@ def _non_default_fields(record: Any, leave: Sequence[str] = ()) -> dict[str, Any
     return out
 
 
+def _failure_to_json(failure: Failure) -> dict[str, str]:
+    return {"where": failure.where, "type": failure.type, "message": failure.message, "traceback": failure.traceback}
+
+
 def _result_to_json(result: ToolResult) -> dict[str, Any]:
     out = _non_default_fields(result)
     if result.error is not None:
-        out["error"] = vars(result.error)
+        out["error"] = _failure_to_json(result.error)
     return {"observation": result.observation} | out
 
 
@@ -101,7 +106,7 @@ def _trajectory_to_json(t: Trajectory) -> dict[str, Any]:
     out |= {"task": vars(t.task), "chain": t.chain, "seed": t.seed, "sampling": vars(t.sampling)}
     out["turns"] = [_turn_to_json(turn) for turn in t.turns]
     if t.error is not None:
-        out["error"] = vars(t.error)
+        out["error"] = _failure_to_json(t.error)
     return out
 
 
@@ -349,7 +354,7 @@ class Rollout:
                     continue
                 async with Context(t.task, trajectory_id=t.id) as context:
                     score = await rewards.score(t, context)
-                turns = _with_turn_rewards(t.turns, score.turn_rewards)
+                turns = with_turn_rewards(t.turns, score.turn_rewards)
                 scored.append(
                     t.replace(reward=score.reward, metrics=dict(score.metrics), error=score.error, turns=turns)
                 )
@@ -535,14 +540,3 @@ class RolloutDiff:
             if pairs
         )
         return _html.heading(self) + (tables or "<p>no chain flipped</p>")
-
-
-def _with_turn_rewards(turns: tuple[Turn, ...], rewards: dict[int, float]) -> tuple[Turn, ...]:
-    """Replace the rewards of actions. Rewards given by tools, which are on observations, are kept."""
-    import dataclasses
-
-    out: list[Turn] = []
-    for i, turn in enumerate(turns):
-        reward = rewards.get(i) if turn.kind == "action" else turn.reward
-        out.append(dataclasses.replace(turn, reward=reward, parent=out[-1] if out else None))
-    return tuple(out)

@@ -12,13 +12,15 @@ import dice
 import pytest
 from agents import Played, agent, calculator, call, chat, fresh, played, scripted, tasks
 
-from agentfly_kit.agent.agent import Agent, RolloutHandle
+from agentfly_kit.agent.agent import Agent
+from agentfly_kit.agent.progress import RolloutEvent
 from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.errors import ChatTemplateError, NotAwaited, SettingsError, TaskError
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.rewards import reward
 from agentfly_kit.tools.tool import tool
-from agentfly_kit.types import RolloutEvent, Sampling, Task
+from agentfly_kit.types import Sampling, Task
 
 TASK = Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"})
 
@@ -122,10 +124,10 @@ async def test_it_starts_when_it_is_awaited_and_once() -> None:
 @pytest.mark.parametrize(
     ("given", "options", "error", "says"),
     [
-        ([], {}, TaskError, "no task to roll out"),
-        ([{"id": "x"}], {}, TaskError, r"is no Task; make tasks of rows with af\.tasks_from"),
-        ([TASK], {"group_size": 0}, SettingsError, "group_size=0"),
-        ([TASK], {"max_concurrency": 0}, SettingsError, "max_concurrency=0"),
+        ([], {}, TaskError, "tasks must hold at least one task"),
+        ([{"id": "x"}], {}, TaskError, r"must be Task objects, got .* af\.tasks_from"),
+        ([TASK], {"group_size": 0}, SettingsError, "group_size must be at least 1, got 0"),
+        ([TASK], {"max_concurrency": 0}, SettingsError, "max_concurrency must be at least 1, got 0"),
         ([Task("u", TASK.messages)], {}, Exception, "answer"),
     ],
 )
@@ -139,14 +141,14 @@ def test_bad_input_is_refused_before_the_first_token(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"engine": "vllm"}, "engine='vllm': give an engine"),
-        ({"chat": "qwen"}, "chat='qwen': give a Chat"),
-        ({"max_turns": 0}, "max_turns=0: give at least 1"),
-        ({"max_turns": None}, "max_turns=None"),
-        ({"max_tokens": 0}, "max_tokens=0"),
-        ({"timeout": 0}, "timeout=0"),
-        ({"sampling": {"temperature": 1}}, "sampling="),
-        ({"tools": [put]}, r"asks for a Box and no pool has it; pools=\[af\.Pool\(Box, size=8\)\]"),
+        ({"engine": "vllm"}, "engine must be an engine .* got 'vllm'"),
+        ({"chat": "qwen"}, "chat must be a Chat .* got 'qwen'"),
+        ({"max_turns": 0}, "max_turns must be at least 1, got 0"),
+        ({"max_turns": None}, "max_turns must be at least 1, got None"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, or None, got 0"),
+        ({"timeout": 0}, "timeout must be above 0"),
+        ({"sampling": {"temperature": 1}}, "sampling must be"),
+        ({"tools": [put]}, r"requires a Box, and no pool has it; add pools=\[af\.Pool\(Box, size=8\)\]"),
     ],
 )
 def test_an_agents_settings_are_checked(options: dict[str, Any], says: str) -> None:
@@ -162,7 +164,7 @@ def test_agents_are_frozen_and_replaced() -> None:
     assert (a.max_turns, b.max_turns) == (4, 9)
     assert "calculator" in repr(b)
     assert "exact" in repr(b)
-    with pytest.raises(SettingsError, match="has not rolled anything out yet"):
+    with pytest.raises(SettingsError, match="has made no rollout yet"):
         _ = b.last_run
 
 
@@ -404,41 +406,20 @@ async def test_events_come_in_order_and_tell_the_whole_story() -> None:
         assert (last.state, last.detail, last.task) == ("done", "answered", t.task.id)
 
 
-async def test_a_listener_that_raises_hears_no_more_and_harms_nobody() -> None:
+async def test_a_listener_that_raises_is_reported_once_and_affects_nothing() -> None:
     run = scripted(["5"]).rollout(numbered(3))
     heard: list[int] = []
 
     def bad(event: RolloutEvent) -> None:
         raise ZeroDivisionError("listener")
 
-    def leaves_and_raises(event: RolloutEvent) -> None:
-        gone()
-        raise ZeroDivisionError("listener")
-
     run.subscribe(bad)
-    gone = run.subscribe(leaves_and_raises)
     run.subscribe(lambda e: heard.append(e.sequence))
-    with pytest.warns(UserWarning, match="ZeroDivisionError: listener; it hears no more"):
+    with pytest.warns(UserWarning, match="a listener of a rollout raised ZeroDivisionError: listener") as warned:
         rollout = await run
+    assert len(warned) == 1
     assert [t.stop for t in rollout] == ["answered"] * 3
     assert heard == list(range(1, len(heard) + 1))
-
-
-async def test_where_warnings_are_errors_a_bad_listener_harms_nobody_either(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    run = scripted(["5"]).rollout(numbered(3))
-
-    def bad(event: RolloutEvent) -> None:
-        raise asyncio.CancelledError("listener") if event.trajectory.startswith("rollout-0:t1") else ValueError("no")
-
-    run.subscribe(bad)
-    assert [t.stop for t in await run] == ["answered"] * 3
-    assert "a listener of a rollout raised ValueError: no" in caplog.text
-    run = scripted(["5"]).rollout(numbered(3)[1:])
-    run.subscribe(bad)
-    assert [t.stop for t in await run] == ["answered"] * 2
-    assert "raised CancelledError: listener" in caplog.text
 
 
 async def test_a_listener_may_end_the_run_and_hears_of_every_end() -> None:

@@ -26,7 +26,7 @@ from agents import (
     tasks,
 )
 
-from agentfly_kit.agent.chain import Chain
+from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.batch.batch import collate
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.local.engine import LocalEngine
@@ -652,12 +652,12 @@ async def test_a_greedy_turn_by_hand_is_not_trained_as_if_it_was_sampled() -> No
         collate([t])
 
 
-async def test_ids_that_are_no_tokens_are_refused() -> None:
+async def test_ids_outside_the_vocabulary_are_refused() -> None:
     chain = played(["5"]).chain(TASK)
     for ids in ([-1], [400], [10**9]):
         with pytest.raises(SettingsError, match="vocabulary"):
             chain.force(ids)
-    with pytest.raises(SettingsError, match="nothing to say"):
+    with pytest.raises(SettingsError, match="content must not be empty"):
         chain.force("", end=False)
 
 
@@ -850,7 +850,7 @@ async def test_the_same_chain_by_hand_and_by_run() -> None:
 async def test_whoever_follows_a_chain_is_told_of_every_change() -> None:
     chain = agent(engine=Played([call(), "42"]), chat=chat()).chain(TASK)
     seen: list[tuple[int, str | None, bool]] = []
-    end = chain.subscribe(lambda c: seen.append((len(c.turns), c.stop, c._busy)))
+    end = chain.subscribe(lambda c: seen.append((len(c.turns), c.stop, c.busy)))
     await chain.step()
     assert [n for n, _, _ in seen] == sorted(n for n, _, _ in seen)
     assert {n for n, _, _ in seen} == {1, 2, 3}

@@ -18,7 +18,7 @@ from test_widgets import NASTY, check_static, sent
 
 import agentfly_kit as af
 from agentfly_kit import widgets as w
-from agentfly_kit.agent.chain import Chain
+from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.errors import SettingsError
 
 
