@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import importlib.metadata
 import importlib.util
 import os
 import sys
 from dataclasses import dataclass
+
+from agentfly_kit._display import Displayable
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Displayable):
     findings: tuple[Finding, ...]
 
     @property
@@ -44,16 +45,6 @@ class Diagnosis:
             if f.advice:
                 lines.append(f"    {'':<{width}}  {f.advice}")
         return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{'ok' if f.ok else '–'}</td><td style='text-align:left'>{html.escape(f.what)}</td>"
-            f"<td style='text-align:left'>{html.escape(f.state)}</td>"
-            f"<td style='text-align:left'><code>{html.escape(f.advice)}</code></td></tr>"
-            for f in self.findings
-        )
-        head = "<thead><tr><th></th><th>component</th><th>status</th><th>command</th></tr></thead>"
-        return f"<table>{head}<tbody>{rows}</tbody></table>"
 
 
 def doctor() -> Diagnosis:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentfly_kit._async.pending_call import pending_call
+from agentfly_kit._display import Displayable
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.agent.rollout import Rollout
@@ -18,7 +18,7 @@ from agentfly_kit.types import Sampling, Task, Trajectory
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Displayable):
     """Results of an evaluation, as means over tasks.
 
     Intervals are at the 95 % level, by bootstrap over *tasks*, because chains of one task are not independent.
@@ -70,13 +70,6 @@ class Evaluation:
             f"Evaluation(success {self.success:.3f} [{self.low:.3f}, {self.high:.3f}], {how}, "
             f"{self.tasks} tasks x {self.samples}, {self.turns:.1f} turns, {self.calls:.1f} calls)"
         )
-
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{k}</td><td style='text-align:right'>{v:.4g}</td></tr>"
-            for k, v in (self.summary() | self.metrics).items()
-        )
-        return f"<p><b>{html.escape(repr(self))}</b></p><table><tbody>{rows}</tbody></table>"
 
 
 @pending_call

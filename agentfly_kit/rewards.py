@@ -18,8 +18,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, overload
 
-from agentfly_kit import _html
 from agentfly_kit._async.pending_call import PendingCall, pending_call
+from agentfly_kit._display import Displayable
 from agentfly_kit.errors import RewardError
 from agentfly_kit.tools import function as functions
 from agentfly_kit.tools.context import Context, Injection, PoolLike, copy_or_share, injection, temporary_context
@@ -37,7 +37,7 @@ _INJECTED_NAMES = {
 
 
 @dataclass(frozen=True)
-class Score:
+class Score(Displayable):
     """Score of one trajectory by one reward or a set of rewards.
 
     Attributes:
@@ -70,26 +70,8 @@ class Score:
             lines.append(f"  {self.error}")
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        def row(kind: str, key: str, value: str) -> str:
-            return (
-                f"<tr><td>{kind}</td><td><code>{_html.escape(key)}</code></td>"
-                f"<td style='text-align:left'><code>{_html.escape(value)}</code></td></tr>"
-            )
 
-        rows = [row("given", key, _short_repr(value, 400)) for key, value in self.arguments.items()]
-        rows += [row("metric", key, f"{value:g}") for key, value in self.metrics.items() if key != self.name]
-        rows += [row("extra", key, _short_repr(value, 400)) for key, value in self.extras.items()]
-        rows += [row("turn reward", str(turn), f"{value:g}") for turn, value in self.turn_rewards.items()]
-        failed = f"<pre>{_html.escape(self.error.traceback or str(self.error))}</pre>" if self.error else ""
-        return (
-            f"<p><b>{_html.escape(self.name)}</b>: {_html.escape(_format_reward(self.reward))}</p>"
-            f"<table><thead><tr><th></th><th>name</th><th>value</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
-            + failed
-        )
-
-
-class Reward(Generic[P, R]):
+class Reward(Displayable, Generic[P, R]):
     """Function that scores a chain, created by `@reward`. Calling it calls the function.
 
     `score` returns its value for a trajectory and records exceptions as failures. `try_` does so interactively and
@@ -186,13 +168,6 @@ class Reward(Generic[P, R]):
         weight = f", weight {self.weight:g}" if self.weight != 1 else ""
         per = ", per turn" if self.per == "turn" else ""
         return f"<Reward {self.name}({', '.join(self._parameters)}){weight}{per}>"
-
-    def _repr_html_(self) -> str:
-        what = {"field": "of the task"}
-        rows = [(name, what.get(self._source_of(name), self._source_of(name))) for name in self._parameters]
-        doc = _html.escape(inspect.getdoc(self.function) or "", 2000)
-        said = f"<p style='white-space:pre-wrap;margin:2px 0'>{doc}</p>"
-        return _html.heading(self) + said + _html.table(("asks for", "which is"), rows)
 
     # --- scoring ---
 
@@ -359,7 +334,7 @@ def reward(
     return decorate if function is None else decorate(function)
 
 
-class RewardSet(Sequence[Reward[..., Any]]):
+class RewardSet(Displayable, Sequence[Reward[..., Any]]):
     """Rewards of one agent. The reward of a trajectory is their weighted sum; each value is also a metric."""
 
     def __init__(self, rewards: Iterable[Reward[..., Any] | Callable[..., Any]] = ()) -> None:
@@ -442,10 +417,6 @@ class RewardSet(Sequence[Reward[..., Any]]):
 
     def __repr__(self) -> str:
         return f"<RewardSet {' + '.join(f'{r.weight:g} {r.name}' for r in self._rewards) or 'empty'}>"
-
-    def _repr_html_(self) -> str:
-        rows = ((r.name, float(r.weight), r.per, ", ".join(r._parameters)) for r in self._rewards)
-        return _html.table(("reward", "weight", "per", "asks for"), rows)
 
 
 def _combine_scores(parts: Sequence[tuple[Reward[..., Any], int | None, Score]]) -> Score:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from agentfly_kit import _html
+from agentfly_kit._display import Displayable
 from agentfly_kit.errors import TaskError
 from agentfly_kit.types import Message, Task
 
@@ -22,7 +22,7 @@ _QUESTIONS = ("messages", "question", "prompt", "input")
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
-class Tasks(Sequence[Task]):
+class Tasks(Displayable, Sequence[Task]):
     """Immutable sequence of tasks, each optionally in a split. Slices and splits are `Tasks` too.
 
     Args:
@@ -130,26 +130,6 @@ class Tasks(Sequence[Task]):
         splits = ", ".join(f"{n} {name}" for name, n in self.splits.items())
         count = f"{len(self)} ({splits})" if splits else str(len(self))
         return f"Tasks({self.name}: {count}; fields: {', '.join(self.fields) or 'none'})"
-
-    def _repr_html_(self) -> str:
-        fields = self.fields[:6]
-
-        def cell(value: Any) -> str:
-            text = value if isinstance(value, str) else repr(value)
-            return f"<td style='text-align:left'>{_html.escape(text if len(text) <= 120 else text[:117] + '...')}</td>"
-
-        head = "".join(
-            f"<th style='text-align:left'>{_html.escape(name)}</th>" for name in ("id", "split", "question", *fields)
-        )
-        rows = "".join(
-            f"<tr>{cell(task.id)}{cell(split or '')}{cell(str(task.messages[-1]['content']))}"
-            + "".join(cell(task.fields[name]) if name in task.fields else "<td></td>" for name in fields)
-            + "</tr>"
-            for task, split in list(zip(self._tasks, self._splits, strict=True))[:10]
-        )
-        more = f"<p>and {len(self) - 10} more</p>" if len(self) > 10 else ""
-        body = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-        return f"<p>{_html.escape(repr(self))}</p>{body}{more}"
 
 
 # --- from files ----------------------------------------------------------------------------------

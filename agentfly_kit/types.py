@@ -9,12 +9,12 @@ Per-token values are indexed by the predicted token: `logprobs[t]` is log p(ids[
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from agentfly_kit import _html
+from agentfly_kit._display import Displayable
 from agentfly_kit.errors import AlignmentError, EngineError, HostError, SettingsError, TaskError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _read_only_array(values: Any, dtype: str) -> npt.NDArray[Any]:
 
 
 @dataclass(frozen=True)
-class Task:
+class Task(Displayable):
     """One problem for an agent: the initial messages, and named fields that rewards and tools can request.
 
     Attributes:
@@ -106,16 +106,6 @@ class Task:
         text = str(self.messages[-1]["content"])
         text = text if len(text) <= 60 else text[:57] + "..."
         return f"Task({self.id!r}, {text!r}, fields: {', '.join(self.fields) or 'none'})"
-
-    def _repr_html_(self) -> str:
-        content = _html.table(
-            ("role", "content"), ((m["role"], _html.Code(str(m["content"]))) for m in self.messages), 2000
-        )
-        kept = {
-            name: _html.Code(value if isinstance(value, str) else repr(value)) for name, value in self.fields.items()
-        }
-        fields = _html.details(f"fields: {', '.join(self.fields)}", _html.table((), kept.items()), is_open=True)
-        return _html.heading(f"Task {self.id}") + content + (fields if self.fields else "")
 
 
 @dataclass(frozen=True)
@@ -238,7 +228,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Distribution:
+class Distribution(Displayable):
     """Next-token distribution, most probable token first.
 
     Attributes:
@@ -257,17 +247,6 @@ class Distribution:
         head = ", ".join(f"{t!r} {math.exp(lp):.3f}" for t, lp in list(zip(self.texts, self.logprobs, strict=True))[:5])
         more = ", ..." if len(self.ids) > 5 else ""
         return f"Distribution({head}{more}; entropy {self.entropy:.3f} nats)"
-
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td style='text-align:right'>{i}</td><td><code>{_html.escape(repr(t))}</code></td>"
-            f"<td style='text-align:right'>{math.exp(lp):.4f}</td></tr>"
-            for i, t, lp in zip(self.ids, self.texts, self.logprobs, strict=True)
-        )
-        return (
-            "<table><thead><tr><th>id</th><th>token</th><th>probability</th></tr></thead>"
-            f"<tbody>{rows}</tbody></table><p>entropy {self.entropy:.3f} nats</p>"
-        )
 
 
 # --- failures as values --------------------------------------------------------------------------
@@ -339,7 +318,7 @@ class ToolResult:
 
 
 @dataclass(frozen=True)
-class ToolCall:
+class ToolCall(Displayable):
     """One tool call written by the model. `result` is set after it has run; `error` if it could not be parsed.
 
     Attributes:
@@ -381,36 +360,6 @@ class ToolCall:
         arguments = ", ".join(f"{k}={v!r}" for k, v in self.arguments.items())
         shown = f"{self.name}({arguments})" if self.error is None else f"unreadable: {self.error}"
         return f"ToolCall({shown}{'' if self.result is None else f' -> {self.result.observation!r}'})"
-
-    def _repr_html_(self) -> str:
-        return _html.table(_CALL_COLUMNS, [_call_row(self)], 2000) + _tracebacks([self])
-
-
-_CALL_COLUMNS = ("call", "arguments", "", "result", "seconds")
-
-
-def _call_row(call: ToolCall) -> tuple[Any, ...]:
-    result = call.result
-    state = "unreadable" if call.error else "not run" if result is None else "ok" if result.ok else "failed"
-    state += ", cut" if result is not None and result.truncated else ""
-    content = call.error or ("" if result is None else result.observation)
-    arguments = ", ".join(f"{k}={v!r}" for k, v in call.arguments.items())
-    return (
-        call.name or "?",
-        _html.Code(arguments),
-        state,
-        _html.Code(content),
-        None if result is None else result.seconds,
-    )
-
-
-def _tracebacks(calls: Sequence[ToolCall]) -> str:
-    """Collapsed tracebacks of unexpected failures, as HTML."""
-    failed = [(c.name, c.result.error) for c in calls if c.result is not None and c.result.error is not None]
-    return "".join(
-        _html.details(f"{name}: {error}", f"<pre>{_html.escape(error.traceback or str(error), 4000)}</pre>")
-        for name, error in failed[:5]
-    )
 
 
 # --- turns and trajectories ----------------------------------------------------------------------
@@ -629,7 +578,7 @@ class Row:
 
 
 @dataclass(frozen=True, eq=True)
-class Trajectory:
+class Trajectory(Displayable):
     """One finished chain: its task, every token with its author, and its reward.
 
     `rows` holds its token sequences: a single one, unless compaction or a re-rendered history started another. `ids`,
@@ -802,28 +751,9 @@ class Trajectory:
         reward = "unscored" if self.reward is None else f"reward {self.reward:g}"
         return f"Trajectory({self.id!r}, {len(self.actions)} actions, {tokens}, {reward}, {self.stop})"
 
-    def _repr_html_(self) -> str:
-        colours = {"prompt": "#8884", "action": "#2a82", "observation": "#28c2", "forced": "#c822"}
-        several, left = len(self.rows) > 1, f"<th style='{_html.LEFT}'>"
-        rows = "".join(
-            f"<tr><td style='{_html.RIGHT}'>{i}</td>{f'<td>{turn.row}</td>' if several else ''}"
-            f"<td style='{_html.LEFT}'>{turn.kind}</td>"
-            f"<td style='{_html.LEFT}'>{_html.escape(turn.author)}</td>"
-            f"<td style='{_html.RIGHT}'>{'–' if turn.ids is None else len(turn.ids)}</td>"
-            f"<td style='text-align:left;background:{colours[turn.kind]}'><code style='white-space:pre-wrap'>"
-            f"{_html.escape(turn.text)}</code></td></tr>"
-            for i, turn in enumerate(self.turns)
-        )
-        return (
-            f"<p><b>{_html.escape(self.id)}</b>: {_html.escape(self.explain())}</p>"
-            f"<table><thead><tr><th></th>{'<th>row</th>' if several else ''}{left}kind</th>{left}author</th>"
-            f"<th>tokens</th>{left}text</th></tr></thead>"
-            f"<tbody>{rows}</tbody></table>" + _tracebacks(self.tool_calls)
-        )
-
 
 @dataclass(frozen=True)
-class Group:
+class Group(Displayable):
     """Trajectories of one task in one rollout, among which rewards are compared.
 
     Attributes:
@@ -853,17 +783,12 @@ class Group:
         mean = f"mean reward {sum(scored) / len(scored):.3f}" if scored else "unscored"
         return f"Group({self.id!r}, {len(self)} chains, {mean})"
 
-    def _repr_html_(self) -> str:
-        rows = ((t.chain, t.reward, t.stop, len(t.actions), t.explain()) for t in self.trajectories[:50])
-        more = f"<p>and {len(self) - 50} more</p>" if len(self) > 50 else ""
-        return _html.heading(self) + _html.table(("chain", "reward", "end", "actions", "why"), rows) + more
-
 
 # --- one optimisation step -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Stats:
+class Stats(Displayable):
     """Statistics of one `ppo_step`; means over action tokens unless documented otherwise.
 
     Attributes:
@@ -937,26 +862,3 @@ class Stats:
             if isinstance(value, bool | int | float) and not (isinstance(value, float) and math.isnan(value)):
                 out[name] = value
         return out
-
-    def _repr_html_(self) -> str:
-        numbers = self.scalars()
-        headline = {name: numbers[name] for name in _HEADLINE_STATS if name in numbers}
-        title = f"Stats of a step (updates: {self.updates}, rows: {self.rows}, tokens: {self.tokens:,})"
-        whole = _html.table(("stat", "value"), numbers.items())
-        return (
-            _html.heading(title)
-            + _html.table(tuple(headline), [headline.values()])
-            + _html.details("all numbers", whole)
-        )
-
-
-_HEADLINE_STATS = (
-    "loss",
-    "approx_kl",
-    "clip_fraction",
-    "entropy",
-    "grad_norm",
-    "ratio_max",
-    "sampler_gap",
-    "reward_mean",
-)

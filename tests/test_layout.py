@@ -11,14 +11,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
-    "errors seeds _html",
+    "errors seeds _display",
     "types _async",
     "chat tasks batch pool sandboxes advantages losses",
     "tools policy _doctor",
     "rewards engines ppo",
     "agent",
     "evaluation envs",
-    "trainer tiny integrations",
+    "trainer tiny",
+    "integrations",
     "widgets",
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
@@ -62,6 +63,8 @@ def test_imports_point_to_a_lower_layer() -> None:
     wrong = []
     for name, path in MODULES.items():
         if name == "agentfly_kit":  # it names everything, lazily
+            continue
+        if name == "agentfly_kit._display":  # loads the HTML of everything when an object is displayed
             continue
         for line, other in imported(name, path):
             if other.split(".")[0] not in ("agentfly_kit", "widgets") or (

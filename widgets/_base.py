@@ -23,7 +23,7 @@ import numpy.typing as npt
 import traitlets
 from ipywidgets import widget_serialization
 
-from agentfly_kit._html import escape_control_chars as escape_control_chars
+from agentfly_kit.integrations.html import escape_control_chars as escape_control_chars
 
 HERE = Path(__file__).parent
 # Maximum bytes of a static form, which keeps a notebook with many views under a megabyte.

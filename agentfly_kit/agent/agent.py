@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentfly_kit import _html
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.agent.runner import RolloutHandle
@@ -33,20 +32,6 @@ class Agent(AgentSettings):
         tools = ", ".join(self.tools.names) or "no tools"
         reward = f", reward {' + '.join(self.reward.names)}" if self.reward else ", no reward"
         return f"Agent({tools}{reward}, {self.max_turns} turns, {self.engine!r})"
-
-    def _repr_html_(self) -> str:
-        shown = {
-            "engine": repr(self.engine),
-            "chat": repr(self.chat),
-            "tools": _html.Code("\n".join(map(repr, self.tools)) or "none"),
-            "reward": _html.Code("\n".join(map(repr, self.reward)) if self.reward else "none: chains stay unscored"),
-            "sampling": repr(self.sampling),
-            "pools": _html.Code("\n".join(map(repr, self.pools)) or "none"),
-        }
-        names = [f.name for f in dataclasses.fields(self) if not f.name.startswith("_") and f.name not in shown]
-        rest = {name: getattr(self, name) for name in names}
-        rest = {k: getattr(v, "__name__", v) for k, v in rest.items() if v is not None}
-        return _html.definition_table("Agent", shown | rest, 2000)
 
     @property
     def last_run(self) -> RolloutHandle:

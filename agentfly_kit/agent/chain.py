@@ -18,6 +18,7 @@ from typing import Any
 
 from agentfly_kit._async.listeners import Listeners
 from agentfly_kit._async.pending_call import pending_call
+from agentfly_kit._display import Displayable
 from agentfly_kit.agent.action_parsing import assistant_message, parse_action
 from agentfly_kit.agent.budget import reserve_tokens, reserve_tool_calls
 from agentfly_kit.agent.chain_hooks import ChainHooks, ChainKey
@@ -62,7 +63,7 @@ _CONTINUES_AFTER = {
 _ACCEPTED_ALWAYS = ("rewind", "fork", "finish", "distribution")
 
 
-class BaseChain:
+class BaseChain(Displayable):
     """One trajectory in progress; users see its subclass `Chain`.
 
     Args:
@@ -153,9 +154,6 @@ class BaseChain:
         where = f"stopped: {self.stop}" if self.stop else label(self.agent, self.actions)
         rows = f" in {self.turn.row + 1} rows" if self.turn.row else ""
         return f"Chain({self.id!r}, {where}, {sum(len(t.ids or ()) for t in self.turns)} tokens{rows})"
-
-    def _repr_html_(self) -> str:
-        return self.snapshot()._repr_html_()
 
     def _seed(self, turn: int) -> int:
         return self.seed_key.seed(self.agent.seed, self.task.id, turn)

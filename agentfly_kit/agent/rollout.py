@@ -16,8 +16,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from agentfly_kit import _html
 from agentfly_kit._async.pending_call import pending_call
+from agentfly_kit._display import Displayable
 from agentfly_kit.agent.turns import with_turn_rewards
 from agentfly_kit.errors import RunError, SettingsError
 from agentfly_kit.rewards import RewardSet
@@ -168,7 +168,7 @@ def atomic_write(path: Path) -> Iterator[Any]:
 
 
 @dataclass(frozen=True)
-class Rollout:
+class Rollout(Displayable):
     """Finished chains grouped by task, in the order of the tasks.
 
     Attributes:
@@ -447,22 +447,9 @@ class Rollout:
         missing = f", {len(self.not_run)} not run" if self.not_run else ""
         return f"Rollout({len(self.groups)} tasks, {len(self)} chains{success}{missing})"
 
-    def _repr_html_(self) -> str:
-        numbers = self.summary()
-        first = _html.table(
-            ("chain", "reward", "what happened"), ((t.id, t.reward, t.explain()) for t in self.trajectories[:8])
-        )
-        more = f"<p>and {len(self) - 8} more</p>" if len(self) > 8 else ""
-        summary = _html.table(tuple(numbers), [numbers.values()]) if numbers else ""
-        return _html.heading(self) + summary + _html.details("the first chains", first + more)
-
-
-# Maximum number of pairs of each kind in the notebook view.
-_MAX_SHOWN_PAIRS = 8
-
 
 @dataclass(frozen=True)
-class RolloutDiff:
+class RolloutDiff(Displayable):
     """Comparison of two rollouts, as pairs (before, after) of the same task and chain."""
 
     pairs: tuple[tuple[Trajectory, Trajectory], ...] = field(repr=False)
@@ -517,26 +504,3 @@ class RolloutDiff:
             f"RolloutDiff({len(self.pairs)} pairs: success {before:.3f} -> {after:.3f}, "
             f"{len(self.gained)} gained, {len(self.lost)} lost)"
         )
-
-    def _repr_html_(self) -> str:
-        def row(pair: tuple[Trajectory, Trajectory]) -> tuple[Any, ...]:
-            a, b = pair
-            first = self.first_difference(a, b)
-            texts = [
-                _html.Code(t.turns[first].text if first is not None and first < len(t.turns) else "") for t in (a, b)
-            ]
-            question = str(a.task.messages[-1]["content"])
-            where = "nowhere" if first is None else f"turn {first}"
-            return f"{a.task.id}/{a.chain}", question, a.reward, b.reward, where, *texts
-
-        head = ("chain", "task", "before", "after", "they part at", "before", "after")
-        tables = "".join(
-            _html.details(
-                f"{name}: {len(pairs)}" + (f", the first {_MAX_SHOWN_PAIRS}" if len(pairs) > _MAX_SHOWN_PAIRS else ""),
-                _html.table(head, map(row, pairs[:_MAX_SHOWN_PAIRS]), 200),
-                is_open=True,
-            )
-            for name, pairs in (("gained", self.gained), ("lost", self.lost))
-            if pairs
-        )
-        return _html.heading(self) + (tables or "<p>no chain flipped</p>")

@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Sequence
 from typing import Any
 
-from agentfly_kit import _html
 from agentfly_kit._async.gc_pause import relaxed_gc
 from agentfly_kit._async.interrupts import keep_interruptible
 from agentfly_kit._async.pending_call import cancelling, wait_all
+from agentfly_kit._display import Displayable
 from agentfly_kit.agent.budget import Budget, BudgetUsage
 from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.agent.chain_hooks import ChainHooks, ChainKey
@@ -26,7 +26,7 @@ from agentfly_kit.types import UNSCORED_STOPS, Failure, Group, Task, Trajectory
 _rollouts = itertools.count(1)
 
 
-class RolloutHandle:
+class RolloutHandle(Displayable):
     """Handle of a rollout. `await` it for the `Rollout`, or iterate with `async for` over trajectories as they finish.
 
     The rollout starts when its handle is awaited. Up to `max_concurrency` chains run concurrently, and the trajectories
@@ -154,12 +154,6 @@ class RolloutHandle:
             return f"<{what} has not run: write `await` before it>"
         missing = f", {len(self._not_run)} not run" if self._not_run else ""
         return f"<{what}, {len(self._done)} of {self.total} chains done{missing}, {self._state()}>"
-
-    def _repr_html_(self) -> str:
-        now = self.snapshot()
-        states = ("queued", "waiting", "sampling", "sandbox", "tool", "scoring", "done", "failed", "cancelled")
-        counts = {state: n for state in states if (n := now.count(state))}
-        return _html.definition_table(self, {**counts, "seconds": now.seconds})
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and hasattr(Rollout, name):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentfly_kit._async.concurrency import ConcurrencyLimits
+from agentfly_kit._display import Displayable
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import SettingsError
@@ -28,7 +29,7 @@ _COUNTS = {
 
 
 @dataclass(frozen=True, eq=False)
-class AgentSettings:
+class AgentSettings(Displayable):
     """Engine, chat format, tools, rewards, limits and hooks of an agent. Immutable.
 
     Hooks may be sync or async.

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from agentfly_kit import _html
+from agentfly_kit._display import Displayable
 from agentfly_kit.batch.filters import Filter, drop_reasons
 from agentfly_kit.batch.turn_data import sampled_turn_indices
 from agentfly_kit.errors import AlignmentError, BatchError, EmptyBatch, SettingsError
@@ -53,7 +53,7 @@ def drop_counts(dropped: Iterable[Dropped]) -> dict[str, int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class Batch(Displayable):
     """B rows, padded on the right to T tokens. The rows of a trajectory are in the order in which they were made.
 
     Attributes:
@@ -195,17 +195,6 @@ class Batch:
     def __repr__(self) -> str:
         left = f", {len(self.dropped)} left out" if self.dropped else ""
         return f"Batch({len(self)} rows, {self.ids.shape[1]} wide, {int(self.mask.sum())} action tokens{left})"
-
-    def _repr_html_(self) -> str:
-        numbers = {
-            "rows": len(self),
-            "width": self.ids.shape[1],
-            "tokens": int(self.lengths.sum()),
-            "action tokens": int(self.mask.sum()),
-            "mean reward": float(self.rewards.mean()),
-        }
-        left = _html.table(("left out", "trajectories"), drop_counts(self.dropped).items())
-        return _html.heading(self) + _html.table(tuple(numbers), [numbers.values()]) + (left if self.dropped else "")
 
 
 _PER_TOKEN_FIELDS = ("advantages", "returns", "values", "token_rewards", "kept_mass", "ref_logprobs")

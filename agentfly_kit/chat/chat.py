@@ -9,13 +9,13 @@ names the template.
 from __future__ import annotations
 
 import functools
-import html
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast, get_args
 
+from agentfly_kit._display import Displayable
 from agentfly_kit.chat import drift as drifting
 from agentfly_kit.chat import formats
 from agentfly_kit.chat.drift import Drift
@@ -429,7 +429,7 @@ class Chat:
 
 
 @dataclass(frozen=True)
-class ChatReport:
+class ChatReport(Displayable):
     """Properties of a chat template. `exact` is True if all messages can be appended without changing history.
 
     Attributes:
@@ -471,15 +471,6 @@ class ChatReport:
             )
         )
         return f"ChatReport({self.name!r}, {said})"
-
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{html.escape(k.replace('_', ' '))}</td>"
-            f"<td style='text-align:left'><code>{html.escape(v if isinstance(v, str) and '<' not in v else repr(v))}"
-            "</code></td></tr>"
-            for k, v in vars(self).items()
-        )
-        return f"<table><tbody>{rows}</tbody></table>"
 
 
 _PROBE: dict[str, Any] = {

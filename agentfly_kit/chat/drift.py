@@ -6,16 +6,17 @@ messages and encodes them for training would train instead.
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from agentfly_kit._display import Displayable
 
 Cause = Literal["none", "template", "re-tokenisation", "other"]
 
 
 @dataclass(frozen=True)
-class Drift:
+class Drift(Displayable):
     """First token at which a row differs from its re-encoded text.
 
     Attributes:
@@ -48,23 +49,6 @@ class Drift:
         if not self:
             return f"Drift(none in {self.tokens} tokens)"
         return f"Drift({self.cause} at token {self.index} of {self.tokens}, {self.turn}: {self.why})"
-
-    def _repr_html_(self) -> str:
-        if not self:
-            return f"<p>no drift: {self.tokens} tokens, encoded again, are the same</p>"
-        cell = "style='text-align:left'"
-
-        def tokens(texts: Sequence[str]) -> str:
-            first, *others = [f"<code>{html.escape(repr(t))}</code>" for t in texts] or ["(nothing)"]
-            return " ".join([f"<b>&#9654; {first}</b>", *others])
-
-        return (
-            f"<p><b>{html.escape(self.cause)}</b> at token {self.index} of {self.tokens} ({html.escape(self.turn)}): "
-            f"{html.escape(self.why)}</p><table><tbody>"
-            f"<tr><td>before</td><td {cell}><code>{html.escape(repr(self.before))}</code></td></tr>"
-            f"<tr><td>the row</td><td {cell}>{tokens(self.row_tokens)}</td></tr>"
-            f"<tr><td>encoded again</td><td {cell}>{tokens(self.encoded_tokens)}</td></tr></tbody></table>"
-        )
 
 
 def compare(

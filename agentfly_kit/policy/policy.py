@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from agentfly_kit import _html
+from agentfly_kit._display import Displayable
 from agentfly_kit.chat.chat import Chat, History
 from agentfly_kit.errors import AlignmentError, PolicyError, SettingsError
 from agentfly_kit.policy.prefix_tree import PackedTrees, PrefixTree, build_prefix_trees
@@ -90,7 +90,7 @@ class Critic(nn.Module):
         self.head = ValueHead(width)
 
 
-class Policy:
+class Policy(Displayable):
     """A causal language model with its chat template, an optional value head and a count of optimizer steps.
 
     Args:
@@ -388,22 +388,6 @@ class Policy:
             learns = f" of which {sum(p.numel() for p in self.model.parameters() if p.requires_grad):,} in an adapter"
         kind = type(model).__name__
         return f"Policy({kind}, {self.size:,} parameters{learns}{head}, version {self.version}, {self.device})"
-
-    def _repr_html_(self) -> str:
-        model = self.model.get_base_model() if self.has_adapter else self.model
-        c = model.config
-        shape = {
-            name: getattr(c, key)
-            for name, key in (
-                ("layers", "num_hidden_layers"), ("width", "hidden_size"), ("heads", "num_attention_heads"),
-                ("vocabulary", "vocab_size"), ("longest context", "max_position_embeddings"),
-            )
-            if isinstance(getattr(c, key, None), int)
-        }  # fmt: skip
-        learning = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        head = {ValueHead: "a linear head", Critic: "a separate critic"}.get(type(self.value_head), "none")
-        numbers = {"parameters": self.size, "trainable": learning, **shape, "value": head, "version": self.version}
-        return _html.definition_table(self, {**numbers, "device": str(self.device), "chat": repr(self.chat)})
 
     # --- forward pass ---
 

@@ -23,8 +23,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar, cast
 
-from .. import _html
 from .._async.interrupts import keep_interruptible
+from .._display import Displayable
 from ..errors import IsolationError, PoolClosed, PoolTimeout, SandboxError, SettingsError
 from .environment import is_environment
 from .state import (
@@ -249,7 +249,7 @@ class _Ticket:
     loop: asyncio.AbstractEventLoop
 
 
-class Pool(Generic[S]):
+class Pool(Displayable, Generic[S]):
     """Pool of up to `size` sandboxes of one class, which are started on demand.
 
     Requests are served first come, first served. If several rollouts wait for one pool, they are served in turn, one
@@ -416,14 +416,6 @@ class Pool(Generic[S]):
             return f"<Pool {s.sandbox_type} closed, size {s.size}>"
         counts = f"{s.leased} leased, {s.idle} idle, {s.starting} starting, {s.waiting} waiting"
         return f"<Pool {s.sandbox_type} {counts}, size {s.size}>"
-
-    def _repr_html_(self) -> str:
-        s = self.snapshot()
-        rows = [(box.id, box.state, box.owner, box.uses, round(s.time - box.since, 1)) for box in s.sandboxes[:100]]
-        out = _html.heading(self) + _html.table(("sandbox", "state", "held by", "leases", "seconds so"), rows)
-        if s.waiters:
-            out += f"<p>waiting: {_html.escape(', '.join(s.waiters[:20]))}</p>"
-        return out + (f"<p>the last start failed: {_html.escape(s.error, 1000)}</p>" if s.error else "")
 
     def subscribe(self, callback: Callable[[PoolEvent], object]) -> Callable[[], None]:
         """Call `callback` with every further event, in order, and return a function that unsubscribes.

@@ -120,6 +120,7 @@ class ShellSandbox(HostedSandbox):
         """Copy the files and the shell's state (directory, variables, functions, options) to another sandbox.
 
         At levels without a private /tmp, the copy has a different path; paths inside files are not adjusted.
+        Modification times are kept where the level permits setting them (not at landlock).
 
         Raises:  SandboxError if a background process is running, which cannot be copied, or if the kernel does not list
                  processes, so that this is unknown. `into` is then reset.

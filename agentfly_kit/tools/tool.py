@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
-from agentfly_kit import _html
 from agentfly_kit._async.pending_call import PendingCall, pending_call
+from agentfly_kit._display import Displayable
 from agentfly_kit.errors import TaskError, ToolError, ToolSchemaError
 from agentfly_kit.tools import function as functions
 from agentfly_kit.tools.context import Context, Injection, PoolLike, injection, temporary_context
@@ -33,7 +33,7 @@ _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_-]{0,63}")
 _NOT_GIVEN: Any = object()
 
 
-class Tool(Generic[P, R]):
+class Tool(Displayable, Generic[P, R]):
     """Function that the model can call, created by `@tool`. Calling it calls the function.
 
     `schema` is what the model sees; it omits hidden parameters. `try_` runs one call as the model would see it.
@@ -138,26 +138,6 @@ class Tool(Generic[P, R]):
         hidden = f", hidden: {', '.join(self._hidden)}" if self._hidden else ""
         unbound = ", unbound method" if self._method and self._instance is None else ""
         return f"<Tool {self.name}{self._arguments.signature}{hidden}{unbound}>"
-
-    def _repr_html_(self) -> str:
-        """Visible and hidden parameters, as HTML."""
-        asked = self._arguments.schema.get("properties", {})
-        needed = self._arguments.schema.get("required", [])
-        rows = [
-            (name, _html.Code(_type_name(what)), name in needed, what.get("description", ""))
-            for name, what in asked.items()
-        ]
-        arguments = _html.table(("argument", "type", "required", "what the model reads"), rows) if rows else ""
-        hidden = _html.definition_table(
-            "hidden from the model", {n: injected.source for n, injected in self._hidden.items()}
-        )
-        said = f"<p style='white-space:pre-wrap;margin:2px 0'>{_html.escape(self.description, 2000)}</p>"
-        return (
-            _html.heading(f"Tool {self.name}{self._arguments.signature}")
-            + said
-            + arguments
-            + (hidden if self._hidden else "")
-        )
 
     # --- calls of the model ---
 
@@ -321,7 +301,7 @@ def tool(
 # --- sets of tools -------------------------------------------------------------------------------
 
 
-class ToolSet(Sequence[Tool[..., Any]]):
+class ToolSet(Displayable, Sequence[Tool[..., Any]]):
     """Immutable collection of the tools of one agent, indexed by position or name. Plain functions become tools.
 
     Raises:
@@ -444,20 +424,6 @@ class ToolSet(Sequence[Tool[..., Any]]):
 
     def __repr__(self) -> str:
         return f"<ToolSet {', '.join(self.names) or 'empty'}>"
-
-    def _repr_html_(self) -> str:
-        rows = ((tool.name, _html.Code(tool._arguments.signature), tool.description.split("\n")[0]) for tool in self)
-        return _html.table(("tool", "arguments", "what it does"), rows)
-
-
-def _type_name(schema: dict[str, Any]) -> str:
-    """Return a short name for the type of a JSON schema."""
-    if "enum" in schema:
-        return " | ".join(map(repr, schema["enum"]))
-    if "anyOf" in schema:
-        return " | ".join(_type_name(each) for each in schema["anyOf"])
-    kind = schema.get("type", schema.get("$ref", "any").rsplit("/", 1)[-1])
-    return f"{kind} of {_type_name(schema['items'])}" if kind == "array" and schema.get("items") else str(kind)
 
 
 @dataclass(frozen=True)

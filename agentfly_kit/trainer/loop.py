@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
-from agentfly_kit import _html, losses, seeds
+from agentfly_kit import losses, seeds
 from agentfly_kit._async.pending_call import wait_all
+from agentfly_kit._display import Displayable
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.runner import RolloutHandle
@@ -40,7 +41,7 @@ from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.distributed import WorkerGroup, run_in_thread
 from agentfly_kit.trainer.fingerprint import fingerprint
 from agentfly_kit.trainer.reward_collapse import detect_collapse
-from agentfly_kit.trainer.run_dir import Run, last_success, recent_steps_table
+from agentfly_kit.trainer.run_dir import Run, last_success
 from agentfly_kit.trainer.task_sampler import TaskSampler
 from agentfly_kit.types import Stats, Task
 
@@ -124,7 +125,7 @@ def train(
     return TrainRun(agent, policy, list(tasks), config or TrainConfig(), run, given, resume, progress, accelerator)
 
 
-class TrainRun:
+class TrainRun(Displayable):
     """Handle of a training run.
 
     After an interrupt or a `break`, awaiting or iterating the same handle, or calling `train` again, continues the run.
@@ -282,9 +283,6 @@ class TrainRun:
         last = last_success(self.records)
         hint = "" if self._prepared else "; write `await` before it"
         return f"<training run, {done} of {self.total} steps done{last}, in {str(self.path)!r}{hint}>"
-
-    def _repr_html_(self) -> str:
-        return _html.heading(self) + recent_steps_table(self.records)
 
     # --- running ---
 

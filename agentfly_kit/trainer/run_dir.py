@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentfly_kit import _html
+from agentfly_kit._display import Displayable
 from agentfly_kit.agent.rollout import Rollout, atomic_write, dump_json
 from agentfly_kit.errors import RunError, RunMismatch
 
@@ -24,7 +24,7 @@ _FORMAT = "agentfly_kit.run"
 _VERSION = 2
 
 
-class Run:
+class Run(Displayable):
     """Folder to which a training run is written and from which it continues.
 
     `records` has one flat dict of numbers per step, and `subscribe(callback)` reports each new one.
@@ -343,27 +343,11 @@ class Run:
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {len(self.records)} steps{last_success(self.records)})"
 
-    def _repr_html_(self) -> str:
-        return _html.heading(self) + recent_steps_table(self.records)
-
-
-_KEY_METRICS = (
-    "success", "reward", "eval_success", "approx_kl", "clip_fraction", "entropy", "grad_norm", "turns", "seconds",
-)  # fmt: skip
-
 
 def last_success(records: Sequence[Mapping[str, Any]]) -> str:
     """Return ", success 0.123" for a repr; an empty string if the last record has no numeric success."""
     value = records[-1].get("success") if records else None
     return f", success {value:.3f}" if isinstance(value, int | float) else ""
-
-
-def recent_steps_table(records: Sequence[Mapping[str, Any]], limit: int = 6) -> str:
-    """Return an HTML table of the most important metrics of the last `limit` steps."""
-    names = [n for n in ("step", *_KEY_METRICS) if any(n in r for r in records)]
-    rows = [[r.get(name) for name in names] for r in records[-limit:]]
-    more = f"<p>the last {limit} of {len(records)} steps</p>" if len(records) > limit else ""
-    return (_html.table(names, rows) if rows else "<p>no step yet</p>") + more
 
 
 def _digest(path: Path) -> str:

@@ -1,8 +1,8 @@
-"""docs/conventions.md cannot drift: its worked numbers are computed here, its table of stop reasons is compared.
+"""Compute the worked numbers of docs/conventions.md and compare its table of stop reasons with the code.
 
     python tests/docs/test_conventions_doc.py --write
 
-puts freshly computed numbers into the generated section. Nothing outside the two markers is touched.
+writes newly computed numbers into the generated section, between the two markers.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
 class Side(NamedTuple):
     who: str
     code: str  # what a reader can type; evaluated here
-    shown: str = ""  # said after the numbers
+    shown: str = ""  # appended to the numbers
 
 
 class Dispute(NamedTuple):
     title: str
     words: str
-    given: str  # statements that the sides share
+    given: str  # statements shared by all sides
     sides: list[Side]
     chosen: int | None = 0  # the side that is this kit's
 
@@ -40,19 +40,19 @@ class Dispute(NamedTuple):
 DISPUTES = [
     Dispute(
         "Standard deviation of a group",
-        'DeepSeekMath divides by "the std" and does not say which. With small groups it matters.',
+        'DeepSeekMath divides by "the std" without specifying which. With small groups it matters.',
         "rewards, groups = [1, 0, 0, 1], [0, 0, 0, 0]",
         [
             Side("sample (verl, SkyRL, TRL GRPO)", 'af.advantages.grpo(rewards, groups, std="sample")'),
             Side("population (TRL AsyncGRPO, rLLM, ART)", 'af.advantages.grpo(rewards, groups, std="population")'),
             Side("none (Dr.GRPO, tinker)", "af.advantages.dr_grpo(rewards, groups)"),
-            Side("none, against the others only (RLOO)", "af.advantages.rloo(rewards, groups)"),
+            Side("none, compared with the others only (RLOO)", "af.advantages.rloo(rewards, groups)"),
         ],
     ),
     Dispute(
-        "The eps under it",
-        "It is there against dividing by 0, and it is felt wherever rewards differ little. (Groups whose rewards are "
-        "all equal give exactly 0 here, whatever eps.)",
+        "The eps in the denominator",
+        "It prevents division by 0, and it changes results when rewards differ little. (Groups with equal rewards give "
+        "exactly 0 here, for any eps.)",
         "rewards, groups = [0.001, 0, 0, 0.001], [0, 0, 0, 0]",
         [
             Side("1e-6 (verl, SkyRL)", "af.advantages.grpo(rewards, groups, eps=1e-6)"),
@@ -61,7 +61,7 @@ DISPUTES = [
     ),
     Dispute(
         "A group of one",
-        "Nothing to compare with. The raw reward pushes every lonely success up, and never a lonely failure down.",
+        "There is nothing to compare with. The raw reward pushes every success up, and never a failure down.",
         'rewards, groups = [0.7, 1, 0], ["a", "b", "b"]',
         [
             Side("zero (tinker, AsyncGRPO)", 'af.advantages.grpo(rewards, groups, singleton="zero")'),
@@ -69,8 +69,8 @@ DISPUTES = [
         ],
     ),
     Dispute(
-        "A trajectory that our side failed",
-        "A dead host is not the model's failure. Unscored rewards are NaN, or None in a list.",
+        "A trajectory that failed on the host",
+        "A failure of the host is not the model's failure. Unscored rewards are NaN, or None in a list.",
         "groups = [0, 0, 0, 0]",
         [
             Side("left out of the group", "af.advantages.grpo([1, None, 0, 1], groups)"),
@@ -79,8 +79,8 @@ DISPUTES = [
     ),
     Dispute(
         "GAE over observation tokens",
-        "Two actions of two tokens, two tokens of tool output between them. Stepping through the output asks the "
-        "critic for the value of half-read text, and makes the advantage depend on how long the tool talked.",
+        "Two actions of two tokens with two tokens of tool output between them. Stepping through the output needs the "
+        "critic's value of partial text, and makes the advantage depend on the length of the output.",
         "rewards, values = [0, 0, 0, 0, 0, 1], [0.2, 0.2, 0.9, 0.9, 0.5, 0.5]\nmask = [1, 1, 0, 0, 1, 1]",
         [
             Side("skipped (verl)", "af.advantages.gae(rewards, values, mask, lam=0.95)[0]"),
@@ -91,9 +91,9 @@ DISPUTES = [
         ],
     ),
     Dispute(
-        "What a step of GAE is",
-        "Three turns of two tokens. By turn, the value is read at a turn's first action token, lambda counts turns, "
-        "and all tokens of a turn get its advantage. Turn ids are given, not guessed from runs of the mask.",
+        "The step of GAE",
+        "Three turns of two tokens. With turns as steps, the value is that at a turn's first action token, lambda "
+        "counts turns, and all tokens of a turn have its advantage. Turn ids are passed, not inferred from the mask.",
         "row = [0, 0, 0, 0, 0, 1], [0.2, 0.3, 0.5, 0.6, 0.8, 0.9], [1, 1, 1, 1, 1, 1]",
         [
             Side("a token", "af.advantages.gae(*row, lam=0.95)[0]"),
@@ -102,7 +102,7 @@ DISPUTES = [
     ),
     Dispute(
         "Discount over observation tokens",
-        "With gamma below 1: does a long tool answer make the reward after it worth less to the action before it?",
+        "With gamma below 1: does a long tool output discount the reward after it for the action before it?",
         "rewards, mask = [0, 0, 0, 0, 1], [1, 0, 0, 1, 1]",
         [
             Side(
@@ -117,38 +117,36 @@ DISPUTES = [
     ),
     Dispute(
         "GAE over a compaction",
-        "A trajectory of two two-action rows: what came before the compaction is not in the second row, but was its "
-        "cause. "
-        "As one episode, the reward reaches the first row's tokens, and a compaction is what an observation is; "
-        "`train` does "
-        "this. Taken apart, the first row ends in what its critic expects of the second, or in nothing.",
+        "A trajectory with two rows of two actions. Treated as one episode, as in `train`, the reward reaches the "
+        "tokens of the first row, and a compaction is handled like an observation. Treated separately, the first row "
+        "ends with the critic's value of the second row, or with 0.",
         "rewards, values = [[0, 0], [0, 1]], [[0.2, 0.3], [0.6, 0.8]]\nmask = [[1, 1], [1, 1]]",
         [
             Side("one episode", 'af.advantages.gae(rewards, values, mask, lam=0.95, trajectory_index=["a", "a"])[0]'),
             Side(
-                "two, the first cut at the second's first value",
+                "two, the first truncated with the second's first value",
                 "af.advantages.gae(rewards, values, mask, lam=0.95, bootstrap=[0.6, 0])[0]",
             ),
-            Side("two, the first ended by the compaction", "af.advantages.gae(rewards, values, mask, lam=0.95)[0]"),
+            Side("two, the first ending at the compaction", "af.advantages.gae(rewards, values, mask, lam=0.95)[0]"),
         ],
     ),
     Dispute(
         "A trajectory of several rows",
-        "A success in three rows, a failure in one. By row, the success is three votes in its own baseline, and the "
-        "failure's row is punished three times as hard as each of the success's is praised.",
+        "A success with three rows, a failure with one. Per row, the success counts three times in its own baseline, "
+        "and the advantage of the failure is three times as large as that of each row of the success.",
         'rewards, groups, trajectory_index = [1, 1, 1, 0], [0, 0, 0, 0], ["a", "a", "a", "b"]',
         [
             Side(
-                "one advantage a trajectory (Agent Lightning v1)",
+                "one advantage per trajectory (Agent Lightning v1)",
                 "af.advantages.trajectory_level(rewards, groups, trajectory_index=trajectory_index)",
             ),
-            Side("one a row (verl)", "af.advantages.grpo(rewards, groups)"),
+            Side("one per row (verl)", "af.advantages.grpo(rewards, groups)"),
         ],
     ),
     Dispute(
         "Loss mass",
-        "The weight of one token of each row: two rows of trajectory a, with 2 and 1 tokens, and one of b with 1. "
-        "`mass` is the gradient of the aggregate in the token's loss.",
+        "The weight of one token of each row: trajectory a has rows with 2 and 1 tokens, b has one row with 1 token. "
+        "`mass` is the gradient of the aggregate with respect to the token's loss.",
         'mask = torch.tensor([[1, 1], [1, 0], [1, 0]])\ntrajectory_index = ["a", "a", "b"]',
         [
             Side("every token equal (DAPO)", 'mass(mask, "token_mean")'),
@@ -158,13 +156,13 @@ DISPUTES = [
                 'mass(mask, "trajectory_mean", trajectory_index=trajectory_index)',
             ),
             Side(
-                "the same, by its own constant",
+                "the same, divided by the number of rows",
                 'mass(mask, "trajectory_mean", trajectory_index=trajectory_index, count="rows")',
             ),
         ],
     ),
     Dispute(
-        "A row without any action token, in a mean over rows",
+        "Rows without action tokens in a mean over rows",
         "",
         "loss = torch.tensor([[1.0, 3.0], [0.0, 0.0]])\nmask = torch.tensor([[1, 1], [0, 0]])",
         [
@@ -177,8 +175,8 @@ DISPUTES = [
     ),
     Dispute(
         "The denominator of Dr.GRPO",
-        "A constant, so that length buys nothing. If it is the width of the padded batch it changes with the longest "
-        "row that happens to be there; `denominator` has no default here.",
+        "A constant, so that length has no influence. If it is the width of the padded batch, it changes with the "
+        "longest row of the batch; `denominator` has no default here.",
         "loss = torch.ones(2, 4)\nmask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])",
         [
             Side(
@@ -193,8 +191,8 @@ DISPUTES = [
     ),
     Dispute(
         "CISPO",
-        "The weight on A log p, for ratios 0.5, 1 and 2. A lower bound makes a token that has become unlikely count "
-        "more than its ratio says.",
+        "The weight of A log p for ratios 0.5, 1 and 2. A lower bound gives a token that has become unlikely more "
+        "weight than its ratio.",
         "logprobs, old = torch.tensor([0.25, 0.25, 0.25]).log(), torch.tensor([0.5, 0.25, 0.125]).log()\n"
         "ones = torch.ones(3)",
         [
@@ -209,14 +207,14 @@ DISPUTES = [
         ],
     ),
     Dispute(
-        "Below the ratio's line",
-        "The sampler gave a token 0.4; the trainer's own forward of the same weights says 0.5 (another kernel, another "
-        "precision); after some updates it says 0.6. The loss at advantage 1:",
+        "The denominator of the ratio",
+        "The sampler's probability of a token was 0.4. The trainer computes 0.5 with the same weights (another kernel "
+        "or precision), and 0.6 after some updates. The loss for advantage 1:",
         "sampler, before, now = (torch.tensor([p]).log() for p in (0.4, 0.5, 0.6))\none = torch.ones(1)",
         [
             Side("recomputed before the update", "af.losses.ppo(now, before, one, one, clip=0.3)"),
             Side(
-                "recomputed, and corrected for the sampler",
+                "recomputed, with an importance weight for the sampler",
                 "af.losses.ppo(now, before, one, one, clip=0.3) * af.losses.importance_weights(before, sampler, one)",
             ),
             Side("the sampler's own", "af.losses.ppo(now, sampler, one, one, clip=0.3)", "clipped: no gradient"),
@@ -225,9 +223,9 @@ DISPUTES = [
     ),
     Dispute(
         "Truncated sampling",
-        "Under top-p the sampler draws from what it kept, here 0.8 of the mass. Its own logprobs are log(p / 0.8), and "
+        "With top-p the sampler draws from the tokens kept, here 0.8 of the mass. Its logprobs are log(p / 0.8), and "
         "the ratio of an unchanged policy is 0.8, not 1. This kit's `logprobs` are those before truncation, the kept "
-        "mass is recorded beside them, and training on such rows is refused unless it is asked for.",
+        "mass is recorded too, and training on such rows is rejected unless requested.",
         "p, kept, one = torch.tensor([0.3]), 0.8, torch.ones(1)",
         [
             Side("before truncation", "-af.losses.ppo(p.log(), p.log(), one, one)"),
@@ -236,8 +234,8 @@ DISPUTES = [
     ),
     Dispute(
         "KL from two logprobs",
-        "For a token with log p - log q of 0.5, and one of -0.5: the value, and the gradient in log p. Only k2 and k3+ "
-        "have the gradient of the KL in expectation; that of k1 is 0 in expectation, and asking for it warns.",
+        "Value and gradient with respect to log p, for tokens with log p - log q = 0.5 and -0.5. Only the gradients of "
+        "k2 and k3+ equal that of the KL in expectation; that of k1 is 0 in expectation, and using it as a loss warns.",
         "p, q, one = torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -0.5]), torch.ones(2)",
         [Side(kind, f'both(af.losses.kl, p, q, "{kind}")') for kind in ("k3", "k1", "abs", "k2", "k3+")],
     ),

@@ -1,0 +1,430 @@
+"""HTML of the public objects in notebooks, with inline styles only, readable in light and dark themes.
+
+All text is escaped here and nowhere else, so that the output of models and tools is never interpreted as HTML.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agentfly_kit._doctor import Diagnosis
+    from agentfly_kit.agent.agent import Agent
+    from agentfly_kit.agent.chain_editing import Chain
+    from agentfly_kit.agent.rollout import Rollout, RolloutDiff
+    from agentfly_kit.agent.runner import RolloutHandle
+    from agentfly_kit.batch.batch import Batch
+    from agentfly_kit.chat.chat import ChatReport
+    from agentfly_kit.chat.drift import Drift
+    from agentfly_kit.evaluation import Evaluation
+    from agentfly_kit.policy.policy import Policy
+    from agentfly_kit.pool.pool import Pool
+    from agentfly_kit.rewards import Reward, RewardSet, Score
+    from agentfly_kit.tasks import Tasks
+    from agentfly_kit.tools.tool import Tool, ToolSet
+    from agentfly_kit.trainer.loop import TrainRun
+    from agentfly_kit.trainer.run_dir import Run
+    from agentfly_kit.types import Distribution, Group, Stats, Task, ToolCall, Trajectory
+
+# --- parts -----------------------------------------------------------------------------------------
+
+LEFT = "text-align:left;vertical-align:top"
+RIGHT = "text-align:right;vertical-align:top"
+CODE = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace"
+
+
+class Code(str):
+    """Text of a table cell in monospace, with line breaks preserved."""
+
+
+def escape_control_chars(text: str, limit: int) -> str:
+    """Truncate to `limit` characters, and replace all non-printable characters except newline and tab by code points.
+
+    This covers invisible characters, text-direction controls and surrogates, which cannot be encoded.
+    """
+    if len(text) > limit:
+        text = f"{text[:limit]}… ({len(text):,} characters)"
+    return "".join(ch if ch.isprintable() or ch in "\n\t" else f"‹U+{ord(ch):04X}›" for ch in text)
+
+
+def escape(text: Any, limit: int = 400) -> str:
+    return html.escape(escape_control_chars(str(text), limit), quote=True)
+
+
+def cell(value: Any, limit: int = 400) -> str:
+    """Return a table cell: numbers right-aligned, text left-aligned, and a dash for None and NaN."""
+    if value is None or (isinstance(value, float) and value != value):
+        return f"<td style='{RIGHT}'>–</td>"
+    if isinstance(value, bool):
+        return f"<td style='{LEFT}'>{'yes' if value else 'no'}</td>"
+    if isinstance(value, int):
+        return f"<td style='{RIGHT}'>{value:,}</td>"
+    if isinstance(value, float):
+        return f"<td style='{RIGHT}'>{value:.4g}</td>"
+    if isinstance(value, Code):
+        return f"<td style='{LEFT}'><code style='{CODE}'>{escape(value, limit)}</code></td>"
+    return f"<td style='{LEFT}'>{escape(value, limit)}</td>"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def heading(text: Any) -> str:
+    return f"<div style='font-weight:bold;margin:2px 0 4px'>{escape(text, 600)}</div>"
+
+
+def table(head: Sequence[str], rows: Iterable[Iterable[Any]], limit: int = 400) -> str:
+    """Return a table with headings aligned like their columns; an empty `head` gives a table without headings."""
+    cells = [list(row) for row in rows]
+    right = [any(_is_number(row[i]) for row in cells if i < len(row)) for i in range(len(head))]
+    top = "".join(
+        f"<th style='text-align:{'right' if aside else 'left'}'>{escape(name)}</th>"
+        for name, aside in zip(head, right, strict=True)
+    )
+    body = "".join(f"<tr>{''.join(cell(value, limit) for value in row)}</tr>" for row in cells)
+    return f"<table>{f'<thead><tr>{top}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"
+
+
+def definition_table(title: Any, pairs: Mapping[str, Any], limit: int = 400) -> str:
+    """Return a heading and a table with one row per name and value; all values, including numbers, are left-aligned."""
+    formatted = {
+        k: f"{v:,}" if _is_number(v) and isinstance(v, int) else f"{v:.4g}" if _is_number(v) else v
+        for k, v in pairs.items()
+    }
+    return heading(title) + table((), formatted.items(), limit)
+
+
+def details(summary: str, content: str, *, is_open: bool = False) -> str:
+    return f"<details{' open' if is_open else ''}><summary>{escape(summary)}</summary>{content}</details>"
+
+
+# --- records ---------------------------------------------------------------------------------------
+
+
+def task(task: Task) -> str:
+    content = table(("role", "content"), ((m["role"], Code(str(m["content"]))) for m in task.messages), 2000)
+    values = {name: Code(value if isinstance(value, str) else repr(value)) for name, value in task.fields.items()}
+    fields = details(f"fields: {', '.join(task.fields)}", table((), values.items()), is_open=True)
+    return heading(f"Task {task.id}") + content + (fields if task.fields else "")
+
+
+def tasks(tasks: Tasks) -> str:
+    fields = tasks.fields[:6]
+    rows = [
+        (
+            task.id,
+            split or "",
+            str(task.messages[-1]["content"]),
+            *(_as_text(task.fields[name]) if name in task.fields else "" for name in fields),
+        )
+        for task, split in list(zip(tasks._tasks, tasks._splits, strict=True))[:10]
+    ]
+    more = f"<p>and {len(tasks) - 10} more</p>" if len(tasks) > 10 else ""
+    return heading(tasks) + table(("id", "split", "question", *fields), rows, 120) + more
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else repr(value)
+
+
+def token_distribution(distribution: Distribution) -> str:
+    d = distribution
+    rows = (
+        (str(i), Code(repr(text)), f"{math.exp(lp):.4f}")
+        for i, text, lp in zip(d.ids, d.texts, d.logprobs, strict=True)
+    )
+    return table(("id", "token", "probability"), rows) + f"<p>entropy {d.entropy:.3f} nats</p>"
+
+
+def tool_call(call: ToolCall) -> str:
+    result = call.result
+    state = "unreadable" if call.error else "not run" if result is None else "ok" if result.ok else "failed"
+    state += ", cut" if result is not None and result.truncated else ""
+    content = call.error or ("" if result is None else result.observation)
+    arguments = ", ".join(f"{k}={v!r}" for k, v in call.arguments.items())
+    row = (call.name or "?", Code(arguments), state, Code(content), None if result is None else result.seconds)
+    return table(("call", "arguments", "", "result", "seconds"), [row], 2000) + _tracebacks([call])
+
+
+def _tracebacks(calls: Sequence[ToolCall]) -> str:
+    """Collapsed tracebacks of unexpected failures."""
+    failed = [(c.name, c.result.error) for c in calls if c.result is not None and c.result.error is not None]
+    return "".join(
+        details(f"{name}: {error}", f"<pre>{escape(error.traceback or str(error), 4000)}</pre>")
+        for name, error in failed[:5]
+    )
+
+
+_TURN_COLOURS = {"prompt": "#8884", "action": "#2a82", "observation": "#28c2", "forced": "#c822"}
+
+
+def trajectory(trajectory: Trajectory) -> str:
+    several, left = len(trajectory.rows) > 1, f"<th style='{LEFT}'>"
+    rows = "".join(
+        f"<tr><td style='{RIGHT}'>{i}</td>{f'<td>{turn.row}</td>' if several else ''}"
+        f"<td style='{LEFT}'>{turn.kind}</td><td style='{LEFT}'>{escape(turn.author)}</td>"
+        f"<td style='{RIGHT}'>{'–' if turn.ids is None else len(turn.ids)}</td>"
+        f"<td style='text-align:left;background:{_TURN_COLOURS[turn.kind]}'><code style='white-space:pre-wrap'>"
+        f"{escape(turn.text)}</code></td></tr>"
+        for i, turn in enumerate(trajectory.turns)
+    )
+    return (
+        f"<p><b>{escape(trajectory.id)}</b>: {escape(trajectory.explain())}</p>"
+        f"<table><thead><tr><th></th>{'<th>row</th>' if several else ''}{left}kind</th>{left}author</th>"
+        f"<th>tokens</th>{left}text</th></tr></thead>"
+        f"<tbody>{rows}</tbody></table>" + _tracebacks(trajectory.tool_calls)
+    )
+
+
+def chain(chain: Chain) -> str:
+    return trajectory(chain.snapshot())
+
+
+def group(group: Group) -> str:
+    rows = ((t.chain, t.reward, t.stop, len(t.actions), t.explain()) for t in group.trajectories[:50])
+    more = f"<p>and {len(group) - 50} more</p>" if len(group) > 50 else ""
+    return heading(group) + table(("chain", "reward", "stop", "actions", "explanation"), rows) + more
+
+
+def rollout(rollout: Rollout) -> str:
+    numbers = rollout.summary()
+    summary = table(tuple(numbers), [numbers.values()]) if numbers else ""
+    first = ((t.id, t.reward, t.explain()) for t in rollout.trajectories[:8])
+    more = f"<p>and {len(rollout) - 8} more</p>" if len(rollout) > 8 else ""
+    chains = table(("chain", "reward", "explanation"), first) + more
+    return heading(rollout) + summary + details("the first chains", chains)
+
+
+def rollout_diff(diff: RolloutDiff, limit: int = 8) -> str:
+    """Show up to `limit` pairs that were gained and lost each."""
+
+    def row(pair: tuple[Trajectory, Trajectory]) -> tuple[Any, ...]:
+        before, after = pair
+        first = diff.first_difference(before, after)
+        texts = [Code(t.turns[first].text if first is not None and first < len(t.turns) else "") for t in pair]
+        where = "nowhere" if first is None else f"turn {first}"
+        question = str(before.task.messages[-1]["content"])
+        return f"{before.task.id}/{before.chain}", question, before.reward, after.reward, where, *texts
+
+    head = ("chain", "task", "before", "after", "first difference", "before", "after")
+    tables = "".join(
+        details(
+            f"{name}: {len(pairs)}" + (f", the first {limit}" if len(pairs) > limit else ""),
+            table(head, map(row, pairs[:limit]), 200),
+            is_open=True,
+        )
+        for name, pairs in (("gained", diff.gained), ("lost", diff.lost))
+        if pairs
+    )
+    return heading(diff) + (tables or "<p>no chain changed its outcome</p>")
+
+
+def batch(batch: Batch) -> str:
+    from agentfly_kit.batch.batch import drop_counts
+
+    numbers = {
+        "rows": len(batch),
+        "width": batch.ids.shape[1],
+        "tokens": int(batch.lengths.sum()),
+        "action tokens": int(batch.mask.sum()),
+        "mean reward": float(batch.rewards.mean()),
+    }
+    dropped = table(("dropped because", "trajectories"), drop_counts(batch.dropped).items()) if batch.dropped else ""
+    return heading(batch) + table(tuple(numbers), [numbers.values()]) + dropped
+
+
+_HEADLINE_STATS = (
+    "loss", "approx_kl", "clip_fraction", "entropy", "grad_norm", "ratio_max", "sampler_gap", "reward_mean",
+)  # fmt: skip
+
+
+def stats(stats: Stats) -> str:
+    numbers = stats.scalars()
+    headline = {name: numbers[name] for name in _HEADLINE_STATS if name in numbers}
+    title = f"Stats of a step (updates: {stats.updates}, rows: {stats.rows}, tokens: {stats.tokens:,})"
+    whole = details("all numbers", table(("stat", "value"), numbers.items()))
+    return heading(title) + table(tuple(headline), [headline.values()]) + whole
+
+
+def evaluation(evaluation: Evaluation) -> str:
+    return heading(evaluation) + table((), (evaluation.summary() | evaluation.metrics).items())
+
+
+def drift(drift: Drift) -> str:
+    if not drift:
+        return f"<p>no drift: re-encoding gives the same {drift.tokens} tokens</p>"
+
+    def tokens(texts: Sequence[str]) -> str:
+        first, *others = [f"<code>{escape(repr(text))}</code>" for text in texts] or ["(nothing)"]
+        return " ".join([f"<b>&#9654; {first}</b>", *others])
+
+    cells = {
+        "before": f"<code>{escape(repr(drift.before))}</code>",
+        "the row": tokens(drift.row_tokens),
+        "re-encoded": tokens(drift.encoded_tokens),
+    }
+    rows = "".join(
+        f"<tr><td>{name}</td><td style='text-align:left'>{content}</td></tr>" for name, content in cells.items()
+    )
+    where = f"at token {drift.index} of {drift.tokens} ({escape(drift.turn)})"
+    return f"<p><b>{escape(drift.cause)}</b> {where}: {escape(drift.why)}</p><table><tbody>{rows}</tbody></table>"
+
+
+# --- agents, tools, rewards, runs ------------------------------------------------------------------
+
+
+def agent(agent: Agent) -> str:
+    shown = {
+        "engine": repr(agent.engine),
+        "chat": repr(agent.chat),
+        "tools": Code("\n".join(map(repr, agent.tools)) or "none"),
+        "reward": Code("\n".join(map(repr, agent.reward)) if agent.reward else "none: chains stay unscored"),
+        "sampling": repr(agent.sampling),
+        "pools": Code("\n".join(map(repr, agent.pools)) or "none"),
+    }
+    names = [f.name for f in dataclasses.fields(agent) if not f.name.startswith("_") and f.name not in shown]
+    others = {name: value for name in names if (value := getattr(agent, name)) is not None}
+    return definition_table("Agent", shown | {k: getattr(v, "__name__", v) for k, v in others.items()}, 2000)
+
+
+def rollout_handle(handle: RolloutHandle) -> str:
+    progress = handle.snapshot()
+    states = ("queued", "waiting", "sampling", "sandbox", "tool", "scoring", "done", "failed", "cancelled")
+    counts = {state: n for state in states if (n := progress.count(state))}
+    return definition_table(handle, {**counts, "seconds": progress.seconds})
+
+
+def tool(tool: Tool[..., Any]) -> str:
+    """Visible and hidden parameters."""
+    parameters = tool.schema["function"]["parameters"]
+    properties, required = parameters.get("properties", {}), parameters.get("required", [])
+    rows = [
+        (name, Code(_type_name(schema)), name in required, schema.get("description", ""))
+        for name, schema in properties.items()
+    ]
+    arguments = table(("argument", "type", "required", "description"), rows) if rows else ""
+    sources = {name: injected.source for name, injected in tool._hidden.items()}
+    hidden = definition_table("hidden from the model", sources) if sources else ""
+    return heading(f"Tool {tool.name}{tool._arguments.signature}") + _paragraph(tool.description) + arguments + hidden
+
+
+def _type_name(schema: dict[str, Any]) -> str:
+    """Short name of a JSON schema's type, such as "array of integer"."""
+    if "enum" in schema:
+        return " | ".join(map(repr, schema["enum"]))
+    if "anyOf" in schema:
+        return " | ".join(_type_name(each) for each in schema["anyOf"])
+    name = schema.get("type", schema.get("$ref", "any").rsplit("/", 1)[-1])
+    return f"{name} of {_type_name(schema['items'])}" if name == "array" and schema.get("items") else str(name)
+
+
+def _paragraph(text: str) -> str:
+    return f"<p style='white-space:pre-wrap;margin:2px 0'>{escape(text, 2000)}</p>"
+
+
+def tool_set(tools: ToolSet) -> str:
+    rows = ((tool.name, Code(tool._arguments.signature), tool.description.split("\n")[0]) for tool in tools)
+    return table(("tool", "arguments", "description"), rows)
+
+
+def reward(reward: Reward[..., Any]) -> str:
+    sources = {name: reward._source_of(name).replace("field", "field of the task") for name in reward._parameters}
+    doc = _paragraph(inspect.getdoc(reward.function) or "")
+    return heading(reward) + doc + table(("parameter", "source"), sources.items())
+
+
+def reward_set(rewards: RewardSet) -> str:
+    rows = ((r.name, float(r.weight), r.per, ", ".join(r._parameters)) for r in rewards)
+    return table(("reward", "weight", "per", "parameters"), rows)
+
+
+def reward_trace(trace: Score) -> str:
+    rows = [("argument", key, _short(value)) for key, value in trace.arguments.items()]
+    rows += [("metric", key, Code(f"{value:g}")) for key, value in trace.metrics.items() if key != trace.name]
+    rows += [("extra", key, _short(value)) for key, value in trace.extras.items()]
+    rows += [("turn reward", str(turn), Code(f"{value:g}")) for turn, value in trace.turn_rewards.items()]
+    failed = f"<pre>{escape(trace.error.traceback or str(trace.error), 4000)}</pre>" if trace.error else ""
+    value = "unscored" if trace.reward is None else f"{trace.reward:g}"
+    return heading(f"{trace.name}: {value}") + table(("", "name", "value"), rows) + failed
+
+
+def _short(value: Any) -> Code:
+    return Code(repr(value))
+
+
+def chat_report(report: ChatReport) -> str:
+    values = {
+        name.replace("_", " "): Code(value if isinstance(value, str) and "<" not in value else repr(value))
+        for name, value in vars(report).items()
+    }
+    return table((), values.items())
+
+
+_SHAPE = {
+    "layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads", "vocabulary": "vocab_size",
+    "context length": "max_position_embeddings",
+}  # fmt: skip
+
+
+def policy(policy: Policy) -> str:
+    model = policy.model.get_base_model() if policy.has_adapter else policy.model
+    config = model.config
+    shape = {name: getattr(config, key) for name, key in _SHAPE.items() if isinstance(getattr(config, key, None), int)}
+    trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
+    value = {"ValueHead": "a linear head", "Critic": "a separate critic"}.get(type(policy.value_head).__name__, "none")
+    numbers = {"parameters": policy.size, "trainable": trainable, **shape, "value": value, "version": policy.version}
+    return definition_table(policy, {**numbers, "device": str(policy.device), "chat": repr(policy.chat)})
+
+
+def pool(pool: Pool[Any]) -> str:
+    s = pool.snapshot()
+    rows = [(box.id, box.state, box.owner, box.uses, round(s.time - box.since, 1)) for box in s.sandboxes[:100]]
+    out = heading(pool) + table(("sandbox", "state", "leased by", "leases", "seconds in state"), rows)
+    if s.waiters:
+        out += f"<p>waiting: {escape(', '.join(s.waiters[:20]))}</p>"
+    return out + (f"<p>the last start failed: {escape(s.error, 1000)}</p>" if s.error else "")
+
+
+_KEY_METRICS = (
+    "step", "success", "reward", "eval_success", "approx_kl", "clip_fraction", "entropy", "grad_norm", "turns",
+    "seconds",
+)  # fmt: skip
+
+
+def run(run: Run | TrainRun, limit: int = 6) -> str:
+    """Show the most important metrics of the last `limit` steps."""
+    names = [name for name in _KEY_METRICS if any(name in record for record in run.records)]
+    rows = [[record.get(name) for name in names] for record in run.records[-limit:]]
+    more = f"<p>the last {limit} of {len(run.records)} steps</p>" if len(run.records) > limit else ""
+    return heading(run) + (table(names, rows) if rows else "<p>no step yet</p>") + more
+
+
+def diagnosis(diagnosis: Diagnosis) -> str:
+    rows = [("ok" if f.ok else "–", f.what, f.state, Code(f.advice)) for f in diagnosis.findings]
+    return table(("", "component", "status", "command"), rows)
+
+
+_RENDERERS: dict[str, Callable[[Any], str]] = {
+    "Agent": agent, "Batch": batch, "Chain": chain, "ChatReport": chat_report, "Diagnosis": diagnosis, "Drift": drift,
+    "Evaluation": evaluation, "Group": group, "Policy": policy, "Pool": pool, "Reward": reward, "RewardSet": reward_set,
+    "Score": reward_trace, "Rollout": rollout, "RolloutDiff": rollout_diff, "RolloutHandle": rollout_handle,
+    "Run": run, "Stats": stats, "Task": task, "Tasks": tasks, "Distribution": token_distribution, "Tool": tool,
+    "ToolCall": tool_call, "ToolSet": tool_set, "TrainRun": run, "Trajectory": trajectory,
+}  # fmt: skip
+
+
+def to_html(value: object) -> str:
+    """Return the HTML of a public object. A subclass is shown like its base.
+
+    The table has names of classes instead of classes, so that displaying a task does not import torch.
+    """
+    for cls in type(value).__mro__:
+        if cls.__name__ in _RENDERERS:
+            return _RENDERERS[cls.__name__](value)
+    return f"<pre>{escape(repr(value), 2000)}</pre>"
