@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from agentfly_kit.agent.budget import Budget
@@ -15,14 +14,9 @@ from agentfly_kit.errors import SettingsError
 from agentfly_kit.types import Task, Trajectory
 
 
-@dataclass(frozen=True, eq=False)
 class Agent(AgentSettings):
-    """A model with its chat format, tools, rewards, limits and hooks. Immutable; see `AgentSettings` for the arguments.
-
-    `agent.chain(task)` makes one chain to step interactively, `agent.rollout(tasks)` runs many concurrently.
-    """
-
-    _last_handle: list[RolloutHandle] = field(default_factory=list, repr=False)
+    # `af.Agent?` shows all settings. An agent also makes chains to step interactively, and rollouts.
+    __doc__ = AgentSettings.__doc__
 
     def replace(self, **changes: Any) -> Agent:
         """Return a copy of the agent with some settings changed."""
@@ -35,10 +29,11 @@ class Agent(AgentSettings):
 
     @property
     def last_run(self) -> RolloutHandle:
-        """Handle of the last rollout. After an interrupt, `last_run.partial` holds the finished chains."""
+        """Handle of the last rollout started. After an interrupt, `last_run.partial` holds the finished chains."""
         if not self._last_handle:
-            raise SettingsError("this agent has made no rollout yet; await agent.rollout(tasks)")
-        return self._last_handle[0]
+            raise SettingsError("this agent has started no rollout yet; await agent.rollout(tasks)")
+        handle: RolloutHandle = self._last_handle[0]
+        return handle
 
     def chain(self, task: Task | Trajectory) -> Chain:
         """Create a chain to step interactively.
@@ -83,7 +78,7 @@ class Agent(AgentSettings):
             share: (i, n) runs every n-th task, starting with the i-th, as one of n processes. Names and seeds do not
                 depend on it.
         """
-        handle = RolloutHandle(
+        return RolloutHandle(
             self,
             tasks,
             group_size,
@@ -95,5 +90,3 @@ class Agent(AgentSettings):
             progress=progress,
             share=share,
         )
-        self._last_handle[:] = [handle]
-        return handle

@@ -20,9 +20,10 @@ from agentfly_kit._async.listeners import Listeners
 from agentfly_kit._async.pending_call import pending_call
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.action_parsing import assistant_message, parse_action
-from agentfly_kit.agent.budget import reserve_tokens, reserve_tool_calls
+from agentfly_kit.agent.budget import reserve_tokens
 from agentfly_kit.agent.chain_hooks import ChainHooks, ChainKey
 from agentfly_kit.agent.settings import AgentSettings
+from agentfly_kit.agent.stop_rules import action_tokens, refuse_calls, stop_after_action, stop_after_calls
 from agentfly_kit.agent.turns import (
     encode_observation,
     forced_beginning,
@@ -153,7 +154,7 @@ class BaseChain(Displayable):
     def __repr__(self) -> str:
         where = f"stopped: {self.stop}" if self.stop else label(self.agent, self.actions)
         rows = f" in {self.turn.row + 1} rows" if self.turn.row else ""
-        return f"Chain({self.id!r}, {where}, {sum(len(t.ids or ()) for t in self.turns)} tokens{rows})"
+        return f"Chain({self.id!r}, {where}, {sum(turn.num_tokens for turn in self.turns)} tokens{rows})"
 
     def _seed(self, turn: int) -> int:
         return self.seed_key.seed(self.agent.seed, self.task.id, turn)
@@ -242,9 +243,7 @@ class BaseChain(Displayable):
             raise SettingsError("the chain has answered; chain.finish() scores it, chain.observe(text) goes on with it")
         agent, index, ids = self.agent, self.actions, self.ids
         # End the chain if its token limit or the context has no room for another action.
-        left = math.inf
-        if agent.max_tokens is not None:
-            left = agent.max_tokens - self._action_tokens()
+        left = math.inf if agent.max_tokens is None else agent.max_tokens - action_tokens(self.turn)
         room = agent.engine.max_length - len(ids)
         if left < 1 or room <= 1:
             return self._end_before_action("chain_tokens" if left < 1 else "context_full")
@@ -268,8 +267,8 @@ class BaseChain(Displayable):
                     request = TurnRequest(self.task, index, self._session, messages, agent.tools.schemas)
                     sample = await agent.engine.sample(ids, sampling, seed, request=request)
                     turn = self._action_turn(sample, sampling, seed)
-                    reserved.used = len(turn.ids or ())
-                    self._append(turn, self._stop_after_action(turn, sampling.max_tokens, reserved.limited_by))
+                    reserved.used = turn.num_tokens
+                    self._append(turn, stop_after_action(agent, turn, sampling.max_tokens, reserved.limited_by))
                     event.detail = turn.text
         return turn
 
@@ -316,27 +315,6 @@ class BaseChain(Displayable):
             **tokens,
         )
 
-    def _action_tokens(self) -> int:
-        return sum(len(t.ids or ()) for t in self.turns if t.kind == "action")
-
-    def _stop_after_action(self, turn: Turn, limit: int, limited_by: str | None) -> str | None:
-        """Return the stop reason of a chain that ends with this action.
-
-        Args:
-            turn: the action.
-            limit: maximum number of tokens that was requested.
-            limited_by: stop reason of the shared budget that set `limit`, if one did.
-        """
-        if turn.stop == "abort":
-            return "cancelled"
-        if turn.stop == "length":
-            if turn.ids is not None and len(turn.ids) < limit:
-                return "context_full"
-            max_tokens = self.agent.max_tokens
-            at_limit = max_tokens is not None and self._action_tokens() + len(turn.ids or ()) >= max_tokens
-            return limited_by or ("chain_tokens" if at_limit else "turn_tokens")
-        return None if turn.tool_calls else "answered"
-
     # --- acting ---
 
     @pending_call
@@ -355,7 +333,7 @@ class BaseChain(Displayable):
         self.context.turn = index
         self.context.seed = self._seed(index)
         began = time.perf_counter()
-        refused, over_limit = self._refuse_calls(calls)
+        refused, over_limit = refuse_calls(self.agent, self.turn, calls, self.hooks.usages)
         done = await self.agent.tools.call_all(
             calls,
             self.context,
@@ -377,7 +355,7 @@ class BaseChain(Displayable):
         failure = self._host_failure(results)
         if failure is not None:
             self.error = failure
-        stop = "error" if failure is not None else self._stop_after_calls(results, over_limit)
+        stop = "error" if failure is not None else stop_after_calls(self.agent, self.turn, results, over_limit)
         # The row contains only tokens that an engine saw, so the last observation of a chain is not encoded.
         return self._append_observation(turn) if stop is None else self._append(turn, stop)
 
@@ -391,42 +369,6 @@ class BaseChain(Displayable):
         except LeaseRevoked as error:  # in a tool that requested its sandbox from the context itself
             return Failure.from_exception("pool", error)
         return None
-
-    def _stop_after_calls(self, results: Sequence[ToolResult], over_limit: str | None) -> str | None:
-        if any(result.env_done for result in results):
-            return "env_done"
-        if any(result.done for result in results):
-            return "tool_stopped"
-        if over_limit is not None:
-            return over_limit
-        if self._invalid_streak() >= self.agent.max_invalid_calls:
-            return "invalid_call"
-        return "max_turns" if self.actions >= self.agent.max_turns else None
-
-    def _refuse_calls(self, calls: Sequence[ToolCall]) -> tuple[dict[int, ToolResult], str | None]:
-        """Return results for the calls that exceed a limit, by position, and the stop reason (None if all may run)."""
-        valid = [i for i, call in enumerate(calls) if self._reaches_tool(call)]
-        granted, over_limit = len(valid), None
-        if self.agent.max_tool_calls is not None:
-            made = sum(self._reaches_tool(c) for t in self.turns if t.author == "tool" for c in t.tool_calls)
-            left = max(0, self.agent.max_tool_calls - made)
-            if left < granted:
-                granted, over_limit = left, "chain_tool_calls"
-        granted, shared_limit = reserve_tool_calls(self.hooks.usages, granted)
-        over_limit = shared_limit or over_limit
-        return {
-            i: ToolResult(False, f"{calls[i].name} was not run: there are no tool calls left ({over_limit})")
-            for i in valid[granted:]
-        }, over_limit
-
-    def _reaches_tool(self, call: ToolCall) -> bool:
-        return call.error is None and call.name in self.agent.tools
-
-    def _invalid_streak(self) -> int:
-        """Return the number of latest consecutive actions whose tool calls were all malformed or unknown."""
-        actions = [turn for turn in reversed(self.turns) if turn.completes_action]
-        invalid = (turn.tool_calls and not any(map(self._reaches_tool, turn.tool_calls)) for turn in actions)
-        return sum(1 for _ in itertools.takewhile(bool, invalid))
 
     @pending_call
     async def step(self, greedy: bool = False) -> Turn:

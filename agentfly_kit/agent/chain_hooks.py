@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from agentfly_kit import seeds
 from agentfly_kit.agent.budget import BudgetUsage
@@ -35,12 +35,8 @@ class ChainKey:
         return seeds.derive(run_seed, self.purpose, self.rollout, task, self.group, self.chain, self.fork, turn)
 
 
-class Report(Protocol):
-    """Receiver of the progress events of chains; see `RolloutEvent` for the arguments."""
-
-    def __call__(
-        self, trajectory: str, kind: str, phase: str, state: str, turn: int, detail: str = "", call: str = ""
-    ) -> None: ...
+# Receiver of the progress events of chains: (trajectory, kind, phase, state, turn, detail, call); see `RolloutEvent`.
+Report = Callable[..., None]
 
 
 def _ignore(*_: Any) -> None:
@@ -60,7 +56,7 @@ class ChainHooks:
     """
 
     report: Report = _ignore
-    gate: Callable[[], Awaitable[None]] | None = None
+    gate: Callable[[], Awaitable[object]] | None = None
     spawn: Callable[[Any, int], Awaitable[None]] | None = None
     usages: tuple[BudgetUsage, ...] = ()
     run: str = ""

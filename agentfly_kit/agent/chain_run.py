@@ -73,8 +73,7 @@ async def _advance(chain: BaseChain) -> None:
     # Do not sample if the hook has written the action itself.
     if chain.stop is None and not chain.pending_calls:
         await chain.sample()
-        # A row that the prompt alone fills is left out: compacting it would repeat forever.
-        if chain.stop == "context_full" and chain.turn.parent is not None and chain.turn.parent.row == chain.turn.row:
+        if _context_is_full(chain):
             await call_hook(agent.on_context_full, chain)
     if chain.stop is None and chain.pending_calls:
         await chain.act()
@@ -82,3 +81,8 @@ async def _advance(chain: BaseChain) -> None:
             if chain.hooks.spawn is None:
                 raise SettingsError("after_observation requested forks of a chain that is not in a rollout")
             await chain.hooks.spawn(chain, int(count))
+
+
+def _context_is_full(chain: BaseChain) -> bool:
+    """Return True if the row is full and compacting it can help: if it holds more than its prompt."""
+    return chain.stop == "context_full" and len(chain.turn.row_path) > 1

@@ -201,6 +201,7 @@ class RolloutHandle(Displayable):
 
     def _start(self) -> asyncio.Task[Rollout]:
         if self._task is None:
+            self.agent._last_handle[:] = [self]
             self._progress.start()
             self._task = asyncio.get_running_loop().create_task(self._run(), name="agentfly-rollout")
             self._task.add_done_callback(lambda _: self._notify_readers(None))
@@ -276,16 +277,7 @@ class RolloutHandle(Displayable):
             usage.start()
         stop = next((stop for usage in usages if (stop := usage.exhausted())), None)
         if stop is None:
-            try:
-                chain = item if isinstance(item, Chain) else self._make_chain(*item, usages, bar)
-            except Exception as error:  # for example, the chat template rejects the task's messages
-                self._finished(self._failed_trajectory(*item, error))
-            else:
-                trajectory = await chain.run()
-                if chain.never_started:
-                    stop = trajectory.stop
-                else:
-                    self._finished(trajectory)
+            stop = await self._run_item(item, usages, bar)
         elif isinstance(item, Chain):
             await item.close()  # the fork holds forked sandboxes
         if stop is not None:
@@ -293,13 +285,31 @@ class RolloutHandle(Displayable):
         if bar is not None:
             bar.update()
 
+    async def _run_item(
+        self, item: tuple[Task, ChainKey] | Chain, usages: tuple[BudgetUsage, ...], bar: Any
+    ) -> str | None:
+        """Run a chain. Returns the stop reason of one that a budget prevented from starting, else None."""
+        if isinstance(item, Chain):
+            chain = item
+        else:
+            try:
+                chain = self._make_chain(*item, usages, bar)
+            except Exception as error:  # for example, the chat template rejects the task's messages
+                self._finished(self._failed_trajectory(*item, error))
+                return None
+        trajectory = await chain.run()
+        if chain.never_started:
+            return trajectory.stop
+        self._finished(trajectory)
+        return None
+
     def _make_chain(self, task: Task, key: ChainKey, usages: tuple[BudgetUsage, ...], bar: Any) -> Chain:
         async def spawn(chain: Chain, count: int) -> None:
             for _ in range(count):
                 self._add_fork(await chain.fork())
                 self._add_worker(bar)
 
-        hooks = ChainHooks(self._progress.report, self._wait_if_paused, spawn, usages, self._name)
+        hooks = ChainHooks(self._progress.report, self._unpaused.wait, spawn, usages, self._name)
         return Chain(self.agent, task, key, hooks)
 
     def _add_fork(self, fork: Chain) -> None:
@@ -319,9 +329,6 @@ class RolloutHandle(Displayable):
     def _finished(self, trajectory: Trajectory) -> None:
         self._done[trajectory.id] = trajectory
         self._notify_readers(trajectory)
-
-    async def _wait_if_paused(self) -> None:
-        await self._unpaused.wait()
 
     async def _add_group_reward(self, group: Group) -> None:
         """Add the result of `group_reward` to the rewards of a group. If it raises, the group is unscored."""

@@ -96,6 +96,8 @@ class AgentSettings(Displayable):
     group_reward: Callable[[Group], Any] | None = None
     # Limits that all chains of the agent share; made from the settings above unless given.
     _concurrency: Any = field(default=None, repr=False)
+    # Handle of the last rollout started; the runner sets it.
+    _last_handle: list[Any] = field(default_factory=list, repr=False)
     # Names of the redefined tools and rewards that were already reported.
     _warned: list[str] = field(default_factory=list, repr=False)
 

@@ -53,7 +53,7 @@ from agentfly_kit.tools.tool import Tool, ToolSet
 from agentfly_kit.types import ToolResult
 
 if TYPE_CHECKING:
-    from agentfly_kit.agent.chain import Chain
+    from agentfly_kit.agent.chain_editing import Chain
 
 K = TypeVar("K")
 OVER = "The episode is over."

@@ -164,7 +164,7 @@ def test_agents_are_frozen_and_replaced() -> None:
     assert (a.max_turns, b.max_turns) == (4, 9)
     assert "calculator" in repr(b)
     assert "exact" in repr(b)
-    with pytest.raises(SettingsError, match="has made no rollout yet"):
+    with pytest.raises(SettingsError, match="has started no rollout yet"):
         _ = b.last_run
 
 
