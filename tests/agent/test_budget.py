@@ -51,7 +51,7 @@ async def test_a_chain_may_answer_after_its_last_call() -> None:
     assert (t.stop, t.reward) == ("answered", 1.0)
 
 
-@pytest.mark.parametrize("concurrency", [1, 3, 64])
+@pytest.mark.parametrize("concurrency", [1, 64])
 async def test_a_chains_own_limits_cut_the_same_chains_at_any_concurrency(concurrency: int) -> None:
     def script(task: Task, turn: int) -> str:
         return call("1+1") * (int(task.id[1:]) % 3 + 1) if turn < int(task.id[1:]) else "5"
