@@ -151,14 +151,7 @@ class Progress:
     def chain_state(
         self, key: ChainKey, done: Mapping[str, Trajectory], not_run: Mapping[str, str], waiting: set[str]
     ) -> ChainState:
-        """Return the current state of a chain.
-
-        Args:
-            key: the chain.
-            done: finished trajectories, by id.
-            not_run: stop reasons of the chains that a budget prevented from starting, by id.
-            waiting: ids of the chains that wait for a sandbox.
-        """
+        """Return the current state of a chain. `waiting` holds the ids of the chains that wait for a sandbox."""
         id, progress = key.id, self._chains[key.id]
         state, detail = progress.state, progress.detail
         if id in not_run:

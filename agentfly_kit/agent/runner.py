@@ -82,6 +82,7 @@ class RolloutHandle(Displayable):
         self.max_concurrency = max_concurrency
         self._tasks = len(given)
         self._shows_bar = progress
+        self._bar: Any = None
         self._name = f"rollout {next(_rollouts)}"
         self._planned = _plan(given, group_size, index, purpose, share)
         self._progress = Progress()
@@ -228,10 +229,11 @@ class RolloutHandle(Displayable):
         self._queue.extend(self._planned)
         if self._run_usage is not None:
             self._run_usage.start()
-        bar = _progress_bar(self.total) if self._shows_bar else None
+        if self._shows_bar:
+            self._bar = _progress_bar(self.total)
         try:
             for _ in range(self.total):
-                self._add_worker(bar)
+                self._add_worker()
             # One after another, because asyncio.wait would scan all workers each time one finishes. Forks may add some.
             for worker in self._workers:
                 await worker
@@ -249,10 +251,10 @@ class RolloutHandle(Displayable):
                 await _wait_and_forget([*self._workers, *closing])
             finally:
                 self._progress.end()
-                if bar is not None:
-                    bar.close()
+                if self._bar is not None:
+                    self._bar.close()
 
-    def _add_worker(self, bar: Any) -> None:
+    def _add_worker(self) -> None:
         """Start another worker, if there is work for it."""
         # More chains than the engine has slots would evict each other's KV cache, which is slower and changes the last
         # bits of the logprobs.
@@ -260,40 +262,38 @@ class RolloutHandle(Displayable):
         if self._queue and self._running_workers < min(self.max_concurrency, slots):
             self._running_workers += 1
             name = f"agentfly-chain-{len(self._workers)}"
-            self._workers.append(asyncio.create_task(self._work(bar), name=name))
+            self._workers.append(asyncio.create_task(self._work(), name=name))
 
-    async def _work(self, bar: Any) -> None:
+    async def _work(self) -> None:
         """Run chains from the queue until it is empty."""
         try:
             while self._queue:
-                await self._run_chain(self._queue.popleft(), bar)
+                await self._run_chain(self._queue.popleft())
         finally:
             self._running_workers -= 1
 
-    async def _run_chain(self, item: tuple[Task, ChainKey] | Chain, bar: Any) -> None:
+    async def _run_chain(self, item: tuple[Task, ChainKey] | Chain) -> None:
         key = item.key if isinstance(item, Chain) else item[1]
         usages = tuple(u for u in (self._group_usages.get(key.group), self._run_usage) if u is not None)
         for usage in usages:
             usage.start()
         stop = next((stop for usage in usages if (stop := usage.exhausted())), None)
         if stop is None:
-            stop = await self._run_item(item, usages, bar)
+            stop = await self._run_item(item, usages)
         elif isinstance(item, Chain):
             await item.close()  # the fork holds forked sandboxes
         if stop is not None:
             self._not_run[key.id] = stop
-        if bar is not None:
-            bar.update()
+        if self._bar is not None:
+            self._bar.update()
 
-    async def _run_item(
-        self, item: tuple[Task, ChainKey] | Chain, usages: tuple[BudgetUsage, ...], bar: Any
-    ) -> str | None:
+    async def _run_item(self, item: tuple[Task, ChainKey] | Chain, usages: tuple[BudgetUsage, ...]) -> str | None:
         """Run a chain. Returns the stop reason of one that a budget prevented from starting, else None."""
         if isinstance(item, Chain):
             chain = item
         else:
             try:
-                chain = self._make_chain(*item, usages, bar)
+                chain = self._make_chain(*item, usages)
             except Exception as error:  # for example, the chat template rejects the task's messages
                 self._finished(self._failed_trajectory(*item, error))
                 return None
@@ -303,11 +303,11 @@ class RolloutHandle(Displayable):
         self._finished(trajectory)
         return None
 
-    def _make_chain(self, task: Task, key: ChainKey, usages: tuple[BudgetUsage, ...], bar: Any) -> Chain:
+    def _make_chain(self, task: Task, key: ChainKey, usages: tuple[BudgetUsage, ...]) -> Chain:
         async def spawn(chain: Chain, count: int) -> None:
             for _ in range(count):
                 self._add_fork(await chain.fork())
-                self._add_worker(bar)
+                self._add_worker()
 
         hooks = ChainHooks(self._progress.report, self._unpaused.wait, spawn, usages, self._name)
         return Chain(self.agent, task, key, hooks)
