@@ -13,6 +13,10 @@ class AgentFlyError(Exception):
     """Base class of all exceptions of this package."""
 
 
+class HostError(AgentFlyError):
+    """Failure of a pool, sandbox or engine, which the model did not cause; it leaves the chain unscored."""
+
+
 # --- user code and settings ----------------------------------------------------------------------
 
 
@@ -70,7 +74,7 @@ class PolicyError(AgentFlyError):
     """Incomplete or incompatible policy folder. Names the file."""
 
 
-class EngineError(AgentFlyError):
+class EngineError(HostError):
     """Engine that failed, is closed, or does not support the requested operation."""
 
 
@@ -101,7 +105,7 @@ class RunError(AgentFlyError):
 # --- sandboxes -----------------------------------------------------------------------------------
 
 
-class SandboxError(AgentFlyError):
+class SandboxError(HostError):
     """Sandbox that did not start or died because of the host, not because of the code inside it."""
 
 
@@ -121,9 +125,9 @@ class RemotePoolError(SandboxError):
     """Remote pool that does not respond, rejected the client, or has ended the lease. Names the address."""
 
 
-class PoolTimeout(AgentFlyError, TimeoutError):
+class PoolTimeout(HostError, TimeoutError):
     """No sandbox became free before the timeout. The message lists the current leases."""
 
 
-class PoolClosed(AgentFlyError):
+class PoolClosed(HostError):
     """Pool that is closed. Also raised in tasks that are waiting for a sandbox when it closes."""

@@ -5,7 +5,6 @@ Results depend only on the arguments, never on earlier draws, so concurrency and
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from typing import TYPE_CHECKING
 
@@ -13,46 +12,14 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-_MASK64 = (1 << 64) - 1
-
 
 def derive(seed: int, *parts: str | int) -> int:
     """Derive a 63-bit seed from a run seed and named parts (purpose, rollout index, task id, chain, fork path, turn).
 
     Different parts give independent seeds; equal parts give the same seed on every machine and Python version.
     """
-    return _to_seed(_hash_parts(seed, *parts))
-
-
-class SeedStream:
-    """Seeds of the turns of one chain: `SeedStream(shared, parts).for_turn(turn) == derive(*shared, *parts, turn)`.
-
-    The hash of `shared` is cached across streams.
-    """
-
-    def __init__(self, shared: tuple[str | int, ...], parts: tuple[str | int, ...]) -> None:
-        self._hash = _shared_hash(*shared).copy()
-        for part in parts:
-            self._hash.update(_encode_part(part))
-        self._known: dict[int, int] = {}
-
-    def for_turn(self, turn: int) -> int:
-        known = self._known.get(turn)
-        if known is None:
-            own = self._hash.copy()
-            own.update(_encode_part(turn))
-            known = self._known[turn] = _to_seed(own)
-        return known
-
-
-# typed: the cache must distinguish 1 and True, as the hash does.
-@functools.lru_cache(maxsize=256, typed=True)
-def _shared_hash(*parts: str | int) -> hashlib.blake2b:
-    return _hash_parts(*parts)
-
-
-def _hash_parts(*parts: str | int) -> hashlib.blake2b:
-    return hashlib.blake2b(b"".join(map(_encode_part, parts)), digest_size=8)
+    digest = hashlib.blake2b(b"".join(map(_encode_part, (seed, *parts))), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def _encode_part(part: str | int) -> bytes:
@@ -60,10 +27,6 @@ def _encode_part(part: str | int) -> bytes:
     # integer equals the Python integer.
     text = str(part).encode("utf-8", "surrogatepass")
     return b"%s:%d:%s" % (b"str" if isinstance(part, str) else b"int", len(text), text)
-
-
-def _to_seed(hashed: hashlib.blake2b) -> int:
-    return int.from_bytes(hashed.digest(), "little") >> 1
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:

@@ -8,14 +8,15 @@ Per-token values are indexed by the predicted token: `logprobs[t]` is log p(ids[
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from agentfly_kit._display import Displayable
-from agentfly_kit.errors import AlignmentError, EngineError, SettingsError, TaskError
+from agentfly_kit.errors import AlignmentError, EngineError, HostError, SettingsError, TaskError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,8 +51,8 @@ StopReason: TypeAlias = Literal[
 ]
 
 # Stop reasons of budgets that several chains share.
-BUDGET_STOPS: frozenset[str] = frozenset(
-    f"{whose}_{what}" for whose in ("group", "run") for what in ("tokens", "turns", "tool_calls", "seconds")
+BUDGET_STOPS = frozenset(
+    f"{of}_{what}" for of in ("group", "run") for what in ("tokens", "turns", "tool_calls", "seconds")
 )
 
 # Stop reasons that truncate a chain before it has finished.
@@ -61,14 +62,6 @@ TRUNCATED_STOPS: frozenset[str] = BUDGET_STOPS | {
 
 # Stop reasons after which no reward is computed, because the model did not cause them.
 UNSCORED_STOPS: frozenset[str] = frozenset({"cancelled", "error"})
-
-
-def _read_only_array(values: Any, dtype: str) -> npt.NDArray[Any]:
-    import numpy as np
-
-    array = np.asarray(values, dtype=dtype)
-    array.setflags(write=False)
-    return array
 
 
 # --- inputs --------------------------------------------------------------------------------------
@@ -261,19 +254,21 @@ class Failure:
         type: Name of the exception's class.
         message: The exception as text.
         traceback: The formatted traceback.
+        host: True if the exception was a `HostError`, which the model did not cause. Not saved to disk.
     """
 
     where: str
     type: str
     message: str
     traceback: str = ""
+    host: bool = field(default=False, compare=False, repr=False)
 
     @classmethod
     def from_exception(cls, where: str, error: BaseException) -> Failure:
         import traceback
 
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        return cls(where, type(error).__name__, str(error), text)
+        return cls(where, type(error).__name__, str(error), text, isinstance(error, HostError))
 
     def __str__(self) -> str:
         return f"{self.where}: {self.type}: {self.message}"
@@ -439,6 +434,30 @@ class Turn:
             turn = turn.parent
         return tuple(reversed(turns))
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens; 0 for a text-only engine."""
+        return len(self.ids or ())
+
+    def if_sampled(self, values: Sequence[float] | None, missing: float) -> Sequence[float]:
+        """Return per-token values of a sampled turn, and `missing` for each token without one."""
+        return values if self.sampled and values is not None else [missing] * self.num_tokens
+
+    @property
+    def row_path(self) -> tuple[Turn, ...]:
+        """This turn and its predecessors in the same row, oldest first."""
+        return tuple(turn for turn in self.path if turn.row == self.row)
+
+    @property
+    def completes_action(self) -> bool:
+        """True if the turn completes an assistant message. A forced beginning does not: its continuation does."""
+        return self.kind in ("action", "forced") and bool(self.messages)
+
+    @property
+    def actions(self) -> int:
+        """Number of actions up to and including this turn."""
+        return sum(turn.completes_action for turn in self.path)
+
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= 60 else self.text[:57] + "..."
         count = "no ids" if self.ids is None else f"{len(self.ids)} tokens"
@@ -476,6 +495,23 @@ class Row:
         """True if every turn has token ids; turns of text-only engines have none."""
         return all(turn.ids is not None for turn in self.turns)
 
+    def _concatenate(self, values: Callable[[int, Turn], Iterable[Any]], dtype: str) -> npt.NDArray[Any]:
+        """Return the values of all tokens as a read-only array (T,).
+
+        Args:
+            values: returns the values of the tokens of a turn, given its index in `turns`.
+            dtype: type of the array.
+
+        Raises:
+            AlignmentError: if the engine was text-only.
+        """
+        import numpy as np
+
+        self._require_ids()
+        array = np.asarray([value for i, turn in enumerate(self.turns) for value in values(i, turn)], dtype=dtype)
+        array.setflags(write=False)
+        return array
+
     def _require_ids(self) -> None:
         if not self.exact:
             raise AlignmentError(
@@ -485,36 +521,42 @@ class Row:
 
     @cached_property
     def ids(self) -> npt.NDArray[np.int64]:
-        self._require_ids()
-        return _read_only_array([i for turn in self.turns for i in turn.ids or ()], "int64")
+        """Token ids."""
+        return self._concatenate(lambda _, turn: turn.ids or (), "int64")
 
     @cached_property
     def action_mask(self) -> npt.NDArray[np.bool_]:
         """True at tokens sampled by the policy."""
-        self._require_ids()
-        return _read_only_array([turn.sampled for turn in self.turns for _ in turn.ids or ()], "bool")
+        return self._concatenate(lambda _, turn: [turn.sampled] * turn.num_tokens, "bool")
 
     def sampled_by(self, *authors: str) -> npt.NDArray[np.bool_]:
         """Return the mask of tokens that the policy sampled as one of these authors (roles).
 
         Without arguments this is `action_mask`.
         """
-        self._require_ids()
         if not authors:
             return self.action_mask
-        return _read_only_array(
-            [turn.sampled and turn.author in authors for turn in self.turns for _ in turn.ids or ()], "bool"
-        )
+        return self._concatenate(lambda _, turn: [turn.sampled and turn.author in authors] * turn.num_tokens, "bool")
 
     @cached_property
     def logprobs(self) -> npt.NDArray[np.float32]:
         """Logprobs of the sampling policy in nats; NaN where the mask is 0."""
-        return self._per_token("logprobs")
+        return self._concatenate(lambda _, turn: turn.if_sampled(turn.logprobs, math.nan), "float32")
 
     @cached_property
     def entropies(self) -> npt.NDArray[np.float32]:
         """Entropies in nats; NaN where the mask is 0 or the engine reported none."""
-        return self._per_token("entropies")
+        return self._concatenate(lambda _, turn: turn.if_sampled(turn.entropies, math.nan), "float32")
+
+    @cached_property
+    def versions(self) -> npt.NDArray[np.int64]:
+        """Version of the policy that sampled each token; -1 where the mask is 0."""
+        return self._concatenate(lambda _, turn: turn.if_sampled(turn.versions, -1), "int64")
+
+    @cached_property
+    def turn_index(self) -> npt.NDArray[np.int64]:
+        """Index in `trajectory.turns` of the turn of each token."""
+        return self._concatenate(lambda i, turn: [self.start + i] * turn.num_tokens, "int64")
 
     @cached_property
     def kept_mass(self) -> npt.NDArray[np.float32]:
@@ -525,35 +567,8 @@ class Row:
     def token_texts(self) -> tuple[str, ...]:
         """Text of each token; "[id]" if no tokenizer was available."""
         self._require_ids()
-        return tuple(
-            piece
-            for turn in self.turns
-            for piece in (turn.token_texts if turn.token_texts is not None else [f"[{i}]" for i in turn.ids or ()])
-        )
-
-    @cached_property
-    def turn_index(self) -> npt.NDArray[np.int64]:
-        """Index in `trajectory.turns` of the turn of each token."""
-        self._require_ids()
-        return _read_only_array([self.start + i for i, turn in enumerate(self.turns) for _ in turn.ids or ()], "int64")
-
-    @cached_property
-    def versions(self) -> npt.NDArray[np.int64]:
-        """Version of the policy that sampled each token; -1 where the mask is 0."""
-        self._require_ids()
-        out: list[int] = []
-        for turn in self.turns:
-            n = len(turn.ids or ())
-            out.extend(turn.versions if turn.sampled and turn.versions is not None else [-1] * n)
-        return _read_only_array(out, "int64")
-
-    def _per_token(self, name: str) -> npt.NDArray[np.float32]:
-        self._require_ids()
-        out: list[float] = []
-        for turn in self.turns:
-            values = getattr(turn, name) if turn.sampled else None
-            out.extend(values if values is not None else [math.nan] * len(turn.ids or ()))
-        return _read_only_array(out, "float32")
+        texts = (turn.token_texts or tuple(f"[{i}]" for i in turn.ids or ()) for turn in self.turns)
+        return tuple(itertools.chain.from_iterable(texts))
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -565,7 +580,16 @@ class Row:
         return f"Row({self.index} of {self.trajectory!r}, {len(self.turns)} turns, {tokens})"
 
 
-@dataclass(frozen=True, eq=True)
+def _single_row_view(name: str) -> Any:
+    """Return a property of `Trajectory`: the property `name` of its single row. Raises if it has several."""
+
+    def view(trajectory: Trajectory) -> Any:
+        return getattr(trajectory._only_row(name), name)
+
+    return property(view, doc=getattr(Row, name).__doc__)
+
+
+@dataclass(frozen=True)
 class Trajectory(Displayable):
     """One finished chain: its task, every token with its author, and its reward.
 
@@ -637,46 +661,20 @@ class Trajectory(Displayable):
             )
         return self.rows[0]
 
-    @property
-    def ids(self) -> npt.NDArray[np.int64]:
-        return self._only_row("ids").ids
-
-    @property
-    def action_mask(self) -> npt.NDArray[np.bool_]:
-        """True at tokens sampled by the policy."""
-        return self._only_row("action_mask").action_mask
-
-    @property
-    def logprobs(self) -> npt.NDArray[np.float32]:
-        """Logprobs of the sampling policy in nats; NaN where the mask is 0."""
-        return self._only_row("logprobs").logprobs
-
-    @property
-    def entropies(self) -> npt.NDArray[np.float32]:
-        """Entropies in nats; NaN where the mask is 0 or the engine reported none."""
-        return self._only_row("entropies").entropies
-
-    @property
-    def token_texts(self) -> tuple[str, ...]:
-        """Text of each token; "[id]" if no tokenizer was available."""
-        return self._only_row("token_texts").token_texts
-
-    @property
-    def turn_index(self) -> npt.NDArray[np.int64]:
-        """Index in `turns` of the turn of each token."""
-        return self._only_row("turn_index").turn_index
-
-    @property
-    def versions(self) -> npt.NDArray[np.int64]:
-        """Version of the policy that sampled each token; -1 where the mask is 0."""
-        return self._only_row("versions").versions
+    ids = _single_row_view("ids")
+    action_mask = _single_row_view("action_mask")
+    logprobs = _single_row_view("logprobs")
+    entropies = _single_row_view("entropies")
+    versions = _single_row_view("versions")
+    turn_index = _single_row_view("turn_index")
+    token_texts = _single_row_view("token_texts")
 
     # --- turns and calls ---
 
     @property
     def actions(self) -> tuple[Turn, ...]:
         """Turns that complete an assistant message. A forced prefix belongs to the action that follows it."""
-        return tuple(turn for turn in self.turns if turn.kind in ("action", "forced") and turn.messages)
+        return tuple(turn for turn in self.turns if turn.completes_action)
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
@@ -770,41 +768,6 @@ class Group(Displayable):
         scored = [r for r in self.rewards if r is not None]
         mean = f"mean reward {sum(scored) / len(scored):.3f}" if scored else "unscored"
         return f"Group({self.id!r}, {len(self)} chains, {mean})"
-
-
-# --- events and progress -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RolloutEvent:
-    """Change of state of a chain. `state` is the state after the event.
-
-    Events of a rollout arrive in the order of `sequence`, without gaps. Events of one chain nest: every "start" has a
-    matching "end", even after a failure or cancellation, and the first and last event have kind "chain".
-
-    Attributes:
-        sequence: Number of the event within the rollout, without gaps.
-        kind: "chain", "turn", "tool" or "reward".
-        phase: "start" or "end".
-        trajectory: Id of the chain.
-        task: Id of its task.
-        turn: Index of the action; of a chain or a reward, the number of actions so far.
-        state: "waiting", "sampling", "tool", "scoring", "done", "failed" or "cancelled".
-        time: Seconds since the start of the rollout.
-        detail: Text (end of a turn), tool name (tool), stop reason (end of a chain), or description of a failure.
-        call: Id of the call, for tool events. The calls of one action run concurrently.
-    """
-
-    sequence: int
-    kind: Literal["chain", "turn", "tool", "reward"]
-    phase: Literal["start", "end"]
-    trajectory: str
-    task: str
-    turn: int
-    state: Literal["waiting", "sampling", "tool", "scoring", "done", "failed", "cancelled"]
-    time: float
-    detail: str = ""
-    call: str = ""
 
 
 # --- one optimisation step -----------------------------------------------------------------------

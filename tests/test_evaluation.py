@@ -106,7 +106,8 @@ async def test_greedy_and_sampled_are_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"), [({"seeds": ()}, "seeds"), ({"samples": 0}, "at least 1"), ({"tasks": []}, "no task")]
+    ("options", "says"),
+    [({"seeds": ()}, "seeds"), ({"samples": 0}, "at least 1"), ({"tasks": []}, "one task")],
 )
 async def test_bad_input(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):

@@ -1,6 +1,7 @@
 """The import rule, and what keeps `import agentfly_kit` light. The table is the drawing in docs/architecture.md."""
 
 import ast
+import graphlib
 import json
 import subprocess
 import sys
@@ -74,6 +75,12 @@ def test_imports_point_to_a_lower_layer() -> None:
             if LAYER.get(package_of(other), 99) >= LAYER[package_of(name)]:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {other}, which is not in a lower layer")
     assert not wrong, "\n".join(sorted(set(wrong)))
+
+
+def test_the_modules_of_agent_import_each_other_in_one_direction() -> None:
+    modules = {name: path for name, path in MODULES.items() if package_of(name) == "agent"}
+    graph = {name: {other for _, other in imported(name, path) if other in modules} for name, path in modules.items()}
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError for a cycle, also of imports for types
 
 
 def test_every_package_has_a_layer() -> None:

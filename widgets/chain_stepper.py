@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import math
 import sys
@@ -92,7 +93,7 @@ class ChainStepper(Opener):
 
     @property
     def trajectory(self) -> Any:
-        return self.chain._trajectory
+        return self.chain.trajectory
 
     @property
     def selection(self) -> Any:
@@ -162,9 +163,9 @@ class ChainStepper(Opener):
     def _ask_distribution(self) -> None:
         """Request the next-token distribution from the engine directly, so that cells can use the chain meanwhile."""
         chain = self.chain
-        wanted = (chain.turn, self.top) if self.top and _can(chain)["sample"] and not chain._busy else None
+        wanted = (chain.turn, self.top) if self.top and _can(chain)["sample"] and not chain.busy else None
         if wanted is None:
-            if self._distribution and not (chain._busy or self._doing):
+            if self._distribution and not (chain.busy or self._doing):
                 self._distribution, self._asked_for = {}, None
             return
         same = self._asked_for is not None and self._asked_for[0] is wanted[0] and self._asked_for[1] == wanted[1]
@@ -324,8 +325,8 @@ async def _now(call: Callable[[], Any]) -> Any:
 
 def _can(chain: Any) -> dict[str, bool]:
     """Return, for each operation, True if the chain would accept it now."""
-    open = not chain._closed
-    calls, stop, leaf = bool(chain._pending_calls()), chain.stop, chain.turn
+    open = not chain.closed
+    calls, stop, leaf = bool(chain.pending_calls), chain.stop, chain.turn
     complete = leaf.kind in ("action", "forced") and bool(leaf.messages)
     return {
         "sample": open and stop is None and not calls,
@@ -341,19 +342,19 @@ def _can(chain: Any) -> dict[str, bool]:
 
 def _state(chains: list[Any], at: int, doing: str) -> dict[str, Any]:
     chain = chains[at]
-    done = chain._trajectory
+    done = chain.trajectory
     tokens = sum(len(turn.ids or ()) for turn in chain.turns)
     if done is not None:
         where = "finished"
-    elif chain._closed:
+    elif chain.closed:
         where = "closed without a score"
     elif doing:
         where = doing
-    elif chain._busy:
+    elif chain.busy:
         where = "busy in a cell"
     elif chain.stop:
         where = f"stopped: {chain.stop}"
-    elif chain._pending_calls():
+    elif chain.pending_calls:
         where = "waiting for its tools"
     else:
         where = "waiting for an action"
@@ -495,7 +496,7 @@ def code(chain: Any) -> str:
         index += turn.kind in ("action", "forced") and bool(turn.messages)
     for place in places[at + 1 :]:
         lines.extend(_fork(place))
-    if chain._trajectory is not None:
+    if chain.trajectory is not None:
         lines.append("trajectory = await chain.finish()")
     return "\n".join(lines)
 
@@ -510,15 +511,11 @@ def _places(chain: Any) -> list[str]:
 
 def _seed(chain: Any, fork: str, index: int) -> int:
     """Return the seed that the chain's ancestor with this fork name used for its action `index`."""
-    import dataclasses
-
-    from agentfly_kit import seeds
-
-    if fork == chain.key.fork:
-        return int(chain._seed(index))
-    origin_key = getattr(chain, "origin_key", None)
-    p = origin_key if origin_key is not None and fork.endswith("~") else dataclasses.replace(chain.key, fork=fork)
-    return seeds.derive(chain.agent.seed, p.purpose, p.rollout, chain.task.id, p.group, p.chain, p.fork, index)
+    key = chain.seed_key
+    if fork != chain.key.fork:
+        continued = chain.origin_key is not None and fork.endswith("~")
+        key = chain.origin_key if continued else dataclasses.replace(chain.key, fork=fork)
+    return int(key.seed(chain.agent.seed, chain.task.id, index))
 
 
 def _fork(place: str) -> list[str]:

@@ -99,8 +99,8 @@ def pending_call(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, P
     """Decorate an `async def` function to return a `PendingCall`, preserving the types of arguments and result."""
     name = f"{function.__qualname__.split('.<locals>.')[-1]}(...)"
     head, _, tail = name.partition(".")
-    # Show methods as they are called: chain.step(...) instead of Chain.step(...).
-    display_name = f"{head.lower()}.{tail}" if tail else name
+    # Show methods as they are called: chain.step(...) instead of BaseChain.step(...).
+    display_name = f"{head.removeprefix('Base').lower()}.{tail}" if tail else name
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> PendingCall[T]:

@@ -6,7 +6,8 @@ A `BudgetUsage` belongs to one rollout and one event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from agentfly_kit.errors import SettingsError
@@ -44,9 +45,9 @@ class Budget:
         for name in ("tokens", "turns", "tool_calls"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise SettingsError(f"Budget({name}={value!r}): must be an integer of at least 1, or None for no limit")
+                raise SettingsError(f"{name} must be an integer of at least 1, or None for no limit, got {value!r}")
         if self.seconds is not None and not self.seconds > 0:
-            raise SettingsError(f"Budget(seconds={self.seconds!r}): must be above 0, or None for no limit")
+            raise SettingsError(f"seconds must be above 0, or None for no limit, got {self.seconds!r}")
 
 
 class BudgetUsage:
@@ -58,22 +59,23 @@ class BudgetUsage:
         self.tokens = self.turns = self.tool_calls = 0
         # Deadline on the clock of the event loop; set by `start`.
         self.deadline: float | None = None
-        self._reserved = 0
-        self._running = 0
-        self._changed: asyncio.Future[None] | None = None
+        # Tokens reserved by running actions, and the number of these actions.
+        self.reserved = 0
+        self.running = 0
+        # Set when a reservation is released, and then replaced.
+        self.released = asyncio.Event()
 
     def start(self) -> None:
         """Start the clock with the first chain. Idempotent."""
         if self.deadline is None and self.budget.seconds is not None:
             self.deadline = asyncio.get_running_loop().time() + self.budget.seconds
 
-    @property
-    def exhausted(self) -> str | None:
-        """Stop reason of the first limit that is used up, or None."""
-        for what in ("tokens", "turns", "tool_calls"):
-            limit = getattr(self.budget, what)
-            if limit is not None and getattr(self, what) >= limit:
-                return f"{self.name}_{what}"
+    def exhausted(self, limits: Sequence[str] = ("tokens", "turns", "tool_calls")) -> str | None:
+        """Return the stop reason of the first of these limits that is used up, or of the time limit; None if none."""
+        for name in limits:
+            limit = getattr(self.budget, name)
+            if limit is not None and getattr(self, name) >= limit:
+                return f"{self.name}_{name}"
         if self.deadline is not None and asyncio.get_running_loop().time() >= self.deadline:
             return f"{self.name}_seconds"
         return None
@@ -81,25 +83,12 @@ class BudgetUsage:
     @property
     def tokens_left(self) -> int | None:
         """Tokens that are neither used nor reserved; None if there is no limit."""
-        return None if self.budget.tokens is None else self.budget.tokens - self.tokens - self._reserved
-
-    def next_change(self) -> asyncio.Future[None]:
-        """Return a future that completes when the next reservation is released."""
-        if self._changed is None:
-            self._changed = asyncio.get_running_loop().create_future()
-        return self._changed
-
-    def _notify(self) -> None:
-        if self._changed is not None:
-            if not self._changed.done():
-                self._changed.set_result(None)
-            self._changed = None
+        return None if self.budget.tokens is None else self.budget.tokens - self.tokens - self.reserved
 
 
+@dataclass
 class TokenReservation:
-    """Async context manager that reserves tokens of several budgets for one action.
-
-    Use as `async with TokenReservation(usages, 64) as reservation`, then sample at most `reservation.tokens`.
+    """Tokens reserved for one action.
 
     Attributes:
         tokens: number of tokens granted.
@@ -108,56 +97,50 @@ class TokenReservation:
         used: to be set to the number of sampled tokens; if left None, the action does not count.
     """
 
-    def __init__(self, usages: Sequence[BudgetUsage], wanted: int) -> None:
-        self._meters = usages
-        self.tokens = self._wanted = wanted
-        self.stop: str | None = None
-        self.limited_by: str | None = None
-        self.used: int | None = None
-        self._held = False
+    tokens: int
+    stop: str | None = None
+    limited_by: str | None = None
+    used: int | None = None
 
-    async def __aenter__(self) -> TokenReservation:
-        while True:
-            if (stop := next((why for m in self._meters if (why := _stop_reason(m))), None)) is not None:
-                self.stop = stop
-                return self
-            short = [m for m in self._meters if _must_wait(m, self._wanted)]
-            if not short:
-                break
-            await asyncio.wait([m.next_change() for m in short], return_when=asyncio.FIRST_COMPLETED)
-        for usage in self._meters:
-            if usage.tokens_left is not None and usage.tokens_left < self.tokens:
-                self.tokens, self.limited_by = usage.tokens_left, f"{usage.name}_tokens"
-        for usage in self._meters:
-            usage._reserved += self.tokens
-            usage._running += 1
-            usage.turns += 1
-        self._held = True
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
-        if not self._held:
+@asynccontextmanager
+async def reserve_tokens(usages: Sequence[BudgetUsage], wanted: int) -> AsyncIterator[TokenReservation]:
+    """Reserve tokens of several budgets for one action, which may sample at most `reservation.tokens`.
+
+    Args:
+        usages: the usages of the budgets.
+        wanted: maximum number of tokens of the action.
+    """
+    reservation = TokenReservation(wanted)
+    while True:
+        # Used up tool calls do not matter here: an action that answers needs none.
+        reservation.stop = next((stop for usage in usages if (stop := usage.exhausted(("tokens", "turns")))), None)
+        if reservation.stop is not None:
+            yield reservation
             return
-        for usage in self._meters:
-            usage._reserved -= self.tokens
-            usage._running -= 1
-            usage.tokens += self.used or 0
-            usage.turns -= self.used is None
-            usage._notify()
-
-
-def _stop_reason(usage: BudgetUsage) -> str | None:
-    """Return the stop reason that forbids another action. Tool calls do not matter here: an answer needs none."""
-    why = usage.exhausted
-    if why is None or not why.endswith("_tool_calls"):
-        return why
-    turns = usage.budget.turns
-    return f"{usage.name}_turns" if turns is not None and usage.turns >= turns else None
-
-
-def _must_wait(usage: BudgetUsage, wanted: int) -> bool:
-    """Return True if too few tokens are left and a running action may release some."""
-    return usage.tokens_left is not None and usage.tokens_left < wanted and usage._running > 0
+        # Wait while too few tokens are left and a running action may release some.
+        short = [u for u in usages if u.tokens_left is not None and u.tokens_left < wanted and u.running > 0]
+        if not short:
+            break
+        await short[0].released.wait()
+    for usage in usages:
+        if usage.tokens_left is not None and usage.tokens_left < reservation.tokens:
+            reservation.tokens, reservation.limited_by = usage.tokens_left, f"{usage.name}_tokens"
+    granted = reservation.tokens
+    for usage in usages:
+        usage.reserved += granted
+        usage.running += 1
+        usage.turns += 1
+    try:
+        yield reservation
+    finally:
+        for usage in usages:
+            usage.reserved -= granted
+            usage.running -= 1
+            usage.tokens += reservation.used or 0
+            usage.turns -= reservation.used is None
+            usage.released.set()
+            usage.released = asyncio.Event()
 
 
 def reserve_tool_calls(usages: Sequence[BudgetUsage], wanted: int) -> tuple[int, str | None]:

@@ -1,165 +1,24 @@
-"""Rollouts: summary statistics, data frames, comparison, and storage.
-
-A rollout is stored as JSONL: a header, then one trajectory per line. `load(save(x)) == x`, and files are written
-atomically.
-"""
+"""Rollouts: summary statistics, data frames, rescoring and comparison. `rollout_io.py` stores them."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import json
 import math
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from agentfly_kit._async.pending_call import pending_call
 from agentfly_kit._display import Displayable
-from agentfly_kit.errors import RunError, SettingsError
+from agentfly_kit.agent import rollout_io
+from agentfly_kit.agent.turns import with_turn_rewards
+from agentfly_kit.errors import SettingsError
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.tools.context import Context
-from agentfly_kit.types import UNSCORED_STOPS, Failure, Group, Sampling, Task, ToolCall, ToolResult, Trajectory, Turn
+from agentfly_kit.types import UNSCORED_STOPS, Group, Trajectory
 
 if TYPE_CHECKING:
     import pandas as pd
-
-_FORMAT = "agentfly_kit.rollout"
-# Version 2 adds trajectories with several rows; rollouts with single rows only are still written as version 1.
-_VERSION = 2
-
-
-# --- records to JSON and back --------------------------------------------------------------------
-
-
-def _json_fallback(value: Any) -> Any:
-    """Convert NumPy scalars and arrays to numbers and lists; raise TypeError for all other types."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"a {type(value).__name__}")
-
-
-def dump_json(value: Any, where: str) -> str:
-    try:
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_json_fallback, allow_nan=False)
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # lone surrogates can only be written as escapes
-            text = json.dumps(value, separators=(",", ":"), default=_json_fallback, allow_nan=False)
-        return text
-    except (TypeError, ValueError) as error:
-        raise RunError(
-            f"{where} cannot be saved as JSON: {error}; use strings, numbers, lists and dicts in fields and metrics"
-        ) from error
-
-
-@functools.cache
-def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
-    return tuple((f.name, f.default if f.default_factory is MISSING else f.default_factory()) for f in fields(kind))
-
-
-def _non_default_fields(record: Any, leave: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the fields that differ from their defaults."""
-    out = {}
-    kind: Any = type(record)
-    for name, default in _defaults(kind):
-        value = getattr(record, name)
-        # Compare types too, so that 0 and False count as different.
-        if value is not default and (type(value) is not type(default) or value != default) and name not in leave:
-            out[name] = value
-    return out
-
-
-def _result_to_json(result: ToolResult) -> dict[str, Any]:
-    out = _non_default_fields(result)
-    if result.error is not None:
-        out["error"] = vars(result.error)
-    return {"observation": result.observation} | out
-
-
-def _call_to_json(call: ToolCall) -> dict[str, Any]:
-    out = {"id": call.id, "name": call.name, "arguments": call.arguments} | _non_default_fields(call, ("rerunner",))
-    if call.result is not None:
-        out["result"] = _result_to_json(call.result)
-    return out
-
-
-def _turn_to_json(turn: Turn) -> dict[str, Any]:
-    out = _non_default_fields(turn, ("parent", "token_texts", "tool_calls"))
-    out = {"place" if name == "label" else name: value for name, value in out.items()}
-    if turn.ids is not None and turn.token_texts is None:
-        out["pieces"] = None  # mark the absence: the header may hold texts of the same ids from other turns
-    if turn.tool_calls:
-        out["tool_calls"] = [_call_to_json(call) for call in turn.tool_calls]
-    return out
-
-
-def _trajectory_to_json(t: Trajectory) -> dict[str, Any]:
-    out = _non_default_fields(t, ("task", "turns", "sampling", "error", "chain", "seed"))
-    out |= {"task": vars(t.task), "chain": t.chain, "seed": t.seed, "sampling": vars(t.sampling)}
-    out["turns"] = [_turn_to_json(turn) for turn in t.turns]
-    if t.error is not None:
-        out["error"] = vars(t.error)
-    return out
-
-
-def _call_from_json(data: dict[str, Any]) -> ToolCall:
-    result = data.pop("result", None)
-    if result is not None:
-        error = result.pop("error", None)
-        result = ToolResult(**result, error=Failure(**error) if error else None)
-    return ToolCall(**data, result=result)
-
-
-def _trajectory_from_json(data: dict[str, Any], token_texts: dict[int, str]) -> Trajectory:
-    task = data.pop("task")
-    error = data.pop("error", None)
-    turns: list[Turn] = []
-    for raw in data.pop("turns"):
-        for name in ("ids", "logprobs", "entropies", "kept_mass", "versions", "messages"):
-            if raw.get(name) is not None:
-                raw[name] = tuple(raw[name])
-        raw["label"] = raw.pop("place", "")
-        if raw["ids"] is not None and "pieces" not in raw:
-            raw["token_texts"] = tuple(token_texts.get(i, f"[{i}]") for i in raw["ids"])
-        raw.pop("pieces", None)
-        calls = tuple(_call_from_json(call) for call in raw.pop("tool_calls", ()))
-        turns.append(Turn(**raw, tool_calls=calls, parent=turns[-1] if turns else None))
-    sampling = data.pop("sampling")
-    return Trajectory(
-        **data | {"tools": tuple(data.get("tools", ()))},
-        task=Task(task["id"], tuple(task["messages"]), task["fields"]),
-        turns=tuple(turns),
-        error=Failure(**error) if error else None,
-        sampling=Sampling(**sampling | {"stop": tuple(sampling["stop"])}),
-    )
-
-
-@contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[Any]:
-    """Write a text file atomically: under a temporary name, which is then renamed.
-
-    Raises:
-        RunError: if the file cannot be written; an existing file is left unchanged.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise RunError(f"{path} could not be written ({error}); an existing file is unchanged") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-
-
-# --- a rollout -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -349,7 +208,7 @@ class Rollout(Displayable):
                     continue
                 async with Context(t.task, trajectory_id=t.id) as context:
                     score = await rewards.score(t, context)
-                turns = _with_turn_rewards(t.turns, score.turn_rewards)
+                turns = with_turn_rewards(t.turns, score.turn_rewards)
                 scored.append(
                     t.replace(reward=score.reward, metrics=dict(score.metrics), error=score.error, turns=turns)
                 )
@@ -385,26 +244,8 @@ class Rollout(Displayable):
         Raises:
             RunError: if a trajectory has fields that JSON cannot represent; names the trajectory.
         """
-        path = Path(path)
-        token_texts: dict[int, str] = {}
-        for t in self.trajectories:
-            for turn in t.turns:
-                if turn.ids is not None and turn.token_texts is not None:
-                    token_texts.update(zip(turn.ids, turn.token_texts, strict=True))
-        several = any(turn.row for t in self.trajectories for turn in t.turns)
-        header = {
-            "format": _FORMAT,
-            "version": _VERSION if several else 1,
-            "seconds": self.seconds,
-            "pieces": token_texts,
-        }
-        if self.not_run:
-            header["not_run"] = self.not_run
-        with atomic_write(path) as file:
-            file.write(dump_json(header, "the header") + "\n")
-            for t in self.trajectories:
-                file.write(dump_json(_trajectory_to_json(t), f"trajectory {t.id!r}") + "\n")
-        return path
+        rollout_io.write(Path(path), self.trajectories, self.seconds, self.not_run)
+        return Path(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Rollout:
@@ -413,28 +254,7 @@ class Rollout(Displayable):
         Raises:
             RunError: if the file cannot be read; names the file and line.
         """
-        path = Path(path)
-        try:
-            lines = path.read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RunError(f"{path} cannot be read: {error}") from error
-        number = 1
-        try:
-            header = json.loads(lines[0])
-            if header.get("format") != _FORMAT:
-                raise RunError(f"{path} is not a saved rollout; give a file written by Rollout.save")
-            if header["version"] > _VERSION:
-                raise RunError(f"{path} was written by a newer version ({header['version']} > {_VERSION}); upgrade")
-            token_texts = {int(k): v for k, v in header["pieces"].items()}
-            not_run = dict(header.get("not_run", {}))
-            found = []
-            for line in lines[1:]:
-                number += 1
-                if line:
-                    found.append(_trajectory_from_json(json.loads(line), token_texts))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RunError(f"{path}:{number} is damaged: {type(error).__name__}: {error}") from error
-        return cls.from_trajectories(found, header["seconds"], not_run)
+        return cls.from_trajectories(*rollout_io.read(Path(path)))
 
     def __repr__(self) -> str:
         n = self.summary()
@@ -499,14 +319,3 @@ class RolloutDiff(Displayable):
             f"RolloutDiff({len(self.pairs)} pairs: success {before:.3f} -> {after:.3f}, "
             f"{len(self.gained)} gained, {len(self.lost)} lost)"
         )
-
-
-def _with_turn_rewards(turns: tuple[Turn, ...], rewards: dict[int, float]) -> tuple[Turn, ...]:
-    """Replace the rewards of actions. Rewards given by tools, which are on observations, are kept."""
-    import dataclasses
-
-    out: list[Turn] = []
-    for i, turn in enumerate(turns):
-        reward = rewards.get(i) if turn.kind == "action" else turn.reward
-        out.append(dataclasses.replace(turn, reward=reward, parent=out[-1] if out else None))
-    return tuple(out)

@@ -54,7 +54,7 @@ from agentfly_kit.tools.tool import Tool, ToolSet
 from agentfly_kit.types import ToolResult
 
 if TYPE_CHECKING:
-    from agentfly_kit.agent.chain import Chain
+    from agentfly_kit.agent.chain_editing import Chain
 
 OVER = "The episode is over."
 # Size of the pools created for the sandboxes of tools and rewards, which are leased only briefly.

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentfly_kit._doctor import Diagnosis
-    from agentfly_kit.agent.agent import Agent, RolloutHandle
-    from agentfly_kit.agent.chain import Chain
+    from agentfly_kit.agent.agent import Agent
+    from agentfly_kit.agent.chain_editing import Chain
     from agentfly_kit.agent.rollout import Rollout, RolloutDiff
+    from agentfly_kit.agent.runner import RolloutHandle
     from agentfly_kit.batch.batch import Batch
     from agentfly_kit.chat.chat import ChatReport
     from agentfly_kit.chat.drift import Drift

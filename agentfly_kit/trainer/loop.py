@@ -25,8 +25,9 @@ import torch
 from agentfly_kit import losses, seeds
 from agentfly_kit._async.pending_call import wait_all
 from agentfly_kit._display import Displayable
-from agentfly_kit.agent.agent import Agent, RolloutHandle
+from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.batch.batch import drop_counts
 from agentfly_kit.batch.filters import drop_reasons
 from agentfly_kit.engines.local.engine import LocalEngine
@@ -177,7 +178,7 @@ class TrainRun(Displayable):
                 f"budget={config.budget} would be counted by each of {self._workers.size} processes alone; "
                 "give group_budget=, whose chains run in one"
             )
-        agent._check_tasks([*tasks, *eval_tasks])
+        agent.check_tasks([*tasks, *eval_tasks])
         self.agent = agent
         self.policy = policy
         self.tasks = tasks

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from agentfly_kit._display import Displayable
-from agentfly_kit.agent.rollout import Rollout, atomic_write, dump_json
+from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.agent.rollout_io import atomic_write, dump_json
 from agentfly_kit.errors import RunError, RunMismatch
 
 _FORMAT = "agentfly_kit.run"

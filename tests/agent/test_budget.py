@@ -11,7 +11,7 @@ import pytest
 from agents import agent, call, chat, played, scripted
 
 import agentfly_kit as af
-from agentfly_kit.agent.budget import Budget, BudgetUsage, TokenReservation
+from agentfly_kit.agent.budget import Budget, BudgetUsage, reserve_tokens
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.engines.openai import OpenAIEngine, TextChat
 from agentfly_kit.errors import SettingsError
@@ -51,7 +51,7 @@ async def test_a_chain_may_answer_after_its_last_call() -> None:
     assert (t.stop, t.reward) == ("answered", 1.0)
 
 
-@pytest.mark.parametrize("concurrency", [1, 3, 64])
+@pytest.mark.parametrize("concurrency", [1, 64])
 async def test_a_chains_own_limits_cut_the_same_chains_at_any_concurrency(concurrency: int) -> None:
     def script(task: Task, turn: int) -> str:
         return call("1+1") * (int(task.id[1:]) % 3 + 1) if turn < int(task.id[1:]) else "5"
@@ -230,8 +230,8 @@ async def test_a_failed_action_is_given_back() -> None:
 
 async def test_cancelled_while_it_waits_for_tokens() -> None:
     usage = BudgetUsage(Budget(tokens=10), "run")
-    async with TokenReservation([usage], 8):
-        waiting = asyncio.create_task(TokenReservation([usage], 8).__aenter__())
+    async with reserve_tokens([usage], 8):
+        waiting = asyncio.create_task(reserve_tokens([usage], 8).__aenter__())
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait([waiting])
@@ -244,24 +244,24 @@ async def test_cancelled_while_it_waits_for_tokens() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"budget": 100}, r"budget=100: give an af\.Budget\("),
-        ({"group_budget": {"tokens": 3}}, "group_budget="),
+        ({"budget": 100}, r"budget must be an af\.Budget\(.*got 100"),
+        ({"group_budget": {"tokens": 3}}, "group_budget must be an af.Budget"),
     ],
 )
 def test_what_is_no_budget(options: Any, says: str) -> None:
     with pytest.raises(SettingsError, match=says):
         scripted(["5"]).rollout(numbered(1), **options)
     for bad in ({"tokens": 0}, {"turns": 1.5}, {"tool_calls": True}, {"seconds": 0}):
-        with pytest.raises(SettingsError, match=rf"Budget\({next(iter(bad))}="):
+        with pytest.raises(SettingsError, match=rf"{next(iter(bad))} must be"):
             Budget(**bad)  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="max_tool_calls=0"):
+    with pytest.raises(SettingsError, match="max_tool_calls must be at least 1, or None, got 0"):
         scripted(["5"], max_tool_calls=0)
 
 
 async def test_tokens_of_a_text_engine_cannot_be_counted() -> None:
     engine = OpenAIEngine("http://127.0.0.1:1/v1", "m")
     a = af.Agent(engine, chat=TextChat())
-    with pytest.raises(SettingsError, match="gives text only, whose tokens nobody here can count"):
+    with pytest.raises(SettingsError, match="must not limit tokens"):
         a.rollout(numbered(1), budget=Budget(tokens=5))
 
 
@@ -349,5 +349,5 @@ def test_caps_outlive_an_event_loop() -> None:
         return len(await a.rollout(numbered(6)))
 
     assert [asyncio.run(go()), asyncio.run(go())] == [6, 6]
-    with pytest.raises(SettingsError, match="max_concurrent_tools=0: give at least 1, or None"):
+    with pytest.raises(SettingsError, match="max_concurrent_tools must be at least 1, or None, got 0"):
         scripted(["5"], max_concurrent_tools=0)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from agents import agent, calculator, call, fresh, played, scripted, tasks
+from agents import agent, calculator, call, fresh, scripted, tasks
 from cancelling import Whom, cancel_at, settled, some, tasks_left, threads_busy
 from test_engine_openai import Server
 from test_engine_openai import chat as answered
@@ -152,14 +152,6 @@ async def test_a_loop_over_a_rollout(whom: Whom, count: int | None) -> None:
                 await asyncio.sleep(0)
 
         await at_each(work, lambda where: nothing_left(where, pool, a), whom, count and count // 2)
-
-
-@each
-@both
-async def test_an_evaluation(whom: Whom, count: int | None) -> None:
-    async with af.Pool(Box, size=2) as pool:
-        a = everything(pool)
-        await at_each(lambda: af.evaluate(a, TASKS), lambda where: nothing_left(where, pool, a), whom, count and 20)
 
 
 @each
@@ -329,134 +321,3 @@ def test_a_loop_that_is_closed_with_all_in_it() -> None:
         assert [t.reward for t in asyncio.run(a.rollout(TASKS)._wait())] == [1.5] * 4
         assert len(asyncio.run(b.rollout(tasks(3))._wait())) == 3
         asyncio.run(pool.close())
-
-
-# --- tools that misbehave ------------------------------------------------------------------------
-
-
-def bad_tools() -> list[Any]:
-    @af.tool(timeout=0.05)
-    def never(x: int = 0) -> str:
-        """Never returns.
-
-        Args:
-            x: any.
-        """
-        import threading
-
-        threading.Event().wait(3)
-        return ""
-
-    @af.tool(timeout=0.05)
-    async def never_async(x: int = 0) -> str:
-        """Never returns.
-
-        Args:
-            x: any.
-        """
-        await asyncio.sleep(600)
-        return ""
-
-    @af.tool
-    def raises(x: int = 0) -> str:
-        """Raises.
-
-        Args:
-            x: any.
-        """
-        raise ValueError("secret")
-
-    @af.tool
-    def huge(x: int = 0) -> str:
-        """Gives 10 MB.
-
-        Args:
-            x: any.
-        """
-        return "7" * 10_000_000
-
-    @af.tool
-    def bytes_(x: int = 0) -> bytes:
-        """Gives bytes.
-
-        Args:
-            x: any.
-        """
-        return b"\xff\x00abc"
-
-    @af.tool
-    def coroutine(x: int = 0) -> Any:
-        """Gives a coroutine.
-
-        Args:
-            x: any.
-        """
-        return asyncio.sleep(0, "from a coroutine")
-
-    @af.tool
-    def leaves(x: int = 0) -> str:
-        """Calls exit().
-
-        Args:
-            x: any.
-        """
-        raise SystemExit(3)
-
-    @af.tool
-    async def leaves_async(x: int = 0) -> str:
-        """Calls exit().
-
-        Args:
-            x: any.
-        """
-        raise SystemExit(3)
-
-    @af.tool
-    async def cancels(x: int = 0) -> str:
-        """Raises what only the event loop should.
-
-        Args:
-            x: any.
-        """
-        raise asyncio.CancelledError("mine")
-
-    @af.tool
-    def interrupts_generator(x: int = 0) -> str:
-        """Raises StopIteration.
-
-        Args:
-            x: any.
-        """
-        raise StopIteration("odd")
-
-    return [never, never_async, raises, huge, bytes_, coroutine, leaves, leaves_async, cancels, interrupts_generator]
-
-
-async def test_no_tool_costs_its_siblings_anything() -> None:
-    tools = bad_tools()
-
-    def script(task: Task, turn: int) -> str:
-        if turn:
-            return "5"
-        return call("2+3") if task.id == "good" else f'<tool_call>{{"name":"{task.id}","arguments":{{}}}}</tool_call>'
-
-    names = [t.name for t in tools]
-    given = [Task(n, TASKS[0].messages, TASKS[0].fields) for n in (*names, "good")]
-    run = played(script, tools=[*tools, calculator]).rollout(given, group_size=2)
-    rollout = await asyncio.wait_for(run, 30)
-    by = {g.task.id: g for g in rollout.groups}
-    for name, group in by.items():
-        for t in group:
-            assert (t.stop, t.reward) == ("answered", 1.0), (name, t.error)
-            (c,) = t.tool_calls
-            assert c.result is not None and len(c.result.observation) < 10_000, name
-            if name in ("never", "never_async"):
-                assert "took longer than 0.05 s" in c.result.observation
-            elif name in ("raises", "leaves", "leaves_async", "cancels", "interrupts_generator"):
-                assert c.result.observation == f"{name} failed."
-                assert c.result.error is not None
-            elif name == "huge":
-                assert c.result.truncated
-            elif name == "coroutine":
-                assert c.result.observation == "from a coroutine"
-    assert not tasks_left()

@@ -14,7 +14,6 @@ from agents import (
     Played,
     Recording,
     agent,
-    calculator,
     call,
     chat,
     fresh,
@@ -26,11 +25,11 @@ from agents import (
     tasks,
 )
 
-from agentfly_kit.agent.chain import Chain
+from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.batch.collate import collate
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.local.engine import LocalEngine
-from agentfly_kit.errors import BatchError, EngineError, NotAwaited, SandboxError, SettingsError, ToolError
+from agentfly_kit.errors import BatchError, EngineError, NotAwaited, SandboxError, SettingsError
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.rewards import reward
 from agentfly_kit.tools.context import Context
@@ -42,20 +41,21 @@ TASK = Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"}
 STOP = chat().stop_ids[0]
 
 
+class Killed(SandboxError):
+    """A failure of the host, of the sandbox's own class."""
+
+
 class Box:
     """A sandbox without an outside."""
 
-    made = 0
-
     def __init__(self, **_: Any) -> None:
-        Box.made += 1
         self.log: list[str] = []
         self.alive = True
 
     async def run(self, text: str) -> str:
         if text == "die" or not self.alive:
             self.alive = False
-            raise SandboxError("the host killed it")
+            raise Killed("by the host")
         self.log.append(text)
         return ",".join(self.log)
 
@@ -135,15 +135,6 @@ async def test_the_row_is_what_the_engine_was_given_and_gave() -> None:
     assert len({t.stop for t in rollout}) > 1
 
 
-async def test_logprobs_of_a_row_are_those_of_a_full_forward() -> None:
-    rollout = await agent().rollout(tasks(3), group_size=3)
-    for t in rollout:
-        at = np.flatnonzero(t.action_mask).tolist()
-        logprobs, entropies = reference_logprobs(shipped(), t.ids.tolist(), at)
-        assert t.logprobs[at] == pytest.approx(logprobs, abs=1e-5)
-        assert t.entropies[at] == pytest.approx(entropies, abs=1e-5)
-
-
 async def test_new_weights_between_two_turns() -> None:
     policy = fresh()
     chain = agent(policy).chain(TASK)
@@ -164,7 +155,8 @@ async def test_new_weights_between_two_turns() -> None:
 
 
 async def test_text_of_a_row_is_the_conversation() -> None:
-    t = await played([call("2+3"), "5"]).chain(TASK).run()
+    t = await played([call("2+3"), "5"], name="alice").chain(TASK).run()
+    assert (t.turns[1].author, t.turns[1].sampled) == ("alice", True)
     assert chat().text(t.ids.tolist()) == (
         "<|im_start|>system\nTools: calculator(expression)<|im_end|>\n<|im_start|>user\nWhat is 2+3?<|im_end|>\n"
         f"<|im_start|>assistant\n{call('2+3')}<|im_end|>\n<|im_start|>tool\n<tool_response>5</tool_response><|im_end|>\n"
@@ -172,11 +164,6 @@ async def test_text_of_a_row_is_the_conversation() -> None:
     )
     assert (t.stop, t.final, t.reward, t.metrics) == ("answered", "5", 1.0, {"exact": 1.0})
     assert "".join(t.token_texts) == chat().text(t.ids.tolist())
-
-
-async def test_the_system_message_comes_first() -> None:
-    chain = played(["5"], system="Be brief.").chain(TASK)
-    assert chain.turn.text.startswith("<|im_start|>system\nBe brief.\nTools: calculator")
 
 
 async def test_a_text_only_engine() -> None:
@@ -223,12 +210,6 @@ async def test_the_mask_is_who_made_the_token() -> None:
     assert action.messages[0]["content"] == "let me"
     assert forced.messages == ()
     assert len(t.actions) == 2
-
-
-async def test_the_agents_name_is_the_author_of_its_tokens() -> None:
-    t = await played(["5"], name="alice").chain(TASK).run()
-    assert t.turns[1].author == "alice"
-    assert t.turns[1].sampled
 
 
 async def test_script_and_forced_tokens_train_nobody() -> None:
@@ -393,49 +374,6 @@ async def test_bad_calls_are_observations_and_a_good_one_begins_the_count_again(
     assert t.reward == 0.0
 
 
-async def test_parallel_calls_run_side_by_side_and_come_back_in_order() -> None:
-    @tool
-    async def wait(text: str) -> str:
-        """Wait.
-
-        Args:
-            text: seconds.
-        """
-        await asyncio.sleep(float(text))
-        return f"waited {text}"
-
-    three = "".join(put_call(s, "wait") for s in ("0.3", "0.1", "0.2"))
-    began = time.perf_counter()
-    t = await played([three, "5"], tools=[wait]).chain(TASK).run()
-    assert time.perf_counter() - began < 0.55
-    assert [c.result.observation for c in t.tool_calls if c.result] == ["waited 0.3", "waited 0.1", "waited 0.2"]
-    assert [m["tool_call_id"] for m in t.turns[2].messages] == ["call-0", "call-1", "call-2"]
-
-
-async def test_kinds_of_tool_failure() -> None:
-    @tool
-    def fails(text: str) -> str:
-        """Fail.
-
-        Args:
-            text: how.
-        """
-        if text == "told":
-            raise ToolError("no such city")
-        raise KeyError("secret answer")
-
-    t = await played([put_call("told", "fails"), put_call("ours", "fails"), "5"], tools=[fails]).chain(TASK).run()
-    first, second = (c.result for c in t.tool_calls)
-    assert first is not None
-    assert (first.ok, first.observation, first.error) == (False, "no such city", None)
-    assert second is not None
-    assert second.observation == "fails failed."
-    assert second.error is not None
-    assert "secret answer" in second.error.traceback
-    assert "secret" not in chat().text(t.ids.tolist())
-    assert t.reward == 1.0, "the chain goes on, and is scored"
-
-
 async def test_a_tools_reward_stands_on_the_action_that_called_it() -> None:
     @tool
     def give(text: str) -> ToolResult:
@@ -466,7 +404,7 @@ async def test_a_dead_sandbox_is_our_fault_and_its_siblings_live() -> None:
         assert [t.reward for t in rollout] == [1.0, 1.0, None, None, 1.0, 1.0]
         dead = rollout.trajectories[2]
         assert dead.error is not None
-        assert dead.error.type == "SandboxError"
+        assert (dead.error.type, dead.error.host) == ("Killed", True)
         assert pool.snapshot().leased == 0
         assert collate(rollout).dropped[0].reason == "unscored (tool put)"
 
@@ -653,12 +591,12 @@ async def test_a_greedy_turn_by_hand_is_not_trained_as_if_it_was_sampled() -> No
         collate([t])
 
 
-async def test_ids_that_are_no_tokens_are_refused() -> None:
+async def test_ids_outside_the_vocabulary_are_refused() -> None:
     chain = played(["5"]).chain(TASK)
     for ids in ([-1], [400], [10**9]):
         with pytest.raises(SettingsError, match="vocabulary"):
             chain.force(ids)
-    with pytest.raises(SettingsError, match="nothing to say"):
+    with pytest.raises(SettingsError, match="content must not be empty"):
         chain.force("", end=False)
 
 
@@ -821,23 +759,6 @@ async def test_a_tool_that_changes_its_task_field_changes_it_for_this_chain() ->
     assert task.fields["stock"] == ["x", "y"]
 
 
-async def test_a_call_can_be_run_again_with_its_traceback() -> None:
-    @tool
-    def flaky(text: str) -> str:
-        """Fail.
-
-        Args:
-            text: any.
-        """
-        raise KeyError(text)
-
-    t = await played([call("2+3") + put_call("lost", "flaky"), "5"], tools=[calculator, flaky]).chain(TASK).run()
-    good, bad = t.tool_calls
-    assert (await good.rerun()).observation == "5"
-    with pytest.raises(KeyError, match="lost"):
-        await bad.rerun()
-
-
 async def test_the_same_chain_by_hand_and_by_run() -> None:
     by_hand = agent().chain(TASK)
     while by_hand.stop is None:
@@ -851,7 +772,7 @@ async def test_the_same_chain_by_hand_and_by_run() -> None:
 async def test_whoever_follows_a_chain_is_told_of_every_change() -> None:
     chain = agent(engine=Played([call(), "42"]), chat=chat()).chain(TASK)
     seen: list[tuple[int, str | None, bool]] = []
-    end = chain.subscribe(lambda c: seen.append((len(c.turns), c.stop, c._busy)))
+    end = chain.subscribe(lambda c: seen.append((len(c.turns), c.stop, c.busy)))
     await chain.step()
     assert [n for n, _, _ in seen] == sorted(n for n, _, _ in seen)
     assert {n for n, _, _ in seen} == {1, 2, 3}
@@ -869,15 +790,3 @@ async def test_whoever_follows_a_chain_is_told_of_every_change() -> None:
     seen.clear()
     await chain.close()
     assert seen == []
-
-
-async def test_a_listener_that_raises_harms_no_chain() -> None:
-    chain = scripted(["42"]).chain(TASK)
-
-    def broken(_: Chain) -> None:
-        raise ZeroDivisionError("mine")
-
-    chain.subscribe(broken)
-    with pytest.warns(UserWarning, match="a listener of .* raised ZeroDivisionError: mine"):
-        trajectory = await chain.run()
-    assert trajectory.stop == "answered"

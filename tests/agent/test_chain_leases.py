@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Any
 
 import pytest
 from agents import scripted
 
 import agentfly_kit as af
-from agentfly_kit.errors import PoolTimeout, SandboxError
+from agentfly_kit.errors import PoolTimeout
 from agentfly_kit.pool.pool import Pool
-from agentfly_kit.sandboxes import PythonSandbox
 from agentfly_kit.types import Task
 
 QUESTION = ({"role": "user", "content": "Fill the box."},)
@@ -145,18 +143,4 @@ async def test_a_chain_whose_lease_ends_is_unscored_and_its_siblings_are_whole(t
         assert trajectory.error.type == "LeaseRevoked"
         assert ("closed by hand" if by_hand else "held for 2 s") in trajectory.error.message
     assert pool.snapshot().leased == 0
-    await pool.close()
-
-
-async def test_a_python_call_ends_with_its_lease():
-    pool = Pool(PythonSandbox, size=1, max_lease=1.0)
-    lease = await pool.acquire()
-    with contextlib.suppress(SandboxError):
-        result = await lease.sandbox.run("import time\ntime.sleep(1000)", timeout=1000.0)
-        assert result.died
-    assert lease.revoked and not lease.sandbox.alive
-    with pytest.raises(SandboxError, match="closed"):
-        await lease.sandbox.run("1")
-    async with pool.lease() as sandbox:
-        assert (await sandbox.run("1")).value == "1"
     await pool.close()

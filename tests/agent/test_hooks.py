@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import agentfly_kit as af
-from agentfly_kit.agent.chain import Chain
+from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.types import Trajectory
 
 CALL = '<tool_call>{"name":"double","arguments":{"n":3}}</tool_call>'

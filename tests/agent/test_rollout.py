@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from agents import agent, call, played, tasks
 
-from agentfly_kit.agent.rollout import Rollout, atomic_write
+from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.agent.rollout_io import atomic_write
 from agentfly_kit.errors import RunError, RunMismatch, SettingsError
 from agentfly_kit.rewards import reward
 from agentfly_kit.trainer.run_dir import Run

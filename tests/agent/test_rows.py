@@ -11,7 +11,7 @@ import pytest
 from agents import Played, agent, call, chat, played, tasks
 from test_chat import with_template
 
-from agentfly_kit.agent.chain import Chain
+from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.engines.base import Engine
@@ -158,10 +158,10 @@ async def test_what_a_fold_refuses() -> None:
         chain.compact("x")
     await chain.act()
     for nothing in ([], [{"role": "user"}]):
-        with pytest.raises(SettingsError, match="give a text, or messages"):
+        with pytest.raises(SettingsError, match="must be a text, or messages"):
             chain.compact(nothing)
     chain.force("4", end=False)
-    with pytest.raises(SettingsError, match="half written"):
+    with pytest.raises(SettingsError, match="unfinished"):
         chain.compact("x")
     await chain.finish()
     with pytest.raises(SettingsError, match=r"chain\.compact: this chain is finished"):

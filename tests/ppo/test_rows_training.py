@@ -16,7 +16,7 @@ from test_ppo_more import gradient
 from torch import Tensor
 
 from agentfly_kit import advantages
-from agentfly_kit.agent.chain import Chain
+from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.batch.batch import Batch, join
 from agentfly_kit.batch.collate import collate
 from agentfly_kit.errors import AlignmentError, BatchError, RunMismatch, SettingsError

@@ -189,9 +189,9 @@ async def test_a_run_that_is_gone_and_what_is_none() -> None:
 async def test_it_ends_with_the_view() -> None:
     run = agents.scripted(["42"]).rollout(agents.tasks(1))
     view = w.RolloutView(run)
-    assert len(run._listeners) == 1
+    assert run._progress.listeners
     view.close()
-    assert run._listeners == []
+    assert not run._progress.listeners
     assert isinstance(view._repr_html_(), str)
 
 

@@ -1,0 +1,266 @@
+"""`Chain`: a `BaseChain` with interactive editing: forced actions, observations, compaction, rewinding, forks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from agentfly_kit._async.pending_call import pending_call
+from agentfly_kit.agent.action_parsing import parse_action
+from agentfly_kit.agent.chain import BaseChain
+from agentfly_kit.agent.chain_hooks import ChainHooks, ChainKey
+from agentfly_kit.agent.chain_run import run_chain
+from agentfly_kit.agent.settings import AgentSettings
+from agentfly_kit.agent.turns import (
+    forced_beginning,
+    label,
+    next_row,
+    observation_turn,
+    result_message,
+    text_fields,
+    token_fields,
+)
+from agentfly_kit.errors import SettingsError
+from agentfly_kit.types import Distribution, Message, Task, ToolResult, Trajectory, Turn
+
+
+class Chain(BaseChain):
+    """One trajectory in progress. Create it with `agent.chain(task)`.
+
+    `prepare`, `sample`, `act`, `step`, `force`, `observe` and `compact` return the new turn. Calls that may wait are
+    awaited.
+
+    Attributes:
+        origin: the trajectory that the chain continues, if made by `agent.chain(trajectory)`.
+        origin_key: the key that then determines its seeds.
+    """
+
+    def __init__(
+        self, agent: AgentSettings, task: Task, key: ChainKey | None = None, hooks: ChainHooks | None = None
+    ) -> None:
+        super().__init__(agent, task, key, hooks)
+        self.origin: Trajectory | None = None
+        self.origin_key: ChainKey | None = None
+        self._fork_numbers = itertools.count(1)
+
+    @classmethod
+    def from_trajectory(cls, agent: AgentSettings, trajectory: Trajectory) -> Chain:
+        """Create a chain with the turns of a trajectory, positioned at its end, to rewind, fork or continue it.
+
+        The chain uses the seeds of the trajectory where they can be derived again. Then sampling a turn again gives the
+        same tokens, if the agent and its engine are unchanged.
+
+        Raises:
+            SettingsError: if the agent's prompt differs from the trajectory's, or if the trajectory called tools in a
+                sandbox, whose state is not recorded in the turns.
+        """
+        group, number = trajectory.group, trajectory.chain
+        fork = trajectory.id.removeprefix(f"{group}/{number}")
+        chain = cls(agent, trajectory.task, ChainKey(group=group, chain=number, fork=f"{fork}~"))
+        if not trajectory.turns or trajectory.turns[0].ids != chain.turn.ids:
+            raise SettingsError(
+                f"{trajectory.id!r} must begin with the prompt that this agent writes; use the agent that made it"
+            )
+        for call in trajectory.tool_calls:
+            sandbox_types = agent.tools[call.name].sandbox_types if call.name in agent.tools else ()
+            if call.error is None and sandbox_types:
+                raise SettingsError(
+                    f"{trajectory.id!r} called {call.name!r} in a {sandbox_types[0].__name__}, which is gone; "
+                    "agent.chain(task) starts from the beginning"
+                )
+        leaf: Turn | None = None
+        for turn in trajectory.turns:
+            leaf = turn if turn.parent is leaf else dataclasses.replace(turn, parent=leaf)
+        assert leaf is not None
+        chain.turn, chain.stop, chain.error = leaf, trajectory.stop, trajectory.error
+        chain.origin = trajectory
+        # The key is parsed from the group's name, and used only if it reproduces the trajectory's seed.
+        purpose, _, rollout = group.partition(":")[0].rpartition("-")
+        if rollout.isdigit():
+            key = ChainKey(purpose, int(rollout), group, number, fork)
+            if key.seed(agent.seed, trajectory.task.id, 0) == trajectory.seed:
+                chain.seed_key = key
+        chain.origin_key = chain.seed_key
+        return chain
+
+    @pending_call
+    async def run(self) -> Trajectory:
+        """Run the chain to its end and score it.
+
+        Errors of the engine, the tools or the host are not raised: they end the chain unscored, with `error` set.
+        """
+        return await run_chain(self)
+
+    @pending_call
+    async def distribution(self, top: int = 20) -> Distribution:
+        """Return the `top` most probable next tokens. The chain does not change."""
+        agent = self.agent
+        with self._exclusive("distribution"):
+            await self._prepare()
+            async with agent._concurrency.requests.slot():
+                ids, logprobs, entropy = await agent.engine.distribution(self.ids, agent.sampling, top=top)
+            return Distribution(tuple(ids), agent.chat.token_texts(ids), tuple(logprobs), entropy)
+
+    # --- writing turns ---
+
+    def force(self, content: str | Sequence[int], *, end: bool = True, author: str = "person") -> Turn:
+        """Write an action, or the beginning of one, in place of the model. Its tokens have mask 0.
+
+        Args:
+            content: text or token ids.
+            end: end the action here. If False, the next sample continues it.
+            author: author of the turn.
+
+        Raises:
+            SettingsError: if the last action is complete, or if `content` is empty or has ids outside the vocabulary.
+        """
+        with self._exclusive("force"):
+            self._check_prepared("force")
+            agent, chat = self.agent, self.agent.chat
+            if self.pending_calls or self.stop == "answered":
+                raise SettingsError(
+                    "the last action is complete; chain.rewind() first, or answer it with act() or observe()"
+                )
+            ids = list(chat.encode(content) if isinstance(content, str) else map(int, content))
+            vocabulary = len(chat.tokenizer)
+            if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+                raise SettingsError(
+                    f"ids must be in the vocabulary, 0 to {vocabulary - 1}, got ids from {min(ids)} to {max(ids)}"
+                )
+            if end and not (ids and ids[-1] in chat.stop_ids):
+                ids.append(chat.stop_ids[0])
+            if not ids:
+                raise SettingsError("content must not be empty with end=False; give a text or ids")
+            fields: dict[str, Any] = {}
+            if end:
+                message, calls = parse_action(chat, agent.tools.schemas, forced_beginning(self.turn), ids)
+                fields = {"messages": (message,), "tool_calls": calls, "stop": "stop"}
+            turn = Turn(
+                kind="forced",
+                author=author,
+                parent=self.turn,
+                row=self.turn.row,
+                label=label(agent, self.actions + 1),
+                **token_fields(agent, ids),
+                **fields,
+            )
+            return self._append(turn, "answered" if end and not turn.tool_calls else None)
+
+    def observe(self, text: str, *, author: str = "person") -> Turn:
+        """Append `text` as the observation of the last action: the result of each of its calls, or a user message.
+
+        The text becomes a user message if the action called no tool. If the leaf is already an observation, the text
+        is added to it as a user message.
+
+        Raises:
+            SettingsError: if there is no action to answer.
+        """
+        with self._exclusive("observe"):
+            user: Message = {"role": "user", "content": text}
+            if self.turn.kind == "observation":
+                messages = (*self.turn.messages, user)
+                fields = text_fields(self.agent, messages)
+                return self._append_observation(dataclasses.replace(self.turn, messages=messages, **fields))
+            if not self.turn.completes_action:
+                raise SettingsError("there is no action to answer; sample or force one first")
+            calls = [dataclasses.replace(call, result=ToolResult(True, text)) for call in self.pending_calls]
+            results = [result_message(call) for call in calls]
+            return self._append_observation(observation_turn(self.agent, self.turn, results or [user], author, calls))
+
+    def compact(self, content: str | Sequence[Message], *, author: str = "hook") -> Turn:
+        """Close the current row and continue in a new one with a shorter context. Return the new prompt.
+
+        All rows are kept, and their sampled tokens are trained (`trajectory.rows`). An observation after the last
+        action loses its token ids, because no engine saw them. A chain that has answered, or whose last turn was
+        truncated (stop "context_full" or "turn_tokens"), continues. If no action is left, the chain ends with stop
+        "max_turns" instead.
+
+        Args:
+            content: a string is appended to the last of the messages of the first prompt; messages replace the whole
+                prompt, including the system message. Both keep the tool schemas.
+            author: author of the new prompt.
+
+        Raises:
+            SettingsError: if tool calls have not run, or an action is unfinished.
+        """
+        with self._exclusive("compact"):
+            self._check_prepared("compact")
+            # Calls of a truncated action never run, so they may be left pending.
+            if self.pending_calls and self.stop not in ("context_full", "turn_tokens"):
+                raise SettingsError(
+                    "the last action called tools that have not run; await chain.act(), or chain.observe()"
+                )
+            if self.turn.kind == "forced" and not self.turn.messages:
+                raise SettingsError(
+                    "the last action is unfinished (force with end=False); sample its rest, or chain.rewind()"
+                )
+            messages = self._append_to_task(content) if isinstance(content, str) else tuple(content)
+            if not messages or not all({"role", "content"} <= set(m) for m in messages):
+                raise SettingsError(f"content must be a text, or messages with 'role' and 'content', got {content!r}")
+            if self.actions >= self.agent.max_turns:
+                return self._end_before_action("max_turns")
+            self._drop_observation_ids()
+            return self._append(next_row(self.agent, self.turn, messages, author))
+
+    def _check_prepared(self, call: str) -> None:
+        if not self._prepared:
+            raise SettingsError(
+                f"chain.{call}: the agent's before_chain must complete the prompt first; await chain.prepare()"
+            )
+
+    # --- going back and forking ---
+
+    def rewind(self, to: Turn | int) -> Turn:
+        """Go back to an earlier turn and drop the turns after it from this chain.
+
+        If that turn is an observation that ended the chain, it is encoded now, because an action can follow it.
+
+        Args:
+            to: the turn, or its index in `chain.turns`.
+
+        Raises:
+            SettingsError: if the turn is not on this chain's path, or if the chain holds a sandbox or tool state,
+                which cannot be rewound.
+        """
+        with self._exclusive("rewind"):
+            path = self.turns
+            target = path[to] if isinstance(to, int) and -len(path) <= to < len(path) else to
+            if isinstance(target, int) or not any(turn is target for turn in path):
+                raise SettingsError(f"to must be one of chain.turns, or its index, got {target!r}")
+            held = self.context.held
+            if self.turn is not target and (held or self.context.state):
+                what = ", ".join(sandbox_type.__name__ for sandbox_type in held) or "state that its tools keep"
+                raise SettingsError(f"this chain cannot go back: it holds {what}, which would not go back with it")
+            self.error = None
+            stop = None
+            if target.completes_action:
+                # A truncated turn is not an answer, and its calls are not run.
+                stop = "turn_tokens" if target.stop == "length" else None if target.tool_calls else "answered"
+            self._append(target, stop)
+            if target.kind == "observation" and target.ids == ():
+                self._append_observation(target)  # it ended the chain or its row, so it was never encoded
+            return self.turn
+
+    @pending_call
+    async def fork(self, *, same_seeds: bool = False) -> Chain:
+        """Return a new chain that shares the turns so far and continues independently, in forks of the sandboxes.
+
+        Args:
+            same_seeds: sample with the seeds of this chain. Otherwise the fork has its own seeds.
+
+        Raises:
+            SandboxError: if a sandbox or the tools' state cannot be forked; the message names it.
+        """
+        with self._exclusive("fork"):
+            key = dataclasses.replace(self.key, fork=f"{self.key.fork}.{next(self._fork_numbers)}")
+            twin = Chain(self.agent, self.task, key, self.hooks)
+            twin.context = await self.context.fork(key.id)
+            twin.author = self.author
+            twin.turn, twin.stop, twin.error = self.turn, self.stop, self.error
+            twin.origin, twin.origin_key = self.origin, self.origin_key
+            twin.seed_key = self.seed_key if same_seeds else key
+            twin._prepared, twin.has_sampled = self._prepared, self.has_sampled
+            twin._started_at = self._started_at
+            return twin

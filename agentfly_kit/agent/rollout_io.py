@@ -1,0 +1,197 @@
+"""Saved rollouts: JSONL with a header and then one trajectory per line, written atomically.
+
+Only fields that differ from their defaults are written. The text of each token is written once, in the header.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from agentfly_kit.errors import RunError
+from agentfly_kit.types import Failure, Sampling, Task, ToolCall, ToolResult, Trajectory, Turn
+
+_FORMAT = "agentfly_kit.rollout"
+# Version 2 adds trajectories with several rows; rollouts with single rows only are still written as version 1.
+_VERSION = 2
+
+
+def _json_fallback(value: Any) -> Any:
+    """Convert NumPy scalars and arrays to numbers and lists; raise TypeError for all other types."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__}")
+
+
+def dump_json(value: Any, where: str) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_json_fallback, allow_nan=False)
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # lone surrogates can only be written as escapes
+            text = json.dumps(value, separators=(",", ":"), default=_json_fallback, allow_nan=False)
+        return text
+    except (TypeError, ValueError) as error:
+        raise RunError(
+            f"{where} cannot be saved as JSON: {error}; use strings, numbers, lists and dicts in fields and metrics"
+        ) from error
+
+
+@functools.cache
+def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
+    return tuple((f.name, f.default if f.default_factory is MISSING else f.default_factory()) for f in fields(kind))
+
+
+def _non_default_fields(record: Any, leave: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the fields that differ from their defaults."""
+    out = {}
+    kind: Any = type(record)
+    for name, default in _defaults(kind):
+        value = getattr(record, name)
+        # Compare types too, so that 0 and False count as different.
+        if value is not default and (type(value) is not type(default) or value != default) and name not in leave:
+            out[name] = value
+    return out
+
+
+def _failure_to_json(failure: Failure) -> dict[str, str]:
+    return {"where": failure.where, "type": failure.type, "message": failure.message, "traceback": failure.traceback}
+
+
+def _result_to_json(result: ToolResult) -> dict[str, Any]:
+    out = _non_default_fields(result)
+    if result.error is not None:
+        out["error"] = _failure_to_json(result.error)
+    return {"observation": result.observation} | out
+
+
+def _call_to_json(call: ToolCall) -> dict[str, Any]:
+    out = {"id": call.id, "name": call.name, "arguments": call.arguments} | _non_default_fields(call, ("rerunner",))
+    if call.result is not None:
+        out["result"] = _result_to_json(call.result)
+    return out
+
+
+def _turn_to_json(turn: Turn) -> dict[str, Any]:
+    out = _non_default_fields(turn, ("parent", "token_texts", "tool_calls"))
+    out = {"place" if name == "label" else name: value for name, value in out.items()}
+    if turn.ids is not None and turn.token_texts is None:
+        out["pieces"] = None  # mark the absence: the header may hold texts of the same ids from other turns
+    if turn.tool_calls:
+        out["tool_calls"] = [_call_to_json(call) for call in turn.tool_calls]
+    return out
+
+
+def _trajectory_to_json(t: Trajectory) -> dict[str, Any]:
+    out = _non_default_fields(t, ("task", "turns", "sampling", "error", "chain", "seed"))
+    out |= {"task": vars(t.task), "chain": t.chain, "seed": t.seed, "sampling": vars(t.sampling)}
+    out["turns"] = [_turn_to_json(turn) for turn in t.turns]
+    if t.error is not None:
+        out["error"] = _failure_to_json(t.error)
+    return out
+
+
+def _call_from_json(data: dict[str, Any]) -> ToolCall:
+    result = data.pop("result", None)
+    if result is not None:
+        error = result.pop("error", None)
+        result = ToolResult(**result, error=Failure(**error) if error else None)
+    return ToolCall(**data, result=result)
+
+
+def _trajectory_from_json(data: dict[str, Any], token_texts: dict[int, str]) -> Trajectory:
+    task = data.pop("task")
+    error = data.pop("error", None)
+    turns: list[Turn] = []
+    for raw in data.pop("turns"):
+        for name in ("ids", "logprobs", "entropies", "kept_mass", "versions", "messages"):
+            if raw.get(name) is not None:
+                raw[name] = tuple(raw[name])
+        raw["label"] = raw.pop("place", "")
+        if raw["ids"] is not None and "pieces" not in raw:
+            raw["token_texts"] = tuple(token_texts.get(i, f"[{i}]") for i in raw["ids"])
+        raw.pop("pieces", None)
+        calls = tuple(_call_from_json(call) for call in raw.pop("tool_calls", ()))
+        turns.append(Turn(**raw, tool_calls=calls, parent=turns[-1] if turns else None))
+    sampling = data.pop("sampling")
+    return Trajectory(
+        **data | {"tools": tuple(data.get("tools", ()))},
+        task=Task(task["id"], tuple(task["messages"]), task["fields"]),
+        turns=tuple(turns),
+        error=Failure(**error) if error else None,
+        sampling=Sampling(**sampling | {"stop": tuple(sampling["stop"])}),
+    )
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[Any]:
+    """Write a text file atomically: under a temporary name, which is then renamed.
+
+    Raises:
+        RunError: if the file cannot be written; an existing file is left unchanged.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise RunError(f"{path} could not be written ({error}); an existing file is unchanged") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def write(path: Path, trajectories: Sequence[Trajectory], seconds: float, not_run: Mapping[str, str]) -> None:
+    """Write a rollout; see `Rollout.save`."""
+    token_texts: dict[int, str] = {}
+    for t in trajectories:
+        for turn in t.turns:
+            if turn.ids is not None and turn.token_texts is not None:
+                token_texts.update(zip(turn.ids, turn.token_texts, strict=True))
+    several = any(turn.row for t in trajectories for turn in t.turns)
+    header = {
+        "format": _FORMAT,
+        "version": _VERSION if several else 1,
+        "seconds": seconds,
+        "pieces": token_texts,
+    }
+    if not_run:
+        header["not_run"] = dict(not_run)
+    with atomic_write(path) as file:
+        file.write(dump_json(header, "the header") + "\n")
+        for t in trajectories:
+            file.write(dump_json(_trajectory_to_json(t), f"trajectory {t.id!r}") + "\n")
+
+
+def read(path: Path) -> tuple[list[Trajectory], float, dict[str, str]]:
+    """Return the trajectories of a saved rollout, its seconds, and the chains that did not run; see `Rollout.load`."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+    number = 1
+    try:
+        header = json.loads(lines[0])
+        if header.get("format") != _FORMAT:
+            raise RunError(f"{path} is not a saved rollout; give a file written by Rollout.save")
+        if header["version"] > _VERSION:
+            raise RunError(f"{path} was written by a newer version ({header['version']} > {_VERSION}); upgrade")
+        token_texts = {int(k): v for k, v in header["pieces"].items()}
+        trajectories = []
+        for line in lines[1:]:
+            number += 1
+            if line:
+                trajectories.append(_trajectory_from_json(json.loads(line), token_texts))
+        return trajectories, header["seconds"], dict(header.get("not_run", {}))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{path}:{number} is damaged: {type(error).__name__}: {error}") from error

@@ -1,0 +1,391 @@
+"""`RolloutHandle`: many chains, run concurrently and independently, with pausing and stopping."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Sequence
+from typing import Any
+
+from agentfly_kit._async.gc_pause import relaxed_gc
+from agentfly_kit._async.interrupts import keep_interruptible
+from agentfly_kit._async.pending_call import cancelling, wait_all
+from agentfly_kit._display import Displayable
+from agentfly_kit.agent.budget import Budget, BudgetUsage
+from agentfly_kit.agent.chain_editing import Chain
+from agentfly_kit.agent.chain_hooks import ChainHooks, ChainKey
+from agentfly_kit.agent.progress import Progress, RolloutEvent, RolloutSnapshot
+from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.agent.settings import AgentSettings
+from agentfly_kit.errors import NotAwaited, RewardError, SettingsError, TaskError
+from agentfly_kit.types import UNSCORED_STOPS, Failure, Group, Task, Trajectory
+
+_rollouts = itertools.count(1)
+
+
+class RolloutHandle(Displayable):
+    """Handle of a rollout. `await` it for the `Rollout`, or iterate with `async for` over trajectories as they finish.
+
+    The rollout starts when its handle is awaited. Up to `max_concurrency` chains run concurrently, and the trajectories
+    are returned in the order of the tasks. `pause()`, `resume()` and `stop()` control the rollout, `snapshot()` returns
+    the current state of every chain, and `subscribe()` reports every change of a chain, in order.
+
+    Args: as for `Agent.rollout`, which makes it.
+
+    Attributes:
+        partial: The chains that have finished so far, as a `Rollout`.
+        total: Number of chains, including the forks that hooks have requested so far.
+    """
+
+    def __init__(
+        self,
+        agent: AgentSettings,
+        tasks: Iterable[Task] | Task,
+        group_size: int,
+        *,
+        max_concurrency: int,
+        budget: Budget | None,
+        group_budget: Budget | None,
+        index: int,
+        purpose: str,
+        progress: bool,
+        share: tuple[int, int],
+    ) -> None:
+        given = [tasks] if isinstance(tasks, Task) else list(tasks)
+        if not given:
+            raise TaskError("tasks must hold at least one task, got none")
+        for task in given:
+            if not isinstance(task, Task):
+                raise TaskError(f"tasks must be Task objects, got {task!r}; af.tasks_from(rows) makes them of rows")
+        for name, count in (("group_size", group_size), ("max_concurrency", max_concurrency)):
+            if count < 1:
+                raise SettingsError(f"{name} must be at least 1, got {count}")
+        for name, limit in (("budget", budget), ("group_budget", group_budget)):
+            if limit is not None and not isinstance(limit, Budget):
+                raise SettingsError(
+                    f"{name} must be an af.Budget(tokens=, turns=, tool_calls=, seconds=), got {limit!r}"
+                )
+            if limit is not None and limit.tokens is not None and not agent.exact:
+                raise SettingsError(
+                    f"{name}={limit} must not limit tokens: the tokens of a text-only engine are unknown"
+                )
+        agent.check_tasks(given)
+        if agent.exact:
+            # Render the first prompt, so that a template that rejects every task raises here. A template error of a
+            # later task is recorded in that task's trajectories.
+            agent.chat.prompt(agent.opening(given[0]), agent.tools.schemas)
+        self.agent = agent
+        self.group_size = group_size
+        self.max_concurrency = max_concurrency
+        self._tasks = len(given)
+        self._shows_bar = progress
+        self._bar: Any = None
+        self._name = f"rollout {next(_rollouts)}"
+        self._planned = _plan(given, group_size, index, purpose, share)
+        self._progress = Progress()
+        for task, key in self._planned:
+            self._progress.add(key, task)
+        self._run_usage = None if budget is None else BudgetUsage(budget, "run")
+        groups = {key.group for _, key in self._planned}
+        self._group_usages = {} if group_budget is None else {g: BudgetUsage(group_budget, "group") for g in groups}
+        # Chains that have not started: a task and its key, or a fork.
+        self._queue: deque[tuple[Task, ChainKey] | Chain] = deque()
+        self._workers: list[asyncio.Task[None]] = []
+        self._running_workers = 0
+        self._done: dict[str, Trajectory] = {}
+        self._not_run: dict[str, str] = {}
+        self._readers: list[asyncio.Queue[Trajectory | None]] = []
+        self._task: asyncio.Task[Rollout] | None = None
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
+        self._stopping = False
+
+    # --- observing and control ---
+
+    @property
+    def total(self) -> int:
+        return len(self._planned)
+
+    @property
+    def partial(self) -> Rollout:
+        """The finished chains so far, in the order of the tasks."""
+        done = [self._done[key.id] for _, key in self._planned if key.id in self._done]
+        not_run = {key.id: self._not_run[key.id] for _, key in self._planned if key.id in self._not_run}
+        return Rollout.from_trajectories(done, self._progress.seconds, not_run)
+
+    def snapshot(self) -> RolloutSnapshot:
+        """Return the current state of every chain. Cheap enough to call several times per second."""
+        waiting = {owner for pool in self.agent.pools if hasattr(pool, "snapshot") for owner in pool.snapshot().waiters}
+        chains = [self._progress.chain_state(key, self._done, self._not_run, waiting) for _, key in self._planned]
+        return RolloutSnapshot(self._state(), self._progress.seconds, tuple(chains))
+
+    def _state(self) -> str:
+        if self._task is None:
+            return "not started"
+        if not self._task.done():
+            return "stopping" if self._stopping else "running" if self._unpaused.is_set() else "paused"
+        if self._task.cancelled():
+            return "stopped"
+        return "done" if self._task.exception() is None else "failed"
+
+    def subscribe(self, callback: Callable[[RolloutEvent], object]) -> Callable[[], None]:
+        """Call `callback` on the event loop with every event, in order, and return a function that unsubscribes."""
+        return self._progress.listeners.subscribe(callback)
+
+    def pause(self) -> None:
+        """Pause every chain before its next action or tool call. Running ones finish."""
+        self._unpaused.clear()
+
+    def resume(self) -> None:
+        """Continue a paused rollout."""
+        self._unpaused.set()
+
+    def stop(self) -> None:
+        """Cancel the unfinished chains. Awaiting the handle then returns the finished ones."""
+        self._stopping = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def __repr__(self) -> str:
+        what = f"rollout of {self._tasks} tasks x {self.group_size}"
+        if self._task is None:
+            return f"<{what} has not run: write `await` before it>"
+        missing = f", {len(self._not_run)} not run" if self._not_run else ""
+        return f"<{what}, {len(self._done)} of {self.total} chains done{missing}, {self._state()}>"
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and hasattr(Rollout, name):
+            raise NotAwaited(
+                f"this rollout is a handle and has no .{name}; write (await run).{name}, or run.partial.{name}"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    # --- awaiting ---
+
+    def __await__(self) -> Generator[Any, Any, Rollout]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> Rollout:
+        task = self._start()
+        try:
+            with keep_interruptible():
+                return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if self._stopping and task.done() and not cancelling():
+                return self.partial
+            # The awaiting task was cancelled, for example by an interrupt. Do not leave the rollout running.
+            task.cancel()
+            await _wait_and_forget([task])
+            raise
+
+    async def __aiter__(self) -> AsyncIterator[Trajectory]:
+        finished: asyncio.Queue[Trajectory | None] = asyncio.Queue()
+        for known in self._done.values():
+            finished.put_nowait(known)
+        self._readers.append(finished)
+        task = self._start()
+        if task.done():
+            finished.put_nowait(None)
+        try:
+            while (trajectory := await finished.get()) is not None:
+                yield trajectory
+            if not self._stopping:
+                await task
+        finally:
+            self._readers.remove(finished)
+            if not self._readers:  # the last reader has stopped iterating
+                task.cancel()
+                await _wait_and_forget([task])
+
+    def _start(self) -> asyncio.Task[Rollout]:
+        if self._task is None:
+            self.agent._last_handle[:] = [self]
+            self._progress.start()
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="agentfly-rollout")
+            self._task.add_done_callback(lambda _: self._notify_readers(None))
+            if self._stopping:
+                self._task.cancel()
+        return self._task
+
+    def _notify_readers(self, trajectory: Trajectory | None) -> None:
+        for reader in self._readers:
+            reader.put_nowait(trajectory)
+
+    # --- running ---
+
+    async def _run(self) -> Rollout:
+        with relaxed_gc(min(self.max_concurrency, self.total)):
+            await self._run_chains()
+        if self.agent.group_reward is not None:
+            async with asyncio.TaskGroup() as comparing:
+                for group in self.partial.groups:
+                    comparing.create_task(self._add_group_reward(group))
+        return self.partial
+
+    async def _run_chains(self) -> None:
+        self._queue.extend(self._planned)
+        if self._run_usage is not None:
+            self._run_usage.start()
+        if self._shows_bar:
+            self._bar = _progress_bar(self.total)
+        try:
+            for _ in range(self.total):
+                self._add_worker()
+            # One after another, because asyncio.wait would scan all workers each time one finishes. Forks may add some.
+            for worker in self._workers:
+                await worker
+        except GeneratorExit:  # collected after its event loop was closed, so nothing can be cancelled or awaited
+            self._workers.clear()
+            self._queue.clear()
+            raise
+        finally:
+            # Wait for the workers, because one cancelled while releasing a sandbox completes the release first.
+            # Close the forks that never ran, because they hold forked sandboxes.
+            closing = [asyncio.ensure_future(item.close()) for item in self._queue if isinstance(item, Chain)]
+            for worker in self._workers:
+                worker.cancel()
+            try:
+                await _wait_and_forget([*self._workers, *closing])
+            finally:
+                self._progress.end()
+                if self._bar is not None:
+                    self._bar.close()
+
+    def _add_worker(self) -> None:
+        """Start another worker, if there is work for it."""
+        # More chains than the engine has slots would evict each other's KV cache, which is slower and changes the last
+        # bits of the logprobs.
+        slots = getattr(self.agent.engine, "slots", self.max_concurrency)
+        if self._queue and self._running_workers < min(self.max_concurrency, slots):
+            self._running_workers += 1
+            name = f"agentfly-chain-{len(self._workers)}"
+            self._workers.append(asyncio.create_task(self._work(), name=name))
+
+    async def _work(self) -> None:
+        """Run chains from the queue until it is empty."""
+        try:
+            while self._queue:
+                await self._run_chain(self._queue.popleft())
+        finally:
+            self._running_workers -= 1
+
+    async def _run_chain(self, item: tuple[Task, ChainKey] | Chain) -> None:
+        key = item.key if isinstance(item, Chain) else item[1]
+        usages = tuple(u for u in (self._group_usages.get(key.group), self._run_usage) if u is not None)
+        for usage in usages:
+            usage.start()
+        stop = next((stop for usage in usages if (stop := usage.exhausted())), None)
+        if stop is None:
+            stop = await self._run_item(item, usages)
+        elif isinstance(item, Chain):
+            await item.close()  # the fork holds forked sandboxes
+        if stop is not None:
+            self._not_run[key.id] = stop
+        if self._bar is not None:
+            self._bar.update()
+
+    async def _run_item(self, item: tuple[Task, ChainKey] | Chain, usages: tuple[BudgetUsage, ...]) -> str | None:
+        """Run a chain. Returns the stop reason of one that a budget prevented from starting, else None."""
+        if isinstance(item, Chain):
+            chain = item
+        else:
+            try:
+                chain = self._make_chain(*item, usages)
+            except Exception as error:  # for example, the chat template rejects the task's messages
+                self._finished(self._failed_trajectory(*item, error))
+                return None
+        trajectory = await chain.run()
+        if chain.never_started:
+            return trajectory.stop
+        self._finished(trajectory)
+        return None
+
+    def _make_chain(self, task: Task, key: ChainKey, usages: tuple[BudgetUsage, ...]) -> Chain:
+        async def spawn(chain: Chain, count: int) -> None:
+            for _ in range(count):
+                self._add_fork(await chain.fork())
+                self._add_worker()
+
+        hooks = ChainHooks(self._progress.report, self._unpaused.wait, spawn, usages, self._name)
+        return Chain(self.agent, task, key, hooks)
+
+    def _add_fork(self, fork: Chain) -> None:
+        key = fork.key
+        siblings = [i for i, (_, k) in enumerate(self._planned) if (k.group, k.chain) == (key.group, key.chain)]
+        self._planned.insert(siblings[-1] + 1, (fork.task, key))
+        self._progress.add(key, fork.task)
+        self._queue.append(fork)
+
+    def _failed_trajectory(self, task: Task, key: ChainKey, error: Exception) -> Trajectory:
+        """Return the trajectory of a chain that could not be created, and report it."""
+        self._progress.report(key.id, "chain", "start", "waiting", 0)
+        self._progress.report(key.id, "chain", "end", "failed", 0, "error")
+        failure = Failure.from_exception("chat", error)
+        return Trajectory(key.id, task, key.group, key.chain, (), "error", error=failure)
+
+    def _finished(self, trajectory: Trajectory) -> None:
+        self._done[trajectory.id] = trajectory
+        self._notify_readers(trajectory)
+
+    async def _add_group_reward(self, group: Group) -> None:
+        """Add the result of `group_reward` to the rewards of a group. If it raises, the group is unscored."""
+        numbers: list[float | None] = [None] * len(group)
+        failure = Failure("group_reward", "RewardError", "it gave None")
+        try:
+            assert self.agent.group_reward is not None
+            result = self.agent.group_reward(group)
+            numbers = _checked_numbers(await result if inspect.isawaitable(result) else result, len(group))
+        except Exception as error:
+            failure = Failure.from_exception("group_reward", error)
+        for t, number in zip(group, numbers, strict=True):
+            if t.stop in UNSCORED_STOPS:
+                continue
+            own = t.reward if self.agent.reward else 0.0
+            if number is None:
+                self._done[t.id] = t.replace(reward=None, error=t.error or failure)
+            else:
+                total = None if own is None else own + number
+                self._done[t.id] = t.replace(reward=total, metrics={**t.metrics, "group_reward": number})
+
+
+def _plan(
+    tasks: Sequence[Task], group_size: int, index: int, purpose: str, share: tuple[int, int]
+) -> list[tuple[Task, ChainKey]]:
+    """Return the task and the key of every chain of this process, in order."""
+    seen: dict[str, int] = {}
+    planned = []
+    for number, task in enumerate(tasks):
+        count = seen[task.id] = seen.get(task.id, 0) + 1
+        if number % share[1] != share[0]:
+            continue
+        # A task that occurs twice makes two groups with different seeds.
+        group = f"{purpose}-{index}:{task.id}" + (f"~{count}" if count > 1 else "")
+        planned += [(task, ChainKey(purpose, index, group, chain)) for chain in range(group_size)]
+    return planned
+
+
+def _checked_numbers(values: Any, count: int) -> list[float | None]:
+    numbers = [None if value is None else float(value) for value in values]
+    if len(numbers) != count or not all(number is None or math.isfinite(number) for number in numbers):
+        raise RewardError(
+            f"group_reward must return a finite number, or None for unscored, for each of {count} chains, got {numbers}"
+        )
+    return numbers
+
+
+async def _wait_and_forget(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    try:
+        await wait_all(tasks)
+    finally:
+        for task in tasks:
+            if task.done() and not task.cancelled():
+                task.exception()  # mark as retrieved; the first error is raised to the awaiting task
+
+
+def _progress_bar(total: int) -> Any:
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, desc="chains", unit="chain")

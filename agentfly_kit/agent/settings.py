@@ -1,0 +1,156 @@
+"""`AgentSettings`: the settings that a chain reads: engine, chat format, tools, rewards, limits and hooks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentfly_kit._async.concurrency import ConcurrencyLimits
+from agentfly_kit._display import Displayable
+from agentfly_kit.chat.chat import Chat
+from agentfly_kit.engines.base import Engine
+from agentfly_kit.errors import SettingsError
+from agentfly_kit.rewards import RewardSet
+from agentfly_kit.tools.tool import ToolSet
+from agentfly_kit.types import Group, Message, Sampling, Task, Trajectory
+
+# Settings that must be at least 1, and whether they may be None.
+_COUNTS = {
+    "max_turns": False,
+    "max_invalid_calls": False,
+    "max_tokens": True,
+    "max_tool_calls": True,
+    "max_concurrent_requests": True,
+    "max_concurrent_tools": True,
+    "max_concurrent_rewards": True,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class AgentSettings(Displayable):
+    """Engine, chat format, tools, rewards, limits and hooks of an agent. Immutable.
+
+    Hooks may be sync or async.
+
+    Args:
+        engine: Engine that samples the actions.
+        chat: Converts between messages and token ids, for the model behind the engine.
+        tools: Tools or plain functions; stored as a `ToolSet`.
+        reward: A reward, a list of rewards (combined as their weighted sum), or None to leave chains unscored. Stored
+            as a `RewardSet`.
+        system: System message placed before the messages of each task, or None.
+        max_turns: Maximum number of actions per chain.
+        max_tokens: Maximum number of sampled tokens per chain, or None for no limit. `Sampling.max_tokens` limits one
+            action.
+        max_tool_calls: Maximum number of tool calls per chain, or None for no limit. Malformed and unknown calls are
+            not counted. Calls over the limit are not run.
+        max_invalid_calls: Number of consecutive actions with only malformed or unknown tool calls that ends a chain.
+        timeout: Time limit per chain in seconds, including waiting, or None for no limit.
+        sampling: Sampling settings of each action.
+        pools: One pool or several, which lend the sandboxes that the tools and the reward request.
+        max_concurrent_requests: Maximum number of concurrent engine requests over all chains of this agent, or None for
+            no limit.
+        max_concurrent_tools: Maximum number of concurrent tool calls, or None for no limit. A waiting call keeps its
+            sandbox; its timeout starts when it runs.
+        max_concurrent_rewards: Maximum number of concurrent reward calls, or None for no limit.
+        seed: Seed from which the seeds of all chains are derived.
+        name: Author recorded for sampled turns.
+        before_chain: Called with the chain before its first action, also for a chain that is stepped interactively. The
+            string or messages that it returns are appended to the prompt, for example the first view of an environment.
+        before_turn: Called with the chain before each action of a rollout. It may write the action with
+            `chain.force(text, author="hook")`, or start a new row with `chain.compact(summary)`.
+        after_observation: Called with the chain after each tool result of a rollout that an action follows. Returns the
+            number of forks to run from there.
+        on_context_full: Called with the chain, in a rollout, if the context has no room for the next action or has
+            truncated the last one. If it calls `chain.compact(...)`, the chain continues; otherwise it ends with
+            "context_full".
+        after_chain: Called with each finished chain of a rollout and its trajectory.
+        group_reward: Called with each group after all chains of a rollout have ended, for rewards that compare chains.
+            Returns one number per chain, in order, which is added to its reward; None leaves the chain unscored.
+    """
+
+    engine: Engine
+    chat: Chat
+    tools: Any = ()
+    reward: Any = None
+    system: str | None = None
+    max_turns: int = 8
+    max_tokens: int | None = None
+    max_tool_calls: int | None = None
+    max_invalid_calls: int = 3
+    timeout: float | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    pools: Sequence[Any] = ()
+    max_concurrent_requests: int | None = None
+    max_concurrent_tools: int | None = None
+    max_concurrent_rewards: int | None = None
+    seed: int = 0
+    name: str = "policy"
+    before_chain: Callable[[Any], Any] | None = None
+    before_turn: Callable[[Any], Any] | None = None
+    after_observation: Callable[[Any], Any] | None = None
+    on_context_full: Callable[[Any], Any] | None = None
+    after_chain: Callable[[Any, Trajectory], Any] | None = None
+    group_reward: Callable[[Group], Any] | None = None
+    # Limits that all chains of the agent share; made from the settings above unless given.
+    _concurrency: Any = field(default=None, repr=False)
+    # Handle of the last rollout started; the runner sets it.
+    _last_handle: list[Any] = field(default_factory=list, repr=False)
+    # Names of the redefined tools and rewards that were already reported.
+    _warned: list[str] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.engine, Engine):
+            raise SettingsError(f"engine must be an engine such as af.LocalEngine(policy), got {self.engine!r}")
+        if not isinstance(self.chat, Chat):
+            raise SettingsError(f"chat must be a Chat such as policy.chat or af.Chat(tokenizer), got {self.chat!r}")
+        if not isinstance(self.sampling, Sampling):
+            raise SettingsError(f"sampling must be an af.Sampling, got {self.sampling!r}")
+        for name, may_be_none in _COUNTS.items():
+            value = getattr(self, name)
+            if not (isinstance(value, int) and value >= 1) and not (value is None and may_be_none):
+                raise SettingsError(f"{name} must be at least 1{', or None' if may_be_none else ''}, got {value!r}")
+        if self.timeout is not None and not self.timeout > 0:
+            raise SettingsError(f"timeout must be above 0 seconds, or None for no limit, got {self.timeout!r}")
+        tools = self.tools if isinstance(self.tools, ToolSet) else ToolSet(self.tools)
+        reward = RewardSet(self.reward)
+        pools = (self.pools,) if hasattr(self.pools, "acquire") else tuple(self.pools)
+        for sandbox_type in (*tools.sandbox_types, *reward.sandbox_types):
+            if not any(issubclass(pool.sandbox_type, sandbox_type) for pool in pools):
+                raise SettingsError(
+                    f"a tool or the reward requires a {sandbox_type.__name__}, and no pool has it; "
+                    f"add pools=[af.Pool({sandbox_type.__name__}, size=8)]"
+                )
+        limits = self._concurrency or ConcurrencyLimits(
+            self.max_concurrent_requests, self.max_concurrent_tools, self.max_concurrent_rewards
+        )
+        for name, value in (("tools", tools), ("reward", reward), ("pools", pools), ("_concurrency", limits)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def exact(self) -> bool:
+        """True if the engine exchanges token ids; False if it is text-only."""
+        return self.engine.tokens == "exact"
+
+    def opening(self, task: Task) -> tuple[Message, ...]:
+        """Return the messages that start each chain of a task: the system message, if any, then the task's messages."""
+        return task.messages if self.system is None else ({"role": "system", "content": self.system}, *task.messages)
+
+    def check_tasks(self, tasks: Sequence[Task]) -> None:
+        """Check that the tools and rewards fit the tasks, and warn once about each one that was redefined.
+
+        Raises:
+            TaskError, RewardError: if a task lacks a field that a tool or a reward requires.
+        """
+        self.tools.check(tasks)
+        self.reward.check(tasks)
+        for name in (*self.tools.redefined(), *self.reward.redefined()):
+            if name not in self._warned:
+                self._warned.append(name)
+                warnings.warn(
+                    f"this agent still has the {name!r} from before it was defined again; "
+                    f"agent.replace(tools=[...], reward=...) takes the new one",
+                    stacklevel=4,
+                )

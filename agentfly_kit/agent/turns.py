@@ -1,0 +1,110 @@
+"""Turns that no policy sampled: prompts and observations, with their token ids."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from agentfly_kit.agent.settings import AgentSettings
+from agentfly_kit.types import Message, ToolCall, Turn
+
+
+def token_fields(agent: AgentSettings, ids: Sequence[int]) -> dict[str, Any]:
+    """Return the fields of a turn that depend on its token ids."""
+    return {"ids": tuple(ids), "text": agent.chat.text(ids), "token_texts": agent.chat.token_texts(ids)}
+
+
+def text_fields(agent: AgentSettings, messages: Sequence[Message]) -> dict[str, Any]:
+    """Return the same fields of a turn without ids: no engine saw it, or the engine is text-only."""
+    text = "\n".join(str(message["content"]) for message in messages)
+    return {"ids": () if agent.exact else None, "text": text, "token_texts": None}
+
+
+def label(agent: AgentSettings, action: int) -> str:
+    return f"turn {action} of {agent.max_turns}"
+
+
+def prompt_turn(agent: AgentSettings, messages: Sequence[Message], author: str, **fields: Any) -> Turn:
+    """Return the first turn of a row. `fields` are the other fields of the turn."""
+    if agent.exact:
+        fields |= token_fields(agent, agent.chat.prompt(messages, agent.tools.schemas))
+    else:  # the server applies its own template, so the token ids are unknown
+        fields |= text_fields(agent, messages)
+    return Turn(kind="prompt", author=author, messages=tuple(messages), **fields)
+
+
+def next_row(agent: AgentSettings, before: Turn, messages: Sequence[Message], author: str) -> Turn:
+    """Return the prompt of a new row, after the turn `before`."""
+    return prompt_turn(agent, messages, author, parent=before, row=before.row + 1, label=label(agent, before.actions))
+
+
+def result_message(call: ToolCall) -> Message:
+    """Return the message that gives the model the result of a call."""
+    content = call.result.observation if call.result is not None else ""
+    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
+
+
+def observation_turn(
+    agent: AgentSettings,
+    before: Turn,
+    messages: Sequence[Message],
+    author: str,
+    calls: Sequence[ToolCall] = (),
+    **fields: Any,
+) -> Turn:
+    """Return an observation after the turn `before`, without token ids; `encode_observation` adds them."""
+    return Turn(
+        kind="observation",
+        author=author,
+        messages=tuple(messages),
+        tool_calls=tuple(calls),
+        parent=before,
+        row=before.row,
+        label=label(agent, before.actions),
+        **text_fields(agent, messages),
+        **fields,
+    )
+
+
+def encode_observation(agent: AgentSettings, turn: Turn) -> tuple[Turn, Turn]:
+    """Return an observation that an action follows with its token ids, and the leaf to continue from.
+
+    If rendering the history again would change earlier token ids, the observation gets no ids, and the leaf is a new
+    row that starts with the re-rendered prompt. Otherwise the leaf is the observation.
+    """
+    if not agent.exact:
+        return turn, turn
+    chat, tools = agent.chat, agent.tools.schemas
+    if chat.needs_rerender(turn.messages):
+        row = turn.row_path
+        messages = [message for t in row for message in t.messages]
+        ids = chat.prompt(messages, tools)
+        before = tuple(i for t in row[:-1] for i in t.ids or ())
+        if ids[: len(before)] != before:
+            return turn, next_row(agent, turn, messages, "template")
+        ids = ids[len(before) :]
+    else:
+        after = turn.parent.ids if turn.parent is not None else None
+        ids = chat.observation_ids(turn.messages, tools, after=after or ())
+    encoded = dataclasses.replace(turn, **token_fields(agent, ids))
+    return encoded, encoded
+
+
+def forced_beginning(turn: Turn) -> tuple[int, ...]:
+    """Return the token ids of the forced beginning of an action that follows `turn`."""
+    ids: tuple[int, ...] = ()
+    before: Turn | None = turn
+    while before is not None and before.kind == "forced" and not before.messages:
+        ids = (*(before.ids or ()), *ids)
+        before = before.parent
+    return ids
+
+
+def with_turn_rewards(turns: Sequence[Turn], rewards: dict[int, float]) -> tuple[Turn, ...]:
+    """Replace the rewards of actions, by the index of the turn. Rewards given by tools, on observations, are kept."""
+    out: list[Turn] = []
+    for i, turn in enumerate(turns):
+        reward = rewards.get(i) if turn.kind == "action" else turn.reward
+        out.append(dataclasses.replace(turn, reward=reward, parent=out[-1] if out else None))
+    return tuple(out)
