@@ -15,7 +15,7 @@ from agentfly_kit import advantages, filters
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.batch.batch import collate
 from agentfly_kit.errors import BatchError, EmptyBatch, SettingsError, ToolError
-from agentfly_kit.ppo import adamw, ppo_step
+from agentfly_kit.ppo import PPOConfig, adamw, ppo_step
 from agentfly_kit.rewards import reward
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.trainer.loop import train
@@ -107,7 +107,7 @@ async def test_filters_that_are_none_are_named() -> None:
         collate(rollout, filters=[yes])
     with pytest.raises(SettingsError, match="the filter odd"):
         SMALL.replace(filters=[odd])
-    with pytest.raises(SettingsError, match="give a list of functions"):
+    with pytest.raises(SettingsError, match="filters must be a list of functions"):
         SMALL.replace(filters=filters.equal_rewards)
     with pytest.raises(SettingsError, match="at least 1 token"):
         filters.overlong(0)
@@ -179,6 +179,6 @@ async def test_filtered_rows_are_in_no_denominator() -> None:
     results = []
     for batch in (collate(rollout, advantages.grpo, filters=[short]), collate(kept, advantages.grpo)):
         twin = policy.copy()
-        stats = ppo_step(twin, adamw(twin), batch, minibatch=4)
+        stats = ppo_step(twin, adamw(twin), batch, PPOConfig(minibatch=4))
         results.append((twin.fingerprint(), stats.loss))
     assert results[0] == results[1]

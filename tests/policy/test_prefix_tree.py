@@ -15,7 +15,7 @@ from test_ppo import batch_of
 
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.policy.prefix_tree import PackedTrees, build_prefix_trees
-from agentfly_kit.ppo import ppo_step
+from agentfly_kit.ppo import PPOConfig, ppo_step
 
 
 def branching(seed: int, count: int = 12, vocabulary: int = 400) -> Any:
@@ -151,7 +151,9 @@ def test_an_engine_that_computes_otherwise_is_found_before_the_first_update(micr
 
     def after(batch: Any, **options: Any) -> Any:
         twin = policy.copy()
-        stats = ppo_step(twin, torch.optim.SGD(list(twin.parameters()), lr=1.0), batch, micro_tokens=micro, **options)
+        stats = ppo_step(
+            twin, torch.optim.SGD(list(twin.parameters()), lr=1.0), batch, PPOConfig(micro_tokens=micro, **options)
+        )
         return stats, torch.cat([p.detach().flatten() for p in twin.parameters()])
 
     wanted, weights = after(other, old_logprobs="recompute")

@@ -15,9 +15,9 @@ import torch
 from test_ppo_more import Kept, judged, made
 
 from agentfly_kit.batch.batch import Batch
-from agentfly_kit.errors import BatchError, SettingsError
+from agentfly_kit.errors import BatchError
 from agentfly_kit.policy.policy import Policy
-from agentfly_kit.ppo import adamw, gather, ppo_step
+from agentfly_kit.ppo import PPOConfig, adamw, gather, ppo_step
 
 pytest.importorskip("accelerate")
 
@@ -44,12 +44,16 @@ def run(accelerator: Any = None) -> dict[str, Any]:
         batch = batch.replace(ref_logprobs=batch.logprobs - 0.1)
         kept = Kept(policy)
         stats = ppo_step(
-            policy, kept, batch, old_logprobs="engine", max_grad_norm=None, accelerator=accelerator, **options
+            policy,
+            kept,
+            batch,
+            PPOConfig(old_logprobs="engine", max_grad_norm=None, **options),
+            accelerator=accelerator,
         )
         numbers = {n: getattr(stats, n) for n in NUMBERS} | {"updates": stats.updates, "stopped": stats.stopped_early}
         out[name] = {"gradients": torch.stack(kept.seen), "numbers": numbers}
     policy, batch = prepared()
-    ppo_step(policy, adamw(policy, 1e-3), batch, minibatch=4, accelerator=accelerator)
+    ppo_step(policy, adamw(policy, 1e-3), batch, PPOConfig(minibatch=4), accelerator=accelerator)
     out["weights"] = torch.cat([p.detach().flatten() for p in policy.parameters()])
     if accelerator is not None:
         # Each process has rows of its own, and all of them step on all rows.
@@ -58,11 +62,9 @@ def run(accelerator: Any = None) -> dict[str, Any]:
         assert len(together) == 16 and len(together.groups.unique()) == 4
         mine = slice(8 * accelerator.process_index, 8 * accelerator.process_index + 8)
         assert torch.equal(together.logprobs[mine][together.mask[mine]], half.logprobs[half.mask])
-        ppo_step(policy, adamw(policy), together, old_logprobs="engine", accelerator=accelerator)
-        with pytest.raises(SettingsError, match=r"loss='clip_cov' is computed over .* several processes"):
-            ppo_step(policy, adamw(policy), together, loss="clip_cov", accelerator=accelerator)
+        ppo_step(policy, adamw(policy), together, PPOConfig(old_logprobs="engine"), accelerator=accelerator)
         with pytest.raises(BatchError, match="gather"):
-            ppo_step(policy, adamw(policy), half, old_logprobs="engine", accelerator=accelerator)
+            ppo_step(policy, adamw(policy), half, PPOConfig(old_logprobs="engine"), accelerator=accelerator)
     return out
 
 

@@ -92,7 +92,7 @@ async def test_an_iteration_keeps_to_its_budgets_and_a_run_without_them_has_none
         start(tmp_path / "run", config=config.replace(budget=None))
     plain = start(tmp_path / "plain", config=SMALL)
     assert not {"budget", "group_budget"} & set(plain.fingerprint["config"])
-    with pytest.raises(SettingsError, match=r"budget=9: give an af\.Budget"):
+    with pytest.raises(SettingsError, match=r"budget must be an af\.Budget"):
         TrainConfig(budget=9)  # type: ignore[arg-type]
 
 
@@ -355,14 +355,6 @@ async def test_a_disk_that_fills_up_keeps_the_last_step(
     assert numbers(again) == whole[1]
 
 
-async def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
-    policy = learner()
-    await leave(start(tmp_path / "run", policy), "break", 1)
-    (tmp_path / "run" / "checkpoint" / "state.pt").write_bytes(b"not this")
-    with pytest.raises(RunError, match=r"(?s)state\.pt cannot be read .*resume=False starts the run anew"):
-        await start(tmp_path / "run", policy)
-
-
 # --- the same run or another ---------------------------------------------------------------------
 
 
@@ -466,7 +458,7 @@ async def test_one_loop_a_run() -> None:
     run = start()
     going = asyncio.create_task(run._run_to_end())
     await asyncio.sleep(0.02)
-    with pytest.raises(SettingsError, match="already being awaited somewhere else"):
+    with pytest.raises(SettingsError, match="already being awaited elsewhere"):
         await run
     going.cancel()
     await asyncio.wait([going])
@@ -485,7 +477,7 @@ def plus_one(rewards: Any, groups: Any) -> torch.Tensor:
         {"advantage": "gae"},
         {"advantage": "gae", "truncated": "bootstrap"},
         {"advantage": "rloo"},
-        {"advantage": "dr_grpo", "aggregate": "fixed", "denominator": 8.0},
+        {"advantage": "dr_grpo", "aggregate": {"how": "fixed", "denominator": 8.0}},
         {"advantage": "reinforce_plus_plus"},
         {"advantage": "reinforce_plus_plus_baseline"},
         {"advantage": plus_one},
@@ -576,18 +568,18 @@ def test_each_pass_takes_every_task_once() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"steps": 0}, "steps=0"),
-        ({"group_size": 0}, "group_size=0"),
-        ({"epochs": 0}, "epochs=0"),
-        ({"minibatch": 0}, "minibatch=0"),
-        ({"advantage": "best"}, "advantage='best': give one of grpo"),
-        ({"lr": 0.0}, "lr=0.0: give a positive number"),
-        ({"lr": float("nan")}, "lr=nan"),
-        ({"entropy_coef": -0.1}, "entropy_coef=-0.1"),
-        ({"kl_coef": -0.1}, "kl_coef=-0.1"),
-        ({"truncated": "drop"}, "truncated='drop'"),
-        ({"loss": "best"}, "loss='best'"),
-        ({"aggregate": "mean"}, "aggregate='mean'"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"max_kl": 0.0}, "max_kl must be above 0"),
+        ({"overlap": 2}, "overlap must be one of 0, 1, got 2"),
+        ({"old_logprobs": "newest"}, "old_logprobs must be one of"),
+        ({"advantage": "best"}, "advantage must be one of 'grpo'"),
+        ({"lr": 0.0}, "lr must be a positive number, got 0.0"),
+        ({"lr": float("nan")}, "lr must be a positive number, got nan"),
+        ({"refill": 2}, "refill=2 needs filters="),
+        ({"refill": -1}, "refill must be at least 0"),
+        ({"truncated": "drop"}, "truncated must be one of"),
+        ({"advantage_per": "task"}, "advantage_per must be one of 'trajectory', 'row'"),
+        ({"advantage_per": "row", "kl_in": "reward", "kl_coef": 0.1}, "summed over a chain"),
     ],
 )
 def test_configs_are_checked_where_they_are_made(options: dict[str, Any], says: str) -> None:
@@ -597,15 +589,15 @@ def test_configs_are_checked_where_they_are_made(options: dict[str, Any], says: 
 
 def test_runs_that_cannot_be_are_refused_at_once() -> None:
     policy = learner()
-    with pytest.raises(TaskError, match="no task to train on"):
+    with pytest.raises(TaskError, match="at least one task"):
         train(small(policy), policy, [], SMALL)
     with pytest.raises(SettingsError, match="value_head=True"):
         train(small(policy), policy, TASKS, SMALL.replace(advantage="gae"))
     with pytest.raises(SettingsError, match="needs eval_tasks="):
         train(small(policy), policy, TASKS, SMALL.replace(evaluate_every=1))
-    with pytest.raises(SettingsError, match="has no reward, so there is nothing to learn from"):
+    with pytest.raises(SettingsError, match="has no reward to learn from"):
         train(small(policy, reward=None), policy, TASKS, SMALL)
-    with pytest.raises(SettingsError, match="another policy than the one that is trained"):
+    with pytest.raises(SettingsError, match="must sample from the policy that is trained"):
         train(small(policy), learner(), TASKS, SMALL)
     with pytest.raises(SettingsError, match="temperature"):
         train(small(policy, sampling=Sampling(temperature=0)), policy, TASKS, SMALL)
@@ -650,16 +642,6 @@ async def test_a_step_that_diverges_says_where_the_good_ones_are(
     monkeypatch.undo()
     await run
     assert policy.fingerprint() == whole[0]
-
-
-async def test_many_unscored_chains_are_said() -> None:
-    @reward
-    def sometimes(trajectory: Any) -> float | None:
-        return None if trajectory.chain == 0 else float(trajectory.chain)
-
-    with pytest.warns(UserWarning, match=r"step 1: 25% of the chains were unscored"):
-        run = await start(config=SMALL.replace(steps=1), reward=sometimes)
-    assert run.records[0]["unscored"] == 0.25
 
 
 async def test_the_event_loop_goes_on_while_it_trains() -> None:
