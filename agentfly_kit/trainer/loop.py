@@ -8,14 +8,13 @@ the last checkpoint.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
 import shutil
 import tempfile
 import time
 import warnings
 import weakref
-from collections.abc import Awaitable, Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,6 @@ from agentfly_kit._async.pending_call import wait_all
 from agentfly_kit.agent.agent import Agent, RolloutHandle
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.batch.batch import drop_counts
-from agentfly_kit.batch.filters import drop_reasons
-from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import BatchError, EmptyBatch, RunError, SettingsError, TaskError, TrainingError
 from agentfly_kit.evaluation import Evaluation, evaluate
 from agentfly_kit.policy.policy import Policy
@@ -41,8 +38,8 @@ from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.distributed import WorkerGroup
 from agentfly_kit.trainer.fingerprint import fingerprint
 from agentfly_kit.trainer.reward_collapse import detect_collapse
+from agentfly_kit.trainer.rollouts import RolloutSampler
 from agentfly_kit.trainer.run_dir import Run, last_success, recent_steps_table
-from agentfly_kit.trainer.task_sampler import TaskSampler
 from agentfly_kit.types import Stats, Task
 
 # Statistics of the update that are recorded if they are finite.
@@ -175,9 +172,8 @@ class TrainRun:
         self.eval_tasks = eval_tasks
         self.total = config.steps
         self.stopping = False
-        self.rollout: RolloutHandle | None = None
         self._workers = workers
-        self._task_sampler = TaskSampler(tasks, config.tasks_per_step, config.seed, config.difficulty)
+        self._sampler = RolloutSampler(agent, policy, tasks, config, workers)
         self._batch_builder = BatchBuilder(policy, config)
         self._progress = progress
         self._bar: Any = None
@@ -197,8 +193,6 @@ class TrainRun:
         self._optimizer: torch.optim.Optimizer | None = None
         # Number of completed iterations, current KL coefficient, and chains sampled during the previous update.
         self._state = LoopState(0, config.kl_coef)
-        # Agent whose engine has its own copy of the weights, which do not change during an update.
-        self._prefetch_agent: Agent | None = None
         # Number of steps that this handle has yielded; they are not replayed when iteration continues.
         self._steps_yielded = 0
         self._prepared = False
@@ -217,6 +211,10 @@ class TrainRun:
     def records(self) -> list[dict[str, float]]:
         return self.run.records if self._prepared or not self._start_over else []
 
+    @property
+    def rollout(self) -> RolloutHandle | None:
+        return self._sampler.handle
+
     def subscribe(self, callback: Callable[[dict[str, float]], object]) -> Callable[[], None]:
         """Register a callback that receives the record of each new step. Returns a function that removes it."""
         return self.run.subscribe(callback)
@@ -229,14 +227,12 @@ class TrainRun:
     def pause(self) -> None:
         """Pause the running chains, and the loop after the current iteration."""
         self._unpaused.clear()
-        if self.rollout is not None:
-            self.rollout.pause()
+        self._sampler.pause()
 
     def resume(self) -> None:
         """Continue after `pause`."""
         self._unpaused.set()
-        if self.rollout is not None:
-            self.rollout.resume()
+        self._sampler.resume()
 
     @property
     def paused(self) -> bool:
@@ -346,17 +342,17 @@ class TrainRun:
         began = time.perf_counter()
         rollout = self._state.prefetched
         if rollout is None:
-            rollout = await self._gather_rollouts(self._sample_current(index))
+            rollout = await self._sampler.sample(index)
         rolled = time.perf_counter()
 
         # With overlap=1, the chains of the next iteration are sampled during this update.
-        prefetching = await self._start_prefetch(index + 1)
+        prefetching = await self._sampler.start_prefetch(index + 1)
         prefetched = None
         try:
             stats, rollout, lag = await self._update(index, rollout)
             updated = time.perf_counter()
             if prefetching is not None:
-                prefetched = await self._finish_prefetch(index + 1, prefetching)
+                prefetched = await self._sampler.finish_prefetch(index + 1, prefetching)
         finally:
             if prefetching is not None:
                 prefetching.cancel()
@@ -415,105 +411,6 @@ class TrainRun:
                 "last checkpoint",
                 stacklevel=3,
             )
-
-    # --- sampling ---
-
-    async def _sample(self, index: int, agent: Agent) -> Rollout:
-        """Sample this process's chains of an iteration, including those that replace filtered groups (`refill`)."""
-        rollout = await self._run_rollout(agent, self._task_sampler.sample(index), index, "train")
-        for again in range(1, self.config.refill + 1):
-            left_out = drop_reasons(rollout.trajectories, self.config.filters)
-            full = sum(
-                any(t.reward is not None and t.id not in left_out for t in g.trajectories) for g in rollout.groups
-            )
-            missing = self.config.tasks_per_step - full
-            if missing <= 0:
-                break
-            others = self._task_sampler.refill(index, again, missing, [g.trajectories[0].task for g in rollout.groups])
-            if not others:
-                break
-            more = await self._run_rollout(agent, others, index, f"refill{again}")
-            rollout = Rollout((*rollout.groups, *more.groups), rollout.seconds + more.seconds)
-        return rollout
-
-    async def _run_rollout(self, agent: Agent, tasks: list[Task], index: int, purpose: str) -> Rollout:
-        """Sample this process's share of the chains, exposing the handle as `self.rollout` meanwhile."""
-        config, workers = self.config, self._workers
-        self.rollout = agent.rollout(
-            tasks,
-            config.group_size,
-            max_concurrency=config.max_concurrency,
-            budget=config.budget,
-            group_budget=config.group_budget,
-            index=index,
-            purpose=purpose,
-            share=(workers.rank, workers.size),
-        )
-        if self.paused:
-            self.rollout.pause()
-        try:
-            return await self.rollout
-        finally:
-            self.rollout = None
-
-    async def _sample_current(self, index: int) -> Rollout:
-        """Update the engine to the current weights, then `_sample`."""
-        await self.agent.engine.update(self.policy)
-        return await self._sample(index, self.agent)
-
-    async def _gather_rollouts(self, sampling: Awaitable[Rollout]) -> Rollout:
-        """Sample on every process and collect all chains in task order. If one process fails, all raise."""
-        if self._workers.is_single:
-            return await sampling
-        mine, failed = None, None
-        try:
-            mine = await sampling
-        except Exception as error:
-            failed = error
-        parts = await self._workers.all_gather_or_raise(mine, failed)
-        size = self._workers.size
-        count = sum(len(part.groups) for part in parts)
-        groups = tuple(parts[i % size].groups[i // size] for i in range(count))
-        return Rollout(groups, max(part.seconds for part in parts))
-
-    async def _start_prefetch(self, index: int) -> asyncio.Task[Rollout] | None:
-        """Start sampling the chains of an iteration from the current weights, unaffected by the coming update.
-
-        Returns:
-            The task that samples them; None without overlap, or if there is no such iteration.
-
-        Raises:
-            SettingsError: If the engine shares the policy's weights and is not a `LocalEngine`.
-        """
-        if not self.config.overlap or index >= self.total:
-            return None
-        agent, policy = self.agent, self.policy
-        if getattr(agent.engine, "policy", None) is not policy:
-            await agent.engine.update(policy)
-            return asyncio.create_task(self._sample(index, agent), name=f"agentfly-ahead-{index + 1}")
-        # The engine samples from the weights that are about to change: use one with a copy of them.
-        if not isinstance(agent.engine, LocalEngine):
-            raise SettingsError(f"overlap=1 needs a LocalEngine if the engine shares the policy, got {agent.engine!r}")
-        if self._prefetch_agent is None:
-            twin = await run_in_thread(policy.copy)
-            # dataclasses.replace keeps the agent's state, such as its last run and the warnings it has issued.
-            self._prefetch_agent = dataclasses.replace(agent, engine=LocalEngine(twin, slots=agent.engine.slots))
-        copied = self._prefetch_agent.engine.policy  # type: ignore[attr-defined]
-        await run_in_thread(copied.load_state, policy.state())
-        copied.version = policy.version
-        return asyncio.create_task(self._sample(index, self._prefetch_agent), name=f"agentfly-ahead-{index + 1}")
-
-    async def _finish_prefetch(self, index: int, prefetched: asyncio.Task[Rollout]) -> Rollout | None:
-        """Wait for the prefetched chains. If they failed, warn and return None."""
-        try:
-            return await self._gather_rollouts(prefetched)
-        except Exception as error:  # keep the completed step
-            warnings.warn(
-                f"the chains of step {index + 1}, sampled ahead, failed ({type(error).__name__}: {error}); they are "
-                "sampled again",
-                stacklevel=2,
-            )
-            return None
 
     # --- updating ---
 

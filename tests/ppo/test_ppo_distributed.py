@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +9,7 @@ from typing import Any
 import agents
 import pytest
 import torch
+from processes import run_two
 from test_ppo_more import Kept, judged, made
 
 from agentfly_kit.batch.batch import Batch
@@ -78,38 +76,8 @@ def child(folder: Path) -> None:
 
 
 def test_two_processes_make_the_step_of_one(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    here = Path(__file__).resolve().parent
-    shared = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "ACCELERATE_USE_CPU": "true",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join([str(here), str(here.parent), *sys.path[1:]]),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), str(tmp_path)],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        alone = run()
-        said = [process.communicate(timeout=200)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
-    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    alone = run()
+    ranks = run_two(Path(__file__).resolve(), tmp_path)
     for name in CASES:
         for rank in ranks:
             got, wanted = rank[name], alone[name]

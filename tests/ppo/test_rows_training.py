@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import math
 import random
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from agentfly_kit import advantages
 from agentfly_kit.agent.chain import Chain
-from agentfly_kit.batch.batch import Batch, collate
+from agentfly_kit.batch.batch import collate
 from agentfly_kit.errors import AlignmentError, BatchError, RunMismatch, SettingsError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.inputs import minibatches
@@ -283,38 +282,6 @@ def test_the_gradient_over_folded_rows_is_that_of_the_definition(how: str) -> No
     assert stats.reward_mean == pytest.approx(sum(t.reward or 0 for t in given) / len(given))
 
 
-def test_rows_may_stand_in_any_order_and_any_width() -> None:
-    """Of the trajectories, of a trajectory's rows, and with any padding."""
-    policy = agents.random_policy(6)
-    seed = 11
-    given = folded(policy, seed=5)
-    batch = collate(given, advantages.grpo)
-    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
-    mixed = permuted(batch, order)
-    wide = permuted(batch, torch.arange(len(batch)), pad=9)
-    shuffled = collate(random.Random(seed).sample(given, len(given)), advantages.grpo)
-    for how in ("token_mean", "trajectory_mean"):
-        wanted, _ = gradient(policy, batch, aggregate=how)
-        for other in (mixed, wide, shuffled):
-            got, _ = gradient(policy, other, aggregate=how, micro_tokens=50)
-            agents.assert_same_gradient(got, wanted, f"{how}, seed {seed}")
-
-
-def permuted(batch: Batch, order: Tensor, pad: int = 0) -> Batch:
-    import dataclasses
-
-    changes: dict[str, Any] = {}
-    for f in dataclasses.fields(batch):
-        value = getattr(batch, f.name)
-        if isinstance(value, Tensor):
-            value = value[order]
-            if pad and value.ndim == 2:
-                fill: Any = math.nan if value.is_floating_point() else False if value.dtype == torch.bool else 0
-                value = torch.cat([value, value.new_full((len(value), pad), fill)], 1)
-            changes[f.name] = value
-    return dataclasses.replace(batch, trajectories=tuple(batch.trajectories[i] for i in order.tolist()), **changes)
-
-
 @pytest.mark.parametrize("size", [1, 3, 5, None])
 def test_an_update_has_whole_trajectories(size: int | None) -> None:
     batch = collate(folded(None, seed=6, count=11), advantages.grpo)
@@ -329,20 +296,6 @@ def test_an_update_has_whole_trajectories(size: int | None) -> None:
     batch = collate(folded(policy, seed=6, count=11), advantages.grpo)
     _, stats = gradient(policy, batch, minibatch=size, epochs=2)
     assert stats.updates == 2 * len(found)
-
-
-def test_each_sampled_token_has_its_multiplicity_and_no_more() -> None:
-    """It is trained in the row in which it was sampled, once, and in no other."""
-    given = folded(None, seed=7)
-    batch = collate(given, advantages.grpo)
-    trained = collections.Counter(
-        (t.id, int(turn))
-        for t, row, mask in zip(batch.trajectories, batch.rows, batch.mask, strict=True)
-        for turn in row.turn_index[mask[: len(row)].numpy()]
-    )
-    assert trained == collections.Counter(
-        {(t.id, i): len(turn.ids or ()) for t in given for i, turn in enumerate(t.turns) if turn.sampled}
-    )
 
 
 # --- advantages a token, over folds --------------------------------------------------------------
@@ -566,12 +519,6 @@ def forget_the_question(chain: Chain) -> None:
         chain.compact([{"role": "user", "content": "?"}, *said])
 
 
-def forget_the_call(chain: Chain) -> None:
-    """Another task: what the result is. It is asked in words that the shipped policy takes for a question."""
-    if chain.turn.kind == "observation" and chain.turn.row == 0:
-        chain.compact([{"role": "user", "content": f"What is {chain.turn.messages[0]['content']}?"}])
-
-
 async def test_it_learns_with_folds(tmp_path: Path) -> None:
     """The call, which stands in the first row, is learned from a reward that is won in the second."""
     policy = agents.fresh()
@@ -580,15 +527,6 @@ async def test_it_learns_with_folds(tmp_path: Path) -> None:
     records = (await train(agent, policy, agents.tasks(64), config, run=tmp_path)).records
     assert records[0]["success"] < 0.4 and records[-1]["success"] > 0.7, [r["success"] for r in records]
     assert records[0]["rows"] < 1.6 and records[-1]["rows"] > 1.8, [r["rows"] for r in records]
-
-
-@pytest.mark.real
-async def test_it_learns_what_to_do_in_another_context(tmp_path: Path) -> None:
-    policy = agents.fresh()
-    agent = agents.agent(policy, before_turn=forget_the_call)
-    records = (await train(agent, policy, agents.tasks(64), run=tmp_path)).records
-    first, last = records[0]["success"], sum(r["success"] for r in records[-5:]) / 5
-    assert first < 0.1 and last > 0.5, [r["success"] for r in records]
 
 
 async def test_another_hook_is_another_run(tmp_path: Path) -> None:
