@@ -247,6 +247,18 @@ def test_leaving_out_rows_without_advantage_is_exact(
     assert some.loss == pytest.approx(every.loss, abs=1e-6)
 
 
+def test_rows_without_advantage_have_an_entropy_bonus() -> None:
+    policy = random_policy(0)
+    batch = flat_half(policy)
+    quiet = dataclasses.replace(batch, advantages=torch.where(batch.mask, 0.0, math.nan))
+    bonus = [
+        moved(policy, given, old_logprobs="engine", entropy_coef=coef) - weights(policy)
+        for given, coef in ((batch, 0.1), (batch, 0.0), (quiet, 0.1))
+    ]
+    torch.testing.assert_close(bonus[0] - bonus[1], bonus[2], atol=3e-6, rtol=0)
+    assert float(bonus[2].abs().max()) > 1e-4
+
+
 def test_when_a_target_ends_the_step_does_not_depend_on_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = random_policy(0)
     batch = flat_half(policy)
