@@ -26,6 +26,7 @@ _WHERE = {
     "Group": "types",
     "LocalEngine": "engines.local.engine",
     "OpenAIEngine": "engines.openai",
+    "PPOConfig": "ppo",
     "Policy": "policy.policy",
     "Pool": "pool.pool",
     "PythonSandbox": "sandboxes.python",

@@ -27,6 +27,7 @@ from agentfly_kit.integrations.remote_pool.server import serve_pool as serve_poo
 from agentfly_kit.policy.policy import Policy as Policy
 from agentfly_kit.pool.base import pools as pools
 from agentfly_kit.pool.pool import Pool as Pool
+from agentfly_kit.ppo import PPOConfig as PPOConfig
 from agentfly_kit.ppo import adamw as adamw
 from agentfly_kit.ppo import ppo_step as ppo_step
 from agentfly_kit.ppo import ppo_step_async as ppo_step_async

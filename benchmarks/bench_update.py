@@ -143,9 +143,9 @@ def memory(file: str, micro_tokens: int) -> float:
         few, many = pickle.load(stream)
     policy = af.tiny.policy("calculator")
     optimizer = af.adamw(policy, 1e-12)
-    af.ppo_step(policy, optimizer, few, old_logprobs="engine", micro_tokens=256)
+    af.ppo_step(policy, optimizer, few, af.PPOConfig(old_logprobs="engine", micro_tokens=256))
     before = peak()
-    af.ppo_step(policy, optimizer, many, old_logprobs="engine", micro_tokens=micro_tokens, max_lag=None)
+    af.ppo_step(policy, optimizer, many, af.PPOConfig(old_logprobs="engine", micro_tokens=micro_tokens, max_lag=None))
     return peak() - before
 
 
@@ -203,12 +203,12 @@ def main() -> None:
     # The batch is sampled once and becomes stale with every repeat, but negligibly at a learning rate of 1e-12.
     step = {"minibatch": 32, "old_logprobs": "engine", "max_lag": None}
     runs: dict[str, Callable[[], Any]] = {
-        "ppo_step": lambda: af.ppo_step(policy, mine, batch, **step),
+        "ppo_step": lambda: af.ppo_step(policy, mine, batch, af.PPOConfig(**step)),
         "ppo_step, old logprobs computed again": lambda: af.ppo_step(
-            policy, mine, batch, minibatch=32, old_logprobs="recompute", max_lag=None
+            policy, mine, batch, af.PPOConfig(minibatch=32, old_logprobs="recompute", max_lag=None)
         ),
         "ppo_step, reference and value": lambda: af.ppo_step(
-            judged, judging, full, kl_coef=0.01, reference=reference, **step
+            judged, judging, full, af.PPOConfig(kl_coef=0.01, **step), reference=reference
         ),
         "padded": lambda: supervised(policy, theirs, batch, by_length=False),
         "sorted": lambda: supervised(policy, theirs, batch, by_length=True),

@@ -71,7 +71,7 @@ def collate(
         penalty: Amount that truncated="penalty" subtracts, in units of reward.
         allow_truncated_sampling: Whether to accept rows sampled under top-p, top-k or min-p. By default they are
             rejected, because the probability ratio of the update would be off by the kept mass. True records that mass
-            for `ppo_step(correction=)`.
+            for `PPOConfig(correction=)`.
         filters: Further reasons to leave trajectories out, see `af.filters`. A filtered trajectory is treated as
             unscored and counts in no mean.
 

@@ -3,7 +3,7 @@
 rows      sft_dataset, grpo_inputs                recorded tokens and masks for TRL's trainers, without re-rendering
 agents    dataset, rollout_func, reward_func      the agent samples the rollouts, and GRPOTrainer updates the policy
 parts     tools, rewards, response_template       GRPOTrainer samples the rollouts with its own loop
-settings  step_options, advantage                 a GRPOConfig as options of `ppo_step` and as an estimator
+settings  ppo_config, advantage                   a GRPOConfig as settings of `ppo_step` and as an estimator
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from agentfly_kit import advantages, losses
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.errors import BatchError, SettingsError
+from agentfly_kit.ppo import PPOConfig
 from agentfly_kit.types import Message, Row, Task, Trajectory
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -126,8 +127,8 @@ _UNSUPPORTED = {
 }
 
 
-def step_options(args: Any) -> dict[str, Any]:
-    """Convert a `trl.GRPOConfig` to options of `ppo_step` that give the same loss on the same batch.
+def ppo_config(args: Any) -> PPOConfig:
+    """Convert a `trl.GRPOConfig` to settings of `ppo_step` that give the same loss on the same batch.
 
     `advantage(args)` returns the matching advantage estimator.
 
@@ -150,37 +151,30 @@ def step_options(args: Any) -> dict[str, Any]:
             "has no counterpart in ppo_step; set use_bias_correction_kl=False"
         )
     how = _AGGREGATES[kind]
+    if args.entropy_coef and how != "token_mean":
+        raise SettingsError(
+            f"entropy_coef with loss_type={kind!r} has no counterpart: TRL always averages the entropy over tokens "
+            "and ppo_step aggregates it like the loss; use loss_type='dapo'"
+        )
+    if args.delta is not None and level == "sequence":
+        raise SettingsError("delta with importance_sampling_level='sequence' has no counterpart in ppo_step")
+    config = PPOConfig(
+        aggregate={"how": how, "denominator": float(args.max_completion_length)} if how == "fixed" else how,
+        kl_coef=args.beta,
+        kl_weighted=bool(args.beta and args.use_bias_correction_kl),
+        entropy_coef=args.entropy_coef or 0.0,
+        epochs=args.num_iterations,
+        max_grad_norm=args.max_grad_norm,
+    )
     low = args.epsilon
     high = low if args.epsilon_high is None else args.epsilon_high
-    out: dict[str, Any] = {
-        "aggregate": how,
-        "denominator": float(args.max_completion_length) if how == "fixed" else None,
-        "kl_coef": args.beta,
-        "kl_kind": "k3",
-        "kl_weighted": bool(args.beta and args.use_bias_correction_kl),
-        "epochs": args.num_iterations,
-        "max_grad_norm": args.max_grad_norm,
-    }
     if kind == "cispo":
         # For CISPO, TRL's epsilon_high is the upper limit of the ratio itself, not of its distance from 1.
-        out["loss"] = functools.partial(losses.cispo, clip_high=high - 1, bounds="upper")
-    elif kind == "sapo":
+        return config.replace(loss=functools.partial(losses.cispo, clip_high=high - 1, bounds="upper"))
+    if kind == "sapo":
         taus = {"tau": args.sapo_temperature_pos, "tau_negative": args.sapo_temperature_neg}
-        out["loss"] = functools.partial(losses.sapo, **taus)
-    else:
-        out |= {"loss": "gspo" if level == "sequence" else "ppo", "clip": low, "clip_high": high}
-        if args.delta is not None:
-            if level == "sequence":
-                raise SettingsError("delta with importance_sampling_level='sequence' has no counterpart in ppo_step")
-            out["dual_clip"] = args.delta
-    if args.entropy_coef:
-        if how != "token_mean":
-            raise SettingsError(
-                f"entropy_coef with loss_type={kind!r} has no counterpart: TRL always averages the entropy over tokens "
-                "and ppo_step aggregates it like the loss; use loss_type='dapo'"
-            )
-        out["entropy_coef"] = args.entropy_coef
-    return out
+        return config.replace(loss=functools.partial(losses.sapo, **taus))
+    return config.replace(loss="gspo" if level == "sequence" else "ppo", clip=low, clip_high=high, dual_clip=args.delta)
 
 
 def advantage(args: Any) -> Callable[..., torch.Tensor]:

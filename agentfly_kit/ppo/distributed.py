@@ -37,21 +37,15 @@ class DistributedStep:
         self.is_single = accelerator is None or accelerator.num_processes == 1
 
     def check_same_batch(self, batch: Batch) -> None:
-        """Check that every process passed the same batch.
-
-        The check compares the number of rows and the sums of the token ids and of the advantages.
-
-        Raises:
-            BatchError: If the batches differ.
-        """
+        """Check by the number of rows and the sums of ids and advantages that every process passed the same batch."""
         if self.is_single:
             return
         seen = [float(len(batch)), float(batch.ids.sum()), float(batch.advantages.nansum())]
         every = self.accelerator.gather(torch.tensor([seen], dtype=torch.float64, device=self.accelerator.device))
         if not bool((every == every[0]).all()):
             raise BatchError(
-                f"the processes gave batches of {[int(n) for n in every[:, 0]]} rows that are not the same; "
-                "give each of them gather(batch, accelerator)"
+                f"all processes must pass the same batch, got different ones of {[int(n) for n in every[:, 0]]} rows; "
+                "pass gather(batch, accelerator)"
             )
 
     def local_rows(self, batch: Batch, rows: Tensor) -> Tensor:
@@ -75,17 +69,9 @@ class DistributedStep:
         for p, g in zip(parameters, together.split([g.numel() for g in gradients]), strict=True):
             p.grad = g.view_as(p).clone()
 
-    def sum_stats(self, values: Tensor, into: RunningStats) -> bool:
-        """Sum the statistics over all processes (for the ratio: take the maximum) and store them in `into`.
-
-        Args:
-            values: Statistics of this process, from `RunningStats.tensor`.
-            into: Where to store the result.
-
-        Returns:
-            True if any process was cancelled.
-        """
-        summed = self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum").cpu()
-        ratio = torch.tensor([into["ratio"]], dtype=torch.float64, device=self.accelerator.device)
-        into.set(summed[:-1], float(self.accelerator.gather(ratio).max()))
-        return bool(summed[-1] > 0)
+    def sum_stats(self, sums: RunningStats, cancelled: bool) -> bool:
+        """Combine the statistics of all processes in place. Returns True if any process was cancelled."""
+        values = torch.cat([sums.values.cpu(), torch.tensor([float(cancelled)], dtype=torch.float64)])
+        every = self.accelerator.gather(values[None].to(self.accelerator.device)).cpu()
+        sums.values = torch.cat([every[:, :-2].sum(0), every[:, -2].amax(0, keepdim=True)])
+        return bool(every[:, -1].any())

@@ -47,13 +47,7 @@ def adamw(
 def clip_and_step(policy: Policy, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> float:
     """Clip the gradients, make one optimizer step and increment the version of the policy.
 
-    Args:
-        policy: The policy; its lock is held during the step.
-        optimizer: Its optimizer.
-        max_grad_norm: Norm to which gradients are clipped; None does not clip.
-
-    Returns:
-        The gradient norm before clipping.
+    Returns the gradient norm before clipping.
 
     Raises:
         TrainingError: If the norm is not finite. The weights are then unchanged.
@@ -66,8 +60,8 @@ def clip_and_step(policy: Policy, optimizer: torch.optim.Optimizer, max_grad_nor
     if not bool(torch.isfinite(norm)):
         optimizer.zero_grad(set_to_none=True)
         raise TrainingError(
-            f"the gradient is {float(norm)} at policy version {policy.version}: the weights are those before this "
-            "update. Try a smaller lr (3e-4 and below here), max_grad_norm=1, or look at the advantages"
+            f"the gradient must be finite, got {float(norm)} at policy version {policy.version}; the weights are those "
+            "before this update. Try a smaller lr, max_grad_norm=1, or check the advantages"
         )
     with policy.lock:
         optimizer.step()

@@ -4,61 +4,37 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 
 class RunningStats:
-    """Statistics accumulated over micro-batches: sums, and the maximum for "ratio".
+    """Sums over micro-batches, and the maximum of "ratio". They stay on the device until they are read."""
 
-    Values stay tensors until they are read, to avoid synchronizing with the GPU.
-    """
-
-    NAMES = ("loss", "policy_loss", "value_loss", "kl_reference", "entropy", "tokens", "approx_kl", "clipped")
+    NAMES = ("loss", "policy_loss", "value_loss", "kl_reference", "entropy", "tokens", "approx_kl", "clipped", "ratio")
 
     def __init__(self) -> None:
-        self._parts: dict[str, list[Tensor]] = {}
-        self._known: dict[str, float] | None = {}
+        self.values = torch.zeros(len(self.NAMES), dtype=torch.float64)
 
-    def add(self, name: str, value: Tensor) -> None:
-        """Add a value to a statistic."""
-        self._parts.setdefault(name, []).append(value)
-        self._known = None
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Add the statistics of a micro-batch; those that it does not have count as 0."""
+        first = next(iter(values.values()))
+        zero = first.new_zeros((), dtype=torch.float64)
+        self.merge(torch.stack([values[name].detach().double() if name in values else zero for name in self.NAMES]))
 
-    def max(self, name: str, value: Tensor) -> None:
-        """Add a value to a statistic of which the maximum is taken ("ratio")."""
-        self.add(name, value)
-
-    def merge(self, other: RunningStats) -> None:
-        """Add the statistics of another instance."""
-        for name in (*self.NAMES, "ratio"):
-            self.add(name, torch.tensor(other[name], dtype=torch.float64))
-
-    def _read(self) -> dict[str, float]:
-        if self._known is None:
-            self._known = {}
-            for name, parts in self._parts.items():
-                numbers = torch.stack([p.double() for p in parts])
-                self._known[name] = float(numbers.max() if name == "ratio" else numbers.sum())
-        return self._known
+    def merge(self, values: Tensor) -> None:
+        """Add the `values` of another instance."""
+        mine = self.values.to(values.device)
+        self.values = torch.cat([(mine + values)[:-1], torch.maximum(mine, values)[-1:]])
 
     def __getitem__(self, name: str) -> float:
-        return self._read().get(name, 0.0)
+        return float(self.values[self.NAMES.index(name)])
 
     def per_token(self, name: str) -> float:
         """Return a statistic divided by the number of tokens; NaN without tokens."""
         return self[name] / self["tokens"] if self["tokens"] else math.nan
-
-    def tensor(self, cancelled: bool) -> Tensor:
-        """Return the sums in the order of `NAMES`, followed by the flag `cancelled`, for a reduction over processes."""
-        return torch.tensor([*(self[name] for name in self.NAMES), float(cancelled)], dtype=torch.float64)
-
-    def set(self, values: Tensor, ratio: float) -> None:
-        """Replace all statistics: sums in the order of `NAMES`, and the maximum "ratio"."""
-        self._parts = {}
-        for name, value in zip((*self.NAMES, "ratio"), (*values.tolist(), ratio), strict=True):
-            self.add(name, torch.tensor(value, dtype=torch.float64))
 
 
 class PhaseTimer:

@@ -16,7 +16,7 @@ from agentfly_kit.batch.collate import TruncationMode, collate
 from agentfly_kit.batch.turn_data import turn_data
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import shaped_rewards
-from agentfly_kit.trainer.config import OUTCOME_ESTIMATORS, TURN_ESTIMATORS, TrainConfig
+from agentfly_kit.trainer.config import TOKEN_ESTIMATORS, TURN_ESTIMATORS, TrainConfig
 
 
 class BatchBuilder:
@@ -32,62 +32,62 @@ class BatchBuilder:
         self.reference: Policy | None = None
 
     def build(self, rollout: Rollout, kl_coef: float) -> Batch:
-        """Build the batch of a rollout, with advantages.
+        """Build the batch of a rollout, with advantages; for "gae", also with returns and values.
 
         Args:
             rollout: The rollout.
             kl_coef: Current coefficient of a KL penalty in the reward.
 
-        Returns:
-            The batch, with returns and values for "gae".
-
         Raises:
             EmptyBatch: If no row is left.
             BatchError: If the rollout cannot be trained on.
         """
-        config = self.config
-        # Outcome and turn estimators take one reward per trajectory; the others below take token rewards.
-        name = config.advantage
-        if callable(name) or name in (*OUTCOME_ESTIMATORS, *TURN_ESTIMATORS):
+        config, name = self.config, self.config.advantage
+        kl_in_reward = config.kl_coef > 0 and config.kl_in == "reward"
+
+        # Outcome and turn estimators take one reward per trajectory.
+        if name not in TOKEN_ESTIMATORS:
             estimator: Any = name if callable(name) else getattr(estimators, name)
             if name in TURN_ESTIMATORS:
                 estimator = self._turn_estimator(rollout, str(name))
-            if config.kl_coef > 0 and config.kl_in == "reward":
+            if kl_in_reward:
                 return self._shaped_outcome_batch(rollout, estimator, kl_coef)
             return self._collate(rollout, estimator)
+
+        # The others take token rewards.
         batch = self._with_reference_logprobs(self._collate(rollout, None))
-        rewards = batch.token_rewards
-        if config.kl_coef > 0 and config.kl_in == "reward":
-            rewards = shaped_rewards(batch, kl_coef)
+        rewards = shaped_rewards(batch, kl_coef) if kl_in_reward else batch.token_rewards
         rewards = torch.where(batch.mask, rewards, 0.0)
-        # GAE needs values from before the update and, for truncated chains, the value of the state they ended in.
-        if name == "gae":
-            values = self.policy.score(batch, {"value"}, micro_tokens=config.micro_tokens)["value"]
-            bootstrap = None
-            if config.truncated == "bootstrap" and bool(batch.truncated.any()):
-                ends = self.policy.bootstrap_values(batch, micro_tokens=config.micro_tokens)
-                bootstrap = torch.where(batch.truncated, ends, 0.0)
-            adv, returns = estimators.gae(
-                rewards,
-                values,
-                batch.mask,
-                gamma=config.gamma,
-                lam=config.lam,
-                bootstrap=bootstrap,
-                trajectory_index=batch.trajectory_index,
-            )
-            if config.whiten:
-                adv = estimators.whiten(adv, batch.mask)
-            return batch.replace(advantages=adv, returns=returns, values=values)
+        index = batch.trajectory_index
         if name == "reinforce_plus_plus":
             adv = estimators.reinforce_plus_plus(
-                rewards, batch.mask, gamma=config.gamma, whiten=config.whiten, trajectory_index=batch.trajectory_index
+                rewards, batch.mask, gamma=config.gamma, whiten=config.whiten, trajectory_index=index
             )
-        else:
+            return batch.replace(advantages=adv)
+        if name == "reinforce_plus_plus_baseline":
             adv = estimators.reinforce_plus_plus_baseline(
-                rewards, batch.mask, groups=batch.groups, whiten=config.whiten, trajectory_index=batch.trajectory_index
+                rewards, batch.mask, groups=batch.groups, whiten=config.whiten, trajectory_index=index
             )
-        return batch.replace(advantages=adv)
+            return batch.replace(advantages=adv)
+
+        # GAE needs values from before the update and, for truncated chains, the value of the state they ended in.
+        values = self.policy.score(batch, {"value"}, micro_tokens=config.micro_tokens)["value"]
+        bootstrap = None
+        if config.truncated == "bootstrap" and bool(batch.truncated.any()):
+            ends = self.policy.bootstrap_values(batch, micro_tokens=config.micro_tokens)
+            bootstrap = torch.where(batch.truncated, ends, 0.0)
+        adv, returns = estimators.gae(
+            rewards,
+            values,
+            batch.mask,
+            gamma=config.gamma,
+            lam=config.lam,
+            bootstrap=bootstrap,
+            trajectory_index=index,
+        )
+        if config.whiten:
+            adv = estimators.whiten(adv, batch.mask)
+        return batch.replace(advantages=adv, returns=returns, values=values)
 
     def _turn_estimator(self, rollout: Rollout, name: str) -> Callable[..., Tensor]:
         """Return a function of rewards and groups that passes the turn data of the rollout to the estimator."""

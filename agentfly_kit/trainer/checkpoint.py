@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ _VERSION = 1
 
 
 @dataclass(frozen=True)
-class ResumedState:
+class LoopState:
     """State of the training loop in a checkpoint, besides weights and optimizer.
 
     Attributes:
@@ -27,39 +28,30 @@ class ResumedState:
 
     steps: int
     kl_coef: float
-    prefetched: Rollout | None
+    prefetched: Rollout | None = None
 
 
-def save(
-    run: Run, policy: Policy, optimizer: torch.optim.Optimizer, steps: int, kl_coef: float, prefetched: Rollout | None
-) -> None:
+def save(run: Run, policy: Policy, optimizer: torch.optim.Optimizer, loop: LoopState) -> None:
     """Write a checkpoint to the folder of a run. It becomes valid only when it is complete.
 
-    Args:
-        run: Folder of the run.
-        policy: Policy whose weights and version are saved.
-        optimizer: Its optimizer.
-        steps: Number of completed iterations.
-        kl_coef: Current KL coefficient.
-        prefetched: Chains of the next iteration, if they were sampled already. They are left out if their tasks cannot
-            be saved as JSON.
+    Prefetched chains are left out if their tasks cannot be saved as JSON.
 
     Raises:
         RunError: If the checkpoint cannot be written; the previous one is kept.
     """
     state = {
         "version": _VERSION,
-        "steps": steps,
+        "steps": loop.steps,
         "policy": policy.state(),
         "policy_version": policy.version,
         "optimizer": optimizer.state_dict(),
-        "kl_coef": kl_coef,
+        "kl_coef": loop.kl_coef,
     }
     with run.new_checkpoint() as folder:
         torch.save(state, folder / "state.pt")
-        if prefetched is not None:
+        if loop.prefetched is not None:
             try:
-                prefetched.save(folder / "ahead.jsonl")
+                loop.prefetched.save(folder / "ahead.jsonl")
             except RunError as error:
                 if isinstance(error.__cause__, OSError):
                     raise
@@ -67,18 +59,8 @@ def save(
                 (folder / "ahead.jsonl").unlink(missing_ok=True)
 
 
-def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer, kl_coef: float) -> ResumedState:
-    """Load the weights and the optimizer state of a checkpoint.
-
-    Args:
-        run: Folder of the run.
-        checkpoint: Folder of the checkpoint.
-        policy: Policy that receives the weights and the version.
-        optimizer: Optimizer that receives the state.
-        kl_coef: KL coefficient to use if the checkpoint has none.
-
-    Returns:
-        The remaining state of the training loop.
+def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> LoopState:
+    """Load the weights and the optimizer state of a checkpoint, and return the remaining state of the loop.
 
     Raises:
         RunError: If the checkpoint is damaged or was written by a newer version. The message explains how to continue
@@ -93,45 +75,37 @@ def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Opti
                 f"{file} was written by a newer version ({state['version']} > {_VERSION}); upgrade agentfly_kit"
             )
         prefetched = checkpoint / "ahead.jsonl"
-        resumed = ResumedState(
-            int(state["steps"]),
-            float(state.get("kl_coef", kl_coef)),
-            Rollout.load(prefetched) if prefetched.exists() else None,
-        )
+        resumed = LoopState(state["steps"], state["kl_coef"], Rollout.load(prefetched) if prefetched.exists() else None)
         policy.load_state(state["policy"])
         policy.version = state["policy_version"]
         optimizer.load_state_dict(state["optimizer"])
         return resumed
-    except RunError as error:
-        raise RunError(f"{error}; {_recovery_hint(run, checkpoint)}") from error
     except Exception as error:
-        raise RunError(f"{file} cannot be read ({error}); {_recovery_hint(run, checkpoint)}") from error
-
-
-def _recovery_hint(run: Run, checkpoint: Path) -> str:
-    """Return how to continue without this checkpoint."""
-    anew = "resume=False starts the run anew"
-    other = run.path / "checkpoint.before"
-    if checkpoint == other or not (other / "done").exists():
-        return anew
-    return f"delete {checkpoint} to go on from the checkpoint before it, or {anew}"
+        remedy = "resume=False starts the run from scratch"
+        previous = run.path / "checkpoint.before"
+        if checkpoint != previous and (previous / "done").exists():
+            remedy = f"delete {checkpoint} to continue from the checkpoint before it, or {remedy}"
+        problem = str(error) if isinstance(error, RunError) else f"{file} cannot be read ({error})"
+        raise RunError(f"{problem}; {remedy}") from error
 
 
 def save_reference(run: Run, reference: Policy) -> None:
-    """Save the weights of the reference policy in the folder of a run."""
-    with run.atomic_write_bytes(run.path / "reference.pt") as file:
-        torch.save(reference.state(), file)
+    """Save the weights of the reference policy in the folder of a run, before its first checkpoint.
+
+    An incomplete file is never read: without a checkpoint the run starts from scratch.
+    """
+    file = run.path / "reference.pt"
+    try:
+        with file.open("wb") as out:
+            torch.save(reference.state(), out)
+            out.flush()
+            os.fsync(out.fileno())
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError if the disk is full
+        raise RunError(f"{file} could not be written ({error})") from error
 
 
 def load_reference(run: Run, policy: Policy) -> Policy:
-    """Load the reference policy of a run. For a policy with an adapter it is the base model, which needs no file.
-
-    Args:
-        run: Folder of the run.
-        policy: Policy that is trained.
-
-    Returns:
-        The frozen reference policy.
+    """Load the frozen reference policy of a run. For a policy with an adapter it is the base model, without a file.
 
     Raises:
         RunError: If the file cannot be read.
@@ -143,5 +117,5 @@ def load_reference(run: Run, policy: Policy) -> Policy:
     try:
         reference.load_state(torch.load(file, map_location=policy.device, weights_only=True))
     except Exception as error:
-        raise RunError(f"{file} cannot be read ({error}); resume=False starts the run anew") from error
+        raise RunError(f"{file} cannot be read ({error}); resume=False starts the run from scratch") from error
     return reference

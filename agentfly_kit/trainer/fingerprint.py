@@ -59,8 +59,8 @@ def fingerprint(agent: Agent, tasks: Sequence[Task], config: TrainConfig, start:
         "config": {
             f.name: _as_json(value)
             for f in dataclasses.fields(config)
-            # Leave out unset budgets, to match runs recorded before these settings existed.
-            if (value := getattr(config, f.name)) is not None or f.name not in ("budget", "group_budget")
+            # Leave out unset limits, to match runs recorded before these settings existed.
+            if (value := getattr(config, f.name)) is not None or f.name not in ("budget", "group_budget", "max_lag")
         },
         "agent": {
             "system": agent.system,

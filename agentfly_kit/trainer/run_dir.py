@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentfly_kit._async.listeners import Listeners
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.rollout_io import atomic_write, dump_json
@@ -36,7 +37,7 @@ class Run(Displayable):
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._listeners: list[Callable[[dict[str, float]], None]] = []
+        self._listeners = Listeners[dict[str, float]](self.path.name)
         self._records: list[dict[str, float]] | None = None
 
     # --- identity ---
@@ -58,40 +59,36 @@ class Run(Displayable):
         """
         file = self.path / "run.json"
         wanted = json.loads(dump_json(fingerprint, "the run's fingerprint"))
-        if file.exists():
-            try:
-                about = json.loads(file.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                if not resume:
-                    return False
-                raise RunError(
-                    f"{file} is damaged ({error}); give another folder, or resume=False to start anew"
-                ) from error
-            if not isinstance(about, dict) or about.get("format") != _FORMAT or "fingerprint" not in about:
-                raise RunError(f"{file} is not the file of a run; give an empty or new folder")
-            if about.get("version", 0) > _VERSION:
-                raise RunError(f"{file} was written by a newer version ({about['version']} > {_VERSION}); upgrade")
+        if not file.exists():
+            if self.path.exists() and (not self.path.is_dir() or set(self.path.iterdir()) - self._unfinished_claims()):
+                raise RunError(f"{self.path} must be an empty or new folder, but it holds something other than a run")
+            return False
+        try:
+            about = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             if not resume:
                 return False
-            if about.get("version", 0) < _VERSION:
-                version = importlib.metadata.version("agentfly_kit")
-                raise RunError(
-                    f"{file} was written by agentfly_kit 0.1, and agentfly_kit {version} cannot continue it, because "
-                    "it names settings differently; give another folder, or resume=False to replace what is there"
-                )
-            known = about["fingerprint"]
-            if known != wanted:
-                lines = "\n".join(_differences(known, wanted))
-                raise RunMismatch(
-                    f"{self.path} holds a run with other settings:\n{lines}\n"
-                    "give the run another folder, or resume=False to replace what is there"
-                )
-            return True
-        if self.path.exists() and (
-            not self.path.is_dir() or any(p not in self._unfinished_claims() for p in self.path.iterdir())
-        ):
-            raise RunError(f"{self.path} has something in it that is no run; give an empty or new folder")
-        return False
+            raise RunError(f"{file} is damaged ({error}); use another folder, or resume=False to start over") from error
+        if not isinstance(about, dict) or about.get("format") != _FORMAT or "fingerprint" not in about:
+            raise RunError(f"{file} is not the file of a run; use an empty or new folder")
+        version = about.get("version", 0)
+        if version > _VERSION:
+            raise RunError(f"{file} was written by a newer version ({version} > {_VERSION}); upgrade agentfly_kit")
+        if not resume:
+            return False
+        if version < _VERSION:
+            own = importlib.metadata.version("agentfly_kit")
+            raise RunError(
+                f"{file} was written by agentfly_kit 0.1, and agentfly_kit {own} cannot continue it, because it names "
+                "settings differently; use another folder, or resume=False to replace the run"
+            )
+        if about["fingerprint"] != wanted:
+            lines = "\n".join(_differences(about["fingerprint"], wanted))
+            raise RunMismatch(
+                f"{self.path} holds a run with other settings:\n{lines}\n"
+                "use another folder, or resume=False to replace the run"
+            )
+        return True
 
     def claim(self, fingerprint: dict[str, Any], *, resume: bool) -> bool:
         """Claim the folder for a run; an existing run that is not continued is deleted.
@@ -109,11 +106,8 @@ class Run(Displayable):
         """
         if self.check(fingerprint, resume=resume):
             return True
-        about = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "fingerprint": json.loads(dump_json(fingerprint, "the fingerprint")),
-        }
+        about = {"format": _FORMAT, "version": _VERSION, "fingerprint": fingerprint}
+        text = dump_json(about, "the run's fingerprint")
         try:
             for name in ("rollouts", "checkpoint", "checkpoint.before", "checkpoint.new"):
                 shutil.rmtree(self.path / name, ignore_errors=True)
@@ -121,15 +115,15 @@ class Run(Displayable):
             for file in (self.path / "steps.jsonl", *self._unfinished_claims()):
                 file.unlink(missing_ok=True)
         except OSError as error:
-            raise RunError(f"{self.path} cannot be made a run's folder ({error})") from error
+            raise RunError(f"{self.path} cannot be prepared for a run ({error})") from error
         with atomic_write(self.path / "run.json") as out:
-            out.write(json.dumps(about, indent=1))
+            out.write(json.dumps(json.loads(text), indent=1))
         self._records = []
         return False
 
-    def _unfinished_claims(self) -> list[Path]:
+    def _unfinished_claims(self) -> set[Path]:
         """Return temporary files of a `claim` that was killed."""
-        return list(self.path.glob(".run.json.*.tmp")) if self.path.is_dir() else []
+        return set(self.path.glob(".run.json.*.tmp"))
 
     def invalidate(self) -> None:
         """Discard the cached records, because another process has written new ones."""
@@ -157,44 +151,28 @@ class Run(Displayable):
         return self._records
 
     def append(self, record: dict[str, float]) -> None:
-        """Write the record of a step and notify the listeners.
-
-        Args:
-            record: Metrics of the step.
-
-        Raises:
-            RunError: If it cannot be written.
-        """
-        self.write(record)
-        self.notify(record)
-
-    def write(self, record: dict[str, float]) -> None:
-        """Write the record of a step.
-
-        Args:
-            record: Metrics of the step.
+        """Write the record of a step, a flat dict of metrics. Does not notify the listeners.
 
         Raises:
             RunError: If it cannot be written.
         """
         line = dump_json(record, f"step {record.get('step')}")
+        file = self.path / "steps.jsonl"
         self.records.append(record)
         try:
-            with (self.path / "steps.jsonl").open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            with file.open("a", encoding="utf-8") as out:
+                out.write(line + "\n")
         except OSError as error:
             self.records.pop()
-            raise RunError(f"{self.path / 'steps.jsonl'} could not be written ({error})") from error
+            raise RunError(f"{file} could not be written ({error})") from error
 
     def notify(self, record: dict[str, float]) -> None:
-        """Call the listeners with a record. If one raises, warn and continue with the others."""
-        for listener in list(self._listeners):
-            try:
-                listener(record)
-            except Exception as error:
-                import warnings
+        """Pass a record to the callbacks of `subscribe`. If one raises, warn and continue with the others."""
+        self._listeners.notify(record)
 
-                warnings.warn(f"a listener of {self.path.name} raised {type(error).__name__}: {error}", stacklevel=2)
+    def subscribe(self, callback: Callable[[dict[str, float]], object]) -> Callable[[], None]:
+        """Register a callback that receives each new record. Returns a function that removes it."""
+        return self._listeners.subscribe(callback)
 
     def truncate(self, steps: int) -> None:
         """Delete all records after the first `steps`, which the checkpoint does not include, and an incomplete line."""
@@ -205,24 +183,6 @@ class Run(Displayable):
             with atomic_write(file) as out:
                 out.write(text)
         self._records = kept
-
-    def subscribe(self, callback: Callable[[dict[str, float]], None]) -> Callable[[], None]:
-        """Register a callback that receives each new record.
-
-        Args:
-            callback: Function of a record.
-
-        Returns:
-            A function that removes the callback.
-        """
-        listeners = self._listeners  # do not capture self: the returned function must not keep the run alive
-        listeners.append(callback)
-
-        def unsubscribe() -> None:
-            if callback in listeners:
-                listeners.remove(callback)
-
-        return unsubscribe
 
     # --- rollouts ---
 
@@ -281,44 +241,14 @@ class Run(Displayable):
     def verify(self, checkpoint: Path) -> None:
         """Verify the checksums of a checkpoint.
 
-        Args:
-            checkpoint: Folder of the checkpoint.
-
         Raises:
             RunError: If a file is missing or damaged; it names the first.
         """
-        try:
-            sums = json.loads((checkpoint / "done").read_text(encoding="utf-8"))
-        except ValueError:
-            return  # written by a version without checksums
+        sums = json.loads((checkpoint / "done").read_text(encoding="utf-8"))
         for name, wanted in sums.items():
             file = checkpoint / name
             if not file.exists() or _digest(file) != wanted:
-                raise RunError(f"{file} cannot be read (it is not what was written: the file is damaged)")
-
-    @staticmethod
-    @contextlib.contextmanager
-    def atomic_write_bytes(path: Path) -> Iterator[Any]:
-        """Open a binary file that replaces `path` only after all of its content is on the disk.
-
-        Args:
-            path: File to write.
-
-        Raises:
-            RunError: If it cannot be written.
-        """
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except (OSError, RuntimeError) as error:
-            raise RunError(f"{path} could not be written ({error})") from error
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+                raise RunError(f"{file} cannot be read (its content is damaged)")
 
     def figure(self, *names: str) -> Any:
         """Plot recorded metrics with plotly, for a publication. For live curves use `widgets.TrainView`.

@@ -34,11 +34,7 @@ class TaskSampler:
         self._difficulties = _difficulties(tasks, difficulty)
 
     def sample(self, index: int) -> list[Task]:
-        """Return the tasks of an iteration. Each pass over all tasks has its own order.
-
-        Args:
-            index: Index of the iteration.
-        """
+        """Return the tasks of an iteration. Each pass over all tasks has its own order."""
         count, size = len(self._tasks), self._size
         out: list[Task] = []
         for position in range(index * size, (index + 1) * size):
@@ -46,9 +42,7 @@ class TaskSampler:
             if place == 0 or not out:
                 generator = torch.Generator().manual_seed(seeds.derive(self._seed, "tasks", turn))
                 order = torch.randperm(count, generator=generator).tolist()
-                order.sort(
-                    key=self._difficulties.__getitem__
-                )  # the sort is stable, so tasks of equal difficulty stay shuffled
+                order.sort(key=self._difficulties.__getitem__)  # stable: tasks of equal difficulty stay shuffled
             out.append(self._tasks[order[place]])
         return out
 
@@ -84,8 +78,11 @@ def _difficulties(tasks: Sequence[Task], difficulty: str | Callable[[Task], floa
             value = task.fields[difficulty]
         else:
             known = ", ".join(task.fields) or "none"
-            raise SettingsError(f"difficulty={difficulty!r}: task {task.id!r} has no such field (its fields: {known})")
+            raise SettingsError(
+                f"difficulty must be a field of every task, got {difficulty!r}, which task {task.id!r} lacks "
+                f"(its fields: {known})"
+            )
         if not isinstance(value, numbers.Real) or not math.isfinite(float(value)):
-            raise SettingsError(f"difficulty: task {task.id!r} has {value!r}; give a finite number")
+            raise SettingsError(f"difficulty must be a finite number, got {value!r} for task {task.id!r}")
         out.append(float(value))
     return out

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from agents import call, played, tasks
-from test_trainer import SMALL
+from test_trainer import SMALL, TASKS, learner, small
 
 from agentfly_kit import advantages, filters
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.batch.collate import collate
 from agentfly_kit.errors import BatchError, EmptyBatch, SettingsError, ToolError
+from agentfly_kit.ppo import PPOConfig, adamw, ppo_step
+from agentfly_kit.rewards import reward
 from agentfly_kit.tools.tool import tool
+from agentfly_kit.trainer.loop import train
+from agentfly_kit.trainer.run_dir import Run
+from agentfly_kit.types import Trajectory
 
 
 async def rolled(rewards: list[list[float | None]]) -> Rollout:
@@ -102,7 +109,7 @@ async def test_invalid_filters_are_rejected() -> None:
         collate(rollout, filters=[yes])
     with pytest.raises(SettingsError, match="filter odd"):
         SMALL.replace(filters=[odd])
-    with pytest.raises(SettingsError, match="give a list of functions"):
+    with pytest.raises(SettingsError, match="filters must be a list of functions"):
         SMALL.replace(filters=filters.equal_rewards)
     with pytest.raises(SettingsError, match="tokens must be at least 1"):
         filters.overlong(0)
@@ -112,3 +119,68 @@ async def test_invalid_filters_are_rejected() -> None:
         collate(rollout, filters=[filters.overlong(1)])
     assert isinstance(caught.value, BatchError)
     assert len(caught.value.dropped) == 2
+
+
+# --- in the loop ---------------------------------------------------------------------------------
+
+
+def short(trajectory: Trajectory) -> str | None:
+    return "too short" if int(trajectory.action_mask.sum()) < 6 else None
+
+
+async def test_the_loop_says_what_it_left_out_and_why(tmp_path: Path) -> None:
+    @reward
+    def even(trajectory: Any, final: str | None) -> float | None:
+        return None if trajectory.chain == 3 and trajectory.task.id == TASKS[0].id else float(trajectory.chain % 2)
+
+    policy = learner()
+    config = SMALL.replace(steps=4, filters=[short, filters.equal_rewards], save_rollouts=True)
+    run = train(small(policy, reward=even), policy, TASKS, config, run=tmp_path / "run")
+    with pytest.warns(UserWarning, match="unscored|nothing was left") as said:
+        steps = [step async for step in run]
+    assert all("unscored" in str(w.message) or "nothing was left" in str(w.message) for w in said)
+    seen = {reason for step in steps for t in step.rollout or () if (reason := t.dropped)}
+    assert "too short" in seen
+    for step in steps:
+        assert step.rollout is not None
+        frame = step.rollout.to_frame()
+        counts = frame["dropped"].value_counts().to_dict()
+        assert step.record["dropped"] == sum(counts.values())
+        assert {k[9:]: v for k, v in step.record.items() if k.startswith("dropped: ")} == counts
+        if step.stats is not None:
+            assert step.stats.dropped == counts
+            assert step.stats.rows == len(step.rollout) - sum(counts.values())
+        assert Run(tmp_path / "run").rollout(step.step) == step.rollout
+        unscored = frame["reward"].isna()
+        assert set(frame[unscored]["dropped"]) <= {"unscored (no reward said a number)"}
+
+
+async def test_a_step_with_nothing_left_makes_no_update_and_the_run_goes_on() -> None:
+    @reward
+    def same(final: str | None) -> float:
+        return 1.0
+
+    policy = learner()
+    before = policy.fingerprint()
+    run = train(small(policy, reward=same), policy, TASKS, SMALL.replace(steps=2, filters=[filters.equal_rewards]))
+    with pytest.warns(UserWarning, match=r"step [12]: nothing was left to train on \(12 equal rewards\); no update"):
+        steps = [step async for step in run]
+    assert [s.stats for s in steps] == [None, None]
+    assert [s.record["updates"] for s in steps] == [0, 0]
+    assert [s.record["dropped: equal rewards"] for s in steps] == [12, 12]
+    assert policy.fingerprint() == before
+    assert not any(math.isnan(v) for s in steps for v in s.record.values())
+
+
+async def test_filtered_rows_are_in_no_denominator() -> None:
+    """The step on what is left is the step on a rollout that never had the others."""
+    policy = learner()
+    rollout = await small(policy).rollout(TASKS[:4], 4)
+    kept = Rollout.from_trajectories(t for t in rollout if short(t) is None)
+    assert 0 < len(kept) < len(rollout)
+    results = []
+    for batch in (collate(rollout, advantages.grpo, filters=[short]), collate(kept, advantages.grpo)):
+        twin = policy.copy()
+        stats = ppo_step(twin, adamw(twin), batch, PPOConfig(minibatch=4))
+        results.append((twin.fingerprint(), stats.loss))
+    assert results[0] == results[1]

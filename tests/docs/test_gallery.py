@@ -49,7 +49,11 @@ rollout = await agent.rollout(tasks.train[:8], group_size=4)
 mixed = [g for g in rollout.groups if len({t.reward for t in g}) > 1]
 called = next(t for t in rollout.trajectories if t.tool_calls)
 stats = af.ppo_step(
-    policy, af.adamw(policy, lr=3e-4), af.collate(mixed[0], advantages=af.advantages.grpo), epochs=2, detail=True
+    policy,
+    af.adamw(policy, lr=3e-4),
+    af.collate(mixed[0], advantages=af.advantages.grpo),
+    af.PPOConfig(epochs=2),
+    detail=True,
 )
 
 @af.reward

@@ -152,8 +152,8 @@ def test_our_settings_reproduce_trls_loss(name: str, tmp_path: Path) -> None:
     theirs.backward()
     wanted = torch.cat([p.grad.flatten().clone() for p in policy.model.parameters()])
     kept = Kept(policy)
-    options = bridge.step_options(args) | {"max_grad_norm": None}
-    stats = ppo_step(policy, kept, batch, old_logprobs="engine", micro_tokens=60, **options)
+    step = bridge.ppo_config(args).replace(max_grad_norm=None, old_logprobs="engine", micro_tokens=60)
+    stats = ppo_step(policy, kept, batch, step)
     assert stats.loss == pytest.approx(float(theirs), abs=1e-6)
     torch.testing.assert_close(kept.seen[0], wanted, rtol=1e-4, atol=1e-6)
 
@@ -176,7 +176,7 @@ def test_settings_without_a_counterpart_are_refused_by_name(tmp_path: Path) -> N
         ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, "sequence"),
     ):
         with pytest.raises(SettingsError, match=said):
-            bridge.step_options(config(tmp_path, **options))
+            bridge.ppo_config(config(tmp_path, **options))
     with pytest.raises(SettingsError, match="scale_rewards"):
         bridge.advantage(config(tmp_path, scale_rewards="batch"))
     uneven = made(agents.random_policy(3), 4)

@@ -19,8 +19,8 @@ from agentfly_kit.batch.collate import collate
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.errors import AlignmentError, BatchError, SettingsError, TrainingError
 from agentfly_kit.policy.policy import Policy
-from agentfly_kit.ppo import adamw, objective, ppo_step, ppo_step_async, step
-from agentfly_kit.ppo.old_logprobs import _probe_rows
+from agentfly_kit.ppo import PPOConfig, adamw, ppo_step, ppo_step_async, step
+from agentfly_kit.ppo.inputs import _probe_rows
 from agentfly_kit.types import Sampling, Task, Trajectory, Turn
 
 TASK = Task("t", ({"role": "user", "content": "?"},))
@@ -75,7 +75,8 @@ def moved(policy: Policy, batch: Batch, **options: Any) -> Tensor:
     """All weights after a step of plain gradient descent, from the same start; its own policy is left alone."""
     twin = policy.copy()
     options.setdefault("max_grad_norm", None)
-    ppo_step(twin, torch.optim.SGD(list(twin.parameters()), lr=1.0), batch, **options)
+    seed = options.pop("seed", 0)
+    ppo_step(twin, torch.optim.SGD(list(twin.parameters()), lr=1.0), batch, PPOConfig(**options), seed=seed)
     return torch.cat([p.detach().flatten() for p in twin.parameters()])
 
 
@@ -154,7 +155,10 @@ def test_the_step_is_its_definition(options: dict[str, float]) -> None:
     twin = policy.copy()
     sgd = torch.optim.SGD(list(twin.parameters()), lr=1.0)
     stats = ppo_step(
-        twin, sgd, batch, max_grad_norm=None, old_logprobs="engine", **({"clip": 0.2, "value_coef": 0.0} | options)
+        twin,
+        sgd,
+        batch,
+        PPOConfig(max_grad_norm=None, old_logprobs="engine", **{"clip": 0.2, "value_coef": 0.0} | options),
     )  # type: ignore[arg-type]
     torch.testing.assert_close(weights(policy) - weights(twin), flat, atol=2e-5, rtol=1e-4)
     assert stats.loss == pytest.approx(float(loss), abs=1e-5)
@@ -173,49 +177,14 @@ def test_the_step_is_its_definition(options: dict[str, float]) -> None:
         assert stats.kl_reference == pytest.approx(float(kl_ref), abs=1e-5)
 
 
-def test_gradients_stop_at_the_mask_and_go_through_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = random_policy(0)
-    batch = batch_of(policy, stale=0.1)
-    seen: dict[str, Tensor] = {}
-    real = Policy.logits
-
-    def watch(self: Policy, hidden: Tensor) -> Tensor:
-        logits = real(self, hidden)
-        if logits.requires_grad:
-            logits.retain_grad()
-            seen["logits"] = logits
-        return logits
-
-    embedded: list[Tensor] = []
-
-    def keep(module: Any, given: Any, out: Tensor) -> Tensor:
-        if out.requires_grad:
-            out.retain_grad()
-            embedded.append(out)
-        return out
-
-    monkeypatch.setattr(Policy, "logits", watch)
-    handle = policy.model.get_input_embeddings().register_forward_hook(keep)
-    ppo_step(policy, torch.optim.SGD(list(policy.parameters()), lr=0.0), batch, old_logprobs="engine")
-    handle.remove()
-    # Logits are made at the positions that predict a sampled token and nowhere else.
-    assert seen["logits"].shape[0] == int(batch.mask.sum())
-    context = 0.0
-    for out in embedded:
-        assert out.grad is not None
-        context += float(out.grad.abs().sum())
-    assert context > 0
-    prompts = embedded[-1].grad[:, :2]  # type: ignore[index]
-    assert (prompts.abs().sum((1, 2)) > 0).all(), "what was read changes what is written"
-
-
 @pytest.mark.parametrize("how", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed", "trajectory_mean"])
 def test_what_the_result_does_not_depend_on(how: Any) -> None:
     policy = random_policy(0)
     batch = batch_of(policy, stale=0.1)
-    options: dict[str, Any] = {"aggregate": how, "old_logprobs": "engine"} | (
-        {"denominator": 9.0} if how == "fixed" else {}
-    )
+    options: dict[str, Any] = {
+        "aggregate": {"how": how, "denominator": 9.0} if how == "fixed" else how,
+        "old_logprobs": "engine",
+    }
     wanted = moved(policy, batch, **options)
     size = float((wanted - weights(policy)).abs().max())
     assert size > 1e-4
@@ -266,11 +235,11 @@ def test_leaving_out_rows_without_advantage_is_exact(
         twin = policy.copy()
         # Plain descent: Adam would divide the rounding of a small gradient by itself.
         sgd = torch.optim.SGD(list(twin.parameters()), lr=0.1)
-        stats = ppo_step(twin, sgd, batch, old_logprobs="engine", aggregate=how, **options)
+        stats = ppo_step(twin, sgd, batch, PPOConfig(old_logprobs="engine", aggregate=how, **options))
         return weights(twin), stats
 
     left_out, some = go()
-    monkeypatch.setattr(objective.Objective, "only_advantage", property(lambda self: False))
+    monkeypatch.setattr(step, "_only_advantage", lambda *args: False)
     run_all, every = go()
     torch.testing.assert_close(left_out, run_all, atol=5e-7, rtol=0)  # the last bits of weights of about 2
     assert some.updates == every.updates
@@ -279,17 +248,29 @@ def test_leaving_out_rows_without_advantage_is_exact(
     assert some.loss == pytest.approx(every.loss, abs=1e-6)
 
 
+def test_rows_without_advantage_have_an_entropy_bonus() -> None:
+    policy = random_policy(0)
+    batch = flat_half(policy)
+    quiet = dataclasses.replace(batch, advantages=torch.where(batch.mask, 0.0, math.nan))
+    bonus = [
+        moved(policy, given, old_logprobs="engine", entropy_coef=coef) - weights(policy)
+        for given, coef in ((batch, 0.1), (batch, 0.0), (quiet, 0.1))
+    ]
+    torch.testing.assert_close(bonus[0] - bonus[1], bonus[2], atol=3e-6, rtol=0)
+    assert float(bonus[2].abs().max()) > 1e-4
+
+
 def test_when_a_target_ends_the_step_does_not_depend_on_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = random_policy(0)
     batch = flat_half(policy)
 
     def updates(target: float) -> int:
         twin = policy.copy()
-        return ppo_step(twin, adamw(twin, 3e-3), batch, epochs=10, minibatch=4, target_kl=target).updates
+        return ppo_step(twin, adamw(twin, 3e-3), batch, PPOConfig(epochs=10, minibatch=4, target_kl=target)).updates
 
     targets = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
     left_out = [updates(t) for t in targets]
-    monkeypatch.setattr(objective.Objective, "only_advantage", property(lambda self: False))
+    monkeypatch.setattr(step, "_only_advantage", lambda *args: False)
     assert left_out == [updates(t) for t in targets]
     assert len(set(left_out)) > 1
 
@@ -298,7 +279,7 @@ def test_a_minibatch_without_signal_still_moves_by_its_moments() -> None:
     policy = random_policy(0)
     batch = flat_half(policy)
     optimizer = adamw(policy, 1e-3)
-    stats = ppo_step(policy, optimizer, batch, minibatch=1, epochs=1, old_logprobs="engine")
+    stats = ppo_step(policy, optimizer, batch, PPOConfig(minibatch=1, epochs=1, old_logprobs="engine"))
     assert stats.updates == 8
     assert policy.version == 8
     assert {float(s["step"]) for s in optimizer.state.values()} == {8.0}
@@ -309,7 +290,10 @@ def test_a_batch_in_which_no_row_has_an_advantage() -> None:
     batch = batch_of(policy)
     before = weights(policy)
     stats = ppo_step(
-        policy, adamw(policy), batch.replace(advantages=torch.zeros_like(batch.advantages)), old_logprobs="engine"
+        policy,
+        adamw(policy),
+        batch.replace(advantages=torch.zeros_like(batch.advantages)),
+        PPOConfig(old_logprobs="engine"),
     )
     assert torch.equal(weights(policy), before)
     assert stats.loss == 0
@@ -331,13 +315,13 @@ def test_old_logprobs_are_the_engines_only_while_they_are_fresh() -> None:
     assert stats.sampler_gap == pytest.approx(0.3, abs=1e-3)
     assert stats.approx_kl == pytest.approx(0, abs=1e-6), "recomputed, so the first ratio is 1"
     twin = policy.copy()
-    stats = ppo_step(twin, adamw(twin, 1e-9), off, old_logprobs="engine")
+    stats = ppo_step(twin, adamw(twin, 1e-9), off, PPOConfig(old_logprobs="engine"))
     assert stats.approx_kl > 0.03
     stale = policy.copy()
     stale.version = 1
     stats = ppo_step(stale, adamw(stale, 1e-9), exact, detail=True)
     assert stats.approx_kl == pytest.approx(0, abs=1e-6)
-    with pytest.raises(BatchError, match="sampled at policy version 2 and this policy is at 0"):
+    with pytest.raises(BatchError, match="sampled at policy version 2, but this policy is at version 0"):
         ppo_step(policy, adamw(policy), batch_of(stale))
 
 
@@ -372,13 +356,13 @@ async def test_a_good_token_becomes_more_probable_and_a_bad_one_less() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"epochs": 0}, SettingsError, "epochs=0"),
-        ({"minibatch": 0}, SettingsError, "minibatch=0"),
-        ({"loss": "best"}, SettingsError, "loss='best'"),
-        ({"old_logprobs": "new"}, SettingsError, "old_logprobs='new'"),
+        ({"epochs": 0}, SettingsError, "epochs must be at least 1, got 0"),
+        ({"minibatch": 0}, SettingsError, "minibatch must be at least 1, got 0"),
+        ({"loss": "best"}, SettingsError, "loss must be one of .* got 'best'"),
+        ({"old_logprobs": "new"}, SettingsError, "old_logprobs must be one of .*, got 'new'"),
         ({"kl_coef": 0.1}, SettingsError, "needs reference="),
-        ({"kl_coef": -0.1}, SettingsError, "kl_coef=-0.1"),
-        ({"entropy_coef": -0.1}, SettingsError, "entropy_coef=-0.1"),
+        ({"kl_coef": -0.1}, SettingsError, "kl_coef must be at least 0"),
+        ({"entropy_coef": -0.1}, SettingsError, "entropy_coef must be at least 0"),
         ({"aggregate": "mean"}, SettingsError, "mean"),
         ({"aggregate": "fixed"}, SettingsError, "denominator"),
         ({"clip": -1.0}, SettingsError, "clip"),
@@ -388,7 +372,7 @@ def test_options_that_cannot_be(options: dict[str, Any], error: type[Exception],
     policy = random_policy(0)
     batch, before = batch_of(policy), weights(policy)
     with pytest.raises(error, match=says):
-        ppo_step(policy, adamw(policy), batch, **options)
+        ppo_step(policy, adamw(policy), batch, PPOConfig(**options))
     assert torch.equal(weights(policy), before)
     assert policy.version == 0
 
@@ -401,42 +385,26 @@ async def test_a_batch_of_another_tokenizer_of_the_same_size_is_refused(monkeypa
     assert other.chat.token_texts([first]) == policy.chat.token_texts([first])
     decode = other.chat._token_text
     monkeypatch.setattr(other.chat, "_token_text", lambda token: "<another>" if token == first else decode(token))
-    with pytest.raises(BatchError, match=rf"the token id {first} was '.*' when .* and is '<another>' to this policy"):
+    with pytest.raises(BatchError, match=rf"token id {first} was '.*' when .* but is '<another>' for this policy"):
         ppo_step(other, adamw(other), batch)
 
 
-def test_the_probe_looks_at_the_longest_row() -> None:
-    """Eight of many rows are probed; the one where a wrong history shows most is always one of them."""
-    policy = random_policy(0)
-    batch = join([batch_of(policy) for _ in range(3)])
-    longest = int(batch.lengths.argmax())
-    wrong = batch.logprobs.clone()
-    wrong[longest] -= 0.01
-    stats = ppo_step(policy, adamw(policy, 1e-9), dataclasses.replace(batch, logprobs=wrong))
-    assert stats.sampler_gap == pytest.approx(0.01, abs=1e-4)
-    assert stats.approx_kl == pytest.approx(0, abs=1e-6), "recomputed"
-    alone = batch.mask & (torch.arange(len(batch)) == int(batch.lengths.argmin()))[:, None]
-    stats = ppo_step(policy.copy(), adamw(policy, 1e-9), batch.replace(mask=alone))
-    assert 0 < stats.sampler_gap < 1e-4, "rows without a trained token are not probed"
-
-
-@pytest.mark.parametrize("minibatch", [None, 2])
-def test_a_probe_compares_eight_rows_and_recomputing_all_of_them(minibatch: int | None) -> None:
-    """Also where the first update runs the whole batch. A row recorded wrongly is found only if it is probed."""
+def test_a_probe_compares_eight_rows_and_recomputing_all_of_them() -> None:
+    """A row that was recorded incorrectly is found only if it is probed; the longest always is."""
     policy = random_policy(0)
     batch = join([batch_of(policy) for _ in range(3)])
     assert len(batch) > 8
-    for row in range(len(batch)):
+    assert int(batch.lengths.argmax()) in _probe_rows(batch)
+    for row in range(0, len(batch), 3):
         wrong = batch.logprobs.clone()
         wrong[row] -= 0.01
         given = dataclasses.replace(batch, logprobs=wrong)
-        options: dict[str, Any] = {"minibatch": minibatch, "epochs": 1}
         twin = policy.copy()
-        stats = ppo_step(twin, adamw(twin, 1e-9), given, **options)
+        stats = ppo_step(twin, adamw(twin, 1e-9), given)
         probed = row in set(_probe_rows(batch).tolist())
         assert stats.sampler_gap == pytest.approx(0.01 if probed else 0, abs=1e-4)
         twin = policy.copy()
-        stats = ppo_step(twin, adamw(twin, 1e-9), given, old_logprobs="recompute", **options)
+        stats = ppo_step(twin, adamw(twin, 1e-9), given, PPOConfig(old_logprobs="recompute"))
         assert stats.sampler_gap == pytest.approx(0.01, abs=1e-4)
 
 
@@ -446,10 +414,12 @@ def test_a_stale_batch_is_refused_unless_it_is_allowed() -> None:
     policy.version += 64
     ppo_step(policy, adamw(policy, 1e-9), batch)
     before = weights(policy).clone()
-    with pytest.raises(BatchError, match=r"the batch is stale: .* version 0 and this policy is at 65, .* max_lag=None"):
+    with pytest.raises(
+        BatchError, match=r"the batch is stale: .* version 0, more than max_lag=64 .* version 65; .* max_lag=None"
+    ):
         ppo_step(policy, adamw(policy, 1e-9), batch)
     assert torch.equal(weights(policy), before)
-    assert ppo_step(policy, adamw(policy, 1e-9), batch, max_lag=None, correction="token").updates == 1
+    assert ppo_step(policy, adamw(policy, 1e-9), batch, PPOConfig(max_lag=None, correction="token")).updates == 1
 
 
 def test_batches_that_cannot_be() -> None:
@@ -457,7 +427,7 @@ def test_batches_that_cannot_be() -> None:
     batch = batch_of(policy)
     with pytest.raises(BatchError, match="has no advantages"):
         ppo_step(policy, adamw(policy), collate(batch.trajectories))
-    with pytest.raises(BatchError, match="an advantage is infinite"):
+    with pytest.raises(BatchError, match="advantages must be finite"):
         ppo_step(policy, adamw(policy), batch.replace(advantages=torch.full_like(batch.advantages, math.inf)))
     for name, value, says in (
         ("mask", batch.mask.float() * 0.5, r"mask must be a bool tensor, got torch\.float32"),
@@ -475,7 +445,7 @@ def test_batches_that_cannot_be() -> None:
         with pytest.raises(AlignmentError, match=says):
             ppo_step(policy, adamw(policy), batch.replace(**{name: value}))
     batch.ids[0, 0] = 400
-    with pytest.raises(BatchError, match="token id 400 and the policy a vocabulary of 400"):
+    with pytest.raises(BatchError, match=r"token ids must be below 400, .* got 400"):
         ppo_step(policy, adamw(policy), batch)
 
 
@@ -497,7 +467,7 @@ def test_a_step_that_diverges_keeps_the_weights_of_the_last_update(at: int, monk
 
         monkeypatch.setattr(step, "clip_and_step", stop)
         with pytest.raises(KeyboardInterrupt):
-            ppo_step(wanted, adamw(wanted), batch, minibatch=2)
+            ppo_step(wanted, adamw(wanted), batch, PPOConfig(minibatch=2))
         monkeypatch.undo()
     calls = 0
     real_clip = torch.nn.utils.clip_grad_norm_
@@ -510,8 +480,10 @@ def test_a_step_that_diverges_keeps_the_weights_of_the_last_update(at: int, monk
         return real_clip(parameters, *args)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", explode)
-    with pytest.raises(TrainingError, match=f"at policy version {at}: the weights are those before this update"):
-        ppo_step(policy, adamw(policy), batch, minibatch=2)
+    with pytest.raises(
+        TrainingError, match=f"got nan at policy version {at}; the weights are those before this update"
+    ):
+        ppo_step(policy, adamw(policy), batch, PPOConfig(minibatch=2))
     assert torch.equal(weights(policy), weights(wanted))
     assert policy.version == at
     assert bool(torch.isfinite(weights(policy)).all())
@@ -531,8 +503,8 @@ async def test_cancelling_leaves_the_weights_at_an_update_however_often_it_is_do
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "clip_and_step", noting)
-        ppo_step(twin, adamw(twin), batch, minibatch=1, epochs=20)
-    going = asyncio.create_task(ppo_step_async(policy, adamw(policy), batch, minibatch=1, epochs=20))
+        ppo_step(twin, adamw(twin), batch, PPOConfig(minibatch=1, epochs=20))
+    going = asyncio.create_task(ppo_step_async(policy, adamw(policy), batch, PPOConfig(minibatch=1, epochs=20)))
     while policy.version < 3:
         await asyncio.sleep(0)
     for _ in range(5):
@@ -559,8 +531,8 @@ async def test_the_async_step_is_the_step() -> None:
     policy = random_policy(0)
     batch = batch_of(policy)
     twin = policy.copy()
-    a = ppo_step(policy, adamw(policy), batch, minibatch=3, epochs=2, seed=4)
-    b = await ppo_step_async(twin, adamw(twin), batch, minibatch=3, epochs=2, seed=4)
+    a = ppo_step(policy, adamw(policy), batch, PPOConfig(minibatch=3, epochs=2), seed=4)
+    b = await ppo_step_async(twin, adamw(twin), batch, PPOConfig(minibatch=3, epochs=2), seed=4)
     assert a == b
     assert torch.equal(weights(policy), weights(twin))
 
@@ -576,7 +548,7 @@ def test_the_seed_orders_the_minibatches() -> None:
 def test_target_kl_ends_the_epochs() -> None:
     policy = random_policy(0)
     batch = batch_of(policy)
-    stats = ppo_step(policy, adamw(policy, 3e-2), batch, epochs=20, minibatch=4, target_kl=0.05)
+    stats = ppo_step(policy, adamw(policy, 3e-2), batch, PPOConfig(epochs=20, minibatch=4, target_kl=0.05))
     assert stats.stopped_early
     assert 1 < stats.updates < 40
     assert stats.approx_kl > 0.01

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,12 +9,13 @@ from typing import Any
 import agents
 import pytest
 import torch
+from processes import run_two
 from test_ppo_more import Kept, judged, made
 
 from agentfly_kit.batch.batch import Batch
-from agentfly_kit.errors import BatchError, SettingsError
+from agentfly_kit.errors import BatchError
 from agentfly_kit.policy.policy import Policy
-from agentfly_kit.ppo import adamw, gather, ppo_step
+from agentfly_kit.ppo import PPOConfig, adamw, gather, ppo_step
 
 pytest.importorskip("accelerate")
 
@@ -44,12 +42,16 @@ def run(accelerator: Any = None) -> dict[str, Any]:
         batch = batch.replace(ref_logprobs=batch.logprobs - 0.1)
         kept = Kept(policy)
         stats = ppo_step(
-            policy, kept, batch, old_logprobs="engine", max_grad_norm=None, accelerator=accelerator, **options
+            policy,
+            kept,
+            batch,
+            PPOConfig(old_logprobs="engine", max_grad_norm=None, **options),
+            accelerator=accelerator,
         )
         numbers = {n: getattr(stats, n) for n in NUMBERS} | {"updates": stats.updates, "stopped": stats.stopped_early}
         out[name] = {"gradients": torch.stack(kept.seen), "numbers": numbers}
     policy, batch = prepared()
-    ppo_step(policy, adamw(policy, 1e-3), batch, minibatch=4, accelerator=accelerator)
+    ppo_step(policy, adamw(policy, 1e-3), batch, PPOConfig(minibatch=4), accelerator=accelerator)
     out["weights"] = torch.cat([p.detach().flatten() for p in policy.parameters()])
     if accelerator is not None:
         # Each process has rows of its own, and all of them step on all rows.
@@ -58,11 +60,9 @@ def run(accelerator: Any = None) -> dict[str, Any]:
         assert len(together) == 16 and len(together.groups.unique()) == 4
         mine = slice(8 * accelerator.process_index, 8 * accelerator.process_index + 8)
         assert torch.equal(together.logprobs[mine][together.mask[mine]], half.logprobs[half.mask])
-        ppo_step(policy, adamw(policy), together, old_logprobs="engine", accelerator=accelerator)
-        with pytest.raises(SettingsError, match=r"loss='clip_cov' is computed over .* several processes"):
-            ppo_step(policy, adamw(policy), together, loss="clip_cov", accelerator=accelerator)
+        ppo_step(policy, adamw(policy), together, PPOConfig(old_logprobs="engine"), accelerator=accelerator)
         with pytest.raises(BatchError, match="gather"):
-            ppo_step(policy, adamw(policy), half, old_logprobs="engine", accelerator=accelerator)
+            ppo_step(policy, adamw(policy), half, PPOConfig(old_logprobs="engine"), accelerator=accelerator)
     return out
 
 
@@ -76,38 +76,8 @@ def child(folder: Path) -> None:
 
 
 def test_two_processes_make_the_step_of_one(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    here = Path(__file__).resolve().parent
-    shared = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "ACCELERATE_USE_CPU": "true",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join([str(here), str(here.parent), *sys.path[1:]]),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), str(tmp_path)],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        alone = run()
-        said = [process.communicate(timeout=200)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
-    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    alone = run()
+    ranks = run_two(Path(__file__).resolve(), tmp_path)
     for name in CASES:
         for rank in ranks:
             got, wanted = rank[name], alone[name]

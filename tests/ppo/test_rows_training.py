@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import math
 import random
@@ -17,11 +16,10 @@ from torch import Tensor
 
 from agentfly_kit import advantages
 from agentfly_kit.agent.chain_editing import Chain
-from agentfly_kit.batch.batch import Batch, join
 from agentfly_kit.batch.collate import collate
 from agentfly_kit.errors import AlignmentError, BatchError, RunMismatch, SettingsError
 from agentfly_kit.policy.policy import Policy
-from agentfly_kit.ppo.micro_batch import minibatches
+from agentfly_kit.ppo.inputs import minibatches
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.loop import TrainRun, train
 from agentfly_kit.types import Task, Trajectory, Turn
@@ -211,18 +209,11 @@ def test_the_tokens_of_other_authors_get_no_gradient() -> None:
     plan: Plan = [[("task", 2), ("WHITE", 3), ("BLACK", 4), ("WHITE", 2)], [("hook", 2), ("BLACK", 3), ("WHITE", 1)]]
     t = trajectory(policy, plan)
     parts = [
-        gradient(policy, collate([t], [1.5], authors=who), aggregate="fixed", denominator=7.0)[0]
+        gradient(policy, collate([t], [1.5], authors=who), aggregate={"how": "fixed", "denominator": 7.0})[0]
         for who in ("WHITE", "BLACK", ("WHITE", "BLACK"))
     ]
     agents.assert_same_gradient(parts[0] + parts[1], parts[2])
     assert float((parts[0] - parts[2]).abs().max()) > 1e-3
-
-
-def test_joined_batches_keep_trajectories_apart() -> None:
-    a, b = collate(folded(None, seed=2), advantages.grpo), collate(folded(None, seed=3), advantages.grpo)
-    both = join([a, b])
-    assert len(both.trajectory_index.unique()) == len(a.trajectory_index.unique()) + len(b.trajectory_index.unique())
-    assert both.rows == (*a.rows, *b.rows)
 
 
 # --- the step against its definition -------------------------------------------------------------
@@ -272,8 +263,7 @@ def brute(policy: Policy, given: list[Trajectory], how: str, clip: float = 0.2) 
 
 
 def options_of(how: str) -> dict[str, Any]:
-    options = AGGREGATES[how]
-    return {"aggregate": {"how": how.split()[0], **options} if " " in how else how} | ({} if " " in how else options)
+    return {"aggregate": {"how": how.split()[0], **AGGREGATES[how]}}
 
 
 @pytest.mark.parametrize("how", AGGREGATES)
@@ -290,38 +280,6 @@ def test_the_gradient_over_folded_rows_is_that_of_the_definition(how: str) -> No
     assert stats.reward_mean == pytest.approx(sum(t.reward or 0 for t in given) / len(given))
 
 
-def test_rows_may_stand_in_any_order_and_any_width() -> None:
-    """Of the trajectories, of a trajectory's rows, and with any padding."""
-    policy = agents.random_policy(6)
-    seed = 11
-    given = folded(policy, seed=5)
-    batch = collate(given, advantages.grpo)
-    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
-    mixed = permuted(batch, order)
-    wide = permuted(batch, torch.arange(len(batch)), pad=9)
-    shuffled = collate(random.Random(seed).sample(given, len(given)), advantages.grpo)
-    for how in ("token_mean", "trajectory_mean"):
-        wanted, _ = gradient(policy, batch, aggregate=how)
-        for other in (mixed, wide, shuffled):
-            got, _ = gradient(policy, other, aggregate=how, micro_tokens=50)
-            agents.assert_same_gradient(got, wanted, f"{how}, seed {seed}")
-
-
-def permuted(batch: Batch, order: Tensor, pad: int = 0) -> Batch:
-    import dataclasses
-
-    changes: dict[str, Any] = {}
-    for f in dataclasses.fields(batch):
-        value = getattr(batch, f.name)
-        if isinstance(value, Tensor):
-            value = value[order]
-            if pad and value.ndim == 2:
-                fill: Any = math.nan if value.is_floating_point() else False if value.dtype == torch.bool else 0
-                value = torch.cat([value, value.new_full((len(value), pad), fill)], 1)
-            changes[f.name] = value
-    return dataclasses.replace(batch, trajectories=tuple(batch.trajectories[i] for i in order.tolist()), **changes)
-
-
 @pytest.mark.parametrize("size", [1, 3, 5, None])
 def test_an_update_has_whole_trajectories(size: int | None) -> None:
     batch = collate(folded(None, seed=6, count=11), advantages.grpo)
@@ -336,28 +294,6 @@ def test_an_update_has_whole_trajectories(size: int | None) -> None:
     batch = collate(folded(policy, seed=6, count=11), advantages.grpo)
     _, stats = gradient(policy, batch, minibatch=size, epochs=2)
     assert stats.updates == 2 * len(found)
-
-
-def test_each_sampled_token_has_its_multiplicity_and_no_more() -> None:
-    """It is trained in the row in which it was sampled, once, and in no other."""
-    given = folded(None, seed=7)
-    batch = collate(given, advantages.grpo)
-    trained = collections.Counter(
-        (t.id, int(turn))
-        for t, row, mask in zip(batch.trajectories, batch.rows, batch.mask, strict=True)
-        for turn in row.turn_index[mask[: len(row)].numpy()]
-    )
-    assert trained == collections.Counter(
-        {(t.id, i): len(turn.ids or ()) for t in given for i, turn in enumerate(t.turns) if turn.sampled}
-    )
-
-
-def test_an_unknown_aggregate_is_refused() -> None:
-    policy = agents.random_policy(3)
-    batch = collate(folded(policy, count=4), advantages.grpo)
-    for wrong in ("mean", {"how": "trajectory_mean", "counts": "rows"}, {"count": "rows"}):
-        with pytest.raises(SettingsError, match=r"aggregate=.*give one of 'token_mean'"):
-            gradient(policy, batch, aggregate=wrong)
 
 
 # --- advantages a token, over folds --------------------------------------------------------------
@@ -581,12 +517,6 @@ def forget_the_question(chain: Chain) -> None:
         chain.compact([{"role": "user", "content": "?"}, *said])
 
 
-def forget_the_call(chain: Chain) -> None:
-    """Another task: what the result is. It is asked in words that the shipped policy takes for a question."""
-    if chain.turn.kind == "observation" and chain.turn.row == 0:
-        chain.compact([{"role": "user", "content": f"What is {chain.turn.messages[0]['content']}?"}])
-
-
 async def test_it_learns_with_folds(tmp_path: Path) -> None:
     """The call, which stands in the first row, is learned from a reward that is won in the second."""
     policy = agents.fresh()
@@ -595,15 +525,6 @@ async def test_it_learns_with_folds(tmp_path: Path) -> None:
     records = (await train(agent, policy, agents.tasks(64), config, run=tmp_path)).records
     assert records[0]["success"] < 0.4 and records[-1]["success"] > 0.7, [r["success"] for r in records]
     assert records[0]["rows"] < 1.6 and records[-1]["rows"] > 1.8, [r["rows"] for r in records]
-
-
-@pytest.mark.real
-async def test_it_learns_what_to_do_in_another_context(tmp_path: Path) -> None:
-    policy = agents.fresh()
-    agent = agents.agent(policy, before_turn=forget_the_call)
-    records = (await train(agent, policy, agents.tasks(64), run=tmp_path)).records
-    first, last = records[0]["success"], sum(r["success"] for r in records[-5:]) / 5
-    assert first < 0.1 and last > 0.5, [r["success"] for r in records]
 
 
 async def test_another_hook_is_another_run(tmp_path: Path) -> None:
@@ -619,33 +540,9 @@ def fold_with_text(chain: Chain) -> None:
         chain.compact(f"The calculator says {chain.turn.messages[0]['content']}.")
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"aggregate": "trajectory_mean"},
-        {"aggregate": {"how": "trajectory_mean", "count": "rows"}},
-        {"advantage_per": "row"},
-        {"authors": "policy"},
-        {"advantage": "reinforce_plus_plus"},
-        {"advantage": "reinforce_plus_plus_baseline"},
-        {"kl_coef": 0.01, "kl_in": "reward"},
-    ],
-    ids=repr,
-)
-async def test_every_setting_takes_folded_rows(tmp_path: Path, more: dict[str, Any]) -> None:
-    run = await run_of(tmp_path, hook=fold_with_text, steps=1, tasks_per_step=2, **more)
+async def test_settings_of_rows_reach_the_batch_and_the_step(tmp_path: Path) -> None:
+    aggregate = {"how": "trajectory_mean", "count": "rows"}
+    settings: dict[str, Any] = {"steps": 1, "tasks_per_step": 2, "advantage_per": "row", "authors": "policy"}
+    run = await run_of(tmp_path, hook=fold_with_text, aggregate=aggregate, **settings)
     assert run.records[0]["rows"] > 1
     assert math.isfinite(run.records[0]["policy_loss"])
-
-
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        ({"advantage_per": "task"}, "advantage_per='task': give one of 'trajectory', 'row'"),
-        ({"aggregate": {"how": "mean"}}, "give one of 'token_mean'"),
-        ({"advantage_per": "row", "kl_in": "reward", "kl_coef": 0.1}, "a chain pays as a whole"),
-    ],
-)
-def test_settings_that_contradict_each_other(more: dict[str, Any], says: str) -> None:
-    with pytest.raises(SettingsError, match=says):
-        small(**more)

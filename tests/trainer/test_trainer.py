@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import dice
 import pytest
 import torch
 from agents import agent, exact, fresh, scripted, tasks
-from paths import TESTS
 
 from agentfly_kit import advantages
 from agentfly_kit.agent.agent import Agent
@@ -92,7 +85,7 @@ async def test_an_iteration_keeps_to_its_budgets_and_a_run_without_them_has_none
         start(tmp_path / "run", config=config.replace(budget=None))
     plain = start(tmp_path / "plain", config=SMALL)
     assert not {"budget", "group_budget"} & set(plain.fingerprint["config"])
-    with pytest.raises(SettingsError, match=r"budget=9: give an af\.Budget"):
+    with pytest.raises(SettingsError, match=r"budget must be an af\.Budget"):
         TrainConfig(budget=9)  # type: ignore[arg-type]
 
 
@@ -143,15 +136,6 @@ async def leave(run: TrainRun, how: str, after: int) -> None:
         async for step in run:
             if step.step == after:
                 break
-    elif how == "exception":
-
-        async def loop() -> None:
-            async for step in run:
-                if step.step == after:
-                    raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            await loop()
     elif how == "stop":
         async for step in run:
             if step.step == after:
@@ -160,7 +144,7 @@ async def leave(run: TrainRun, how: str, after: int) -> None:
         raise AssertionError(how)
 
 
-@pytest.mark.parametrize("how", ["break", "exception", "stop"])
+@pytest.mark.parametrize("how", ["break", "stop"])
 @pytest.mark.parametrize("same_policy", [True, False])
 async def test_the_same_call_goes_on_to_the_same_bits(
     how: str, same_policy: bool, tmp_path: Path, whole: tuple[str, list[dict[str, float]]]
@@ -176,11 +160,10 @@ async def test_the_same_call_goes_on_to_the_same_bits(
     assert numbers(again) == whole[1]
 
 
-@pytest.mark.parametrize("how", ["break", "exception"])
-async def test_the_same_handle_goes_on_too(how: str, whole: tuple[str, list[dict[str, float]]]) -> None:
+async def test_the_same_handle_goes_on_too(whole: tuple[str, list[dict[str, float]]]) -> None:
     policy = learner()
     run = start(None, policy)
-    await leave(run, how, 2)
+    await leave(run, "break", 2)
     assert [step.step async for step in run] == [3, 4]
     assert policy.fingerprint() == whole[0]
     assert numbers(run) == whole[1]
@@ -244,29 +227,6 @@ async def test_cancelled_in_the_middle_of_a_step(
     assert numbers(Run(tmp_path / "run")) == numbers(again)
 
 
-async def test_random_interrupts_change_nothing(tmp_path: Path, whole: tuple[str, list[dict[str, float]]]) -> None:
-    import random
-
-    seed = dice.seed()
-    rng = random.Random(seed)
-    policy = learner()
-    for _ in range(40):
-        run = start(tmp_path / "run", policy)
-        going = asyncio.create_task(run._run_to_end())
-        await asyncio.wait([going], timeout=rng.random() * 0.4)
-        if going.done():
-            going.result()
-            break
-        for _ in range(rng.randrange(1, 4)):
-            going.cancel()
-            await asyncio.sleep(rng.random() * 0.01)
-        await asyncio.wait([going])
-    else:
-        run = await start(tmp_path / "run", policy)
-    assert policy.fingerprint() == whole[0], f"seed {seed}"
-    assert numbers(run) == whole[1], f"seed {seed}"
-
-
 async def test_a_finished_run_is_replayed_and_trains_nothing(
     tmp_path: Path, whole: tuple[str, list[dict[str, float]]]
 ) -> None:
@@ -296,44 +256,6 @@ async def test_fewer_checkpoints_continue_from_the_last_one(
     assert policy.fingerprint() == whole[0]
 
 
-SCRIPT = """
-    import asyncio, sys
-    from pathlib import Path
-    sys.path[:0] = {tests!r}
-    import test_trainer as t
-
-    async def go():
-        policy = t.learner()
-        run = t.start(Path({run!r}), policy)
-        async for step in run:
-            print("step", step.step, flush=True)
-        print("weights", policy.fingerprint(), flush=True)
-
-    asyncio.run(go())
-"""
-
-
-def test_killed_and_run_again(tmp_path: Path, whole: tuple[str, list[dict[str, float]]]) -> None:
-    script = textwrap.dedent(SCRIPT.format(tests=[str(TESTS), str(Path(__file__).parent)], run=str(tmp_path / "run")))
-    command = [sys.executable, "-c", script]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    for line in child.stdout:
-        if line == "step 2\n":
-            break
-    time.sleep(0.05)  # somewhere in the third
-    os.kill(child.pid, signal.SIGKILL)
-    child.stdout.close()
-    child.wait()
-    policy = learner()
-
-    async def go() -> TrainRun:
-        return await start(tmp_path / "run", policy)
-
-    assert numbers(asyncio.run(go())) == whole[1]
-    assert policy.fingerprint() == whole[0]
-
-
 async def test_a_disk_that_fills_up_keeps_the_last_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: tuple[str, list[dict[str, float]]]
 ) -> None:
@@ -353,14 +275,6 @@ async def test_a_disk_that_fills_up_keeps_the_last_step(
     assert [s.step async for s in again] == [1, 2, 3, 4]
     assert policy.fingerprint() == whole[0]
     assert numbers(again) == whole[1]
-
-
-async def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
-    policy = learner()
-    await leave(start(tmp_path / "run", policy), "break", 1)
-    (tmp_path / "run" / "checkpoint" / "state.pt").write_bytes(b"not this")
-    with pytest.raises(RunError, match=r"(?s)state\.pt cannot be read .*resume=False starts the run anew"):
-        await start(tmp_path / "run", policy)
 
 
 # --- the same run or another ---------------------------------------------------------------------
@@ -466,7 +380,7 @@ async def test_one_loop_a_run() -> None:
     run = start()
     going = asyncio.create_task(run._run_to_end())
     await asyncio.sleep(0.02)
-    with pytest.raises(SettingsError, match="already being awaited somewhere else"):
+    with pytest.raises(SettingsError, match="already being awaited elsewhere"):
         await run
     going.cancel()
     await asyncio.wait([going])
@@ -485,7 +399,7 @@ def plus_one(rewards: Any, groups: Any) -> torch.Tensor:
         {"advantage": "gae"},
         {"advantage": "gae", "truncated": "bootstrap"},
         {"advantage": "rloo"},
-        {"advantage": "dr_grpo", "aggregate": "fixed", "denominator": 8.0},
+        {"advantage": "dr_grpo", "aggregate": {"how": "fixed", "denominator": 8.0}},
         {"advantage": "reinforce_plus_plus"},
         {"advantage": "reinforce_plus_plus_baseline"},
         {"advantage": plus_one},
@@ -532,7 +446,7 @@ async def test_rollouts_can_be_kept(tmp_path: Path) -> None:
 def test_a_pass_goes_from_easy_to_hard_and_shuffles_within_a_level() -> None:
     level = {t.id: i // 4 for i, t in enumerate(TASKS)}
     run = start(config=SMALL.replace(difficulty=lambda task: level[task.id]))
-    passes = [[t.id for i in range(4 * k, 4 * k + 4) for t in run._task_sampler.sample(i)] for k in range(6)]
+    passes = [[t.id for i in range(4 * k, 4 * k + 4) for t in run._sampler.task_sampler.sample(i)] for k in range(6)]
     for one in passes:
         assert sorted(one) == sorted(t.id for t in TASKS)
         assert [level[i] for i in one] == [0] * 4 + [1] * 4 + [2] * 4
@@ -540,11 +454,11 @@ def test_a_pass_goes_from_easy_to_hard_and_shuffles_within_a_level() -> None:
 
 
 def test_a_difficulty_that_a_task_lacks_is_named() -> None:
-    with pytest.raises(SettingsError, match=r"difficulty='masks': task .* has no such field \(its fields: answer\)"):
+    with pytest.raises(SettingsError, match=r"got 'masks', which task .* lacks \(its fields: answer\)"):
         start(config=SMALL.replace(difficulty="masks"))
-    with pytest.raises(SettingsError, match=r"difficulty: task .* has None; give a finite number"):
+    with pytest.raises(SettingsError, match="difficulty must be a finite number, got None"):
         start(config=SMALL.replace(difficulty=lambda task: None))  # type: ignore[arg-type,return-value]
-    with pytest.raises(SettingsError, match="give a finite number"):
+    with pytest.raises(SettingsError, match="difficulty must be a finite number"):
         start(config=SMALL.replace(difficulty="answer"))  # a text
 
 
@@ -563,11 +477,11 @@ async def test_a_bar_shows_the_steps_and_goes(capsys: pytest.CaptureFixture[str]
 
 def test_each_pass_takes_every_task_once() -> None:
     run = start(config=SMALL.replace(tasks_per_step=5))
-    drawn = [t.id for i in range(12) for t in run._task_sampler.sample(i)]
+    drawn = [t.id for i in range(12) for t in run._sampler.task_sampler.sample(i)]
     passes = [drawn[i : i + 12] for i in range(0, 60, 12)]
     assert all(sorted(p) == sorted(t.id for t in TASKS) for p in passes)
     assert len({tuple(p) for p in passes}) == 5
-    assert [t.id for t in run._task_sampler.sample(7)] == drawn[35:40]
+    assert [t.id for t in run._sampler.task_sampler.sample(7)] == drawn[35:40]
 
 
 # --- what is refused -----------------------------------------------------------------------------
@@ -576,18 +490,18 @@ def test_each_pass_takes_every_task_once() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"steps": 0}, "steps=0"),
-        ({"group_size": 0}, "group_size=0"),
-        ({"epochs": 0}, "epochs=0"),
-        ({"minibatch": 0}, "minibatch=0"),
-        ({"advantage": "best"}, "advantage='best': give one of grpo"),
-        ({"lr": 0.0}, "lr=0.0: give a positive number"),
-        ({"lr": float("nan")}, "lr=nan"),
-        ({"entropy_coef": -0.1}, "entropy_coef=-0.1"),
-        ({"kl_coef": -0.1}, "kl_coef=-0.1"),
-        ({"truncated": "drop"}, "truncated='drop'"),
-        ({"loss": "best"}, "loss='best'"),
-        ({"aggregate": "mean"}, "aggregate='mean'"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"max_kl": 0.0}, "max_kl must be above 0"),
+        ({"overlap": 2}, "overlap must be one of 0, 1, got 2"),
+        ({"old_logprobs": "newest"}, "old_logprobs must be one of"),
+        ({"advantage": "best"}, "advantage must be one of 'grpo'"),
+        ({"lr": 0.0}, "lr must be a positive number, got 0.0"),
+        ({"lr": float("nan")}, "lr must be a positive number, got nan"),
+        ({"refill": 2}, "refill=2 needs filters="),
+        ({"refill": -1}, "refill must be at least 0"),
+        ({"truncated": "drop"}, "truncated must be one of"),
+        ({"advantage_per": "task"}, "advantage_per must be one of 'trajectory', 'row'"),
+        ({"advantage_per": "row", "kl_in": "reward", "kl_coef": 0.1}, "summed over a chain"),
     ],
 )
 def test_configs_are_checked_where_they_are_made(options: dict[str, Any], says: str) -> None:
@@ -597,15 +511,15 @@ def test_configs_are_checked_where_they_are_made(options: dict[str, Any], says: 
 
 def test_runs_that_cannot_be_are_refused_at_once() -> None:
     policy = learner()
-    with pytest.raises(TaskError, match="no task to train on"):
+    with pytest.raises(TaskError, match="at least one task"):
         train(small(policy), policy, [], SMALL)
     with pytest.raises(SettingsError, match="value_head=True"):
         train(small(policy), policy, TASKS, SMALL.replace(advantage="gae"))
     with pytest.raises(SettingsError, match="needs eval_tasks="):
         train(small(policy), policy, TASKS, SMALL.replace(evaluate_every=1))
-    with pytest.raises(SettingsError, match="has no reward, so there is nothing to learn from"):
+    with pytest.raises(SettingsError, match="has no reward to learn from"):
         train(small(policy, reward=None), policy, TASKS, SMALL)
-    with pytest.raises(SettingsError, match="another policy than the one that is trained"):
+    with pytest.raises(SettingsError, match="must sample from the policy that is trained"):
         train(small(policy), learner(), TASKS, SMALL)
     with pytest.raises(SettingsError, match="temperature"):
         train(small(policy, sampling=Sampling(temperature=0)), policy, TASKS, SMALL)
@@ -650,16 +564,6 @@ async def test_a_step_that_diverges_says_where_the_good_ones_are(
     monkeypatch.undo()
     await run
     assert policy.fingerprint() == whole[0]
-
-
-async def test_many_unscored_chains_are_said() -> None:
-    @reward
-    def sometimes(trajectory: Any) -> float | None:
-        return None if trajectory.chain == 0 else float(trajectory.chain)
-
-    with pytest.warns(UserWarning, match=r"step 1: 25% of the chains were unscored"):
-        run = await start(config=SMALL.replace(steps=1), reward=sometimes)
-    assert run.records[0]["unscored"] == 0.25
 
 
 async def test_the_event_loop_goes_on_while_it_trains() -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import run_two
 from test_trainer import SMALL, TASKS, digits, numbers, small
 from test_trainer import learner as fresh_learner
 
@@ -89,44 +87,9 @@ def child(folder: Path) -> None:
     accelerator.end_training()
 
 
-def together(program: Path, folder: Path) -> list[dict[str, Any]]:
-    """Run a program as two processes of one group; what each of them saved."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    here = Path(__file__).resolve().parent
-    shared = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "ACCELERATE_USE_CPU": "true",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join([str(here), str(here.parent), *sys.path[1:]]),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(folder)],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=200)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
-
-
 @pytest.mark.real  # about 30 cpu seconds, most of them imports in two more processes
 def test_two_processes_train_the_run_of_one(tmp_path: Path) -> None:
-    ranks = together(Path(__file__).resolve(), tmp_path)
+    ranks = run_two(Path(__file__).resolve(), tmp_path)
     for name in CASES:
         alone = asyncio.run(trained(name, tmp_path / f"alone {name}"))
         for rank in ranks:

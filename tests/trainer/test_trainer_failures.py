@@ -22,9 +22,9 @@ import torch
 from paths import TESTS
 from test_trainer import SMALL, learner, leave, numbers, start
 
-from agentfly_kit.errors import BatchError, RunError, SettingsError, TrainingError
+from agentfly_kit.errors import BatchError, RunError, TrainingError
 from agentfly_kit.rewards import reward
-from agentfly_kit.trainer import run_dir
+from agentfly_kit.trainer import checkpoint, run_dir
 from agentfly_kit.trainer.run_dir import Run
 
 FOLDERS = [str(TESTS), str(Path(__file__).parent)]
@@ -49,7 +49,7 @@ async def test_a_rate_that_destroys_the_policy_is_said_and_undone(tmp_path: Path
     policy = learner()
     run = start(tmp_path / "run", policy, SMALL.replace(lr=0.1))
     with pytest.raises(
-        TrainingError, match=r"step \d: it moved the policy by [\d.e+]+ nats a token \(more than"
+        TrainingError, match=r"step \d: the update moved the policy by [\d.e+]+ nats per token, more than"
     ) as said:
         await run
     assert "Try a smaller lr than 0.1, target_kl=0.05, or fewer epochs" in str(said.value)
@@ -58,32 +58,6 @@ async def test_a_rate_that_destroys_the_policy_is_said_and_undone(tmp_path: Path
     assert policy.fingerprint() == learner().fingerprint(), "a first batch without signal may have moved nothing"
     kept = start(tmp_path / "kept", learner(), SMALL.replace(lr=0.1, max_kl=None))
     assert max([s.record.get("approx_kl", 0.0) async for s in kept]) > 10
-    with pytest.raises(SettingsError, match="max_kl=0"):
-        SMALL.replace(max_kl=0.0)
-
-
-async def test_weights_that_overflow_are_said_and_undone(tmp_path: Path) -> None:
-    policy = learner()
-    with pytest.raises(TrainingError, match=r"step \d: the gradient is nan .*Try a smaller lr"):
-        await start(tmp_path / "run", policy, SMALL.replace(lr=1e30))
-    assert policy.fingerprint() == learner().fingerprint()
-
-
-async def test_a_step_that_diverges_later_goes_back_to_the_step_before(
-    tmp_path: Path, whole: tuple[str, list[dict[str, float]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = learner()
-    run = start(tmp_path / "run", policy)
-    await leave(run, "break", 2)
-    good = policy.fingerprint()
-    real = type(run)._learning_rates
-    monkeypatch.setattr(type(run), "_learning_rates", lambda self, index: [0.3 for _ in real(self, index)])
-    with pytest.raises(TrainingError, match=r"step 3: it moved the policy.*steps 1 to 2 are kept"):
-        await run
-    assert policy.fingerprint() == good
-    monkeypatch.undo()
-    await run
-    assert policy.fingerprint() == whole[0]
 
 
 async def test_an_infinite_reward_fails_its_chain_and_not_the_run() -> None:
@@ -112,42 +86,6 @@ def script(body: str, **names: Any) -> list[str]:
     return [sys.executable, "-c", head + textwrap.dedent(body).format(**names)]
 
 
-def test_a_disk_that_is_really_full(tmp_path: Path, whole: tuple[str, list[dict[str, float]]]) -> None:
-    """The kernel refuses to write: a file may not grow beyond a limit that a checkpoint exceeds."""
-    policy = learner()
-    asyncio.run(leave(start(tmp_path / "run", policy), "break", 2))
-    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    size = (tmp_path / "run" / "checkpoint" / "state.pt").stat().st_size
-    body = """
-        import resource, signal
-        async def go():
-            policy = t.learner()
-            run = t.start(Path({run!r}), policy)
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY))
-            try:
-                await run
-            except t.RunError as error:
-                print("said:", error)
-        asyncio.run(go())
-    """
-    done = subprocess.run(
-        script(body, run=str(tmp_path / "run"), limit=size // 2), capture_output=True, text=True, timeout=120
-    )
-    assert "said: no checkpoint could be written to" in done.stdout, done.stdout + done.stderr
-    assert "the last one is kept" in done.stdout
-    after = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    changed = {p.name for p in before.keys() | after.keys() if before.get(p) != after.get(p)}
-    assert changed <= {"steps.jsonl"}, changed
-    policy = learner()
-
-    async def on() -> Any:
-        return await start(tmp_path / "run", policy)
-
-    assert numbers(asyncio.run(on())) == whole[1]
-    assert policy.fingerprint() == whole[0]
-
-
 def damaged(folder: Path, how: str) -> None:
     file = folder / "state.pt"
     data = bytearray(file.read_bytes())
@@ -169,9 +107,7 @@ async def test_a_damaged_checkpoint_is_named_and_the_one_before_it_goes_on(
     await leave(start(tmp_path / "run", learner()), "break", 3)
     folder = tmp_path / "run" / "checkpoint"
     damaged(folder, how)
-    said = (
-        r"state\.pt cannot be read \(.*\); delete .*checkpoint to go on from the checkpoint before it, or resume=False"
-    )
+    said = r"state\.pt cannot be read \(.*\); delete .*checkpoint to continue from the checkpoint before it, or resume"
     policy = learner()
     with pytest.raises(RunError, match=said):
         await start(tmp_path / "run", policy)
@@ -188,7 +124,7 @@ async def test_a_newer_checkpoint_asks_for_an_upgrade(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoint"
     state = torch.load(folder / "state.pt", weights_only=True)
     torch.save(state | {"version": 7}, folder / "state.pt")
-    (folder / "done").write_text("whole\n")
+    (folder / "done").write_text("{}")
     with pytest.raises(RunError, match=r"a newer version \(7 > 1\); upgrade agentfly_kit; delete .*checkpoint"):
         await start(tmp_path / "run", learner())
 
@@ -213,7 +149,7 @@ async def test_weights_are_on_the_disk_before_they_take_their_place(
         pass
     monkeypatch.setattr(run_dir.os, "fsync", fsync)
     monkeypatch.setattr(run_dir.os, "replace", replace)
-    run._save_checkpoint(1)
+    checkpoint.save(run.run, run.policy, run._optimizer, run._state)
     assert order == [
         "sync /checkpoint.new/state.pt",
         "sync /checkpoint.new/done",

@@ -14,9 +14,9 @@ import torch
 from test_trainer import SMALL, learner, numbers, start
 
 from agentfly_kit.engines.local.engine import LocalEngine
-from agentfly_kit.errors import RunMismatch, SettingsError, TrainingError
+from agentfly_kit.errors import TrainingError
 from agentfly_kit.trainer import loop
-from agentfly_kit.trainer.loop import TrainRun
+from agentfly_kit.trainer.rollouts import RolloutSampler
 from agentfly_kit.trainer.run_dir import Run
 
 AHEAD = SMALL.replace(overlap=1)
@@ -41,9 +41,9 @@ async def test_each_rollout_but_the_first_is_one_iteration_old(monkeypatch: pyte
     batches: list[Any] = []
     real = loop.ppo_step_async
 
-    def watching(p: Any, optimizer: Any, batch: Any, **options: Any) -> Any:
-        batches.append((p.version, batch, options["old_logprobs"]))
-        return real(p, optimizer, batch, **options)
+    def watching(p: Any, optimizer: Any, batch: Any, config: Any, **options: Any) -> Any:
+        batches.append((p.version, batch, config.old_logprobs))
+        return real(p, optimizer, batch, config, **options)
 
     monkeypatch.setattr(loop, "ppo_step_async", watching)
     run = start(None, policy, AHEAD)
@@ -71,7 +71,7 @@ async def test_it_really_runs_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None
     seen: list[int] = []
 
     def sampled() -> int:
-        return 0 if run._prefetch_agent is None else run._prefetch_agent.engine.sampled  # type: ignore[attr-defined]
+        return 0 if run._sampler._prefetch_agent is None else run._sampler._prefetch_agent.engine.sampled  # type: ignore[attr-defined]
 
     async def held(*given: Any, **options: Any) -> Any:
         for _ in range(1000):
@@ -95,7 +95,7 @@ async def test_a_correction_takes_the_weights_before_the_update_as_old(monkeypat
     real = loop.ppo_step_async
 
     def watching(*given: Any, **options: Any) -> Any:
-        olds.append((options["old_logprobs"], options["correction"]))
+        olds.append((given[3].old_logprobs, given[3].correction))
         return real(*given, **options)
 
     monkeypatch.setattr(loop, "ppo_step_async", watching)
@@ -135,7 +135,7 @@ async def test_without_what_was_sampled_ahead_it_goes_on_all_the_same(tmp_path: 
     folder = tmp_path / "run" / "checkpoint"
     assert (folder / "ahead.jsonl").exists()
     (folder / "ahead.jsonl").unlink()
-    (folder / "done").write_text("whole\n")
+    (folder / "done").write_text("{}")
     run = start(tmp_path / "run", learner(), AHEAD)
     seen = [step async for step in run]
     assert [s.step for s in seen] == [1, 2, 3, 4]
@@ -187,16 +187,16 @@ async def test_a_step_that_fails_ends_the_rollout_ahead(tmp_path: Path, monkeypa
 
 
 async def test_a_rollout_ahead_that_fails_is_sampled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = TrainRun._sample
+    real = RolloutSampler._sample
     failed: list[int] = []
 
-    async def failing(self: TrainRun, index: int, agent: Any) -> Any:
+    async def failing(self: RolloutSampler, index: int, agent: Any) -> Any:
         if agent is not self.agent and not failed:
             failed.append(index)
             raise OSError("the network went away")
         return await real(self, index, agent)
 
-    monkeypatch.setattr(TrainRun, "_sample", failing)
+    monkeypatch.setattr(RolloutSampler, "_sample", failing)
     run = start(tmp_path / "run", learner(), AHEAD)
     with pytest.warns(UserWarning, match=r"the chains of step 2, sampled ahead, failed \(OSError: the network"):
         seen = [step async for step in run]
@@ -218,14 +218,3 @@ async def test_pause_and_stop_reach_the_rollout_ahead(tmp_path: Path) -> None:
     again.resume()
     await waiting
     assert len(Run(tmp_path / "run").records) == 4
-
-
-async def test_overlap_is_a_setting_of_the_run(tmp_path: Path) -> None:
-    async for _ in start(tmp_path / "run", learner(), AHEAD):
-        break
-    with pytest.raises(RunMismatch, match=r"config\.overlap: was 1, now 0"):
-        start(tmp_path / "run", learner(), SMALL)
-    with pytest.raises(SettingsError, match="overlap=2"):
-        SMALL.replace(overlap=2)
-    with pytest.raises(SettingsError, match="old_logprobs='newest'"):
-        SMALL.replace(old_logprobs="newest")

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from test_trainer import SMALL, learner, numbers, start
 
-from agentfly_kit import filters
-from agentfly_kit.errors import SettingsError
 from agentfly_kit.types import Group
 
 
@@ -60,10 +58,3 @@ async def test_what_is_sampled_hangs_on_the_iteration_alone(tmp_path: Path) -> N
     again = await start(tmp_path / "parts", learner(), REFILL)
     assert numbers(again) == numbers(first)
     assert again.policy.fingerprint() == first.policy.fingerprint()
-
-
-def test_settings_that_cannot_be() -> None:
-    with pytest.raises(SettingsError, match=r"refill=2 with 0 filters: give .*af.filters.equal_rewards"):
-        SMALL.replace(refill=2)
-    with pytest.raises(SettingsError, match="refill=-1"):
-        SMALL.replace(refill=-1, filters=[filters.equal_rewards])

@@ -1,0 +1,153 @@
+"""Settings of a PPO step, validated on construction."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self, TypeAlias, get_args
+
+from torch import Tensor
+
+from agentfly_kit import losses
+from agentfly_kit.errors import SettingsError
+from agentfly_kit.ppo.policy_loss import LossName, PolicyLoss
+
+Aggregate: TypeAlias = losses.AggregateMode | Mapping[str, Any]
+Correction: TypeAlias = Literal["token", "sequence"] | Mapping[str, Any]
+
+
+def check_choice(config: Any, name: str, *choices: object) -> None:
+    """Raise a SettingsError if a setting is none of the choices."""
+    if (value := getattr(config, name)) not in choices:
+        raise SettingsError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_at_least(config: Any, minimum: int, *names: str) -> None:
+    """Raise a SettingsError if a setting is below the minimum, or NaN. None is accepted."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value >= minimum:
+            raise SettingsError(f"{name} must be at least {minimum}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig:
+    """Settings of `ppo_step`. `TrainConfig` inherits them.
+
+    Args:
+        loss: Policy loss: the name of a function in `af.losses`, or a function (logprobs, old_logprobs, advantages,
+            mask) -> (B, T), such as functools.partial(af.losses.cispo, bounds="upper"). A custom function is called on
+            the complete rows of one micro-batch at a time. `af.losses.clip_cov` and `kl_cov` are rejected, because they
+            need the whole minibatch.
+        aggregate: How per-token losses are reduced to one number: a mode of `af.losses.aggregate`, or a dict of the
+            mode under "how" and its options, such as {"how": "trajectory_mean", "count": "rows"} or {"how": "fixed",
+            "denominator": 512.0}. Sequence means and sequence losses treat each row as a sequence, even if a trajectory
+            has several.
+        clip: Clip range of the probability ratio below 1. None is the default of the loss (0.2 for "ppo"). This and the
+            next two settings are rejected if `loss` is a function; bind them with functools.partial.
+        clip_high: Clip range of the probability ratio above 1 (clip-higher of DAPO). None is the default of the loss:
+            for "ppo", the same as `clip`.
+        dual_clip: Bound on the loss of a token with a negative advantage A: at most dual_clip * |A|; must be above 1.
+            None sets no bound.
+        value_coef: Coefficient of the value loss. Used if the policy has a value head and the batch has returns.
+        value_clip: Range, in units of reward, within which the value loss clips a new value around the value before the
+            update. None does not clip.
+        kl_coef: Coefficient of the KL penalty towards the reference policy. 0 uses no reference.
+        kl_kind: Estimator of the KL in the loss and in the statistics: "k1", "abs", "k2", "k3" or "k3+"; see
+            `af.losses.kl`.
+        kl_in: "loss" adds the KL penalty to the loss. "reward" means that it is subtracted from the rewards before
+            advantages are computed, as the "k1" estimate per token (see `shaped_rewards`; an outcome estimator sees the
+            sum over the chain). `train` does this; `ppo_step` only reports the KL then.
+        kl_weighted: Whether to multiply the KL of each token by its probability ratio to the old policy. The estimate
+            and its gradient are then unbiased for samples of the old policy (`use_bias_correction_kl` in TRL). Without
+            it, the estimator is valid only for samples of the current policy. Applies to kl_in="loss".
+        entropy_coef: Coefficient of the entropy bonus, which is subtracted from the loss. 0 adds none.
+        epochs: Number of passes over the batch.
+        minibatch: Number of trajectories per update, each with all of its rows. None uses all of them.
+        micro_tokens: Number of padded tokens per forward pass. It bounds memory and changes nothing else. None is the
+            default of the policy: 1,536 on a CPU, 32,768 on a GPU.
+        max_grad_norm: Norm to which gradients are clipped before each update. None does not clip.
+        target_kl: Limit of the approximate KL between the old and the new policy, in nats per token: once an update
+            exceeds it, the step ends before the next minibatch. None sets no limit.
+        old_logprobs: Logprobs in the denominator of the probability ratio. "engine" uses those of the sampler,
+            "recompute" those of the policy before the first update. "auto" uses those of the sampler if all tokens come
+            from the current policy version and the logprobs agree with the policy's to 1e-4 in up to eight rows, spread
+            over the batch and including the longest; otherwise it recomputes. Such a probe detects an engine that
+            computes differently, but not a single row that was recorded incorrectly; "recompute" compares all rows. The
+            largest difference over the compared rows is `stats.sampler_gap`.
+        correction: Importance weights p_old / p_sampler of the tokens: "token", "sequence", or a dict of options of
+            `af.losses.importance_weights`, such as {"level": "sequence", "cap": 5.0, "beyond": "mask"}. For tokens
+            sampled under top-p, top-k or min-p it is required, and p_sampler is renormalized to the kept probability
+            mass. None applies none.
+        max_lag: Maximum age of a token, in updates since it was sampled. A batch with an older token is rejected,
+            because it says little about the current policy. None accepts any age.
+        autocast: "bfloat16" runs the model in bfloat16; weights, losses and the optimizer keep their own dtype. None
+            runs it in the dtype of its weights.
+        checkpointing: Whether to recompute the activations inside layers in the backward pass instead of storing them,
+            which saves memory and costs time.
+
+    Raises:
+        SettingsError: If a value is invalid, or settings contradict each other.
+    """
+
+    loss: LossName | Callable[..., Tensor] = "ppo"
+    aggregate: Aggregate = "token_mean"
+    clip: float | None = None
+    clip_high: float | None = None
+    dual_clip: float | None = None
+    value_coef: float = 0.5
+    value_clip: float | None = None
+    kl_coef: float = 0.0
+    kl_kind: losses.KLKind = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    kl_weighted: bool = False
+    entropy_coef: float = 0.0
+    epochs: int = 1
+    minibatch: int | None = None
+    micro_tokens: int | None = None
+    max_grad_norm: float | None = 1.0
+    target_kl: float | None = None
+    old_logprobs: Literal["auto", "engine", "recompute"] = "auto"
+    correction: Correction | None = None
+    max_lag: int | None = 64
+    autocast: Literal["bfloat16"] | None = None
+    checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice(self, "kl_kind", *get_args(losses.KLKind))
+        check_choice(self, "kl_in", "loss", "reward")
+        check_choice(self, "old_logprobs", "auto", "engine", "recompute")
+        check_choice(self, "autocast", "bfloat16", None)
+        check_at_least(self, 1, "epochs", "minibatch", "micro_tokens")
+        check_at_least(self, 0, "value_coef", "kl_coef", "entropy_coef")
+        self.policy_loss()
+        self.aggregate_options()
+
+    def policy_loss(self) -> PolicyLoss:
+        """Return the policy loss with its clip options."""
+        return PolicyLoss.resolve(self.loss, clip=self.clip, clip_high=self.clip_high, dual_clip=self.dual_clip)
+
+    def aggregate_options(self) -> dict[str, Any]:
+        """Return the options of `losses.aggregate`, with the mode under "how"."""
+        options = {"how": self.aggregate} if isinstance(self.aggregate, str) else dict(self.aggregate)
+        modes = get_args(losses.AggregateMode)
+        if options.get("how") not in modes or not options.keys() <= {"how", "empty_rows", "count", "denominator"}:
+            raise SettingsError(
+                f"aggregate must be one of {', '.join(map(repr, modes))}, or a dict of 'how' with 'count', "
+                f"'empty_rows' or 'denominator', got {self.aggregate!r}"
+            )
+        if (options["how"] == "fixed") != ("denominator" in options):
+            raise SettingsError(f"aggregate needs a 'denominator' for 'fixed' and for no other mode, got {options!r}")
+        return options
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with other settings.
+
+        Args:
+            changes: New values by setting.
+
+        Raises:
+            SettingsError: If a value is invalid.
+        """
+        return dataclasses.replace(self, **changes)

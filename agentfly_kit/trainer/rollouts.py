@@ -1,0 +1,150 @@
+"""Sampling of the chains of a training run: refills, several processes, and prefetching during an update."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import warnings
+from collections.abc import Awaitable
+
+from agentfly_kit._async.in_thread import run_in_thread
+from agentfly_kit.agent.agent import Agent, RolloutHandle
+from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.batch.filters import drop_reasons
+from agentfly_kit.engines.local.engine import LocalEngine
+from agentfly_kit.errors import SettingsError
+from agentfly_kit.policy.policy import Policy
+from agentfly_kit.trainer.config import TrainConfig
+from agentfly_kit.trainer.distributed import WorkerGroup
+from agentfly_kit.trainer.task_sampler import TaskSampler
+from agentfly_kit.types import Task
+
+
+class RolloutSampler:
+    """Samples the chains of each iteration of a run.
+
+    Attributes:
+        handle: Rollout in progress; None between rollouts.
+    """
+
+    def __init__(
+        self, agent: Agent, policy: Policy, tasks: list[Task], config: TrainConfig, workers: WorkerGroup
+    ) -> None:
+        self.agent, self.policy, self.config, self.workers = agent, policy, config, workers
+        self.task_sampler = TaskSampler(tasks, config.tasks_per_step, config.seed, config.difficulty)
+        self.handle: RolloutHandle | None = None
+        # Agent whose engine has its own copy of the weights, which do not change during an update.
+        self._prefetch_agent: Agent | None = None
+        self._paused = False
+
+    def pause(self) -> None:
+        """Pause the running chains, and those of later rollouts."""
+        self._paused = True
+        if self.handle is not None:
+            self.handle.pause()
+
+    def resume(self) -> None:
+        """Continue after `pause`."""
+        self._paused = False
+        if self.handle is not None:
+            self.handle.resume()
+
+    async def sample(self, index: int) -> Rollout:
+        """Sample the chains of an iteration from the current weights."""
+        return await self._gather(self._sample_current(index))
+
+    async def _sample_current(self, index: int) -> Rollout:
+        await self.agent.engine.update(self.policy)
+        return await self._sample(index, self.agent)
+
+    async def _sample(self, index: int, agent: Agent) -> Rollout:
+        """Sample this process's chains of an iteration, including those that replace filtered groups (`refill`)."""
+        rollout = await self._run_rollout(agent, self.task_sampler.sample(index), index, "train")
+        for again in range(1, self.config.refill + 1):
+            left_out = drop_reasons(rollout.trajectories, self.config.filters)
+            full = sum(
+                any(t.reward is not None and t.id not in left_out for t in g.trajectories) for g in rollout.groups
+            )
+            missing = self.config.tasks_per_step - full
+            if missing <= 0:
+                break
+            others = self.task_sampler.refill(index, again, missing, [g.trajectories[0].task for g in rollout.groups])
+            if not others:
+                break
+            more = await self._run_rollout(agent, others, index, f"refill{again}")
+            rollout = Rollout((*rollout.groups, *more.groups), rollout.seconds + more.seconds)
+        return rollout
+
+    async def _run_rollout(self, agent: Agent, tasks: list[Task], index: int, purpose: str) -> Rollout:
+        """Sample this process's share of the chains."""
+        config, workers = self.config, self.workers
+        self.handle = agent.rollout(
+            tasks,
+            config.group_size,
+            max_concurrency=config.max_concurrency,
+            budget=config.budget,
+            group_budget=config.group_budget,
+            index=index,
+            purpose=purpose,
+            share=(workers.rank, workers.size),
+        )
+        if self._paused:
+            self.handle.pause()
+        try:
+            return await self.handle
+        finally:
+            self.handle = None
+
+    async def _gather(self, sampling: Awaitable[Rollout]) -> Rollout:
+        """Sample on every process and collect all chains in task order. If one process fails, all raise."""
+        if self.workers.is_single:
+            return await sampling
+        mine, failed = None, None
+        try:
+            mine = await sampling
+        except Exception as error:
+            failed = error
+        parts = await self.workers.all_gather_or_raise(mine, failed)
+        size = self.workers.size
+        count = sum(len(part.groups) for part in parts)
+        groups = tuple(parts[i % size].groups[i // size] for i in range(count))
+        return Rollout(groups, max(part.seconds for part in parts))
+
+    async def start_prefetch(self, index: int) -> asyncio.Task[Rollout] | None:
+        """Start sampling the chains of an iteration from the current weights, unaffected by the coming update.
+
+        Returns:
+            The task that samples them; None without overlap, or if there is no such iteration.
+
+        Raises:
+            SettingsError: If the engine shares the policy's weights and is not a `LocalEngine`.
+        """
+        if not self.config.overlap or index >= self.config.steps:
+            return None
+        agent, policy = self.agent, self.policy
+        if getattr(agent.engine, "policy", None) is not policy:
+            await agent.engine.update(policy)
+            return asyncio.create_task(self._sample(index, agent), name=f"agentfly-ahead-{index + 1}")
+        # The engine samples from the weights that are about to change: use one with a copy of them.
+        if not isinstance(agent.engine, LocalEngine):
+            raise SettingsError(f"overlap=1 needs a LocalEngine if the engine shares the policy, got {agent.engine!r}")
+        if self._prefetch_agent is None:
+            twin = await run_in_thread(policy.copy)
+            # dataclasses.replace keeps the agent's state, such as its last run and the warnings it has issued.
+            self._prefetch_agent = dataclasses.replace(agent, engine=LocalEngine(twin, slots=agent.engine.slots))
+        copied = self._prefetch_agent.engine.policy  # type: ignore[attr-defined]
+        await run_in_thread(copied.load_state, policy.state())
+        copied.version = policy.version
+        return asyncio.create_task(self._sample(index, self._prefetch_agent), name=f"agentfly-ahead-{index + 1}")
+
+    async def finish_prefetch(self, index: int, prefetched: asyncio.Task[Rollout]) -> Rollout | None:
+        """Wait for the prefetched chains. If they failed, warn and return None."""
+        try:
+            return await self._gather(prefetched)
+        except Exception as error:  # keep the completed step
+            warnings.warn(
+                f"the chains of step {index + 1}, sampled ahead, failed ({type(error).__name__}: {error}); they are "
+                "sampled again",
+                stacklevel=2,
+            )
+            return None
