@@ -561,7 +561,7 @@ class Row:
     @cached_property
     def kept_mass(self) -> npt.NDArray[np.float32]:
         """Probability mass kept by top-p, top-k and min-p; NaN where the mask is 0 or nothing was cut."""
-        return self._per_token("kept_mass")
+        return self._concatenate(lambda _, turn: turn.if_sampled(turn.kept_mass, math.nan), "float32")
 
     @cached_property
     def token_texts(self) -> tuple[str, ...]:

@@ -542,4 +542,4 @@ def _check(
                 f"budget must be None with {workers.size} processes, each of which would count it alone, got "
                 f"{config.budget}; use group_budget=, whose chains run in one process"
             )
-    agent._check_tasks([*tasks, *eval_tasks])
+    agent.check_tasks([*tasks, *eval_tasks])
