@@ -428,7 +428,7 @@ async def test_try_shows_the_score_and_every_argument() -> None:
     assert result.reward == 1.0  # unweighted
     assert repr(result) == "short: 1\n  final = '5'\n  -> length 1\n  -> text '5'"
     page = result._repr_html_()
-    assert "<code>final</code>" in page
+    assert ">final</td>" in page
     assert "&#x27;5&#x27;" in page
     failed = await reward(raises).try_(ANSWERED)
     assert repr(failed) == "raises: unscored\n  final = '5'\n  reward raises: ZeroDivisionError: oh"

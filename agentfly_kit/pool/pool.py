@@ -106,12 +106,7 @@ class Pool(Displayable, BasePool[S]):
         for name in ("alive", "kill"):
             if inspect.iscoroutinefunction(getattr(sandbox_type, name, None)):
                 raise SettingsError(f"{self.name}.{name} must not be async, because the pool calls it without waiting")
-        try:
-            inspect.signature(sandbox_type).bind(**options)
-        except TypeError as error:
-            raise SettingsError(f"the options of the pool must be arguments of {self.name}: {error}") from None
-        except ValueError:  # a class without a signature
-            pass
+        _check_options(sandbox_type, options)
         if size < 1:
             raise SettingsError(f"size must be at least 1, got {size}")
         if not 0 <= min_idle <= size:
@@ -514,3 +509,16 @@ class Pool(Displayable, BasePool[S]):
             text += "raise size=, or look for a lease held while sampling; a chain stepped by hand keeps its sandbox "
             text += "until `await chain.close()`"
         return text if s.error is None else f"{text}; the last start failed: {s.error}"
+
+
+def _check_options(sandbox_type: Any, options: dict[str, Any]) -> None:
+    """Reject options that the sandbox class does not take, before a sandbox is started."""
+    try:
+        signature = inspect.signature(sandbox_type)
+    except ValueError:  # a class without a signature
+        return
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        names = ", ".join(f"{name}=" for name in signature.parameters) or "no arguments"
+        raise SettingsError(f"{sandbox_type.__name__}: {error}; it takes {names}") from None

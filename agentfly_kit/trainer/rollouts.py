@@ -9,8 +9,8 @@ from collections.abc import Awaitable
 
 from agentfly_kit._async.in_thread import run_in_thread
 from agentfly_kit.agent.agent import Agent
-from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.batch.filters import drop_reasons
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import SettingsError

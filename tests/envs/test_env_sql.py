@@ -297,7 +297,7 @@ def test_invalid_files_are_named(spider: Path) -> None:
         sql.load(spider / "nowhere.json")
     for content, words in [
         ("{", "bad.json:1: not JSON"),
-        ("{}", "bad.json: must hold a list of rows"),
+        ("{}", "bad: rows must contain at least one task"),
         (
             '[{"question": "?", "query": "SELECT 1"}]',
             r'bad\.json, row 0: a row must have "question".*it has question, query',

@@ -109,7 +109,8 @@ async def test_settings_that_go_to_a_sandbox_inside_are_known_by_name(family: st
     """They are refused when the agent is made, not when its first chain wants a sandbox."""
     module = getattr(af.envs, family)
     for wrong in ("memry_mb", "max_rows"):
-        with pytest.raises(SettingsError, match=rf"takes no {wrong}=; it takes .*seconds=, .*memory_mb="):
+        words = rf"unexpected keyword argument '{wrong}'; it takes .*seconds=, .*memory_mb="
+        with pytest.raises(SettingsError, match=words):
             module.agent(af.ScriptedEngine(["x"]), chat=af.tiny.policy().chat, options={wrong: 64})
     agent = module.agent(af.ScriptedEngine(["x"]), chat=af.tiny.policy().chat, options={"memory_mb": 64, "seconds": 3})
     (pool, *_) = agent.pools

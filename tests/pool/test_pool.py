@@ -468,7 +468,7 @@ def test_settings_that_cannot_be():
     with pytest.raises(SettingsError, match="min_idle must be between 0 and size=2, got 3"):
         Pool(Plain, size=2, min_idle=3)
     with pytest.raises(
-        SettingsError, match="must be arguments of Plain: got an unexpected keyword argument 'memory_mb'"
+        SettingsError, match="Plain: got an unexpected keyword argument 'memory_mb'; it takes no arguments"
     ):
         Pool(Plain, memory_mb=64)  # a limit that nothing would apply
     with pytest.raises(SettingsError, match="sandbox_type must be a class such as PythonSandbox"):
