@@ -233,7 +233,8 @@ async def test_group_rewards_are_ranks() -> None:
 async def test_a_group_reward_that_fails_costs_scores_and_no_chain() -> None:
     for wrong, why in (
         (lambda group: [1.0], "for each of 2 chains, got [1.0]"), (lambda group: 1 / 0, "ZeroDivisionError"),
-        (lambda group: [1.0, float("nan")], "must return a finite number"), (lambda group: ["x", 1], "could not convert"),
+        (lambda group: [1.0, float("nan")], "must return a finite number"),
+        (lambda group: ["x", 1], "could not convert"),
     ):  # fmt: skip
         agent = af.Agent(af.ScriptedEngine(["hi"]), chat=agents.chat(), group_reward=wrong)
         for t in (await agent.rollout(QUESTION, 2)).trajectories:
