@@ -178,6 +178,15 @@ class Group:
         """Files to which a process writes 0 to enter the group."""
         return [str(folder / "cgroup.procs") for folder in self.folders.values()]
 
+    def enter(self, pid: int) -> None:
+        """Move another process into the group.
+
+        The first move after a pause takes 10 to 20 ms, because taking the kernel's `cgroup_threadgroup_rwsem` starts
+        with an RCU grace period.
+        """
+        for file in self.procs_files:
+            Path(file).write_text(str(pid))
+
     def cpu_seconds(self) -> float | None:
         """Return the CPU time used so far by all processes of the group, including ended ones; None if unknown."""
         if "cpuacct" in self.folders:
