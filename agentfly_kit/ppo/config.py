@@ -36,10 +36,12 @@ class PPOConfig:
     """Settings of `ppo_step`. `TrainConfig` inherits them.
 
     Args:
-        loss: Policy loss: the name of a function in `af.losses`, or a function (logprobs, old_logprobs, advantages,
-            mask) -> (B, T), such as functools.partial(af.losses.cispo, bounds="upper"). A custom function is called on
-            the complete rows of one micro-batch at a time. `af.losses.clip_cov` and `kl_cov` are rejected, because they
-            need the whole minibatch.
+        loss: Policy loss: the name of a function in `af.losses`, or a function of (logprobs, old_logprobs, advantages,
+            mask), such as functools.partial(af.losses.cispo, bounds="upper"). A custom function is called on the
+            complete rows of one micro-batch at a time: all four have shape (B, T), and the first three are 0 where the
+            mask is 0. It must return the loss of each token, (B, T), not a mean; `aggregate` reduces it, and values
+            where the mask is 0 are ignored. `af.losses.clip_cov` and `kl_cov` are rejected, because they need the whole
+            minibatch.
         aggregate: How per-token losses are reduced to one number: a mode of `af.losses.aggregate`, or a dict of the
             mode under "how" and its options, such as {"how": "trajectory_mean", "count": "rows"} or {"how": "fixed",
             "denominator": 512.0}. Sequence means and sequence losses treat each row as a sequence, even if a trajectory

@@ -88,6 +88,7 @@ class PolicyLoss:
                     f"loss must not be {inner.__name__}: it compares all tokens of a minibatch, which the step splits "
                     "into micro-batches; call it in a training loop of your own"
                 )
+            _check_signature(loss)
             return cls(loss, next((name for name in names if inner is getattr(losses, name)), ""))
         if loss not in names:
             raise SettingsError(f"loss must be one of {', '.join(map(repr, names))}, or a function, got {loss!r}")
@@ -112,7 +113,8 @@ class PolicyLoss:
             per_row = self.function(*rows, micro.mask)
             if per_row.shape != micro.mask.shape:
                 raise SettingsError(
-                    f"loss must return a tensor of shape {tuple(micro.mask.shape)}, got {tuple(per_row.shape)}"
+                    "loss must return one loss per token, without a mean (aggregate= reduces them): the shape "
+                    f"{tuple(micro.mask.shape)} of its arguments, got {tuple(per_row.shape)}"
                 )
             per_token = per_row[micro.mask]
         if not per_token.requires_grad:
@@ -120,6 +122,18 @@ class PolicyLoss:
         if micro.importance_weights is not None:
             per_token = per_token * micro.importance_weights
         return per_token * micro.token_weight
+
+
+def _check_signature(loss: Callable[..., Tensor]) -> None:
+    """Reject a function that cannot be called with the four arguments of a loss."""
+    try:
+        inspect.signature(loss).bind("logprobs", "old_logprobs", "advantages", "mask")
+    except TypeError as error:
+        raise SettingsError(
+            f"loss must be a function of (logprobs, old_logprobs, advantages, mask), got {loss!r}: {error}"
+        ) from None
+    except ValueError:  # a callable without a signature
+        return
 
 
 def is_clipped(gradient: Tensor, micro: MicroBatch) -> Tensor:

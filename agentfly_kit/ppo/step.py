@@ -78,7 +78,7 @@ def ppo_step(
     Raises:
         AlignmentError: If the tensors of the batch do not fit together.
         BatchError: If the batch has no advantages, is stale, or was made with another tokenizer or policy.
-        SettingsError: If the settings do not fit the batch.
+        SettingsError: If the settings do not fit the batch, or the optimizer is that of another policy.
         TrainingError: If a gradient is not finite. The weights are then those of the last complete update.
         asyncio.CancelledError: If `cancel` was set.
 
@@ -86,6 +86,7 @@ def ppo_step(
     """
     # Reject an unsuitable batch before any computation.
     started = time.perf_counter()
+    _check_optimizer(policy, optimizer)
     _check_batch(policy, batch, config, reference)
     ranks = DistributedStep(accelerator)
     ranks.check_same_batch(batch)
@@ -278,6 +279,16 @@ def _raise_if_cancelled(
     if force or (cancel is not None and cancel.is_set()):
         optimizer.zero_grad(set_to_none=True)
         raise asyncio.CancelledError("ppo_step was cancelled; the weights are those of the last update")
+
+
+def _check_optimizer(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+    """Raise if the optimizer has parameters, but none of this policy: it would leave all weights unchanged."""
+    own = {id(parameter) for parameter in policy.parameters()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise SettingsError(
+            "optimizer must update parameters of this policy, got one of another policy; after policy.copy(), create "
+            "a new optimizer: af.adamw(copy)"
+        )
 
 
 def _check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Policy | None) -> None:

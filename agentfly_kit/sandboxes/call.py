@@ -240,6 +240,8 @@ class Call(Watch):
         if reply is None:
             sandbox._has_interpreter = False
         limit = self.limit or self.reported_limit(reply, seconds)
+        # The zygote reports the exit status of an interpreter that ended, so this call is a failed one of the code. No
+        # reply, no status and no limit mean that the zygote itself was killed: a failure of the host, which raises.
         if reply is None and limit is None and self.status is None and not sandbox._closed:
             sandbox._raise_if_ended()
         said = reply or {}

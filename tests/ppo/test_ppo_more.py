@@ -164,6 +164,21 @@ def test_a_loss_without_a_gradient_is_refused() -> None:
         gradient(policy, made(policy), loss=lambda logp, old, adv, mask: logp.detach() * adv)
 
 
+def test_a_custom_loss_of_the_wrong_form_is_rejected() -> None:
+    policy = agents.random_policy(3)
+    with pytest.raises(SettingsError, match=r"one loss per token, without a mean .*, got \(\)"):
+        gradient(policy, made(policy), loss=lambda logp, old, adv, mask: -(logp * adv).mean())
+    with pytest.raises(SettingsError, match=r"loss must be a function of \(logprobs, old_logprobs, advantages, mask\)"):
+        PPOConfig(loss=lambda logp, adv, mask: -logp * adv)
+
+
+def test_the_optimizer_of_another_policy_is_rejected() -> None:
+    policy = agents.random_policy(3)
+    copy = policy.copy()
+    with pytest.raises(SettingsError, match="optimizer must update parameters of this policy"):
+        ppo_step(copy, adamw(policy), made(policy))
+
+
 def test_clip_fraction_is_the_tokens_that_get_nothing() -> None:
     policy = agents.random_policy(3)
     batch = made(policy, noise=0.5)
