@@ -307,7 +307,8 @@ def test_a_batch_in_which_no_row_has_an_advantage() -> None:
 def test_old_logprobs_are_the_engines_only_while_they_are_fresh() -> None:
     policy = random_policy(0)
     exact = batch_of(policy)
-    stats = ppo_step(policy.copy(), adamw(policy), exact)
+    twin = policy.copy()
+    stats = ppo_step(twin, adamw(twin), exact)
     assert stats.sampler_gap < 1e-4
     off = batch_of(policy, stale=0.3)
     twin = policy.copy()
