@@ -142,16 +142,16 @@ def load_tasks(name_or_path: str | Path) -> Tasks:
     Args:
         name_or_path: a bare name such as "calculator", or the path of a .jsonl file, a .parquet file, a .json file (a
             list of rows, or {"train": [...], "test": [...]}), or a folder with one such file per split (train.jsonl,
-            test.jsonl). "./calculator" is a path, "calculator" a name.
+            test.jsonl). "./calculator" is a path; "calculator" is a name.
 
     Raises:
-        TaskError: names the file and line.
+        TaskError: if the tasks cannot be loaded; the message names the file and line.
     """
     text = str(name_or_path)
     if isinstance(name_or_path, str) and "/" not in text and "\\" not in text and not text.endswith(_SUFFIXES):
         if text not in _shipped_names():
             raise TaskError(
-                f"there is no task set {text!r}; available: {_list_of_shipped()}. To load a file, give its path: "
+                f"there is no task set {text!r}; available: {_list_of_shipped()}. To load a file, pass its path: "
                 f"load_tasks('./{text}.jsonl')"
             )
         path = _data() / text
@@ -161,11 +161,11 @@ def load_tasks(name_or_path: str | Path) -> Tasks:
         return _build_tasks(_read_rows(path), path.name)
     if not path.is_dir():
         raise TaskError(
-            f"{path}: no such file; give a .jsonl, .json or .parquet file, or a task set: {_list_of_shipped()}"
+            f"{path}: no such file; pass a .jsonl, .json or .parquet file, or a task set: {_list_of_shipped()}"
         )
     files = [file for file in path.iterdir() if file.name.endswith(_SUFFIXES)]
     if not files:
-        raise TaskError(f"{path}: no .jsonl, .json or .parquet file in it")
+        raise TaskError(f"{path} must contain a .jsonl, .json or .parquet file, got none")
     rows: list[tuple[str, Any]] = []
     for file in sorted(files, key=lambda file: (not file.name.startswith("train."), file.name)):
         split = file.name.rpartition(".")[0]
@@ -196,7 +196,7 @@ def _list_of_shipped() -> str:
 def _read_rows(file: Any) -> list[tuple[str, Any]]:
     """Return (location, row) for each row of a file."""
     if not file.name.endswith(_SUFFIXES):
-        raise TaskError(f"{file.name}: give a .jsonl, .json or .parquet file")
+        raise TaskError(f"{file.name} must be a .jsonl, .json or .parquet file")
     if file.name.endswith(".parquet"):
         import pyarrow.parquet as parquet
 
@@ -204,7 +204,7 @@ def _read_rows(file: Any) -> list[tuple[str, Any]]:
             try:
                 table = parquet.read_table(stream)
             except Exception as error:
-                raise TaskError(f"{file.name}: not a readable parquet file ({error})") from None
+                raise TaskError(f"{file.name} is not a readable parquet file ({error})") from None
         return _locate(table.to_pylist(), file.name)
     data = file.read_bytes()
     try:
@@ -266,7 +266,7 @@ def tasks_from(rows: Any, *, test: float | None = None, name: str = "tasks") -> 
         name: name used in error messages and `repr`.
 
     Raises:
-        TaskError: names the row.
+        TaskError: for an invalid row, which the message names.
     """
     tasks = _build_tasks(_locate(rows, name), name)
     if test is None:

@@ -61,7 +61,7 @@ async def attached(place: Container, rounds: int) -> dict[str, Any]:
 
 
 async def engine_alone(cli: list[str], environment: dict[str, str], rounds: int) -> dict[str, Any]:
-    """Measure the engine's command-line client; docker-py's exec and run have hung for minutes on podman's service."""
+    """Measure with the engine's command-line client, because docker-py's exec and run can hang with podman."""
     box = "agentfly-bench"
 
     async def call(*arguments: str) -> str:

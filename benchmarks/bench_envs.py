@@ -1,4 +1,4 @@
-"""`make bench-envs`: steps per second, lease times and memory of each environment, with and without reuse by a pool.
+"""`make bench-envs`: steps per second, lease times and memory of each environment, with and without a pool's reuse.
 
 A step is one action of the random player: a tool call with its observation, or an answer. No model runs. Memory is the
 increase of the process and its children, with one open environment that has served all chains. Families are measured

@@ -225,7 +225,7 @@ def chain_figures() -> dict[str, Any]:
     numbers = itertools.count()
 
     async def wall(count: int) -> tuple[float, float]:
-        # New questions in every call, so that each must be rendered and encoded, with 64 chains as with 4,096.
+        # New questions in every call, so that each must be rendered and encoded, both with 64 chains and with 4,096.
         asked = [next(numbers) for _ in range(count)]
         tasks = [Task(f"t{i}", ({"role": "user", "content": f"question {i}"},)) for i in asked]
         began, cpu = time.perf_counter(), time.process_time()

@@ -141,7 +141,7 @@ def ours(family: str, tasks: Any, steps: int, *, every_row: bool) -> dict[str, A
 
 
 def each(clock: list[float]) -> list[float]:
-    """Return the CPU seconds of each iteration; the time before the first belongs to the first."""
+    """Return the CPU seconds of each iteration; the first includes the time before it."""
     return [after - before for before, after in itertools.pairwise(clock)]
 
 

@@ -9,7 +9,7 @@ padded   the usual supervised step: each minibatch padded to its longest row, lo
          the same tokens, backward, gradient clipping, AdamW
 sorted   the same after sorting rows by length, in micro-batches with as many padded tokens as those of ppo_step
 
-All run alternately in one process, and the best of the repeats counts. JSON is written to standard output.
+All variants run alternately in one process, and the fastest repeat of each counts. JSON is written to standard output.
 
 With --memory, measure instead by how much a step of 64 to 4,096 rows raises the peak resident memory, in one process
 each, with the policy's own micro_tokens and without a limit. The step has a single minibatch, so that only the batch

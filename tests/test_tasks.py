@@ -200,7 +200,7 @@ def test_a_broken_json_or_parquet_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"one.json: rows must be a list of dicts.* got 'a'"):
         load_tasks(tmp_path / "one.json")
     (tmp_path / "bad.parquet").write_bytes(b"PAR")
-    with pytest.raises(TaskError, match=r"bad.parquet: not a readable parquet file"):
+    with pytest.raises(TaskError, match=r"bad.parquet is not a readable parquet file"):
         load_tasks(tmp_path / "bad.parquet")
 
 
@@ -222,19 +222,19 @@ def test_paths_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(TaskError) as caught:
         load_tasks("policy")
     assert str(caught.value) == (
-        "there is no task set 'policy'; available: 'chess', 'sums'. To load a file, give its path: "
+        "there is no task set 'policy'; available: 'chess', 'sums'. To load a file, pass its path: "
         "load_tasks('./policy.jsonl')"
     )
     shutil.copytree(shipped / "chess", tmp_path / "sums")
     assert len(load_tasks("sums")) == 40  # a bare name is what ships, wherever one stands
     assert len(load_tasks("./sums")) == 3
     with pytest.raises(
-        TaskError, match=r"none.jsonl: no such file; give a .jsonl, .json or .parquet file, or a task set: 'ch"
+        TaskError, match=r"none.jsonl: no such file; pass a .jsonl, .json or .parquet file, or a task set: 'ch"
     ):
         load_tasks("none.jsonl")
-    with pytest.raises(TaskError, match=r"a.csv: give a .jsonl, .json or .parquet file"):
+    with pytest.raises(TaskError, match=r"a.csv must be a .jsonl, .json or .parquet file"):
         load_tasks(write(tmp_path / "a.csv", []))
-    with pytest.raises(TaskError, match=r"no .jsonl, .json or .parquet file in it"):
+    with pytest.raises(TaskError, match=r"must contain a .jsonl, .json or .parquet file, got none"):
         load_tasks(shipped / "policy")
 
 

@@ -216,7 +216,7 @@ class View(anywidget.AnyWidget):
             self._loop = None
         try:
             self._record: Callable[[], Any] = weakref.ref(record)
-        except TypeError:  # lists and None allow no weak reference, and the view must not keep them
+        except TypeError:  # lists and None cannot be referenced weakly, and the view must not keep them alive
             self._record = lambda: None
         super().__init__(**traits)
         self.on_msg(self._on_message)
@@ -280,7 +280,7 @@ class View(anywidget.AnyWidget):
             self._job(result)
 
     def _job(self, work: Awaitable[Any]) -> asyncio.Future[Any]:
-        """Run it concurrently with the cells. It is kept until it ends, and its error is shown on the page."""
+        """Run `work` concurrently with the cells, keep a reference until it ends, and show its error on the page."""
         job = asyncio.ensure_future(work)
         self._jobs.add(job)
         job.add_done_callback(self._job_ended)
@@ -300,7 +300,7 @@ class View(anywidget.AnyWidget):
         super().close()
 
     def _on_first_page(self) -> None:
-        """Called when a page shows the view while no other does."""
+        """Called when a page opens the view and no other page shows it."""
 
     def _on_last_page_closed(self) -> None:
         """Called when the last page is closed. The next one to open calls `_on_first_page` again."""

@@ -1,4 +1,4 @@
-"""Base class of views of many chains: a picked chain opens as tokens, in the stepper, or as a cell of Python."""
+"""Base class of views of many chains: a picked chain can be opened as tokens, in the stepper, or as Python code."""
 
 from __future__ import annotations
 

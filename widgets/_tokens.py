@@ -34,9 +34,10 @@ class Signal:
             `middle`, up or down. "flag": set or not.
         unit: The unit of the values, such as "nats".
         middle: The neutral value of an "around" scale.
-        fixed: A range that does not depend on the data.
+        fixed: The range of the scale, if it does not depend on the data.
         says: A short explanation for the legend.
-        telling: The values to jump to and to list first: "high", "low", or "far" from the middle.
+        telling: The values to list first and to jump to, as the most informative: "high", "low", or "far" from the
+            middle.
     """
 
     name: str

@@ -72,9 +72,9 @@ class PoolView(LiveView):
     owners; `view.select(3, 4)` selects them from Python; `view.to_frame()` lists all sandboxes; `view.to_code()`
     returns the view and its selection as code for a cell.
 
-    On the page, the button Take leases a sandbox, which cells then find in `view.held[number]`; Give back releases it.
-    Such a sandbox is marked as held by hand. Reset and Close act on any sandbox of a pool that has `recycle`: a chain
-    that holds the sandbox loses it and is not scored. A sandbox taken on the page is reset in place.
+    On the page, the button Take leases a sandbox, which cells can then use as `view.held[number]`, and Give back
+    releases it; its owner is shown as "by hand". Reset and Close act on any sandbox of a pool that has `recycle`: a
+    chain that holds the sandbox loses it and is not scored. A sandbox taken on the page is reset in place.
     """
 
     stem: ClassVar[str] = "pool_view"

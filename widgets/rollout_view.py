@@ -69,7 +69,7 @@ class RolloutView(ChainsView, LiveView):
         self._tick()
 
     def _tick(self) -> None:
-        """Poll too: no chain event reports a pause, the end of the rollout, or a training run's next rollout."""
+        """Poll as well: no chain event reports a pause, the end of the rollout, or a training run's next rollout."""
         loop = self._loop
         if loop is None or loop.is_closed():
             return
@@ -80,7 +80,7 @@ class RolloutView(ChainsView, LiveView):
             if view is None or view.comm is None:
                 return
             if not view.resting:
-                view._throttle.schedule()  # also when the run is gone, to report that once
+                view._throttle.schedule()  # also once after the run has been garbage-collected, to report that
             if view.record is not None and (view._training or view._about.get("state") not in _ENDS):
                 loop.call_later(pause, tick)
 

@@ -208,7 +208,7 @@ def _read(source: Any, batch: Any) -> tuple[list[Any], dict[str, str]]:
     else:
         if hasattr(source, "detail") and hasattr(source, "batch"):  # the Stats of a step
             if source.batch is None:
-                raise ValueError("these Stats hold no batch; call ppo_step(..., detail=True), or give the rollout")
+                raise ValueError("these Stats hold no batch; call ppo_step(..., detail=True), or pass the rollout")
             source = source.batch
         if hasattr(source, "dropped") and batch is None:
             batch = source
@@ -221,11 +221,11 @@ def _read(source: Any, batch: Any) -> tuple[list[Any], dict[str, str]]:
         found = [None]
     if not all(is_trajectory(t) for t in found):
         kind = type(source).__name__
-        raise TypeError(f"TrajectoryView shows a rollout, a group, an evaluation, a batch or trajectories; got {kind}")
+        raise TypeError(f"source must be a Rollout, a Group, an Evaluation, a Batch or trajectories, got {kind}")
     seen: set[str] = set()
     for t in found:
         if t.id in seen:
-            raise ValueError(f"two trajectories are called {t.id!r}; ids are unique within a view")
+            raise ValueError(f"ids of trajectories must be unique within a view, got {t.id!r} twice")
         seen.add(t.id)
     dropped = {d.trajectory: d.reason for d in batch.dropped} if batch is not None else {}
     return found, dropped

@@ -1,4 +1,4 @@
-"""Conversion between messages and token ids with the chat template of a tokenizer. History is never encoded twice.
+"""Conversion between messages and token ids with the chat template of a tokenizer. History is never encoded again.
 
 The prompt is rendered once, and everything later is appended: `observation_ids` returns the ids between the last
 sampled token and the next action, and `parse` reads an action without changing its ids. For each template it is first
@@ -96,7 +96,7 @@ class Chat:
         """Encode a string. Special tokens in it are recognized, and none are added.
 
         Raises:
-            SettingsError: if the string holds a lone surrogate.
+            SettingsError: if the string contains a lone surrogate.
         """
         if not text.isascii():
             self._check_encodable(text)
@@ -110,7 +110,7 @@ class Chat:
         except UnicodeEncodeError as error:
             near = ascii(text[max(0, error.start - 20) : error.start + 20])
             raise SettingsError(
-                f"a message holds half of a surrogate pair, near {near}, which cannot be tokenized; use "
+                f"a message contains half of a surrogate pair, near {near}, which cannot be tokenized; use "
                 "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
             ) from None
 
@@ -242,7 +242,7 @@ class Chat:
         return (self._with_instructions(adapted, tools) if tools and not shown else adapted), shown
 
     def _with_instructions(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-        """Add the instructions of the format to the system message, or to the first message."""
+        """Add the instructions to the system message, or to the first message if the template has no system role."""
         text = self.format.instructions(tools)
         out = list(messages)
         if out and out[0].get("role") != "system" and self.template.takes_system():
@@ -397,8 +397,8 @@ class ChatReport(Displayable):
     """Properties of a chat template. `exact` is True if all messages can be appended without changing history.
 
     Attributes:
-        name
-        exact
+        name: Name of the tokenizer.
+        exact: True if tool results and user messages can both be appended.
         tool_results: "exact", or the reason why tool results cannot be appended.
         user_messages: "exact", or the reason why a user message after an answer cannot be appended.
         tool_role: Role in which tool results are rendered.

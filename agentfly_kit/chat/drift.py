@@ -1,7 +1,7 @@
 """Drift: the first difference between a row and its messages rendered and encoded again, and its cause.
 
-Rows are never encoded again, so drift does no harm in this package. It shows on which tokens a framework that stores
-messages and encodes them for training would train instead.
+Rows are never encoded again, so drift does no harm in this package. It shows which tokens a framework would train on
+instead if it stored messages and encoded them again for training.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Drift(Displayable):
         row_tokens: Up to six tokens of the row from there on.
         encoded_tokens: Up to six tokens of the re-encoded text from there on.
         before: Common text just before the difference.
-        why
+        why: Explanation of the cause.
     """
 
     cause: Cause
@@ -43,7 +43,7 @@ class Drift(Displayable):
     why: str = ""
 
     def __bool__(self) -> bool:
-        """True where there is drift."""
+        """True if there is drift."""
         return self.cause != "none"
 
     def __repr__(self) -> str:

@@ -29,7 +29,7 @@ _TOOL: dict[str, Any] = {
 _CALL_SHAPES: tuple[dict[str, Any], ...] = tuple(
     {"content": content, "json": as_json} for as_json in (False, True) for content in ("", None)
 )
-# Places where templates expect the thinking of an assistant: keys of the message, or tags in its text.
+# Places where templates expect an assistant's thinking: keys of the message, or tags in its text.
 _THINKING = ("reasoning_content", "thinking", "reasoning", "tags")
 
 
@@ -86,7 +86,7 @@ class Template:
                     raise
             roles = ", ".join(str(m.get("role")) for m in messages)
             raise ChatTemplateError(
-                f"the chat template of {self.name} refused messages with the roles ({roles}): {error}; "
+                f"the chat template of {self.name} rejected messages with the roles ({roles}): {error}; "
                 "remove the unsupported role, or set tokenizer.chat_template to another template"
             ) from error
 

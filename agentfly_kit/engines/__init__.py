@@ -1,1 +1,1 @@
-"""Engines, which sample: token ids in, token ids and logprobs out. They know nothing of text, tools or rewards."""
+"""Engines, which map token ids to sampled token ids with logprobs. They are independent of tools and rewards."""

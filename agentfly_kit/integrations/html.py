@@ -202,7 +202,7 @@ def rollout(rollout: Rollout) -> str:
 
 
 def rollout_diff(diff: RolloutDiff, limit: int = 8) -> str:
-    """Show up to `limit` pairs that were gained and lost each."""
+    """Show up to `limit` gained pairs and up to `limit` lost pairs."""
 
     def row(pair: tuple[Trajectory, Trajectory]) -> tuple[Any, ...]:
         before, after = pair
@@ -420,7 +420,7 @@ _RENDERERS: dict[str, Callable[[Any], str]] = {
 
 
 def to_html(value: object) -> str:
-    """Return the HTML of a public object. A subclass is shown like its base.
+    """Return the HTML of a public object. A subclass is shown like its base class.
 
     The table has names of classes instead of classes, so that displaying a task does not import torch.
     """

@@ -73,7 +73,7 @@ class Watch:
         self.done: asyncio.Future[dict[str, Any] | None] = self.loop.create_future()
         self._files: set[int] = set()
         self._timers: list[asyncio.TimerHandle] = []
-        self._watches = watches  # all running ones of the sandbox
+        self._watches = watches  # all active watches of the sandbox
         watches.add(self)
 
     def on_readable(self, file: int, call: Callable[[], object]) -> None:
@@ -110,7 +110,7 @@ class Watch:
 
 
 class Call(Watch):
-    """One running call: sends the request and collects output until there is an answer, a limit is hit, or it dies."""
+    """One running call: sends the request and collects output until the reply, a limit or the interpreter's death."""
 
     def __init__(self, sandbox: Sandbox, request: bytes, timeout: float) -> None:
         super().__init__(sandbox._watches)
@@ -118,7 +118,7 @@ class Call(Watch):
         assert handle is not None and control is not None and replies is not None
         self.sandbox, self.control, self.replies = sandbox, control, replies
         self.number = sandbox._nonce
-        self.request = request  # what is not sent yet
+        self.request = request  # the part not sent yet
         self.timeout = timeout
         self.pipes = handle.pipes
         self.printed = (bytearray(), bytearray())
@@ -135,7 +135,7 @@ class Call(Watch):
         for pipe, kept in zip(self.pipes, self.printed, strict=True):
             self.on_readable(pipe, functools.partial(self.read_pipe, pipe, kept))
         self.after(timeout, self.on_timeout)
-        # Also without a CPU limit, because the timer wakes the event loop (see _async/interrupts.py).
+        # Needed even without a CPU limit, because the timer wakes the event loop (see _async/interrupts.py).
         self.after(_CPU_POLL_SECONDS, self.check_cpu)
 
     # --- input and output

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 class FifoLock:
     """An asynchronous lock that is granted in order of arrival and can be used from successive event loops.
 
-    A holder in another event loop is not waited for.
+    `acquire` does not wait for a holder in another event loop.
     """
 
     def __init__(self) -> None:

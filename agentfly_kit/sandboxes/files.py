@@ -105,7 +105,7 @@ class FileSandbox(ShellSandbox):
     async def list(self, path: str = ".", depth: int = 2) -> tuple[str, ...]:
         """List the paths below a folder, with a trailing slash for folders.
 
-        At most 1000 are listed; a last entry then gives the number of the others.
+        At most 1000 are listed. If there are more, the last entry states how many were omitted.
 
         Args:
             path: the folder to list.

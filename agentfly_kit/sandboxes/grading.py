@@ -1,4 +1,4 @@
-"""One grading: the verdicts on a submission, whose tests run in another interpreter than the submission itself.
+"""Grading of one submission, whose tests run in a different interpreter than the submission itself.
 
 This is the host's side: it relays requests from the tests (inside/grading_tests.py) to the submission
 (inside/submission.py), and the answers back. The output of whole programs is compared here, on the host.
@@ -119,7 +119,7 @@ class Grading:
         self.loop = asyncio.get_running_loop()
         self.end = self.loop.time() + total
         self.test_end = self.end
-        # What each interpreter needs before the next test: a restart, if code has run in it, and its preparation.
+        # State of each interpreter: new if no code has run in it since its start, and whether it is prepared for tests.
         self.work_is_new = self.tests_are_new = True
         self.is_loaded = self.are_tests_ready = False
         self.load_error: str | None = None
@@ -161,7 +161,7 @@ class Grading:
         return answer
 
     async def fresh(self) -> None:
-        """Provide an interpreter for the submission in which no code of it has run, with `files` in place."""
+        """Provide an interpreter for the submission in which none of its code has run yet, with `files` in place."""
         if not self.work_is_new:
             await self.work.restart()
         self.work_is_new = self.is_loaded = False

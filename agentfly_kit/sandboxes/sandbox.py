@@ -31,7 +31,7 @@ _START_SECONDS = 30.0
 
 
 class Sandbox:
-    """Base class of sandboxes: a confined Python interpreter that a subclass makes calls to.
+    """Base class of sandboxes: a confined Python interpreter to which subclasses make calls.
 
     `async with` starts and closes the sandbox. The settings are described in PythonSandbox.
 
@@ -92,7 +92,7 @@ class Sandbox:
 
     async def _start(self) -> None:
         if self._closed:
-            raise SandboxError(f"this {type(self).__name__} is closed; make a new one")
+            raise SandboxError(f"this {type(self).__name__} is closed; create a new one")
         if self.alive:
             return
         self._drop()
@@ -159,14 +159,14 @@ class Sandbox:
         """
         async with self._lock.acquire():
             if not self.alive:
-                raise SandboxError(f"a dead or closed {type(self).__name__} cannot be reset; make a new one")
+                raise SandboxError(f"a dead or closed {type(self).__name__} cannot be reset; create a new one")
             self._call_count = 0
             await self._new_interpreter(wipe=True)
             await self._set_up()
 
     @property
     def alive(self) -> bool:
-        """True if the sandbox can be used or reset. A sandbox outlives the death of its interpreter."""
+        """True if the sandbox can be used or reset. The sandbox survives if its interpreter dies."""
         if self._closed or self._handle is None or self._control is None or self._control.ended:
             return False
         return self._handle.alive
@@ -307,7 +307,7 @@ class Sandbox:
     # --- the zygote ------------------------------------------------------------------------------
 
     def _command(self, op: str, descriptors: Sequence[int] = (), **message: object) -> bool:
-        """Send a command to the zygote without waiting for an answer. Return False if the zygote is gone.
+        """Send a command to the zygote without waiting for an answer. Return False if the zygote no longer runs.
 
         The send does not block: messages are small and the zygote always reads.
         """

@@ -188,7 +188,7 @@ class SQLSandbox(HostedSandbox):
             try:
                 await self._request_locked("renew")
             except ToolError as error:
-                raise SandboxError(f"this SQLSandbox could not be given another database: {error}") from None
+                raise SandboxError(f"the database of this SQLSandbox could not be replaced: {error}") from None
             await self._fill(database, script, timeout)
 
     async def fork(self, into: SQLSandbox) -> None:

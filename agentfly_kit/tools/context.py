@@ -93,7 +93,7 @@ class Context:
         self.trajectory_id = trajectory_id or task.id
         self.turn = turn
         self.seed = seed
-        # Free for tools to keep data in between the turns of this chain.
+        # Storage in which tools can keep data between the turns of this chain.
         self.state: dict[str, Any] = {}
         # Return value of each environment's `reset`, by environment class.
         self.reset_results: dict[type, Any] = {}
@@ -118,7 +118,7 @@ class Context:
         pool = self.pool(sandbox_type)
         if self._closed:
             raise SandboxError(
-                f"the chain {self.trajectory_id!r} is over, and its {sandbox_type.__name__} was given back"
+                f"the chain {self.trajectory_id!r} has ended, and its {sandbox_type.__name__} was released"
             )
         if pool not in self._leases:
             self._leases[pool] = asyncio.ensure_future(self._acquire(pool))
@@ -225,7 +225,7 @@ class Context:
             twin.state = copy.deepcopy(self.state)
         except Exception as error:
             raise SandboxError(
-                f"the chain {self.trajectory_id!r} cannot fork: what its tools keep in context.state "
+                f"the chain {self.trajectory_id!r} cannot fork: the data that its tools keep in context.state "
                 f"({', '.join(self.state)}) cannot be copied ({type(error).__name__}: {error})"
             ) from error
         twin.fields._own = copy.deepcopy(self.fields._own)

@@ -27,11 +27,11 @@ class Outcome:
     """Outcome of one call: a value, or an error whose traceback starts in the function.
 
     Attributes:
-        value
-        error: After a timeout, a TimeoutError "took longer than 5 s and was cancelled" (coroutine) or "... abandoned"
-            (thread, which cannot be stopped).
+        value: The return value, or None after an error.
+        error: The exception, or None. After a timeout, a TimeoutError "took longer than 5 s and was cancelled"
+            (coroutine) or "... abandoned" (thread, which cannot be stopped).
         timed_out: True after a timeout.
-        seconds
+        seconds: Duration of the call.
     """
 
     value: Any = None

@@ -69,7 +69,7 @@ class InjectedFunction(Generic[P, R]):
 
     Attributes:
         function: The decorated function.
-        name
+        name: Name of the tool or reward.
         timeout: Limit in seconds for one call of the function, or None.
         source: Source code of the function.
         task_fields: Task fields that the function requires (parameters without a default).

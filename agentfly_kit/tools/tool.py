@@ -222,7 +222,7 @@ def tool(
         max_chars: maximum length of the observation in characters, or None.
 
     Raises:
-        ToolSchemaError: names the function and the parameter.
+        ToolSchemaError: if no schema can be made; the message names the function and the parameter.
     """
 
     def decorate(function: Callable[P, R]) -> Tool[P, R]:

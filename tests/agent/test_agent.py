@@ -198,7 +198,7 @@ async def test_a_task_that_the_template_refuses_is_data() -> None:
     assert refused.error is not None
     assert refused.error.type == "ChatTemplateError"
     assert len(rollout.to_frame("tokens")) > 0
-    with pytest.raises(ChatTemplateError, match="refused messages"):
+    with pytest.raises(ChatTemplateError, match="rejected messages"):
         scripted(["5"]).rollout([odd])
 
 

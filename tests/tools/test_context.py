@@ -161,7 +161,7 @@ async def test_close_is_idempotent_and_final() -> None:
     await asyncio.gather(context.close(), context.close())
     await context.close()
     assert pool.given_back == 1
-    with pytest.raises(SandboxError, match="is over, and its Box was given back"):
+    with pytest.raises(SandboxError, match="has ended, and its Box was released"):
         await context.sandbox(Box)
     assert repr(context) == "<Context of 't', turn 0, holds no sandbox, closed>"
 

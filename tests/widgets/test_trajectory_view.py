@@ -237,9 +237,9 @@ def test_nasty_trajectories_are_shown_as_text() -> None:
 
 def test_what_holds_no_trajectory_is_refused() -> None:
     for bad in (3, "abc", [1, 2], None):
-        with pytest.raises(TypeError, match="shows a rollout"):
+        with pytest.raises(TypeError, match="source must be a Rollout"):
             w.TrajectoryView(bad)
-    with pytest.raises(ValueError, match="two trajectories"):
+    with pytest.raises(ValueError, match="must be unique within a view"):
         w.TrajectoryView([trajectory("a"), trajectory("a")])
     assert w.TrajectoryView([])._about["n"] == 0
     check_static(w.TrajectoryView([]))

@@ -39,10 +39,10 @@ class Format(ABC):
     """Base class for the textual format of tool calls. Subclass it for a custom format.
 
     Attributes:
-        name: name by which it is selected and shown.
+        name: name used to select and display the format.
         stop: strings that end an action in this format, and stop sampling.
         native: True if chat templates render tools in this format. Otherwise `instructions` are added to the prompt,
-            and results become user messages by `observation`.
+            and `observation` renders results as user messages.
     """
 
     name: str
@@ -123,14 +123,14 @@ class TaggedFormat(Format):
 
 
 def make_call(id: str, name: str, arguments: dict[str, Any], problem: str, shape: str, raw: str) -> ToolCall:
-    """Return a call, or if there is a problem, a call with an error that shows the correct shape."""
+    """Return a call. If there is a problem, it has no arguments and an error that shows the correct form."""
     if problem:
         return ToolCall(id, name, {}, error=f"the tool call {problem}; write {shape}", raw=raw)
     return ToolCall(id, name, arguments, raw=raw)
 
 
 def find_schema(tools: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Return the schemas of the parameters of the tool of this name; empty if there is none."""
+    """Return the parameter schemas of the named tool; empty if there is no such tool."""
     functions = (tool.get("function", tool) for tool in tools)
     found: dict[str, Any] = next((f for f in functions if f.get("name") == name), {})
     properties: dict[str, Any] = (found.get("parameters") or {}).get("properties", {})

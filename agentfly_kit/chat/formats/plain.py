@@ -154,7 +154,7 @@ class FencedCode(TaggedFormat):
     def read_calls(
         self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Sequence[dict[str, Any]]
     ) -> tuple[list[ToolCall], int] | None:
-        # The closing fence must be at the start of a line, too.
+        # The closing fence must also be at the start of a line.
         closing = re.compile(rf"^[ \t]*{opened.group(1)}[ \t]*$", re.MULTILINE).search(text, opened.end())
         if closing is None:
             return None
@@ -181,8 +181,8 @@ class FencedCode(TaggedFormat):
 class Tags(TaggedFormat):
     """Format with tags: `<search>a query</search>` calls one tool with one string, and `<answer>` holds the answer.
 
-    `<action>` is used likewise for environments. A JSON object with "name" and "arguments" inside the tag calls the
-    tool of that name.
+    `<action>` is used in the same way for environments. A JSON object with "name" and "arguments" inside the tag calls
+    the tool of that name.
 
     Args:
         name: Name of the format.

@@ -28,7 +28,10 @@ _SHAPE = "<tool_call>\n<function=name>\n<parameter=key>\nvalue\n</parameter>\n</
 
 @dataclass(frozen=True)
 class QwenXML(TaggedFormat):
-    """Format with raw text values, parsed as JSON unless the parameter is a string, or unknown and not valid JSON."""
+    """Format with raw text values, parsed as JSON according to the tool's schema.
+
+    A string parameter keeps its text, and so does an unknown parameter whose text is not valid JSON.
+    """
 
     name = "qwen3_coder"
     native = True

@@ -78,7 +78,7 @@ class _Slot:
     request: _Request | None = None
     # The session whose history the slot holds.
     session: str | None = None
-    # Number of the engine's step in which the slot was last used.
+    # Index of the engine step in which the slot was last used.
     last_used: int = 0
     # Number of the weights that computed the keys and values; see `LocalEngine._detect_weight_change`.
     weights: int = -1
@@ -205,7 +205,7 @@ class LocalEngine(Engine):
         """Move all requests submitted in one event-loop iteration to the inbox together.
 
         Chains that start together, or that one decode step brought to their next turn, are then prefilled together
-        and stay in step.
+        and stay synchronized.
         """
         if self._submitted:
             with self._wake:
@@ -306,7 +306,7 @@ class LocalEngine(Engine):
         return request
 
     def _ensure_capacity(self, capacity: int, *, another: bool) -> KVCache:
-        """Return the cache with at least `capacity` tokens per slot and, if `another`, a free slot if possible."""
+        """Return the cache, enlarged to `capacity` tokens per slot and, if `another`, by a free slot where possible."""
         held = self._cache.capacity if self._cache is not None else 0
         if capacity > held:
             # Allocate more than requested, because growing copies the cache and the next prompt may be slightly longer.

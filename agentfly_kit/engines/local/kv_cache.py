@@ -41,14 +41,14 @@ class KVCache:
         self.length: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
         # One block (2 x layers, count, heads, capacity, head size) per shape of layers, allocated at the first update.
         self._blocks: list[Tensor] = []
-        # By layer: its block, and the index of its keys there; the values follow.
+        # Per layer: its block, and the index of its keys in the block; its values come next.
         self._layer_location: list[tuple[int, int]] = []
         self._rows: Tensor | slice = slice(0, 0)
         self._positions: Tensor = torch.zeros(0)
         self._visible = 0
         # Number of leading tokens of every slot that are initialized, with keys and values or with zeros.
         self._initialized = 0
-        # By number of heads: where the forward pass writes, in a layer's keys as a list of vectors.
+        # Per number of heads: the positions that the forward pass writes, in a layer's keys as a list of vectors.
         self._write_index: dict[int, Tensor] = {}
 
     # --- forward pass ---

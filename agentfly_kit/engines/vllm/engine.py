@@ -40,9 +40,7 @@ class VLLMEngine(Engine):
 
     Logprobs are those after temperature and before truncation, entropies are exact, and the probability mass kept by
     top-p, top-k or min-p is recorded; a modified sampler in vLLM's worker computes them. The engine is not
-
-    Attributes:
-        reproducible: rounding depends on the batch composition, and on a CPU vLLM crashes on requests with a seed.
+    reproducible: rounding depends on the batch composition, and on a CPU vLLM crashes on requests with a seed.
 
     Args:
         model: Folder in the transformers layout (as written by `Policy.save`), hub name, or Policy. The weights of a
@@ -50,7 +48,7 @@ class VLLMEngine(Engine):
         stop_ids: Ids that end a turn; by default those of the chat template.
         weights: Transport of the weights in `update`. "ipc" uses CUDA IPC and requires policy and vLLM to be on the
             same GPU. "shm" uses shared host memory. "auto" uses "ipc" if possible, else "shm";
-            `engine.last_transport` is the one that was used. Both need only one buffer, of at most 64 MiB in host
+            `engine.last_transport` is the one used last. Both need only one buffer, of at most 64 MiB in host
             memory or 512 MiB on the GPU.
         engine_args: Arguments of vLLM's AsyncEngineArgs. The defaults differ from vLLM's: the dtype of the checkpoint
             (vLLM would convert float32 to 16 bits), prefix caching, at most 256 concurrent sequences, and no usage
@@ -175,7 +173,7 @@ class VLLMEngine(Engine):
         try:
             await host.wait()
         except asyncio.CancelledError:
-            # Nothing waits for the start any more: stop it in the background.
+            # No caller waits for the start any more: stop it in the background.
             if host.abandoned:
                 self._drop(host)
                 threading.Thread(

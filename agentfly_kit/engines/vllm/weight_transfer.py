@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 WeightTransport = Literal["ipc", "shm"]
 # Part of a tensor in the buffer: [name, dtype, shape, offset in the tensor, offset in the buffer, size], in bytes.
 TensorSlice = list[Any]
-# Name, a tensor with the dtype and shape, and a function that returns the values, merging an adapter if needed.
+# A weight's name, a tensor with its dtype and shape, and a function that returns its values, with any adapter merged.
 WeightSource = tuple[str, "torch.Tensor", "Callable[[], torch.Tensor]"]
 
 # Maximum size of the buffer in bytes, the only additional memory of a delivery, independent of the model's size.

@@ -142,7 +142,7 @@ class _WeightReceiver:
 
 
 def _exit_with(parent_pid: int) -> None:
-    """Kill this process and the core that started it when the parent process has exited, for instance killed."""
+    """Kill this process and the core that started it when the parent process has exited or was killed."""
     if not hasattr(os, "pidfd_open"):
         return
     core = os.getppid()
@@ -166,8 +166,8 @@ def exact_sampler(runner: Any) -> bool:
     """Modify the runner's sampler to report exact logprobs and entropies.
 
     vLLM returns logprobs either before temperature or after truncation, and no entropies. With this sampler, a request
-    with `logprobs=2 + k` gets per token: the logprob of the sampled token after temperature and before truncation, the
-    entropy of that distribution, the probability mass kept by truncation, and the k highest logprobs.
+    with `logprobs=2 + k` gets for each token: the logprob of the sampled token after temperature and before truncation,
+    the entropy of that distribution, the probability mass kept by truncation, and the k highest logprobs.
 
     Returns:
         False if the sampler is not the known one and was left unchanged.
@@ -193,7 +193,7 @@ def exact_sampler(runner: Any) -> bool:
                 temperature = sampling_metadata.temperature
                 temperature = torch.where(
                     temperature < 1e-5, torch.ones_like(temperature), temperature
-                )  # greedy rows are reported at temperature 1
+                )  # for greedy rows, logprobs are those at temperature 1
                 scaled = logits / temperature[:, None]
             whole = torch.log_softmax(scaled, dim=-1, dtype=torch.float32)
             p = whole.exp()
@@ -207,7 +207,7 @@ def exact_sampler(runner: Any) -> bool:
 
         def gather_logprobs(self, logprobs: Any, num_logprobs: int, token_ids: Any) -> Any:
             extra, self.extra = self.extra, None
-            if extra is None or num_logprobs < EXTRA_COLUMNS:  # prompt logprobs, or a request of other code
+            if extra is None or num_logprobs < EXTRA_COLUMNS:  # prompt logprobs, or a request made by other code
                 return Sampler.gather_logprobs(logprobs, num_logprobs, token_ids)
             found = Sampler.gather_logprobs(logprobs, num_logprobs - EXTRA_COLUMNS, token_ids)
             ids, values = found.logprob_token_ids, found.logprobs

@@ -121,7 +121,7 @@ class RemotePool(BasePool[S]):
         return self._link.snapshot.isolation
 
     def snapshot(self) -> PoolSnapshot:
-        """Return the last known state of the server's pool, all its clients included.
+        """Return the last known state of the server's pool, including all its clients.
 
         It is at most a third of the server's heartbeat interval old.
         """
@@ -133,7 +133,7 @@ class RemotePool(BasePool[S]):
     async def refresh(self) -> PoolSnapshot:
         """Request the current state of the server's pool and return it.
 
-        Raises:  RemotePoolError if the server does not respond or speaks another version of the protocol;
+        Raises:  RemotePoolError if the server does not respond or uses another version of the protocol;
                  SettingsError if its pool does not hold `sandbox_type`.
         """
         await self._link.run_and_wait(self._link.fetch_info())
@@ -266,7 +266,7 @@ class _Link:
     def start(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self.stopped:
-                raise PoolClosed(f"the remote pool at {self.url} is closed; make a new one")
+                raise PoolClosed(f"the remote pool at {self.url} is closed; create a new one")
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(
@@ -327,7 +327,7 @@ class _Link:
         """
         future = self.submit(work)
         if future is None:
-            raise PoolClosed(f"the remote pool at {self.url} is closed; make a new one")
+            raise PoolClosed(f"the remote pool at {self.url} is closed; create a new one")
         waiting = asyncio.wrap_future(future)
         try:
             with keep_interruptible():
@@ -515,7 +515,7 @@ class _Link:
             self._forget_revoked(reply["revoked"])
             for name in set(held) - set(reply["leases"]):
                 self.held.pop(name, None)
-            if reply["server"] != self.server:  # it was restarted, and numbers its events from 1 again
+            if reply["server"] != self.server:  # the server was restarted and numbers its events from 1 again
                 self.sequence = None
                 self.connected.clear()
                 return

@@ -190,8 +190,8 @@ class PoolServer:
     ) -> None:
         if not _is_loopback(host) and (token is None or tls is None):
             raise SettingsError(
-                f"token and tls=(certificate file, key file) must be given for host={host!r}, because whoever "
-                "reaches it can run code in the sandboxes; or serve on 127.0.0.1 and forward the port (ssh -L)"
+                f"token and tls=(certificate file, key file) must be given for host={host!r}, because anyone "
+                "who can connect can run code in the sandboxes; or serve on 127.0.0.1 and forward the port (ssh -L)"
             )
         if token is not None and (len(token) < 16 or not token.isascii() or not token.isprintable()):
             raise SettingsError("token must be at least 16 printable characters, such as secrets.token_urlsafe()")
@@ -244,7 +244,7 @@ class PoolServer:
         if self._runner is not None:
             return self
         if self._closing:
-            raise RemotePoolError("this server is closed; make a new one with serve_pool")
+            raise RemotePoolError("this server is closed; create a new one with serve_pool")
         try:
             from aiohttp import web
         except ImportError as error:
@@ -432,7 +432,8 @@ class PoolServer:
                 raise _HTTPError(409, RemotePoolError("this request was cancelled"))
             if sum(not each.task.done() for each in client.requests.values()) >= self.max_waiting:
                 raise _HTTPError(
-                    429, RemotePoolError(f"{self.max_waiting} requests of this client already wait (max_waiting=)")
+                    429,
+                    RemotePoolError(f"{self.max_waiting} requests of this client are already waiting (max_waiting=)"),
                 )
             task = self._spawn(self._lease(client, message))
             request = client.requests[message.request] = _Request(task, now)

@@ -66,7 +66,7 @@ def encode(value: Any, handle: Callable[[Any], str | None] = lambda value: None)
         fields = {f.name: encode(getattr(value, f.name), handle) for f in dataclasses.fields(value) if f.init}
         return {"$record": f"{type(value).__module__}:{type(value).__qualname__}", "fields": fields}
     raise TypeError(
-        f"a {type(value).__name__} cannot be sent; use plain data, bytes or a dataclass of the kind's module"
+        f"a {type(value).__name__} cannot be sent; use plain data, bytes or a dataclass of the sandbox's module"
     )
 
 
@@ -82,7 +82,7 @@ def decode(value: Any, module: str = "", handle: Callable[[str], Any] | None = N
     try:
         return _decode(value, module, handle)
     except (TypeError, ArithmeticError, ImportError) as error:  # a list as a key, or a number out of range
-        raise ValueError(f"no value: {error}") from error
+        raise ValueError(f"not an encoded value: {error}") from error
 
 
 def _decode(value: Any, module: str, handle: Callable[[str], Any] | None) -> Any:
@@ -113,18 +113,18 @@ def _decode(value: Any, module: str, handle: Callable[[str], Any] | None) -> Any
         case ["$record"] if isinstance(inner, str) and isinstance(value.get("fields"), dict):
             fields = {name: _decode(each, module, handle) for name, each in value["fields"].items()}
             return _record(inner, module)(**fields)
-    raise ValueError(f"no value: {str(value)[:80]}")
+    raise ValueError(f"not an encoded value: {str(value)[:80]}")
 
 
 def _record(name: str, module: str) -> type:
     where, _, path = name.partition(":")
     if not (where.startswith(_OWN) or (module and where == module)):
-        raise ValueError(f"a record of {where} is not taken")
+        raise ValueError(f"records of {where} are not accepted")
     found: Any = sys.modules.get(where) or (importlib.import_module(where) if where.startswith(_OWN) else None)
     for part in path.split("."):
         found = getattr(found, part, None)
     if not (isinstance(found, type) and (dataclasses.is_dataclass(found) or hasattr(found, "_fields"))):
-        raise ValueError(f"{name} is no record")
+        raise ValueError(f"{name} is not a record class")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Commands that start a zygote at an isolation level, and what of the host's files is visible inside."""
+"""Commands that start a zygote at an isolation level, and the host's files that are visible inside."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from typing import BinaryIO
 from .limits import Limits
 
 INSIDE = Path(__file__).parent.parent / "inside"
-ZYGOTE_FILES = ("kernel", "processes", "interpreter", "zygote")  # each after those that it imports
+ZYGOTE_FILES = ("kernel", "processes", "interpreter", "zygote")  # each file comes after those that it imports
 STRICT_HOME = "/tmp"
 STRICT_SHM_MB = 16
 _PACKAGE_PATHS = ("purelib", "platlib")
 _SYSTEM_FILES = ["/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"]
 _NETWORK_FILES = ["/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates"]
 
-# Makes `files`, pairs of a name and its code, the modules of a package, and runs `main` of the last one. The modules
-# leave sys.modules again, and the empty entry leaves sys.path, so that nothing is imported from the working directory.
+# Turns `files`, a list of (name, code) pairs, into the modules of a package and runs `main` of the last one. Afterwards
+# the modules are removed from sys.modules. The empty entry of sys.path is removed as well, so that nothing is imported
+# from the working directory.
 BOOT = """
 sys.path[:] = filter(None, sys.path)
 sys.modules["sandbox"] = type(sys)("sandbox")
@@ -130,7 +131,7 @@ def environment(home: str, path: str = "/usr/local/bin:/usr/bin:/bin") -> dict[s
         "PATH": path, "HOME": home, "TMPDIR": home, "USER": "sandbox", "LOGNAME": "sandbox", "LANG": "C.UTF-8",
         "PYTHONHASHSEED": "0",  # makes the order of a set of strings the same in every chain
         "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUTF8": "1",
-        # One thread each: parallelism comes from the pool, and each thread reserves memory that counts as used.
+        # One thread per sandbox: parallelism comes from the pool, and each thread reserves memory that counts as used.
         "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
     }  # fmt: skip
 
@@ -210,5 +211,5 @@ def strict_command(
 
 
 def shm_bytes(limits: Limits) -> int:
-    """Return the size of /dev/shm, which the disk limit bounds too."""
+    """Return the size of /dev/shm, which is also bounded by the disk limit."""
     return (STRICT_SHM_MB if limits.disk_mb is None else min(STRICT_SHM_MB, limits.disk_mb)) * 2**20

@@ -31,7 +31,8 @@ _USER = "65534:65534"
 _API_SECONDS = 60
 _PROCESSORS = {"amd64": "x86_64", "x86_64": "x86_64", "arm64": "aarch64", "aarch64": "aarch64"}
 _RELAY_FILES = (*commands.ZYGOTE_FILES, "frames", "container_relay")
-# Reads the names and sources of the files from standard input, because the container may have another Python version.
+# The container's program. It reads source files from standard input and compiles them itself, because the container may
+# have another Python version.
 _BOOT = f"""
 import os, sys
 def read(count):
@@ -169,7 +170,7 @@ def _client(url: str, version: str = "") -> Any:
         ) from error
     if url.startswith("ssh://"):
         raise IsolationError(
-            f"an engine cannot be used over ssh:// ({url}); forward its socket instead: "
+            f"ssh:// addresses are not supported ({url}); forward its socket instead: "
             "`ssh -L /tmp/engine.sock:/run/docker.sock`"
         )
     _check_listening(url)
@@ -248,7 +249,7 @@ class ContainerProcess(SandboxProcess):
                 with _client(self.url) as api:
                     _remove_container(api, self.id)
             except SandboxError:
-                pass  # the engine is gone or refuses; the container exits anyway, because its input has ended
+                pass  # the engine is unreachable or refuses; the container exits anyway, because its input has ended
 
     def stop(self) -> None:
         """Disconnect, upon which the zygote exits and the engine removes the container."""

@@ -228,7 +228,7 @@ class Group:
     def remove(self, patience: float = 1.0) -> bool:
         """Remove the group's empty folders, retrying for `patience` seconds while the kernel keeps them busy.
 
-        Returns:  True if they are gone.
+        Returns:  True if they no longer exist.
         """
         deadline = time.monotonic() + patience
         for folder in self.folders.values():

@@ -16,7 +16,7 @@ from pathlib import Path
 from ..inside.frames import CONTROL, DATA, OUT, USAGE, frame, frames
 
 _CHUNK = 65536
-_DRAIN_SECONDS = 1.0  # after the container ended: how long to wait until its last output is delivered
+_DRAIN_SECONDS = 1.0  # maximum wait for the last output after the container has ended
 
 
 class Usage:
@@ -195,7 +195,7 @@ class Stream:
             except BlockingIOError:
                 return
             except OSError:
-                sent = len(piece)  # its reader is gone
+                sent = len(piece)  # its reader has closed it
             if sent < len(piece):
                 self._outgoing[0] = (channel, piece[sent:])
             else:

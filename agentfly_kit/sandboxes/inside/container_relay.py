@@ -87,7 +87,7 @@ class Relay(Zygote):
             except BlockingIOError:
                 return
             except OSError:
-                self.outbox.clear()  # the host is gone; the end of the input will be noticed
+                self.outbox.clear()  # the host has disconnected; the end of the input will be noticed
                 return
             del self.outbox[:sent]
 
@@ -160,7 +160,7 @@ class Relay(Zygote):
         return False
 
     def drain(self) -> None:
-        """Forward the content of the pipes, so that output is sent before the answer or exit that followed it."""
+        """Forward the content of the pipes, so that output is sent before the answer or exit that follows it."""
         for pipe in list(self.pipes):
             left = _CHUNK
             while left > 0 and pipe in self.pipes:

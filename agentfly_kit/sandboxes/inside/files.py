@@ -1,4 +1,4 @@
-"""The inner side of a FileSandbox: read, write, edit and search files within one folder.
+"""The part of a FileSandbox that runs inside: read, write, edit and search files within one folder.
 
 This file runs after base.py in the same namespace. No path leaves the folder: a path is first resolved, and then opened
 component by component from the folder's descriptor without following links, so that a concurrent process cannot swap in

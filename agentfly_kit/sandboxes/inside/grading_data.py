@@ -1,8 +1,8 @@
 """Data exchanged between a Grader's two interpreters, that of the submission and that of the tests.
 
 This file runs after base.py in the same namespace, in each of the two. They are not connected: the host relays requests
-and answers between them as JSON. These contain only data, or numbers of objects that stay in the submission's process.
-Therefore no code of the submission, such as its `==`, ever runs in the process of the tests.
+and answers between them as JSON. These contain only data, or references to objects that stay in the submission's
+process. Therefore no code of the submission, such as its `==`, ever runs in the process of the tests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tests' side of a Grader: it runs the tests, whose uses of the submission become requests to the other side.
+"""The tests' side of a Grader: it runs the tests, and each use of the submission becomes a request to the other side.
 
 This file runs after base.py and grading_data.py in the same namespace.
 """
@@ -153,7 +153,7 @@ def prepare(module: str, names: list[str], modules: list[str]) -> None:
 
 
 def begin(text: str, setup: bool) -> dict[str, Any]:
-    """Run a test, or the setup, up to its first request or its end."""
+    """Run a test, or the setup, until its first request to the submission or its end."""
     name = "<setup>" if setup else "<test>"
     try:
         tree = ast.parse(text, name)
@@ -171,7 +171,7 @@ def begin(text: str, setup: bool) -> dict[str, Any]:
 
 
 def resume(answer: str) -> dict[str, Any]:
-    """Pass an answer to the test, and run it up to its next request or its end."""
+    """Pass an answer to the test, and run it until its next request or its end."""
     Tests.back.put(answer)
     return Tests.out.get()  # type: ignore[no-any-return]
 

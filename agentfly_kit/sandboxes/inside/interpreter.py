@@ -44,7 +44,7 @@ class Interpreter:
         if settings["pdeathsig"]:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         prctl(PR_SET_DUMPABLE, 1)
-        set_oom_score("500")  # when memory runs out the kernel should take this process, not the zygote
+        set_oom_score("500")  # when memory runs out, the kernel should kill this process, not the zygote
         if restrictions is not None:
             rules, program = restrictions
             # A rule for /proc lasts only while the kernel caches the entry; an open descriptor keeps it cached.

@@ -1,4 +1,4 @@
-"""System calls with which a sandbox confines itself, by ctypes: capabilities, Landlock, filters, user namespaces."""
+"""System calls with which a sandbox confines itself, through ctypes: capabilities, Landlock, filters, namespaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes and folders of sandboxes, for both sides: which processes descend from one, and emptying a folder."""
+"""Helpers for both sides of a sandbox: find the descendants of a process, and empty a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The inner side of a ShellSandbox: one bash that reads a command, evaluates it and reports its exit status.
+"""The part of a ShellSandbox that runs inside: one bash that reads a command, evaluates it and reports its exit status.
 
 This file runs after base.py and processes.py in the same namespace. The bash is interactive, though without a terminal,
 because only an interactive bash abandons the current command on an interrupt and continues with its variables intact.
@@ -145,7 +145,7 @@ class Shell:
 
 
 class Current:
-    """Holder of the only shell."""
+    """Holds the sandbox's only shell."""
 
     shell: Shell | None = None
 

@@ -1,4 +1,4 @@
-"""The inner side of a SQLSandbox: a database in one file, opened by sqlite3 or duckdb without access to other files.
+"""The part of a SQLSandbox that runs inside: a database in one file, without access to other files.
 
 This file runs after base.py in the same namespace. A query runs on a thread of its own, so that the main thread can
 receive the interrupt after a timeout and interrupt the query.

@@ -113,7 +113,7 @@ class Zygote:
         try:
             self.control.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
-            pass  # the host is gone; the next read will notice
+            pass  # the host has disconnected; the next read will notice
 
     def handle(self, message: dict[str, Any]) -> None:
         op = message["op"]
@@ -267,7 +267,7 @@ def probe(settings: dict[str, Any]) -> None:
 
 
 def run(zygote: Zygote) -> None:
-    """Serve until the host is gone, then kill everything inside and exit."""
+    """Serve until the host disconnects or dies, then kill everything inside and exit."""
     try:
         zygote.serve()
     except Exception:
